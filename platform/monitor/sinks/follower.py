@@ -35,9 +35,10 @@ class Follower:
     are done; of a step that is trained again nevertheless it keeps the first.
     """
 
-    def __init__(self, name: str, run: SinkRun, open_sink: Callable[[SinkRun], Sink]):
+    def __init__(self, name: str, run: SinkRun, open_sink: Callable[[SinkRun], Sink], alerts: bool = True):
         """Open the service `name` by `open_sink` for a run, to go on where the last process ended; the caller has
-        locked it (`alone`)."""
+        locked it (`alone`). `alerts`: send these too."""
+        self._stale_seconds = STALE_SECONDS if alerts else 0.0
         self._run, self._file = run, run.directory / FOLDER / f"{name}.json"
         self._metrics, self._journal, self._sent = _places_in(self._file, run.state)
         self._alerts = Alerts(run.monitor.get("goodput_below", 0.0))
@@ -61,7 +62,7 @@ class Follower:
             self._note(event)
             self.sink.event(event)
             for alert in self._alerts.alerts_of(event):
-                if alert.time > time() - STALE_SECONDS:
+                if alert.time > time() - self._stale_seconds:
                     self.sink.alert(alert)
             self._journal = place
         for line, start, place in new_lines(self._run.directory / METRICS, self._read):

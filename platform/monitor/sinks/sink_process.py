@@ -10,6 +10,7 @@ import sys
 import threading
 from collections import deque
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
 
@@ -33,7 +34,7 @@ class SinkProcess:
         logs/sink-NAME.log there."""
         self._name, self._directory, self._title = name, run_dir, SINKS[name].title
         self._log = run_dir / "logs" / f"sink-{name}.log"
-        told = {"config": redact(config.to_dict()), "command": config.monitor.alert_command, "driver": os.getpid()}
+        told = {"config": redact(config.to_dict()), "monitor": asdict(config.monitor), "driver": os.getpid()}
         self._first_line = json.dumps(told)
         self._said: deque[str] = deque()
         self._failed: float | None = None  # when it was seen that the process has failed

@@ -30,7 +30,7 @@ class MlflowSink(Sink):
 
         self._of, self._client, monitor = run, MlflowClient(), run.monitor
         if "run" not in run.state:
-            found = self._client.get_experiment_by_mlflow_name(monitor["project"])
+            found = self._client.get_experiment_by_name(monitor["project"])
             experiment = found.experiment_id if found else self._client.create_experiment(monitor["project"])
             tags = dict.fromkeys(monitor.get("tags") or [], "true") | {"directory": str(run.directory)}
             tags |= {"mlflow.note.content": monitor["notes"]} if monitor.get("notes") else {}
