@@ -16,7 +16,7 @@ from math import prod
 
 from platform.plan.communication.traffic import EVER
 from platform.plan.core.plan import Plan
-from platform.plan.core.step_collectives import staged_collectives
+from platform.plan.core.step_collectives import process_groups, staged_collectives
 from platform.plan.language.layout import Cut, at_zero
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.numbers import count_of
@@ -56,6 +56,16 @@ def tier_traffic(plan: Plan, tiers: Tiers) -> list[TierTraffic]:
         TierTraffic(name, round(messages[row]), round(moved[row]), busiest[row] if row else None)
         for row, name in enumerate(tiers.rows)
     ]
+
+
+def reach_of(plan: Plan, tiers: Tiers) -> dict[str, str]:
+    """Return axes of collectives, joined by "+" -> the row of `tiers` between the farthest ranks of their groups."""
+    mesh, alone = plan.mesh, len(set(tiers.paths)) == 1  # all on one node
+    found = {
+        axes: 0 if alone else max(tiers.row(group[0], rank) for group in mesh.groups(axes) for rank in group)
+        for axes in process_groups(plan)
+    }
+    return {"+".join(axes): tiers.rows[row] for axes, row in found.items()}
 
 
 def traffic_line(rows: Sequence[TierTraffic]) -> str:
