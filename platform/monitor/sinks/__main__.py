@@ -61,14 +61,14 @@ def _answer(given: argparse.Namespace) -> int:
     config = _configuration(directory)
     for name in given.sinks:
         try:
-            _send_rest(SinkRun(directory, config, _with_references(config["monitor"])), name)
+            _send_rest(SinkRun(directory, config, _resolved_keys(config["monitor"])), name)
         except Exception as error:  # of any package
             raise ServiceFailed(f"{SINKS[name].title}: {type(error).__name__}: {error}") from error
     return DONE
 
 
 def _send_rest(run: SinkRun, name: str) -> None:
-    """Send a service what it has not got of a run, but no alerts, and tell the user where it is."""
+    """Send a service the rest of a run, without alerts, and print where it is."""
     say = partial(print, f"{SINKS[name].title}:", flush=True)
     with alone(run.directory, name, say):
         follower = Follower(name, run, SINKS[name].open, alerts=False)
@@ -77,9 +77,8 @@ def _send_rest(run: SinkRun, name: str) -> None:
         follower.close(follower.status)
 
 
-def _with_references(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the run's keys of the group monitor with what references such as ${oc.env:NAME} stand for here; as they
-    are if that is not known."""
+def _resolved_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the run's keys of the group monitor with references such as ${oc.env:NAME} resolved, if all can be."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -145,8 +145,7 @@ def _places_in(file: Path, state: dict[str, Any]) -> tuple[int, int, int]:
 
 @contextmanager
 def alone(directory: Path, name: str, say: Callable[[str], None] = lambda text: None) -> Iterator[None]:
-    """Hold the lock of a run's service `name` within the block, waiting for another process that has it; `say` tells
-    the user that it waits."""
+    """Hold the lock of a run's service `name` within the block; `say` prints that another process has it before."""
     (directory / FOLDER).mkdir(0o700, exist_ok=True)
     lock = os.open(directory / FOLDER / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
