@@ -84,6 +84,7 @@ def row_of(run: TrainedRun, seconds: float, compose: Compose) -> dict[str, str]:
         "stages": str(config.pipeline.stages),
         "chunks": str(config.pipeline.chunks),
         "branch": config.branch.kind,
+        "system": "ours",
     }
     cells |= {f"branch.axes.{name}": str(size) for name, size in config.branch.axes.items()}
     there = flat_values(compose(list(overrides_of(cells))))
