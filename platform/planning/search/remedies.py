@@ -87,8 +87,8 @@ def fitting_changes(config: Config, memory: float, weights: int = 0) -> Iterator
         if weights > memory and not for_weights:
             continue  # weights alone are too much, and this change leaves them as they are
         plan = plan_quickly(changed)
-        if plan and (needed := needed_bytes(changed, plan)) <= memory:
-            yield change, needed
+        if plan and not (needs := Forecast(changed, plan)).exceeds(memory):
+            yield change, needs.needed
 
 
 def _changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
