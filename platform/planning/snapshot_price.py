@@ -13,7 +13,6 @@ from platform.config.fields import Config
 from platform.config.groups.execution_group import AUTO
 from platform.costs.machine import Hardware
 from platform.costs.seconds import bytes_seconds
-from platform.monitor.records.own_costs import OwnCosts
 from platform.optimizer.optimizers import kept_numbers
 from platform.plan.core.factored import sides
 from platform.plan.core.plan import Plan
@@ -21,6 +20,7 @@ from platform.plan.memory.hardware import dense_bf16_peak
 from platform.plan.memory.worker_bytes import state_elements
 from platform.plan.reports.describe import shown_seconds
 from platform.planning.memory_budget import device_kind
+from platform.planning.own_costs import OwnCosts
 from platform.planning.step_price import step_price
 
 NODE = 8  # workers of a node, as long as nobody says otherwise

@@ -11,9 +11,9 @@ import pytest
 from platform.launch import compose, prepare
 from platform.monitor import Journal
 from platform.monitor.records import events, records
-from platform.monitor.records.own_costs import OwnCosts, own_costs
 from platform.plan.__main__ import main
 from platform.planning.make_plan import make_plan
+from platform.planning.own_costs import OwnCosts, own_costs
 from platform.planning.snapshot_price import (
     WORKER_HOURS,
     Known,

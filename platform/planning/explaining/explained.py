@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from math import inf
 from typing import Any
 
 from platform.boundary.redaction import redact
 from platform.config.extending.own_settings import shown_settings
-from platform.config.fields import Config
+from platform.config.fields import Compose, Config
 from platform.config.groups.execution_group import AUTO
 from platform.costs.machine import Hardware
 from platform.costs.price import StepPrice
@@ -23,8 +23,6 @@ from platform.planning.memory_budget import device_kind, footprints
 from platform.planning.snapshot_price import Known, snapshot_price
 from platform.planning.step_price import chosen_hardware, hardware_named, step_price
 
-Composed = Callable[[Sequence[str]], Config]  # what a user types beside all else -> the configuration
-
 
 def explained(
     config: Config,
@@ -33,7 +31,7 @@ def explained(
     hardware: Hardware,
     named: bool = False,
     tokens: float | None = None,
-    composed: Composed | None = None,
+    composed: Compose | None = None,
 ) -> dict[str, Any]:
     """Return what there is to say of a configuration's plan, as JSON-able data. `tiers`: workers in one of each, as of
     `explain`; `hardware`: the one for which steps are priced, `named` by the user; `tokens`: the number of a run's, by

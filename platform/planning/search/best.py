@@ -48,8 +48,8 @@ class Rated(NamedTuple):
 
 @dataclass(frozen=True)
 class Finalist:
-    """Contender that was planned: its configuration, its `plan` and its `price`. Its memory is forecast when it is asked
-    for, as that takes longest."""
+    """Contender that was planned: its configuration, its `plan` and its `price`. Its memory is forecast when it is
+    asked for, as that takes longest."""
 
     choice: Contender
     config: Config
@@ -130,7 +130,7 @@ def _numbers_of_workers(space: Space, workers: int) -> Iterator[int]:
 
 
 def _finalists(space: Space, rated: Sequence[Rated], memory: float, hardware: Hardware) -> list[Finalist]:
-    """Plan and price contenders, the best by estimate first, as many as can still be the quickest of those that fit;
+    """Plan and price contenders, the best by estimate first, as many as may be the quickest that fits;
     return them by price."""
     most = min(MOST, max(LEAST, LAYERS // space.config.model.layers))
     found: list[Finalist] = []

@@ -14,7 +14,7 @@ from platform.plan.core.plan import Plan
 from platform.plan.language.numbers import divisors
 from platform.plan.reports.describe import human
 from platform.planning.make_plan import plan_quickly
-from platform.planning.memory_budget import device_kind, footprints, host_bytes, needed_bytes
+from platform.planning.memory_budget import Forecast, device_kind, footprints, host_bytes, needed_bytes
 
 SHOWN = 2  # fitting changes named to the user
 LESS = 0.9  # of the memory that was not there

@@ -7,9 +7,6 @@ from statistics import median
 from typing import NamedTuple
 
 from platform.boundary.schema import Malformed
-from platform.monitor.records import events, records
-from platform.monitor.records.metrics import read_row
-from platform.monitor.records.records import JOURNAL, METRICS
 
 
 class OwnCosts(NamedTuple):
@@ -26,6 +23,10 @@ class OwnCosts(NamedTuple):
 def own_costs(run_dir: Path, workers: int) -> OwnCosts:
     """Return the costs that the run in a directory measured in its last steps on so many workers; without a readable
     journal or metrics, none."""
+    from platform.monitor.records import events, records  # planning a run without one has no time to import these
+    from platform.monitor.records.metrics import read_row
+    from platform.monitor.records.records import JOURNAL, METRICS
+
     try:
         rows = [row for row in records.last(run_dir / METRICS, read_row) if row.get("world_size") == workers]
         saves = [e for e in records.last(run_dir / JOURNAL, events.from_plain) if isinstance(e, events.Checkpoint)]
