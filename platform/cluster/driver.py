@@ -40,6 +40,7 @@ from platform.data.vocabulary import Vocabulary, given_vocabulary
 from platform.monitor import Journal, RunMonitor, open_monitor
 from platform.monitor.records import events
 from platform.monitor.records.live import Live
+from platform.monitor.sinks.sink_table import missing_for_sinks
 from platform.optimizer.learning_rate import short_of_peak
 from platform.plan.core.plan import Plan
 from platform.plan.core.plan_data import plan_summary
@@ -340,9 +341,10 @@ def _time_limit(config: Config, signals: StopSignals) -> Iterator[None]:
 
 def _impossible(config: Config, plan: Plan) -> Iterator[str]:
     """Yield a refusal line for each key that makes a run impossible: elastic.max_workers or elastic.min_workers that
-    contradict the plan's number of workers, what eval.tasks lacks on this machine, and text that is asked of a model
-    that gives none."""
+    contradict the plan's number of workers, what eval.tasks and services such as TensorBoard lack on this machine, and
+    text that is asked of a model that gives none."""
     yield from missing_for_tasks(config)
+    yield from missing_for_sinks(config)
     yield from violations_of_asking(config, plan)
     e, size = config.elastic, plan.mesh.size
     if 0 < e.max_workers < size:

@@ -76,6 +76,7 @@ cluster.network 0.0 - 1e+300 1000000000000
 elastic.mean_hours_between_failures -1.0 0 1e+300 1000000
 elastic.slow -1.0 0 1e+300 1000000000000
 cluster.wait -1.0 0 1e+300 100000000
+monitor.goodput_below -0.1 0 1.5 1
 """
 
 # what is typed | how a line begins | what is in it further on
@@ -329,5 +330,7 @@ data=mixture data.sources={a.b:{path:x}} | data.sources=a.b: the name of a sourc
 model.bias=maybe | model.bias=maybe: must be true or false | true
 model.tied=2 model.bias=x | model.bias=x: must be true or false | false
 elastic.replace=perhaps | elastic.replace=perhaps: must be true or false | true
+monitor.tags=[''] | monitor.tags=: W&B takes
+monitor.tensorboard=maybe | monitor.tensorboard=maybe: must be true or false | true
 monitor.timeline=[] | monitor.timeline=[]: must be true or false | true
 """

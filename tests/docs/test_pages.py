@@ -24,7 +24,7 @@ OPTIONS = {  # Hydra group -> the page whose table has a row for each of its opt
     "cluster": "clusters.md",
     "experiment": "experiments.md",
     "data": "data.md",
-    "monitor": "run-directory.md",
+    "monitor": "watching.md",
 }
 
 

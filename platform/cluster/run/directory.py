@@ -25,7 +25,8 @@ from platform.config.identity import identity, violations_of_identity
 from platform.monitor.records.live import LIVE
 from platform.monitor.records.records import JOURNAL, METRICS
 
-OURS = (JOURNAL, METRICS, traces.LOCK, LIVE, "wandb")  # may exist before the first step; see `claim`
+# They may exist before the first step; see `claim`.
+OURS = (JOURNAL, METRICS, traces.LOCK, LIVE, "sinks", "wandb", "tensorboard")
 
 
 class RunDirectory:

@@ -155,6 +155,9 @@ class Monitor:
     """Display and records of a run."""
 
     kind: str = key("console", "display of metrics", ("console", "wandb"))
+    tensorboard: bool = key(False, "also TensorBoard: files in RUN_DIR/tensorboard")
+    mlflow: bool = key(False, "also MLflow: at MLFLOW_TRACKING_URI")
+    trackio: bool = key(False, "also trackio: on this machine, or at TRACKIO_SPACE_ID")
     every: int = key(10, "steps between console lines", ">= 1")
     sample: int = key(0, "tokens of text to generate at the end of the run; 0 = none", ">= 0", most=10**6)
     layers: int = key(0, "steps between records of each layer's gradient norm and activations; 0 = never", ">= 0")
@@ -166,7 +169,18 @@ class Monitor:
     prometheus: bool = key(True, "cluster=ray: offer all metrics to Prometheus, by way of Ray")
     project: str = key(
         "elastic-platform",
-        "name of the W&B project",
+        "name of the project at W&B and trackio, of the experiment at MLflow",
         pattern=r"[^\\/#?%:]{1,128}",
         constraint="W&B takes 1 to 128 characters, none of them \\ / # ? % :",
+    )
+    tags: list[str] = key(
+        [], "tags of the run at W&B and MLflow", pattern=r".{1,64}", constraint="W&B takes 1 to 64 characters"
+    )
+    group: str = key("", 'group of the run at W&B, MLflow and trackio; "" = none')
+    notes: str = key("", "notes on the run at W&B and MLflow")
+    goodput_below: float = key(
+        0.0, "alert once the useful share of a run's time falls below this, after an hour; 0 = never", ">= 0 and <= 1"
+    )
+    alert_command: str = key(
+        "", 'command of the shell that each alert starts, with the alert as JSON at its input; "" = none'
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -89,11 +90,16 @@ def wandb_names() -> dict[str, str]:
 
 
 def for_wandb(row: MetricsRow) -> dict[str, float | list[int]]:
-    """Return the numbers of a row of metrics.jsonl under their W&B names, maps flattened, without unknown ones (None);
+    """Return the numbers of a row of metrics.jsonl under their W&B names, as `named_numbers` does."""
+    return named_numbers(vars(row))
+
+
+def named_numbers(values: Mapping[str, Any]) -> dict[str, float | list[int]]:
+    """Return the values of a row of metrics.jsonl under their W&B names, maps flattened, without unknown ones (None);
     a list is one histogram, of as many bins as it has numbers."""
     flat: dict[str, float | list[int]] = {}
     for key, name in wandb_names().items():
-        value = getattr(row, key)
+        value = values.get(key)
         if isinstance(value, dict):
             flat |= {f"{name}/{inner}": number for inner, number in value.items()}
         elif value is not None:

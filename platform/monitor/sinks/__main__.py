@@ -1,0 +1,113 @@
+"""`python -m platform.monitor.sinks RUN_DIR SERVICE ...` sends a run's numbers to services, also after its end.
+
+A run does so itself, as `monitor=` says. This command sends what a service has not got yet, or all to a service that
+the run did not name: wandb, tensorboard, mlflow or trackio. It goes by RUN_DIR/config.yaml, and sends no alerts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from platform.boundary.command_line import DONE, command_line, run_command
+from platform.boundary.refusals import ConfigError, closest, refuse_all, violation
+from platform.monitor.records.records import METRICS
+from platform.monitor.sinks.follower import Follower, alone
+from platform.monitor.sinks.services.sink import SinkRun
+from platform.monitor.sinks.sink_table import SINKS, lack_of_package
+
+EVERY_SECONDS = 1.0  # a run's files are read
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `python -m platform.monitor.sinks` (default: this process's own); return its exit status."""
+    parser = command_line("monitor.sinks", __doc__)
+    parser.add_argument("run", help="run directory")
+    parser.add_argument("sinks", nargs="+", metavar="SERVICE", help=", ".join(SINKS))
+    parser.add_argument("--follow", action="store_true", help=argparse.SUPPRESS)  # started by a driver
+    return run_command(parser, _answer, argv, subject="sinks")
+
+
+def _answer(given: argparse.Namespace) -> int:
+    """Send the numbers of the run that the command line names to its services; return the exit status."""
+    directory = Path(given.run).absolute()
+    if given.follow:
+        [name] = given.sinks
+        return _follow_run(directory, name)
+    lines = [violation("SERVICE", name, "unknown", closest(name, SINKS)) for name in given.sinks if name not in SINKS]
+    known = [name for name in given.sinks if name in SINKS]
+    lines += [f"{name}: {line}" for name in known if (line := lack_of_package(name))]
+    if not (directory / METRICS).exists():
+        lines.append(violation("RUN_DIR", given.run, "holds no run", ["the directory of a run"]))
+    refuse_all(lines)
+    config = _configuration(directory)
+    for name in given.sinks:
+        with alone(directory, name):
+            follower = Follower(name, SinkRun(directory, config), SINKS[name].open)
+            print(f"{SINKS[name].title}: {follower.sink.where}")
+            follower.close(DONE)
+    return DONE
+
+
+def _configuration(directory: Path) -> dict[str, Any]:
+    """Read the configuration of the run whose numbers are sent, with the defaults of what an older version lacks.
+    Raises ConfigError."""
+    from platform.config.fields import Config
+
+    try:
+        there = yaml.safe_load((directory / "config.yaml").read_text())
+        known: dict[str, Any] = Config().to_dict()
+        return {k: known[k] | there.get(k, {}) if isinstance(known[k], dict) else there.get(k) for k in known}
+    except (OSError, ValueError, AttributeError, TypeError, yaml.YAMLError) as error:
+        raise ConfigError(violation("RUN_DIR", str(directory), f"its config.yaml cannot be read ({error})")) from None
+
+
+def _follow_run(directory: Path, name: str) -> int:
+    """Send a run's numbers to a service while its driver, which has started this process, lives; return the exit
+    status. The driver's first line is JSON with the configuration, its last the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    said = _message_channel()
+    driver = open(0, "rb", buffering=0, closefd=False)  # what comes after the first line is left to `select`
+    start = json.loads(driver.readline())
+    run = SinkRun(directory, start["config"], start["command"], start["driver"])
+    with alone(directory, name):
+        follower = Follower(name, run, SINKS[name].open)
+        _tell_driver(said, follower.sink.where)
+        rest, ended = "", False
+        while not ended:
+            ready, _, _ = select.select([driver], [], [], EVERY_SECONDS)
+            if ready:
+                text = os.read(0, 1 << 16).decode()
+                rest, ended = rest + text, not text
+            else:
+                follower.catch_up()
+        status = json.loads(rest)["status"] if rest.endswith("\n") else None
+        follower.close(status)
+    return DONE
+
+
+def _message_channel() -> int:
+    """Return a descriptor by which this process speaks to the driver; what packages print on stdout is in the log."""
+    said = os.dup(1)
+    os.dup2(2, 1)
+    return said
+
+
+def _tell_driver(channel: int, line: str) -> None:
+    """Send the driver a line on this service for the run's user; nothing if the driver has died."""
+    with suppress(OSError):
+        os.write(channel, (line + "\n").encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""Follows a run's files and sends what they get to one service, each thing once, also over several processes."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from math import inf
+from pathlib import Path
+from time import monotonic, time
+from typing import Any
+
+from platform.boundary.files.local_files import replace_text
+from platform.boundary.schema import Malformed
+from platform.monitor.records import events
+from platform.monitor.records.metrics import named_numbers, read_row
+from platform.monitor.records.records import JOURNAL, METRICS
+from platform.monitor.sinks.new_lines import new_lines
+from platform.monitor.sinks.services.alerts import Alerts
+from platform.monitor.sinks.services.sink import Numbers, Sink, SinkRun
+
+FOLDER = "sinks"  # in the run directory: how far each service is
+MOST_HELD = 1000  # steps that are held back for a service that cannot replace them
+_AT_ONCE = 10_000  # steps that are read before the service gets them
+STALE_SECONDS = 3600.0  # an alert this old is sent no more: the service came later
+
+
+class Follower:
+    """Sends a run's numbers, events and alerts to one service, as far as the run's files have them.
+
+    A service that cannot replace a step gets it when a checkpoint has it or the run ends, or when MOST_HELD later steps
+    are done; of a step that is trained again nevertheless it keeps the first.
+    """
+
+    def __init__(self, name: str, run: SinkRun, open_sink: Callable[[SinkRun], Sink]):
+        """Open the service `name` by `open_sink` for a run, to go on where the last process ended; the caller has
+        locked it (`alone`)."""
+        self._run, self._file = run, run.directory / FOLDER / f"{name}.json"
+        self._metrics, self._journal, self._sent = _places_in(self._file, run.state)
+        self._alerts = Alerts(run.monitor.get("goodput_below", 0.0))
+        self._held: list[tuple[int, int, Numbers]] = []  # step, place of its line, numbers
+        self._read = self._metrics  # place up to which the metrics are read; those after self._metrics are held
+        self._final: float = 0  # no step up to this one will be trained again
+        self._reached: deque[tuple[float, str]] = deque()  # (clock, places) that the service has, and may still lose
+        self.sink = open_sink(run)
+        for event, _ in self._events(0, self._journal):
+            self._note(event)
+            self.sink.remember(event)
+            for _ in self._alerts.alerts_of(event):
+                pass  # an earlier process has sent it
+
+    def catch_up(self) -> None:
+        """Send the service what the run's files have got since the last time, and note that it has it. The journal is
+        read first: the steps that it calls saved are in the metrics by then."""
+        before = (self._metrics, self._journal)
+        for event, place in self._events(self._journal, inf):
+            self._note(event)
+            self.sink.event(event)
+            for alert in self._alerts.alerts_of(event):
+                if alert.time > time() - STALE_SECONDS:
+                    self.sink.alert(alert)
+            self._journal = place
+        for line, start, place in new_lines(self._run.directory / METRICS, self._read):
+            self._read = place
+            with suppress(Malformed):
+                self._hold(read_row(line), start)
+            if len(self._held) >= _AT_ONCE:
+                self._send()
+        self._send()
+        if (self._metrics, self._journal) != before:
+            self.sink.flush()
+            self._reached.append((monotonic(), self._places()))
+        self._store(self.sink.stored_after)
+
+    def _events(self, place: int, end: float) -> Iterator[tuple[events.JournalEvent, int]]:
+        """Yield the events of the run's journal between two places, each with the place behind it."""
+        for line, start, behind in new_lines(self._run.directory / JOURNAL, place):
+            if start >= end:
+                return
+            with suppress(Malformed):
+                yield events.from_plain(line), behind
+
+    def _note(self, event: events.JournalEvent) -> None:
+        """Note which steps an event of the run makes final: the saved ones, and all at an end without a sequel."""
+        if isinstance(event, events.Checkpoint):
+            self._final = event.step
+        elif isinstance(event, events.End):
+            self._final = inf if not isinstance(event, events.Drained) else self._final
+        elif isinstance(event, events.Starting) and self._final == inf:
+            self._final = 0  # the run goes on after all
+
+    def _hold(self, row: dict[str, Any], start: int) -> None:
+        """Add a row of metrics to the steps that are to be sent, in the place of all from its step on."""
+        while self._held and self._held[-1][0] >= row["step"]:
+            self._held.pop()
+        self._held.append((row["step"], start, named_numbers(row)))
+
+    def _send(self) -> None:
+        """Send the service the steps that it may have by now."""
+        late = 0 if self.sink.replaces else len(self._held) - MOST_HELD
+        count = sum(self.sink.replaces or n < late or step <= self._final for n, (step, *_) in enumerate(self._held))
+        ready, self._held = self._held[:count], self._held[count:]
+        if rows := [numbers for step, _, numbers in ready if self.sink.replaces or step > self._sent]:
+            self.sink.steps(rows)
+        self._sent = max([self._sent, *(step for step, *_ in ready)])
+        self._metrics = self._held[0][1] if self._held else self._read
+
+    def _places(self) -> str:
+        """Return how far the service is, and what it remembers of the run, as RUN_DIR/sinks/ has it."""
+        places = {METRICS: self._metrics, JOURNAL: self._journal, "step": self._sent, "state": self._run.state}
+        return json.dumps(places) + "\n"
+
+    def _store(self, stored_after: float) -> None:
+        """Note for the next process how far the service was so many seconds ago, in RUN_DIR/sinks/."""
+        newest = ""
+        while self._reached and self._reached[0][0] <= monotonic() - stored_after:
+            newest = self._reached.popleft()[1]
+        if newest:
+            replace_text(self._file, newest)
+
+    def close(self, status: int | None) -> None:
+        """Send the service the rest, and end the run there with the launcher's exit status (None: it has no end)."""
+        self.catch_up()
+        self.sink.close(status)
+        self._reached.append((monotonic(), self._places()))
+        self._store(0)
+
+
+def _places_in(file: Path, state: dict[str, Any]) -> tuple[int, int, int]:
+    """Read a service's places in metrics and journal and its last step from `file`, and its notes into `state`."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        there = json.loads(file.read_text())
+        found = int(there[METRICS]), int(there[JOURNAL]), int(there["step"])
+        state.update(there["state"])
+        return found
+    return 0, 0, 0
+
+
+@contextmanager
+def alone(directory: Path, name: str) -> Iterator[None]:
+    """Wait within the block until no other process sends this run's numbers to the service `name`."""
+    (directory / FOLDER).mkdir(0o700, exist_ok=True)
+    lock = os.open(directory / FOLDER / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)

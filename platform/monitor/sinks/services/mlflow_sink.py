@@ -1,0 +1,101 @@
+"""MLflow: at MLFLOW_TRACKING_URI, or where MLflow keeps its data by default."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from time import time
+from typing import Any
+
+from platform.boundary.redaction import bare_url
+from platform.monitor.records.records import JOURNAL
+from platform.monitor.sinks.services.alerts import Alert
+from platform.monitor.sinks.services.sink import RESUMABLE, Numbers, Sink, SinkRun
+
+_AT_ONCE = 900  # numbers in one request: MLflow takes 1,000
+_PARAMS_AT_ONCE, _LONGEST_PARAM = 100, 500
+_STATUS = {0: "FINISHED", RESUMABLE: "KILLED"}
+
+
+class MlflowSink(Sink):
+    """MLflow run of a run directory, shared by all its processes. MLflow cannot replace a number."""
+
+    replaces = False
+
+    def __init__(self, run: SinkRun):
+        """Start or continue the MLflow run, in the experiment that monitor.project names."""
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        from mlflow import MlflowClient
+
+        self._of, self._client, monitor = run, MlflowClient(), run.monitor
+        if "run" not in run.state:
+            found = self._client.get_experiment_by_mlflow_name(monitor["project"])
+            experiment = found.experiment_id if found else self._client.create_experiment(monitor["project"])
+            tags = dict.fromkeys(monitor.get("tags") or [], "true") | {"directory": str(run.directory)}
+            tags |= {"mlflow.note.content": monitor["notes"]} if monitor.get("notes") else {}
+            tags |= {"group": monitor["group"]} if monitor.get("group") else {}
+            made = self._client.create_run(experiment, run_name=run.directory.name, tags=tags)
+            run.state["run"] = made.info.run_id
+            self._log_configuration()
+        self._run: str = run.state["run"]
+        self._client.update_run(self._run, status="RUNNING")
+        self.where = f"run {self._run} of {monitor['project']} at {_mlflow_place()}"
+
+    def _log_configuration(self) -> None:
+        """Log the run's configuration as the parameters of the MLflow run, which cannot change any more."""
+        from mlflow.entities import Param
+
+        found = [Param(_mlflow_name(key), str(value)[:_LONGEST_PARAM]) for key, value in _parameters(self._of.config)]
+        for first in range(0, len(found), _PARAMS_AT_ONCE):
+            self._client.log_batch(self._of.state["run"], params=found[first : first + _PARAMS_AT_ONCE])
+
+    def alert(self, alert: Alert) -> None:
+        """Note an alert as a tag of the MLflow run: the newest of its kind."""
+        self._client.set_tag(self._run, f"alert.{alert.kind}", f"{alert.title}: {alert.text}")
+
+    def steps(self, rows: Sequence[Numbers]) -> None:
+        """Log the numbers of committed steps at MLflow, which has no histograms."""
+        from mlflow.entities import Metric
+
+        now = round(time() * 1000)
+        found = [
+            Metric(_mlflow_name(name), float(value), now, int(row["step"]))  # type: ignore[arg-type]
+            for row in rows
+            for name, value in row.items()
+            if name != "step" and not isinstance(value, list)
+        ]
+        for first in range(0, len(found), _AT_ONCE):
+            self._client.log_batch(self._run, metrics=found[first : first + _AT_ONCE])
+
+    def close(self, status: int | None) -> None:
+        """End the MLflow run as the launcher's exit status says, and give it the run's journal."""
+        journal = self._of.directory / JOURNAL
+        if journal.exists():
+            self._client.log_artifact(self._run, str(journal))
+        self._client.set_terminated(self._run, _STATUS.get(status, "FAILED") if status is not None else "FAILED")
+
+
+def _mlflow_place() -> str:
+    """Return where MLflow keeps its data, without secrets."""
+    import mlflow
+
+    return bare_url(mlflow.get_tracking_uri())
+
+
+def _mlflow_name(name: str) -> str:
+    """Return the name of a metric or key with the characters that MLflow takes.
+
+    >>> _mlflow_name("comm/all_gather/data+t")
+    'comm/all_gather/data_t'
+    """
+    return re.sub(r"[^\w\-. :/]", "_", name)
+
+
+def _parameters(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each key of the run's configuration, joined by dots, and its value, for MLflow."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _parameters(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
