@@ -91,14 +91,19 @@ SUMMED = 8  # bytes per element of a weight, of whose gradient a sum in fp32 is 
 FUSED_BACKWARD = 2.5 / 0.8
 
 
+_Known = dict[tuple, tuple[Part, Part]]  # what decides the work of a function -> its passes, forward and backward
+
+
 class WorkRecorder(Recorder):
     """Recorder of a model's forward pass that notes the work of each operation under a plan."""
 
-    def __init__(self, plan: Plan, dropout: float, fused_dropout: bool, stops_early: bool):
-        """Begin a pass under a plan; `dropout`, `fused_dropout` and `stops_early` as in Execution."""
+    def __init__(self, plan: Plan, dropout: float, fused_dropout: bool, stops_early: bool, known: _Known):
+        """Begin a pass under a plan; `dropout`, `fused_dropout` and `stops_early` as in Execution; `known`: the work of
+        operations of this plan, by all that decides it, to which new ones are added."""
         super().__init__(plan.scheme, dropout, plan.recompute, fused_dropout)
         self.plan, self.size, self.work = plan, plan.itemsize["compute"], ChunkWork()
         self.stops_early = stops_early
+        self._known = known
         self._last: Part | None = None  # with products, of the stretch that is recomputed
 
     def recomputed(self, kind, name, function, spec, x, *more):
@@ -113,7 +118,11 @@ class WorkRecorder(Recorder):
         """Note the work of an operation, as planned; return the symbols of its results."""
         found = super().record(kind, name, x, inputs, outputs, reads, **more)
         if planned := self.plan.operations.get((kind, name)):
-            self._note(*_work_of(self.plan, planned))
+            o = planned.operation
+            key = self.plan.planner.key(o), kind == "shift" and _added(self.plan, o)
+            if key not in self._known:  # layers are alike
+                self._known[key] = _work_of(self.plan, planned)
+            self._note(*self._known[key])
         return found
 
     def _judge(self, kind, name, inputs, outputs) -> None:
@@ -129,8 +138,12 @@ class WorkRecorder(Recorder):
 
     def _elementwise(self, spec: Spec, accesses: Sequence[float]) -> None:
         """Note a function of the elements of an activation, which reads and writes as many as `accesses` says."""
-        count = block_elements(self.plan, spec) * self.size
-        self._note(*(Part(bytes=count * n, kernels=1) for n in accesses))
+        key = spec, *accesses
+        if key not in self._known:
+            count = block_elements(self.plan, spec) * self.size
+            there, back = (Part(bytes=count * n, kernels=1) for n in accesses)
+            self._known[key] = there, back
+        self._note(*self._known[key])
 
     def pointwise(self, function: str, *x: Symbol) -> Symbol:
         """Note a pointwise function of one or two activations."""
@@ -156,9 +169,9 @@ def chunk_work(
     `dropout`, `fused_dropout` and `stops_early` as in Execution; `kept_in_parts`: True if ranks keep parts of
     inputs."""
     flow: dict[str, Symbol] = {}
-    found = []
+    found, known = [], {}  # type: ignore[var-annotated]
     for chunk in plan.chunks:
-        recorder = WorkRecorder(plan.at(chunk.stage), dropout, fused_dropout, stops_early)
+        recorder = WorkRecorder(plan.at(chunk.stage), dropout, fused_dropout, stops_early, known)
         inputs = {name: name for name in model.inputs}
         if chunk.units:
             flow = model.part(recorder, inputs, flow, chunk.units)  # type: ignore[attr-defined]

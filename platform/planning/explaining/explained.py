@@ -20,6 +20,7 @@ from platform.plan.memory.hardware import memory_of
 from platform.plan.reports.explain import explain
 from platform.planning.explaining.failure_price import failure_price
 from platform.planning.memory_budget import device_kind, footprints
+from platform.planning.own_costs import OwnCosts
 from platform.planning.snapshot_price import Known, snapshot_price
 from platform.planning.step_price import chosen_hardware, hardware_named, step_price
 
@@ -40,7 +41,8 @@ def explained(
     needed, step = footprints(config, plan), step_price(config, plan, hardware)
     stated = named or bool(chosen_hardware(config))
     device = _stated_device(config, hardware if stated else None)
-    known = Known(device_kind(config), hardware if stated or hardware_named(config.cluster.gpu) else None)
+    sure = stated or hardware_named(config.cluster.gpu)
+    known = Known(device_kind(config), hardware if sure else None, OwnCosts(step=step.seconds))
     snapshot, every = snapshot_price(config, plan, min(tiers.values()), known), config.elastic.snapshot_every
     every = snapshot.interval if every == AUTO else every
     more: dict[str, Any] = {
