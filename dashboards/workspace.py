@@ -20,14 +20,26 @@ import yaml
 
 ABOVE = Path(__file__).resolve().parents[1]  # the checkout; in a wheel the package, which the dashboards are in
 TABLE = next(p for p in (ABOVE / "platform" / "report", ABOVE / "report") if p.is_dir()) / "panels.yaml"
-UNITS = {"B": " (bytes)"}  # of a number whose title on the page says none
+UNITS = {
+    "B": " (bytes)",
+    "Bps": " (bytes/s)",
+    "W": " (W)",
+    "C": " (°C)",
+}  # of a number whose title on the page says none
 
 
 def sections() -> dict[str, list[Any]]:
     """Section title -> panels. Learning goes by tokens, which a change of batch or world size leaves comparable."""
     table = yaml.safe_load(TABLE.read_text())["sections"]
-    found = {s["title"]: [panel(p) for p in s["panels"] if "metrics" in p] for s in table}
+    found = {s["title"]: [panel(p) for said in s["panels"] for p in drawn(said) if "metrics" in p] for s in table}
     return {title: panels for title, panels in found.items() if panels}
+
+
+def drawn(said: dict[str, Any]) -> list[dict[str, Any]]:
+    """The panels that W&B needs for one of the table: it cannot write ranks beside the numbers that they have."""
+    if "ranks" not in said:
+        return [said]
+    return [said, {"title": f"{said['title']}: ranks of min and max", "metrics": [f"{said['ranks']}/*"]}]
 
 
 def panel(said: dict[str, Any]) -> Any:

@@ -9,6 +9,7 @@ import base64
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -112,10 +113,15 @@ def _heats() -> list[str]:
     return [m for panel in all_panels() if panel.get("kind") == "heat" for m in panel["metrics"]]
 
 
+def _spreads() -> list[str]:
+    """Return the metrics of the panels that show spreads over the workers, and of the ranks at their ends."""
+    return [m for panel in all_panels() if "ranks" in panel for m in (*panel["metrics"], f"{panel['ranks']}/*")]
+
+
 def _weight(run: WatchedRun) -> int:
     """Return how many numbers a point of all the curves of a run has."""
-    heats = _heats()
-    return sum(1 if shows(heats, name) else 3 for name in run.columns.names)
+    single = _heats() + _spreads()
+    return sum(1 if shows(single, name) else 3 for name in run.columns.names)
 
 
 def _run_data(run: WatchedRun, name: str, points: int) -> dict[str, Any]:
@@ -198,7 +204,7 @@ def curves_of(columns: Columns, points: int) -> dict[str, Any]:
     grids: list[dict[str, list[Any]]] = []
     places: dict[bytes, int] = {}
     found: dict[str, Any] = {}
-    heats = _heats()
+    heats, spreads = _heats(), _spreads()
 
     def grid(rows: np.ndarray) -> int:
         """Return the number of the grid of the points at these rows."""
@@ -224,7 +230,11 @@ def curves_of(columns: Columns, points: int) -> dict[str, Any]:
         if len(rows) <= points:
             found[name] = [place, _rounded(values[rows])]
             continue
-        low, mean, high = _extremes(values[rows], _edges(len(rows), points)[:-1])
+        edges = _edges(len(rows), points)
+        if shows(spreads, name):
+            found[name] = [place, _rounded(_of_spread(columns, name, rows, edges))]
+            continue
+        low, mean, high = _extremes(values[rows], edges[:-1])
         spread = [] if shows(heats, name) or np.array_equal(low, high, equal_nan=True) else [low, high]
         found[name] = [place, *map(_rounded, [mean, *spread])]
     return {"grids": grids, "of": found, "rows": len(steps)}
@@ -233,6 +243,16 @@ def curves_of(columns: Columns, points: int) -> dict[str, Any]:
 def _is_sparse(name: str) -> bool:
     """Return True if only some rows of a run have the metric of that W&B name: its points are joined over the rest."""
     return name.split("/")[0] in ("val", "tasks", "layers") or name == "elastic/recovery_seconds"
+
+
+def _of_spread(columns: Columns, name: str, rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Return a number per part of `rows`: the mean of a median, else from the row of the lowest min or highest max."""
+    numbers, end = np.asarray(columns.column(name.replace("ranks/", "workers/", 1)))[rows], name.rpartition("/")[2]
+    if end == "median":
+        return _extremes(numbers, edges[:-1])[1]
+    wanted = np.nan_to_num(-numbers if end == "min" else numbers, nan=-np.inf)
+    found = [first + int(wanted[first:after].argmax()) for first, after in pairwise(edges.tolist())]
+    return np.asarray(columns.column(name))[rows[found]]
 
 
 def _edges(rows: int, parts: int) -> np.ndarray:

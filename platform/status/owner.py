@@ -9,6 +9,7 @@ from pathlib import Path
 
 from platform.boundary import documents
 from platform.cluster.run.traces import LOCK
+from platform.monitor.records.live import kernel_state
 from platform.monitor.verdict.evidence import ALIVE, GONE, STOPPED, UNKNOWN
 
 
@@ -31,8 +32,4 @@ def owner_state(owner: str) -> str:
 
 def process_state(pid: int) -> str:
     """Return whether a process of this machine is ALIVE, STOPPED by a signal or a debugger, or GONE."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return GONE
-    return {"T": STOPPED, "t": STOPPED, "Z": GONE, "X": GONE}.get(state, ALIVE)
+    return {"T": STOPPED, "t": STOPPED, "Z": GONE, "X": GONE, "": GONE}.get(kernel_state(pid), ALIVE)

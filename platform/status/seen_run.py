@@ -130,12 +130,7 @@ def _journal(directory: Path, torn: list[str]) -> list[JournalEvent]:
 
 def _rows(directory: Path) -> list[dict[str, Any]]:
     """Return the last rows of a run directory's metrics, a step once. Raises Malformed, OSError."""
-    rows: list[dict[str, Any]] = []
-    for row in records.last(directory / METRICS, metrics.read_row):
-        while rows and rows[-1]["step"] >= row["step"]:
-            rows.pop()
-        rows.append(row)
-    return rows
+    return metrics.valid_rows(records.last(directory / METRICS, metrics.read_row))
 
 
 def _wrote(directory: Path) -> float:

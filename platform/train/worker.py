@@ -43,17 +43,9 @@ from platform.planning.answering import groups_of
 from platform.planning.make_plan import make_plan
 from platform.train.candidate import Candidate
 from platform.train.generation.generator import Generator
+from platform.train.health.gauges import GAUGES
 from platform.train.protocol.asked import AskedTexts, Choice, Scored, Written
-from platform.train.protocol.replies import (
-    Built,
-    Copied,
-    Differences,
-    Joined,
-    StepReport,
-    Taken,
-    Unrestored,
-    Unwritten,
-)
+from platform.train.protocol.replies import Built, Copied, Differences, Joined, StepReport, Taken, Unrestored, Unwritten
 from platform.train.recovery import urls
 from platform.train.recovery.source import Source, is_divided
 from platform.train.recovery.verify import differing
@@ -136,20 +128,26 @@ class Worker(Candidate):
         return Joined(rank, mesh.coordinates(rank), os.getpid(), socket.gethostname())
 
     def build(
-        self, rows: list[list[list[int]]], domains: list[str] | None = None, corpus: str = "", fresh: bool = True
+        self,
+        rows: list[list[list[int]]],
+        domains: list[str] | None = None,
+        corpus: str = "",
+        fresh: bool = True,
+        reach: dict[str, str] | None = None,
     ) -> Built:
         """Build this rank's weights, optimizer and data in the mesh that it has joined; return their size and the
         device's. `rows`: the schedule rows of this stage, from `platform.plan.schedule.rows.StageRows.plain`;
         `domains`: the node of every rank, None if all run on one; `corpus`: the folder in which the driver has found
         the tokens, "" for none; `fresh`: True gives the weights their initial values; False if `restore` or `recover`
-        follows."""
+        follows; `reach`: axes of collectives -> the widest tier of the cluster that their groups span."""
         assert self.communicator
         c, lacking = self._settled()
         self._unheld = None
         data = corpus_of(c, entry=corpus)
         self.trainer = Trainer(c, self.plan, self.communicator, data, StageRows.from_plain(rows), fresh)
         self.state = State(self.trainer)
-        self.combiner = Combiner(self.plan, self.communicator, c.elastic.slow, c.monitor.layers)
+        self.combiner = Combiner(self.plan, self.communicator, c.elastic.slow, c.monitor.layers, reach or {})
+        GAUGES.start(self.communicator.device)
         shared = False
         if c.elastic.interval:
             nodes, all_gather = domains or [""] * self.world_size, partial(all_gather_values, self.communicator)
@@ -199,6 +197,7 @@ class Worker(Candidate):
             else:
                 report.seconds["checkpoint"] += (seconds := self._hold(step))
                 report.step_seconds += seconds
+        report.gauges = GAUGES.take_means()
         if (memory := self.memories.get(self.generation)) and memory.steps:
             report.held = memory.steps[-1]
         if self.communicator.log is not None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from platform.config.fields import Config
 from dataclasses import replace
 from platform.monitor import MetricsRow, open_monitor
+from platform.train.protocol.replies import GAUGES
 config = Config()
 config.monitor.kind = "wandb"
 config.train.steps = 4321
@@ -36,6 +37,9 @@ row["task_scores"] = {"lambada_openai/acc": 0.5, "mmlu/acc": 0.25}
 row |= dict.fromkeys(("layer_grad_norms", "layer_rms"), {"layers.0": 0.5, "layers.1": 0.25})
 row["expert_load"] = list(range(600))  # more than W&B has bins
 row["experts"] = dict.fromkeys(("dropped", "entropy", "largest"), 0.5)
+gauges = (*GAUGES, "bandwidth/inside a node", "bandwidth/between nodes")
+row["workers"] = {f"{name}/{end}": 0.5 for name in gauges for end in ("min", "median", "max")}
+row["worker_ranks"] = {f"{name}/{end}": 3 for name in gauges for end in ("min", "max")}
 row["seconds"] = dict.fromkeys("data forward backward exposed_comm bubble reduce optimizer checkpoint".split(), 0.25)
 row = MetricsRow(**row)
 monitor.step(replace(row, step=1))

@@ -15,6 +15,7 @@ from platform.boundary.files.local_files import Local
 from platform.cluster.control import controller
 from platform.data.corpus import Corpus
 from platform.monitor.records.metrics import MetricsLog
+from platform.train.step.stage_passes import StagePasses
 from platform.train.step.trainer import Trainer
 
 LONG, LAZY = 1000.0, 0.4  # seconds
@@ -74,7 +75,7 @@ def wrong() -> None:
 HOW = {  # name -> where it strikes, and what
     "memory": (Trainer, "_forward_backward", no_memory),
     "toil": (Trainer, "_forward_backward", toil),
-    "lag": (Trainer, "_forward_backward", lag),
+    "lag": (StagePasses, "part", lag),
     "sleep": (Trainer, "_forward_backward", lambda: time.sleep(LONG)),
     "data": (Corpus, "batch", lambda: time.sleep(LONG)),
     "lazy data": (Corpus, "batch", lambda: time.sleep(LAZY)),

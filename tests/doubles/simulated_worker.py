@@ -160,7 +160,14 @@ class SimulatedWorker:
         where = Mesh.of(axes).coordinates(rank)
         return Joined(rank, where, os.getpid(), "simulated")
 
-    def build(self, rows: list[list[list[int]]], domains: list[str] = (), corpus: str = "", fresh: bool = True):
+    def build(
+        self,
+        rows: list[list[list[int]]],
+        domains: list[str] = (),
+        corpus: str = "",
+        fresh: bool = True,
+        reach: dict[str, str] | None = None,
+    ):
         assert len(domains) == self.world_size and rows
         return Built(1_367_000_000, "cpu", None, ["exp_avg", "exp_avg_sq"])
 

@@ -16,7 +16,7 @@ from tests.house.rooms import PACKAGE, ROOT, files, inside
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LAYERS = [c for c in PROJECT["tool"]["importlinter"]["contracts"] if c["type"] == "layers"]
 MODULE_OF = {"hydra-core": "hydra", "pyyaml": "yaml", "lm-eval": "lm_eval", "wandb-workspaces": "wandb_workspaces",
-             "protobuf": "google"}  # fmt: skip
+             "protobuf": "google", "nvidia-ml-py": "pynvml"}  # fmt: skip
 NEVER_RUN = {"_typeshed"}  # for type checkers
 
 

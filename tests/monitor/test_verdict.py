@@ -90,6 +90,13 @@ CASES = {  # events after a start, what else is known -> why, rank, words of the
         "rank 2 [data1 t0] on n2",
     ),
     "no places": ([START, events.NoPlaces(cause="4 needed, 2 there")], {}, "places", None, "4 needed, 2 there"),
+    "too few, the end": (
+        [*GOES, DIED, gave_up("3 workers there, and elastic.min_workers=4; no more can come")],
+        {},
+        "places",
+        None,
+        "elastic.min_workers=4; no more can come; rank 3 [data1 t1]",
+    ),
     "too few": ([*GOES, DIED, events.Waiting(alive=3, reason="needs 4")], {}, "places", None, "rank 3 [data1 t1]"),
     "unsaved": ([*GOES, unwritten("no space"), events.Unsaved(step=9)], {}, "storage", None, "no space"),
     "save fails": ([*GOES, unwritten("no space", again=True)], {}, "storage", None, "after step 4 cannot be written"),

@@ -75,6 +75,20 @@ def write_long(folder: Path, steps: int) -> None:
             }
             row["loss"] = 99.0 if step == 4321 else 1.0 if step == 7654 else 5.0
             row |= {"val_loss": 4.0} if step % 1000 == 0 else {}
+            row["workers"] = {
+                f"{gauge}/{end}": 0.1 + (0.9 if gauge == "power" and step == 4321 else 0) + size
+                for gauge in (
+                    "cpu",
+                    "gpu",
+                    "memory",
+                    "device_memory",
+                    "power",
+                    "temperature",
+                    "bandwidth/between nodes",
+                )
+                for end, size in (("min", 0), ("median", 1 / step), ("max", 0.5))
+            }
+            row["worker_ranks"] = {f"power/{end}": 9 if step == 4321 else 2 for end in ("min", "max")}
             file.write(json.dumps(row) + "\n")
 
 
@@ -88,6 +102,15 @@ def test_a_long_run_keeps_its_peaks(tmp_path: Path) -> None:
     sparse, values = found["of"]["val/loss"]
     assert found["grids"][sparse]["step"] == list(range(1000, 10_001, 1000)) and values == [4.0] * 10
     assert len(found["of"]["comm/send/stage"]) == 2  # it never changes: no peaks
+
+
+def test_a_spread_over_the_workers_keeps_its_ends_and_the_ranks_there(tmp_path: Path) -> None:
+    write_long(tmp_path, 10_000)
+    found = looked(tmp_path)["runs"][0]["curves"]["of"]
+    least, most, ranks = (found[f"{name}"][1] for name in ("workers/power/min", "workers/power/max", "ranks/power/max"))
+    assert (len(ranks), max(least), max(most)) == (len(most), 0.1, 1.5)
+    assert [n for i, n in enumerate(ranks) if most[i] == 1.5] == [9] and set(ranks) == {2, 9}
+    assert all(len(curve) == 2 for name, curve in found.items() if name.startswith(("workers/", "ranks/")))
 
 
 @pytest.mark.full

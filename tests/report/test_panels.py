@@ -9,9 +9,12 @@ from typing import Any, get_args, get_type_hints
 from platform.monitor.records.columns import Columns
 from platform.monitor.records.metrics import MetricsLog, MetricsRow
 from platform.report.panel_table import STATIC, all_panels, panel_table, shows
+from platform.train.protocol.replies import GAUGES
 
+ENDS = {"min": 0.25, "median": 0.5, "max": 0.75}
+GAUGED = [*GAUGES, "bandwidth/inside a node"]
 INNER = {"dict": {"a": 0.5, "b": 0.25}, "list": [1, 2, 3]}
-KEYS = {"title", "metrics", "x", "kind", "total", "log", "unit", "even", "steps", "view"}
+KEYS = {"title", "metrics", "x", "kind", "total", "log", "unit", "even", "steps", "view", "ranks"}
 
 
 def full_row() -> MetricsRow:
@@ -23,7 +26,14 @@ def full_row() -> MetricsRow:
         ]
         values[name] = INNER.get(kinds[0], 1)
     values["experts"] = dict.fromkeys(("dropped", "entropy", "largest"), 0.5)
+    values["workers"] = {f"{name}/{end}": n for name in GAUGED for end, n in ENDS.items()}
+    values["worker_ranks"] = {f"{name}/{end}": 1 for name in GAUGED for end in ("min", "max")}
     return MetricsRow(**values)
+
+
+def metrics_of(panel: dict[str, Any]) -> list[str]:
+    """Return the metrics that a panel shows, those of the ranks at the ends of a spread among them."""
+    return [*panel.get("metrics", []), *([f"{panel['ranks']}/*"] if "ranks" in panel else [])]
 
 
 def test_every_panel_is_fed_and_every_metric_is_shown(tmp_path: Path) -> None:
@@ -33,11 +43,11 @@ def test_every_panel_is_fed_and_every_metric_is_shown(tmp_path: Path) -> None:
     columns = Columns(log.path)
     columns.read_on()
     logged = set(columns.names)
-    shown = {name: [p["title"] for p in all_panels() if shows(p.get("metrics", []), name)] for name in logged}
+    shown = {name: [p["title"] for p in all_panels() if shows(metrics_of(p), name)] for name in logged}
     hidden = panel_table()["not_shown"]
     assert {name for name, panels in shown.items() if not panels} == hidden.keys()
     assert {name: panels for name, panels in shown.items() if len(panels) > 1} == {}
-    metrics = [metric for panel in all_panels() for metric in panel.get("metrics", [])]
+    metrics = [metric for panel in all_panels() for metric in metrics_of(panel)]
     assert [metric for metric in metrics if not any(shows([metric], name) for name in logged)] == []
     assert {panel["total"] for panel in all_panels() if "total" in panel} <= logged
 
@@ -49,7 +59,8 @@ def test_panels_say_what_can_be_drawn() -> None:
     units = set(re.findall(r"^  (\w+)[:,]", drawing.partition("UNITS = {")[2].partition("};")[0], re.M))
     panels = list(all_panels())
     assert {p["view"] for p in panels if "view" in p} == views and views
-    assert {p.get("kind", "line") for p in panels} == kinds == {"line", "stack", "heat", "bars"}
+    assert {p.get("kind", "line") for p in panels} == kinds == {"line", "stack", "heat", "bars", "spread"}
     assert {p["unit"] for p in panels if "unit" in p} == units
     assert all(p.keys() <= KEYS and ("view" in p) != ("metrics" in p) for p in panels)
+    assert all((p.get("kind") == "spread") == ("ranks" in p) for p in panels)
     assert len({p["title"] for p in panels}) == len(panels)

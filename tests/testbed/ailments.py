@@ -98,7 +98,11 @@ AILMENTS = {
     "ended with nothing saved": Ailment(
         "stopped", None, "nothing of it is saved", ["checkpoint.on_stop=false"], strike=send(signal.SIGTERM)
     ),
-    "too few are left": fault("kill:1", "places", "waits for workers, 3 of which are there", STAYS),
+    "too few are left": Ailment("places", None, "no more can come; rank 1", ["elastic.faults=[4:kill:1]", STAYS]),
+    "too few are left, and more come": Ailment(
+        "places", None, "waits for workers, 3 of which are there",
+        ["elastic.faults=[4:kill:1]", STAYS, "elastic.replace=true", "elastic.wait=60"],
+    ),
     "raises, alone": Ailment("failed", 0, "injected", ["elastic.faults=[4:raise:0]"], alone=True),
     "sleeps, alone": ailing("sleep", "hung", 0, "blocked for", who="driver", alone=True, lasts=True),
 }  # fmt: skip

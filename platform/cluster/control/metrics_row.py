@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import log
 from typing import Any
 
@@ -11,7 +11,7 @@ from platform.config.fields import Config
 from platform.config.ramps.length_ramp import length_at
 from platform.costs.parts import REST
 from platform.monitor import MetricsRow
-from platform.train.protocol.replies import StepReport
+from platform.train.protocol.replies import RankRange, StepReport
 
 
 def metrics_row(
@@ -58,6 +58,7 @@ def metrics_row(
         mfu=flops_per_worker / generation.peak_flops if generation.peak_flops else None,
         comm_bytes=dict(sorted(report.comm_bytes.items())),
         generation=generation.number,
+        **_spreads(report.workers),
         skipped=report.skipped or None,
         loss_scale=report.loss_scale,
         length=plan.sizes["length"] if config.train.length_ramp else None,
@@ -86,6 +87,18 @@ def _parts_of_step(report: StepReport, generation: Generation, wall_seconds: flo
         "parts": {**report.parts, REST: rest},
         "predicted_seconds": generation.predicted_seconds if full else None,
     }
+
+
+def _spreads(workers: Mapping[str, RankRange]) -> dict[str, Any]:
+    """Return what a row says of the spreads over the workers of a step: their numbers, and the ranks at the ends."""
+    if not workers:
+        return {}
+    numbers: dict[str, float] = {}
+    ranks: dict[str, int] = {}
+    for name, spread in workers.items():
+        numbers |= {f"{name}/min": spread.least, f"{name}/median": spread.median, f"{name}/max": spread.most}
+        ranks |= {f"{name}/min": spread.least_rank, f"{name}/max": spread.most_rank}
+    return {"workers": numbers, "worker_ranks": ranks}
 
 
 def _load(routed: Sequence[int]) -> dict[str, float]:

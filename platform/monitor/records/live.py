@@ -77,6 +77,14 @@ class Live:
         return asdict(self)
 
 
+def kernel_state(pid: int) -> str:
+    """Return the kernel's letter for the state of this machine's process, such as T if stopped; "" if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
 def read_live(directory: Path) -> Live:
     """Read a run directory's live.json. Raises Malformed, OSError."""
     raw = documents.read_bytes(directory / LIVE, records.LARGEST)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -43,6 +43,8 @@ class MetricsRow:
     mfu: Annotated[float | None, Wandb("perf/mfu")]  # None where the hardware's peak is unknown
     comm_bytes: Annotated[dict[str, int], Wandb("comm")]
     generation: Annotated[int, Wandb("elastic/generation")]
+    workers: Annotated[dict[str, float] | None, Wandb("workers")] = None  # by GAUGE/min, GAUGE/median, GAUGE/max
+    worker_ranks: Annotated[dict[str, int] | None, Wandb("ranks")] = None  # that have these, by GAUGE/min, GAUGE/max
     skipped: Annotated[bool | None, Wandb("train/skipped")] = None  # true where the step updated nothing
     loss_scale: Annotated[float | None, Wandb("train/loss_scale")] = None  # of this step, where precision=fp16
     length: Annotated[int | None, Wandb("train/length")] = None  # tokens of a sequence, where they grow
@@ -68,18 +70,23 @@ class MetricsLog(JsonLines):
 
     @staticmethod
     def read(path: Path | str) -> list[dict[str, Any]]:
-        """Return the rows of a metrics file by step, ascending: a row replaces all earlier ones from its step on."""
-        rows: list[dict[str, Any]] = []
-        for row in records.lines(path, read_row):
-            while rows and rows[-1]["step"] >= row["step"]:
-                rows.pop()
-            rows.append(row)
-        return rows
+        """Return the rows of a metrics file that hold, by step."""
+        return valid_rows(records.lines(path, read_row))
 
 
 def read_row(row: dict[str, Any]) -> dict[str, Any]:
     """Check and return a row of a metrics file of any version. Raises Malformed if it has no valid step."""
     return schema.read(_ROW, row)
+
+
+def valid_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of a metrics file that still hold, by step: a row replaces all before it from its step on."""
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        while found and found[-1]["step"] >= row["step"]:
+            found.pop()
+        found.append(row)
+    return found
 
 
 @cache

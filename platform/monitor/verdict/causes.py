@@ -6,6 +6,7 @@ import re
 
 _MEMORY = re.compile(r"OutOfMemoryError|out of memory|t allocate memory|\bMemoryError\b")
 _OTHERS = re.compile(r"DistBackendError|DistNetworkError|DistStoreError|/gloo/|by peer")
+_TOO_FEW = re.compile(r"workers? there, and elastic\.min_workers|^there is no legal plan for")
 _FRAME = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$')
 _KEPT = 8  # frames of a stack, the innermost
 
@@ -18,6 +19,11 @@ def is_out_of_memory(error: str) -> bool:
 def blames_others(error: str) -> bool:
     """Return True if a failed worker's error is one of communication, as when another rank is gone."""
     return bool(_OTHERS.search(error))
+
+
+def is_too_few(error: str) -> bool:
+    """Return True if an error ended a run because too few workers were left."""
+    return bool(_TOO_FEW.search(error))
 
 
 def last_line(error: str) -> str:

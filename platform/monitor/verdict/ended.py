@@ -47,6 +47,12 @@ def of_failure(evidence: Evidence, failure: events.Failure) -> Verdict:
     )
 
 
+def because_of_failure(evidence: Evidence) -> str:
+    """Return how the last worker of a run failed, to be added to a verdict on too few workers; "" if none has."""
+    failure = evidence.last(events.Failure)
+    return f"; {of_failure(evidence, failure).line}" if failure else ""
+
+
 def of_spike(evidence: Evidence, spike: events.Spike) -> Verdict:
     """Return the verdict on a step whose loss or gradient norm is too large or no number."""
     number = "loss" if not isfinite(spike.loss) or isfinite(spike.grad_norm) else "gradient norm"
@@ -95,8 +101,11 @@ def _of_error(evidence: Evidence, end: events.GaveUp) -> Verdict:
             if isinstance(event, kind) and _explains(event, end):
                 found = judged(evidence, event)
                 return Verdict(**vars(found) | {"line": f"the run gave up: {found.line}"})
-    why, line = "driver", f"the run gave up after step {end.step}: {causes.last_line(end.cause)}"
-    return Verdict(why, line, step=end.step, since=end.time, details=["a traceback, if any: logs/driver.log"])
+    line = f"the run gave up after step {end.step}: {causes.last_line(end.cause)}"
+    if causes.is_too_few(end.cause):
+        line += because_of_failure(evidence)
+        return Verdict("places", line, step=end.step, since=end.time, details=_saved(evidence))
+    return Verdict("driver", line, step=end.step, since=end.time, details=["a traceback, if any: logs/driver.log"])
 
 
 def _explains(event: Any, end: events.GaveUp) -> bool:

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from platform.monitor.records import events
-from platform.monitor.verdict.ended import of_failure, of_spike, of_storage
+from platform.monitor.verdict.ended import because_of_failure, of_failure, of_spike, of_storage
 from platform.monitor.verdict.evidence import Evidence
 from platform.monitor.verdict.verdict import LIKELY, Verdict
 
@@ -27,9 +27,8 @@ def of_waiting(evidence: Evidence) -> Verdict | None:
     """Return the verdict on a run that waits for workers, after failures or at its start."""
     if not isinstance(evidence.phase, events.Waiting):
         return None
-    waiting, failure = evidence.phase, evidence.last(events.Failure)
-    because = f"; {of_failure(evidence, failure).line}" if failure else ""
-    line = f"waits for workers, {waiting.alive} of which are there: {waiting.reason}{because}"
+    waiting = evidence.phase
+    line = f"waits for workers, {waiting.alive} of which are there: {waiting.reason}{because_of_failure(evidence)}"
     lost = evidence.last(events.NotStarted)
     details = [f"worker {lost.number} did not start: {lost.cause}"] if lost else []
     details += [f"gets no seat: {line}" for line in _left_out(evidence)]

@@ -5,12 +5,11 @@ waiting in the call under way, in which collective or part of the code, and why.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
 from platform.monitor.records.live import Live, SeenWorker
 from platform.monitor.verdict.evidence import ALIVE, Evidence
 from platform.monitor.verdict.links import cut_link, slow_link, slowest_link
-from platform.monitor.verdict.telling import activity_text, ranks_text, wait_text
+from platform.monitor.verdict.telling import doings_text, wait_text
 from platform.monitor.verdict.verdict import CERTAIN, GUESS, LIKELY, Verdict
 from platform.plan.language.numbers import count_of
 
@@ -76,7 +75,9 @@ def _verdict(
 ) -> Verdict:
     """Return a verdict on one worker that the others wait for, with what these do as its details."""
     who = evidence.name(worker.rank, worker.number, worker.node)
-    others = [other for other in live.workers if other.number != worker.number and other.activity]
+    others = [
+        (other.rank, other.activity) for other in live.workers if other.number != worker.number and other.activity
+    ]
     return Verdict(
         why,
         f"{who} {what}",
@@ -86,16 +87,9 @@ def _verdict(
         step=live.step + 1,
         since=live.time - seconds,
         sure=sure,
-        details=[f"seen: {line}" for line in _witnesses(others)],
+        details=[f"seen: {line}" for line in doings_text(others)],
         stack=worker.activity.stack if worker.activity else [],
     )
-
-
-def _witnesses(workers: Sequence[SeenWorker]) -> list[str]:
-    """Return lines on what workers do, one for each thing that they do, with the ranks that do it."""
-    doing = sorted((activity_text(worker.activity), worker.rank) for worker in workers if worker.activity)
-    grouped = [(text, [rank for _, rank in found]) for text, found in groupby(doing, key=lambda pair: pair[0])]
-    return [f"{ranks_text(ranks)} {text}" for text, ranks in sorted(grouped, key=lambda pair: -len(pair[1]))]
 
 
 def _silent(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> Verdict | None:
@@ -164,7 +158,7 @@ def _all_wait(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> 
     waits = {wait_text(beat.wait) if beat.wait else beat.section for _, beat in beats}
     seconds = min(beat.seconds for _, beat in beats)
     line = f"{live.call}: all {len(beats)} workers wait for each other, in {' and '.join(sorted(waits)[:3])}"
-    details = [f"seen: {text}" for text in _witnesses(workers)]
+    details = [f"seen: {text}" for text in doings_text((worker.rank, beat) for worker, beat in beats)]
     stack = beats[0][1].stack
     return Verdict(
         "link", line, step=live.step + 1, since=live.time - seconds, sure=GUESS, details=details, stack=stack

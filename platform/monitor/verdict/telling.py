@@ -15,6 +15,15 @@ def activity_text(beat: Activity) -> str:
     return f"waiting in {wait_text(beat.wait) if beat.wait else beat.section}"
 
 
+def doings_text(doings: Iterable[tuple[int, Activity]]) -> list[str]:
+    """Format what workers do, by (rank, heartbeat), as a line for each activity, the most frequent first."""
+    found: dict[str, list[int]] = {}
+    for rank, beat in doings:
+        found.setdefault(activity_text(beat), []).append(rank)
+    ordered = sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
+    return [f"{ranks_text(ranks)} {text}" for text, ranks in ordered]
+
+
 def wait_text(wait: Wait) -> str:
     """Format the collective or message that a worker waits for."""
     if wait.peer >= 0:

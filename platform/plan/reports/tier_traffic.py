@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from platform.plan.communication.traffic import EVER
 from platform.plan.core.plan import Plan
-from platform.plan.core.step_collectives import staged_collectives
+from platform.plan.core.step_collectives import process_groups, staged_collectives
 from platform.plan.language.layout import Cut, at_zero
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.numbers import count_of
@@ -118,6 +118,16 @@ def _reached(
             for (sender, receiver), *_ in _pairs(mesh, kind):
                 found.add(tiers, sender, receiver)
     yield share, messages, counted[key]
+
+
+def reach_of(plan: Plan, tiers: Tiers) -> dict[str, str]:
+    """Return axes of collectives, joined by "+" -> the row of `tiers` between the farthest ranks of their groups."""
+    mesh, alone = plan.mesh, len(set(tiers.paths)) == 1  # all on one node
+    found = {
+        axes: 0 if alone else max(tiers.row(group[0], rank) for group in mesh.groups(axes) for rank in group)
+        for axes in process_groups(plan)
+    }
+    return {"+".join(axes): tiers.rows[row] for axes, row in found.items()}
 
 
 def traffic_line(rows: Sequence[TierTraffic]) -> str:

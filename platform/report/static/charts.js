@@ -45,6 +45,9 @@ const UNITS = {
   count: (v) => scaled(v, ["", "k", "M", "G", "T"]),
   s: duration,
   share: (v) => `${short(v * 100)} %`,
+  Bps: (v) => scaled(v, ["B/s", "kB/s", "MB/s", "GB/s", "TB/s"]),
+  W: (v) => `${short(v)} W`,
+  C: (v) => `${short(v)} °C`,
 };
 const shown = (value, unit) => (typeof value !== "number" || Number.isNaN(value) ? "–" : (UNITS[unit] || ((v) => short(v, 4)))(value));
 
@@ -127,6 +130,39 @@ function drawStack(panel, curves, box, now) {
     now.textContent = index == null ? "mean of all steps" : at(axis, x[axis][index]);
   };
   chart(panel, axis, data, series, bands, box, say, { range: (u, low, high) => [0, (high || 1) * 1.05] });
+}
+
+// Medians over the workers as lines, each in a band from min to max; below them the numbers, and the ranks at the ends.
+function drawSpread(panel, curves, box, now) {
+  const axis = axisOf(panel), { x } = curves[0], { of } = page.runs[state.run].curves, spreads = new Map();
+  for (const c of curves) {
+    const [head, end] = [c.name.split("/").slice(0, -1).join("/"), c.name.split("/").pop()];
+    spreads.set(head, { ...spreads.get(head), [end]: c.curve[1] });
+  }
+  const data = [x[axis]], series = [{}], bands = [], keys = el("div", "keys");
+  const values = [...spreads].map(([head, { min, median, max }], i) => {
+    const edge = { stroke: `${colour(i)}60`, width: 1, points: { show: false } }, key = el("span");
+    bands.push({ series: [data.length + 2, data.length], fill: `${colour(i)}40` });
+    data.push(min, median, max);
+    series.push(edge, { stroke: colour(i), width: 1.5, points: { show: median.length < 40, size: 5, fill: colour(i) } }, edge);
+    keys.append(el("div", "spread", ...(head ? [swatch(colour(i)), `${head}: `] : []), key));
+    return [head, key, { min, median, max }];
+  });
+  box.append(keys);
+  const say = (index) => {
+    let last = 0;
+    for (const [head, key, columns] of values) {
+      let j = index == null ? x.step.length - 1 : index;
+      while (j > 0 && columns.median[j] == null) j--;
+      last = Math.max(last, j);
+      const rank = (end) => ((of[[panel.ranks, head, end].filter(Boolean).join("/")] || [])[1] || [])[j];
+      const said = (end) => [`${end}\u00a0`, el("b", "", shown(columns[end][j], panel.unit)), rank(end) == null ? "" : `\u00a0(rank\u00a0${rank(end)})`];
+      key.replaceChildren(...said("min"), " · ", ...said("median"), " · ", ...said("max"));
+    }
+    now.textContent = at(axis, x[axis][index == null ? last : index]);
+  };
+  const log = panel.log && data.slice(1).every((column) => column.every((v) => v == null || v > 0));
+  chart(panel, axis, data, series, bands, box, say, log ? { distr: 3 } : { range: roomy });
 }
 
 // Adds what the colours of a chart stand for below it; a click hides and shows. Returns where the values go.

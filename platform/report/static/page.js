@@ -115,7 +115,7 @@ function strip(run) {
 
 // ---- the page
 
-const DRAWN = { line: drawLines, stack: drawStack, heat: drawHeat, bars: drawBars };
+const DRAWN = { line: drawLines, stack: drawStack, heat: drawHeat, bars: drawBars, spread: drawSpread };
 const WIDE = new Set(["account", "failures", "pictures", "samples"]);
 
 function drawPanel(panel, place) {

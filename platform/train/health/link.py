@@ -41,18 +41,18 @@ def _best_of(
     seconds, wrong = [], 0.0
     for _ in range(REPEATS + 1):  # the first is not timed
         block = given()
-        settle_device(communicator)
+        settle_device(communicator.device)
         begin = time.perf_counter()
         there = communicator.launch(op, block, (TOGETHER,)).wait()
-        settle_device(communicator)
+        settle_device(communicator.device)
         seconds.append(max(1e-9, time.perf_counter() - begin))
         wrong += (there.view(-1) != right).sum().item()
     return min(seconds[1:]), wrong
 
 
-def settle_device(communicator: Communicator) -> None:
+def settle_device(device: torch.device) -> None:
     """Wait until the worker's GPU has finished all launched work, so that it can be timed; return at once on a CPU."""
-    if communicator.device.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.synchronize()
 
 

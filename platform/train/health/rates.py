@@ -138,12 +138,12 @@ class _Between:
     def _seconds_of(self, count: int, then: Callable[[], None]) -> float:
         """Return the seconds of `count` times a few products and something after them."""
         self.communicator.barrier()
-        settle_device(self.communicator)
+        settle_device(self.communicator.device)
         begin = time.perf_counter()
         for _ in range(count):
             self.products(4)
             then()
-        settle_device(self.communicator)
+        settle_device(self.communicator.device)
         return time.perf_counter() - begin
 
     def _move_bytes(self, op: str, x: torch.Tensor) -> None:
@@ -171,13 +171,13 @@ def _beside(communicator: Communicator, sizes: Extents, between: _Between) -> Ti
     def passed(count: int, launched: bool) -> float:
         """Return the seconds of so many products, beside the all-gather if it is `launched`."""
         communicator.barrier()
-        settle_device(communicator)
+        settle_device(communicator.device)
         begin = time.perf_counter()
         handle = communicator.launch("all_gather", x, LINE) if launched else None
         between.products(count)
         if handle:
             handle.wait()
-        settle_device(communicator)
+        settle_device(communicator.device)
         return time.perf_counter() - begin
 
     count = 1 + int(8 * moving / _most(communicator, passed(8, False)))
@@ -204,17 +204,12 @@ class _Timer:
 
     def _seconds_of(self, work: Callable[[], Any], count: int) -> float:
         """Return the seconds of each of `count` times the same work."""
-        self._settle()
+        settle_device(self.device)
         begin = time.perf_counter()
         for _ in range(count):
             work()
-        self._settle()
+        settle_device(self.device)
         return (time.perf_counter() - begin) / count
-
-    def _settle(self) -> None:
-        """Wait until a GPU has done all of it."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def _square_products(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:

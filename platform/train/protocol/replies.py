@@ -131,6 +131,22 @@ class SlowRank(NamedTuple):
     ratio: float
 
 
+# Of a worker: processors that its process keeps busy, and the share of time in which its GPU is at work; bytes that are
+# resident, and in use on its GPU; watts; degrees Celsius. `platform.train.health.gauges` reads them.
+GAUGES = ("cpu", "gpu", "memory", "device_memory", "power", "temperature")
+
+
+class RankRange(NamedTuple):
+    """Range of a number over the ranks of a step: the least, the median and the most, and the ranks that have the
+    least and the most."""
+
+    least: Real
+    median: Real
+    most: Real
+    least_rank: Count
+    most_rank: Count
+
+
 class Damage(NamedTuple):
     """Tensor (KIND.PARAMETER) of a rank that is not what its replicas hold, and so was corrupted in memory."""
 
@@ -177,7 +193,8 @@ class StepReport:
     (`platform.costs.parts`) on the stage that computes longest; `comm_bytes`: bytes by collective. `layer_gradients`,
     `layer_activations`: sizes by layer, where monitor.layers asks for them: a rank's own sums of squares; combined, the
     norm of the gradient, and the root mean square of the layer's output. `routed`: tokens that chose each expert, in
-    all layers, and then tokens that each took; [] without experts.
+    all layers, and then tokens that each took; [] without experts. `gauges`: a rank's own, by GAUGES; `workers`:
+    combined, the ranges of gauges and of bandwidths by tier, "bandwidth/TIER".
     """
 
     step: Count
@@ -202,6 +219,8 @@ class StepReport:
     routed: list[Count] = field(default_factory=list)
     waits: dict[str, Real] = field(default_factory=dict)
     parts: dict[str, Real] = field(default_factory=dict)
+    gauges: dict[str, Real] = field(default_factory=dict)
+    workers: dict[str, RankRange] = field(default_factory=dict)
     held: Count | None = None  # the newest step whose state all ranks hold in memory; None if there is none
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from math import nan
 
 import torch
 
@@ -12,7 +14,8 @@ from platform.parallel.watched import is_due, layers_of
 from platform.plan.communication.traffic import label
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import step_collectives
-from platform.train.protocol.replies import SlowRank, StepReport, Taken
+from platform.train.protocol.replies import GAUGES, RankRange, SlowRank, StepReport, Taken
+from platform.train.step.rank_ranges import Bandwidths, rank_ranges
 from platform.train.step.trainer import SECTIONS
 
 PASSES = ("forward", "backward")
@@ -23,10 +26,19 @@ class Combiner:
     """Combines every rank's report on a training step into one on rank 0, through `communicator`, so that the driver
     reads a single one. A rank whose own work (without waiting for others) takes more than `slow` times the median of
     its pipeline stage is reported as slow; `slow` = 0 reports none. `layers`: monitor.layers, steps between reports of
-    the sizes of gradients and activations by layer."""
+    the sizes of gradients and activations by layer. `reach`: axes of collectives -> the widest tier of the cluster that
+    their groups span."""
 
-    def __init__(self, plan: Plan, communicator: Communicator, slow: float, layers: int = 0):
-        """Prepare to combine ranks' step reports. `slow`: ratio that makes a rank slow; `layers`: monitor.layers."""
+    def __init__(
+        self,
+        plan: Plan,
+        communicator: Communicator,
+        slow: float,
+        layers: int = 0,
+        reach: Mapping[str, str] = {},  # noqa: B006
+    ):
+        """Prepare to combine ranks' step reports. `slow`: ratio that makes a rank slow; `layers`: monitor.layers;
+        `reach`: axes -> tier."""
         self._communicator, self._slow, self._every = communicator, slow, layers
         self._stages = torch.tensor([plan.mesh.coordinates(rank)["stage"] for rank in range(plan.mesh.size)])
         self._of_stage = [self._stages == stage for stage in range(plan.stages)]
@@ -36,28 +48,37 @@ class Combiner:
             {key.partition("/")[2] for key in moved} - {STAGE}
         )  # messages are waited for in the bubble
         self._layers, self._routed = layers_of(plan), 2 * plan.sizes.get("experts", 0)
+        self._bandwidths = Bandwidths(plan.mesh, self._moved, self._waits, reach)
+        self._gauges: Mapping[str, float] = {}  # of rank 0, when the spreads were taken last
+        self._workers: dict[str, RankRange] = {}
 
     def together(self, mine: StepReport) -> StepReport | Taken:
         """Combine the ranks' reports on a training step, of which `mine` is this rank's, returned by `Trainer.step`;
         all ranks call it together. Return on rank 0 its own report with `seconds` as means over the ranks, `comm_bytes`
-        and `routed` as sums, `peak_memory_bytes` as the maximum, the slow ranks, the parts of the step, and sizes by
-        layer if they are due; on other ranks an acknowledgement."""
+        and `routed` as sums, `peak_memory_bytes` as the maximum, the slow ranks, the parts of the step, the spreads
+        of gauges, and sizes by layer if they are due; on other ranks an acknowledgement."""
         seconds, moved = mine.seconds, mine.comm_bytes
         assert moved.keys() <= set(self._moved), f"not planned: {moved.keys() - set(self._moved)}"
         own = sum(seconds[section] for section in OWN_WORK)
         numbers = [own, mine.peak_memory_bytes, *(seconds[s] for s in SECTIONS)]
         numbers += [moved.get(key, 0) for key in self._moved]
         numbers += [mine.waits.get(axes, 0.0) for axes in self._waits]
+        numbers += [mine.gauges.get(name, nan) for name in GAUGES]
         numbers += mine.routed or [0] * self._routed
         for squares in (mine.layer_gradients, mine.layer_activations) if is_due(self._every, mine.step) else ():
             numbers += [squares.get(layer, 0.0) for layer in self._layers]
         ranks = self._communicator.collect(torch.tensor(numbers, dtype=torch.float64))
         if ranks is None:
             return Taken(mine.step, mine.timeline)
-        sizes = [1, 1, len(SECTIONS), len(self._moved), len(self._waits), self._routed]
-        work, memory, sections, sums, waits, routed, of_layers = ranks.split([*sizes, ranks.shape[1] - sum(sizes)], 1)
+        sizes = [1, 1, len(SECTIONS), len(self._moved), len(self._waits), len(GAUGES), self._routed]
+        parts = ranks.split([*sizes, ranks.shape[1] - sum(sizes)], 1)
+        work, memory, sections, sums, waits, gauges, routed, of_layers = parts
         total = dict(zip(self._moved, map(int, sums.sum(0).tolist()), strict=True))
         of_gradients, of_activations = self._sizes(mine.samples, of_layers.sum(0).tolist())
+        if mine.gauges != self._gauges or not self._workers:  # else there are no new readings
+            rates = self._bandwidths.of_step(sums, waits, sections.sum(1))
+            names = [*GAUGES, *(f"bandwidth/{tier}" for tier in self._bandwidths.tiers)]
+            self._gauges, self._workers = mine.gauges, rank_ranges(names, torch.cat([gauges, rates], 1))
         return replace(
             mine,
             seconds=dict(zip(SECTIONS, sections.mean(0).tolist(), strict=True)),
@@ -69,6 +90,8 @@ class Combiner:
             layer_gradients=of_gradients,
             layer_activations=of_activations,
             routed=list(map(int, routed.sum(0).tolist())),
+            gauges={},
+            workers=self._workers,
         )
 
     def _sizes(self, samples: tuple[int, int], squares: list[float]) -> tuple[dict[str, float], dict[str, float]]:

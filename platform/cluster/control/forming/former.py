@@ -26,6 +26,7 @@ from platform.plan.core.plan_data import digest, plan_summary
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.numbers import count_of
 from platform.plan.memory.hardware import dense_bf16_peak
+from platform.plan.reports.tier_traffic import reach_of
 from platform.plan.schedule.rows import stage_rows
 from platform.plan.schedule.simulate import simulate
 from platform.plan.schedule.table import Schedule, table
@@ -86,7 +87,9 @@ class Former:
         plain = [stage.plain() for stage in of_stage]
         init = not source and self._config.train.init not in ("", "random")
         fresh = not source and not self._checkpoints.step and not init
-        build = "build", ByRank(plain[c["stage"]] for c in job.coordinates), domains, self._corpus, fresh
+        tiers = tiers_of(seats, places(members))
+        rows, reach = ByRank(plain[c["stage"]] for c in job.coordinates), reach_of(plan, tiers)
+        build = "build", rows, domains, self._corpus, fresh, reach
         built = crew.call(*build)
         self.recruiter.memory = min(self.recruiter.memory, *(b.memory or inf for b in built))
         step = self._recover(crew, source) if source else self._restore(crew, build, fill=not init)
@@ -104,7 +107,6 @@ class Former:
             timeline = Timeline(schedules, [stage.steps for stage in of_stage], names, stages)
         peak = dense_bf16_peak(built[0].device)
         formed = Formation(found.config, stage_of, domains, seats, built[0].moments, built[0].shared)
-        tiers = tiers_of(seats, places(members))
         device, seconds = built[0].device, perf_counter() - start
         generation = Generation(number, plan, formed, tiers, step, device, peak, timeline, job, seconds)
         if source or (step and self._config.elastic.interval):

@@ -102,7 +102,7 @@ class Recruiter:
                 said = True
             waited = monotonic() - begin
             if waited >= e.wait or not hope:
-                raise GaveUp(f"{lack}; waited {waited:.0f} s for more")
+                raise GaveUp(f"{lack}; {f'waited {waited:.0f} s for more' if hope or said else 'no more can come'}")
             sleep(LOOK_SECONDS)
 
     def refill(self, crew: Crew) -> int:

@@ -10,8 +10,8 @@ from time import monotonic
 from typing import NamedTuple
 
 from platform.cluster.crew.base.failures import Member
-from platform.monitor.records.live import MOST, SeenLink, SeenWorker
-from platform.monitor.verdict.telling import activity_text, ranks_text
+from platform.monitor.records.live import MOST, SeenLink, SeenWorker, kernel_state
+from platform.monitor.verdict.telling import doings_text
 from platform.parallel.communicator.progress import Activity
 from platform.parallel.communicator.sockets import TcpLink
 
@@ -148,11 +148,8 @@ class Outlook:
 
     def witnesses(self, culprit: int) -> list[str]:
         """Return lines on the doings of all workers but `culprit` in the call under way, with their ranks."""
-        doing: dict[str, list[int]] = {}
-        for number, (beat, _) in self._beats.items():
-            if number != culprit and number in self.pending and number in self._ranks:
-                doing.setdefault(activity_text(beat), []).append(self._ranks[number])
-        return [f"{ranks_text(ranks)} {text}" for text, ranks in sorted(doing.items(), key=lambda item: -len(item[1]))]
+        others = [n for n in self._beats if n != culprit and n in self.pending and n in self._ranks]
+        return doings_text((self._ranks[number], self._beats[number][0]) for number in others)
 
     def stack(self, number: int) -> list[str]:
         """Return where worker `number` stood still by its last heartbeat, frames with the innermost last."""
@@ -171,10 +168,5 @@ def _suspicion(worker: SeenWorker) -> tuple[int, int]:
 
 def _process(member: Member | None) -> str:
     """Return the state of a member's process by the kernel's letter, T if it is stopped; "" on another machine."""
-    if member is None or not member.pid or member.host != socket.gethostname():
-        return ""
-    try:
-        with open(f"/proc/{member.pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+    here = member is not None and member.pid and member.host == socket.gethostname()
+    return kernel_state(member.pid) if member and here else ""
