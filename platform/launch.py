@@ -18,7 +18,6 @@ from platform.boundary.command_line import DONE, FAILED, REFUSED, STOPPED, given
 from platform.boundary.own_code import passes
 from platform.boundary.redaction import known_secrets, own_secrets, redact, register_url_secrets
 from platform.boundary.refusals import ConfigError, closest, refuse_all, violation
-from platform.boundary.schema import Malformed
 from platform.boundary.terminal import QuickExit, flush_streams, print_line, print_while_read
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.cluster.run.phases import Phases, command_start
@@ -232,13 +231,7 @@ def _run(args: Namespace, phases: Phases) -> int:
 
         runs = [TrainedRun(job.arguments, job.config, job.plan.mesh.size) for job in jobs]
         again = partial(compose, config_dir=args.config_dir)
-        try:
-            path = table_of_sweep(experiment_of(jobs[0].arguments) or "config", runs, again)
-        except (OSError, Malformed) as error:  # the runs are trained: their table must not fail the command
-            print_line(f"the table of the measured steps cannot be written: {error}")
-        else:
-            if path:
-                print_line(f"the measured steps, beside the predicted: python -m platform.plan compare {path}")
+        print_line(table_of_sweep(experiment_of(jobs[0].arguments) or "config", runs, again))
     return max(statuses, key=SEVERITY.index)
 
 

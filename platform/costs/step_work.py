@@ -22,8 +22,8 @@ class Execution:
     EVEN, its `table`; `overlap`: True if collectives of parameters go on beside computation; `moments`: numbers of
     optimizer state per parameter; `dropout`: the model's rate, and `fused_dropout` if attention's kernel draws its
     masks. Where another system runs the plan: `gradient_bytes` per element that ranks sum, 0 as the plan says;
-    `kept_whole`: True if each rank keeps all of the inputs that it recomputes from; `stops_early`: True if it leaves
-    out a recomputed layer's last product, whose result no gradient needs."""
+    `kept_whole`: True if each rank keeps all of the inputs that it recomputes from; `repeats_all`: True if it computes
+    a recomputed layer's last product again, whose result no gradient needs."""
 
     schedule: str = "none"
     table: Schedule | None = None
@@ -33,7 +33,7 @@ class Execution:
     fused_dropout: bool = False
     gradient_bytes: int = 0
     kept_whole: bool = False
-    stops_early: bool = False
+    repeats_all: bool = False
 
 
 Launches = Mapping[Collective, float]  # collective -> how often it is launched
@@ -76,8 +76,8 @@ class StepWork:
 
 def step_work(plan: Plan, model: RecordableModel, execution: Execution) -> StepWork:
     """Return the work of a training step of a plan. `model`: the plan's."""
-    whole, early = execution.kept_whole, execution.stops_early
-    found = chunk_work(plan, model, execution.dropout, execution.fused_dropout, not whole, early)
+    whole, everything = execution.kept_whole, execution.repeats_all
+    found = chunk_work(plan, model, execution.dropout, execution.fused_dropout, not whole, everything)
     stages = tuple(chunk.stage for chunk in plan.chunks)
     buckets = {stage: list(bucket_collectives(plan.at(stage))) for stage in dict.fromkeys(stages)}
     same: dict[Part, Part] = {}

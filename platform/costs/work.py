@@ -91,28 +91,18 @@ SUMMED = 8  # bytes per element of a weight, of whose gradient a sum in fp32 is 
 FUSED_BACKWARD = 2.5 / 0.8
 
 
-_Known = dict[tuple, tuple[Part, Part]]  # what decides the work of a function -> its passes, forward and backward
+# what decides the work of a function -> its part of the forward and the backward pass, and of the recomputed forward
+_Known = dict[tuple, tuple[Part, Part, Part]]
 
 
 class WorkRecorder(Recorder):
     """Recorder of a model's forward pass that notes the work of each operation under a plan."""
 
-    def __init__(self, plan: Plan, dropout: float, fused_dropout: bool, stops_early: bool, known: _Known):
-        """Begin a pass under a plan; `dropout`, `fused_dropout` and `stops_early` as in Execution; `known`: the work of
-        operations of this plan, by all that decides it, to which new ones are added."""
+    def __init__(self, plan: Plan, dropout: float, fused_dropout: bool, repeats_all: bool, known: _Known):
+        """Begin a pass under a plan; `dropout`, `fused_dropout`, `repeats_all` as in Execution; `known` grows."""
         super().__init__(plan.scheme, dropout, plan.recompute, fused_dropout)
         self.plan, self.size, self.work = plan, plan.itemsize["compute"], ChunkWork()
-        self.stops_early = stops_early
-        self._known = known
-        self._last: Part | None = None  # with products, of the stretch that is recomputed
-
-    def recomputed(self, kind, name, function, spec, x, *more):
-        """Note a stretch of operations, once more if they are recomputed, as far as the backward pass needs them."""
-        self._last = None
-        out = super().recomputed(kind, name, function, spec, x, *more)
-        if self.stops_early and self._last and kind == self.recompute.kind:
-            self.work.backward[self._last] -= 1
-        return out
+        self.repeats_all, self._known = repeats_all, known
 
     def record(self, kind, name, x, inputs, outputs, reads=(), **more):
         """Note the work of an operation, as planned; return the symbols of its results."""
@@ -121,20 +111,21 @@ class WorkRecorder(Recorder):
             o = planned.operation
             key = self.plan.planner.key(o), kind == "shift" and _added(self.plan, o)
             if key not in self._known:  # layers are alike
-                self._known[key] = _work_of(self.plan, planned)
+                forward, backward = _work_of(self.plan, planned)
+                leaves_out = planned.once and not self.repeats_all
+                self._known[key] = forward, backward, _without_result(forward, planned) if leaves_out else forward
             self._note(*self._known[key])
         return found
 
     def _judge(self, kind, name, inputs, outputs) -> None:
         """Judge nothing: the plan has been made of these operations."""
 
-    def _note(self, forward: Part, backward: Part) -> None:
-        """Count a part of the forward and of the backward pass; a recomputed forward pass is part of both."""
+    def _note(self, forward: Part, backward: Part, again: Part) -> None:
+        """Count a part of the forward and of the backward pass, of which a recomputed operation is part `again`."""
         self.work.forward[forward] += 1
         self.work.backward[backward] += 1
         if self._recomputing:
-            self.work.backward[forward] += 1
-            self._last = forward if forward.products else self._last
+            self.work.backward[again] += 1
 
     def _elementwise(self, spec: Spec, accesses: Sequence[float]) -> None:
         """Note a function of the elements of an activation, which reads and writes as many as `accesses` says."""
@@ -142,7 +133,7 @@ class WorkRecorder(Recorder):
         if key not in self._known:
             count = block_elements(self.plan, spec) * self.size
             there, back = (Part(bytes=count * n, kernels=1) for n in accesses)
-            self._known[key] = there, back
+            self._known[key] = there, back, there
         self._note(*self._known[key])
 
     def pointwise(self, function: str, *x: Symbol) -> Symbol:
@@ -163,15 +154,15 @@ def chunk_work(
     dropout: float,
     fused_dropout: bool,
     kept_in_parts: bool = True,
-    stops_early: bool = False,
+    repeats_all: bool = False,
 ) -> list[ChunkWork]:
     """Return the work of every chunk's passes over one microbatch, on a rank that has a block of every tensor.
-    `dropout`, `fused_dropout` and `stops_early` as in Execution; `kept_in_parts`: True if ranks keep parts of
+    `dropout`, `fused_dropout` and `repeats_all` as in Execution; `kept_in_parts`: True if ranks keep parts of
     inputs."""
     flow: dict[str, Symbol] = {}
-    found, known = [], {}  # type: ignore[var-annotated]
+    found, known = list[ChunkWork](), _Known()
     for chunk in plan.chunks:
-        recorder = WorkRecorder(plan.at(chunk.stage), dropout, fused_dropout, stops_early, known)
+        recorder = WorkRecorder(plan.at(chunk.stage), dropout, fused_dropout, repeats_all, known)
         inputs = {name: name for name in model.inputs}
         if chunk.units:
             flow = model.part(recorder, inputs, flow, chunk.units)  # type: ignore[attr-defined]
@@ -233,6 +224,12 @@ def _work_of(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
         Part(bytes=count * n, kernels=int(n > 0), collectives=sides[phase])
         for phase, n in (("forward", forward), ("backward", backward))
     )  # type: ignore[return-value]
+
+
+def _without_result(forward: Part, planned: PlannedOperation) -> Part:
+    """Return the work of an operation that is recomputed but for its result."""
+    left = Counter(forward.collectives) - Counter(planned.results)
+    return replace(forward, products=(), kernels=0, collectives=tuple(left.elements()))
 
 
 def _added(plan: Plan, shift: Operation) -> bool:

@@ -1,4 +1,4 @@
-"""Command line for data: tokenise it before a run, or write it as the .bin files of Megatron-LM or nanoGPT.
+"""Command line for data: show what a step learns from; tokenise data before a run; write its tokens as .bin files.
 
 Takes the arguments of platform.launch: data=, data.KEY=, model.vocab= and so on; an experiment if there is one.
 Exit status: 0 done; 1 a file cannot be written; 2 the data or the command line is wrong, and nothing is written.
@@ -8,30 +8,45 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from platform.boundary.command_line import DONE, CommandLine, command_line, run_command
-from platform.boundary.files.local_files import writing_to
+from platform.boundary.files.local_files import replace_text, writing_to
 from platform.boundary.refusals import ConfigError, violation
-from platform.boundary.terminal import print_line
+from platform.boundary.terminal import print_line, write_text
 from platform.config.fields import Config
 from platform.config.ramps.batch_ramp import samples_before
 from platform.data.corpus import Corpus, corpus_of
+from platform.data.show.html_page import page_of
+from platform.data.show.step_view import StepView
+from platform.data.show.terminal_list import listed
+from platform.data.show.token_table import table_of_tokens
 from platform.data.sources.token_files import WRITERS
 from platform.data.tokenizers.tokenizer_files import JSON
 from platform.data.tokens.streamed import StreamedTokens
 from platform.data.tokens.streams import PairStream, documents
 from platform.launch import compose
 from platform.plan.language.numbers import count_of
+from platform.status.seen_run import run_directory
+from platform.status.taken_step import TakenStep, configured_step, taken_step
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `python -m platform.data`; return its exit status."""
     parser = command_line("data", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("show", help="print what a step learns from, of a configuration or of a run")
+    command.add_argument("words", nargs="*", metavar="RUN_DIR|KEY=VALUE", help="step=N, and as for platform.launch")
+    command.add_argument("--all", action="store_true", help="all of it, not a screen")
+    command.add_argument("--sample", type=int, metavar="N", help="the sequence at position N of the global batch alone")
+    command.add_argument("--tokens", action="store_true", help="a table of the tokens, a line each (with --sample N)")
+    command.add_argument("--html", type=Path, metavar="FILE", help="write a page instead")
+    command.add_argument("--config-dir", help="the user's own configuration files")
+    command.set_defaults(run=_show)
     command = commands.add_parser("prepare", help="tokenise data into data.cache, and tell what is in it")
     command.set_defaults(run=_prepare)
     _overrides(command)
@@ -52,9 +67,62 @@ def _overrides(command: CommandLine) -> None:
 
 def _answer(given: argparse.Namespace) -> int:
     """Run a `platform.data` command on the tokenised corpus that the user's KEY=VALUE name; return its exit status."""
-    config = compose(given.overrides, given.config_dir)
-    given.run(given, config, corpus_of(config))
+    if given.run is _show:
+        _show(given)
+    else:
+        config = compose(given.overrides, given.config_dir)
+        given.run(given, config, corpus_of(config))
     return DONE
+
+
+def _show(given: argparse.Namespace) -> None:
+    """Print, or write as a page, what a step of a configuration or of a run learns from."""
+    words, step = _step_in(given.words)
+    if given.html and not given.html.parent.is_dir():
+        raise ConfigError(violation("--html", given.html, f"there is no folder {given.html.parent}"))
+    taken = _taken(words, step, given.config_dir)
+    corpus = corpus_of(taken.config)
+    if taken.corpus and taken.corpus != corpus.digest:
+        reason = f"its corpus is {corpus.digest} now, and the run trained on {taken.corpus}: the files have changed"
+        raise ConfigError(violation("data", taken.config.data.kind, reason, ["the data as it was"]))
+    view = StepView(taken.config, corpus, taken.step, taken.samples, taken.length, taken.plan, taken.why)
+    if given.sample is not None and not 0 <= given.sample < view.count:
+        near = min(max(0, given.sample), view.count - 1)
+        raise ConfigError(violation("--sample", given.sample, f"must be from 0 to {view.count - 1}", [near]))
+    first = given.sample or 0
+    if given.html:
+        with writing_to("--html", given.html):
+            replace_text(given.html, "".join(page_of(view, given.all)))
+        print_line(str(given.html))
+    elif given.tokens:
+        for line in table_of_tokens(view, range(view.count) if given.all else range(first, first + 1)):
+            print_line(line)
+    else:
+        for line in listed(view, sys.stdout, given.all, given.sample):
+            write_text(sys.stdout, f"{line}\n")
+
+
+def _step_in(words: Sequence[str]) -> tuple[list[str], int | None]:
+    """Return the words of a command line without step=N, and N; None without it. Raises ConfigError if N is none."""
+    given = [word.removeprefix("step=") for word in words if word.startswith("step=")]
+    for text in given:
+        if not re.fullmatch(r"-?\d{1,15}", text):
+            raise ConfigError(violation("step", text, "must be the number of a training step", [1]))
+    return [word for word in words if not word.startswith("step=")], int(given[-1]) if given else None
+
+
+def _taken(words: Sequence[str], step: int | None, config_dir: str | None) -> TakenStep:
+    """Return a step of the run in the directory that `words` name, or of the configuration that they make. Raises
+    ConfigError."""
+    directories = [word for word in words if "=" not in word]
+    if not directories:
+        return configured_step(compose(words, config_dir), 1 if step is None else step)
+    if len(words) > 1:
+        other = next(word for word in words if word != directories[0])
+        reason = f"{directories[0]} says all but the step"
+        raise ConfigError(violation("argument", other, reason, [f"{directories[0]} step=N"]))
+    with run_directory(words[0]) as directory:
+        return taken_step(directory, step, words[0])
 
 
 def _prepare(given: argparse.Namespace, config: Config, corpus: Corpus) -> None:

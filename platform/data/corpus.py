@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from platform.boundary.refusals import ConfigError, refuse_all, violation
 from platform.boundary.schema import Malformed
 from platform.config.fields import Config, Data, objective_of, short_hash
-from platform.data import synthetic
 from platform.data.data_checks import teaches_nothing, too_small, violations_of_sources
 from platform.data.mixture import DataSource, naming, shares_of, sources_of, turns
 from platform.data.objectives import Objective, SampleShape
@@ -23,7 +22,7 @@ from platform.data.sources.source_kind import kind_of
 from platform.data.sources.stream_blocks import is_streamed
 from platform.data.tokenizers.specials import SpecialIds
 from platform.data.tokenizers.tokenizer_files import TokenizerFiles
-from platform.data.tokens import cache, entry, packing
+from platform.data.tokens import cache, entry, packing, synthetic
 from platform.data.tokens.entry import FORMAT, TokenFiles
 from platform.data.tokens.streamed import StreamedTokens
 from platform.data.tokens.streams import Ints, starts_of
@@ -44,6 +43,16 @@ class SourceTokens:
         """Return the tokens of this data source's split, "train" or "validation"; if streamed, its first block's."""
         stream = self.streams[split]
         return stream.first() if isinstance(stream, StreamedTokens) else stream
+
+
+class SamplePlaces(NamedTuple):
+    """Places of samples that lie in one token stream: of the source `part`, with their positions among the samples that
+    were asked for, and their indices in the stream."""
+
+    part: SourceTokens
+    stream: Any
+    rows: Ints
+    indices: Ints
 
 
 @dataclass(frozen=True)
@@ -110,7 +119,7 @@ class Corpus:
         numbers = np.arange(start, end)
         keys = mix(self.seed, split == TRAIN, numbers)
         found: dict[str, NDArray[np.int64]] = {}
-        for stream, rows, index in self._places(split, numbers):
+        for _, stream, rows, index in self.places(split, numbers):
             made = self.objective.batch(stream, index, keys[rows])
             if len(rows) == len(numbers):
                 return made
@@ -120,21 +129,19 @@ class Corpus:
 
     def predicted(self, split: str, start: int, end: int) -> int:
         """Count the labels that the loss averages over (not padding) in samples [start, end) of a split."""
-        places = self._places(split, np.arange(start, end))
-        return sum(self.objective.predicted(stream, index) for stream, _, index in places)
+        places = self.places(split, np.arange(start, end))
+        return sum(self.objective.predicted(stream, index) for _, stream, _, index in places)
 
     def name_of(self, split: str, number: int) -> str:
         """Name sample `number` of a split's endless global order for the user: "sample 3 of data.sources.web"."""
-        for part in self.parts:
-            for stream, _, index in self._places(split, np.array([number])):
-                if not isinstance(held := part.streams[split], StreamedTokens) and held is stream:
-                    return f"sample {index[0]}{f' of data.sources.{part.name}' if part.name else ''}"
-        return f"sample {number} of the stream"
+        ((part, stream, _, index),) = self.places(split, np.array([number]))
+        if part.streams[split.partition("/")[0]] is not stream:  # a block of a stream
+            return f"sample {number} of the stream"
+        return f"sample {index[0]}{f' of data.sources.{part.name}' if part.name else ''}"
 
-    def _places(self, split: str, numbers: Ints) -> Iterator[tuple[Any, Ints, Ints]]:
-        """Find samples `numbers` of the split's endless global order in the corpus: yield (token stream, rows, index)
-        for each stream that has some of them, `rows` being their positions in `numbers` and `index` their indices in
-        the stream."""
+    def places(self, split: str, numbers: Ints) -> Iterator[SamplePlaces]:
+        """Find samples `numbers` of the split's endless global order in the corpus: yield the places of some of them
+        for each stream that has any."""
         split, _, name = split.partition("/")
         if split == TRAIN:
             source, count = turns(self.shares, numbers)
@@ -146,10 +153,11 @@ class Corpus:
             part = self.parts[number]
             if isinstance(stream := part.streams[split], StreamedTokens):
                 for block, some, index in stream.places(count[rows]):
-                    yield block, rows[some], index
+                    yield SamplePlaces(part, block, rows[some], index)
                 continue
             epoch, index = np.divmod(count[rows], samples := self._samples(part, split))
-            yield stream, rows, order(self.seed, epoch, samples, index) if split == TRAIN else index
+            found = order(self.seed, epoch, samples, index) if split == TRAIN else index
+            yield SamplePlaces(part, stream, rows, found)
 
     def _samples(self, part: SourceTokens, split: str) -> int:
         """Count the samples that a data source has in one epoch of a split; if streamed, in its first block."""

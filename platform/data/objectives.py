@@ -7,7 +7,7 @@ the sample's key alone. Where a sample may span documents, `begins` or `segments
 adds one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -99,17 +99,22 @@ class Causal:
         """Return how many samples of next-token prediction a token stream has: its rows, if it is packed."""
         return len(stream.rows) - 1 if isinstance(stream, PackedStream) else (len(stream) - 1) // self.length
 
+    def places(self, stream: Any, index: Ints) -> Ints:
+        """Return the stream positions of the tokens that samples `index` read, [len(index), length]; -1 for none."""
+        if isinstance(stream, PackedStream):
+            return stream.places(index, self.length)
+        return index[:, None] * self.length + np.arange(self.length)
+
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
         """Return samples `index` of a token stream for next-token prediction: `tokens`; `labels`, the tokens that
         follow, -1 where none is predicted; `begins`, the place in the sample at which each token's document begins; and
         `positions`, how far from there the token is. Each is int64 [len(index), length]."""
-        place = stream.places(index, self.length) if isinstance(stream, PackedStream) else None
-        if place is None:
-            rows = _windows(stream, index * self.length, self.length + 1)
-            tokens, labels = rows[:, :-1], rows[:, 1:]
-            place = index[:, None] * self.length + np.arange(self.length)
-        else:
+        place = self.places(stream, index)
+        if isinstance(stream, PackedStream):
             tokens, labels = taken(stream, place), taken(stream, np.where(place < 0, PADDING, place + 1))
+        else:
+            rows = _ids(stream, np.concatenate([place, place[:, -1:] + 1], 1))
+            tokens, labels = rows[:, :-1], rows[:, 1:]
         column = np.arange(self.length)
         first = first_of_documents(stream, place, tokens, self.special.begin)
         begins = np.maximum.accumulate(np.where(first, column, 0), 1)
@@ -164,6 +169,16 @@ class Masked:
         return self.length
 
     @property
+    def names(self) -> dict[int, str]:
+        """Return what people call the ids that this objective puts in the place of text: the mask."""
+        return {self._mask: "[MASK]"}
+
+    @property
+    def _mask(self) -> int:
+        """Return the id that hides a token: the tokenizer's own, or the last one of the vocabulary."""
+        return self.vocab - 1 if self.special.mask is None else self.special.mask
+
+    @property
     def _count(self) -> int:
         """Return how many tokens of a sample are masked and predicted: 15 % of its length, at least one."""
         return max(1, round(NOISE * self.length))
@@ -172,18 +187,20 @@ class Masked:
         """Return how many samples of masked-token prediction, of `length` tokens each, a token stream has."""
         return len(stream) // self.length
 
+    def places(self, stream: Any, index: Ints) -> Ints:
+        """Return the positions in a token stream of the tokens of samples `index`, [len(index), length]."""
+        return index[:, None] * self.length + np.arange(self.length)
+
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
         """Return samples `index` of a token stream for masked-token prediction: `tokens`, in part replaced by the mask;
         `labels`, the original tokens at the predicted places, else -1; and, if the model has any, `segments`, the
         number of each token's segment. Each is int64 [len(index), length]. `keys` [len(index)]: random keys that decide
         which tokens are masked."""
-        rows = _windows(stream, index * self.length, self.length)
+        rows = _ids(stream, self.places(stream, index))
         place, key = np.arange(self.length), keys[:, None]
         chosen = _choice(key, self.length, self._count)
         lot = mix(key, 1, place) % np.uint64(10)
-        mask, ids = self.special.mask, self.special.size
-        if mask is None:
-            mask, ids = self.vocab - 1, self.vocab
+        mask, ids = self._mask, self.vocab if self.special.mask is None else self.special.size
         random = (mix(key, 2, place) % np.uint64(ids - 1)).astype(np.int64)
         random += random >= mask
         seen = np.where(lot < 8, mask, np.where(lot == 8, random, rows))
@@ -238,6 +255,20 @@ class SpanDenoising:
         """Return how many samples of span denoising, of `needs` tokens each, a token stream has."""
         return len(stream) // self.needs
 
+    @property
+    def names(self) -> dict[int, str]:
+        """Return what people call the ids that stand for missing spans: [span 1], [span 2] and so on."""
+        return {self._highest - i: f"[span {i + 1}]" for i in range(_noise(self.needs)[1])}
+
+    @property
+    def _highest(self) -> int:
+        """Return the id of the first sentinel; the others are below it."""
+        return self.vocab - 1 if self.special.sentinel is None else self.special.sentinel
+
+    def places(self, stream: Any, index: Ints) -> Ints:
+        """Return the positions in a token stream of the text of samples `index`, [len(index), needs]."""
+        return index[:, None] * self.needs + np.arange(self.needs)
+
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
         """Return samples `index` of a token stream for span denoising: `source` [len(index), source_length], the text
         with a sentinel in place of each missing span; `labels` [len(index), length], the spans, each behind its
@@ -245,15 +276,14 @@ class SpanDenoising:
         keys that decide which spans are missing."""
         n = self.needs
         noise, spans = _noise(n)
-        rows = _windows(stream, index * n, n)
+        rows = _ids(stream, self.places(stream, index))
         # lengths of kept and missing stretches in turn, a kept one first
         stretches = np.stack([_parts(keys, 0, n - noise, spans), _parts(keys, 1, noise, spans)], -1)
         starts = np.cumsum(stretches.reshape(len(rows), -1), 1)[:, :-1]
         first = np.zeros_like(rows)
         np.put_along_axis(first, starts, 1, 1)
         stretch = np.cumsum(first, 1)
-        highest = self.special.sentinel if self.special.sentinel is not None else self.vocab - 1
-        missing, sentinel = stretch % 2 == 1, highest - stretch // 2
+        missing, sentinel = stretch % 2 == 1, self._highest - stretch // 2
         begins = missing & (first == 1)
         source = np.where(begins, sentinel, rows)[~missing | begins].reshape(len(rows), -1)
         both = np.stack([sentinel, rows], -1)[np.stack([begins, missing], -1)].reshape(len(rows), -1)
@@ -301,22 +331,6 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
 GIVEN = frozenset(OBJECTIVES)  # not a user's own
 
 
-def cut(samples: Mapping[str, Ints], pieces: int) -> dict[str, Ints]:
-    """Cut each sample's data tensors [samples, length] into `pieces` sequences: return [samples * pieces, length /
-    pieces]. A token keeps its label, even if this begins the next piece. A document that began before a piece begins
-    with the piece."""
-    found = {name: rows.reshape(len(rows) * pieces, -1) for name, rows in samples.items()}
-    length = found["tokens"].shape[1]
-    if "begins" in found:
-        offset = np.tile(np.arange(pieces) * length, len(samples["tokens"]))[:, None]
-        found["begins"] = np.maximum(found["begins"] - offset, 0)
-    if "positions" in found:
-        found["positions"] = np.minimum(found["positions"], np.arange(length))
-    if "segments" in found:
-        found["segments"] = found["segments"] - found["segments"][:, :1]
-    return found
-
-
 def register_objective(
     name: str,
     make: Callable[..., Objective],
@@ -357,9 +371,9 @@ def _noise(n: int) -> tuple[int, int]:
     return noise, max(1, round(noise / SPAN))
 
 
-def _windows(stream: Any, starts: Ints, length: int) -> Ints:
-    """Return int64 [len(starts), length]: `length` tokens of a stream from each position in `starts` on."""
-    return np.asarray(stream[starts[:, None] + np.arange(length)]).astype(np.int64)
+def _ids(stream: Any, place: Ints) -> Ints:
+    """Return the token ids of a stream at positions `place`, all of which are in it, int64."""
+    return np.asarray(stream[place]).astype(np.int64)
 
 
 def _padded(rows: Ints, length: int) -> Ints:

@@ -88,10 +88,11 @@ class Attention(Residual):
             turn: dict[str, Any] = {"theta": self.config.rope_theta, "scaling": self.scaling}
             q = ops.rotate(f"{self.name}.query", q, s.query, **turn, pairs=self.config.rope_pairs)
             k = ops.rotate(f"{self.name}.key", k, s.key, **turn, pairs=self.config.rope_pairs)
-        q = ops.relayout(f"{self.name}.query_core", q, s.query, s.core_query)
+        moves = [(f"{self.name}.query_core", q, s.query, s.core_query)]
         if k is not None:
-            k = ops.relayout(f"{self.name}.key_core", k, m.key, m.core_key)
-            v = ops.relayout(f"{self.name}.value_core", v, m.key, m.core_key)
+            moves += [(f"{self.name}.{x}_core", t, m.key, m.core_key) for x, t in (("key", k), ("value", v))]
+        q, *pair = ops.relayout_each(*moves)
+        k, v = pair or (None, None)
         if self.cross:
             k, v = ops.recall(self.name, k, v, m.core_key)
         hides: dict[str, Any] = {"causal": self.causal, "window": self.window, "mask": mask, "begins": begins}

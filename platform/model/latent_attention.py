@@ -69,9 +69,11 @@ class LatentAttention(Residual):
         of `Attention`."""
         s, name, value, core = self.shapes, self.name, self.value, replace(self.value, region="core")
         q, k, v = self.heads(ops, self.enter(ops, x))
-        q = ops.relayout(f"{name}.query_core", q, s.query, s.core_query)
-        k = ops.relayout(f"{name}.key_core", k, s.query, s.core_query)
-        v = ops.relayout(f"{name}.value_core", v, value, core)
+        q, k, v = ops.relayout_each(
+            (f"{name}.query_core", q, s.query, s.core_query),
+            (f"{name}.key_core", k, s.query, s.core_query),
+            (f"{name}.value_core", v, value, core),
+        )
         more: dict[str, Any] = {"causal": self.causal, "window": self.window, "mask": mask, "begins": begins}
         more |= {"scale": self.scale, "bias": bias, "width": self.width}
         a = ops.attention(name, q, k, v, s.core_query, s.core_query, **more)

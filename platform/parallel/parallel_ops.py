@@ -213,9 +213,14 @@ class ParallelOps(Ops):
         """Return this rank's block of the parameter `p`, the tensor that the forward pass reads."""
         return self.tensors[p.name]
 
-    def apply(self, x: Tensor, conversion: Conversion, coming: Pending | None = None) -> Tensor:
-        """Convert the local block x to another layout, and its gradient back; `coming`: the conversion, if started."""
-        return conversions.apply(self.communicator, x, conversion, coming)
+    def apply(self, x: Tensor, conversion: Conversion) -> Tensor:
+        """Convert the local block x to another layout, and its gradient back."""
+        return self.apply_each([x], [conversion])[0]
+
+    def apply_each(self, blocks: Sequence[Tensor], found: Sequence[Conversion]) -> list[Tensor]:
+        """Convert local blocks to other layouts, and their gradients back: their collectives are all launched before
+        the first is waited for."""
+        return conversions.apply(self.communicator, blocks, found)
 
     def widths(self, spec: Spec, dims: int, over: Sequence[str]) -> list[int]:
         """Return how many elements of a row, the last so many `dims` of the activation `spec`, each rank of this rank's
@@ -243,8 +248,8 @@ class ParallelOps(Ops):
         use, parameters = (operation.kind, operation.name, 0), operation.parameters
         ahead = use in self.ahead and not torch.compiler.is_compiling()
         coming = self.ahead.take(use) if ahead else [None] * len(parameters)
-        triples = zip(parameters, planned.conversions, coming, strict=False)
-        return [self.apply(self.tensors[p.name], conversion, c) for p, conversion, c in triples]
+        tensors = [self.tensors[p.name] for p in parameters]
+        return conversions.apply(self.communicator, tensors, planned.conversions[: len(tensors)], coming)
 
     @property
     def compiles(self) -> bool:

@@ -27,10 +27,10 @@ from platform.planning.choose_schedule import short_schedule
 
 
 @dataclass
-class Forecast:
-    """Forecast of the memory that the workers of a `plan` need under a `config`: of one worker of every pipeline stage,
-    in a training step, or while tasks score its model, where that takes more; on a GPU with what its libraries reserve.
-    A stage's is made when it is asked for, so that whether all fit is often known after the first."""
+class MemoryForecast:
+    """Forecast of the memory that the workers of a `plan` need under its `config`, of one worker of every stage: in a
+    training step, or while tasks score its model, where that takes more; on a GPU with what its libraries reserve. A
+    stage's is made when it is asked for, so that whether all fit is often known after the first."""
 
     config: Config
     plan: Plan
@@ -51,7 +51,7 @@ class Forecast:
         if stage not in self._found:
             found = self.training.at(stage)
             if self.config.eval.tasks:
-                found = max(found, _answering(self.config, self.plan, stage, found), key=lambda f: f.total)
+                found = max(found, _answering_at(self.config, self.plan, stage, found), key=lambda f: f.total)
             if self.training.device == "cuda":
                 found = replace(found, reserved=reserved_bytes(*self._communicators[stage], found.total))
             self._found[stage] = found
@@ -111,7 +111,7 @@ class TrainingForecast:
 
 def needed_bytes(config: Config, plan: Plan) -> int:
     """Return the predicted peak memory, in bytes, of the worker that needs most under a configuration's plan."""
-    return Forecast(config, plan).needed
+    return MemoryForecast(config, plan).needed
 
 
 def host_bytes(config: Config, plan: Plan) -> int:
@@ -120,8 +120,8 @@ def host_bytes(config: Config, plan: Plan) -> int:
 
 
 def footprints(config: Config, plan: Plan) -> list[Footprint]:
-    """Return the predicted memory (`Forecast`) of one worker of every pipeline stage under the plan, in stage order."""
-    return Forecast(config, plan).footprints
+    """Return the predicted memory of one worker of every pipeline stage under a plan, in stage order."""
+    return MemoryForecast(config, plan).footprints
 
 
 def training(config: Config, plan: Plan) -> list[Footprint]:
@@ -131,14 +131,13 @@ def training(config: Config, plan: Plan) -> list[Footprint]:
 
 
 def answering_memory(config: Config, plan: Plan, training: Sequence[Footprint]) -> list[Footprint]:
-    """Return the predicted memory of one worker of every pipeline stage, in stage order, while tasks score the run's
-    model (eval.tasks): parameters and optimizer state as in `training`, the prediction for a training step, and the
-    bytes of passes of generation."""
-    return [_answering(config, plan, stage, found) for stage, found in enumerate(training)]
+    """Return the predicted memory of one worker of every stage while tasks score the run's model (eval.tasks)."""
+    return [_answering_at(config, plan, stage, found) for stage, found in enumerate(training)]
 
 
-def _answering(config: Config, plan: Plan, stage: int, training: Footprint) -> Footprint:
-    """Return the predicted memory of one worker of a stage while tasks score the run's model, as `answering_memory`."""
+def _answering_at(config: Config, plan: Plan, stage: int, training: Footprint) -> Footprint:
+    """Return the predicted memory of one worker of a stage while tasks score the run's model: parameters and optimizer
+    state as in `training`, the prediction for a training step, and the bytes of passes of generation."""
     device = device_kind(config)
     plan = settled(plan, device, config.model.dropout)
     m = config.model

@@ -76,7 +76,7 @@ def of_reports(world: int) -> list[float]:
         lambda: gauged.together(same),
         lambda: renewed.together(replace(mine, gauges=FOUND | {"cpu": float(next(count))})),
     ]
-    return in_turn(works)
+    return in_turn(works, 30 if world > 64 else ROUNDS)
 
 
 def of_rows(folder: Path) -> list[float]:
@@ -101,9 +101,9 @@ def quick() -> Config:
     return replace(c, precision="fp32")
 
 
-def of_steps() -> tuple[list[float], float]:
-    """Return the CPU seconds of all threads in steps without and with gauges, in turn, and the median difference of
-    pairs, of which every other one has its steps the other way round."""
+def of_steps() -> tuple[list[float], list[float]]:
+    """Return the CPU seconds of all threads in steps without and with gauges, in turn, and the sorted
+    differences of pairs, of which every other one has its steps the other way round."""
     c = quick()
     plan = make_plan(c)
     communicator = SingleRank(plan.mesh)
@@ -118,7 +118,7 @@ def of_steps() -> tuple[list[float], float]:
             combiner.together(report)
             spent[gauged].append(time.process_time() - begin)
     pairs = [after - before for before, after in zip(*spent, strict=True)]
-    return [median(seconds) for seconds in spent], median(pairs)
+    return [median(seconds) for seconds in spent], sorted(pairs)
 
 
 def main() -> None:
@@ -138,10 +138,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         plain, gauged = of_rows(Path(folder))
     print(f"the driver's row: {plain * 1e6:.0f} us without, {(gauged - plain) * 1e6:+.0f} us with 9 gauges")
-    (without, with_), pair = of_steps()
-    print(
-        f"steps in turn: {without * 1e3:.2f} ms without, {with_ * 1e3:.2f} ms with; pairs differ {pair / without:+.2%}"
-    )
+    (without, with_), pairs = of_steps()
+    low, middle, high = (pairs[int(len(pairs) / 2 + side * len(pairs) ** 0.5)] / without for side in (-0.98, 0, 0.98))
+    print(f"steps in turn: {without * 1e3:.2f} ms of CPU time without, {with_ * 1e3:.2f} ms with")
+    print(f"pairs of them differ by {middle:+.2%} (95 % interval of the median: {low:+.2%} to {high:+.2%})")
 
 
 if __name__ == "__main__":

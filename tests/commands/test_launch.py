@@ -163,7 +163,7 @@ def test_a_table_that_cannot_be_written_does_not_fail_a_sweep(driver, capsys, mo
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("platform.planning.measured.runs_table.table_of_sweep", full)
+    monkeypatch.setattr("platform.planning.measured.runs_table.write_table", full)
     assert main(["-m", QUICK, "seed=1,2"]) == 0
     assert "cannot be written: [Errno 28] No space left on device" in capsys.readouterr().out
 

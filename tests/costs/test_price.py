@@ -76,7 +76,8 @@ def test_the_products_of_all_ranks_are_those_of_the_model(scheme):
 
 
 def test_recomputation_repeats_the_forward_pass():
-    work = {kind: work_of(*planned(f"recompute={kind}")) for kind in ("none", "full")}
+    """All of it, as other systems do, or all but each block's last product, as ours does."""
+    work = {kind: work_of(*planned(f"recompute={kind}"), repeats_all=True) for kind in ("none", "full")}
 
     def products(w, phase):
         return sum(n * p.flops for pass_ in getattr(w, phase) for part, n in pass_.parts for p in part.products)
@@ -85,7 +86,7 @@ def test_recomputation_repeats_the_forward_pass():
     logits = products(work["none"], "forward") - again  # all but the head
     assert 0 < logits < again
     config, plan = planned("recompute=full")
-    early = products(work_of(config, plan, stops_early=True), "backward") - products(work["none"], "backward")
+    early = products(work_of(config, plan), "backward") - products(work["none"], "backward")
     model = config.model
     tokens = plan.sizes["batch"] * model.length
     assert again - early == 2 * tokens * model.layers * model.d_model * (model.d_ff or 4 * model.d_model)
@@ -95,7 +96,7 @@ def test_a_stretch_without_products_loses_none_of_another_stretch():
     """A system that leaves out a stretch's last product leaves out nothing where the stretch has none."""
     config, plan = planned("recompute=full", "pipeline=1f1b", "pipeline.stages=2")
     model = build_model(config.model)
-    usual, more = (chunk_work(plan, m, 0.0, True, stops_early=True)[0] for m in (model, WithStretch(model)))
+    usual, more = (chunk_work(plan, m, 0.0, True)[0] for m in (model, WithStretch(model)))
     left = [{part: n for part, n in work.backward.items() if part.products and n} for work in (usual, more)]
     assert left[0] == left[1] and more.backward != usual.backward
 

@@ -13,8 +13,7 @@ from platform.config.fields import Config, Data
 from platform.config.ramps.batch_ramp import samples_of
 from platform.config.ramps.length_ramp import length_at
 from platform.data.corpus import Corpus, open_corpus
-from platform.data.objectives import cut
-from platform.train.step.inputs import pieces_of
+from platform.data.tokens.pieces import cut, pieces_of
 
 LENGTH = 12
 

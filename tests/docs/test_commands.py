@@ -164,8 +164,11 @@ def neutral(line: str) -> str:
 
 
 def prepares(typed: Typed, arguments: str, bench: Bench) -> None:
-    """Run a command on data, with a cache of its own."""
+    """Run a command on data, with a cache of its own, or on the data of a kept run."""
     bench.monkeypatch.setenv("XDG_CACHE_HOME", str(bench.here / "cache"))
+    if "runs/demo" in arguments:
+        [kept] = (ROOT / "tests").glob("commands/kept_runs/*/run")
+        shutil.copytree(kept, "runs/demo")
     assert prepare_data(shlex.split(arguments)) == launch.DONE
     bench.capfd.readouterr()
 

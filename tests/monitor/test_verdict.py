@@ -124,6 +124,17 @@ def test_the_culprit_is_named(name):
     assert verdict.line.isprintable() and verdict.plain()["attention"] is (why != "drained")
 
 
+def test_gauges_of_a_slow_worker_far_from_the_others_are_told():
+    slow = events.Slow(number=2, rank=2, node="n2", ratio=3.0)
+    workers = {"temperature/median": 58.0, "temperature/max": 91.0, "gpu/median": 0.97, "gpu/max": 0.99}
+    workers |= {"power/median": 640.0, "power/min": 350.0}
+    row = {"step": 4, "workers": workers, "worker_ranks": {"temperature/max": 2, "gpu/max": 2, "power/min": 1}}
+    told = "highest temperature of all workers: 91 °C, the median is 58 °C"
+    for its, lines in ((row, [told]), ({"step": 4, "workers": 3}, []), ({**row, "workers": {"gpu/max": "NaN"}}, [])):
+        verdict = verdict_on(Evidence(stamped([*GOES, slow]), [its], driver=ALIVE, now=200.0))
+        assert verdict.details == [*lines, "elastic.replace_slow=true gives its seat to a spare"]
+
+
 def test_stacks_and_witnesses_are_told():
     assert verdict_on(Evidence(stamped([*GOES, HUNG]))).stack == ["m.py:3 in f"]
     assert "seen: rank 1 waits in all_reduce over data" in verdict_on(Evidence(stamped([*GOES, HUNG]))).details

@@ -13,12 +13,13 @@ from platform.monitor import Journal
 from platform.monitor.records import events, records
 from platform.plan.__main__ import main
 from platform.planning.make_plan import make_plan
-from platform.planning.own_costs import OwnCosts, own_costs
 from platform.planning.snapshot_price import (
     WORKER_HOURS,
     Known,
+    OwnCosts,
     checkpoint_price,
     leaving_bytes,
+    own_costs,
     settle_rhythms,
     snapshot_price,
 )

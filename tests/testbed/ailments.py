@@ -99,9 +99,9 @@ AILMENTS = {
         "stopped", None, "nothing of it is saved", ["checkpoint.on_stop=false"], strike=send(signal.SIGTERM)
     ),
     "too few are left": Ailment("places", None, "no more can come; rank 1", ["elastic.faults=[4:kill:1]", STAYS]),
-    "too few are left, and more come": Ailment(
-        "places", None, "waits for workers, 3 of which are there",
-        ["elastic.faults=[4:kill:1]", STAYS, "elastic.replace=true", "elastic.wait=60"],
+    "too few are left, and a new one is late": ailing(
+        "late", "places", None, "waits for workers, 3 of which are there",
+        "elastic.faults=[4:kill:1]", STAYS, "elastic.replace=true", "elastic.wait=60", who="4",
     ),
     "raises, alone": Ailment("failed", 0, "injected", ["elastic.faults=[4:raise:0]"], alone=True),
     "sleeps, alone": ailing("sleep", "hung", 0, "blocked for", who="driver", alone=True, lasts=True),

@@ -81,11 +81,11 @@ def planned_tensors(plan: Plan, kind: str, dtype: torch.dtype | str) -> list[Hel
             found = [(rank, box) for rank in here for box in _kept(plan, p, coordinates[rank])]
             known[key] = first, HeldTensor.of("", dtype, plan.global_shape(p), found)
         at, held = known[key]
-        out.append(replace(held, name=f"{kind}.{p.name}", holders=_moved(held.holders, (first - at) * each)))
+        out.append(replace(held, name=f"{kind}.{p.name}", holders=_on_other_ranks(held.holders, (first - at) * each)))
     return out
 
 
-def _moved(holders: dict[Box, tuple[int, ...]], by: int) -> dict[Box, tuple[int, ...]]:
+def _on_other_ranks(holders: dict[Box, tuple[int, ...]], by: int) -> dict[Box, tuple[int, ...]]:
     """Return the holders of blocks with so much added to their ranks."""
     return {box: tuple(rank + by for rank in ranks) for box, ranks in holders.items()} if by else holders
 

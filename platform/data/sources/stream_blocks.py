@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from platform.config.fields import Data
@@ -64,6 +65,11 @@ class BlockReader:
             size += self._size(piece)
             self._advance()
         return found, None
+
+    def beginnings(self, start: PiecePlace, end: PiecePlace | None) -> list[PiecePlace]:
+        """Return where the documents of the block from `start` to `end` begin; None: to the end of the source."""
+        inside = takewhile(lambda piece: end is None or piece[0] < end, self._pieces(start))
+        return [place for i, (place, begins, _) in enumerate(inside) if begins or not i]
 
     def _advance(self) -> None:
         """Read the next piece of a streamed source's documents, and hold it for the next block; None at the end."""

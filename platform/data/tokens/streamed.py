@@ -110,6 +110,12 @@ class StreamedTokens:
             yield self._open(block), np.arange(left, right), index
             left = right
 
+    def documents(self, stream: Any) -> tuple[int, list[PiecePlace]]:
+        """Return the number of the block that has been yielded as `stream`, and where its documents begin."""
+        block = next(number for number, opened in self._opened.items() if opened is stream)
+        end = self._end(block)
+        return block, self.reader.beginnings(self._start(block), None if end.last else PiecePlace(end.file, end.piece))
+
     def _locate(self, number: int) -> _Located:
         """Find the block of this streamed data source that has training sample `number`; blocks up to it are tokenised
         if no run has done so."""

@@ -60,21 +60,27 @@ class PackedStream:
         return found
 
 
-def _beneath(stream: Any) -> Any:
+def _laid_out(stream: Any) -> Any:
     """Return the token stream that a packed stream lays into rows; any other stream as it is."""
     return stream.tokens if isinstance(stream, PackedStream) else stream
 
 
+def beneath(stream: Any) -> Any:
+    """Return the tokens of a stream without rows and without facts about its documents."""
+    laid = _laid_out(stream)
+    return laid.tokens if isinstance(laid, DocumentStream) else laid
+
+
 def starts_of(stream: Any) -> Ints | None:
     """Return the positions in a token stream at which documents begin; None if only a special token marks them."""
-    beneath = _beneath(stream)
-    return beneath.starts if isinstance(beneath, DocumentStream) else None
+    laid = _laid_out(stream)
+    return laid.starts if isinstance(laid, DocumentStream) else None
 
 
 def learned_of(stream: Any) -> NDArray[np.bool_] | None:
     """Return a mask of the tokens in a stream that count in the loss; None if all of them count."""
-    beneath = _beneath(stream)
-    return beneath.learned if isinstance(beneath, DocumentStream) else None
+    laid = _laid_out(stream)
+    return laid.learned if isinstance(laid, DocumentStream) else None
 
 
 def taken(stream: Any, place: Ints) -> Ints:
@@ -141,6 +147,11 @@ class JoinedTokens:
     def __len__(self) -> int:
         """Return the number of tokens of this data split, which may lie in several files."""
         return self.end - self.start
+
+    def file_at(self, place: int) -> Path | None:
+        """Return the file in which the token at position `place` of this data split lies; None if it is not known."""
+        bounds = np.cumsum([len(array) for array in self.arrays])
+        return getattr(self.arrays[int(np.searchsorted(bounds, place + self.start, "right"))], "file", None)
 
     def __getitem__(self, index: Ints) -> NDArray[Any]:
         """Return the token ids at positions `index` of this data split, each from the file that holds it."""

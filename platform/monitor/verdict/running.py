@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -14,6 +14,13 @@ from platform.monitor.verdict.verdict import LIKELY, Verdict
 _USUAL = 32  # steps that are compared with those before
 _FEW = 4  # the last steps, which are slow if
 _SLOWER = 2.0  # times the median of those before
+_FAR = 0.15  # of the median of all workers, by which a gauge of one must differ to be worth a line
+_GAUGES = {  # -> its name for people, and how a number is shown
+    "cpu": ("use of processors", "{:.2f}"),
+    "gpu": ("utilisation", "{:.0%}"),
+    "power": ("power", "{:.0f} W"),
+    "temperature": ("temperature", "{:.0f} °C"),
+}
 _SHARE = 0.3  # of a step, from which on waiting for data or storage is what makes it slow
 _PARTS = {  # of a step's time -> why, and who is to blame
     "data": ("data", "waits for data"),
@@ -57,8 +64,23 @@ def of_slow_worker(evidence: Evidence) -> Verdict | None:
         return None
     who = evidence.name(slow.rank, slow.number, slow.node)
     line = f"{who} is slow: its own work takes {slow.ratio:.1f} times its stage's median"
-    details = ["elastic.replace_slow=true gives its seat to a spare"]
+    details = [*_extremes_of(evidence, slow.rank), "elastic.replace_slow=true gives its seat to a spare"]
     return Verdict("slow", line, rank=slow.rank, number=slow.number, node=slow.node, since=slow.time, details=details)
+
+
+def _extremes_of(evidence: Evidence, rank: int) -> Iterator[str]:
+    """Yield a line for each gauge in whose newest reading a worker of the run is far from the others."""
+    row: Mapping[str, Any] = evidence.rows[-1] if evidence.rows else {}
+    numbers, ranks = row.get("workers"), row.get("worker_ranks")
+    if not isinstance(numbers, dict) or not isinstance(ranks, dict):  # anybody may have written them
+        return
+    for gauge, (word, shown) in _GAUGES.items():
+        for end, most in (("min", "lowest"), ("max", "highest")):
+            number, usual = numbers.get(f"{gauge}/{end}"), numbers.get(f"{gauge}/median")
+            if ranks.get(f"{gauge}/{end}") != rank or not (isinstance(number, float) and isinstance(usual, float)):
+                continue
+            if abs(number - usual) > _FAR * abs(usual):
+                yield f"{most} {word} of all workers: {shown.format(number)}, the median is {shown.format(usual)}"
 
 
 def of_bad_save(evidence: Evidence) -> Verdict | None:

@@ -44,12 +44,20 @@ class _Einsums(torch.autograd.Function):
     gradients. Tensors marked `regathered` in the plan are saved only as stored and gathered again while the output
     gradients are converted. Gradients of leaves are added to their sums here, and autograd gets None for them.
     `deferred`: a list that receives the function computing the gradients of operands and biases (zero bubble); they are
-    then leaves. `coming`: brings the operands.
+    then leaves. `coming`: brings the operands. `left_out`: shapes of the results, if no gradient needs these: then they
+    are memory that nothing is written to.
     """
 
     @staticmethod
     def forward(
-        ctx, coming: Operands, group: EinsumGroup, deferred: Deferred | None, counts, x: Tensor, *tensors: Tensor
+        ctx,
+        coming: Operands,
+        group: EinsumGroup,
+        deferred: Deferred | None,
+        counts,
+        left_out: Sequence[Sequence[int]],
+        x: Tensor,
+        *tensors: Tensor,
     ):
         """Return the products of x with each operand of an einsum group, converting x, operands and results as
         planned."""
@@ -61,19 +69,23 @@ class _Einsums(torch.autograd.Function):
         if joined:
             whole = convert(communicator, x, group.x.forward).wait()
             ctx.save_for_backward(x if group.regathered else whole, *operands)
-            return joined.outputs(whole, operands)
+            return tuple(map(x.new_empty, left_out)) if left_out else joined.outputs(whole, operands)
         regathered = [group.regathered, *(e.regathered for e in group.einsums)]
         stored = (x, *operands)
         arriving = coming.take(operands)
         x = convert(communicator, x, group.x.forward).wait()
         local = [c.wait() for c in arriving]
         coming.onward()
+        saved = (s if again else t for s, t, again in zip(stored, (x, *local), regathered, strict=True))
+        if left_out:
+            ctx.save_for_backward(*saved)
+            return tuple(map(x.new_empty, left_out))
         read, *factors = map(widened, (x, *local)) if group.wide else (x, *local)
         made = _outputs(counts, group, read, factors, biases or [None] * len(local))
         leaving = [
             convert(communicator, y, e.output.forward, owned=True) for y, e in zip(made, group.einsums, strict=True)
         ]
-        ctx.save_for_backward(*(s if again else t for s, t, again in zip(stored, (x, *local), regathered, strict=True)))
+        ctx.save_for_backward(*saved)
         return tuple(c.wait() for c in leaving)
 
     @staticmethod
@@ -90,14 +102,14 @@ class _Einsums(torch.autograd.Function):
         operands = [c.wait() for c in regathered]
         local = [c.wait().contiguous() for c in coming]  # read twice; that of a query is not in attention's order
         ctx.coming.onward(back=True)
-        needed = ctx.needs_input_grad[5:]
+        needed = ctx.needs_input_grad[6:]
         rest = partial(_operand_gradients, communicator, group, ctx.leaves, needed, x, local, ctx.counts)
         together = None
         if ctx.joined and JOINS_GRADIENTS.get(x.device.type, True):
             together = torch.cat([g.flatten(x.dim() - 1).flatten(0, -2) for g in local], 1)
             rest = partial(ctx.joined.add_gradients, x, together)
         dx = None
-        if ctx.needs_input_grad[4]:
+        if ctx.needs_input_grad[5]:
             if together is not None:
                 total = ctx.joined.back(together, x.shape)
             else:
@@ -106,9 +118,9 @@ class _Einsums(torch.autograd.Function):
             dx = convert(communicator, total.to(x.dtype), group.x.backward, owned=True)
         if ctx.deferred is None:
             found = rest()
-            return None, None, None, None, dx if dx is None else dx.wait(), *found
+            return None, None, None, None, None, dx if dx is None else dx.wait(), *found
         ctx.deferred.append(torch.no_grad()(rest))
-        return None, None, None, None, dx if dx is None else dx.wait(), *(None for _ in ctx.leaves)
+        return None, None, None, None, None, dx if dx is None else dx.wait(), *(None for _ in ctx.leaves)
 
 
 class _Joined(NamedTuple):
@@ -209,20 +221,22 @@ def einsums(
     *,
     deferred: Deferred | None = None,
     counts: Groups | None = None,
+    left_out: Sequence[Sequence[int]] = (),
 ) -> Sequence[Tensor]:
     """Compute the outputs (local blocks) of a planned group of einsums of x with several operands, which `coming`
     brings, in the group's order, with the conversions that the plan lists. A group whose outputs are not converted may
     add `biases`, one per operand, in the product. `deferred`: a list to which the backward pass appends the computation
     of weight gradients instead of running it (zero bubble; None: it runs); groups with panels (SUMMA) ignore it.
-    `counts`: the number of rows of each expert in x, which the operands have a matrix for each of."""
+    `counts`: the number of rows of each expert in x, which the operands have a matrix for each of. `left_out`: local
+    shapes of the outputs, if no gradient needs their values: they are not computed."""
     communicator, group = coming.communicator, coming.group
     if group.panels:
         assert not biases
-        return summa(communicator, group, apply(communicator, x, group.x), operands)
+        return summa(communicator, group, apply(communicator, [x], [group.x])[0], operands)
     if group.local and not group.wide and not any(w.is_leaf for w in operands):  # activations
         triples = zip(operands, group.einsums, biases or [None] * len(operands), strict=True)  # type: ignore[list-item]
         return [local_einsum(e.x_dims, e.dims, e.out_dims)(x, w, bias) for w, e, bias in triples]
-    return _Einsums.apply(coming, group, deferred, counts, x, *operands, *biases)
+    return _Einsums.apply(coming, group, deferred, counts, left_out, x, *operands, *biases)
 
 
 def _outputs(

@@ -91,6 +91,29 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, gain.shape, gain, eps)
 
 
+class _RmsNorm(torch.autograd.Function):
+    """RMSNorm over the dims of the gain, the last of x, which are whole. Both sums of the gradient are products of one
+    matrix, gradient times x, with a vector. torch's own takes 2 to 3 times as long on a CPU, where it is not fused."""
+
+    @staticmethod
+    def forward(ctx, x, gain, eps):
+        """Return the RMSNorm of x, keeping x and one number a row."""
+        over = tuple(range(-gain.dim(), 0))
+        length = torch.linalg.vector_norm(x, dim=over, keepdim=True)
+        rstd = torch.rsqrt(length.square() / gain.numel() + eps)
+        ctx.save_for_backward(x, gain, rstd)
+        return x * rstd * gain  # nothing in place, since torch derives its own gradient where a block is traced
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the gradients of x and of the gain."""
+        x, gain, rstd = ctx.saved_tensors
+        products = (gradient * x).reshape(-1, gain.numel())
+        dgain = (rstd.reshape(1, -1) @ products).view(gain.shape)
+        along = (products @ gain.reshape(-1)).view(rstd.shape).mul_(rstd.pow(3).div_(-gain.numel()))
+        return (gradient * gain).mul_(rstd).addcmul_(x, along), dgain, None
+
+
 def norm(
     x: Tensor,
     gain: Tensor,
@@ -110,6 +133,8 @@ def norm(
         return _SplitNorm.apply(rows, *vectors, kind, eps, communicator, over, widths).view(x.shape)
     if kind == "layernorm":
         return F.layer_norm(x, gain.shape, gain, bias, eps)
+    if x.device.type == "cpu" and widened(x[:0]).dtype == x.dtype == gain.dtype:
+        return _RmsNorm.apply(x, gain, eps)
     return rms_norm(x, gain, eps)
 
 

@@ -135,24 +135,39 @@ def absent(x: Tensor) -> bool:
 
 
 class _Convert(torch.autograd.Function):
-    """Autograd function behind `apply`: a planned change of layout, and its adjoint on the gradient."""
+    """Autograd function behind `apply`: planned changes of layout, and their adjoints on the gradients. All are started
+    before the first is waited for, in both passes."""
 
     @staticmethod
-    def forward(ctx, x, communicator, conversion, coming):
-        """Return x converted to another layout by the plan's forward steps; `coming`: the conversion, if started."""
-        ctx.communicator, ctx.conversion = communicator, conversion
-        out = (coming or convert(communicator, x, conversion.forward)).wait()
-        return out.view_as(out) if out is x else out
+    def forward(ctx, communicator, conversions, coming, *tensors):
+        """Return the tensors converted to other layouts by the plan's forward steps; `coming`: see `apply`."""
+        ctx.communicator, ctx.conversions = communicator, conversions
+        ctx.set_materialize_grads(False)  # of a tensor that is only read nothing moves back
+        triples = zip(tensors, conversions, coming, strict=True)
+        started = [c or convert(communicator, x, conversion.forward) for x, conversion, c in triples]
+        found = [c.wait() for c in started]
+        return tuple(out.view_as(out) if out is x else out for x, out in zip(tensors, found, strict=True))
 
     @staticmethod
-    def backward(ctx, gradient):
-        """Return the gradient converted back to x's layout by the plan's backward steps."""
-        return convert(ctx.communicator, gradient, ctx.conversion.backward).wait(), None, None, None
+    def backward(ctx, *gradients):
+        """Return the gradients converted back to the tensors' layouts by the plan's backward steps."""
+        triples = zip(gradients, ctx.conversions, ctx.needs_input_grad[3:], strict=True)
+        started = [convert(ctx.communicator, g, c.backward) if g is not None and n else None for g, c, n in triples]
+        return None, None, None, *(c and c.wait() for c in started)
 
 
-def apply(communicator: Communicator, x: Tensor, conversion: Conversion, coming: Pending | None = None) -> Tensor:
-    """Convert the local tensor x to another layout differentiably: the conversion's `forward` steps act on the value,
-    its `backward` steps on the gradient. `coming`: the value, if its conversion has been started."""
-    if not conversion.forward and not conversion.backward:
-        return x
-    return _Convert.apply(x, communicator, conversion, coming)
+def apply(
+    communicator: Communicator,
+    tensors: Sequence[Tensor],
+    conversions: Sequence[Conversion],
+    coming: Sequence[Pending | None] | None = None,
+) -> list[Tensor]:
+    """Convert local tensors to other layouts differentiably, together: each conversion's `forward` steps act on its
+    tensor's value, its `backward` steps on the gradient. `coming`: the values whose conversion has been started."""
+    found, coming = list(tensors), coming or [None] * len(tensors)
+    moved = [i for i, conversion in enumerate(conversions) if conversion.forward or conversion.backward]
+    if moved:
+        given = [[every[i] for i in moved] for every in (conversions, coming, tensors)]
+        for i, out in zip(moved, _Convert.apply(communicator, *given[:2], *given[2]), strict=True):
+            found[i] = out
+    return found

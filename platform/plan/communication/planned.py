@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -127,7 +128,8 @@ class PlannedOperation:
     the axes that split the dim over which a norm, softmax or cross-entropy takes statistics, a lookup its rows or a
     reduce its result; partial results are merged over them. `tokens`: the layout over batch and length in which the
     operation reads a data tensor, and `token_count` the integers in a rank's block of it. Only ranks at index 0 of the
-    axes `only` compute the operation.
+    axes `only` compute the operation. `once`: its result is left out where it is recomputed, with the collectives
+    `results` that convert it.
     """
 
     operation: Operation
@@ -139,6 +141,14 @@ class PlannedOperation:
     token_count: int = 0
     compute_axes: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
+    once: bool = False
+    results: tuple[Collective, ...] = ()
+
+    @cached_property
+    def again(self) -> Counter[Collective]:
+        """Count the forward collectives of this planned operation that recomputation launches again."""
+        forward = Counter(c for c in self.collectives if c.phase == "forward" and self.operation.recomputed)
+        return forward - Counter(self.results)
 
     def adds(self, shifts: Iterable[PlannedOperation]) -> bool:
         """Return True if this planned operation's matrix products add its biases, planned as `shifts`, themselves."""

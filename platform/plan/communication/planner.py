@@ -90,7 +90,7 @@ class Planner:
         return tuple(heads[:n])
 
     def key(self, operation: Operation) -> tuple:
-        """Return all but this planner on which the plan of an operation depends: equal layers share it."""
+        """Return all but this planner on which an operation's plan depends: equal layers share it."""
         at_use = self.reduced_at_use
         summed = (at_use.get((operation.name, operation.kind, p.name)) for p in operation.parameters) if at_use else ()
         return operation.anonymous, *summed

@@ -65,6 +65,7 @@ def build_plan(
     mesh = Mesh.of({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
     parameters, sizes = _declared(model, microbatch * data)
     recorder = partial(Recorder, scheme, dropout, recompute, fused_dropout, attention_kernel, loss, sizes=sizes)
+    recorder.keywords["leaves_out"] = mlp_chunks == 1  # chunks are computed again wholly
     recorded = _recorded(model, recorder, len(stage_of), parameters, parts)
     operations = [o for chunk in recorded for o in chunk.ops.operations]
     planner = Planner(mesh, scheme, _with_vocab_padded(sizes, scheme, mesh), {})
@@ -227,8 +228,8 @@ def plan_operations(planner: Planner, operations: Sequence[Operation], microbatc
 
 
 def _planned_by(planner: Planner) -> dict[tuple, PlannedOperation]:
-    """Return the operations that equal planners have planned, by all that decides their plans but the planner: a plan
-    is first made of a few layers, and a search makes many plans on one mesh."""
+    """Return the operations that equal planners have planned, by `Planner.key`."""
+    # a plan is first made of a few layers, and a search makes many plans on one mesh
     if type(planner) is not Planner:  # another rule, of passes of generation
         return {}
     return _planned_on(repr((planner.mesh, planner.scheme, sorted(planner.sizes.items()), planner.open_sums)))

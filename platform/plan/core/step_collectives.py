@@ -34,8 +34,10 @@ def staged_collectives(plan: Plan) -> Iterator[tuple[str, Collective, int, tuple
     for chunk in plan.chunks:
         here = (chunk.stage,)
         for (kind, name), o in chunk.operations.items():
+            again = Counter(o.again)
             for c in o.collectives:
-                twice = o.operation.recomputed and c.phase == "forward"
+                twice = again[c] > 0
+                again[c] -= twice
                 yield f"{kind} {name}", c, plan.microbatches * (2 if twice else 1), here
         for spec, c in kept_gathers(plan, chunk):
             yield f"kept {spec}", c, plan.microbatches, here

@@ -105,7 +105,8 @@ LOSSES = ("cross_entropy", "squared_error")  # kinds of operations that end the 
 @dataclass(frozen=True)
 class Operation:
     """Operation of a model's recorded forward pass. `name` is unique within its kind; `reads` names the data tensors
-    that it takes beside its inputs, in one layout; `recomputed`: it runs again in the backward pass."""
+    that it takes beside its inputs, in one layout; `recomputed`: it runs again in the backward pass; `once`: all but
+    its result, which no gradient needs."""
 
     kind: str
     name: str
@@ -114,6 +115,7 @@ class Operation:
     attributes: tuple[tuple[str, Any], ...] = ()
     reads: tuple[str, ...] = ()
     recomputed: bool = False
+    once: bool = False
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -129,7 +131,7 @@ class Operation:
     def anonymous(self) -> tuple:
         """Return a key of all, but names, on which the plan of a recorded operation depends: equal layers share it."""
         inputs = ((t.dims, t.role, t.sizes) if isinstance(t, Parameter) else t for t in self.inputs)
-        return self.kind, tuple(inputs), self.outputs, self.attributes, self.reads
+        return self.kind, tuple(inputs), self.outputs, self.attributes, self.reads, self.once
 
     def __getitem__(self, attribute: str) -> Any:
         """Return an attribute of the recorded operation by name, such as `scale`. Raises KeyError if unknown."""

@@ -45,11 +45,17 @@ class Pair(NamedTuple):
 
 
 def pairs(
-    queries: Sequence[Stretch], keys: Sequence[Stretch], causal: bool, window: int = 0, block: int = 0
+    queries: Sequence[Stretch],
+    keys: Sequence[Stretch],
+    causal: bool,
+    window: int = 0,
+    block: int = 0,
+    diagonal: int = 0,
 ) -> list[Pair]:
     """Return the pairs in which queries see keys. `queries`, `keys`: the global positions of two blocks, in their order
     in the block. With a `window`, a query sees so many keys, itself included, and is `causal`. `block`: the most rows,
-    and columns, of a pair, for masks and scores that have to be made; 0: as many as there are."""
+    and columns, of a pair, for masks and scores that have to be made; `diagonal`: the most rows of a
+    DIAGONAL one, for a kernel that computes what it hides; 0: as many as there are."""
     rows, columns = _placed(queries), _placed(keys)
     if block:
         rows, columns = ([x for x in found for x in _in_blocks(*x, block)] for found in (rows, columns))
@@ -65,7 +71,24 @@ def pairs(
                 relation = _relation(q, seen, causal, window)
                 places = Stretch(row, q.size), Stretch(column + first - k.first, seen.size)
                 found.append(Pair(*places, relation, q.first, first))
-    return found if block else _coalesced(found)
+    found = found if block else _coalesced(found)
+    return [part for pair in found for part in _halved(pair, diagonal)] if diagonal else found
+
+
+def _halved(pair: Pair, most: int) -> Iterator[Pair]:
+    """Yield a pair, its diagonal cut until none has more rows than `most`: two halves of it, and the WHOLE square of
+    the later queries and the earlier keys."""
+    (row, size), column = pair.rows, pair.columns.first
+    if pair.relation != DIAGONAL or size <= most:
+        yield pair
+        return
+    half = size // 2
+    later = Stretch(row + half, size - half)
+    earlier = Stretch(column, half)
+    yield from _halved(pair._replace(rows=Stretch(row, half), columns=earlier), most)
+    yield Pair(later, earlier, WHOLE, pair.at + half, pair.start)
+    rest = Pair(later, Stretch(column + half, size - half), DIAGONAL, pair.at + half, pair.start + half)
+    yield from _halved(rest, most)
 
 
 def _placed(stretches: Sequence[Stretch]) -> list[tuple[int, Stretch]]:

@@ -51,7 +51,7 @@ def _of_operation(plan: Plan, planned: PlannedOperation, name: _Names) -> tuple:
     summed = tuple(plan.planner.reduced_at_use.get((o.name, o.kind, p.name), ()) for p in o.parameters)
     inputs = tuple((name(t.name), t.dims, t.role, t.sizes) if isinstance(t, Parameter) else t for t in o.inputs)
     attributes = tuple((key, name(value) if isinstance(value, str) else value) for key, value in o.attributes)
-    return o.kind, name(o.name), inputs, o.outputs, attributes, o.reads, o.recomputed, summed
+    return o.kind, name(o.name), inputs, o.outputs, attributes, o.reads, o.recomputed, planned.once, summed
 
 
 def _of_bucket(plan: Plan, b: Bucket, name: _Names) -> tuple:

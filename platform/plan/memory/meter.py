@@ -212,6 +212,10 @@ class Meter(Ops):
         self.note([out], [x], (), lambda gs, _: [self.backward(gs[0], size, conversion)])
         return out
 
+    def apply_each(self, blocks: Sequence[Value], conversions: Sequence[Conversion]) -> list[Value]:
+        """Count the memory of conversions of several blocks together, each of which is there until the last is done."""
+        return [self.apply(x, conversion) for x, conversion in zip(blocks, conversions, strict=True)]
+
     def parameter(self, p: Parameter) -> Value:
         """Return the stand-in of a parameter as this worker computes with it, whose bytes are counted elsewhere."""
         return Value(None, prod(self.plan.local_shape(p)) * self.plan.present(p, self.at), p.name)

@@ -59,7 +59,18 @@ class _Products(Op):
         contractions = [c for entries in grouped.values() for _, c in entries]
         axes = tuple(dict.fromkeys(a for c in contractions for a in c.axes))
         only = tuple(a for a in contractions[0].compute.only if all(a in c.compute.only for c in contractions))
-        return PlannedOperation(operation, tuple(found), groups=tuple(groups), compute_axes=axes, only=only)
+        everywhere = not only and not any(planner.layout(out).only for out in operation.outputs)
+        once = operation.once and everywhere and not any(group.panels or group.wide for group in groups)
+        converted = [c for group in groups for e in group.einsums for c in planner.collectives(e.output)]
+        return PlannedOperation(
+            operation,
+            tuple(found),
+            groups=tuple(groups),
+            compute_axes=axes,
+            only=only,
+            once=once,
+            results=tuple(c for c in converted if c.phase == "forward" and once),
+        )
 
     def computes_on(self, planner, operation):
         """Return, for each parameter among the operands, the mesh axes that split its einsum's iteration space."""
@@ -132,8 +143,10 @@ def _by_group(ops, planned, x, operands, outs, biases=(), deferred=None, counts=
 
 def _run_group(ops, planned, number: int, x, operands, outs, biases, deferred, counts):
     """Compute group `number` of a planned operation's einsums of x with `operands`."""
+    # of which a recomputed forward pass may leave out the products
+    left_out = [[n for _, n in ops.blocks[out]] for out in outs] if planned.once and ops.ahead.again else ()
     return ops.kernels.einsum.einsums(
-        ops.coming(planned, number), x, operands, biases, deferred=deferred, counts=counts
+        ops.coming(planned, number), x, operands, biases, deferred=deferred, counts=counts, left_out=left_out
     )
 
 
@@ -146,7 +159,7 @@ def _meter_group(ops, planned, number: int, x: Value, operands, outs, biases, de
     if group.local and not group.wide and not any(isinstance(w.key, str) for w in operands):
         there = [ops.block(out) for out in outs]
         return [ops.plain(y, [x, w], (x.storage, w.storage)) for y, w in zip(there, operands, strict=True)]
-    return meter_group(ops, planned, number, x, operands, biases, deferred)
+    return meter_group(ops, planned, number, x, operands, biases, deferred, outs=outs)
 
 
 def _split_into_panels(group: EinsumGroup, mesh: Mesh) -> EinsumGroup | None:
@@ -210,21 +223,20 @@ def _panel_collectives(
 
 
 def meter_group(
-    ops, planned, number: int, x: Value, operands, biases, deferred, *, scaled: bool = False
+    ops, planned, number: int, x: Value, operands, biases, deferred, *, outs=(), scaled: bool = False
 ) -> list[Value]:
     """Count the memory of group `number` of an operation's einsums of x with `operands`, as
     `platform.parallel.kernels.einsum._Einsums` computes it: gather, multiply, add `biases`, convert the results;
-    return them. `scaled`: gradients of operands are products of a multiple of x, and if reduced, added with others."""
+    return them, of the types `outs` if they may be left out. `scaled`: gradients of operands are products of a multiple
+    of x, and if reduced, added with others."""
     group, use = planned.groups[number], (planned.operation.kind, planned.operation.name, number)
     einsums = group.einsums
     local = ops.operands(use, group, operands)
     whole = ops.forward(x, group.x)
     ops.ahead.onward(use)
     joined = group.joinable and _follow(ops, operands) and (not biases or _follow(ops, biases))
-    read = [_read(ops, group, v.storage, v.elements) for v in (whole, *local)]
-    products = _products(ops, planned, group, joined)
-    found = [ops.forward(y, e.output) for y, e in zip(products, einsums, strict=True)]
-    del products, read
+    left_out = planned.once and ops.ahead.again
+    found = [ops.block(o) for o in outs] if left_out else _results(ops, planned, group, (whole, *local), joined)
     stored, regathered = [x, *operands], [group.regathered, *(e.regathered for e in einsums)]
     saved = tuple((s if again else t).storage for s, t, again in zip(stored, [whole, *local], regathered, strict=True))
     widths, lengths = [w.elements for w in stored], [y.elements for y in found]
@@ -268,6 +280,13 @@ def meter_group(
 
     ops.note(found, [x, *operands, *biases], saved, backward)
     return found
+
+
+def _results(ops, planned, group: EinsumGroup, read: Sequence[Value], joined: bool) -> list[Value]:
+    """Count the results of an einsum group, and the products that are converted to them, of which operands are read."""
+    cast = [_read(ops, group, v.storage, v.elements) for v in read]  # noqa: F841  (until the products are converted)
+    products = _products(ops, planned, group, joined)
+    return [ops.forward(y, e.output) for y, e in zip(products, group.einsums, strict=True)]
 
 
 def _read(ops, group: EinsumGroup, operand: MeteredStorage | None, elements: int) -> MeteredStorage | None:

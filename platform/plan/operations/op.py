@@ -108,7 +108,11 @@ class BlockOp(Op):
         found = ops.plan.operations.get((self.kind, name))
         conversions = list(found.conversions) if found else []
         into = [] if parameters else conversions
-        given = [ops.apply(a, into.pop(0)) if into and isinstance(a, ops.Block) else a for a in (first, *more)]
+        given = [first, *more]
+        moved = [i for i, a in enumerate(given) if isinstance(a, ops.Block)][: len(into)]
+        for i, block in zip(moved, ops.apply_each([given[i] for i in moved], into[: len(moved)]), strict=True):
+            given[i] = block
+        del into[: len(moved)]
         blocks = [a for a in (*given, *options.values()) if isinstance(a, ops.Block)]
         if parameters and not (blocks and ops.absent(blocks[0])):
             vectors = ops.converted(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from platform.plan.language.attention_kernels import AUTO
@@ -13,6 +13,8 @@ from platform.plan.language.ops import NO_RECOMPUTATION, Operation, Parameter, R
 from platform.plan.language.scheme import Scheme
 from platform.plan.operations.attention.cached import KeyValueCache
 from platform.plan.operations.words import Ops
+
+LINEAR = ("shift", "dropout")  # operations whose gradients need no value of what they take
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Recorder(Ops):
     sizes: Mapping[str, int] = field(default_factory=dict)  # dim -> size; {}: dims are not checked
     declared: Mapping[str, Parameter] = field(default_factory=dict)  # by name; {}: parameters are not checked
     cache: KeyValueCache | None = None
+    leaves_out: bool = True  # results of recomputed operations that no gradient needs
     span: int = 0  # stretch of the forward pass under way: odd in a block, even between blocks
     spans: list[int] = field(default_factory=list)  # by operation
     method = "record"
@@ -56,11 +59,26 @@ class Recorder(Ops):
             self.kept.append(spec)
             self._recomputing = True
         self.span += block
+        begun = len(self.operations)
         out = function(x, *more)
         self.span += block
         if again:
             self._recomputing = False
+        if again and block and self.leaves_out:
+            self._leave_out(begun)
         return out
+
+    def _leave_out(self, begun: int) -> None:
+        """Mark the last product of a recomputed stretch, whose operations begin at `begun`, if no gradient needs its
+        result: all behind it add or drop."""
+        last = len(self.operations) - 1
+        while last >= begun and self.operations[last].kind in LINEAR:
+            last -= 1
+        behind = [words[1:] for words in self.functions if words[0] > last]
+        if last >= begun and all(words[:2] == ("pointwise", "add") for words in behind):
+            o = self.operations[last]
+            if o.kind == "project" and len(o.outputs) == 1:
+                self.operations[last] = replace(o, once=True)
 
     def record(
         self,

@@ -29,7 +29,7 @@ from platform.plan.operations.rows.sinusoid import SinusoidOp
 from platform.plan.operations.shapes.concatenate import ConcatenateOp
 from platform.plan.operations.shapes.expand_kv import ExpandKvOp
 from platform.plan.operations.shapes.reduce import ReduceOp
-from platform.plan.operations.shapes.relayout import RelayoutOp
+from platform.plan.operations.shapes.relayout import RelayoutEachOp, RelayoutOp
 from platform.plan.operations.shapes.reshape import ReshapeOp
 from platform.plan.operations.shapes.sequence_mean import SequenceMeanOp
 from platform.plan.operations.tables.dispatch import CombineOp, DispatchOp
@@ -52,7 +52,8 @@ class Ops:
 
     lookup, one_hot, features, relative_bias = LookupOp(), OneHotOp(), FeaturesOp(), RelativeBiasOp()
     project, einsum = ProjectOp(), ProductOp()
-    relayout, reshape, concatenate = RelayoutOp(), ReshapeOp(), ConcatenateOp()
+    relayout, relayout_each = RelayoutOp(), RelayoutEachOp()
+    reshape, concatenate = ReshapeOp(), ConcatenateOp()
     reduce, expand_kv = ReduceOp(), ExpandKvOp()
     shift, norm, rotate, sinusoid, recurrence = ShiftOp(), NormOp(), RotateOp(), SinusoidOp(), RecurrenceOp()
     pointwise, pointwise_each, scale = PointwiseOp(), PointwiseEachOp(), ScaleOp()

@@ -98,7 +98,7 @@ def _reached(
     """Yield, for a kind of collective, the share of a rank's input and the messages of each of some pairs of ranks, and
     how many pairs there are; those of other kinds along the same axes are `counted` once."""
     if kind.cuts:  # pairs differ in what they exchange
-        for (sender, receiver), messages, share in _pairs(mesh, kind):
+        for (sender, receiver), messages, share in _exchanging(mesh, kind):
             one = _Reached(Counter(), Counter())
             one.add(tiers, sender, receiver)
             yield share, messages, one
@@ -112,10 +112,10 @@ def _reached(
     if key not in counted:
         counted[key] = found = _Reached(Counter(), Counter())
         if way == "all":
-            for group in _groups(mesh, kind):
+            for group in _launching_groups(mesh, kind):
                 found.add_all(tiers, group)
         else:
-            for (sender, receiver), *_ in _pairs(mesh, kind):
+            for (sender, receiver), *_ in _exchanging(mesh, kind):
                 found.add(tiers, sender, receiver)
     yield share, messages, counted[key]
 
@@ -163,19 +163,17 @@ def _launched(plan: Plan) -> dict[_Launched, tuple[int, int]]:
 
 
 def pair_traffic(plan: Plan) -> dict[tuple[int, int], tuple[Fraction, Fraction]]:
-    """Return the (messages, bytes) that each pair of ranks (sender, receiver) exchanges in one training step of a
-    plan."""
+    """Return the (messages, bytes) that each (sender, receiver) exchanges in one training step of a plan."""
     found: dict[tuple[int, int], tuple[Fraction, Fraction]] = {}
     for kind, (launches, size) in _launched(plan).items():
-        for pair, messages, share in _pairs(plan.mesh, kind):
+        for pair, messages, share in _exchanging(plan.mesh, kind):
             count, before = found.get(pair, (Fraction(), Fraction()))
             found[pair] = count + messages * launches, before + share * size
     return found
 
 
-def _pairs(mesh: Mesh, kind: _Launched) -> Iterator[tuple[tuple[int, int], Fraction, Fraction]]:
-    """Yield, for one launch of a kind of collective, each pair of ranks (sender, receiver) with its messages and the
-    share that they carry of the longest input of a rank."""
+def _exchanging(mesh: Mesh, kind: _Launched) -> Iterator[tuple[tuple[int, int], Fraction, Fraction]]:
+    """Yield (sender, receiver), messages and share of the longest input of a rank for one launch of a collective."""
     for pair, messages, share in _between_stages(mesh, kind) if kind.op == "send" else _in_groups(mesh, kind):
         has = prod(Fraction(cut.extent(mesh, mesh.coordinates(pair[0])), cut.longest()) for cut in kind.cuts)
         yield pair, messages, share * has
@@ -190,14 +188,13 @@ def _between_stages(mesh: Mesh, kind: _Launched) -> Iterator[tuple[tuple[int, in
 
 
 def _in_groups(mesh: Mesh, kind: _Launched) -> Iterator[tuple[tuple[int, int], Fraction, Fraction]]:
-    """Yield, for one launch of a collective, each pair of ranks (sender, receiver) with its messages and the share of a
-    rank's input that they carry."""
-    for group in _groups(mesh, kind):
+    """Yield (sender, receiver), messages and share of a rank's input for one launch along axes of the mesh."""
+    for group in _launching_groups(mesh, kind):
         for sender, receiver, messages, share in transfers(kind.op, len(group)):
             yield (group[sender], group[receiver]), messages, share
 
 
-def _groups(mesh: Mesh, kind: _Launched) -> Iterator[tuple[int, ...]]:
+def _launching_groups(mesh: Mesh, kind: _Launched) -> Iterator[tuple[int, ...]]:
     """Yield the groups of ranks that launch a kind of collective."""
     for group in mesh.groups(kind.axes):
         at = mesh.coordinates(group[0])

@@ -20,8 +20,7 @@ from platform.plan.memory.hardware import memory_of
 from platform.plan.reports.explain import explain
 from platform.planning.explaining.failure_price import failure_price
 from platform.planning.memory_budget import device_kind, footprints
-from platform.planning.own_costs import OwnCosts
-from platform.planning.snapshot_price import Known, snapshot_price
+from platform.planning.snapshot_price import Known, OwnCosts, snapshot_price
 from platform.planning.step_price import chosen_hardware, hardware_named, step_price
 
 

@@ -66,15 +66,19 @@ class System(NamedTuple):
     hardware: Mapping[str, float] = {}
 
 
+USUAL = "usual"
 SYSTEMS = {
-    "ours": System(),
+    USUAL: System({"repeats_all": True}),
+    "ours": System(),  # leaves out what no gradient needs of a recomputed layer: its last product
     # sums gradients in fp16, and each tensor rank keeps all of a layer's input for recomputation
-    "megatron-2021": System({"gradient_bytes": 2, "kept_whole": True}),
+    "megatron-2021": System({"gradient_bytes": 2, "kept_whole": True, "repeats_all": True}),
     # its gathers and reductions of ZeRO-3 leave a node over one adapter at a time, and slow what goes on beside them by
     # half of their time: fitted on table 2 of Narayanan et al. 2021
-    "deepspeed-2021": System({"gradient_bytes": 2, "kept_whole": True}, {"adapters": 1.0, "interference": 0.5}),
-    # torch's recomputation by saved tensors (use_reentrant=False) stops where all of them are there
-    "fsdp": System({"stops_early": True}),
+    "deepspeed-2021": System(
+        {"gradient_bytes": 2, "kept_whole": True, "repeats_all": True}, {"adapters": 1.0, "interference": 0.5}
+    ),
+    # as ours: torch's recomputation by saved tensors (use_reentrant=False) stops where all of them are there
+    "fsdp": System(),
 }
 
 
@@ -193,7 +197,7 @@ def _run(cells: Mapping[str, str], number: str, compose: Compose) -> MeasuredRun
     config.parallel.data = plan.replicas
     if plan.mesh.size != gpus:
         raise ConfigError(f"column gpus={gpus}: the plan has {plan.mesh.size} workers, {plan.mesh}")
-    system = SYSTEMS[cells.get("system") or "ours"]
+    system = SYSTEMS[cells.get("system") or USUAL]
     work = work_of(config, plan, **system.execution)
     counted = counted_flops(plan, cells.get("counted") == "hardware")
     measured = cells.get("seconds")

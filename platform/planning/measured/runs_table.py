@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from platform.boundary.files.local_files import replace_text
 from platform.boundary.refusals import ConfigError
+from platform.boundary.schema import Malformed
 from platform.composition.arguments import quote
 from platform.config.bounds import flat_values
 from platform.config.fields import Compose, Config
@@ -92,6 +93,7 @@ def row_of(run: TrainedRun, seconds: float, compose: Compose) -> dict[str, str]:
         "stages": str(config.pipeline.stages),
         "chunks": str(config.pipeline.chunks),
         "branch": config.branch.kind,
+        "system": "ours",
     }
     cells |= {f"branch.axes.{name}": str(size) for name, size in config.branch.axes.items()}
     there = flat_values(compose(list(overrides_of(cells))))
@@ -111,9 +113,15 @@ def _typed(value: Any) -> str:
     return quote(value) if isinstance(value, str) else json.dumps(value).replace('"', "'")
 
 
-def table_of_sweep(name: str, runs: Sequence[TrainedRun], compose: Compose) -> Path | None:
-    """Write the table of a sweep's runs beside their directories; return its path, None if no step was measured."""
+def table_of_sweep(name: str, runs: Sequence[TrainedRun], compose: Compose) -> str:
+    """Write the table of a sweep's runs beside their directories; return a line for the user, that it cannot be written
+    too, as the runs are trained: their table must not fail the command."""
     common = set[str].intersection(*(set(run.arguments) for run in runs))
     named = [run._replace(arguments=[a for a in run.arguments if a not in common]) for run in runs]
     path = Path(os.path.commonpath([os.path.dirname(run.config.run.dir) for run in runs])) / f"{name}.csv"
-    return path if write_table(path, named, compose) else None
+    try:
+        if not write_table(path, named, compose):
+            return "no step was measured: there is no table of the sweep"
+    except (OSError, Malformed) as error:
+        return f"the table of the measured steps cannot be written: {error}"
+    return f"the measured steps, beside the predicted: python -m platform.plan compare {path}"

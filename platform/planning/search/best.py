@@ -20,7 +20,7 @@ from platform.plan.core.plan import Plan
 from platform.plan.language.numbers import factorizations
 from platform.plan.schedule.generators import MOST_PASSES
 from platform.planning.make_plan import CHOICES, plan_quickly, scheme_of
-from platform.planning.memory_budget import Forecast, device_kind
+from platform.planning.memory_budget import MemoryForecast, device_kind
 from platform.planning.search.choice import Contender, Space, shipped_schemes
 from platform.planning.search.estimate import Circumstances, Estimator, Mode
 from platform.planning.search.sketch import FEW, Columns, Sketch, sketched
@@ -62,9 +62,9 @@ class Finalist:
         return float(f"{self.price.seconds:.4g}"), self.choice.rank
 
     @cached_property
-    def _forecast(self) -> Forecast:
+    def _forecast(self) -> MemoryForecast:
         """Return the forecast of the memory of each stage's workers."""
-        return Forecast(self.config, self.plan)
+        return MemoryForecast(self.config, self.plan)
 
     @property
     def memory(self) -> int:

@@ -190,8 +190,7 @@ class Space:
         }  # fmt: skip
 
     def typed(self, choice: Contender) -> list[str]:
-        """Return the arguments by which a user types the parts of a contender that the configuration leaves open,
-        without sizes of pipelines that have none."""
+        """Return the arguments by which a user types the parts of a contender that the configuration leaves open."""
         unread = {"none": ("pipeline.stages", "pipeline.chunks"), **dict.fromkeys(ONE_CHUNK, ("pipeline.chunks",))}
         left = {key: n for key, n in self.keys(choice).items() if key not in unread.get(choice.kind, ())}
         return [f"{key}={value}" for key, value in left.items() if is_open(self.config, key)]

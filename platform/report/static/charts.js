@@ -156,8 +156,8 @@ function drawSpread(panel, curves, box, now) {
       while (j > 0 && columns.median[j] == null) j--;
       last = Math.max(last, j);
       const rank = (end) => ((of[[panel.ranks, head, end].filter(Boolean).join("/")] || [])[1] || [])[j];
-      const said = (end) => [`${end}\u00a0`, el("b", "", shown(columns[end][j], panel.unit)), rank(end) == null ? "" : `\u00a0(rank\u00a0${rank(end)})`];
-      key.replaceChildren(...said("min"), " · ", ...said("median"), " · ", ...said("max"));
+      const said = (end) => el("span", "", `${end} `, el("b", "", shown(columns[end][j], panel.unit)), rank(end) == null ? "" : ` (rank ${rank(end)})`);
+      key.replaceChildren(said("min"), " · ", said("median"), " · ", said("max"));
     }
     now.textContent = at(axis, x[axis][index == null ? last : index]);
   };

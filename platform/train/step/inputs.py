@@ -11,7 +11,6 @@ from torch import Tensor
 
 from platform.boundary.refusals import ConfigError
 from platform.data.corpus import Corpus
-from platform.data.objectives import cut
 from platform.parallel.communicator.base import Communicator
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import LABEL_WEIGHTS
@@ -60,15 +59,6 @@ def place(plan: Plan, communicator: Communicator, rows: Mapping[Stretch, Mapping
         blocks = {layout: cut(name, layout) for layout in dict.fromkeys(readers.values())}
         out[name] = {operation: blocks[layout] for operation, layout in readers.items()}
     return out
-
-
-def pieces_of(corpus: Corpus, split: str, start: int, end: int, pieces: int) -> dict[str, Any]:
-    """Return sequences [start, end) as `Corpus.batch` does samples, with each of these cut into `pieces` sequences."""
-    if pieces == 1:
-        return corpus.batch(split, start, end)
-    first = start // pieces
-    samples = corpus.batch(split, first, -(-end // pieces))
-    return {name: rows[start - first * pieces : end - first * pieces] for name, rows in cut(samples, pieces).items()}
 
 
 def share_of(plan: Plan, corpus: Corpus, first: int, end: int) -> float:

@@ -13,6 +13,7 @@ from torch import Tensor
 from platform.config.fields import Config
 from platform.config.ramps.length_ramp import at_length
 from platform.data.corpus import Corpus
+from platform.data.tokens.pieces import pieces_of
 from platform.model import build_model
 from platform.model.layers import Activations
 from platform.model.losses import losses_of
@@ -24,7 +25,7 @@ from platform.plan.core.chunks import Chunk
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import LABEL_WEIGHTS
 from platform.plan.schedule.table import Action
-from platform.train.step.inputs import Blocks, pieces_of, place, stretches
+from platform.train.step.inputs import Blocks, place, stretches
 from platform.train.step.rank_parameters import DTYPES, Weights
 
 PipelineOf = Callable[..., PipelineExecutor]  # `StagePasses.pipeline` or `StagePasses.alone`

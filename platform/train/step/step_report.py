@@ -49,7 +49,7 @@ class Combiner:
         )  # messages are waited for in the bubble
         self._layers, self._routed = layers_of(plan), 2 * plan.sizes.get("experts", 0)
         self._bandwidths = Bandwidths(plan.mesh, self._moved, self._waits, reach)
-        self._gauges: Mapping[str, float] = {}  # of rank 0, when the spreads were taken last
+        self._gauges: Mapping[str, float] | None = None  # of rank 0, when the ranges were taken last
         self._workers: dict[str, RankRange] = {}
 
     def together(self, mine: StepReport) -> StepReport | Taken:
@@ -75,7 +75,7 @@ class Combiner:
         work, memory, sections, sums, waits, gauges, routed, of_layers = parts
         total = dict(zip(self._moved, map(int, sums.sum(0).tolist()), strict=True))
         of_gradients, of_activations = self._sizes(mine.samples, of_layers.sum(0).tolist())
-        if mine.gauges != self._gauges or not self._workers:  # else there are no new readings
+        if mine.gauges != self._gauges:  # else there are no new readings
             rates = self._bandwidths.of_step(sums, waits, sections.sum(1))
             names = [*GAUGES, *(f"bandwidth/{tier}" for tier in self._bandwidths.tiers)]
             self._gauges, self._workers = mine.gauges, rank_ranges(names, torch.cat([gauges, rates], 1))

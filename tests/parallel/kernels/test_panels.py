@@ -182,6 +182,16 @@ def test_gathered_keys_equal_one_softmax(name, monkeypatch):
         assert max(found.values()) < 1e-12, (n, found)
 
 
+@pytest.mark.parametrize("name", ["causal", "sink", "causal, padding", "one head of keys"])
+def test_diagonals_in_parts_equal_one_softmax(name, monkeypatch):
+    """As a kernel does that computes scores which it then hides; the rows of a part have others before and behind."""
+    kernel = scores.FUSED["cpu", "flash"]
+    monkeypatch.setitem(scores.FUSED, ("cpu", "flash"), kernel._replace(diagonal=2))
+    for n, pieces, ring in ((2, zigzag, False), (1, contiguous, False), (3, zigzag, True)):
+        found = compared(CASES[name], n, pieces, ring)
+        assert max(found.values()) < 1e-12, (n, ring, found)
+
+
 def test_one_rank_is_one_call(monkeypatch):
     calls = []
     kernel = scores.FUSED["cpu", "flash"]
@@ -267,17 +277,18 @@ def test_gathered_keys_are_a_prefix_and_a_diagonal():
     assert [p.relation for p in pairs([Stretch(0, 8)], [Stretch(0, 8)], False)] == [WHOLE]
 
 
-@pytest.mark.parametrize("block", [0, 3, 100])
+@pytest.mark.parametrize(("block", "diagonal"), [(0, 0), (3, 0), (100, 0), (0, 1), (0, 2), (100, 2)])
 @pytest.mark.parametrize("window", [0, 1, 5])
 @pytest.mark.parametrize("causal", [True, False])
-def test_pairs_are_what_queries_see(causal, window, block):
+def test_pairs_are_what_queries_see(causal, window, block, diagonal):
     if window and not causal:
         return
     queries = [Stretch(3, 5), Stretch(17, 6), Stretch(10, 2)]
     keys = [Stretch(12, 9), Stretch(0, 7), Stretch(30, 4)]
     q, k = rows_of(queries), rows_of(keys)
     seen = torch.zeros(len(q), len(k), dtype=torch.int)
-    for p in pairs(queries, keys, causal, window, block):
+    for p in pairs(queries, keys, causal, window, block, diagonal):
+        assert p.relation != DIAGONAL or not diagonal or p.rows.size <= diagonal
         part = seen.narrow(0, *p.rows).narrow(1, *p.columns)
         if p.relation == WHOLE:
             part += 1

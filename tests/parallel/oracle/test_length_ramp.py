@@ -15,13 +15,14 @@ import torch
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
 from platform.config.ramps.length_ramp import length_at
+from platform.data.tokens import pieces
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.plan.check.plan_check import unsound
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
 from platform.planning.make_plan import make_plan
 from platform.train.protocol.replies import StepReport
-from platform.train.step import inputs, stage_passes
+from platform.train.step import stage_passes
 from tests.fuzz import plans
 from tests.harness import reference_transformer
 from tests.harness.oracle import MODELS, Result, Tokens, compare, configure, trainer_of
@@ -97,7 +98,7 @@ def test_negative_control_pieces_that_are_no_neighbours(monkeypatch):
         return {name: rows.reshape(len(rows), -1, count).swapaxes(1, 2).reshape(len(rows) * count, -1)
                 for name, rows in samples.items()}  # fmt: skip
 
-    monkeypatch.setattr(inputs, "cut", strided)
+    monkeypatch.setattr(pieces, "cut", strided)
     with pytest.raises(AssertionError, match="step 1"):
         check_reference(growing(global_batch=4, microbatch=3))
 
@@ -164,7 +165,7 @@ def test_a_run_goes_on_under_another_plan(seed):
 def test_negative_control_positions_of_the_last_rows(monkeypatch):
     """Where ranks that are several read the table from its end, the oracle sees it."""
     c = growing("1d", {"t": 2}, microbatch=2)
-    plan, cut_of = make_plan(c), inputs.pieces_of
+    plan, cut_of = make_plan(c), stage_passes.pieces_of
 
     def shifted(corpus, split, start, end, count):
         return cut_of(corpus, split, start + (count > 1), end + (count > 1), count)

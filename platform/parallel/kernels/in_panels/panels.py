@@ -10,12 +10,14 @@ backward pass every panel's gradients come from the log-sum-exp of all keys, by 
 
 Around a ring of n ranks, keys and values move n - 1 times in each pass, in one message, while the panel at hand is
 computed. Gradients of a panel's keys and values follow it, each rank adding its own, and end at its owner: the owner's
-part waits there, so they too move n - 1 times, in the type of keys, as in a reduce-scatter.
+part waits there, so they too move n - 1 times, in the type of keys, as in a reduce-scatter. The owner computes a half
+of its part first, and the other half last, so that the first keys and the last gradients are under way meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
@@ -59,6 +61,11 @@ class Hiding(NamedTuple):
     drawing: Drawing | None = None
 
 
+def _untouched(stretch: Stretch, others: Sequence[Stretch]) -> bool:
+    """Return True if a stretch of positions has none in common with the others."""
+    return all(stretch.end <= other.first or other.end <= stretch.first for other in others)
+
+
 class _Whole:
     """Result of an attention of queries q over the keys that were merged so far, with values of `width`."""
 
@@ -66,6 +73,7 @@ class _Whole:
         """Prepare the result of queries q that have seen no key yet."""
         self.q, self.width = q, width
         self.out: Tensor | None = None
+        self.added: list[Stretch] = []  # queries of which there is a result
         self.lse = q.new_empty(0)
 
     def begun(self) -> Tensor:
@@ -78,11 +86,17 @@ class _Whole:
 
     def add(self, rows: Stretch, out: Tensor, lse: Tensor) -> None:
         """Merge the result of one pair, for the queries `rows`, into the attention's result."""
-        if self.out is None and rows.size == self.q.shape[2]:
+        first = _untouched(rows, self.added)
+        self.added.append(rows)
+        if first and rows.size == self.q.shape[2]:
             self.out, self.lse = widened(out), lse
             return
         into, of_all = self.begun().narrow(2, *rows), self.lse.narrow(2, *rows)
-        merge(into, of_all, widened(out), lse)
+        if first:
+            into.copy_(out)
+            of_all.copy_(lse)
+        else:
+            merge(into, of_all, widened(out), lse)
 
     def close(self, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the attention's result in q's dtype and the log-sum-exp of its rows, merged with a `sink` [heads]."""
@@ -106,14 +120,18 @@ class _PairSum:
         """Prepare the gradient of x, of which no pair has given any part."""
         self.x = x
         self.total: Tensor | None = None
+        self.added: list[Stretch] = []
 
     def add(self, where: Stretch, part: Tensor) -> None:
         """Add the gradient of the stretch `where` of the block's positions."""
-        if self.total is None and where.size == self.x.shape[2]:
+        first = _untouched(where, self.added)
+        self.added.append(where)
+        if first and where.size == self.x.shape[2]:
             self.total = widened(part)
-        else:
-            self.total = self.value()
-            self.total.narrow(2, *where).add_(part)
+            return
+        self.total = self.value()
+        into = self.total.narrow(2, *where)
+        (into.copy_ if first else into.add_)(part)
 
     def value(self) -> Tensor:
         """Return the sum of the block's gradients so far, 0 without any."""
@@ -138,7 +156,7 @@ class _Reader:
     def pairs(self, owner: int) -> list[Pair]:
         """Return the pairs of this rank's queries with the panel of rank `owner` along the axes of the attention."""
         plan = self.plan
-        return pairs(plan.queries, plan.keys[owner], plan.causal, plan.window, self.block)
+        return pairs(plan.queries, plan.keys[owner], plan.causal, plan.window, self.block, self.kernel.diagonal)
 
     def scores(self, pair: Pair) -> Scores:
         """Return what makes the scores of a pair, beside its queries and keys."""
@@ -206,6 +224,28 @@ def _attended(
     return whole
 
 
+def _add_gradients(
+    read: _Reader, found: Sequence[Pair], every: Given, given: Given, sums: Sequence[_PairSum], dbias: Tensor | None
+) -> None:
+    """Add the gradients of some pairs to the `sums` of queries, keys and values, and to a bias's. `every`: the gradient
+    of the attention's result, the result, and the log-sum-exp of all its keys; `given`: queries, a panel's keys and
+    values."""
+    for pair in found:
+        gradient, *result = [x.narrow(2, *pair.rows) for x in every]
+        parts = read.kernel.backward(gradient, _operands(pair, given), (result[0], result[1]), read.scores(pair))
+        for total, where, part in zip(sums, (pair.rows, pair.columns, pair.columns), parts, strict=False):
+            total.add(where, part)
+        if dbias is not None:
+            dbias.narrow(2, *pair.rows).narrow(3, pair.start, pair.columns.size).add_(parts[3])
+
+
+def _in_halves(found: Sequence[Pair]) -> tuple[Sequence[Pair], Sequence[Pair]]:
+    """Return the first pairs that have half of the products of all, or just more, and the others."""
+    whole = sum(pair.products for pair in found)
+    cut = 1 + sum(2 * done < whole for done in accumulate(pair.products for pair in found))
+    return found[:cut], found[cut:]
+
+
 class _Panels(torch.autograd.Function):
     """Attention of local queries to panels of keys and values; it keeps its operands, its result and one number a row.
     The gradient of a sink, and of a bias, is the part that comes from this rank's queries."""
@@ -223,29 +263,24 @@ class _Panels(torch.autograd.Function):
         """Return the gradients of q, k, v, sink and bias; the parts of k and v have come from all ranks."""
         q, k, v, sink, bias, out, lse = ctx.saved_tensors
         communicator, plan, hiding = ctx.options
-        read, dq, statistic = _Reader(plan, (q, k, v), bias, hiding), _PairSum(q), finite(lse)
+        read, sums = _Reader(plan, (q, k, v), bias, hiding), [_PairSum(x) for x in (q, k, v)]
         gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()  # torch's kernels take no other
         dbias = None if bias is None else torch.zeros_like(bias)
-        own: list[Tensor] = []
+        every = gradient, out, finite(lse)
+        turns = _in_turn(communicator, plan, k, v, AGAIN)
+        owner, *mine = next(turns)
+        now, later = _in_halves(read.pairs(owner))  # under the first message of keys, and the last one of gradients
+        _add_gradients(read, now, every, (q, *mine), sums, dbias)
         coming: Handle | Arrived | None = None
-        for owner, *panel in _in_turn(communicator, plan, k, v, AGAIN):
-            sums = [_PairSum(x) for x in panel]
-            for pair in read.pairs(owner):
-                rows = [x.narrow(2, *pair.rows) for x in (gradient, out, statistic)]
-                given, scores = _operands(pair, (q, *panel)), read.scores(pair)
-                found = read.kernel.backward(rows[0], given, (rows[1], rows[2]), scores)
-                for total, where, part in zip((dq, *sums), (pair.rows, *[pair.columns] * 2), found, strict=False):
-                    total.add(where, part)
-                if dbias is not None:
-                    dbias.narrow(2, *pair.rows).narrow(3, pair.start, pair.columns.size).add_(found[3])
-            parts = [x.value() for x in sums]
-            if not own:
-                own = parts
-                continue
-            message = _packed(*parts)
+        for owner, *panel in turns:
+            found = [_PairSum(x) for x in panel]
+            _add_gradients(read, read.pairs(owner), every, (q, *panel), (sums[0], *found), dbias)
+            message = _packed(*[x.value() for x in found])
             if coming:
                 message += coming.wait()
             coming = communicator.launch("rotate", message.to(k.dtype), plan.over, name=GRADIENTS)
+        _add_gradients(read, later, every, (q, *mine), sums, dbias)
+        dq, *own = [x.value() for x in sums]
         if coming:
             own = [x + part for x, part in zip(own, _unpacked(coming.wait(), k, v), strict=True)]
         dsink = None
@@ -253,7 +288,7 @@ class _Panels(torch.autograd.Function):
             share = torch.exp(widened(sink)[:, None] - lse) * (widened(gradient) * out).sum(-1)
             dsink = share.sum((0, 2)).neg_().to(sink.dtype)
         dk, dv = own
-        return None, None, None, dq.value().to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, dbias
+        return None, None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, dbias
 
 
 def attend_panels(

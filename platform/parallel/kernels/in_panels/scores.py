@@ -22,6 +22,7 @@ from platform.plan.language.attention_kernels import MATH, AttentionTraits, chos
 
 _ATEN = torch.ops.aten
 _PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+DIAGONAL = 128  # torch's kernel of CPUs computes the scores of 512 keys, seen or not
 _ROWS_OF_STATISTICS = 32  # the efficient kernel's log-sum-exp has a multiple of so many rows
 _ROWS_OF_MASK = 16  # and its mask begins every row at a multiple of so many numbers
 
@@ -44,10 +45,12 @@ Gradients = tuple[Tensor, ...]  # of q, k, v, and of a bias if there is one
 
 
 class PairKernel(NamedTuple):
-    """Kernel of a pair: its forward and its backward pass."""
+    """Kernel of a pair: its forward and its backward pass. `diagonal`: the most queries of a causal pair that are worth
+    one call, 0 for any number: a kernel may compute much that it then hides."""
 
     forward: Callable[[Given, Scores], Result]
     backward: Callable[[Tensor, Given, Result, Scores], Gradients]
+    diagonal: int = 0
 
 
 def kernel_of(name: str, given: Given, masked: bool) -> PairKernel:
@@ -224,7 +227,7 @@ def finite(lse: Tensor) -> Tensor:
 
 PRODUCTS = PairKernel(_math, _math_backward)
 FUSED = {
-    ("cpu", "flash"): PairKernel(_flash_cpu, _flash_cpu_backward),
+    ("cpu", "flash"): PairKernel(_flash_cpu, _flash_cpu_backward, DIAGONAL),
     ("cuda", "flash"): PairKernel(_flash, _flash_backward),
     ("cuda", "efficient"): PairKernel(_efficient, _efficient_backward),
     ("cuda", "cudnn"): PairKernel(_cudnn, _cudnn_backward),

@@ -57,8 +57,7 @@ class AttentionOp(Op):
         def core(q, k, v, bias):
             """Compute attention from q, k and v by one fused kernel or by einsums and a softmax."""
             if gathered:
-                k = ops.relayout(f"{name}.key", k, kv, memory)
-                v = ops.relayout(f"{name}.value", v, values, read)
+                k, v = ops.relayout_each((f"{name}.key", k, kv, memory), (f"{name}.value", v, values, read))
             if kv.dims != spec.dims:
                 k = ops.expand_kv(f"{name}.key", k, memory, heads, grouped=grouped)
                 v = ops.expand_kv(f"{name}.value", v, read, of_values, grouped=grouped)

@@ -45,6 +45,8 @@ class NormOp(BlockOp):
         if not found.over and kind == "layernorm":
             saved = (x.storage, ops.new(rows, ops.wide), ops.new(rows, ops.wide), *(v.storage for v in vectors))
             return ops.plain(ops.block(spec), [x, *vectors], saved)
+        if not found.over and ops.device == "cpu" and ops.wide == ops.plan.itemsize["compute"]:
+            return ops.plain(ops.block(spec), [x, *vectors], (x.storage, ops.new(rows), gain.storage), n)
         wide = ops.widened(x.storage, n)
         if not found.over:
             normal, rstd = ops.new(n, ops.wide), ops.new(rows, ops.wide)

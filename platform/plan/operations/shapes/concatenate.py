@@ -29,7 +29,7 @@ class ConcatenateOp(Op):
         import torch
 
         *into, leave = ops.planned(self.kind, name).conversions
-        parts = [ops.apply(part, conversion) for part, conversion in zip(x, into, strict=True)]
+        parts = ops.apply_each(x, into)
         if ops.absent(parts[0]):
             return ops.apply(torch.cat([part.flatten() for part in parts]), leave)
         whole = dict(zip(out.dims, ops.shape_before(leave), strict=True)) | {dim: -1}
@@ -42,7 +42,7 @@ class ConcatenateOp(Op):
         """Count the bytes of concatenated activations, and of the conversions of the parts between layouts."""
         found = ops.planned(self.kind, name)
         *into, leave = found.conversions
-        parts = [ops.apply(part, c) for part, c in zip(x, into, strict=True)]
+        parts = ops.apply_each(x, into)
         whole, alike = ops.inner(found, leave), [spec.dims != out.dims for spec in specs]
         sizes = [part.elements for part in parts]
         given = list(zip(alike, sizes, strict=True))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from platform.plan.communication.rule import Conversion, Step
 from platform.plan.language.layout import Layout
-from platform.plan.operations.op import BlockOp, planned
+from platform.plan.operations.op import BlockOp, Op, planned
 
 
 class RelayoutOp(BlockOp):
@@ -40,6 +40,20 @@ class RelayoutOp(BlockOp):
         return x
 
     meter = run
+
+
+class RelayoutEachOp(Op):
+    """Activations that move to other regions together, each a `relayout` with these arguments (name, x, spec, out): all
+    their collectives are launched before the first is waited for."""
+
+    def compose(self, ops, *moves):
+        return [ops.relayout(*move) for move in moves]
+
+    def run(self, ops, *moves):
+        """Return the activations, converted together to the layouts of their outputs."""
+        names, blocks, _, _ = zip(*moves, strict=True)
+        planned = [ops.plan.operations.get(("relayout", name)) for name in names]
+        return ops.apply_each(blocks, [found.conversions[0] if found else Conversion() for found in planned])
 
 
 def _without_all_to_all(conversion: Conversion, axes: Sequence[str]) -> Conversion:

@@ -107,7 +107,7 @@ class DispatchRowsOp(Op):
         """Copy this rank's tokens and send them to experts; return the rows of this rank's experts, and counts."""
         found = ops.planned(self.kind, name)
         enter, given, _ = found.conversions
-        x, weights = ops.apply(x, enter), ops.apply(weights.detach(), given)
+        x, weights = ops.apply_each((x, weights.detach()), (enter, given))
         if ops.absent(x):
             return x, None
         kernel, ends = ops.kernels.expert_rows, Ends.of(ops.plan.planner, spec, out)
@@ -121,7 +121,7 @@ class DispatchRowsOp(Op):
     def meter(self, ops, name, x, spec, weights, of_weights, out, chosen):
         """Count the memory of rows by the worst routing; of their places integers are kept."""
         enter, given, rows = ops.planned(self.kind, name).conversions
-        x, weights = ops.apply(x, enter), ops.apply(weights, given)
+        x, weights = ops.apply_each((x, weights), (enter, given))
         if ops.absent(x):
             return x, x
         sent, there, n, tokens = prod(rows.before), prod(rows.after), x.elements, prod(enter.after[:2])

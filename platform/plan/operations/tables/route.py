@@ -48,7 +48,7 @@ class RouteOp(Op):
         weights, auxiliary, counts = ops.kernels.slots.route(scores, real, router, slots, rows)
         ops.count_routed(name, counts, ops.planned(self.kind, name).compute_axes)
         found = weights, auxiliary.to(ops.narrow)
-        results = [ops.apply(x, conversion) for x, conversion in zip(found, leave, strict=False)]
+        results = ops.apply_each(found[: len(leave)], leave)
         return results[0], results[1] if len(leave) > 1 else None
 
     def meter(self, ops, name, scores, spec, tokens, router, states=()):
@@ -73,5 +73,5 @@ class RouteOp(Op):
         weights, auxiliary = ops.tensor(n, ops.wide), ops.tensor(rows)
         best = ops.integers(rows * router.chosen)
         ops.note([weights, auxiliary], [scores], (scores.storage, best), backward)
-        results = [ops.apply(x, conversion) for x, conversion in zip((weights, auxiliary), leave, strict=False)]
+        results = ops.apply_each((weights, auxiliary)[: len(leave)], leave)
         return results[0], results[1] if len(leave) > 1 else None

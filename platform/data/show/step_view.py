@@ -1,0 +1,201 @@
+"""View of a training step, as data: the sequences that it learns from, their origins, and the ranks that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from platform.config.fields import Config
+from platform.data.corpus import TRAIN, Corpus, SourceTokens
+from platform.data.mixture import sources_of
+from platform.data.show.document_names import NameOf, names_of
+from platform.data.tokens.pieces import pieces_of
+from platform.data.tokens.streams import PairStream, beginnings, starts_of
+from platform.plan.core.plan import Plan
+from platform.plan.language.layout import Layout
+
+_SEARCHED = 1 << 27  # tokens in which documents are looked for, where no index has their starts
+
+Row = NDArray[Any]
+Stretch = tuple[int, int]  # of rows: first, behind the last; of tokens: first, number
+
+
+@dataclass(frozen=True)
+class ReadingRanks:
+    """Ranks that read the same tokens of a microbatch's sequences. `seat`: places of these ranks along the axes that
+    divide the data; `rows`: the range of sequences; `tokens`: the stretches of tokens of each, (first, number)."""
+
+    ranks: tuple[int, ...]
+    seat: str
+    rows: Stretch
+    tokens: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class StepSequence:
+    """Sequence that a step learns from. `position`: its number in the global batch; `sample`: number, in its source, of
+    the sample of which it is piece number `piece`; `tensors`: its row of each data tensor, by name."""
+
+    position: int
+    source: str
+    sample: int
+    piece: int
+    documents: Sequence[str]
+    microbatch: int | None
+    readers: Sequence[ReadingRanks]
+    tensors: Mapping[str, Row]
+
+
+@dataclass(frozen=True)
+class StepView:
+    """View of training step `step`, which takes `samples` [first, end) of the run's order, cut into sequences of
+    `length` tokens. `plan`: the one it runs under, None if that is not known, and `why` says so."""
+
+    config: Config
+    corpus: Corpus
+    step: int
+    samples: tuple[int, int]
+    length: int
+    plan: Plan | None
+    why: str = ""
+    _names: dict[int, tuple[Any, NameOf]] = field(default_factory=dict)  # by identity of a stream, which stays
+
+    @property
+    def pieces(self) -> int:
+        """Return the number of sequences that a sample is cut into in this step."""
+        return self.config.model.length // self.length
+
+    @property
+    def count(self) -> int:
+        """Return the number of sequences of this step."""
+        return (self.samples[1] - self.samples[0]) * self.pieces
+
+    @cached_property
+    def labels(self) -> int:
+        """Return the number of tokens that this step learns to predict, over which its loss is a mean."""
+        return self.corpus.predicted(TRAIN, *self.samples)
+
+    @cached_property
+    def readers(self) -> Sequence[ReadingRanks]:
+        """Return which ranks read which sequences of a microbatch; () if the plan is not known."""
+        return ranks_that_read(self.plan.of_length(self.length)) if self.plan else ()
+
+    def sequences(self, start: int, end: int) -> Iterator[StepSequence]:
+        """Yield the sequences at positions [start, end) of the step's global batch, read as a rank reads them."""
+        first, pieces = self.samples[0] * self.pieces, self.pieces
+        rows = pieces_of(self.corpus, TRAIN, first + start, first + end, pieces)
+        numbers = np.arange((first + start) // pieces, -(-(first + end) // pieces))
+        origins = {}
+        for part, stream, places, index in self.corpus.places(TRAIN, numbers):
+            for number, sample in zip(numbers[places], index, strict=True):
+                origins[int(number)] = part, stream, int(sample)
+        for position in range(start, end):
+            number, piece = divmod(first + position, pieces)
+            part, stream, sample = origins[number]
+            tensors = {name: found[position - start] for name, found in rows.items()}
+            microbatch, row = self._microbatch_of(position)
+            yield StepSequence(
+                position=position,
+                source=part.name,
+                sample=sample,
+                piece=piece,
+                documents=list(self._document_names(part, stream, sample, piece)),
+                microbatch=microbatch,
+                readers=[r for r in self.readers if r.rows[0] <= row < r.rows[1]],
+                tensors=tensors,
+            )
+
+    def _microbatch_of(self, position: int) -> tuple[int | None, int]:
+        """Return the microbatch of the sequence at a position of the global batch, and its row there."""
+        return divmod(position, self.plan.of_length(self.length).sizes["batch"]) if self.plan else (None, 0)
+
+    def _document_names(self, part: SourceTokens, stream: Any, sample: int, piece: int) -> Iterator[str]:
+        """Yield the names of the documents in a sequence, in order; none if documents have no boundaries."""
+        if isinstance(stream, PairStream):
+            yield self._namer(part, stream)(sample, 0)
+            return
+        places, begin = getattr(self.corpus.objective, "places", None), self.corpus.special.begin
+        if not places or (starts_of(stream) is None and (begin < 0 or len(stream) > _SEARCHED)):
+            return
+        of_sample = places(stream, np.array([sample]))[0]
+        if self.pieces > 1:
+            of_sample = of_sample[piece * self.length : (piece + 1) * self.length]
+        of_sample = of_sample[of_sample >= 0]
+        numbers = np.searchsorted(self._starts(stream), of_sample, "right") - 1
+        for number, place in dict(zip(numbers[::-1].tolist(), of_sample[::-1].tolist(), strict=True)).items():
+            yield self._namer(part, stream)(number, place)
+
+    def _starts(self, stream: Any) -> Row:
+        """Return the positions at which the documents of a token stream begin."""
+        return beginnings(stream, self.corpus.special.begin)
+
+    def _namer(self, part: SourceTokens, stream: Any) -> NameOf:
+        """Return the function that names the documents of a token stream."""
+        if id(stream) not in self._names:
+            data = next(source.data for source in sources_of(self.config.data) if source.name == part.name)
+            self._names[id(stream)] = stream, names_of(data, part, stream)
+        return self._names[id(stream)][1]
+
+
+def ranks_that_read(plan: Plan) -> list[ReadingRanks]:
+    """Return which ranks of a plan read which part of a microbatch's sequences, each part once; what a rank reads for
+    several operations counts once."""
+    ranks: dict[_ReadPart, list[int]] = {}
+    seats: dict[_ReadPart, str] = {}
+    stages = [plan.at(stage) for stage in range(plan.stages)]
+    layouts = [dict.fromkeys(x for name, r in s.readers.items() if name != "source" for x in r.values())
+               for s in stages]  # fmt: skip
+    for rank in range(plan.mesh.size):
+        here = plan.mesh.coordinates(rank)
+        stage, mine = stages[here["stage"]], {}
+        for layout in layouts[here["stage"]]:
+            if layout.present(here):
+                (first, count), tokens = _block(stage, "batch", layout, here)[0], _block(stage, "length", layout, here)
+                axes = plan.mesh.ordered([*layout["batch"], *layout["length"]])
+                mine[_ReadPart((first, first + count), tokens)] = " ".join(f"{axis} {here[axis]}" for axis in axes)
+        for part in mine:
+            if not any(part is not other and part.within(other) for other in mine):
+                ranks.setdefault(part, []).append(rank)
+                seats.setdefault(part, mine[part])
+    return [ReadingRanks(tuple(found), seats[part], *part) for part, found in ranks.items()]
+
+
+def _block(stage: Plan, dim: str, layout: Layout, here: Mapping[str, int]) -> tuple[Stretch, ...]:
+    """Return the stretches, (first, number), of a dim of the data that the rank at `here` reads in a layout."""
+    return tuple((first, n) for first, n in stage.planner.stretches(dim, stage.sizes[dim], layout, here))
+
+
+class _ReadPart(NamedTuple):
+    """Part of a microbatch: some of its sequences, and of each the tokens in some stretches, (first, number)."""
+
+    rows: Stretch
+    tokens: tuple[tuple[int, int], ...]
+
+    def within(self, other: _ReadPart) -> bool:
+        """Return True if another part has all of this one."""
+        inside = all(any(a <= first and first + n <= a + m for a, m in other.tokens) for first, n in self.tokens)
+        return inside and other.rows[0] <= self.rows[0] and self.rows[1] <= other.rows[1]
+
+
+def reader_in_words(reader: ReadingRanks, length: int) -> str:
+    """Return who reads, such as "data 1 (ranks 2-3)", and which tokens, if it is not all `length` of a sequence."""
+    ranks = ranges(reader.ranks)
+    who = f"{reader.seat} ({ranks})" if reader.seat else ranks
+    if sum(n for _, n in reader.tokens) == length:
+        return who
+    return f"{who} tokens {' and '.join(f'{first}-{first + n - 1}' for first, n in reader.tokens)}"
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """Return ranks in words: "rank 3", "ranks 0-3,8"."""
+    found = []
+    for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
+        some = [rank for _, rank in run]
+        found.append(f"{some[0]}-{some[-1]}" if len(some) > 1 else str(some[0]))
+    return f"rank{'s' if len(ranks) > 1 else ''} {','.join(found)}"

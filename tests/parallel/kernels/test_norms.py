@@ -1,0 +1,47 @@
+"""RMSNorm as it is computed on a CPU, against torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from platform.parallel.communicator.base import SingleRank
+from platform.parallel.kernels import statistics
+from platform.plan.language.mesh import Mesh
+
+GAINS = {"rows": (8,), "heads": (4,), "all heads": (2, 4)}
+
+
+def results(compute, dims, dtype=torch.float64):
+    """Result and gradients of a norm of [length, batch, *dims] that does not lie in one piece."""
+    draw = torch.Generator().manual_seed(3)
+    shape = (5, 3, 2, 4) if dims != (8,) else (5, 3, 8)
+    whole = torch.randn(*shape[:-1], 2 * shape[-1], generator=draw, dtype=torch.float64).to(dtype)
+    x = whole[..., : shape[-1]].transpose(0, 1).requires_grad_()
+    gain = torch.randn(dims, generator=draw, dtype=torch.float64).to(dtype).requires_grad_()
+    out = compute(x, gain, 1e-2)
+    weights = torch.randn(out.shape, generator=draw, dtype=torch.float64).to(dtype)
+    return out.detach(), *torch.autograd.grad((out * weights).sum(), (x, gain))
+
+
+def ours(x, gain, eps):
+    return statistics.norm(x, gain, None, "rmsnorm", eps, SingleRank(Mesh.of({"t": 1})), ())
+
+
+@pytest.mark.parametrize("name", GAINS)
+def test_equals_torch(name):
+    found, expected = results(ours, GAINS[name]), results(lambda x, g, eps: F.rms_norm(x, g.shape, g, eps), GAINS[name])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
+def test_no_wider_than_its_input():
+    """The kernel's own function takes the types of statistics; narrower ones are torch's."""
+    assert all(x.dtype == torch.bfloat16 for x in results(ours, (8,), torch.bfloat16))
+
+
+def test_negative_control_a_gradient_without_the_statistic(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "addcmul_", lambda self, *_, **__: self)
+    found, expected = results(ours, (8,)), results(lambda x, g, eps: F.rms_norm(x, g.shape, g, eps), (8,))
+    assert (found[1] - expected[1]).abs().max() > 1e-3
