@@ -34,6 +34,7 @@ from platform.config.layout_map import axes_of, parse_layout
 from platform.config.rules.execution_rules import absent_ranks
 from platform.config.rules.left_open import leave_open
 from platform.config.rules.mesh_rules import slices_heads, too_many_workers
+from platform.config.rules.profile_rules import absent_profiles
 from platform.config.surroundings import expanded, violations_of_surroundings
 from platform.plan.schedule.generators import ONE_CHUNK
 
@@ -306,7 +307,7 @@ def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str
     config.parallel.data = plan.replicas
     if not lines:
         settle_rhythms_here(config, plan, print_line)
-    return plan, [*lines, *absent_ranks(config, plan.mesh.size)]
+    return plan, [*lines, *absent_ranks(config, size := plan.mesh.size), *absent_profiles(config, size)]
 
 
 def _workers(config: Config) -> int | None:

@@ -13,7 +13,8 @@ from platform.monitor.console import Console
 from platform.monitor.prometheus import RayGauges
 from platform.monitor.records.metrics import MetricsLog, MetricsRow, for_wandb
 from platform.monitor.records.records import METRICS
-from platform.monitor.sinks.sink_process import END_SECONDS, SinkProcess
+from platform.monitor.sinks.services.sink import RESUMABLE
+from platform.monitor.sinks.sink_process import END_SECONDS, STOP_SECONDS, SinkProcess
 from platform.monitor.sinks.sink_table import asked_sinks
 
 OnStep = Callable[[MetricsRow], None]
@@ -74,7 +75,7 @@ class RunMonitor:
         self._metrics.close()
         for sink in self._sinks:
             sink.close(status)
-        until = monotonic() + END_SECONDS
+        until = monotonic() + (STOP_SECONDS if status == RESUMABLE else END_SECONDS)
         for sink in self._sinks:
             sink.wait(until - monotonic())
         self._hear_sinks()
@@ -84,7 +85,7 @@ class RunMonitor:
     def _hear_sinks(self) -> None:
         """Print on the run's console what the processes of its services have to say, such as W&B's."""
         for sink in self._sinks:
-            for line in sink.said():
+            for line in sink.new_lines():
                 self._console.say(line)
 
     def _to_services(self, action: Callable[[Service], None]) -> None:

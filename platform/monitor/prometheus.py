@@ -17,7 +17,6 @@ class RayGauges:
     def __init__(self, run: str):
         """Prepare the Prometheus gauges of a run, labelled with `run`, the name of its directory."""
         self._tags, self._gauges = {TAG: run}, dict[str, Any]()
-        self._set: dict[str, float] = {}
 
     def step(self, values: Mapping[str, Any]) -> None:
         """Set a run's Prometheus gauges to a step's numbers by name, no histograms; do nothing once Ray is gone."""
@@ -30,11 +29,7 @@ class RayGauges:
         for name, value in numbers.items():
             if name not in self._gauges:
                 self._gauges[name] = Gauge(gauge_name(name), name, (TAG,))
-            if (
-                self._set.get(name) != value
-            ):  # Ray takes longer than the rest of a row, and workers are read once a second
-                self._set[name] = value
-                self._gauges[name].set(float(value), self._tags)
+            self._gauges[name].set(float(value), self._tags)
 
     def summary(self, values: dict[str, Any]) -> None:
         """Set the Prometheus gauges of numbers of the whole run by name, which W&B gets too."""

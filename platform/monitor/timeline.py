@@ -141,10 +141,11 @@ class Timeline:
         for step, began, ranks, parts in self._steps:
             yield from self._beside(step, began - zero, parts)
             for rank, own in enumerate(ranks):
-                for thread, start, end, more in self._events(rank, step, own):
+                for thread, start, end, more in rank_events(self._actions[self._stages[rank]], step, own):
                     if (rank, thread) not in threads:
                         threads.add((rank, thread))
-                        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": _thread(thread)}
+                        args = {"name": thread_name(thread)}
+                        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": args}
                     time, length = (began - zero + start) * 1e6, (end - start) * 1e6  # microseconds
                     yield {"ph": "X", "pid": rank, "tid": thread, "ts": time, "dur": length} | more
 
@@ -162,29 +163,31 @@ class Timeline:
                 yield {"ph": "X", **where, "ts": time, "dur": length, "name": name, "cat": row, "args": {"step": step}}
                 time += length
 
-    def _events(self, rank: int, step: int, own: RankRecord) -> Iterator[tuple[int, float, float, dict[str, Any]]]:
-        """Yield the computing, waiting and collectives of a rank's step, for the timeline's trace, as (thread, start,
-        end, further fields of a trace event)."""
-        actions = self._actions[self._stages[rank]]
-        for name, start, end in own.sections:
-            if action := actions.get(name):
-                where = {"chunk": action.chunk, "microbatch": action.microbatch}
-                yield 0, start, end, {"name": name, "cat": _category(action), "args": where}
-            else:
-                yield 0, start, end, {"name": name, "cat": CATEGORIES.get(name, name), "args": {"step": step}}
-        for name, start, end in own.spans:
-            yield 1, start, end, {"name": name, "cat": MODEL, "args": {"step": step}}
-        for lane, flights in enumerate(lanes(own.collectives), 2):
-            for name, op, axes, size, start, wanted, end in flights:
-                what = {"step": step, "op": op, "axes": axes, "bytes": size}
-                yield lane, start, end, {"name": name, "cat": COMMUNICATION, "args": what}
-                if wanted < end:  # nested: how long the rank waited for it
-                    yield lane, wanted, end, {"name": "wait", "cat": "wait", "args": {"step": step}}
+
+def rank_events(
+    actions: Mapping[str, Action], step: int, own: RankRecord
+) -> Iterator[tuple[int, float, float, dict[str, Any]]]:
+    """Yield the computing, waiting and collectives of a rank's step, for the timeline's trace, as (thread, start, end,
+    further fields of a trace event). `actions`: name -> action of the rank's stage."""
+    for name, start, end in own.sections:
+        if action := actions.get(name):
+            where = {"chunk": action.chunk, "microbatch": action.microbatch}
+            yield 0, start, end, {"name": name, "cat": _category(action), "args": where}
+        else:
+            yield 0, start, end, {"name": name, "cat": CATEGORIES.get(name, name), "args": {"step": step}}
+    for name, start, end in own.spans:
+        yield 1, start, end, {"name": name, "cat": MODEL, "args": {"step": step}}
+    for lane, flights in enumerate(lanes(own.collectives), 2):
+        for name, op, axes, size, start, wanted, end in flights:
+            what = {"step": step, "op": op, "axes": axes, "bytes": size}
+            yield lane, start, end, {"name": name, "cat": COMMUNICATION, "args": what}
+            if wanted < end:  # nested: how long the rank waited for it
+                yield lane, wanted, end, {"name": "wait", "cat": "wait", "args": {"step": step}}
 
 
-def _thread(number: int) -> dict[str, str]:
-    """Return the name of a thread of a rank in the timeline's trace, as the arguments of a trace event."""
-    return {"name": ("actions", MODEL, COMMUNICATION)[number] if number < 3 else f"{COMMUNICATION} {number - 1}"}
+def thread_name(number: int) -> str:
+    """Return the name of a thread of a rank in the timeline's trace."""
+    return ("actions", MODEL, COMMUNICATION)[number] if number < 3 else f"{COMMUNICATION} {number - 1}"
 
 
 def lanes(collectives: Iterable[Collective]) -> list[list[Collective]]:

@@ -22,7 +22,6 @@ from platform.boundary import schema
 from platform.boundary.documents import error_line
 from platform.boundary.files.file_storage import open_storage
 from platform.boundary.schema import Real
-from platform.boundary.terminal import print_line, tolerated
 from platform.checkpoint.in_memory.copies import peers_of
 from platform.checkpoint.in_memory.snapshots import RankSnapshots
 from platform.checkpoint.storage.catalogue import load_manifest
@@ -30,7 +29,7 @@ from platform.checkpoint.storage.file_report import FileReport
 from platform.config.fields import Config, SentConfig
 from platform.data.corpus import corpus_of
 from platform.optimizer.optimizers import preload_imports
-from platform.parallel.communicator.base import Launch, SingleRank
+from platform.parallel.communicator.base import SingleRank
 from platform.parallel.communicator.host_memory import HostMemory
 from platform.parallel.communicator.meeting import connected, meet
 from platform.parallel.communicator.progress import PROGRESS
@@ -41,9 +40,9 @@ from platform.plan.language.mesh import Mesh
 from platform.plan.schedule.rows import StageRows
 from platform.planning.answering import groups_of
 from platform.planning.make_plan import make_plan
-from platform.train.candidate import Candidate
 from platform.train.generation.generator import Generator
 from platform.train.health.gauges import GAUGES
+from platform.train.observed import Observed
 from platform.train.protocol.asked import AskedTexts, Choice, Scored, Written
 from platform.train.protocol.replies import Built, Copied, Differences, Joined, StepReport, Taken, Unrestored, Unwritten
 from platform.train.recovery import urls
@@ -55,7 +54,7 @@ from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State, all_gather_values, tried
 
 
-class Worker(Candidate):
+class Worker(Observed):
     """Member `number` of a crew: answers the driver's calls in a worker's process. In each generation it is seated as
     one of the ranks or is a spare. Arguments of calls are read as the signatures here declare them, results as
     `platform.train.protocol.replies` does. `run_dir`: the run directory; `threads`: number of torch's threads on the
@@ -64,7 +63,7 @@ class Worker(Candidate):
     The driver's calls in a generation are, in order: `prove`, `form`, `build`, perhaps `restore`, `recover` or `begin`,
     and `rehearse`; then `step`, `hold`, `snapshot`, `write`, `written`, `evaluate`, `continue_texts` and `score_texts`,
     each on all ranks; then `leave`. The last call of all is `close`. In a large world `lead` on rank 0 and `follow` on
-    the others stand for many a `step`.
+    the others stand for many a `step`. A step may lie between `begin_profile` and `end_profile`.
     """
 
     trainer: Any  # a Trainer from `build` to `leave`
@@ -189,6 +188,7 @@ class Worker(Candidate):
         verified = self.config.train.verify_every
         verify = partial(self._verify, step) if verified and step % verified == 0 else None
         report = self.trainer.step(step, limit, next(iter(mine), None), verify)
+        self._noted(report)
         skips = report.overflowed or (self.config.train.on_spike == "skip" and not report.differences)
         done = skips or not report.skipped
         if (every := self.config.elastic.interval) and step % every == 0 and done:
@@ -296,15 +296,6 @@ class Worker(Candidate):
         self.state.recover(survived, memory.of_node(source.step, source.distrusted) if memory else None)
         self._hold(source.step)
 
-    def _write_launches(self, log: list[Launch]) -> None:
-        """Append this rank's log of collectives to logs/launches-RANK.jsonl, and empty it; only warn if that fails."""
-        path = self.run_dir / "logs" / f"launches-{self.rank}.jsonl"
-        with tolerated(print_line, str(path)):
-            path.parent.mkdir(0o700, parents=True, exist_ok=True)
-            with open(path, "a") as file:
-                file.writelines(json.dumps(vars(launch)) + "\n" for launch in log)
-        log.clear()
-
     def snapshot(self) -> Copied:
         """Copy this rank's share of the training state to host memory, for a checkpoint that `write` then writes."""
         self.state.image.fill(self.state.blocks())
@@ -379,6 +370,7 @@ class Worker(Candidate):
         any state, repeatedly too; `form` may follow. Raises RuntimeError if the device no longer works, which makes
         this process useless."""
         self.abort()  # after a failure, closing would wait for collectives and transfers in progress
+        self._end_recording()
         communicator, self.communicator = self.communicator, None
         for memory in self.memories.values():
             memory.abandon()

@@ -333,4 +333,15 @@ elastic.replace=perhaps | elastic.replace=perhaps: must be true or false | true
 monitor.tags=[''] | monitor.tags=: W&B takes
 monitor.tensorboard=maybe | monitor.tensorboard=maybe: must be true or false | true
 monitor.timeline=[] | monitor.timeline=[]: must be true or false | true
+monitor.profile=10 | monitor.profile=10: must be a list
+monitor.profile=[10] | monitor.profile=[10]: must be [] or [FIRST,LAST] | [10, 10]
+monitor.profile=[0,3] | monitor.profile=[0, 3]: must be [FIRST,LAST] with 1 <= FIRST <= LAST <= train.steps=300 | [1, 3]
+monitor.profile=[12,10] | monitor.profile=[12, 10]: must be [FIRST,LAST] | [12, 12]
+monitor.profile=[299,301] | monitor.profile=[299, 301]: must be [FIRST,LAST] | [299, 300]
+monitor.profile=[10,20] | monitor.profile=[10, 20]: must be at most 10 steps | [10, 19]
+monitor.profile_ranks=[0] | monitor.profile_ranks=[0]: monitor.profile names no steps | monitor.profile=[10,12]
+monitor.profile=[1,2] monitor.profile_ranks=[4] | monitor.profile_ranks=4: must be below the 4 ranks | 3
+monitor.profile=[1,2] monitor.profile_ranks=[all] parallel.data=128 | monitor.profile_ranks=[all]: 256 | [0, 64, 128
+monitor.profile=[1,2] monitor.profile_ranks=[one] | monitor.profile_ranks=one: must be ranks, or [all]
+monitor.profile=[1,2] monitor.profile_ranks=[all,1] | monitor.profile_ranks=[all, 1]: must be ranks, or | [all]
 """

@@ -33,6 +33,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {  # kind -> its own fields, as they are i
     "first_step": {"step": 1},
     "traffic": {"rows": [{"tier": "inside a node", "messages": 8, "bytes": 4096, "busiest": None}]},
     "predicted_step": {"hardware": "cpu", "seconds": 0.5, "parts": {"computing": 0.5}},
+    "profiled": {"file": "runs/a/profile/steps-2-3.json.gz", "steps": [2, 3], "ranks": 2, "bytes": 4096},
     "replanning": {
         "step": 60, "predicted": 0.5, "measured": 1.5, "times": {"device": 1.1, "node": 3.0, "network": 1.0},
         "chosen": "2 workers: data 1 -> 2, t 2 -> 1", "now": 1.45, "then": 0.75,

@@ -134,7 +134,7 @@ for step in range(2, 9):
 """
     done = run_driver(tmp_path / "run", steps=range(1, 2), before_close=kill)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("W&B: stopped") == 1
+    assert done.stdout.count("W&B: stopped") == 1 and "tried again" in done.stdout
     assert len(MetricsLog.read(tmp_path / "run" / "metrics.jsonl")) == 8
     assert run_driver(tmp_path / "run", steps=range(9, 10)).returncode == 0
     parts = sorted((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"), key=os.path.getmtime)

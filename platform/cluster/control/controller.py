@@ -19,6 +19,7 @@ from platform.cluster.control.forming.former import Former
 from platform.cluster.control.forming.reform_advisor import ReformAdvisor
 from platform.cluster.control.metrics_row import metrics_row
 from platform.cluster.control.pace import Pace
+from platform.cluster.control.profiling.profiles import Profiles
 from platform.cluster.control.spikes import Spikes
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import GaveUp, Reform, WorkerFailed
@@ -58,6 +59,7 @@ class Controller:
         self._checkpoints, self._evaluations = run.checkpoints, Evaluations(run)
         self._faults, self._spikes = Faults(run.config.elastic.faults), Spikes(run.config.train.spike)
         self.pace, self.forecast = Pace(), Forecast(run)
+        self._profiles = Profiles(run, self.forecast)
         self._useful = 0.0  # seconds of steps committed since the last event that reported them
         self._failures: Counter[int] = Counter()  # number of failures, by the step that failed
         self._stall = 0.0  # seconds that saving has stalled the run since the last metrics row
@@ -74,19 +76,25 @@ class Controller:
         self.state, self.worked, self.done = RunState.FORMING, False, 0
 
     def run(self, crew: Crew) -> None:
-        """Train on a crew of workers until the last step, re-forming the mesh after failures. Raise GaveUp, Stopped;
-        ConfigError only until the first mesh has formed."""
-        while self.state is not RunState.DONE:
-            try:
-                self.state = self._does[self.state](crew)
-            except WorkerFailed as failure:
-                self._survive(crew, failure)
-                self.state = RunState.RELEASING
-            except Reform as reason:
-                useful = self.take_useful_seconds()
-                self._journal.write(events.Reforming(reason=str(reason), step=self.done, useful_seconds=useful))
-                self._monitor.say(str(reason))
-                self.state = RunState.RELEASING
+        """Train to the last step, re-forming after failures. Raise GaveUp, Stopped; at first ConfigError."""
+        try:
+            while self.state is not RunState.DONE:
+                self._go_on(crew)
+        finally:
+            self._profiles.close(self.state is RunState.DONE)
+
+    def _go_on(self, crew: Crew) -> None:
+        """Run the work of the run's present state, and enter the next one."""
+        try:
+            self.state = self._does[self.state](crew)
+        except WorkerFailed as failure:
+            self._survive(crew, failure)
+            self.state = RunState.RELEASING
+        except Reform as reason:
+            useful = self.take_useful_seconds()
+            self._journal.write(events.Reforming(reason=str(reason), step=self.done, useful_seconds=useful))
+            self._monitor.say(str(reason))
+            self.state = RunState.RELEASING
 
     def give_up_unsaved(self) -> tuple[int, float]:
         """Return the number of training steps since the newest checkpoint and their seconds, and forget them."""
@@ -159,6 +167,7 @@ class Controller:
                 self._journal.write(events.FirstStep(step=step))
                 self._report_traffic(generation)
                 self.forecast.predict(generation, row)
+            self._profiles.note(generation, row)
             self._save_if_due(crew, step)
             if step < self._steps:
                 self._reform_if_needed(crew, generation, report)
@@ -198,9 +207,10 @@ class Controller:
             if faults:
                 self._journal.write(events.Injected(step=step, faults=list(map(str, faults))))
             self._former.ledger.only(generation.number)  # workers drop the others when they take a step
-            limit, start = self._spikes.limit, perf_counter()
-            reports = self._take(crew, generation, step, limit, faults)
-            seconds, report = perf_counter() - start, reports[0]
+            with self._profiles.of_step(crew, generation, step):
+                limit, start = self._spikes.limit, perf_counter()
+                reports = self._take(crew, generation, step, limit, faults)
+                seconds, report = perf_counter() - start, reports[0]
             check_replicas(crew, generation, report, self._former.ledger, self._journal)
             if not report.skipped:
                 return reports, seconds

@@ -33,13 +33,14 @@ AGAIN = 500  # steps between two changes of the plan
 class Forecast:
     """Forecast of the steps of a run's generation: predicted once its first step is done, and compared with the full
     steps that follow, of the final batch size and length. `parts`: predicted seconds by part, empty if no file
-    describes the hardware."""
+    describes the hardware; `of_step`: all that is predicted of a step of the generation, None if nothing is."""
 
     def __init__(self, run: RunContext):
         """Prepare to predict the steps of a run's generations."""
         self._run = run
         self._steps: deque[dict[str, float]] = deque(maxlen=WINDOW)
         self.parts: dict[str, float] = {}
+        self.of_step: StepForecast | None = None
         self._hardware: Hardware | None = None
         self._work: StepWork | None = None
         self._fitted: Hardware | None = None  # to the run's own steps
@@ -52,6 +53,7 @@ class Forecast:
         after its first step, with that `row`, as it may take a second, which no recovery is to pay."""
         config, run = generation.formed.config, self._run
         self._steps.clear()
+        self.of_step = None
         self.parts, self._first, self._proposal = {}, row.step_seconds, None
         if not row.parts:
             return
@@ -65,9 +67,9 @@ class Forecast:
             return
         seconds, name = self._set_price(generation, price_of(self._work, self._hardware)), self._hardware.name
         run.journal.write(step_events.PredictedStep(hardware=name, seconds=seconds, parts=self.parts))
+        self.of_step = StepForecast(name, self.parts, partial(simulated, self._work, self._hardware))
         if generation.timeline:
-            drawn = partial(simulated, self._work, self._hardware)
-            generation.timeline.forecast = StepForecast(name, self.parts, drawn)
+            generation.timeline.forecast = self.of_step
 
     def add(self, row: MetricsRow) -> None:
         """Note a committed step, if it was predicted."""

@@ -25,6 +25,7 @@ class Printable(NamedTuple):
 
 
 Node = Annotated[str, Printable(512)]
+DumpName = Annotated[str, Text("[0-9a-z-]{1,80}", "a name of digits, small letters and hyphens")]
 _Digits = Annotated[str, Text("[0-9a-f]{64}", "a text of 64 hexadecimal digits")]
 
 
@@ -82,6 +83,13 @@ class Ask:
 
 
 @dataclass(frozen=True)
+class Dump:
+    """Order of the driver to write where the worker stands into the dump of this name."""
+
+    dump: DumpName
+
+
+@dataclass(frozen=True)
 class Abort:
     """Order of the driver to make the worker's running call raise if it waits in a collective and that can be
     aborted."""
@@ -116,5 +124,13 @@ class Beat:
     progress: Activity
 
 
-Order = Call | Ask | Abort  # from the driver
-Said = Answer | Raised | Beat  # from an admitted member
+@dataclass(frozen=True)
+class Dumped:
+    """Answer of a worker that has written its part of the dump of this name, or has not, for the reason `why`."""
+
+    dumped: DumpName
+    why: str = ""
+
+
+Order = Call | Ask | Dump | Abort  # from the driver
+Said = Answer | Raised | Beat | Dumped  # from an admitted member

@@ -164,6 +164,14 @@ class Monitor:
     timeline: bool = key(
         False, "write timeline.json and timeline.svg: what every worker really did, and its collectives"
     )
+    profile: list[int] = key(
+        [], "[FIRST,LAST]: steps of which chosen ranks write traces, merged into profile/; [] = none", ">= 0"
+    )
+    profile_ranks: list[str] = key(
+        [], "ranks that are profiled; [] = one of each pipeline stage, [all] = every one",
+        pattern=r"[0-9]{1,7}|all", constraint="must be ranks, or [all]",
+    )  # fmt: skip
+    dump: bool = key(True, "when a call of the workers does not go on, let them write stacks and collectives to dump/")
     timing: bool = key(False, "print and journal how long each phase of the run's start and end took")
     log_launches: bool = key(False, "write every collective that every worker launches to logs/")
     prometheus: bool = key(True, "cluster=ray: offer all metrics to Prometheus, by way of Ray")

@@ -11,6 +11,7 @@ from platform.config.durations import nearest_rhythms, rhythm_of, seconds_of
 from platform.config.fields import Config
 from platform.config.groups.execution_group import AUTO, ON_RAY, Cluster
 from platform.config.key import SECONDS, refused
+from platform.config.rules.profile_rules import violations_of_profile
 from platform.plan.memory.hardware import ACCELERATORS, memory_of
 
 
@@ -146,4 +147,16 @@ def _sample(config: Config) -> Iterator[str]:
         yield refused(config, "monitor.sample", f"model.kind={config.model.kind} generates no text", [0])
 
 
-RULES = (_faults, _sample, _time_limit, _rhythm, _snapshots, _replan, _workers, _deterministic, _gpu, _ray)
+RULES = (
+    _faults,
+    _sample,
+    violations_of_profile,
+    _time_limit,
+    _rhythm,
+    _snapshots,
+    _replan,
+    _workers,
+    _deterministic,
+    _gpu,
+    _ray,
+)

@@ -276,8 +276,8 @@ class Notice(JournalEvent):
 
 
 class Failure(Committed):
-    """A call of a method failed on a member, which ends the generation. `kind`: class of the failure; `step`: the one
-    not done; `seen`: lines on other ranks' waits for it; `stack`: frames of the member itself, the innermost last."""
+    """A call of a method failed on a member, which ends the generation. `kind`: class of the failure; `step`: not done;
+    `seen`: other ranks' waits; `stack`: the member's frames; `dump`: the folder of all ranks' stands."""
 
     number: int
     rank: int | None
@@ -290,6 +290,7 @@ class Failure(Committed):
     step: Steps
     seen: list[str] | None = None
     stack: list[str] | None = None
+    dump: str | None = None
 
 
 class Reforming(Committed):
@@ -300,8 +301,7 @@ class Reforming(Committed):
 
 
 class Released(JournalEvent):
-    """The workers have left their generation: `lost` (their numbers) died, `alive` can join the next. Without fields:
-    all are gone, as the driver ends."""
+    """The workers have left their generation: `lost` died, `alive` can join the next. Without fields: at the end."""
 
     lost: list[int] | None = None
     alive: int | None = None

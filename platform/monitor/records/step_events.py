@@ -37,3 +37,12 @@ class MeasuredStep(JournalEvent):
     steps: Steps
     seconds: Seconds
     parts: dict[str, Seconds]
+
+
+class Profiled(JournalEvent):
+    """The trace of profiled steps is written: its file and bytes, the steps in it, and the number of ranks."""
+
+    file: str
+    steps: list[int]
+    ranks: int
+    bytes: int

@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,20 @@ from platform.monitor.sinks.services.sink import SinkRun
 from platform.monitor.sinks.sink_table import SINKS, lack_of_package
 
 EVERY_SECONDS = 1.0  # a run's files are read
+BY_HAND = [name for name, kind in SINKS.items() if kind.package]
+
+
+class ServiceFailed(Exception):
+    """Signals, for the user, that a service did not take a run's numbers, and why."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `python -m platform.monitor.sinks` (default: this process's own); return its exit status."""
     parser = command_line("monitor.sinks", __doc__)
     parser.add_argument("run", help="run directory")
-    parser.add_argument("sinks", nargs="+", metavar="SERVICE", help=", ".join(SINKS))
+    parser.add_argument("sinks", nargs="+", metavar="SERVICE", help=", ".join(BY_HAND))
     parser.add_argument("--follow", action="store_true", help=argparse.SUPPRESS)  # started by a driver
-    return run_command(parser, _answer, argv, subject="sinks")
+    return run_command(parser, _answer, argv, subject="sinks", failures=(ServiceFailed,))
 
 
 def _answer(given: argparse.Namespace) -> int:
@@ -44,19 +50,41 @@ def _answer(given: argparse.Namespace) -> int:
     if given.follow:
         [name] = given.sinks
         return _follow_run(directory, name)
-    lines = [violation("SERVICE", name, "unknown", closest(name, SINKS)) for name in given.sinks if name not in SINKS]
-    known = [name for name in given.sinks if name in SINKS]
+    lines = [
+        violation("SERVICE", name, "unknown", closest(name, BY_HAND)) for name in given.sinks if name not in BY_HAND
+    ]
+    known = [name for name in given.sinks if name in BY_HAND]
     lines += [f"{name}: {line}" for name in known if (line := lack_of_package(name))]
     if not (directory / METRICS).exists():
         lines.append(violation("RUN_DIR", given.run, "holds no run", ["the directory of a run"]))
     refuse_all(lines)
     config = _configuration(directory)
     for name in given.sinks:
-        with alone(directory, name):
-            follower = Follower(name, SinkRun(directory, config), SINKS[name].open)
-            print(f"{SINKS[name].title}: {follower.sink.where}")
-            follower.close(DONE)
+        try:
+            _send_rest(SinkRun(directory, config, _resolved_keys(config["monitor"])), name)
+        except Exception as error:  # of any package
+            raise ServiceFailed(f"{SINKS[name].title}: {type(error).__name__}: {error}") from error
     return DONE
+
+
+def _send_rest(run: SinkRun, name: str) -> None:
+    """Send a service the rest of a run, without alerts, and print where it is."""
+    say = partial(print, f"{SINKS[name].title}:", flush=True)
+    with alone(run.directory, name, say):
+        follower = Follower(name, run, SINKS[name].open, alerts=False)
+        say(follower.sink.where)
+        follower.catch_up()
+        follower.close(follower.status)
+
+
+def _resolved_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the run's keys of the group monitor with references such as ${oc.env:NAME} resolved, if all can be."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    with suppress(OmegaConfBaseException):
+        return OmegaConf.to_container(OmegaConf.create(values), resolve=True)  # type: ignore[return-value]
+    return values
 
 
 def _configuration(directory: Path) -> dict[str, Any]:
@@ -79,7 +107,7 @@ def _follow_run(directory: Path, name: str) -> int:
     said = _message_channel()
     driver = open(0, "rb", buffering=0, closefd=False)  # what comes after the first line is left to `select`
     start = json.loads(driver.readline())
-    run = SinkRun(directory, start["config"], start["command"], start["driver"])
+    run = SinkRun(directory, start["config"], start["monitor"], start["driver"])
     with alone(directory, name):
         follower = Follower(name, run, SINKS[name].open)
         _tell_driver(said, follower.sink.where)

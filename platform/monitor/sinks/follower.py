@@ -20,7 +20,7 @@ from platform.monitor.records.metrics import named_numbers, read_row
 from platform.monitor.records.records import JOURNAL, METRICS
 from platform.monitor.sinks.new_lines import new_lines
 from platform.monitor.sinks.services.alerts import Alerts
-from platform.monitor.sinks.services.sink import Numbers, Sink, SinkRun
+from platform.monitor.sinks.services.sink import RESUMABLE, Numbers, Sink, SinkRun
 
 FOLDER = "sinks"  # in the run directory: how far each service is
 MOST_HELD = 1000  # steps that are held back for a service that cannot replace them
@@ -35,9 +35,10 @@ class Follower:
     are done; of a step that is trained again nevertheless it keeps the first.
     """
 
-    def __init__(self, name: str, run: SinkRun, open_sink: Callable[[SinkRun], Sink]):
+    def __init__(self, name: str, run: SinkRun, open_sink: Callable[[SinkRun], Sink], alerts: bool = True):
         """Open the service `name` by `open_sink` for a run, to go on where the last process ended; the caller has
-        locked it (`alone`)."""
+        locked it (`alone`). `alerts`: send these too."""
+        self._stale_seconds = STALE_SECONDS if alerts else 0.0
         self._run, self._file = run, run.directory / FOLDER / f"{name}.json"
         self._metrics, self._journal, self._sent = _places_in(self._file, run.state)
         self._alerts = Alerts(run.monitor.get("goodput_below", 0.0))
@@ -45,6 +46,7 @@ class Follower:
         self._read = self._metrics  # place up to which the metrics are read; those after self._metrics are held
         self._final: float = 0  # no step up to this one will be trained again
         self._reached: deque[tuple[float, str]] = deque()  # (clock, places) that the service has, and may still lose
+        self.status: int | None = None  # the exit status of the run's last driver; None: it has no end
         self.sink = open_sink(run)
         for event, _ in self._events(0, self._journal):
             self._note(event)
@@ -60,7 +62,7 @@ class Follower:
             self._note(event)
             self.sink.event(event)
             for alert in self._alerts.alerts_of(event):
-                if alert.time > time() - STALE_SECONDS:
+                if alert.time > time() - self._stale_seconds:
                     self.sink.alert(alert)
             self._journal = place
         for line, start, place in new_lines(self._run.directory / METRICS, self._read):
@@ -88,9 +90,11 @@ class Follower:
         if isinstance(event, events.Checkpoint):
             self._final = event.step
         elif isinstance(event, events.End):
-            self._final = inf if not isinstance(event, events.Drained) else self._final
-        elif isinstance(event, events.Starting) and self._final == inf:
-            self._final = 0  # the run goes on after all
+            self.status = {events.Done: 0, events.Drained: RESUMABLE}.get(type(event), 1)
+            self._final = inf if self.status != RESUMABLE else self._final
+        elif isinstance(event, events.Starting):
+            self.status = None
+            self._final = 0 if self._final == inf else self._final  # the run goes on after all
 
     def _hold(self, row: dict[str, Any], start: int) -> None:
         """Add a row of metrics to the steps that are to be sent, in the place of all from its step on."""
@@ -140,13 +144,17 @@ def _places_in(file: Path, state: dict[str, Any]) -> tuple[int, int, int]:
 
 
 @contextmanager
-def alone(directory: Path, name: str) -> Iterator[None]:
-    """Wait within the block until no other process sends this run's numbers to the service `name`."""
+def alone(directory: Path, name: str, say: Callable[[str], None] = lambda text: None) -> Iterator[None]:
+    """Hold the lock of a run's service `name` within the block; `say` prints that another process has it before."""
     (directory / FOLDER).mkdir(0o700, exist_ok=True)
     lock = os.open(directory / FOLDER / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         with suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say("another process sends this run there: waiting until it ends")
+                fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
         os.close(lock)

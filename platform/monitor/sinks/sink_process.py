@@ -4,84 +4,112 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
 from collections import deque
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from time import monotonic
 
 from platform.boundary.redaction import redact
 from platform.config.fields import Config
 from platform.monitor.sinks.sink_table import SINKS
 
 ROOT = Path(__file__).parents[3]
-END_SECONDS = 60.0  # that the end of a run waits for its services, all together
+END_SECONDS, STOP_SECONDS = 60.0, 10.0  # that the end of a run, and a stop of it, wait for its services
+AGAIN_SECONDS = 60.0  # until a service that failed is tried again
+_TAIL = 2000  # bytes of a log that are read to find its last line
 
 
 class SinkProcess:
     """Process that sends a run's numbers to the service `name`, as `python -m platform.monitor.sinks --follow`. It
-    hears of the run's end by its input; should the driver die, it ends by itself once all is sent."""
+    hears of the run's end by its input; should the driver die, it ends by itself once all is sent. If it fails, it is
+    started again every minute."""
 
     def __init__(self, name: str, config: Config, run_dir: Path):
         """Start the process for a service of the run in `run_dir`; what its package prints is in
         logs/sink-NAME.log there."""
-        self.title, self._log = SINKS[name].title, run_dir / "logs" / f"sink-{name}.log"
+        self._name, self._directory, self._title = name, run_dir, SINKS[name].title
+        self._log = run_dir / "logs" / f"sink-{name}.log"
+        told = {"config": redact(config.to_dict()), "monitor": asdict(config.monitor), "driver": os.getpid()}
+        self._first_line = json.dumps(told)
         self._said: deque[str] = deque()
-        self._ended = False  # by itself, which is said once
-        self._log.parent.mkdir(0o700, exist_ok=True)
+        self._failed: float | None = None  # when it was seen that the process has failed
+        self._complained = False
+        self._process: subprocess.Popen[str] | None = None
+        self._start()
+
+    def _start(self) -> None:
+        """Start the service's process, and a thread that listens to it."""
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        with open(self._log, "ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "platform.monitor.sinks", "--follow", str(run_dir), name],
-                env=os.environ | {"PYTHONPATH": path},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                errors="replace",
-                start_new_session=True,  # Ctrl-C is for the driver
-            )
-        self._tell({"config": redact(config.to_dict()), "command": config.monitor.alert_command, "driver": os.getpid()})
-        self._reader = threading.Thread(target=self._listen, name=f"sink-{name}", daemon=True)
+        self._failed = None
+        try:
+            self._log.parent.mkdir(0o700, exist_ok=True)
+            with open(self._log, "ab") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "platform.monitor.sinks", "--follow", str(self._directory), self._name],
+                    env=os.environ | {"PYTHONPATH": path},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                    errors="replace",
+                    start_new_session=True,  # Ctrl-C is for the driver
+                )
+        except OSError as error:
+            self._failed = monotonic()
+            self._said.append(f"cannot be started ({error})")
+            return
+        self._tell(self._first_line)
+        self._reader = threading.Thread(target=self._listen, args=(self._process,), daemon=True)
         self._reader.start()
 
-    def _tell(self, message: Any) -> None:
-        """Send a message to the service's process, as a line of JSON; nothing if it has died."""
-        assert self._process.stdin
-        with suppress(OSError):
-            self._process.stdin.write(json.dumps(message) + "\n")
-            self._process.stdin.flush()
+    def _tell(self, line: str) -> None:
+        """Send a line to the service's process; nothing if it has died."""
+        with suppress(OSError, AttributeError):
+            self._process.stdin.write(line + "\n")  # type: ignore[union-attr]
+            self._process.stdin.flush()  # type: ignore[union-attr]
 
-    def _listen(self) -> None:
+    def _listen(self, process: subprocess.Popen[str]) -> None:
         """Take note of the lines that the service's process has for the run's user, in a thread, until it ends."""
-        assert self._process.stdout
-        for line in self._process.stdout:
+        assert process.stdout
+        for line in process.stdout:
             self._said.append(line.rstrip("\n"))
 
-    def said(self) -> list[str]:
-        """Return the new lines that the service has for the run's user."""
-        lines = []
-        while self._said:
-            lines.append(f"{self.title}: {self._said.popleft()}")
-        if not self._ended and self._process.poll() not in (None, 0) and not self._reader.is_alive():
-            self._ended = True
-            lines.append(
-                f"{self.title}: stopped (see {self._log}); the run's own files have every step, and "
-                "`python -m platform.monitor.sinks RUN_DIR` sends them later"
-            )
-        return lines
+    def new_lines(self) -> list[str]:
+        """Return the new lines that the service has for the run's user; start its process again if it failed long
+        ago."""
+        if self._failed is None and self._process and self._process.poll() not in (None, 0):
+            self._reader.join(1.0)
+            self._failed = monotonic()
+            self._said.append("" if self._complained else self._complaint())
+            self._complained = True
+        elif self._failed is not None and monotonic() - self._failed > AGAIN_SECONDS:
+            self._start()
+        lines = [self._said.popleft() for _ in range(len(self._said))]
+        return [f"{self._title}: {line}" for line in lines if line]
+
+    def _complaint(self) -> str:
+        """Describe for the run's user, in a line, that the service's process failed, and why by its log."""
+        why = f"see {self._log}"
+        with suppress(OSError, IndexError):
+            why = f"{self._log.read_bytes()[-_TAIL:].decode(errors='replace').split(chr(10))[-2].strip()}; {why}"
+        later = f"python -m platform.monitor.sinks {shlex.quote(str(self._directory))} {self._name}"
+        return f"stopped ({why}). It is tried again every minute; after the run: {later}"
 
     def close(self, status: int) -> None:
         """Say to the service's process with which exit status the run ends, without waiting for it."""
-        self._tell({"status": status})
-        with suppress(OSError):
-            if self._process.stdin:
-                self._process.stdin.close()
+        self._tell(json.dumps({"status": status}))
+        with suppress(OSError, AttributeError):
+            self._process.stdin.close()  # type: ignore[union-attr]
 
     def wait(self, seconds: float) -> None:
         """Wait up to so long until the service has all of the run; after that its process goes on alone."""
+        if self._process is None:
+            return
         try:
             self._process.wait(max(0.0, seconds))
             self._reader.join(1.0)

@@ -31,6 +31,8 @@ def of_failure(evidence: Evidence, failure: events.Failure) -> Verdict:
         what = f"has damaged memory, found in {failure.method}: {last}"
     if failure.kind == "died" and _KILL in failure.cause:
         details.append(f"{_KILL}: {_BY_OTHERS}")
+    if failure.dump:
+        details.append(f"stacks and collectives of every worker that answered: {failure.dump}")
     if failure.log:
         details.append(f"its log: {failure.log}")
     return Verdict(

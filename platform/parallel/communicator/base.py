@@ -49,18 +49,18 @@ class Launch:
 
 class Launched(NamedTuple):
     """Collective as a timeline shows it: what it is called, its operation, its axes, the bytes that its group moves, as
-    counted, and the rank at the other end of a message."""
+    counted, the rank at the other end of a message, and its number among those along the same axes, or of that peer."""
 
     name: str
     op: str
     axes: tuple[str, ...]
     bytes: int
     peer: int = -1
+    number: int = 0
 
 
 class Aborted(RuntimeError):
-    """Failure of a rank whose collectives were interrupted (`Communicator.abort`): what they left behind means
-    nothing."""
+    """Failure of a rank whose collectives were interrupted (`Communicator.abort`): their results mean nothing."""
 
 
 class Handle:
@@ -96,8 +96,9 @@ class Handle:
 class Communicator(ABC):
     """A rank's access to its groups along mesh axes. `moved`: `OP/AXES` -> bytes moved by the groups of which this rank
     is the first member, so that the sum over ranks is the total. `clock` books the time spent waiting for collectives.
-    `log`: if a list, collects every launch. `lent`: layer -> lent experts of this step. `posts_early`: a receive may be
-    posted long before its send without holding up anything else."""
+    `launched`: axes or peer -> number of collectives or messages so far, alike on all members. `log`: if a list,
+    collects every launch. `lent`: layer -> lent experts of this step. `posts_early`: a receive may be posted long
+    before its send without holding up anything else."""
 
     posts_early = False
 
@@ -106,6 +107,7 @@ class Communicator(ABC):
         self.mesh, self.rank, self.device = mesh, rank, torch.device(device)
         self.coordinates = mesh.coordinates(rank)
         self.moved: Counter[str] = Counter()
+        self.launched: dict[tuple[str, ...], int] = {}
         self.clock = Clock()
         self.log: list[Launch] | None = None
         self.lent: dict[str, Lent] = {}
@@ -167,7 +169,7 @@ class Communicator(ABC):
         if parts or joined_parts:
             finish = partial(uneven.close, finish)
         start = partial(self._start, op, given, out, axes, group, reduce, root)
-        return self._issued(Launched(name or op, op, axes, moved), start, given, finish)
+        return self._issued(Launched(name or op, op, axes, moved, -1, self._number_of(axes)), start, given, finish)
 
     def deal(
         self, x: Tensor, sent: Sequence[int], received: Sequence[int], axes: Sequence[str], *, name: str = ""
@@ -184,17 +186,25 @@ class Communicator(ABC):
             self.log.append(Launch(op, axes, group, row))
         out = given.new_empty((sum(received), *x.shape[1:]))
         start = partial(self._deal, given, out, sent, received, axes)
-        return self._issued(Launched(name or op, op, axes, moved), start, given, lambda: out)
+        return self._issued(Launched(name or op, op, axes, moved, -1, self._number_of(axes)), start, given, lambda: out)
 
     def _issued(
         self, what: Launched, start: Callable[[], Callable[[], Any]], given: Tensor, finish: Callable[[], Tensor]
     ) -> Handle:
         """Start a collective from the buffer `given`; return its handle, whose result `finish` returns."""
         clock = self.clock
-        begin = clock.mark() if clock.detailed else None
-        wait = start()
-        flight = None if begin is None else clock.launched(what, begin, wait, given)
+        if not clock.detailed:
+            return Handle(clock, start(), finish, along="+".join(what.axes), what=what)
+        begin = clock.mark()
+        with clock.launching(what.name):
+            wait = start()
+        flight = clock.launched(what, begin, wait, given)
         return Handle(clock, wait, finish, flight=flight, along="+".join(what.axes), what=what)
+
+    def _number_of(self, of: tuple[str, ...]) -> int:
+        """Count one more launch along axes, or message to or from a peer; return its number, from 1."""
+        self.launched[of] = number = self.launched.get(of, 0) + 1
+        return number
 
     @abstractmethod
     def _start(
@@ -227,7 +237,7 @@ class Communicator(ABC):
         x, peer = x.contiguous(), self._peer(stage)
         self.moved[label("send", ("stage",))] += x.nbytes
         self._log_transfer((self.rank, peer), x.numel())
-        what = Launched("", "send", ("stage",), x.nbytes, peer)
+        what = Launched("", "send", ("stage",), x.nbytes, peer, self._number_of(("to", str(peer))))
         return Handle(self.clock, self._send(x, peer), lambda: x, "bubble", what=what)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> Handle:
@@ -235,7 +245,7 @@ class Communicator(ABC):
         rank's index along all other axes sends here; `wait` returns it."""
         out, peer = torch.empty(tuple(shape), dtype=dtype, device=self.device), self._peer(stage)
         self._log_transfer((peer, self.rank), out.numel())
-        what = Launched("", "receive", ("stage",), out.nbytes, peer)
+        what = Launched("", "receive", ("stage",), out.nbytes, peer, self._number_of(("from", str(peer))))
         return Handle(self.clock, self._receive(out, peer), lambda: out, "bubble", what=what)
 
     def _peer(self, stage: int) -> int:

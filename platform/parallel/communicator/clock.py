@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -63,18 +63,30 @@ class _Reading:
 class Clock:
     """Books a rank's time to the innermost open section. On CUDA it records events in the stream, so that only reading
     the clock synchronises. `entered`, if set, is called with the name of every section that is entered. `detailed`:
-    spans of the model and collectives are noted too, for a timeline.
+    spans of the model and collectives are noted too, for a timeline. `ranges`, set while a profiler records, makes a
+    range in its trace from the name of a section or collective.
     """
 
     entered: Callable[[str], None] | None = None
+    ranges: Callable[[str], AbstractContextManager[Any]] | None = None
 
     def __init__(self, device: torch.device | str = "cpu", *, detailed: bool = False):
         """Start the clock of a rank's step, by CUDA events on a GPU. `detailed`: collectives get their own times."""
         self._cuda = torch.device(device).type == "cuda"
-        self.detailed = detailed
-        self._beside = torch.cuda.Stream() if self._cuda and detailed else None  # waits for collectives, nothing else
+        self._beside: torch.cuda.Stream | None = None  # waits for collectives, nothing else
+        self.detail(detailed)
         self._open: list[tuple[str, bool, str]] = []  # sections, whether the rank only waits for others in them, axes
         self._begin()
+
+    def detail(self, detailed: bool) -> None:
+        """Set whether this clock notes spans of the model and collectives too. Called between steps."""
+        self.detailed = detailed
+        self._beside = self._beside or (torch.cuda.Stream() if self._cuda and detailed else None)
+
+    @property
+    def path(self) -> list[str]:
+        """Return the open sections of this clock, the innermost last. Called by other threads too."""
+        return [name for name, *_ in list(self._open)]
 
     def _begin(self) -> None:
         """Begin a new reading of the clock: forget all marks, sections, spans and collectives."""
@@ -107,7 +119,11 @@ class Clock:
         try:
             if self.entered:
                 self.entered(name)
-            yield
+            if self.ranges:
+                with self.ranges(name):
+                    yield
+            else:
+                yield
         finally:
             self._sections.append((name, begin, self.mark()))
             self._open.pop()
@@ -130,13 +146,17 @@ class Clock:
         end: an earlier end counts until then.
         """
         done = None
-        if self._beside:
+        if self._beside and self.detailed:
             done = torch.cuda.Event(enable_timing=True)
             with torch.cuda.stream(self._beside):
                 wait()
                 done.record()
         self._flights.append(flight := Flight(what, begin, done, held))
         return flight
+
+    def launching(self, name: str) -> AbstractContextManager[Any]:
+        """Return a context in which a collective called `name` is launched: a range in a profiler's trace, if any."""
+        return self.ranges(name) if self.ranges else nullcontext()
 
     def landed(self, flight: Flight) -> None:
         """Record that the wait for the collective `flight` ended with the clock's section that has just been closed."""

@@ -4,11 +4,13 @@ waiting and hanging."""
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import get_ident, get_native_id
 from time import monotonic
+from traceback import format_stack
 from typing import Annotated, Any, NamedTuple
 
 from platform.boundary.schema import Count, Many, Span
@@ -21,12 +23,14 @@ _FRAMES = 10  # of a stack, the innermost
 
 class Wait(NamedTuple):
     """Collective or message that a rank waits for: its operation, its name in the plan, the mesh axes along which its
-    group lies, and the rank at the other end of a message, -1 for a collective."""
+    group lies, the rank at the other end of a message, -1 for a collective, and its number on these axes or from this
+    peer."""
 
     op: str
     name: str
     axes: Annotated[list[str], Many(0, 64)]
     peer: Annotated[int, Span(-1, 1 << 53)] = -1
+    number: Count = 0
 
 
 class DevicePlace(NamedTuple):
@@ -117,23 +121,19 @@ class Progress:
             self._device = None
             self.enter(*before)
 
+    def here(self) -> Activity:
+        """Return the call and section of this process now: a heartbeat without measurements."""
+        (section, waiting, preparing, what, since), now = self._now, monotonic()
+        wait = what and Wait(what.op, what.name, list(what.axes), what.peer, what.number)
+        return Activity(self._call, section, waiting, now - since, preparing=preparing, wait=wait)
+
     def beat(self) -> Activity:
         """Return the heartbeat of this process: its call, the innermost section, and how long it has been there. Where
         the device is looked at for the first time, that counts as its last movement, as nothing was known before."""
-        (section, waiting, preparing, what, since), device, now = self._now, self._device, monotonic()
-        wait = what and Wait(what.op, what.name, list(what.axes), what.peer)
-        stack = stack_of(self._own) if self._call and now - since >= STILL_SECONDS else []
-        beat = Activity(
-            self._call,
-            section,
-            waiting,
-            now - since,
-            busy=self._busy(now),
-            preparing=preparing,
-            wait=wait,
-            stack=stack,
-            links=links(),
-        )
+        now, device, here = monotonic(), self._device, self.here()
+        stack = stack_of(self._own) if self._call and here.seconds >= STILL_SECONDS else []
+        beat = replace(here, busy=self._busy(now), stack=stack, links=links())
+        since = now - here.seconds
         if device is None:
             return beat
         try:
@@ -165,6 +165,14 @@ def stack_of(thread: int) -> list[str]:
         found.append(f"{path}:{frame.f_lineno} in {frame.f_code.co_name}")
         frame = frame.f_back
     return found[::-1]
+
+
+def stacks() -> dict[str, list[str]]:
+    """Return the frames of all other threads of this process, by their names, the main one first, innermost last."""
+    frames, known = sys._current_frames(), threading.enumerate()
+    names = {threading.main_thread().ident: "main thread"} | {thread.ident: thread.name for thread in known[1:]}
+    ordered = sorted(frames.keys() - {get_ident()}, key=lambda n: (n != threading.main_thread().ident, n))
+    return {f"{names.get(n, 'thread')} ({n})": [*map(str.rstrip, format_stack(frames[n]))] for n in ordered}
 
 
 def _active(thread: int) -> float | None:

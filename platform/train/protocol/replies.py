@@ -234,6 +234,17 @@ class Copied:
 
 
 @dataclass(frozen=True)
+class PartWritten:
+    """Part of a run's profile that a rank has written: its number of `events`, how many were `cut`, and its bytes; or
+    `why` there is none."""
+
+    events: Count
+    cut: Count
+    bytes: Count
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class Unwritten:
     """Reason why the checkpoint storage did not take a rank's share of a checkpoint, which is no failure of the
     worker."""
@@ -266,6 +277,8 @@ _REPLIES: dict[str, Any] = {
     "restore": Unrestored | None,
     "begin": Unrestored | None,
     "rehearse": str,
+    "begin_profile": str,
+    "end_profile": PartWritten | None,
     "continue_texts": list[Written],
     "score_texts": list[Scored],
 }

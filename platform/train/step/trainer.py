@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import inf, isfinite, nan, sqrt
@@ -54,10 +55,11 @@ class Trainer:
     `fresh`: the weights get their initial values; if False they are undefined until they are restored.
     `settle` is called in each step before its sums are read, and so before any rank updates its weights.
     `peak_live`: most forward passes of chunks whose activations were alive at once in the last step. `loss_scale`: that
-    of the next step, None unless the plan computes in fp16.
+    of the next step, None unless the plan computes in fp16. `aligned`: each step begins with a barrier, which this rank
+    `left` last at that time, in nanoseconds since the epoch.
     """
 
-    peak_live = 0
+    peak_live = left = 0
     _poison = 0.0  # added to this rank's part of the squared gradient norm, NaN under the fault `nan`
     _routed: Sequence[int] = ()  # tokens of experts on this rank in the last step, see `StepReport`
     _loads: Mapping[str, Tensor] = {}  # of the last step: layer -> tokens of all ranks that chose each expert
@@ -85,7 +87,8 @@ class Trainer:
         self.optimizer = self._make_optimizer()
         self._divides = OPTIMIZERS[config.optimizer.kind].divides and DTYPES[plan.precision][1] == torch.float32
         self.loss_scale = LossScale(config.loss_scale.initial) if plan.precision == "fp16" else None
-        self.clock = communicator.clock = Clock(communicator.device, detailed=config.monitor.timeline)
+        self.aligned = config.monitor.timeline
+        self.clock = communicator.clock = Clock(communicator.device, detailed=self.aligned)
         self._compiles = config.train.compile == "on"  # the driver has settled auto
         self._of_lengths: dict[int, StagePasses] = {}
         self.passes = self.of_length(config.model.length)  # of the current step
@@ -139,8 +142,9 @@ class Trainer:
         """
         plan, communicator, clock = self.plan, self.communicator, self.clock
         communicator.moved.clear()
-        if self.config.monitor.timeline:
+        if self.aligned:
             communicator.barrier()  # so that all ranks' clocks start together
+            self.left = time.time_ns()
         clock.read()
         self._poison = nan if fault and fault.kind == "nan" else 0.0
         if fault and fault.kind == "flip":
@@ -180,7 +184,7 @@ class Trainer:
             layer_gradients={name: float(x) / (scale.scale**2 if scale else 1) for name, x in sizes.items()},
             layer_activations={n: float(x) / passes.pieces for n, x in watched.sums.items()} if watched else {},
             routed=list(self._routed),
-            timeline=_timeline(reading) if self.config.monitor.timeline else RankTimeline(),
+            timeline=_timeline(reading) if self.clock.detailed else RankTimeline(),
         )
 
     def _rescale(self, loss: float, norm: float, skipped: bool) -> bool:

@@ -24,7 +24,7 @@ class ARun:
         path.mkdir(exist_ok=True)
         config = Config()
         vars(config.monitor).update(monitor)
-        self.path, self.config = path, config.to_dict()
+        self.path, self.config, self.monitor = path, config.to_dict(), vars(config.monitor)
         (path / "sinks").mkdir(exist_ok=True)
 
     def train(self, *steps: int, attempt: int = 1, **changes: Any) -> None:
@@ -42,7 +42,7 @@ class ARun:
     def followed(self, name: str) -> Follower:
         """A process of its own would do this; the caller closes it, or leaves it as a crash does."""
         with alone(self.path, name):
-            return Follower(name, SinkRun(self.path, self.config), SINKS[name].open)
+            return Follower(name, SinkRun(self.path, self.config, self.monitor), SINKS[name].open)
 
     def state(self, name: str) -> dict[str, Any]:
         return json.loads((self.path / "sinks" / f"{name}.json").read_text())["state"]

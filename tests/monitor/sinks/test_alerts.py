@@ -58,9 +58,8 @@ def test_goodput_is_told_each_time_that_it_falls_below_its_bound() -> None:
 
 
 def test_the_command_gets_each_alert_as_json(tmp_path: Path) -> None:
-    run = ARun(tmp_path / "run")
+    run = ARun(tmp_path / "run", alert_command="cat >> got; exit 3")
     follower = run.followed("alert_command")
-    follower.sink._of.command = "cat >> got; exit 3"  # type: ignore[attr-defined]
     run.happen("failure")
     run.happen("first_step", step=9)
     follower.close(0)

@@ -165,3 +165,14 @@ def test_places_that_cannot_be_read_begin_anew(tmp_path: Path, kind: type[Seen])
         Seen.got.clear()
         run.followed("seen").catch_up()
         assert [step for step, _ in steps()] == [1]
+
+
+@pytest.mark.parametrize("event, status", [("done", 0), ("drained", 75), ("gave_up", 1), ("starting", None)])
+def test_the_status_is_that_of_the_last_end(tmp_path: Path, kind: type[Seen], event: str, status: int | None) -> None:
+    run = ARun(tmp_path / "run")
+    run.happen("done")
+    run.happen("starting")
+    run.happen(event)
+    follower = run.followed("seen")
+    follower.catch_up()
+    assert follower.status == status

@@ -86,6 +86,28 @@ def test_mlflow(tmp_path: Path, mlflow) -> None:
     assert [file.path for file in client.list_artifacts(name)] == ["journal.jsonl"]
 
 
+def test_a_command_sends_a_run_that_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Once, and no alerts; a reference to the environment stands for its value."""
+    from platform.monitor.sinks.__main__ import main
+
+    pytest.importorskip("tensorboard", reason="pip install tensorboard")
+    run = ARun(tmp_path / "run")
+    run.train(1, 2)
+    run.happen("failure")
+    run.happen("sampled", step=2, prompt="A wolf", text="a")
+    (run.path / "config.yaml").write_text("monitor: {project: '${oc.env:A_PROJECT}'}\nseed: 3\n")
+    monkeypatch.setenv("A_PROJECT", "mine")
+    for _ in range(2):
+        assert main([str(run.path), "tensorboard"]) == 0
+        assert capsys.readouterr().out.startswith("TensorBoard: show it with `tensorboard --logdir ")
+    assert [e.step for e in read_tensorboard(run).Scalars("train/loss")] == [1, 2]
+    assert read_tensorboard(run, "texts").Tags()["tensors"] == ["samples/A wolf"]
+    (run.path / "tensorboard" / "steps").rename(run.path / "away")
+    (run.path / "tensorboard" / "steps").write_text("no folder")
+    assert main([str(run.path), "tensorboard"]) == 1
+    assert capsys.readouterr().err.startswith("monitor.sinks: TensorBoard: FileExistsError")
+
+
 @pytest.mark.full
 def test_mlflow_that_gets_steps_at_once_has_some_twice(tmp_path: Path, mlflow, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: so it is held back until a checkpoint has them."""

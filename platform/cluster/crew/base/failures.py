@@ -42,6 +42,7 @@ class Failure:
     refusal: str = ""  # of a user's mistake, which the call has found: its lines
     seen: Sequence[str] = ()  # what other ranks did meanwhile, by their heartbeats
     stack: Sequence[str] = ()  # where a hung member stood, the innermost frame last
+    dump: Path | None = None  # folder in which the workers of a hung call have written where they stood
 
     def __str__(self) -> str:
         """Format this failure of a worker as a line for the user: its name, node, kind, call and error."""
@@ -61,6 +62,7 @@ class Failure:
             "log": str(self.log) if self.log else None,
             "seen": list(self.seen) or None,
             "stack": list(self.stack) or None,
+            "dump": str(self.dump) if self.dump else None,
         }
 
     @property

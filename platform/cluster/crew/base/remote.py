@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from math import inf
+from pathlib import Path
 from time import monotonic
 from types import MappingProxyType
 from typing import Any
@@ -19,11 +20,13 @@ from platform.cluster.crew.base.rendezvous import open_store
 from platform.cluster.crew.base.roster import Roster
 from platform.cluster.crew.base.watch import BEAT_SECONDS, CALM_SECONDS, Watch
 from platform.cluster.wire.channel import framed, text
-from platform.cluster.wire.messages import Abort, Answer, Ask, Beat, Call, Raised, Said
+from platform.cluster.wire.messages import Abort, Answer, Ask, Beat, Call, Dump, Dumped, Raised, Said
 from platform.train.protocol import replies
+from platform.train.protocol.dumped import new_folder, summarize
 
 SUSPENSE_SECONDS = (0.0, 0.5, 2.0)  # to wait for a likelier culprit, indexed by `Failure.innocence`
 LEAVE_SECONDS = 5.0  # without progress in any member that is to leave its call and groups; then those left are killed
+DUMP_SECONDS = 2.0  # for members to write where they stand, before the driver acts
 CLOSE_SECONDS = 10.0  # for the members to close by themselves; then they are killed
 FOLLOWED = 64  # ranks from which rank 0 passes the order to take a step on to the others, instead of the driver
 
@@ -48,6 +51,7 @@ class RemoteCrew(Crew):
         self._call = START
         self._followed = 0  # number of the call `follow` that the ranks but 0 are in; 0 if they are not
         self._oldest = START  # of the calls whose failure is one of the call under way
+        self._dumped: Path | None = None  # the folder in which workers have written where they stood
         self._polite = True  # True while the members can be expected to answer
         self._closed = False
         self._rendezvous: Any = None  # the store of this generation
@@ -204,6 +208,8 @@ class RemoteCrew(Crew):
                 for number in gone.keys() - failures.keys():
                     failures[number] = self._failure(number, "died", call, gone[number])
                 hung, self._hung = watch.hung(pending, monotonic())
+                if hung:
+                    self._dumped = self._dump(call, pending - watch.silent)
                 failures |= {number: self._failure(number, "hung", call, cause) for number, cause in hung.items()}
                 if hung or gone or monotonic() >= deadline:
                     raise WorkerFailed(list(failures.values()))
@@ -274,4 +280,22 @@ class RemoteCrew(Crew):
         name, coordinates = self.job.name(rank), dict(self.job.coordinates[rank])
         seen, stack = self.outlook.witnesses(number), self.outlook.stack(number) if kind == "hung" else []
         log = self._roster.log(number)
-        return Failure(member, kind, call, cause, rank, name, coordinates, log, refusal, seen, stack)
+        dump = self._dumped if kind == "hung" else None
+        return Failure(member, kind, call, cause, rank, name, coordinates, log, refusal, seen, stack, dump)
+
+    def _dump(self, call: str, numbers: Set[int]) -> Path | None:
+        """Let the workers `numbers`, which still answer, write where they stand in a call that does not go on; return
+        the folder, None if there is nothing in it."""
+        if not self.job.config.monitor.dump:
+            return None
+        folder = new_folder(self.job.run_dir, call)
+        self._roster.send(numbers, Dump(folder.name))
+        left, deadline = set(numbers), monotonic() + DUMP_SECONDS
+        while (left := left & self._roster.ready.keys()) and monotonic() < deadline:
+            for number, message in self._roster.poll(deadline - monotonic()):
+                match message:
+                    case Dumped(dumped=folder.name):
+                        left.discard(number)
+                    case _:
+                        self._unread.append((number, message))
+        return folder if summarize(folder, {rank: self.job.name(rank) for rank in self._ranks.values()}) else None

@@ -42,6 +42,11 @@ class Watch:
         self._heard, self._slowest = start, 0.0  # when any member said something last; seconds of the slowest beat
         self._due = inf  # when the driver is to look again, at the latest
 
+    @property
+    def silent(self) -> set[int]:
+        """Return the workers that owe an answer to a request for a heartbeat."""
+        return set(self._asked)
+
     def ask(self, pending: Collection[int], now: float) -> list[int]:
         """Return which `pending` workers of a call to ask for a heartbeat at time `now`; [] if it is too early."""
         if now < self._next:

@@ -21,6 +21,7 @@ from socket import gethostname
 from typing import Any, get_type_hints
 
 from platform.boundary import schema
+from platform.boundary.documents import error_line
 from platform.boundary.own_code import passes
 from platform.boundary.redaction import Shield, register_secrets
 from platform.boundary.refusals import refusal_in
@@ -31,7 +32,7 @@ from platform.cluster.crew.launchers.near_gpu import keep_near_gpu
 from platform.cluster.wire.channel import Garbled, Line, dial, encode, read
 from platform.cluster.wire.descriptors import allow_many_files
 from platform.cluster.wire.interface import interface_of
-from platform.cluster.wire.messages import Abort, Answer, Ask, Beat, Call, Order, Raised
+from platform.cluster.wire.messages import Abort, Answer, Ask, Beat, Call, Dump, Dumped, Order, Raised
 from platform.parallel.communicator.progress import PROGRESS
 
 ORPHAN_SECONDS = 2.0  # for a worker to end by itself once its driver is gone
@@ -138,6 +139,16 @@ class _Host:
             except Exception:
                 traceback.print_exc()
 
+    def _dump(self, name: str) -> None:
+        """Let the worker write where it stands, in a thread of its own, and answer the driver."""
+        why = ""
+        try:
+            self._worker.dump(name)
+        except Exception as error:
+            why = error_line(error)[: schema.LONGEST]
+        with suppress(OSError):  # the driver is gone
+            self._line.send(encode(Dumped(name, why)))
+
     def _read(self) -> None:
         """Receive the driver's messages to this worker until the driver closes the connection: queue calls for `run`,
         answer heartbeat requests, start aborts. Then, in a process of its own, exit after ORPHAN_SECONDS even if a call
@@ -149,6 +160,8 @@ class _Host:
                         self._calls.put(call)
                     case Ask(beat=number):
                         self._line.send(encode(Beat(number, PROGRESS.beat())))
+                    case Dump(dump=name):
+                        threading.Thread(target=self._dump, args=[name], name="dump", daemon=True).start()
                     case Abort() if self._worker is not None:
                         threading.Thread(target=self._worker.abort, name="abort", daemon=True).start()
         except (OSError, Garbled):

@@ -24,6 +24,6 @@ class CommandSink(Sink):
     def alert(self, alert: Alert) -> None:
         """Start the command with an alert on the run, and wait for it; what it prints is in the log."""
         text = json.dumps({"run": str(self._of.directory), **asdict(alert)}) + "\n"
-        command, place = ["/bin/sh", "-c", self._of.command], self._of.directory
+        command, place = ["/bin/sh", "-c", self._of.monitor["alert_command"]], self._of.directory
         with suppress(subprocess.TimeoutExpired):  # the next alert gets its own
             subprocess.run(command, input=text, text=True, timeout=SECONDS, cwd=place)

@@ -30,7 +30,7 @@ class MlflowSink(Sink):
 
         self._of, self._client, monitor = run, MlflowClient(), run.monitor
         if "run" not in run.state:
-            found = self._client.get_experiment_by_mlflow_name(monitor["project"])
+            found = self._client.get_experiment_by_name(monitor["project"])
             experiment = found.experiment_id if found else self._client.create_experiment(monitor["project"])
             tags = dict.fromkeys(monitor.get("tags") or [], "true") | {"directory": str(run.directory)}
             tags |= {"mlflow.note.content": monitor["notes"]} if monitor.get("notes") else {}
@@ -46,7 +46,9 @@ class MlflowSink(Sink):
         """Log the run's configuration as the parameters of the MLflow run, which cannot change any more."""
         from mlflow.entities import Param
 
-        found = [Param(_mlflow_name(key), str(value)[:_LONGEST_PARAM]) for key, value in _parameters(self._of.config)]
+        found = [
+            Param(_mlflow_name(key), str(value)[:_LONGEST_PARAM]) for key, value in _as_parameters(self._of.config)
+        ]
         for first in range(0, len(found), _PARAMS_AT_ONCE):
             self._client.log_batch(self._of.state["run"], params=found[first : first + _PARAMS_AT_ONCE])
 
@@ -92,10 +94,10 @@ def _mlflow_name(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
-def _parameters(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _as_parameters(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each key of the run's configuration, joined by dots, and its value, for MLflow."""
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from _parameters(value, f"{prefix}{key}.")
+            yield from _as_parameters(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -17,21 +17,15 @@ Numbers = Mapping[str, float | list[int]]  # of a step, by W&B name; a list is a
 
 @dataclass
 class SinkRun:
-    """Run whose numbers a service gets. `config`: its configuration without secrets; `command`: monitor.alert_command;
-    `driver`: the id of its process, 0 if it has ended; `state`: notes of the service on the run for the
+    """Run whose numbers a service gets. `config`: its configuration without secrets; `monitor`: its keys of that group
+    as they are; `driver`: the id of its process, 0 if it has ended; `state`: notes of the service on the run for the
     next process, kept in RUN_DIR/sinks/."""
 
     directory: Path
     config: dict[str, Any]
-    command: str = ""
+    monitor: dict[str, Any]
     driver: int = 0
     state: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def monitor(self) -> dict[str, Any]:
-        """Return the configuration's group `monitor` of the run whose numbers a service gets."""
-        own: dict[str, Any] = self.config["monitor"]
-        return own
 
 
 class Sink:

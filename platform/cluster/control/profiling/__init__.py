@@ -1,0 +1,1 @@
+"""Profiles of training steps: recorded by workers, merged into one trace"""

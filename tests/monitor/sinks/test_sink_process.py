@@ -1,0 +1,62 @@
+"""A service's process that fails is said once, tried again, and never a matter of the run's."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from platform.config.fields import Config
+from platform.monitor.sinks import sink_process, sink_table
+from platform.monitor.sinks.sink_process import SinkProcess
+
+
+@pytest.fixture
+def config() -> Config:
+    config = Config()
+    config.monitor.alert_command = "cat >> got"
+    return config
+
+
+def lines_of(sink: SinkProcess, seconds: float = 20.0) -> list[str]:
+    until = time.monotonic() + seconds
+    while not (lines := sink.new_lines()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return lines
+
+
+def test_a_process_that_fails_is_started_again(tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink_process, "AGAIN_SECONDS", 0.0)
+    (tmp_path / "sinks").write_text("no folder")
+    sink = SinkProcess("alert_command", config, tmp_path)
+    [line] = lines_of(sink)
+    assert line.startswith("alerts: stopped (") and "FileExistsError" in line and "tried again every minute" in line
+    (tmp_path / "sinks").unlink()
+    assert lines_of(sink) == ["alerts: monitor.alert_command gets each alert"]
+    sink.close(0)
+    sink.wait(20)
+    assert sink.new_lines() == [] and (tmp_path / "sinks" / "alert_command.json").exists()
+
+
+def test_a_process_that_cannot_be_started(tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink_process.sys, "executable", str(tmp_path / "none"))
+    sink = SinkProcess("alert_command", config, tmp_path)
+    [line] = sink.new_lines()
+    assert line.startswith("alerts: cannot be started (") and sink.new_lines() == []
+    sink.close(0)
+    sink.wait(0)
+
+
+def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink_table, "find_spec", lambda name: None)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = Config()
+    config.monitor.tensorboard = config.monitor.mlflow = config.monitor.trackio = True
+    assert list(sink_table.missing_for_sinks(config)) == [
+        f"monitor={name}: needs the package {name}: pip install {name}" for name in ("tensorboard", "mlflow", "trackio")
+    ]
+    monkeypatch.setattr(sink_table, "find_spec", lambda name: None if name == "sqlalchemy" else object())
+    assert "mlflow-skinny needs the URL of a server" in list(sink_table.missing_for_sinks(config))[0]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://there")
+    assert list(sink_table.missing_for_sinks(config)) == []
