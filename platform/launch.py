@@ -18,7 +18,7 @@ from platform.boundary.command_line import DONE, FAILED, REFUSED, STOPPED, given
 from platform.boundary.own_code import passes
 from platform.boundary.redaction import known_secrets, own_secrets, redact, register_url_secrets
 from platform.boundary.refusals import ConfigError, closest, refuse_all, violation
-from platform.boundary.terminal import QuickExit, flush_streams, print_line, print_while_read
+from platform.boundary.terminal import QuickExit, flush_streams, phase, print_line, print_while_read
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.cluster.run.phases import Phases, command_start
 from platform.composition.arguments import experiment_of, jobs_of, rewrite, translate_error, typed_values
@@ -139,9 +139,10 @@ def _complete(config: Config, arguments: Sequence[str]) -> list[str]:
     complete_settings(config, typed)
     leave_open(config, typed)
     if config.model.source or config.model.kind == FROM_HF:
-        from platform.weights.importing import complete_model  # takes seconds, as it imports torch
+        with phase("reading the model's description"):  # takes seconds, as it imports torch
+            from platform.weights.importing import complete_model
 
-        lines += complete_model(config, typed)
+            lines += complete_model(config, typed)
     if config.data.document_mask and "model.within_documents" not in typed:
         config.model.within_documents = True
     if config.train.length_ramp and config.model.positions == "learned" and "model.position_rows" not in typed:

@@ -11,6 +11,7 @@ import platform
 ROOT = Path(__file__).resolve().parent.parent
 os.environ.pop("RAY_ADDRESS", None)  # no test joins a Ray that it has not started
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: many small processes share few cores
+os.environ["NO_PROGRESS"] = "1"  # what commands print does not depend on how long they take; test_phases shows it
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # and threads that wait spin in the place of others
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: what tests start would ignore it, too
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,16 +1,40 @@
-"""Output to a person who may have gone away: a closed terminal or a broken pipe does not end a run."""
+"""Output to a person who may have gone away: a closed terminal or a broken pipe does not end a run.
+
+A `phase` that takes longer than a second is shown on standard error, with the amount that is done: on a terminal as one
+line with a bar, redrawn in place and gone at the end; in a log as a line after a second, and then at intervals that
+double. With NO_PROGRESS set neither is shown.
+"""
 
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import select
+import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TextIO
+from dataclasses import dataclass, field
+from time import monotonic, sleep
+from typing import TextIO, TypeVar
 
 from platform.boundary.interrupts import run_interruptible
+
+SILENCE = 1.0  # seconds without a word
+_LONGEST = 600.0  # seconds between two lines in a log
+_REDRAWN = 0.1  # seconds between two looks
+_BAR = 24  # cells of a bar
+_ERASE = "\r\x1b[2K"
+
+T = TypeVar("T")
+
+
+class _Stand:
+    """State of the terminal: `transient` while a line stands there that the next text takes the place of."""
+
+    transient = False
 
 
 def printable(text: str, kept: str = "") -> str:
@@ -47,6 +71,8 @@ def write_text(stream: TextIO | None, text: str) -> None:
     """Write a text to a standard stream and flush it, ignoring errors: on a closed or broken stream it is lost."""
     if stream is not None:  # Python sets a standard stream to None if it was closed at the start
         with suppress(OSError, ValueError):  # ValueError: the stream was closed later
+            if _Stand.transient and stream.isatty():
+                text, _Stand.transient = _ERASE + text, False
             encoding = getattr(stream, "encoding", None) or "utf-8"  # which may lack a character
             stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             stream.flush()
@@ -111,3 +137,168 @@ def tolerated(say: Callable[[str], None], what: str) -> Iterator[None]:
         yield
     except OSError as error:
         say(f"WARNING: {what} could not be written: {error}")
+
+
+@dataclass(eq=False)
+class LongPhase:
+    """LongPhase of a command: `what` is done; `done` of `total` are, in a `unit`, if it is known: "B" for bytes."""
+
+    what: str
+    total: float = 0.0
+    unit: str = ""
+    done: float = 0.0
+    began: float = field(default_factory=monotonic)
+    look: Callable[[], float] | None = None  # says how much is done, if nobody counts it
+    _next: float = SILENCE  # seconds of it after which a log has its next line
+
+    def add(self, count: float = 1.0) -> None:
+        """Count more of what this phase does as done."""
+        self.done += count
+
+    def each(self, parts: Iterable[T], size: Callable[[T], float] = lambda _: 1.0) -> Iterator[T]:
+        """Yield the parts of this phase's work, each counted by its size once it is done."""
+        for part in parts:
+            yield part
+            self.add(size(part))
+
+    def far(self, now: float) -> str:
+        """Return how far this phase is, and how long it takes, in words."""
+        age = now - self.began
+        if self.look:
+            self.done = self.look()
+        parts = [_amount(self.done, self.total, self.unit)] if self.unit and self.total or self.done else []
+        if 0 < self.done < self.total:
+            parts.append(f"{_time(age / self.done * (self.total - self.done))} left")
+        return ", ".join([*parts, _time(age)] if len(parts) < 2 else parts)
+
+    def due(self, now: float) -> bool:
+        """Return True if a log is to have a line on this phase now, and note that it gets one."""
+        if (age := now - self.began) < self._next:
+            return False
+        self._next = min(2 * age, age + _LONGEST)
+        return True
+
+    @property
+    def spoken(self) -> bool:
+        """Return True if a log has a line on this phase."""
+        return self._next > SILENCE
+
+
+@contextmanager
+def phase(
+    what: str, total: float = 0.0, unit: str = "", look: Callable[[], float] | None = None
+) -> Iterator[LongPhase]:
+    """Show a phase of this process's main thread to its user while the context lasts, if it lasts long; phases of other
+    threads are not shown. `look` says how much is done."""
+    one = LongPhase(what, total, unit, look=look)
+    if threading.current_thread() is not threading.main_thread() or os.environ.get("NO_PROGRESS"):
+        yield one
+        return
+    _teller().take_up(one)
+    try:
+        yield one
+    finally:
+        _teller().put_away(one)
+
+
+class _Teller:
+    """Thread that shows the phases under way. One that is begun within another stands in its place once it takes long
+    itself."""
+
+    def __init__(self) -> None:
+        """Start a thread that sleeps while there is no phase."""
+        self.process = os.getpid()
+        self._phases: list[LongPhase] = []
+        self._change = threading.Condition()
+        self._drawn = False
+        threading.Thread(target=self._keep_telling, name="phases", daemon=True).start()
+
+    def take_up(self, one: LongPhase) -> None:
+        """Begin to show a phase."""
+        with self._change:
+            self._phases.append(one)
+            self._change.notify()
+
+    def put_away(self, one: LongPhase) -> None:
+        """End a phase: take its line off a terminal; a log gets its time."""
+        with self._change:
+            self._phases.remove(one)
+            self._erase()
+            if one.spoken:
+                print_line(f"{one.what}: took {_time(monotonic() - one.began)}", sys.stderr)
+
+    def _keep_telling(self) -> None:
+        """Show the innermost phase that takes long, again and again."""
+        while True:
+            with self._change:
+                if not self._phases:
+                    self._change.wait()
+                with suppress(Exception):  # what cannot be shown is no reason for anything to fail
+                    self._show(monotonic())
+            sleep(_REDRAWN)
+
+    def _show(self, now: float) -> None:
+        """Show the innermost phase that takes long at this time, if there is one."""
+        long = [one for one in self._phases if now - one.began >= SILENCE]
+        if not long:
+            return
+        if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+            if long[-1].due(now):
+                print_line(f"{long[-1].what}: {long[-1].far(now)}", sys.stderr)
+            return
+        line = _drawn_phase(long[-1], now)
+        _Stand.transient = True  # so that it takes the place of what stands there
+        write_text(sys.stderr, line)
+        _Stand.transient = self._drawn = True
+
+    def _erase(self) -> None:
+        """Take the line of a phase off the terminal."""
+        if self._drawn:
+            write_text(sys.stderr, "")
+            self._drawn = False
+
+
+_known: list[_Teller] = []
+
+
+def _teller() -> _Teller:
+    """Return the teller of this process; one that was forked has none of its parent's threads."""
+    if not _known or _known[0].process != os.getpid():
+        _known[:] = [_Teller()]
+    return _known[0]
+
+
+def _drawn_phase(one: LongPhase, now: float) -> str:
+    """Return the line of a terminal that shows a phase."""
+    from rich.console import Console
+    from rich.progress_bar import ProgressBar
+    from rich.text import Text
+
+    width = shutil.get_terminal_size().columns - 1  # a wrapped line could not be erased
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, highlight=False, legacy_windows=False)
+    bar = ProgressBar(one.total or None, one.done, width=_BAR, animation_time=now)
+    with console.capture() as captured:
+        console.print(bar, end="")
+    line = Text(f"{printable(one.what)} ")
+    line.append_text(Text.from_ansi(captured.get()))
+    line.append(f" {one.far(now)}")
+    line.truncate(width, overflow="ellipsis")
+    with console.capture() as captured:
+        console.print(line, end="", soft_wrap=True)
+    return captured.get()
+
+
+def _amount(done: float, total: float, unit: str) -> str:
+    """Return an amount of work in words: "1.2 of 8.9 GB", "3 of 4 workers"."""
+    if unit == "B":
+        most = max(done, total)
+        scale, name = next((s, n) for s, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (0, "B")) if most >= s)
+        scale = scale or 1
+        return f"{done / scale:.1f} of {total / scale:.1f} {name}" if total else f"{done / scale:.1f} {name}"
+    return f"{done:,.0f} of {total:,.0f} {unit}" if total else f"{done:,.0f} {unit}"
+
+
+def _time(seconds: float) -> str:
+    """Return seconds in words, such as 12 s or 3 min 20 s."""
+    whole = round(seconds)
+    return f"{whole} s" if whole < 60 else f"{whole // 60} min {whole % 60} s"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from platform.boundary.files.undo import missing_directories, remove_empty
 from platform.boundary.redaction import bare_url, known_secrets
 from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
+from platform.boundary.terminal import phase
 from platform.cluster.control.forming.context import RunContext
 from platform.cluster.control.pulse import Pulse
 from platform.cluster.crew.base.job import WORKER, Job, gpu_count
@@ -123,13 +124,13 @@ def _check_and_drive(
     waits = config.cluster.kind == "ray" or config.cluster.wait
     found_early: list[str] = []  # said once nothing refuses the run any more
     places = None if waits else reserve(found_early.append)  # refuse early: importing torch takes seconds
-    from platform.cluster.control.saving.checkpoints import Checkpoints
-    from platform.cluster.run.changes import changes, report
-    from platform.cluster.run.origin import check_writable, origin
-    from platform.train.recovery.urls import saves
+    with phase("importing torch, looking for checkpoints and weights"):
+        from platform.cluster.control.saving.checkpoints import Checkpoints
+        from platform.cluster.run.changes import changes, report
+        from platform.cluster.run.origin import check_writable, origin
 
-    found = origin(config)
-    _check_initial(config, resumes := bool(found and found.manifest))
+        found = origin(config)
+        _check_initial(config, resumes := bool(found and found.manifest))
     tasks, places = open_tasks(config), places or reserve(state.say)
     for line in found_early:
         state.say(line)
@@ -137,8 +138,7 @@ def _check_and_drive(
     refuse_all(kernel_violations(here, plan))
     _check_memory(here, plan, places.device, state)
     there = opened.enter_context(directory.claim(config, plan_summary(plan)))
-    if saves(config):
-        check_writable(config)
+    check_writable(config)
     corpus = _corpus(config, plan, directory.path, state.say, tasks, fresh=not resumes)
     orphan = directory.orphaned()
     changed = changes(there, found.manifest.meta if found and found.manifest else None, config, plan.mesh.axes)

@@ -3,17 +3,16 @@ encoding of documents, by any tokenizer, in time linear in their text, on all co
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from operator import itemgetter
-from time import monotonic
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from platform.boundary.terminal import phase
 from platform.data.vocabulary import END, Vocabulary
 
 if TYPE_CHECKING:
@@ -23,10 +22,7 @@ SMALLEST = 257  # entries: one per byte, and END, whose id is 0
 _LONGEST = 4096  # characters: longer words are cut for training
 _RUN = re.compile("|".join(f"{kind}{{{_LONGEST}}}" for kind in (r"[^\W\d_]", r"\d", r"\s", r"(?:[^\w\s]|_)")))
 _WHOLE = 1 << 20  # characters of a document that a given tokenizer encodes as a whole
-_SILENCE = 5.0  # seconds between words of how far it is
-_BATCH = 2_000_000  # characters encoded at once; the library needs some 100 bytes per token meanwhile
-
-logger = logging.getLogger(__name__)
+_BATCH = 500_000  # characters encoded at once; the library needs some 100 bytes per token meanwhile
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int, special: Sequence[str] = ()) -> Tokenizer:
@@ -63,28 +59,18 @@ def encode_documents(
     """Tokenize documents given in pieces, (number of the document, text) each: yield, in parts, one stream of token ids
     with the special tokens `SpecialIds.front` in front of each document. `characters`: total length of the documents,
     to report progress, 0 if unknown."""
-    current, done = -1, 0
-    start = reported = monotonic()
+    current = -1
     whole = _joined(pieces) if vocabulary.given else pieces
-    for batch in _batches(whole):
-        ids: list[int] = []
-        for (document, _), found in zip(batch, vocabulary.encode_all([p for _, p in batch]), strict=True):
-            if document != current:
-                ids += vocabulary.special.front
-                current = document
-            ids += found
-        yield np.array(ids, np.uint32)
-        done += sum(len(piece) for _, piece in batch)
-        if (now := monotonic()) >= reported + _SILENCE:
-            reported = now
-            _log_progress(done, characters, done / (now - start))
-
-
-def _log_progress(done: int, characters: int, speed: float) -> None:
-    """Log the progress of tokenisation: `done` of `characters`, `speed` characters per second, and the seconds left."""
-    of = f" of {characters / 1e6:.1f}" if characters else ""
-    left = f", {max(0, characters - done) / speed:.0f} s left" if characters else ""
-    logger.info("tokenised %.1f%s million characters, %.1f in a second%s", done / 1e6, of, speed / 1e6, left)
+    with phase("tokenising", characters, "characters") as shown:
+        for batch in _batches(whole):
+            ids: list[int] = []
+            for (document, _), found in zip(batch, vocabulary.encode_all([p for _, p in batch]), strict=True):
+                if document != current:
+                    ids += vocabulary.special.front
+                    current = document
+                ids += found
+            yield np.array(ids, np.uint32)
+            shown.add(sum(len(piece) for _, piece in batch))
 
 
 def _joined(pieces: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:

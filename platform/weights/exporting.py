@@ -14,6 +14,7 @@ from torch import Tensor
 
 from platform.boundary.files.file_storage import Storage, all_or_nothing
 from platform.boundary.refusals import ConfigError, refuse_all, violation
+from platform.boundary.terminal import phase
 from platform.checkpoint.blocks.buffer import DTYPES
 from platform.checkpoint.interchange import write_safetensors
 from platform.checkpoint.moves import read_tensor
@@ -187,11 +188,12 @@ def export_model(
     names = [*files, *documents]
     if taken := sorted({*names} & folder.list("").keys()):
         raise FileExistsError(f"{folder.url} has {', '.join(taken)} already; name another folder")
-    with all_or_nothing(folder, names) as place:
+    with all_or_nothing(folder, names) as place, phase("exporting", sum(sizes.values()), "B") as shown:
         for file, shard in zip(files, shards, strict=True):
             order = sorted(shard, key=lambda name: (-DTYPES[kinds[name]].itemsize, name))  # as safetensors orders them
             described = {name: (kinds[name], tensors[name].shape) for name in order}
-            write_safetensors(place, file, METADATA, described, (found.read(tensors[name]) for name in order))
+            read = (found.read(tensors[name]) for name in shown.each(order, sizes.__getitem__))
+            write_safetensors(place, file, METADATA, described, read)
         for name, raw in documents.items():
             place.write(name, [memoryview(raw)])
     return names

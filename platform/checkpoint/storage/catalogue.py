@@ -12,6 +12,7 @@ from typing import NamedTuple
 from platform.boundary.files.file_storage import Storage, open_storage, read_note, write_note
 from platform.boundary.files.local_files import UNKNOWN
 from platform.boundary.redaction import bare_url, redact
+from platform.boundary.terminal import phase
 from platform.checkpoint.storage import manifest as manifests
 from platform.checkpoint.storage.file_report import FileReport
 from platform.checkpoint.storage.manifest import Corrupt, Manifest, Meta, OtherFormat, Refused
@@ -133,7 +134,8 @@ def load_manifest(storage: Storage, directory: str) -> Manifest:
 def verify(storage: Storage, directory: str) -> Manifest:
     """Verify every byte of the checkpoint in `directory`, after the checks of `load_manifest`; return its manifest."""
     manifest = load_manifest(storage, directory)
-    read_pieces(storage, directory, stored_pieces(manifest))
+    with phase(f"verifying {directory}"):
+        read_pieces(storage, directory, stored_pieces(manifest))
     return manifest
 
 

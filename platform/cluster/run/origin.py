@@ -68,8 +68,10 @@ def traced(config: Config) -> int:
 
 
 def check_writable(config: Config) -> None:
-    """Raise ConfigError if the run could not write checkpoints: write a probe file to its checkpoint storage and delete
-    it again."""
+    """Raise ConfigError if the run, which saves checkpoints, could not write them: write a probe file to its checkpoint
+    storage and delete it again."""
+    if not urls.saves(config):
+        return
     storage = answering(urls.home(config), "checkpoint.url")
     made = missing_directories(storage.root) if isinstance(storage, Local) else []
     name = f".probe-{secrets.token_hex(4)}"

@@ -41,11 +41,11 @@ def lines_of(sequence: StepSequence, texts: TokenTexts, begin: int) -> dict[str,
     `begin`: the id of the token that begins documents."""
     given, lines = sequence.tensors, {}
     if "source" in given:
-        lines["source"] = [*_pieces([_Token(i) for i in given["source"].tolist()], texts)]
+        lines["source"] = [*_line_fragments([_Token(i) for i in given["source"].tolist()], texts)]
     follow = np.append(given["tokens"][1:], PADDING) == given["labels"]
     learned = given["labels"] >= 0
     form = _one_text if 2 * (follow & learned).sum() >= learned.sum() else _in_place
-    return lines | {"": [*_pieces([*form(given, begin)], texts)]}
+    return lines | {"": [*_line_fragments([*form(given, begin)], texts)]}
 
 
 def _label_weights(given: Mapping[str, Any]) -> list[float | None]:
@@ -91,7 +91,7 @@ def _in_place(given: Mapping[str, Any], begin: int) -> Iterator[_Token]:
             yield _Token(label, weight, None if token == label else token, begins)
 
 
-def _pieces(tokens: Sequence[_Token], texts: TokenTexts) -> Iterator[Fragment]:
+def _line_fragments(tokens: Sequence[_Token], texts: TokenTexts) -> Iterator[Fragment]:
     """Yield the pieces that show the tokens of a line; padding is counted alone."""
     there = [token for token in tokens if token.id != PADDING]
     spelled = texts.texts([token.id for token in there])

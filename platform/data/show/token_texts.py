@@ -44,10 +44,10 @@ class TokenTexts:
 
     def _behind(self, ids: Sequence[int]) -> str:
         """Return the text that tokens add to another one before them; a tokenizer may drop a space at the beginning."""
-        return self._corpus.decode([*self._before, *ids]).removeprefix(self._corpus.decode(self._before))
+        return self._corpus.decode([*self._anchor, *ids]).removeprefix(self._corpus.decode(self._anchor))
 
     @cached_property
-    def _before(self) -> list[int]:
+    def _anchor(self) -> list[int]:
         """Return a token that texts are looked up behind; none for tokens without a tokenizer."""
         return self._corpus.encode("a")[-1:] if self._corpus.vocabulary else []
 

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from platform.boundary.refusals import ConfigError
+from platform.boundary.terminal import phase
 from platform.config.fields import Data
 from platform.data import tokenizer
 from platform.data.permutation import order
@@ -139,14 +139,16 @@ class SourceKind:
         if is_streamed(data):
             return Splits(lambda held: held_documents() if held else iter(()), lambda: self._first_texts(files, data))
         sizes: list[int] = []
-        for number, document in self.read(files, data, "data.path"):
-            if number == len(sizes):
-                sizes.append(0)
-            sizes[number] += self.size(document)
-        if not sizes:
-            raise self._nothing_in(data)
-        for _ in held_documents():
-            pass
+        with phase("reading documents", unit="characters" if self.texts else "tokens") as shown:
+            for number, document in self.read(files, data, "data.path"):
+                if number == len(sizes):
+                    sizes.append(0)
+                sizes[number] += (size := self.size(document))
+                shown.add(size)
+            if not sizes:
+                raise self._nothing_in(data)
+            for _ in held_documents():
+                pass
         chosen = set() if others else held_out(sizes, data.validation)
 
         def split(held: bool) -> Documents:
@@ -288,12 +290,11 @@ def held_files(data: Data, endings: list[str] = ENDINGS) -> list[DataFile]:
 def train_on(folder: Path, given: Texts, vocab: int, data: Data) -> Vocabulary:
     """Train a tokenizer of at most `vocab` entries on texts, of which long ones are sampled evenly, with the special
     tokens and the chat template that the keys of `data` name; save it in `folder`, and return it."""
-    share, start = min(1.0, _TRAINING / given.characters), monotonic()
+    share = min(1.0, _TRAINING / given.characters)
     pieces = (t for i, t in enumerate(given.pieces) if int((i + 1) * share) > int(i * share))
-    bpe = tokenizer.train_tokenizer(pieces, vocab, added_tokens(data))
-    if (seconds := monotonic() - start) > 1:
-        read = given.characters * share / 1e6
-        logger.info("trained a tokenizer of %d entries on %.1f million characters in %.0f s", vocab, read, seconds)
+    read = given.characters * share / 1e6
+    with phase(f"training a tokenizer of {vocab} entries on {read:.1f} million characters"):
+        bpe = tokenizer.train_tokenizer(pieces, vocab, added_tokens(data))
     bpe.save(str(folder / JSON))
     if template := template_of(data):
         (folder / TEMPLATE).write_text(template)
@@ -322,7 +323,8 @@ def contents(files: Sequence[DataFile]) -> list[list[Any]]:
     """Return [format, SHA-256] of each data file, which decide the documents in it: False for text, True for .jsonl, or
     the suffix of a table."""
     formats = {end: end if end != ".jsonl" else True for end in ROWS}
-    return [[formats.get(ending(file), False), content_hash(file)] for file in files]
+    with phase("hashing files", sum(map(size_of, files)), "B") as shown:
+        return [[formats.get(ending(file), False), content_hash(file)] for file in shown.each(files, size_of)]
 
 
 def check_largest(largest: int, vocab: int) -> None:

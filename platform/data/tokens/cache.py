@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -22,10 +21,10 @@ from platform.boundary.files.local_files import Local, drafted, writing_to
 from platform.boundary.files.sealed import LARGEST_BLOCK, FileRange, hashes_of
 from platform.boundary.refusals import as_refusal
 from platform.boundary.schema import Malformed, OpenMap, Span, Text
+from platform.boundary.terminal import phase
 
 BLOCK = LARGEST_BLOCK  # bytes that are hashed by themselves; blocks.bin may say another size
 THREADS = min(8, os.cpu_count() or 1)
-REPORT_EVERY = 10.0  # seconds between lines on how much is verified
 _META = "meta.json"
 _BLOCKS = "blocks.bin"  # size of a block as 8 bytes, then the hash of each block of the other files in order of names
 _MOST = 1 << 28  # bytes of blocks.bin: of 128 TB
@@ -126,7 +125,10 @@ def _seal(folder: Path, description: dict[str, Any]) -> None:
     meta.json (its description, size and hash of every file, and a hash of these)."""
     sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
     whole = [FileRange(name, 0, size) for name, size in sizes.items()]
-    hashes = list(hashes_of(Local(folder), [*whole, *_cut(sizes, BLOCK)], threads=THREADS))
+    every = [*whole, *_cut(sizes, BLOCK)]
+    with phase("hashing the tokens", sum(block.size for block in every), "B") as shown:
+        counted = shown.each(every, lambda block: block.size)
+        hashes = [found for _, found in zip(counted, hashes_of(Local(folder), every, threads=THREADS), strict=True)]
     files = {name: {"bytes": size, "sha256": found} for (name, size), found in zip(sizes.items(), hashes, strict=False)}
     blocks = BLOCK.to_bytes(8, "little") + bytes.fromhex("".join(hashes[len(files) :]))
     (folder / _BLOCKS).write_bytes(blocks)
@@ -172,16 +174,16 @@ def _verify(folder: Path, files: Mapping[str, Any]) -> None:
         if (size := (folder / name).stat().st_size) != file["bytes"]:
             raise Malformed(f"has {size:,} bytes, not {file['bytes']:,}", name)
     blocks = _blocks_of(folder, files)
-    total, done, reported = sum(block.size for block, _ in blocks), 0, time.monotonic()
-    with closing(hashes_of(Local(folder), [block for block, _ in blocks], threads=THREADS)) as hashes:
+    every = [block for block, _ in blocks]
+    with (
+        phase("verifying the tokens", sum(block.size for block in every), "B") as shown,
+        closing(hashes_of(Local(folder), every, threads=THREADS)) as hashes,
+    ):
         for (block, expected), found in zip(blocks, hashes, strict=True):
             if found != expected:
                 place = f"{block.file}, bytes {block.at:,} to {block.at + block.size - 1:,}"
                 raise Malformed("is not what was written", place)
-            done += block.size
-            if time.monotonic() - reported > REPORT_EVERY:
-                logger.info("verifying %s: %.1f of %.1f GB", folder, done / 1e9, total / 1e9)
-                reported = time.monotonic()
+            shown.add(block.size)
 
 
 def _blocks_of(folder: Path, files: Mapping[str, Any]) -> list[tuple[FileRange, str]]:

@@ -18,6 +18,7 @@ import numpy as np
 
 from platform.boundary import schema
 from platform.boundary.schema import Malformed, OneOf, Span
+from platform.boundary.terminal import phase
 from platform.data.tokens import cache
 from platform.data.tokens.streams import Ints, PackedStream, beginnings, mapped
 
@@ -48,7 +49,8 @@ def packed_streams(
                 what = {"split": "split over rows", "cut": "cut", "drop": "dropped"}[overlong]
                 message = "%s: %d of %d documents are longer than a row of %d tokens, and are %s"
                 logger.info(message, split, longer, len(bounds) - 1, length, what)
-            pieces, rows = best_fit(bounds, length, overlong)
+            with phase("packing documents into rows"):
+                pieces, rows = best_fit(bounds, length, overlong)
             pieces.astype("<i8").tofile(folder / f"{split}_pieces.bin")
             rows.astype("<i8").tofile(folder / f"{split}_rows.bin")
             counts[split] = [len(pieces), len(rows)]

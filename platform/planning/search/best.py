@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from platform.boundary.terminal import phase
 from platform.config.checks import violations_of_configuration
 from platform.config.fields import Config
 from platform.costs.machine import Hardware
@@ -107,13 +108,14 @@ def search(config: Config, workers: int, memory: float, hardware: Hardware) -> S
     """Search all plans that the open keys of a configuration allow, for at most `workers` workers of `memory` bytes: as
     many workers as any plan that fits takes, and of their plans the quickest on a `hardware`."""
     space, judged, nearest = Space(config), 0, None
-    for ranks in _numbers_of_workers(space, workers):
-        rated, count = Field(space, ranks, memory, hardware).rated()
-        judged += count
-        found = Standings(space, ranks, _finalists(space, rated, memory, hardware), judged, memory)
-        nearest = nearest or (found if found.tried else None)
-        if found.best:
-            return found
+    with phase("searching for a plan"):
+        for ranks in _numbers_of_workers(space, workers):
+            rated, count = Field(space, ranks, memory, hardware).rated()
+            judged += count
+            found = Standings(space, ranks, _finalists(space, rated, memory, hardware), judged, memory)
+            nearest = nearest or (found if found.tried else None)
+            if found.best:
+                return found
     return replace(nearest, judged=judged) if nearest else Standings(space, workers, [], judged, memory)
 
 

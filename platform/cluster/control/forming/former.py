@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from platform.boundary.refusals import ConfigError, violation
-from platform.boundary.terminal import tolerated
+from platform.boundary.terminal import phase, tolerated
 from platform.cluster.control.forming import preflight
 from platform.cluster.control.forming.context import Generation, RunContext
 from platform.cluster.control.forming.recruiter import Recruiter
@@ -62,7 +62,8 @@ class Former:
         be hired, or no state can be had; Stopped if the run was asked to stop while too few were there; ConfigError in
         a run's first generation, for what the user has to correct.
         """
-        members, found = self.recruiter.wait(crew)
+        with phase("waiting for workers"):
+            members, found = self.recruiter.wait(crew)
         start = perf_counter()
         plan, size = found.plan, found.plan.mesh.size
         schedules = schedules_of(found.config, plan.replicas)

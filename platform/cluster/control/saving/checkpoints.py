@@ -14,6 +14,7 @@ from typing import Any
 from platform.boundary.files.file_storage import open_storage
 from platform.boundary.redaction import redact
 from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.terminal import phase
 from platform.checkpoint.storage.carried import CarriedFiles
 from platform.checkpoint.storage.catalogue import (
     Selection,
@@ -281,6 +282,12 @@ class Checkpoints:
 
     def finish(self, crew: Crew) -> None:
         """Wait until no save is under way. Raise GaveUp if the save has taken longer than checkpoint.timeout."""
+        with phase(f"writing the checkpoint of step {self._saving}"):
+            self._await(crew)
+        self.advance(crew)
+
+    def _await(self, crew: Crew) -> None:
+        """Continue the save under way until it is over. Raise GaveUp if it takes longer than checkpoint.timeout."""
         limit = self._config.checkpoint.timeout
         while self._saver.busy:
             self.advance(crew, wait=WAIT_SECONDS)
@@ -289,7 +296,6 @@ class Checkpoints:
                 raise GaveUp(
                     f"{urls.storage_key(self._config)}: a save has taken longer than checkpoint.timeout={limit:g} s"
                 )
-        self.advance(crew)
 
     def _meta(self, step: int, values: dict[str, Any]) -> Meta:
         """Return the metadata for the manifest of a checkpoint after training step `step`. `values`: the part of

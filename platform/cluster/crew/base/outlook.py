@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from statistics import median
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from platform.boundary.terminal import phase
 from platform.cluster.crew.base.failures import Member
 from platform.monitor.records.live import MOST, SeenLink, SeenWorker, kernel_state
 from platform.monitor.verdict.telling import doings_text
@@ -32,6 +34,22 @@ _DOING = {  # method of a call -> state of the run meanwhile
     "leave": "releasing",
 }
 _OTHERWISE = "forming"
+_SHOWN = {  # method of a call that may take long -> what a user sees meanwhile; of steps the first of a generation
+    "begin": "reading the initial weights",
+    "build": "building the model",
+    "continue_texts": "writing text",
+    "evaluate": "evaluating",
+    "examine": "examining the workers",
+    "form": "joining the workers",
+    "gather": "gathering the state from memory",
+    "prove": "comparing the workers' files",
+    "recover": "recovering the state from memory",
+    "rehearse": "compiling",
+    "restore": "restoring the checkpoint",
+    "score_texts": "scoring text",
+    "snapshot": "copying the state to host memory",
+    "step": "the first step",
+}
 
 
 class _Counted(NamedTuple):
@@ -78,6 +96,8 @@ class Outlook:
         self._asked: dict[int, float] = {}  # members that owe a heartbeat, since when
         self._next = self._round = 0.0  # when to ask again in this call; when to ask even if it is young
         self._counted: dict[tuple[int, str, str], _Counted] = {}  # by member, its address, the other address
+        self._steps = False  # the call before was a step
+        self._shown: AbstractContextManager[Any] = nullcontext()
 
     def begin_call(
         self, method: str, call: str, ranks: Mapping[int, int], members: Mapping[int, Member], pending: Collection[int]
@@ -91,12 +111,24 @@ class Outlook:
         self._ranks, self._members = ranks, members
         self._next = now + LOOK_SECONDS
         self.call = call, now
+        known = method == "step" and self._steps
+        self._shown = self._phase_of(method) if method in _SHOWN and not known else nullcontext()
+        self._steps = method == "step" or (self._steps and doing != _OTHERWISE)
+
+    def _phase_of(self, method: str) -> AbstractContextManager[Any]:
+        """Return the context in which a user sees how many workers have answered the call of a method."""
+        workers = len(self.pending)
+        if workers < 2:
+            return phase(_SHOWN[method])
+        return phase(_SHOWN[method], workers, "workers", lambda: workers - len(self.pending))
 
     def __enter__(self) -> None:
         """Leave the outlook as `begin_call` has made it: within the block the call is under way."""
+        self._shown.__enter__()
 
     def __exit__(self, *_: object) -> None:
         """Note that the call of the workers is over."""
+        self._shown.__exit__(None, None, None)
         self.call, self.pending = ("", monotonic()), ()
 
     def ask(self, pending: Collection[int], now: float) -> list[int]:

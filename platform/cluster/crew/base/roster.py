@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from time import monotonic
 
+from platform.boundary.terminal import phase
 from platform.cluster.crew.base import rendezvous
 from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
 from platform.cluster.crew.base.job import START, Job
@@ -47,15 +48,16 @@ class Roster:
     def start(self, size: int) -> None:
         """Open the driver's switchboard, start `size` worker processes, and wait until all of them are ready. Raises
         WorkerFailed if one of them dies or fails to construct its worker."""
-        self.host = self._launcher.open(self.job, size)
-        self.board = self._opened.enter_context(closing(Switchboard(self.host, self._launcher.key)))
-        self.hire(size)
-        rendezvous.preload()
-        while self.starting:
-            self.poll(_LOOK_SECONDS)
-            if self.unstarted:
-                raise WorkerFailed(self.unstarted)
-        self._launcher.ready()
+        with phase("starting workers", size, "workers", lambda: self._hired - len(self.starting)):
+            self.host = self._launcher.open(self.job, size)
+            self.board = self._opened.enter_context(closing(Switchboard(self.host, self._launcher.key)))
+            self.hire(size)
+            rendezvous.preload()
+            while self.starting:
+                self.poll(_LOOK_SECONDS)
+                if self.unstarted:
+                    raise WorkerFailed(self.unstarted)
+            self._launcher.ready()
 
     def hire(self, count: int) -> None:
         """Start `count` more worker processes, under new member numbers, without waiting until they are ready."""
