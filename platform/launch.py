@@ -229,13 +229,11 @@ def _run(args: Namespace, phases: Phases) -> int:
         if statuses[-1] == STOPPED:  # the stop is meant for the whole command, not for one job
             break
     if args.multirun:
-        from platform.cluster.run.resources import device_there
         from platform.planning.measured.runs_table import TrainedRun, table_of_sweep
 
-        runs = [TrainedRun(j.arguments, j.config, j.plan.mesh.size, device_there(j.config.cluster)) for j in jobs]
+        runs = [TrainedRun(job.arguments, job.config, job.plan.mesh.size) for job in jobs]
         again = partial(compose, config_dir=args.config_dir)
-        if path := table_of_sweep(experiment_of(jobs[0].arguments) or "config", runs, again):
-            print_line(f"the measured steps, beside the predicted: python -m platform.plan compare {path}")
+        print_line(table_of_sweep(experiment_of(jobs[0].arguments) or "config", runs, again))
     return max(statuses, key=SEVERITY.index)
 
 

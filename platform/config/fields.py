@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, get_type_hints
@@ -138,6 +138,9 @@ OBJECTIVES: dict[str, Sequence[str]] = {
     "encoder_decoder": ["span_denoising", "pairs"],
     "two_layer": ["causal"],
 }
+
+
+Compose = Callable[[Sequence[str]], Config]  # arguments that a user types -> the configuration
 
 
 def allow_objective(kind: str, name: str) -> None:

@@ -246,11 +246,13 @@ def _makespan(
 def _by_action(forward: Sequence[PassTime], backward: Sequence[PassTime]) -> Callable[[int, Action], float]:
     """Return the function that gives the seconds of an action, from the spans of each chunk's passes."""
 
+    there, back = ([span.seconds for span in spans] for spans in (forward, backward))
+
     def seconds(stage: int, action: Action) -> float:
         """Return the seconds of an action; a backward pass is halved where it is split."""
         if action.kind is Kind.FORWARD:
-            return forward[action.chunk].seconds
-        return backward[action.chunk].seconds / (1 if action.kind is Kind.BACKWARD else 2)
+            return there[action.chunk]
+        return back[action.chunk] / (1 if action.kind is Kind.BACKWARD else 2)
 
     return seconds
 

@@ -91,38 +91,50 @@ SUMMED = 8  # bytes per element of a weight, of whose gradient a sum in fp32 is 
 FUSED_BACKWARD = 2.5 / 0.8
 
 
+# what decides the work of a function -> its part of the forward and the backward pass, and of the recomputed forward
+_Known = dict[tuple, tuple[Part, Part, Part]]
+
+
 class WorkRecorder(Recorder):
     """Recorder of a model's forward pass that notes the work of each operation under a plan."""
 
-    def __init__(self, plan: Plan, dropout: float, fused_dropout: bool, repeats_all: bool):
-        """Begin a pass under a plan; `dropout`, `fused_dropout` and `repeats_all` as in Execution."""
+    def __init__(self, plan: Plan, dropout: float, fused_dropout: bool, repeats_all: bool, known: _Known):
+        """Begin a pass under a plan; `dropout`, `fused_dropout`, `repeats_all` as in Execution; `known` grows."""
         super().__init__(plan.scheme, dropout, plan.recompute, fused_dropout)
         self.plan, self.size, self.work = plan, plan.itemsize["compute"], ChunkWork()
-        self.repeats_all = repeats_all
+        self.repeats_all, self._known = repeats_all, known
 
     def record(self, kind, name, x, inputs, outputs, reads=(), **more):
         """Note the work of an operation, as planned; return the symbols of its results."""
         found = super().record(kind, name, x, inputs, outputs, reads, **more)
         if planned := self.plan.operations.get((kind, name)):
-            forward, backward = _work_of(self.plan, planned)
-            leaves_out = planned.once and not self.repeats_all
-            self._note(forward, backward, _without_result(forward, planned) if leaves_out else forward)
+            o = planned.operation
+            key = self.plan.planner.key(o), kind == "shift" and _added(self.plan, o)
+            if key not in self._known:  # layers are alike
+                forward, backward = _work_of(self.plan, planned)
+                leaves_out = planned.once and not self.repeats_all
+                self._known[key] = forward, backward, _without_result(forward, planned) if leaves_out else forward
+            self._note(*self._known[key])
         return found
 
     def _judge(self, kind, name, inputs, outputs) -> None:
         """Judge nothing: the plan has been made of these operations."""
 
-    def _note(self, forward: Part, backward: Part, again: Part | None = None) -> None:
+    def _note(self, forward: Part, backward: Part, again: Part) -> None:
         """Count a part of the forward and of the backward pass, of which a recomputed operation is part `again`."""
         self.work.forward[forward] += 1
         self.work.backward[backward] += 1
         if self._recomputing:
-            self.work.backward[again or forward] += 1
+            self.work.backward[again] += 1
 
     def _elementwise(self, spec: Spec, accesses: Sequence[float]) -> None:
         """Note a function of the elements of an activation, which reads and writes as many as `accesses` says."""
-        count = block_elements(self.plan, spec) * self.size
-        self._note(*(Part(bytes=count * n, kernels=1) for n in accesses))
+        key = spec, *accesses
+        if key not in self._known:
+            count = block_elements(self.plan, spec) * self.size
+            there, back = (Part(bytes=count * n, kernels=1) for n in accesses)
+            self._known[key] = there, back, there
+        self._note(*self._known[key])
 
     def pointwise(self, function: str, *x: Symbol) -> Symbol:
         """Note a pointwise function of one or two activations."""
@@ -148,9 +160,9 @@ def chunk_work(
     `dropout`, `fused_dropout` and `repeats_all` as in Execution; `kept_in_parts`: True if ranks keep parts of
     inputs."""
     flow: dict[str, Symbol] = {}
-    found = []
+    found, known = list[ChunkWork](), _Known()
     for chunk in plan.chunks:
-        recorder = WorkRecorder(plan.at(chunk.stage), dropout, fused_dropout, repeats_all)
+        recorder = WorkRecorder(plan.at(chunk.stage), dropout, fused_dropout, repeats_all, known)
         inputs = {name: name for name in model.inputs}
         if chunk.units:
             flow = model.part(recorder, inputs, flow, chunk.units)  # type: ignore[attr-defined]

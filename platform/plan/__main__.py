@@ -24,8 +24,6 @@ from platform.boundary.documents import VALUES, from_json, read_bytes
 from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
 from platform.boundary.schema import Malformed
 from platform.boundary.terminal import print_line, print_refusals, visible
-from platform.cluster.crew.base.failures import NoPlaces, WorkerFailed
-from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.cluster.run.commands import with_values
 from platform.config.fields import Config
 from platform.costs.machine import Hardware
@@ -39,7 +37,6 @@ from platform.plan.reports.explain import render
 from platform.plan.reports.screen import closing, screen
 from platform.planning.explaining.explained import explained
 from platform.planning.make_plan import make_plan
-from platform.planning.replan import shrinking
 from platform.planning.step_price import picture, read_hardware, usual_hardware
 
 MOST = 64 << 20  # bytes of a file for --diff: of thousands of ranks, groups are long lists
@@ -139,6 +136,8 @@ def _calibrate(text: str) -> str:
 
 def _calibrate_hardware(given: Sequence[str]) -> int:
     """Run the command line `python -m platform.plan calibrate`; return its exit status."""
+    from platform.cluster.crew.base.failures import NoPlaces
+
     parser = command_line("plan calibrate", CALIBRATE)
     parser.add_argument("overrides", nargs="*", help="where and in what to measure: cluster=..., precision=...")
     parser.add_argument("--output", required=True, metavar="FILE.yaml", help="the file to write")
@@ -153,6 +152,8 @@ def _calibrate_hardware(given: Sequence[str]) -> int:
 def _write_hardware(given: argparse.Namespace) -> int:
     """Measure, for the command line, and write the file; return the exit status."""
     from platform.cluster import calibrate
+    from platform.cluster.crew.base.failures import WorkerFailed
+    from platform.cluster.crew.base.signals import Stopped, StopSignals
     from platform.cluster.crew.launchers import torchrun
     from platform.cluster.run.resources import available_workers
     from platform.doctor import folder_of_workers
@@ -331,6 +332,8 @@ def _draw(path: Path, image: str) -> None:
 def _shrink(config: Config, memory: float, as_json: bool) -> Iterator[str]:
     """Yield one printable line, text or JSON, per plan that the run would have as it loses workers one by one. A plan
     holds from its own number of workers down to one more than the next line has; `memory`: bytes per worker."""
+    from platform.planning.replan import shrinking
+
     if not as_json:
         yield f"{'workers':>7}  {'idle':>4}  {'bytes per step':>14}  mesh"
     for workers, found in shrinking(config, memory=memory):

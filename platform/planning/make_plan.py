@@ -33,7 +33,7 @@ from platform.plan.operations.legality import IllegalPlan
 from platform.plan.schedule.generators import SHIPPED
 from platform.planning.attention_choice import kernel_violations
 from platform.planning.choose_schedule import count_microbatches, placement_of
-from platform.planning.memory_budget import needed_bytes
+from platform.planning.memory_budget import MemoryForecast
 
 CHOICES = {"auto": ("gather", "heads", "ring"), "nested": NESTED}  # kinds of context among which a context_kind chooses
 MESHES_SHOWN = 4
@@ -104,11 +104,11 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
         return plan
     parallel, cluster = replace(config.parallel, data=data), replace(config.cluster, device="auto")
     weighed = replace(config, parallel=parallel, cluster=cluster)
-    if (needed := needed_bytes(weighed, plan)) > memory:
+    if (needs := MemoryForecast(weighed, plan)).exceeds(memory):
         for kind in others:
             less = _of_kind(config, data, kind, stage_of)
-            if needed_bytes(weighed, less) <= memory:
-                sizes = f"{needed / 1e9:.4g} of {memory / 1e9:.4g} GB"
+            if not MemoryForecast(weighed, less).exceeds(memory):
+                sizes = f"{needs.needed / 1e9:.4g} of {memory / 1e9:.4g} GB"
                 why = f"with {first}, which moves fewer bytes, a worker needs {sizes}"
                 return replace(less, warnings=(*less.warnings, f"parallel.context_kind={kind}: {why}"))
     return plan

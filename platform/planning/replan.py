@@ -21,7 +21,7 @@ from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
 from platform.plan.memory.worker_bytes import state_elements
 from platform.planning.make_plan import is_legal, make_plan, plan_quickly
-from platform.planning.memory_budget import needed_bytes, weights
+from platform.planning.memory_budget import MemoryForecast, needed_bytes, weights
 
 FEW_LAYERS = 4  # deeper models get a bound first, and are counted exactly only if it leaves them a chance
 
@@ -58,7 +58,7 @@ class MemoryBudget:
         """Return True if the predicted peak memory of every worker under a candidate's plan fits the budget."""
         if self.memory == inf:
             return True
-        return max(weights(config, plan)) <= self.memory and needed_bytes(config, plan) <= self.memory
+        return max(weights(config, plan)) <= self.memory and not MemoryForecast(config, plan).exceeds(self.memory)
 
 
 class Replanned(NamedTuple):

@@ -159,6 +159,15 @@ def test_a_plugin_that_is_not_there_is_refused_by_name_too(driver, own, capsys):
     assert capsys.readouterr().err == "config: hydra/sweeper=optuna: unknown; nearest legal: basic\n"
 
 
+def test_a_table_that_cannot_be_written_does_not_fail_a_sweep(driver, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("platform.planning.measured.runs_table.write_table", full)
+    assert main(["-m", QUICK, "seed=1,2"]) == 0
+    assert "cannot be written: [Errno 28] No space left on device" in capsys.readouterr().out
+
+
 def test_the_worst_status_of_a_sweep(driver, capsys):
     driver.statuses += [0, RuntimeError("broken"), 2, 0]
     assert main(["-m", QUICK, "seed=1,2,3,4"]) == 1

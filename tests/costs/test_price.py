@@ -10,10 +10,13 @@ from platform.boundary.refusals import ConfigError
 from platform.costs.machine import HardwareMistake, hardware_of
 from platform.costs.price import PassTime, in_flight, price_of
 from platform.costs.seconds import collective_seconds, product_seconds, tiling
-from platform.costs.work import FUSED_BACKWARD, Product
+from platform.costs.work import FUSED_BACKWARD, Product, chunk_work
 from platform.launch import compose
+from platform.model import build_model
 from platform.plan.communication.planned import Collective
 from platform.plan.language.mesh import Mesh
+from platform.plan.language.ops import Spec
+from platform.plan.operations.recorder import Symbol
 from platform.plan.schedule.simulate import simulate
 from platform.plan.schedule.table import Kind
 from platform.planning.choose_schedule import schedule_of
@@ -32,6 +35,19 @@ SCHEMES = {
     "stages": ["pipeline=1f1b", "pipeline.stages=2"],
     "experts": ["model.experts=4", "model.experts_per_token=2", "parallel.data=2", "parallel.experts=2"],
 }
+
+
+class WithStretch:
+    """A model, and behind its layers one more stretch that is recomputed, without any product."""
+
+    def __init__(self, model):
+        self.model, self.inputs = model, model.inputs
+
+    def part(self, ops, inputs, flow, units):
+        stream = Spec.of("stream", "length batch d_model")
+        found = self.model.part(ops, inputs, flow, units)
+        ops.recomputed("full", "more", lambda x: ops.pointwise("gelu", x), stream, Symbol(stream))
+        return found
 
 
 def planned(*overrides):
@@ -74,6 +90,15 @@ def test_recomputation_repeats_the_forward_pass():
     model = config.model
     tokens = plan.sizes["batch"] * model.length
     assert again - early == 2 * tokens * model.layers * model.d_model * (model.d_ff or 4 * model.d_model)
+
+
+def test_a_stretch_without_products_loses_none_of_another_stretch():
+    """A system that leaves out a stretch's last product leaves out nothing where the stretch has none."""
+    config, plan = planned("recompute=full", "pipeline=1f1b", "pipeline.stages=2")
+    model = build_model(config.model)
+    usual, more = (chunk_work(plan, m, 0.0, True)[0] for m in (model, WithStretch(model)))
+    left = [{part: n for part, n in work.backward.items() if part.products and n} for work in (usual, more)]
+    assert left[0] == left[1] and more.backward != usual.backward
 
 
 @pytest.mark.parametrize("kind,chunks,batch", [("1f1b", 1, 32), ("interleaved", 2, 32), ("gpipe", 1, 64)])

@@ -13,7 +13,7 @@ from platform.launch import compose
 from platform.parallel.communicator.base import SingleRank
 from platform.plan.memory.hardware import CONTEXT, GROUP, LINE, ROUNDING
 from platform.planning.make_plan import make_plan
-from platform.planning.memory_budget import footprints
+from platform.planning.memory_budget import MemoryForecast, footprints
 from platform.planning.replan import MemoryBudget
 from platform.planning.search.remedies import Device, lack_of_memory
 from tests.harness.oracle import configure, trainer_of
@@ -59,6 +59,7 @@ def test_a_gpu_has_room_for_its_own_libraries():
         there = f.total - f.reserved
         assert f.reserved == CONTEXT + 2 * GROUP + 2 * neighbours * LINE + round(ROUNDING * there)
     most = max(found, key=lambda f: f.total)
+    assert MemoryForecast(c, plan).exceeds(most.total - 1) and not MemoryForecast(c, plan).exceeds(most.total)
     assert not lack_of_memory(c, plan, Device(most.total, "it"))
     line = lack_of_memory(c, plan, Device(most.total - most.reserved + 1, "it"))  # tensors alone would fit
     assert f"reserved {most.reserved / 1e9:.3g}" in line

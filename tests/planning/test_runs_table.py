@@ -18,6 +18,7 @@ from platform.plan.core.plan_data import digest
 from platform.planning.make_plan import make_plan
 from platform.planning.measured.measured_runs import overrides_of
 from platform.planning.measured.runs_table import TrainedRun, row_of, write_table
+from tests.harness.commands import command
 
 PAPERS = sorted(path.stem for path in (CONF / "experiment" / "paper").glob("*.yaml") if path.stem != "base")
 RUNS = {
@@ -43,7 +44,7 @@ def table(directory: Path, name: str, steps: dict[str, list[float]]) -> Path:
         (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         plan = make_plan(config)
         config.parallel.data = plan.replicas
-        runs.append(TrainedRun([key], config, plan.mesh.size, "cpu"))
+        runs.append(TrainedRun([key], config, plan.mesh.size))
     assert write_table(directory / name, runs, compose) == len([s for s in steps.values() if s])
     return directory / name
 
@@ -53,9 +54,7 @@ def test_a_row_makes_the_plan_of_its_run(key):
     config = compose(RUNS[key])
     plan = make_plan(config)
     config.parallel.data = plan.replicas
-    again = make_plan(
-        compose(list(overrides_of(row_of(TrainedRun([key], config, plan.mesh.size, "cpu"), 1.0, compose))))
-    )
+    again = make_plan(compose(list(overrides_of(row_of(TrainedRun([key], config, plan.mesh.size), 1.0, compose)))))
     assert digest(again) == digest(plan)
 
 
@@ -75,9 +74,37 @@ def test_a_run_without_a_row_is_left_out(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "generation": 1, "step_seconds": 2.0}\n')
         config.parallel.data = (plan := make_plan(config)).replicas
-        runs.append(TrainedRun([name], config, plan.mesh.size, "cpu"))
+        runs.append(TrainedRun([name], config, plan.mesh.size))
     runs[0].config.tensor.scheme = "mine"
     assert write_table(tmp_path / "sweep.csv", runs, compose) == 1
+
+
+def test_a_row_has_the_device_that_its_run_had(tmp_path):
+    """As the journal says, whatever is there when the sweep ends."""
+    config = compose([*RUNS["cube"], f"run.dir={tmp_path}", "cluster.gpu=A100-80GB"])
+    config.parallel.data = (plan := make_plan(config)).replicas
+    run = TrainedRun(["cube"], config, plan.mesh.size)
+    assert run.device == "cpu"
+    line = {"time": 1.0, "generation": 0, "event": "starting", "world_size": 8, "cluster": "ray", "device": "cuda"}
+    (tmp_path / "journal.jsonl").write_text(f"{json.dumps(line)}\n")
+    row = row_of(run, 1.0, compose)
+    assert (row["cluster.device"], row["hardware"]) == ("cuda", "a100_80g")
+
+
+@pytest.mark.full
+def test_a_sweep_with_files_of_the_users_own_ends_with_its_table(tmp_path):
+    """Each combination is trained, and the table's rows are made with the user's experiment."""
+    own = tmp_path / "mine" / "experiment"
+    own.mkdir(parents=True)
+    small = "model.layers=1 model.d_model=32 model.d_ff=64 model.length=16 train.steps=4 data=synthetic".split()
+    (own / "short.yaml").write_text("# @package _global_\ndefaults:\n  - gpt_quick\n  - _self_\n")
+    given = ["-m", "+experiment=short", *small, "parallel.data=1", "tensor=serial", "seed=1,2", "cluster=inline"]
+    done = command(*given, "--config-dir", str(tmp_path / "mine"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    title, _, path = last.rpartition(" ")
+    assert title == "the measured steps, beside the predicted: python -m platform.plan compare"
+    assert len(Path(path).read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize("workers", [2, 8])

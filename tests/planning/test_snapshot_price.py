@@ -11,14 +11,15 @@ import pytest
 from platform.launch import compose, prepare
 from platform.monitor import Journal
 from platform.monitor.records import events, records
-from platform.monitor.records.own_costs import OwnCosts, own_costs
 from platform.plan.__main__ import main
 from platform.planning.make_plan import make_plan
 from platform.planning.snapshot_price import (
     WORKER_HOURS,
     Known,
+    OwnCosts,
     checkpoint_price,
     leaving_bytes,
+    own_costs,
     settle_rhythms,
     snapshot_price,
 )

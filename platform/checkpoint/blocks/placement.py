@@ -67,22 +67,27 @@ def planned_tensors(plan: Plan, kind: str, dtype: torch.dtype | str) -> list[Hel
     """Return which ranks hold which block of every tensor of one kind of training state, under the plan: the master
     copies of the parameters (`kind` = model), or a moment of the optimizer, which is laid out like them. Tensors are
     named KIND.PARAMETER."""
-    ranks: dict[int, list[tuple[int, dict[str, int]]]] = defaultdict(list)  # stage -> (rank, coordinates)
-    for rank in range(plan.mesh.size):
-        at = plan.mesh.coordinates(rank)
-        ranks[at["stage"]].append((rank, at))
+    each = plan.mesh.size // plan.stages  # ranks of a stage, which follow each other
+    coordinates = [plan.mesh.coordinates(rank) for rank in range(plan.mesh.size)]
     out, known = [], {}
     for p in plan.parameters:
-        bucket, stages = plan.bucket_of[p.name], plan.stages_of[p.name]
-        # layers share layouts and shards, except for their stage
+        bucket, (first, *others) = plan.bucket_of[p.name], plan.stages_of[p.name]
+        # layers share layouts and shards, on the ranks of their own stages
         before = () if plan.uneven.isdisjoint(q.name for q in bucket.parameters) else bucket.alike
-        place = p.dims, p.role, p.sizes, stages, bucket.ranges[p.name], bucket.elements, bucket.sharded, before
-        if place not in known:
-            here = sorted((entry for stage in stages for entry in ranks[stage]), key=lambda entry: entry[0])
-            found = [(rank, box) for rank, at in here for box in _kept(plan, p, at)]
-            known[place] = HeldTensor.of("", dtype, plan.global_shape(p), found)
-        out.append(replace(known[place], name=f"{kind}.{p.name}"))
+        place = p.dims, p.role, p.sizes, bucket.ranges[p.name], bucket.elements, bucket.sharded, before
+        key = (*place, *(stage - first for stage in others))
+        if key not in known:
+            here = (rank for stage in sorted((first, *others)) for rank in range(stage * each, (stage + 1) * each))
+            found = [(rank, box) for rank in here for box in _kept(plan, p, coordinates[rank])]
+            known[key] = first, HeldTensor.of("", dtype, plan.global_shape(p), found)
+        at, held = known[key]
+        out.append(replace(held, name=f"{kind}.{p.name}", holders=_on_other_ranks(held.holders, (first - at) * each)))
     return out
+
+
+def _on_other_ranks(holders: dict[Box, tuple[int, ...]], by: int) -> dict[Box, tuple[int, ...]]:
+    """Return the holders of blocks with so much added to their ranks."""
+    return {box: tuple(rank + by for rank in ranks) for box, ranks in holders.items()} if by else holders
 
 
 def planned_states(plan: Plan, dtype: torch.dtype | str) -> list[HeldTensor]:

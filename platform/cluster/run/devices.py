@@ -106,8 +106,7 @@ def settle_rhythms_here(config: Config, plan: Plan, say: Callable[[str], None]) 
     directory shows of their costs, else by the plan; print the reasons."""
     if AUTO not in (config.elastic.snapshot_every, config.checkpoint.every):
         return
-    from platform.monitor.records.own_costs import own_costs
-    from platform.planning.snapshot_price import NODE, Known, settle_rhythms
+    from platform.planning.snapshot_price import NODE, Known, own_costs, settle_rhythms
     from platform.planning.step_price import hardware_of_device
 
     size, kind = plan.mesh.size, device_there(config.cluster)

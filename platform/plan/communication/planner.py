@@ -89,6 +89,12 @@ class Planner:
             n -= 1
         return tuple(heads[:n])
 
+    def key(self, operation: Operation) -> tuple:
+        """Return all but this planner on which an operation's plan depends: equal layers share it."""
+        at_use = self.reduced_at_use
+        summed = (at_use.get((operation.name, operation.kind, p.name)) for p in operation.parameters) if at_use else ()
+        return operation.anonymous, *summed
+
     @property
     def replicas(self) -> int:
         """Return the number of data-parallel replicas, over all axes of the mesh that number them."""

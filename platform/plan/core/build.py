@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.communication.planner import Planner
@@ -214,11 +214,10 @@ def plan_operations(planner: Planner, operations: Sequence[Operation], microbatc
     if illegal := violations(planner, operations, microbatch):
         raise IllegalPlan(illegal)
     found: PlannedOperations = {}
-    alike: dict[tuple, PlannedOperation] = {}  # equal layers are planned once
+    alike = _planned_by(planner)  # equal layers are planned once
     for o in operations:
-        summed = tuple(planner.reduced_at_use.get((o.name, o.kind, p.name)) for p in o.parameters)
         try:
-            if (key := (o.anonymous, summed)) not in alike:
+            if (key := planner.key(o)) not in alike:
                 alike[key] = word_of(o).plan(planner, o)
             found[o.kind, o.name] = replace(alike[key], operation=o)
         except ValueError as error:
@@ -226,6 +225,20 @@ def plan_operations(planner: Planner, operations: Sequence[Operation], microbatc
     if illegal:
         raise IllegalPlan(illegal)
     return found
+
+
+def _planned_by(planner: Planner) -> dict[tuple, PlannedOperation]:
+    """Return the operations that equal planners have planned, by `Planner.key`."""
+    # a plan is first made of a few layers, and a search makes many plans on one mesh
+    if type(planner) is not Planner:  # another rule, of passes of generation
+        return {}
+    return _planned_on(repr((planner.mesh, planner.scheme, sorted(planner.sizes.items()), planner.open_sums)))
+
+
+@lru_cache(maxsize=64)
+def _planned_on(planner: str) -> dict[tuple, PlannedOperation]:
+    """Return an empty table of planned operations, the same one for a description of the same planner."""
+    return {}
 
 
 def _replicated(mesh: Mesh, operations: Mapping[tuple[str, str], PlannedOperation], sizes: Mapping[str, int]):

@@ -128,10 +128,11 @@ def record(
         return tuple((name, x.spec) for name, x in flow.items())
 
     flow: dict[str, Symbol] = {}
-    costs = []
+    costs, known = [], dict[tuple, float]()  # layers are alike
     for unit in units if not parts else ():
         ops, flow = run(flow, [unit])
-        costs.append(sum(cost(o, sizes) for o in ops.operations))
+        known |= {o.anonymous: cost(o, sizes) for o in ops.operations if o.anonymous not in known}
+        costs.append(sum(known[o.anonymous] for o in ops.operations))
     parts = parts or [units[where.start : where.stop] for where in place_layers(costs, count)]
     flow, chunks = {}, []
     for number, part in enumerate(parts, 1):

@@ -248,8 +248,10 @@ class Plan:
     def buckets(self) -> list[Bucket]:
         """Return the buckets of all parameters: stage by stage, in order of their first use in its forward pass, the
         bucket of a tied parameter once. They are the same whether this is the whole plan or a stage's part of it."""
-        stages = dict.fromkeys(c.stage for c in self.chunks)
-        return list(dict.fromkeys(bucket for stage in stages for bucket in self._buckets_of(stage)))
+        first, *others = dict.fromkeys(c.stage for c in self.chunks)
+        if not others:
+            return self._buckets_of(first)
+        return list(dict.fromkeys(bucket for stage in (first, *others) for bucket in self.at(stage).buckets))
 
     def _buckets_of(self, stage: int) -> list[Bucket]:
         """Make the buckets of the parameters that one stage uses, in order of their first use there. A bucket has those

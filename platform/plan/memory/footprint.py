@@ -100,6 +100,7 @@ class _Walk:
         self.most_left: Counter[int] = Counter()
         self.sending: deque[int] = deque()
         self._alike, self._measured = measured, dict[tuple, Passes]()
+        self._now: dict[int, Passes] = {}  # by chunk, as long as the same sums are there
         self._likeness: dict[int, tuple] = {}
         self._numbers: dict[int, dict[int, int]] = {}
         self._blocks: dict[tuple, list[tuple[int, int]]] = {}
@@ -127,12 +128,14 @@ class _Walk:
 
     def passes(self, chunk: int) -> Passes:
         """Return the bytes that passes of a chunk take, given the buckets whose gradients are being summed."""
-        here = self._buckets_of(chunk)
-        summed, reduced = (frozenset(here.keys() & numbers) for numbers in (self.sums.keys(), self.parts))
-        if (key := (chunk, summed, reduced)) not in self._measured:
-            found = self._of_alike(chunk, here, summed, reduced)
-            self._measured[key], self.standing = found, max(self.standing, found.standing)
-        return self._measured[key]
+        if chunk not in self._now:
+            here = self._buckets_of(chunk)
+            summed, reduced = (frozenset(here.keys() & numbers) for numbers in (self.sums.keys(), self.parts))
+            if (key := (chunk, summed, reduced)) not in self._measured:
+                found = self._of_alike(chunk, here, summed, reduced)
+                self._measured[key], self.standing = found, max(self.standing, found.standing)
+            self._now[chunk] = self._measured[key]
+        return self._now[chunk]
 
     def _buckets_of(self, chunk: int) -> dict[int, int]:
         """Map the numbers of the buckets with parameters of a chunk to their numbers among these."""
@@ -198,6 +201,9 @@ class _Walk:
 
     def _accumulate(self, begun: Mapping[int, int], parts: Mapping[int, int]) -> None:
         """Add to the memory forecast a pass's new gradient sums and reduced shards: bytes by number of the bucket."""
+        if not begun and not parts:
+            return
+        self._now.clear()
         self.sums |= begun
         self.gradients += sum(begun.values()) + sum(parts.values()) - sum(self.sums.pop(n, 0) for n in parts)
         self.parts |= parts.keys()

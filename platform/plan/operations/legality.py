@@ -28,6 +28,9 @@ def violations(planner: Planner, operations: Sequence[Operation], microbatch: in
     """Check the tensors of a model's operations under a scheme before these are planned: return one message per axis
     that would split two dims of a tensor and per dim that its axes do not divide, with the places and the nearest legal
     values. `microbatch`: sequences per microbatch and replica."""
+    alike = list({o.anonymous: o for o in operations}.values())  # which are legal in nearly all plans
+    if len(alike) < len(operations) and not violations(planner, alike, microbatch):
+        return []
     clashes: dict[tuple[str, str, str], dict[str, None]] = defaultdict(dict)  # (axis, dim, dim) -> operations
     splits: dict[tuple[str, int, tuple[str, ...]], dict[str, None]] = defaultdict(dict)  # (dim, size, axes) -> regions
     for o in operations:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
+from typing import NamedTuple
 
 from platform.plan.communication.traffic import EVER
 from platform.plan.core.plan import Plan
@@ -24,7 +25,7 @@ from platform.plan.language.tiers import Tiers
 from platform.plan.reports.describe import human
 
 _DIRECT = {"all_gather": 1, "reduce_scatter": 0, "all_to_all": 0, "broadcast": 0, "reduce": 0}  # 1: whole, 0: an n-th
-_ROOTED = ("scatter", "gather")
+_ROOTED, _RINGS = ("scatter", "gather"), ("all_reduce", "rotate")
 
 
 @dataclass(frozen=True)
@@ -43,19 +44,80 @@ def tier_traffic(plan: Plan, tiers: Tiers) -> list[TierTraffic]:
     sit as `tiers` says. The bytes add up to the total of `communication`."""
     rows = range(len(tiers.rows))
     messages, moved = [Fraction()] * len(rows), [Fraction()] * len(rows)
-    links: dict[tuple[int, tuple[str, ...], str], Fraction] = defaultdict(Fraction)  # row, part of the cluster, way
-    for (sender, receiver), (count, size) in pair_traffic(plan).items():
-        row = tiers.row(sender, receiver)
-        messages[row] += count
-        moved[row] += size
-        for link in rows[1 : row + 1]:
-            links[link, tiers.domain(sender, link), "out"] += size
-            links[link, tiers.domain(receiver, link), "in"] += size
+    links: dict[_Link, Fraction] = defaultdict(Fraction)
+    counted: dict[tuple, _Reached] = {}
+    for kind, (launches, size) in _launched(plan).items():
+        for share_of_pair, each, reached in _reached(plan.mesh, kind, tiers, counted):
+            for row, pairs in reached.rows.items():
+                messages[row] += pairs * each * launches
+                moved[row] += pairs * share_of_pair * size
+            for link, pairs in reached.links.items():
+                links[link] += pairs * share_of_pair * size
     busiest = [max((round(n) for (link, *_), n in links.items() if link == row), default=0) for row in rows]
     return [
         TierTraffic(name, round(messages[row]), round(moved[row]), busiest[row] if row else None)
         for row, name in enumerate(tiers.rows)
     ]
+
+
+_Link = tuple[int, tuple[str, ...], str]  # row of `Tiers.rows`, part of the cluster, way
+
+
+class _Reached(NamedTuple):
+    """Numbers of the pairs of ranks that a collective reaches: by row of `Tiers.rows`, and by link that they use."""
+
+    rows: Counter[int]
+    links: Counter[_Link]
+
+    def add(self, tiers: Tiers, sender: int, receiver: int) -> None:
+        """Count one pair of ranks."""
+        row = tiers.row(sender, receiver)
+        self.rows[row] += 1
+        for link in range(1, row + 1):
+            self.links[link, tiers.domain(sender, link), "out"] += 1
+            self.links[link, tiers.domain(receiver, link), "in"] += 1
+
+    def add_all(self, tiers: Tiers, group: Sequence[int]) -> None:
+        """Count all pairs of the ranks of a group, from how many of them each part of the cluster has."""
+        beyond = len(group) * (len(group) - 1)  # pairs that go so far, or farther
+        for link in range(1, len(tiers.rows)):
+            farther = 0
+            for domain, here in Counter(tiers.domain(rank, link) for rank in group).items():
+                farther += (pairs := here * (len(group) - here))
+                if pairs:
+                    self.links[link, domain, "out"] += pairs
+                    self.links[link, domain, "in"] += pairs
+            self.rows[link - 1] += beyond - farther
+            beyond = farther
+        self.rows[len(tiers.rows) - 1] += beyond
+
+
+def _reached(
+    mesh: Mesh, kind: _Launched, tiers: Tiers, counted: dict[tuple, _Reached]
+) -> Iterator[tuple[Fraction, Fraction, _Reached]]:
+    """Yield, for a kind of collective, the share of a rank's input and the messages of each of some pairs of ranks, and
+    how many pairs there are; those of other kinds along the same axes are `counted` once."""
+    if kind.cuts:  # pairs differ in what they exchange
+        for (sender, receiver), messages, share in _exchanging(mesh, kind):
+            one = _Reached(Counter(), Counter())
+            one.add(tiers, sender, receiver)
+            yield share, messages, one
+        return
+    if kind.op == "send":
+        share = messages = Fraction(1)
+    else:
+        _, _, messages, share = next(transfers(kind.op, mesh.extent(kind.axes)), (0, 0, Fraction(), Fraction()))
+    way = "all" if kind.op in _DIRECT or kind.op == "all_to_allv" else "ring" if kind.op in _RINGS else kind.op
+    key = way, kind.axes, kind.only, kind.stages
+    if key not in counted:
+        counted[key] = found = _Reached(Counter(), Counter())
+        if way == "all":
+            for group in _launching_groups(mesh, kind):
+                found.add_all(tiers, group)
+        else:
+            for (sender, receiver), *_ in _exchanging(mesh, kind):
+                found.add(tiers, sender, receiver)
+    yield share, messages, counted[key]
 
 
 def reach_of(plan: Plan, tiers: Tiers) -> dict[str, str]:
@@ -78,47 +140,66 @@ def traffic_line(rows: Sequence[TierTraffic]) -> str:
     return f"per step  {', '.join(parts)}"
 
 
-def pair_traffic(plan: Plan) -> dict[tuple[int, int], tuple[Fraction, Fraction]]:
-    """Return the (messages, bytes) that each pair of ranks (sender, receiver) exchanges in one training step of a
-    plan."""
-    found: dict[tuple[int, int], tuple[Fraction, Fraction]] = {}
-    mesh, itemsize = plan.mesh, {**EVER, **plan.itemsize}
-    alike: Counter[tuple[str, tuple[str, ...], tuple[str, ...], tuple[int, ...], tuple[Cut, ...]]] = Counter()
-    launched: Counter[tuple[str, tuple[str, ...], tuple[str, ...], tuple[int, ...], tuple[Cut, ...]]] = Counter()
+class _Launched(NamedTuple):
+    """Kind of collective that is launched: its `op`, along `axes`, at index 0 of the axes `only`, by ranks of `stages`,
+    of blocks that `cuts` cut."""
+
+    op: str
+    axes: tuple[str, ...]
+    only: tuple[str, ...]
+    stages: tuple[int, ...]
+    cuts: tuple[Cut, ...]
+
+
+def _launched(plan: Plan) -> dict[_Launched, tuple[int, int]]:
+    """Return the launches, and the bytes of a rank's input in all of them, of each kind of collective in a step."""
+    found: dict[_Launched, tuple[int, int]] = {}
+    itemsize = {**EVER, **plan.itemsize}
     for _, c, launches, stages in staged_collectives(plan):
-        key = c.op, mesh.ordered(c.axes), c.only, stages, c.cuts
-        alike[key] += launches * c.elements * itemsize[c.dtype]
-        launched[key] += launches
-    for key, size in alike.items():
-        op, axes, only, stages, cuts = key
-        pairs = _between_stages if op == "send" else _in_groups
-        for pair, messages, share in pairs(mesh, op, axes, only, stages):
-            count, before = found.get(pair, (Fraction(), Fraction()))
-            has = prod(Fraction(cut.extent(mesh, mesh.coordinates(pair[0])), cut.longest()) for cut in cuts)
-            found[pair] = count + messages * launched[key], before + share * has * size
+        key = _Launched(c.op, plan.mesh.ordered(c.axes), c.only, stages, c.cuts)
+        count, size = found.get(key, (0, 0))
+        found[key] = count + launches, size + launches * c.elements * itemsize[c.dtype]
     return found
 
 
-_Pairs = Iterator[tuple[tuple[int, int], Fraction, Fraction]]
+def pair_traffic(plan: Plan) -> dict[tuple[int, int], tuple[Fraction, Fraction]]:
+    """Return the (messages, bytes) that each (sender, receiver) exchanges in one training step of a plan."""
+    found: dict[tuple[int, int], tuple[Fraction, Fraction]] = {}
+    for kind, (launches, size) in _launched(plan).items():
+        for pair, messages, share in _exchanging(plan.mesh, kind):
+            count, before = found.get(pair, (Fraction(), Fraction()))
+            found[pair] = count + messages * launches, before + share * size
+    return found
 
 
-def _between_stages(mesh: Mesh, op: str, axes: Sequence[str], only: Sequence[str], stages: Sequence[int]) -> _Pairs:
+def _exchanging(mesh: Mesh, kind: _Launched) -> Iterator[tuple[tuple[int, int], Fraction, Fraction]]:
+    """Yield (sender, receiver), messages and share of the longest input of a rank for one launch of a collective."""
+    for pair, messages, share in _between_stages(mesh, kind) if kind.op == "send" else _in_groups(mesh, kind):
+        has = prod(Fraction(cut.extent(mesh, mesh.coordinates(pair[0])), cut.longest()) for cut in kind.cuts)
+        yield pair, messages, share * has
+
+
+def _between_stages(mesh: Mesh, kind: _Launched) -> Iterator[tuple[tuple[int, int], Fraction, Fraction]]:
     """Yield (sender, receiver), messages and share of a rank's input for a send between two pipeline stages."""
     for rank in range(mesh.size):
         at = mesh.coordinates(rank)
-        if at["stage"] == stages[0] and at_zero(only, at):
-            yield (rank, mesh.rank({**at, "stage": stages[1]})), Fraction(1), Fraction(1)
+        if at["stage"] == kind.stages[0] and at_zero(kind.only, at):
+            yield (rank, mesh.rank({**at, "stage": kind.stages[1]})), Fraction(1), Fraction(1)
 
 
-def _in_groups(mesh: Mesh, op: str, axes: Sequence[str], only: Sequence[str], stages: Sequence[int]) -> _Pairs:
-    """Yield, for one launch of a collective, each pair of ranks (sender, receiver) with its messages and the share of a
-    rank's input that they carry. The groups that launch it lie along `axes`, in one of `stages` and at index 0 of the
-    axes `only`."""
-    for group in mesh.groups(axes):
+def _in_groups(mesh: Mesh, kind: _Launched) -> Iterator[tuple[tuple[int, int], Fraction, Fraction]]:
+    """Yield (sender, receiver), messages and share of a rank's input for one launch along axes of the mesh."""
+    for group in _launching_groups(mesh, kind):
+        for sender, receiver, messages, share in transfers(kind.op, len(group)):
+            yield (group[sender], group[receiver]), messages, share
+
+
+def _launching_groups(mesh: Mesh, kind: _Launched) -> Iterator[tuple[int, ...]]:
+    """Yield the groups of ranks that launch a kind of collective."""
+    for group in mesh.groups(kind.axes):
         at = mesh.coordinates(group[0])
-        if (at["stage"] in stages or "stage" in axes) and at_zero(only, at):
-            for sender, receiver, messages, share in transfers(op, len(group)):
-                yield (group[sender], group[receiver]), messages, share
+        if (at["stage"] in kind.stages or "stage" in kind.axes) and at_zero(kind.only, at):
+            yield group
 
 
 def transfers(op: str, n: int) -> Iterator[tuple[int, int, Fraction, Fraction]]:

@@ -128,7 +128,7 @@ def _row(
 NO_TABLE = "pipeline=file needs the table of a schedule, one line per stage"  # a refusal where no file is named
 ONE_CHUNK = ("gpipe", "1f1b")  # schedules that allow only one chunk per stage
 SCHEDULES: dict[str, Generator] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zb_h1": zb_h1}
-SHIPPED = tuple(SCHEDULES)
+SHIPPED, PROVEN = tuple(SCHEDULES), frozenset(SCHEDULES.values())  # tests validate the tables of these
 SETTLED = 16  # microbatches after which the sends in flight have reached their maximum
 
 
@@ -144,7 +144,8 @@ def _generated(kind: str, stages: int, chunks: int, microbatches: int, generator
     """Generate and validate a schedule's table, once for all plans of a process that follow it."""
     rows = tuple(tuple(row) for row in generator(stages, chunks, microbatches))
     schedule = Schedule(kind, stages, chunks, microbatches, rows)
-    validate(schedule)
+    if generator not in PROVEN:
+        validate(schedule)
     return schedule
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 
 from platform.plan.schedule.simulate import simulate
 from platform.plan.schedule.table import COMPUTE, Action, Kind, Schedule, ScheduleError
@@ -17,6 +18,7 @@ from platform.plan.schedule.table import COMPUTE, Action, Kind, Schedule, Schedu
 Message = tuple[tuple[int, Action], tuple[int, Action]]  # (stage, send), (stage, receive)
 
 
+@lru_cache(maxsize=16)
 def validate(schedule: Schedule) -> None:
     """Raise ScheduleError with every violation of a pipeline schedule's compute table: counts, unknown or repeated
     actions, order; if there is none of these, for a deadlock.
@@ -28,6 +30,7 @@ def validate(schedule: Schedule) -> None:
     simulate(schedule)  # raises ScheduleError on deadlock
 
 
+@lru_cache(maxsize=16)
 def lower(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """Lower a pipeline schedule: return each stage's row with sends and receives inserted, as its workers execute it.
     Raises ScheduleError as `validate` does.

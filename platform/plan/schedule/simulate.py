@@ -12,6 +12,7 @@ from platform.plan.schedule.table import Action, Kind, Schedule, ScheduleError, 
 # Durations in units of one chunk's forward pass of one microbatch.
 NOMINAL: Mapping[Kind, float] = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
 
+Tensor = tuple[str, int, int]  # a result: pass, chunk, microbatch
 Times = Mapping[Kind, float] | Callable[[int, Action], float]  # seconds by kind, or by (stage, action)
 
 
@@ -62,25 +63,26 @@ def _simulated(schedule: Schedule, times: Times, transfer: float) -> Simulation:
     """Simulate one step of a pipeline schedule action by action; arguments and errors as of `simulate`."""
     seconds = times if callable(times) else (lambda stage, action: times[action.kind])
     done: dict[tuple[str, int, int], tuple[float, int]] = {}  # result -> (end, stage)
-    at = [0] * len(schedule.rows)
+    waits = _waits(schedule)
+    at = [0] * len(waits)
     clock, busy = [0.0] * len(at), [0.0] * len(at)
     events = []
     progress = True
     while progress:
         progress = False
-        for stage, row in enumerate(schedule.rows):
+        for stage, row in enumerate(waits):
             while at[stage] < len(row):
-                action = row[at[stage]]
-                inputs = [done.get(r) for r in needs(action, schedule.total_chunks)]
-                if None in inputs:
+                action, inputs, made = row[at[stage]]
+                if any(r not in done for r in inputs):
                     break
-                arrivals = (when + (transfer if origin != stage else 0.0) for when, origin in filter(None, inputs))
-                start = max(clock[stage], *arrivals, 0.0)
+                start = clock[stage]
+                for when, origin in map(done.__getitem__, inputs):
+                    start = max(start, when + (transfer if origin != stage else 0.0))
                 duration = seconds(stage, action)
                 clock[stage] = end = start + duration
                 busy[stage] += duration
                 events.append(TimedAction(stage, action, start, end))
-                done[result(action)] = end, stage
+                done[made] = end, stage
                 at[stage] += 1
                 progress = True
     if stuck := [(stage, row[i]) for stage, (row, i) in enumerate(zip(schedule.rows, at, strict=True)) if i < len(row)]:
@@ -92,6 +94,13 @@ def _simulated(schedule: Schedule, times: Times, transfer: float) -> Simulation:
         busy=tuple(busy),
         peak_live=tuple(map(_peak_live, schedule.rows)),
     )
+
+
+@lru_cache(maxsize=8)
+def _waits(schedule: Schedule) -> list[list[tuple[Action, list[Tensor], Tensor]]]:
+    """Return the rows of a pipeline schedule, of each action what it needs and what it makes."""
+    total = schedule.total_chunks
+    return [[(action, needs(action, total), result(action)) for action in row] for row in schedule.rows]
 
 
 def _explain(stage: int, action: Action, schedule: Schedule, done: Mapping) -> str:

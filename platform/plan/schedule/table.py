@@ -6,7 +6,7 @@ A table has no communication: `platform.plan.schedule.lowering` adds it. See doc
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
@@ -75,7 +75,7 @@ class Schedule:
     stages: int
     chunks: int
     microbatches: int
-    rows: tuple[tuple[Action, ...], ...]
+    rows: tuple[tuple[Action, ...], ...] = field(hash=False)  # too long to hash each time
 
     @property
     def total_chunks(self) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from math import inf
 from typing import Any
 
 from platform.boundary.redaction import redact
 from platform.config.extending.own_settings import shown_settings
-from platform.config.fields import Config
+from platform.config.fields import Compose, Config
 from platform.config.groups.execution_group import AUTO
 from platform.costs.machine import Hardware
 from platform.costs.price import StepPrice
@@ -20,10 +20,8 @@ from platform.plan.memory.hardware import memory_of
 from platform.plan.reports.explain import explain
 from platform.planning.explaining.failure_price import failure_price
 from platform.planning.memory_budget import device_kind, footprints
-from platform.planning.snapshot_price import Known, snapshot_price
+from platform.planning.snapshot_price import Known, OwnCosts, snapshot_price
 from platform.planning.step_price import chosen_hardware, hardware_named, step_price
-
-Composed = Callable[[Sequence[str]], Config]  # what a user types beside all else -> the configuration
 
 
 def explained(
@@ -33,7 +31,7 @@ def explained(
     hardware: Hardware,
     named: bool = False,
     tokens: float | None = None,
-    composed: Composed | None = None,
+    composed: Compose | None = None,
 ) -> dict[str, Any]:
     """Return what there is to say of a configuration's plan, as JSON-able data. `tiers`: workers in one of each, as of
     `explain`; `hardware`: the one for which steps are priced, `named` by the user; `tokens`: the number of a run's, by
@@ -42,7 +40,8 @@ def explained(
     needed, step = footprints(config, plan), step_price(config, plan, hardware)
     stated = named or bool(chosen_hardware(config))
     device = _stated_device(config, hardware if stated else None)
-    known = Known(device_kind(config), hardware if stated or hardware_named(config.cluster.gpu) else None)
+    sure = stated or hardware_named(config.cluster.gpu)
+    known = Known(device_kind(config), hardware if sure else None, OwnCosts(step=step.seconds))
     snapshot, every = snapshot_price(config, plan, min(tiers.values()), known), config.elastic.snapshot_every
     every = snapshot.interval if every == AUTO else every
     more: dict[str, Any] = {

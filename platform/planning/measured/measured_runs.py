@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from platform.boundary.refusals import ConfigError, closest, refuse_all
-from platform.config.fields import Config
+from platform.config.fields import Compose
 from platform.costs.machine import Hardware
 from platform.costs.price import StepPrice, price_of
 from platform.costs.step_work import EVEN, StepWork
@@ -103,9 +103,6 @@ class MeasuredRun:
     def rivals(self) -> tuple[str, ...]:
         """Return a key of all that runs share which differ in their plans alone: model, batch, devices."""
         return tuple(self.cells.get(column, "") for column in RIVALS)
-
-
-Compose = Callable[[Sequence[str]], Config]
 
 
 def read_runs(path: str, compose: Compose, hardware: str = "", mark: str = "") -> list[MeasuredRun]:

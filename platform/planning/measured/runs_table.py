@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 from platform.boundary.files.local_files import replace_text
 from platform.boundary.refusals import ConfigError
+from platform.boundary.schema import Malformed
 from platform.composition.arguments import quote
 from platform.config.bounds import flat_values
-from platform.config.fields import Config
+from platform.config.fields import Compose, Config
+from platform.monitor.records import events, records
 from platform.monitor.records.metrics import MetricsLog
-from platform.monitor.records.records import METRICS
-from platform.planning.measured.measured_runs import KEYS, NEEDED, Compose, overrides_of
+from platform.monitor.records.records import JOURNAL, METRICS
+from platform.planning.measured.measured_runs import KEYS, NEEDED, overrides_of
 from platform.planning.step_price import hardware_named
 
 # Keys that a plan or its price depends on, by how they begin; GIVEN: keys among them that a scheme's file gives.
@@ -30,13 +32,20 @@ WARM_UP = 3  # first steps of a generation, which are slower
 
 
 class TrainedRun(NamedTuple):
-    """Run that was trained: the `arguments` that name it, its configuration, all keys settled, and the number and the
-    `device` (cpu or cuda) of its workers."""
+    """Run that was trained: the `arguments` that name it, its configuration, all keys settled, and the number of its
+    workers."""
 
     arguments: Sequence[str]
     config: Config
     workers: int
-    device: str
+
+    @property
+    def device(self) -> str:
+        """Return the kind of device (cpu, cuda) that its workers had, as its journal says."""
+        path = Path(self.config.run.dir) / JOURNAL
+        found = records.last(path, events.from_plain) if path.is_file() else []
+        starts = [event.device for event in found if isinstance(event, events.Starting)]
+        return starts[-1] if starts else "cpu"
 
 
 def write_table(path: Path, runs: Sequence[TrainedRun], compose: Compose) -> int:
@@ -69,13 +78,13 @@ def measured_seconds(config: Config) -> float | None:
 def row_of(run: TrainedRun, seconds: float, compose: Compose) -> dict[str, str]:
     """Return the row of a run whose step takes `seconds` on average: all columns that a table needs, and each key that
     is by default not as the run has it."""
-    config = run.config
-    found = hardware_named(config.cluster.gpu) if run.device == "cuda" else None
+    config, device = run.config, run.device
+    found = hardware_named(config.cluster.gpu) if device == "cuda" else None
     values, columns = flat_values(config), {key: column for column, key in KEYS.items()}
     cells = {
         "name": " ".join(run.arguments),
-        "hardware": "cpu" if run.device == "cpu" else found.name if found else "",
-        "cluster.device": run.device,
+        "hardware": "cpu" if device == "cpu" else found.name if found else "",
+        "cluster.device": device,
         "gpus": str(run.workers),
         **{column: str(values[KEYS[column]]) for column in NEEDED if column in KEYS},
         "tensor": config.tensor.scheme,
@@ -104,9 +113,15 @@ def _typed(value: Any) -> str:
     return quote(value) if isinstance(value, str) else json.dumps(value).replace('"', "'")
 
 
-def table_of_sweep(name: str, runs: Sequence[TrainedRun], compose: Compose) -> Path | None:
-    """Write the table of a sweep's runs beside their directories; return its path, None if no step was measured."""
+def table_of_sweep(name: str, runs: Sequence[TrainedRun], compose: Compose) -> str:
+    """Write the table of a sweep's runs beside their directories; return a line for the user, that it cannot be written
+    too, as the runs are trained: their table must not fail the command."""
     common = set[str].intersection(*(set(run.arguments) for run in runs))
     named = [run._replace(arguments=[a for a in run.arguments if a not in common]) for run in runs]
     path = Path(os.path.commonpath([os.path.dirname(run.config.run.dir) for run in runs])) / f"{name}.csv"
-    return path if write_table(path, named, compose) else None
+    try:
+        if not write_table(path, named, compose):
+            return "no step was measured: there is no table of the sweep"
+    except (OSError, Malformed) as error:
+        return f"the table of the measured steps cannot be written: {error}"
+    return f"the measured steps, beside the predicted: python -m platform.plan compare {path}"

@@ -21,7 +21,7 @@ from platform.plan.core.plan import Plan
 from platform.plan.language.numbers import factorizations
 from platform.plan.schedule.generators import MOST_PASSES
 from platform.planning.make_plan import CHOICES, plan_quickly, scheme_of
-from platform.planning.memory_budget import device_kind, needed_bytes
+from platform.planning.memory_budget import MemoryForecast, device_kind
 from platform.planning.search.choice import Contender, Space, shipped_schemes
 from platform.planning.search.estimate import Circumstances, Estimator, Mode
 from platform.planning.search.sketch import FEW, Columns, Sketch, sketched
@@ -49,7 +49,7 @@ class Rated(NamedTuple):
 
 @dataclass(frozen=True)
 class Finalist:
-    """Contender that was planned: its configuration, its `plan` and its `price`. Its memory is measured when it is
+    """Contender that was planned: its configuration, its `plan` and its `price`. Its memory is forecast when it is
     asked for, as that takes longest."""
 
     choice: Contender
@@ -63,9 +63,18 @@ class Finalist:
         return float(f"{self.price.seconds:.4g}"), self.choice.rank
 
     @cached_property
+    def _forecast(self) -> MemoryForecast:
+        """Return the forecast of the memory of each stage's workers."""
+        return MemoryForecast(self.config, self.plan)
+
+    @property
     def memory(self) -> int:
         """Return the bytes that the neediest worker takes."""
-        return needed_bytes(self.config, self.plan)
+        return self._forecast.needed
+
+    def fits(self, budget: float) -> bool:
+        """Return True if no worker takes more than so many bytes."""
+        return not self._forecast.exceeds(budget)
 
 
 @dataclass(frozen=True)
@@ -82,17 +91,17 @@ class Standings:
     @cached_property
     def best(self) -> Finalist | None:
         """Return the first finalist that fits; those behind it are not measured."""
-        return next((f for f in self.tried if f.memory <= self.budget), None)
+        return next((f for f in self.tried if f.fits(self.budget)), None)
 
     @cached_property
     def fitting(self) -> list[Finalist]:
         """Return the finalists that fit, the best first."""
-        return [f for f in self.tried if f.memory <= self.budget]
+        return [f for f in self.tried if f.fits(self.budget)]
 
     @cached_property
     def lacking(self) -> list[Finalist]:
         """Return the finalists that lack memory, the quickest first."""
-        return [f for f in self.tried if f.memory > self.budget]
+        return [f for f in self.tried if not f.fits(self.budget)]
 
 
 def search(config: Config, workers: int, memory: float, hardware: Hardware) -> Standings:
@@ -123,7 +132,7 @@ def _numbers_of_workers(space: Space, workers: int) -> Iterator[int]:
 
 
 def _finalists(space: Space, rated: Sequence[Rated], memory: float, hardware: Hardware) -> list[Finalist]:
-    """Plan and price contenders, the best by estimate first, as many as can still be the quickest of those that fit;
+    """Plan and price contenders, the best by estimate first, as many as may be the quickest that fits;
     return them by price."""
     most = min(MOST, max(LEAST, LAYERS // space.config.model.layers))
     found: list[Finalist] = []
@@ -154,7 +163,7 @@ def _worth_a_plan(rated: Sequence[Rated], memory: float) -> Iterator[Rated]:
 
 def _some_fits(found: Sequence[Finalist], memory: float) -> bool:
     """Return True if some finalist fits; the quickest are measured first."""
-    return any(f.memory <= memory for f in sorted(found, key=lambda f: f.order))
+    return any(f.fits(memory) for f in sorted(found, key=lambda f: f.order))
 
 
 def _finalist(space: Space, choice: Contender, hardware: Hardware) -> Finalist | None:

@@ -179,15 +179,18 @@ class Space:
             train=replace(c.train, microbatch=choice.microbatch),
         )
 
-    def typed(self, choice: Contender) -> list[str]:
-        """Return the arguments by which a user types the parts of a contender that the configuration leaves open."""
+    def keys(self, choice: Contender) -> dict[str, Any]:
+        """Return the values of a contender by configuration key."""
         names = axes_of(self.schemes[choice.scheme])
-        sizes = {f"tensor.axes.{a}": n for a, n in zip(names, choice.axes, strict=True)}
-        stages = {"pipeline.stages": choice.stages} if choice.kind != "none" else {}
-        chunks = {"pipeline.chunks": choice.chunks} if choice.kind not in ("none", *ONE_CHUNK) else {}
-        values: dict[str, Any] = {
-            "tensor": choice.scheme, **sizes, "pipeline": choice.kind, **stages, **chunks,
+        return {
+            "tensor": choice.scheme, **{f"tensor.axes.{a}": n for a, n in zip(names, choice.axes, strict=True)},
+            "pipeline": choice.kind, "pipeline.stages": choice.stages, "pipeline.chunks": choice.chunks,
             "parallel.data": choice.data, "parallel.context": choice.context, "parallel.experts": choice.experts,
             "parallel.zero": choice.zero, "train.microbatch": choice.microbatch, "recompute": choice.recompute,
         }  # fmt: skip
-        return [f"{key}={value}" for key, value in values.items() if is_open(self.config, key)]
+
+    def typed(self, choice: Contender) -> list[str]:
+        """Return the arguments by which a user types the parts of a contender that the configuration leaves open."""
+        unread = {"none": ("pipeline.stages", "pipeline.chunks"), **dict.fromkeys(ONE_CHUNK, ("pipeline.chunks",))}
+        left = {key: n for key, n in self.keys(choice).items() if key not in unread.get(choice.kind, ())}
+        return [f"{key}={value}" for key, value in left.items() if is_open(self.config, key)]

@@ -70,7 +70,7 @@ def ranked_table(found: Standings, top: int) -> Iterator[str]:
     yield f"{'':>4}  {'step':>9}  {'memory':>8}  plan, and why it lost"
     number = 0
     for one in shown:
-        fits = one.memory <= found.budget
+        fits = one.fits(found.budget)
         number += fits
         reason = "" if one is best else f": {lost_by(one, best, found.budget)}"
         typed = " ".join(found.space.typed(one.choice))
@@ -81,7 +81,7 @@ def ranked_table(found: Standings, top: int) -> Iterator[str]:
 def lost_by(one: Finalist, best: Finalist, budget: float) -> str:
     """Return why a finalist lost to the best: the memory that it lacks, or the part of a step that is longest beyond
     the best's."""
-    if one.memory > budget:
+    if not one.fits(budget):
         return f"lacks {(one.memory - budget) / 1e9:.3g} GB"
     behind = one.price.seconds - best.price.seconds
     if behind <= NEAR * best.price.seconds:

@@ -3,14 +3,13 @@ in closed form, and the best are planned, measured and priced."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from math import inf
-from typing import Any
 
 from platform.boundary.refusals import ConfigError
-from platform.config.fields import Config
+from platform.config.fields import Compose, Config
 from platform.config.layout_map import axes_of
 from platform.config.rules.left_open import OPEN
 from platform.costs.machine import Hardware
@@ -47,11 +46,8 @@ class Change:
     memory: int | None
 
 
-Composed = Callable[[Sequence[str]], Config]  # what a user types beside all else -> the configuration
-
-
 def best_changes(
-    config: Config, composed: Composed, seconds: float, needed: float, memory: float, hardware: Hardware
+    config: Config, composed: Compose, seconds: float, needed: float, memory: float, hardware: Hardware
 ) -> list[Change]:
     """Return the changes of a configuration by which its plan would gain most, the best first: to fit `memory` bytes of
     a worker, if it needs more, else to take less than its `seconds` of a step on a hardware. `composed`: gives the
@@ -74,7 +70,7 @@ def best_changes(
 
 
 def _tried(
-    composed: Composed, config: Config, typed: tuple[str, ...], hardware: Hardware, measured: bool
+    composed: Compose, config: Config, typed: tuple[str, ...], hardware: Hardware, measured: bool
 ) -> Change | None:
     """Plan and price a configuration with a change, `measured` if its memory is in doubt; None if it is refused."""
     try:
@@ -166,17 +162,5 @@ def _with_schedule(choice: Contender, layers: int) -> Contender:
 
 def _overrides(own: Contender, other: Contender, space: Space) -> tuple[str, ...]:
     """Return the overrides by which one contender becomes another."""
-    here, there = (_keys(choice, space) for choice in (own, other))
+    here, there = space.keys(own), space.keys(other)
     return tuple(f"{key}={value}" for key, value in there.items() if here.get(key) != value)
-
-
-def _keys(choice: Contender, space: Space) -> dict[str, Any]:
-    """Return the values of a contender by configuration key."""
-    names = axes_of(space.schemes[choice.scheme])
-    return {
-        "tensor": choice.scheme,
-        **{f"tensor.axes.{a}": n for a, n in zip(names, choice.axes, strict=True)},
-        "pipeline": choice.kind, "pipeline.stages": choice.stages, "pipeline.chunks": choice.chunks,
-        "parallel.data": choice.data, "parallel.context": choice.context, "parallel.experts": choice.experts,
-        "parallel.zero": choice.zero, "train.microbatch": choice.microbatch, "recompute": choice.recompute,
-    }  # fmt: skip

@@ -14,7 +14,7 @@ from platform.plan.core.plan import Plan
 from platform.plan.language.numbers import divisors
 from platform.plan.reports.describe import human
 from platform.planning.make_plan import plan_quickly
-from platform.planning.memory_budget import device_kind, footprints, host_bytes, needed_bytes
+from platform.planning.memory_budget import MemoryForecast, device_kind, footprints, host_bytes, needed_bytes
 
 SHOWN = 2  # fitting changes named to the user
 LESS = 0.9  # of the memory that was not there
@@ -87,8 +87,8 @@ def fitting_changes(config: Config, memory: float, weights: int = 0) -> Iterator
         if weights > memory and not for_weights:
             continue  # weights alone are too much, and this change leaves them as they are
         plan = plan_quickly(changed)
-        if plan and (needed := needed_bytes(changed, plan)) <= memory:
-            yield change, needed
+        if plan and not (needs := MemoryForecast(changed, plan)).exceeds(memory):
+            yield change, needs.needed
 
 
 def _changes(c: Config) -> Iterator[tuple[str, Config, bool]]:

@@ -109,6 +109,10 @@ def test_every_byte_has_a_sender_and_a_receiver(name):
     rows = tier_traffic(plan, Tiers.of({"node": 2, "rack": 4}, plan.mesh.size))
     assert sum(row.bytes for row in rows) == sum(communication(plan).values())
     assert rows[0].busiest is None and all(row.busiest <= row.bytes + rows[-1].bytes for row in rows[1:])
+    tiers, found = Tiers.of({"node": 2, "rack": 4}, plan.mesh.size), defaultdict(int)
+    for (sender, receiver), (messages, _) in pairs.items():
+        found[tiers.row(sender, receiver)] += messages
+    assert [row.messages for row in rows] == [found[row] for row in range(len(rows))]
     everything = tier_traffic(plan, Tiers.of({}, plan.mesh.size))
     assert [(row.tier, row.bytes) for row in everything] == [("everywhere", sum(row.bytes for row in rows))]
 

@@ -16,7 +16,7 @@ from platform.config.checks import violations_of_configuration
 from platform.jobs.__main__ import main as write_job
 from platform.launch import compose
 from platform.planning.make_plan import make_plan, plan_quickly
-from platform.planning.memory_budget import needed_bytes
+from platform.planning.memory_budget import MemoryForecast, needed_bytes
 from platform.planning.replan import replan
 from platform.planning.search import best as ranking
 from platform.planning.search.best import Field, search
@@ -200,7 +200,7 @@ def test_a_refusal_for_want_of_memory_ends_with_a_command_that_runs():
 
 def test_only_finalists_up_to_the_first_that_fits_are_measured(monkeypatch):
     measured = []
-    monkeypatch.setattr(ranking, "needed_bytes", lambda *given: measured.append(given) or needed_bytes(*given))
+    monkeypatch.setattr(ranking, "MemoryForecast", lambda *given: measured.append(given) or MemoryForecast(*given))
     found = search(composed(*TINY, "tensor=auto", "parallel.data=-1"), 4, LARGE, read_hardware("cpu"))
     assert found.best is found.tried[0] and len(measured) == 1 < len(found.tried)
     assert found.fitting[0] is found.best and len(measured) == len(found.tried)
