@@ -164,12 +164,14 @@ def _grown_planner(config: Any, scheme: Scheme, axes: Sequence[str], grown: str 
 
 
 def _quantities(planner: Planner, o: Operation) -> Iterator[tuple[Quantity, float]]:
-    """Yield the numbers of an operation on a rank, each with its kind; the same kinds on any mesh."""
+    """Yield the numbers of an operation on a rank, each with its kind; the same kinds on any mesh. Of experts' rows an
+    even routing's are computed and sent, and the worst one's kept, as a run must have room for them."""
     out = o.outputs[0] if o.outputs else None
-    size = prod(planner.shape(out)) * share_in_use(planner, out) if out else 0.0
+    room = float(prod(planner.shape(out))) if out else 0.0
+    size = room * share_in_use(planner, out) if out else 0.0
     if o.kind in ("pointwise", "residual"):
         yield Quantity("touched", times=RESIDUAL if o.kind == "residual" else FUNCTION[len(o.inputs)]), size
-        yield Quantity("kept"), size
+        yield Quantity("kept"), room
         if o.kind == "residual":
             yield Quantity("stream"), size
         return
@@ -185,7 +187,7 @@ def _quantities(planner: Planner, o: Operation) -> Iterator[tuple[Quantity, floa
     else:
         yield Quantity("touched", times=ACCESSES.get(o.kind, USUAL)), size
     if any(p.role == "in" for p in o.parameters) or not planned.groups and o.kind not in PASSING:
-        yield Quantity("kept"), sum(prod(planner.shape(t)) * share_in_use(planner, t) for t in o.outputs)
+        yield Quantity("kept"), sum(prod(planner.shape(t)) for t in o.outputs)
     for p in o.parameters:
         axes = mesh.ordered(partial_axes(planner.layout(p), planned.compute_axes))
         yield Quantity("parameter", axes), prod(planner.shape(p))
@@ -197,7 +199,7 @@ def _quantities(planner: Planner, o: Operation) -> Iterator[tuple[Quantity, floa
         elements = c.elements * (share_of_rows(planner, o) if spare_rows(c) else 1.0)
         yield Quantity("ahead" if goes else "collective", mesh.ordered(c.axes), c.op, c.phase), elements
         if c.op == "all_gather" and c.phase == "forward":
-            yield Quantity("kept"), elements * mesh.extent(c.axes)
+            yield Quantity("kept"), c.elements * mesh.extent(c.axes)
 
 
 def _of_weights(planner: Planner, planned: PlannedOperation) -> Iterator[Collective]:

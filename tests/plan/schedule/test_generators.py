@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from platform.plan.schedule.generators import SCHEDULES, generate, legal_microbatches
+from platform.plan.schedule.generators import SCHEDULES, SHIPPED, generate, legal_microbatches
+from platform.plan.schedule.lowering import validate
 from platform.plan.schedule.table import Action, Kind, ScheduleError, table
 from tests.plan.blocking import forward_only
 
@@ -139,3 +140,19 @@ def test_placement_is_read_from_the_rows():
 def test_a_table_prints_a_line_per_stage():
     schedule = forward_only(generate("1f1b", 2, 1, 3))
     assert table(schedule.rows) == "stage 0 | 0F0 0F1 0F2\nstage 1 | 1F0 1F1 1F2"
+
+
+def test_tables_of_shipped_schedules_are_sound(record_count):
+    """`generate` does not check these each time: all of up to six stages and three chunks, and some large ones."""
+    small = itertools.product(SHIPPED, range(1, 7), range(1, 4), range(1, 14))
+    sizes = [*small, ("zb_h1", 16, 1, 48), ("interleaved", 16, 3, 64), ("1f1b", 32, 1, 40)]
+    seen = 0
+    for kind, stages, chunks, microbatches in sizes:
+        try:
+            schedule = generate(kind, stages, chunks, microbatches)
+        except ScheduleError:
+            continue
+        validate(schedule)
+        seen += 1
+    assert seen > 400
+    record_count("tables of shipped schedules", seen, seen)

@@ -152,6 +152,17 @@ def test_experts_of_a_large_model_stay_inside_nodes():
     assert 1 < best.experts <= 8 and best.stages > 8
 
 
+@pytest.mark.full
+def test_what_has_room_for_an_even_routing_alone_is_no_finalist():
+    """Dropless, experts over all 256 ranks would need 838 GB for the worst routing: the estimate knows that, and the
+    quickest plan that fits is found."""
+    open_keys = "pipeline.stages=-1", "parallel.data=-1", "parallel.experts=-1", "parallel.zero=-1"
+    config = composed(*open_keys, "train.global_batch=2048", "model.capacity_factor=0", experiment="deepseek_v3")
+    found = search(config, 256, 130e9, read_hardware("h200"))
+    assert found.best and found.best.memory < 130e9
+    assert found.best.price.seconds < 1.1 * min(f.price.seconds for f in found.tried)
+
+
 def test_the_estimate_of_exchanges_is_near_their_price():
     """Experts over one node, and over many; routing is even, though there is room for the worst."""
     open_keys = "parallel.data=-1", "parallel.experts=-1"
