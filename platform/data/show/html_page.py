@@ -26,7 +26,7 @@ h1 { font-size: 17px; margin: 0 0 4px; } p { margin: 2px 0; color: var(--dim); o
 article { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 10px 12px;
   margin: 12px 0; }
 h2 { font-size: 13px; font-weight: 600; margin: 0 0 6px; overflow-wrap: anywhere; }
-pre { margin: 4px 0; font: 13px/1.7 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
+pre { margin: 4px 0; font: 13px/1.7 ui-monospace, monospace; white-space: break-spaces; overflow-wrap: anywhere; }
 .learned0 { background: var(--even); } .learned1 { background: var(--odd); }
 .learned0, .learned1 { border-radius: 3px; }
 .read0, .read1, .note { color: var(--dim); } .read1 { text-decoration: underline dotted; }
