@@ -30,6 +30,7 @@ from platform.data.__main__ import main as prepare_data
 from platform.evaluate import main as measure
 from platform.generate import main as write_answers
 from platform.jobs.__main__ import main as write_job
+from platform.monitor.sinks.__main__ import main as send_run
 from platform.plan.__main__ import main as explain_plan
 from platform.plan.reports.describe import describe
 from platform.plan.schedule.simulate import simulate
@@ -269,6 +270,18 @@ def reports(typed: Typed, arguments: str, bench: Bench) -> None:
     assert not typed.shown or out.splitlines() == list(typed.shown)
 
 
+def sends(typed: Typed, arguments: str, bench: Bench) -> None:
+    """Send a kept run, in whose place a page names one of its own, to services whose packages are there."""
+    directory, *services = shlex.split(arguments)
+    for name in services:
+        pytest.importorskip(name, reason=f"pip install {name}")
+    [kept] = (ROOT / "tests").glob("commands/kept_runs/*/run")
+    shutil.copytree(kept, directory)
+    assert send_run([directory, *services]) == launch.DONE
+    out = bench.capfd.readouterr().out.replace(f"{bench.here}/", "")
+    assert out.splitlines() == list(typed.shown)
+
+
 def writers() -> dict[str, list[str]]:
     """Return the files that commands of the pages write as jobs, each with the words of its command."""
     found = {}
@@ -345,6 +358,7 @@ KINDS: dict[str, Callable[..., None]] = {  # what a command looks like -> the ch
     r"python -m platform\.jobs ((?:status|logs) .*)": tells_of_a_job,
     r"python -m platform\.status (.*)": looks_at_a_run,
     r"python -m platform\.report (.*)": reports,
+    r"python -m platform\.monitor\.sinks (.*)": sends,
     r"sbatch (.*)": submits,
     r"kubectl apply (-[fk] .*)": applies,
     r"docker build -t elastic-platform:0\.1\.0 (.*)\.": builds,

@@ -110,7 +110,7 @@ def worker_of(trainer: Trainer, patch: pytest.MonkeyPatch) -> Worker:
         trainer,
         state,
     )
-    worker.generation, worker.late, worker._unheld = 0, True, None
+    worker.generation, worker.late, worker._unheld, worker._profile = 0, True, None, None
     worker.combiner = SimpleNamespace(together=lambda report: report)
     held = MemoryMap(state.held, ["one node", "another"], shared=False)
     worker.memories = {0: RankSnapshots(held, 0, {0: SharedMemory.create()}, pinned=True)}
