@@ -32,7 +32,8 @@ import os, sys
 from pathlib import Path
 from tests.harness.metrics_rows import line, row
 from platform.config.fields import Config
-from platform.monitor import open_monitor
+from platform.monitor import monitor as monitors, open_monitor
+monitors.STOP_SECONDS = 60.0  # a machine with much else to do
 config = Config()
 config.monitor.kind = "wandb"
 monitor = open_monitor(config, Path(sys.argv[1]), total_steps=9)
@@ -88,7 +89,6 @@ def test_without_a_key_wandb_is_offline_in_the_run_directory_and_a_restart_conti
     for done in (first, again):
         assert (done.returncode, done.stderr) == (0, "")
         said = [line for line in done.stdout.splitlines() if "W&B" in line or "wandb" in line]
-        said = [line for line in said if "is still being sent" not in line]  # on a machine with much else to do
         assert said == [f"W&B: offline (no API key); upload with `wandb sync '{run_dir}/wandb'/offline-run-*`"]
     run_id = (run_dir / "wandb" / "run-id").read_text()
     parts = list(run_dir.glob("wandb/offline-run-*/*.wandb"))
