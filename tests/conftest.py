@@ -119,11 +119,13 @@ def root() -> Path:
 
 @pytest.fixture(autouse=True)
 def as_a_new_process():
-    """Forgets the secrets of the commands that earlier tests gave in this process, where their logs went, and what they
-    put into its environment."""
+    """Forgets the secrets of the commands that earlier tests gave in this process, where their logs went, what they put
+    into its environment, and the operations that they planned, perhaps by a rule with a mistake."""
     from platform.boundary.redaction import forget_secrets
+    from platform.plan.core.build import forget_planned
 
     forget_secrets()
+    forget_planned()
     level, environment = logging.root.level, dict(os.environ)
     yield
     for name in os.environ.keys() - environment.keys() - {"PYTEST_CURRENT_TEST"}:

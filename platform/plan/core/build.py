@@ -64,8 +64,9 @@ def build_plan(
     """
     mesh = Mesh.of({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
     parameters, sizes = _declared(model, microbatch * data)
-    recorder = partial(Recorder, scheme, dropout, recompute, fused_dropout, attention_kernel, loss, sizes=sizes)
-    recorder.keywords["leaves_out"] = mlp_chunks == 1  # chunks are computed again wholly
+    needed = mlp_chunks == 1  # chunks are computed again wholly
+    given = scheme, dropout, recompute, fused_dropout, attention_kernel, loss
+    recorder = partial(Recorder, *given, sizes=sizes, leaves_out=needed)
     recorded = _recorded(model, recorder, len(stage_of), parameters, parts)
     operations = [o for chunk in recorded for o in chunk.ops.operations]
     planner = Planner(mesh, scheme, _with_vocab_padded(sizes, scheme, mesh), {})
@@ -239,6 +240,11 @@ def _planned_by(planner: Planner) -> dict[tuple, PlannedOperation]:
 def _planned_on(planner: str) -> dict[tuple, PlannedOperation]:
     """Return an empty table of planned operations, the same one for a description of the same planner."""
     return {}
+
+
+def forget_planned() -> None:
+    """Forget the operations that planners of this process have planned, as if the rule had changed."""
+    _planned_on.cache_clear()
 
 
 def _replicated(mesh: Mesh, operations: Mapping[tuple[str, str], PlannedOperation], sizes: Mapping[str, int]):

@@ -104,6 +104,7 @@ class ProjectOp(_Products):
     both: each is multiplied by the matrix of its expert."""
 
     def record(self, ops, x, spec, weights, outs, biases=(), counts=None):
+        """Record the products of x, and the biases behind them; return a symbol for each weight."""
         if ("rows" in spec.dims) != (counts is not None):
             raise ModelMistake(weights[0].name, f"rows, and these alone, have counts, unlike {spec}")
         of_rows = {} if counts is None else {"layer": counts}

@@ -96,7 +96,7 @@ def _reached(
     mesh: Mesh, kind: _Launched, tiers: Tiers, counted: dict[tuple, _Reached]
 ) -> Iterator[tuple[Fraction, Fraction, _Reached]]:
     """Yield, for a kind of collective, the share of a rank's input and the messages of each of some pairs of ranks, and
-    how many pairs there are; those of other kinds along the same axes are `counted` once."""
+    how many pairs there are; pairs of other kinds along the same axes are `counted` once."""
     if kind.cuts:  # pairs differ in what they exchange
         for (sender, receiver), messages, share in _exchanging(mesh, kind):
             one = _Reached(Counter(), Counter())

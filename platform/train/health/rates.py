@@ -32,8 +32,8 @@ from platform.train.protocol.replies import Rates, Timing
 from platform.train.step.rank_parameters import DTYPES
 from platform.train.step.trainer import Trainer
 
-LINE = ("stage",)  # axis along which those lie who measure collectives together, and send each other messages
-FEW, MANY = 2, 8  # collectives in a row, of those that take long and of others
+LINE = ("stage",)  # axis of the ranks that measure collectives together, and send each other messages
+FEW, MANY = 2, 8  # collectives in a row, of long ones and of others
 LONGEST = 0.25  # seconds of a collective, beyond which no larger one is measured
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "rotate")
 # Shapes of products, in units of a side: rows, columns and length of the sums, as of a layer's products, and with each
