@@ -64,9 +64,8 @@ def build_plan(
     """
     mesh = Mesh.of({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
     parameters, sizes = _declared(model, microbatch * data)
-    needed = mlp_chunks == 1  # chunks are computed again wholly
     given = scheme, dropout, recompute, fused_dropout, attention_kernel, loss
-    recorder = partial(Recorder, *given, sizes=sizes, leaves_out=needed)
+    recorder = partial(Recorder, *given, sizes=sizes, leaves_out=mlp_chunks == 1)  # chunks are computed again wholly
     recorded = _recorded(model, recorder, len(stage_of), parameters, parts)
     operations = [o for chunk in recorded for o in chunk.ops.operations]
     planner = Planner(mesh, scheme, _with_vocab_padded(sizes, scheme, mesh), {})
