@@ -77,6 +77,7 @@ class Worker(Observed):
         self.number = number
         self.memories: dict[int, RankSnapshots] = {}  # by generation; older ones until the newest takes a step
         self.late = device == "cuda"  # a snapshot is copied beside the next step, and whole before that updates
+        self._announcing = 0.0  # seconds of the driver's call in which this rank 0 passed it on
         self._unheld: int | None = None  # the step whose state the next one is to copy
         self._planned: tuple[Config, list[int]] | None = None  # what `plan` has been made of
         torch.set_num_threads(threads)
@@ -131,14 +132,14 @@ class Worker(Observed):
         rows: list[list[list[int]]],
         domains: list[str] | None = None,
         corpus: str = "",
-        fresh: bool = True,
         reach: dict[str, str] | None = None,
+        fresh: bool = True,
     ) -> Built:
         """Build this rank's weights, optimizer and data in the mesh that it has joined; return their size and the
         device's. `rows`: the schedule rows of this stage, from `platform.plan.schedule.rows.StageRows.plain`;
         `domains`: the node of every rank, None if all run on one; `corpus`: the folder in which the driver has found
-        the tokens, "" for none; `fresh`: True gives the weights their initial values; False if `restore` or `recover`
-        follows; `reach`: axes of collectives -> the widest tier of the cluster that their groups span."""
+        the tokens, "" for none; `reach`: axes of collectives -> the widest tier of the cluster that their groups span;
+        `fresh`: True gives the weights their initial values; False if `restore` or `recover` follows."""
         assert self.communicator
         c, lacking = self._settled()
         self._unheld = None
@@ -182,6 +183,7 @@ class Worker(Observed):
         ranks if this is rank 0, else an acknowledgement. `limit`: the most that the loss may be for an update;
         `faults`: all failures to be injected in this step, on any rank."""
         assert self.communicator
+        begun = time.perf_counter() - max(0.0, PROGRESS.since_begun() - self._announcing)
         self._forget_generations()
         self._begin_snapshot()
         mine = [fault for fault in faults or () if fault.rank == self.rank]
@@ -203,9 +205,18 @@ class Worker(Observed):
         if self.communicator.log is not None:
             self._write_launches(self.communicator.log)
         self.communicator.confirm()  # an update from collectives that were interrupted is not acknowledged
+        self._count_rest(report, time.perf_counter() - begun)
         combined = self.combiner.together(report)
         self.communicator.confirm()
         return combined
+
+    def _count_rest(self, report: StepReport, seconds: float) -> None:
+        """Count what this rank's whole step took beyond the trainer's part of it as `other`: an extension may work
+        there, and a slow worker is to be found wherever it is slow."""
+        assert self.trainer
+        rest = max(0.0, seconds - report.step_seconds - self.trainer.aligning)
+        report.seconds["other"] += rest
+        report.step_seconds += rest
 
     def lead(self, step: int, limit: float = inf, faults: list[Fault] | None = None) -> StepReport | Taken:
         """Pass the driver's order of training step `step` from rank 0 on to all other ranks, which are in `follow`, and
@@ -213,6 +224,7 @@ class Worker(Observed):
         update."""
         assert self.communicator
         self.communicator.announce(json.dumps([step, limit, list(map(vars, faults or ()))]))
+        self._announcing = PROGRESS.since_begun()  # others may have been late to take it
         return self.step(step, limit, faults)
 
     def follow(self) -> None:

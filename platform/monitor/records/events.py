@@ -261,12 +261,14 @@ class Superseded(Committed):
 
 
 class Slow(JournalEvent):
-    """A worker has been slow for some steps. `ratio`: its own work over its stage's median."""
+    """A worker has been slow for some steps. `ratio`: its own work over its stage's median; `section`: the part of a
+    step that it is most behind in."""
 
     number: int
     rank: int
     node: str
     ratio: float
+    section: str | None = None
 
 
 class Notice(JournalEvent):

@@ -82,13 +82,19 @@ class Progress:
         self._now: _Now = ("", False, False, None, monotonic())
         self._device: Callable[[], DevicePlace] | None = None  # set while the main thread waits for its device
         self._passed, self._moved = -1, 0.0  # marks that the device had passed when last looked at, and when
+        self._begun = 0.0
         self._thread = self._own = 0  # that executes the driver's calls, by its number in the kernel and in Python
         self._looked: tuple[float, float] | None = None  # at the last heartbeat: when, and seconds of `_active`
 
     def begin(self, call: str) -> None:
         """Note for heartbeats that this worker begins the driver's `call`; "" when the call has ended."""
         self._call, self._now, self._device = call, ("", False, False, None, monotonic()), None
+        self._begun = monotonic()
         self._thread, self._own, self._looked = get_native_id(), get_ident(), None
+
+    def since_begun(self) -> float:
+        """Return the seconds since this worker began the driver's call that it is in; 0 outside of any."""
+        return monotonic() - self._begun if self._call else 0.0
 
     def enter(
         self, section: str, waiting: bool = False, preparing: bool = False, what: Any = None
