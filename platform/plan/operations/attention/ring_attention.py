@@ -109,8 +109,8 @@ class RingAttentionOp(BlockOp):
         size, query = k.elements + v.elements, dict(zip(spec.dims, ops.plan.local_shape(spec), strict=True))
         rows = query["batch"] * query["heads"] * query["length"]
         made, documents = found.operation["kernel"] == MATH or bias is not None, begins is not None
-        extents_of = query["batch"], query["heads"], query["length"], query["length"], query["d_kv"], query["d_kv"]
-        block = AttentionBlock(*extents_of, causal, masked=mask is not None or documents, biased=bias is not None)
+        here = query["batch"], query["heads"], query["length"], query["length"], query["d_kv"], query["d_kv"]
+        block = AttentionBlock(*here, causal, masked=mask is not None or documents, biased=bias is not None)
         scratch = mask_of_pair(ops, block, window, documents, made)
         result = ops.block(out)
         held = [ops.new(n) for n in (size, size, result.elements)]
