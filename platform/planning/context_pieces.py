@@ -23,14 +23,12 @@ def given_rounds(config: Config) -> int:
 
 def even_rounds(config: Config, plan: Plan) -> int:
     """Return the fewest rounds by which attention is equal work for all ranks of a plan's contexts, of those that the
-    configuration leaves open; where documents hide keys, which only the data know, the most."""
+    configuration leaves open."""
     planner = plan.planner
     if config.parallel.context_pieces or not planner.scheme.zigzag:
         return planner.scheme.rounds
     longest = min(MOST, config.model.length // (2 * config.parallel.context * LEAST))
     open_ = [n for n in rounds_of_context(config) if n <= max(1, longest)]
-    if any(o.operation["begins"] for o in plan.attentions):
-        return open_[-1]
     work = {}
     for n in open_:
         work[n] = unevenness(replace(plan, planner=replace(planner, scheme=replace(planner.scheme, rounds=n))))
