@@ -31,9 +31,8 @@ from platform.plan.language.scheme import NESTED, RINGS, Scheme, compose_scheme
 from platform.plan.memory.hardware import memory_of
 from platform.plan.operations.legality import IllegalPlan
 from platform.plan.schedule.generators import SHIPPED
-from platform.planning.attention_choice import kernel_violations
+from platform.planning.attention_choice import even_rounds, given_rounds, kernel_violations
 from platform.planning.choose_schedule import count_microbatches, placement_of
-from platform.planning.context_pieces import even_rounds, given_rounds
 from platform.planning.memory_budget import MemoryForecast
 
 CHOICES = {"auto": ("gather", "heads", "ring"), "nested": NESTED}  # kinds of context among which a context_kind chooses

@@ -108,8 +108,7 @@ def lengths_of(config: Config) -> dict[str, list[int]]:
 
 
 def rounds_of_context(config: Config) -> list[int]:
-    """Return in how many rounds, ascending, the sequences of a run can be dealt to its ranks of a context, two pieces
-    to each rank in a round; [] if parts lie straight."""
+    """Return in how many rounds sequences can be dealt to a run's ranks of a context; [] if parts lie straight."""
     whole, rest = divmod(gcd(*(n for found in lengths_of(config).values() for n in found)), 2 * config.parallel.context)
     return [] if rest or not config.parallel.context_balance else divisors(whole)
 

@@ -124,8 +124,7 @@ def in_zigzag(x: Tensor, dim: int, ranks: int, rounds: int) -> Tensor:
 
 
 def in_order(x: Tensor, dim: int, ranks: int, rounds: int) -> Tensor:
-    """Return x with the pieces of `dim`, as `ranks` ranks hold them in zigzag, dealt in `rounds`, in their own
-    order."""
+    """Return x with the pieces of `dim`, as `ranks` ranks hold them in zigzag, dealt in `rounds`, in order."""
     pieces, places = x.chunk(2 * ranks * rounds, dim), zigzag(ranks, rounds)
     return torch.cat([pieces[places.index(number)] for number in range(len(places))], dim)
 

@@ -119,9 +119,9 @@ def padded(size: int, parts: int) -> int:
 
 
 def zigzag(ranks: int, rounds: int = 1) -> list[int]:
-    """Return the numbers of a dim's equal pieces as ranks hold them, which are dealt in `rounds` of 2 x `ranks`, each
-    rank two of each: [0, 3, 1, 2] for 2 ranks, [0, 3, 4, 7, 1, 2, 5, 6] for 2 rounds."""
-    # so that all have equal work where a token sees the tokens before it, and with more rounds where it sees a few
+    """Return the numbers of a dim's 2 x `ranks` x `rounds` equal pieces as ranks hold them, two of each round."""
+    # [0, 3, 1, 2] for 2 ranks, and [0, 3, 4, 7, 1, 2, 5, 6] for 2 rounds: all have equal work where a token sees the
+    # tokens before it; with more rounds, where it sees a few of them
     dealt = range(0, 2 * ranks * rounds, 2 * ranks)
     return [first + piece for rank in range(ranks) for first in dealt for piece in (rank, 2 * ranks - 1 - rank)]
 

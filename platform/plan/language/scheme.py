@@ -208,6 +208,5 @@ def compose_scheme(
         uneven=tensor["uneven"],
         **dict[str, Any](zero=zero, experts=experts, lent=lent if experts > 1 else 0, ring=ring),
         context=tuple(contexts.items()),
-        zigzag="context" if rounds and "context" in contexts else "",
-        rounds=rounds if rounds and "context" in contexts else 1,
+        **dict[str, Any](zigzag="context", rounds=rounds) if rounds and "context" in contexts else {},
     )
