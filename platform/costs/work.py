@@ -22,8 +22,8 @@ from platform.plan.operations.recorder import Recorder, Symbol
 
 
 class Product(NamedTuple):
-    """Matrix product of a rank: [rows, inner] times [inner, columns], `batch` times over; `narrows`: True for those of
-    a layer's weights, which some systems compute in a narrower type than all else."""
+    """Matrix product of a rank: [rows, inner] times [inner, columns], `batch` times over; `narrows`: True if an operand
+    is a layer's weight: some systems compute these products in a narrower type than all else."""
 
     rows: int
     columns: int
