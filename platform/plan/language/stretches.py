@@ -34,8 +34,8 @@ class Pair(NamedTuple):
     """Queries and keys that one call of a kernel computes: the `rows` of a block of queries, the `columns` of a block
     of keys, and their `relation`: every query sees every key (WHOLE), or the keys up to its own position, which are as
     many as the queries (DIAGONAL), or what a mask says (MASKED). `at`, `start`: the first global positions of
-    queries and keys; the positions of a WHOLE one that is not in blocks may go on elsewhere. `sequences`: of the batch;
-    None: all."""
+    queries and keys; the positions of a WHOLE one that is not in blocks may go on elsewhere. `sequences`: the part of
+    the batch, None for all."""
 
     rows: Stretch
     columns: Stretch
@@ -46,8 +46,7 @@ class Pair(NamedTuple):
 
     @property
     def products(self) -> int:
-        """Return how many scores of a query and a key this pair of an attention takes in a sequence, times these if
-        they are not all."""
+        """Return how many scores this pair of an attention takes: in its sequences, or in each of the batch."""
         n = self.rows.size
         each = n * (n + 1) // 2 if self.relation == DIAGONAL else n * self.columns.size
         return each * self.sequences.size if self.sequences else each
@@ -65,8 +64,8 @@ def pairs(
     """Return the pairs in which queries see keys. `queries`, `keys`: the global positions of two blocks, in their order
     in the block. With a `window`, a query sees so many keys, itself included, and is `causal`. `block`: the most rows,
     and columns, of a pair, for masks and scores that have to be made; `diagonal`: the most rows of a
-    DIAGONAL one, for a kernel that computes what it hides; 0: as many as there are. `begins`: where the first and the
-    last of the queries' documents begin, before which these see nothing."""
+    DIAGONAL one, for a kernel that computes what it hides; 0: as many as there are. `begins`: positions at which the
+    first and the last of the queries' documents begin."""
     rows, columns = placed(queries), placed(keys)
     if causal:
         borders = sorted({p for _, s in (*rows, *columns) for p in (s.first, s.end)})
@@ -128,8 +127,7 @@ def _at_borders(place: int, stretch: Stretch, borders: Sequence[int]) -> Iterato
 
 
 def _relation(q: Stretch, k: Stretch, causal: bool, every: int) -> str:
-    """Return what queries at the positions `q` see of the keys at `k`, of which some query sees each; all see those
-    from `every` on which do not lie ahead of them."""
+    """Return what queries at `q` see of keys at `k`, each seen by one; `every`: the first that no window or border hides."""
     if not causal or (k.end <= q.first + 1 and k.first >= every):
         return WHOLE
     return DIAGONAL if k == q and k.first >= every else MASKED

@@ -12,7 +12,7 @@ from torch import Tensor
 from platform.boundary.refusals import ConfigError
 from platform.data.corpus import Corpus
 from platform.parallel.communicator.base import Communicator
-from platform.parallel.kernels.in_panels.documents import remember
+from platform.parallel.kernels.in_panels.document_pairs import remember
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import LABEL_WEIGHTS
 from platform.plan.language.layout import Layout, block

@@ -12,7 +12,7 @@ import torch
 
 from platform.parallel.communicator.base import SingleRank
 from platform.parallel.kernels.dropout import Drawing, dropped
-from platform.parallel.kernels.in_panels import documents, panels, scores
+from platform.parallel.kernels.in_panels import document_pairs, panels, scores
 from platform.parallel.kernels.in_panels.panels import Hiding, PanelAttention, attend_panels
 from platform.parallel.kernels.random import counters
 from platform.plan.language.mesh import Mesh
@@ -260,7 +260,7 @@ def test_scores_are_those_that_documents_leave(kind, monkeypatch):
 
 def early(change):
     """The mistake: documents begin, for what is left out, elsewhere than they do."""
-    cut = documents._cut
+    cut = document_pairs._cut
     return lambda *given: [(rows, q, change(q, begins)) for rows, q, begins in cut(*given)]
 
 
@@ -273,21 +273,21 @@ def early(change):
 def test_negative_control_a_wrong_border(change, kind, monkeypatch):
     with_documents(monkeypatch, kind, 8)
     assert max(compared(CASES["documents"], 2, zigzag, True).values()) < 1e-12
-    monkeypatch.setattr(documents, "_cut", early(change))
+    monkeypatch.setattr(document_pairs, "_cut", early(change))
     assert max(compared(CASES["documents"], 2, zigzag, True).values()) > 1e-3
 
 
 def test_documents_are_read_once_where_they_came_from(monkeypatch):
     """Numbers of a device are known on the host from before, and pairs are made once for all layers."""
     made = []
-    monkeypatch.setattr(documents, "_cuts", lambda *given: made.append(given) or iter(()))
+    monkeypatch.setattr(document_pairs, "_cuts", lambda *given: made.append(given) or iter(()))
     begins = torch.zeros(LENGTH, BATCH, dtype=torch.int64, device="meta")  # which has no numbers to give
-    documents.remember(begins, np.zeros((LENGTH, BATCH), int))
+    document_pairs.remember(begins, np.zeros((LENGTH, BATCH), int))
     for _ in range(2):
-        assert documents.pairs_of(begins, [Stretch(0, LENGTH)], 8, "key", lambda *_: []) == []
-    assert len(made) == 1 and begins in documents._KNOWN
+        assert document_pairs.pairs_of(begins, [Stretch(0, LENGTH)], 8, "key", lambda *_: []) == []
+    assert len(made) == 1 and begins in document_pairs._KNOWN
     del begins, made[:]
-    assert not len(documents._KNOWN)
+    assert not len(document_pairs._KNOWN)
 
 
 def test_one_rank_is_one_call(monkeypatch):

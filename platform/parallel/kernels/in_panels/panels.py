@@ -29,7 +29,7 @@ from platform.parallel.communicator.base import Communicator, Handle
 from platform.parallel.communicator.traced import Arrived
 from platform.parallel.kernels import positions, random
 from platform.parallel.kernels.dropout import Drawing
-from platform.parallel.kernels.in_panels.documents import pairs_of
+from platform.parallel.kernels.in_panels.document_pairs import pairs_of
 from platform.parallel.kernels.in_panels.scores import PRODUCTS, Given, PairKernel, Scores, finite, kernel_of
 from platform.parallel.kernels.statistics import widened
 from platform.plan.language.attention_kernels import MATH
@@ -70,9 +70,8 @@ class _Fresh:
         """Note that nothing is added yet to the block x [batch, heads, length, ...]."""
         self._left = np.ones((x.shape[0], x.shape[2]), bool)
 
-    def take(self, sequences: Stretch | None, where: Stretch) -> tuple[bool, bool]:
-        """Note that a pair is added at some positions; return True if nothing was added to any of them before, and
-        True if they are all that the block has."""
+    def take_out(self, sequences: Stretch | None, where: Stretch) -> tuple[bool, bool]:
+        """Take positions to which a pair is added; return whether all were fresh, and whether the block has no more."""
         part = self._left if sequences is None else self._left[sequences.first : sequences.end]
         part = part[:, where.first : where.end]
         fresh = bool(part.all())
@@ -105,7 +104,7 @@ class _Whole:
 
     def add(self, pair: Pair, out: Tensor, lse: Tensor) -> None:
         """Merge the result of one pair, for its queries, into the attention's result."""
-        first, whole = self.fresh.take(pair.sequences, pair.rows)
+        first, whole = self.fresh.take_out(pair.sequences, pair.rows)
         if first and whole:
             self.out, self.lse = widened(out), lse
             return
@@ -141,7 +140,7 @@ class _PairSum:
 
     def add(self, sequences: Stretch | None, where: Stretch, part: Tensor) -> None:
         """Add the gradient of the stretch `where` of some sequences' positions."""
-        first, whole = self.fresh.take(sequences, where)
+        first, whole = self.fresh.take_out(sequences, where)
         if first and whole:
             self.total = widened(part)
             return

@@ -32,8 +32,8 @@ def length_of(kv: Spec) -> str:
 
 def _in_pairs(ops, kv: Spec, device: str, length: int, begins: Any, bias: Any) -> bool:
     """Return True if an attention is computed by pairs of queries and keys: its queries are some of all positions, or
-    packed documents of a sequence of some `length`, and nothing is added to its scores, or drawn by a kernel. Documents
-    of short sequences, and on a GPU those that no contexts share, are hidden by one mask of the whole."""
+    on a CPU packed documents of a long sequence, and nothing is added to its scores, or drawn by a kernel. One mask of
+    all scores hides other documents."""
     documents = begins is not None and not ops.cache and device == "cpu" and length >= 4 * LEAST
     return (length_of(kv) == "memory_length" or documents) and bias is None and not ops.dropout_rate
 

@@ -113,8 +113,7 @@ def by_math(ops, a: AttentionBlock, operands: Sequence[Value], added: Value | No
 
 
 def mask_of_pair(ops, a: AttentionBlock, window: int, documents: bool, math: bool) -> int:
-    """Return the elements of the mask that an attention makes of a pair of at most BLOCK queries and keys, or of those
-    of `documents` that share one. `math`: scores are made, of all heads."""
+    """Return the elements of a mask of one pair in an attention, or of its scores in all heads if `math` makes them."""
     most = shared(ops.device) if documents and not (window or math) else BLOCK
     piece = min(most, a.length) * min(most, a.memory_length)
     if math:
@@ -123,8 +122,8 @@ def mask_of_pair(ops, a: AttentionBlock, window: int, documents: bool, math: boo
 
 
 def pair_by_pair(ops, a: AttentionBlock, out: Value, operands: Sequence[Value], scratch: int) -> Value:
-    """Count the memory of an attention whose queries and keys are computed pair by pair: its result and one statistic a
-    row are kept. `scratch`: elements of what is made of each pair."""
+    """Count the memory of an attention whose queries and keys are computed pair by pair, each with `scratch` elements
+    for itself: its result and one statistic a row are kept."""
     rows = a.rows
     held = [ops.new(out.elements, ops.wide), ops.new(scratch, ops.wide)]
     lse = ops.new(rows, ops.wide)

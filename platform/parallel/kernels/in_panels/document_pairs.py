@@ -1,9 +1,9 @@
-"""Pairs of queries and keys that documents of packed sequences leave: what a query's document hides is not computed.
+"""Pairs of queries and keys that documents of packed sequences leave: scores that a document hides are not computed.
 
-Queries are cut where a document begins, in each sequence by itself. Those of one document see all keys of it before
-them, and of their own positions a diagonal, so no mask is needed, and no other key is touched. Only documents that are
-together no longer than a block's `short` share a mask. It takes numbers on the host: a block of data on a GPU has a
-copy there from where it came (`remember`), so no layer waits for the device.
+Queries are cut where a document begins, in each sequence by itself. A query of one document sees all its keys before
+the cut, and a diagonal behind it: no mask is needed, and no other key is read. Only documents that are short together
+share a mask. All of this is found on the host, where a block of data on a GPU has left its numbers (`remember`), so no
+layer waits for the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Cut = tuple[Stretch, Stretch, tuple[int, int]]  # rows, their positions, where t
 
 
 class _Known(NamedTuple):
-    """What is known of a data tensor on the host: its numbers, and the pairs found so far, which all layers share."""
+    """Data tensor as the host knows it: its numbers, and the pairs found so far, which all layers share."""
 
     begins: Begins
     pairs: dict[Any, list[Pair]]
@@ -33,24 +33,23 @@ _KNOWN = WeakTensorKeyDictionary()
 
 
 def remember(tensor: Tensor, numbers: Begins) -> None:
-    """Note the numbers on the host of a data tensor, which is on a device."""
+    """Note the numbers of a data tensor on a device, for the host."""
     _KNOWN[tensor] = _Known(numbers, {})
 
 
 def _known(begins: Tensor) -> _Known:
-    """Return what the host knows of a data tensor; it waits for the device if that was the first to have it."""
-    if begins not in _KNOWN:
-        remember(begins, begins.cpu().numpy())
+    """Return a data tensor as the host knows it; of one on a device, `remember` has noted the numbers."""
+    if begins not in _KNOWN and begins.device.type == "cpu":
+        remember(begins, begins.numpy())
     return _KNOWN[begins]
 
 
 def pairs_of(
     begins: Tensor, queries: Sequence[Stretch], short: int, key: Any, pairs: Callable[..., list[Pair]]
 ) -> list[Pair]:
-    """Return the pairs in which queries at the positions `queries` see keys of their documents, which begin at
-    `begins`. `pairs`: makes those of some consecutive queries, given them and where their first and last document
-    begins, as `language.stretches.pairs` does; `key`: all on which it depends; `short`: positions of documents that
-    share a mask, at most."""
+    """Return the pairs in which `queries`, at these positions, see keys of their documents, which begin at `begins`.
+    `pairs`: function of consecutive queries and of where their first and last document begins, as `stretches.pairs`;
+    `key`: all on which its result depends; `short`: the most positions of documents that share a mask."""
     known, key = _known(begins), (tuple(queries), short, key)
     if key not in known.pairs:
         found = (
@@ -63,15 +62,14 @@ def pairs_of(
 
 
 def _cuts(begins: Begins, queries: Sequence[Stretch], short: int) -> Iterator[tuple[Stretch, Cut]]:
-    """Yield the queries that are computed together: of which sequences, and which. Neighbours in a batch are together
-    where they are cut alike, and documents of more than a few queries begin alike."""
+    """Yield (sequences, cut) for queries to compute together: sequences cut alike whose long documents begin alike."""
 
     def of_sequence(column: Begins) -> list[Cut]:
         """Return the cuts of one sequence."""
         return list(chain.from_iterable(_cut(column, row, q, short) for row, q in placed(queries)))
 
     def kind(cuts: list[Cut]) -> list[Any]:
-        """Return what sequences have in common that are computed together."""
+        """Return the key of a sequence, by which its neighbours are computed together with it."""
         return [(rows, begins if rows.size > short else ()) for rows, _, begins in cuts]
 
     first = 0
@@ -85,10 +83,9 @@ def _cuts(begins: Begins, queries: Sequence[Stretch], short: int) -> Iterator[tu
 
 
 def _cut(column: Begins, row: int, q: Stretch, short: int) -> list[Cut]:
-    """Return a stretch of one sequence's queries, whose first row is `row`, cut between documents, but for those that
-    are together short."""
+    """Return a stretch of one sequence's queries, from `row` on, cut between documents that are not short together."""
     here = column[row : row + q.size]
-    borders = [0, *(np.flatnonzero(np.diff(here)) + 1).tolist(), q.size]
+    borders = [0, *(int(i) + 1 for i in np.flatnonzero(np.diff(here))), q.size]
     found: list[Cut] = []
     for start, end in zip(borders, borders[1:], strict=False):
         begin = int(here[start])
