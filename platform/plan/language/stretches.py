@@ -127,7 +127,7 @@ def _at_borders(place: int, stretch: Stretch, borders: Sequence[int]) -> Iterato
 
 
 def _relation(q: Stretch, k: Stretch, causal: bool, every: int) -> str:
-    """Return what queries at `q` see of keys at `k`, each seen by one; `every`: the first that no window or border hides."""
+    """Return what queries at `q` see of keys at `k`, each of which one sees; all see those behind, from `every` on."""
     if not causal or (k.end <= q.first + 1 and k.first >= every):
         return WHOLE
     return DIAGONAL if k == q and k.first >= every else MASKED
