@@ -19,6 +19,12 @@ def attention_work(plan: Plan) -> list[int]:
     return [sum(_keys_seen(plan, o, {**first, **at}) for o in attentions) for at in places]
 
 
+def unevenness(plan: Plan) -> float:
+    """Return the work of attention of the busiest rank of a context, in terms of the mean; 0 without contexts."""
+    work = attention_work(plan)
+    return max(work) * len(work) / sum(work) if sum(work) else 0.0
+
+
 def _keys_seen(plan: Plan, o: PlannedOperation, at: dict[str, int]) -> int:
     """Return how many keys all queries of an attention see on the rank at mesh coordinates `at`."""
     queries = plan.stretches(o.operation.outputs[0], "length", at)
