@@ -49,7 +49,7 @@ from platform.train.recovery import urls
 from platform.train.recovery.source import Source, is_divided
 from platform.train.recovery.verify import differing
 from platform.train.step.faults import Fault
-from platform.train.step.step_report import Combiner
+from platform.train.step.step_report import Combiner, count_rest
 from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State, all_gather_values, tried
 
@@ -77,7 +77,6 @@ class Worker(Observed):
         self.number = number
         self.memories: dict[int, RankSnapshots] = {}  # by generation; older ones until the newest takes a step
         self.late = device == "cuda"  # a snapshot is copied beside the next step, and whole before that updates
-        self._announcing = 0.0  # seconds of the driver's call in which this rank 0 passed it on
         self._unheld: int | None = None  # the step whose state the next one is to copy
         self._planned: tuple[Config, list[int]] | None = None  # what `plan` has been made of
         torch.set_num_threads(threads)
@@ -183,7 +182,7 @@ class Worker(Observed):
         ranks if this is rank 0, else an acknowledgement. `limit`: the most that the loss may be for an update;
         `faults`: all failures to be injected in this step, on any rank."""
         assert self.communicator
-        begun = time.perf_counter() - max(0.0, PROGRESS.since_begun() - self._announcing)
+        begun = time.perf_counter() - PROGRESS.since_ordered()
         self._forget_generations()
         self._begin_snapshot()
         mine = [fault for fault in faults or () if fault.rank == self.rank]
@@ -205,18 +204,10 @@ class Worker(Observed):
         if self.communicator.log is not None:
             self._write_launches(self.communicator.log)
         self.communicator.confirm()  # an update from collectives that were interrupted is not acknowledged
-        self._count_rest(report, time.perf_counter() - begun)
+        count_rest(report, time.perf_counter() - begun - self.trainer.aligning)
         combined = self.combiner.together(report)
         self.communicator.confirm()
         return combined
-
-    def _count_rest(self, report: StepReport, seconds: float) -> None:
-        """Count what this rank's whole step took beyond the trainer's part of it as `other`: an extension may work
-        there, and a slow worker is to be found wherever it is slow."""
-        assert self.trainer
-        rest = max(0.0, seconds - report.step_seconds - self.trainer.aligning)
-        report.seconds["other"] += rest
-        report.step_seconds += rest
 
     def lead(self, step: int, limit: float = inf, faults: list[Fault] | None = None) -> StepReport | Taken:
         """Pass the driver's order of training step `step` from rank 0 on to all other ranks, which are in `follow`, and
@@ -224,7 +215,7 @@ class Worker(Observed):
         update."""
         assert self.communicator
         self.communicator.announce(json.dumps([step, limit, list(map(vars, faults or ()))]))
-        self._announcing = PROGRESS.since_begun()  # others may have been late to take it
+        PROGRESS.ordered()  # others may have been late to take it
         return self.step(step, limit, faults)
 
     def follow(self) -> None:

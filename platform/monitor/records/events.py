@@ -1,7 +1,6 @@
 """The events of `journal.jsonl`: one class per kind, and their conversion to and from the journal's lines. A field
 that is None by default is left out where it is None. One that a later version adds needs a default, as older journals
-lack it; unknown kinds and fields are passed over.
-"""
+lack it; unknown kinds and fields are passed over."""
 
 from __future__ import annotations
 
@@ -261,8 +260,7 @@ class Superseded(Committed):
 
 
 class Slow(JournalEvent):
-    """A worker has been slow for some steps. `ratio`: its own work over its stage's median; `section`: the part of a
-    step that it is most behind in."""
+    """A worker has been slow for some steps. `ratio`: its own work over its stage's median, mostly in `section`."""
 
     number: int
     rank: int

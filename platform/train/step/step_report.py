@@ -23,6 +23,13 @@ PASSES = ("forward", "backward")
 OWN_WORK = ("data", *PASSES, "optimizer", "other")  # sections in which a rank does not wait for others
 
 
+def count_rest(report: StepReport, seconds: float) -> None:
+    """Count what a rank's whole step took beyond the trainer's part of it as `other`, as extensions may work there."""
+    rest = max(0.0, seconds - report.step_seconds)
+    report.seconds["other"] += rest
+    report.step_seconds += rest
+
+
 class Combiner:
     """Combines every rank's report on a training step into one on rank 0, through `communicator`, so that the driver
     reads a single one. A rank whose own work (without waiting for others) takes more than `slow` times the median of
@@ -115,7 +122,7 @@ class Combiner:
 
     def _parts_of_step(self, stages: list[list[float]]) -> dict[str, float]:
         """Return the seconds of the parts of a training step, as means over the ranks of the stage that computes
-        longest. `stages`: by stage, its mean seconds by section of the clock, then by the axes of collectives."""
+        longest. `stages`: means of seconds of each stage, by section of the clock, then by axes of collectives."""
         computing = [SECTIONS.index(section) for section in PASSES]
         paces = max(stages, key=lambda seconds: sum(seconds[i] for i in computing))
         mean = dict(zip(SECTIONS, paces, strict=False))

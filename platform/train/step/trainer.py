@@ -144,12 +144,7 @@ class Trainer:
         """
         plan, communicator, clock = self.plan, self.communicator, self.clock
         communicator.moved.clear()
-        before = time.perf_counter()
-        if self.aligned:
-            communicator.barrier()  # so that all ranks' clocks start together
-            self.left = time.time_ns()
-        self.aligning = time.perf_counter() - before
-        clock.read()
+        self._align()
         self._poison = nan if fault and fault.kind == "nan" else 0.0
         if fault and fault.kind == "flip":
             self.weights.settle()
@@ -190,6 +185,15 @@ class Trainer:
             routed=list(self._routed),
             timeline=_timeline(reading) if self.clock.detailed else RankTimeline(),
         )
+
+    def _align(self) -> None:
+        """Start this rank's clock of a training step, together with all others' if they are `aligned`."""
+        before = time.perf_counter()
+        if self.aligned:
+            self.communicator.barrier()
+            self.left = time.time_ns()
+        self.aligning = time.perf_counter() - before
+        self.clock.read()
 
     def _rescale(self, loss: float, norm: float, skipped: bool) -> bool:
         """Set the fp16 loss scale for the next training step, if there is one. Return True if it was too large in this
