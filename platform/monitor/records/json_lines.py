@@ -118,9 +118,8 @@ class JsonLines:
 
 
 def _strict_json(value: dict[str, Any]) -> str:
-    """Return an object of the journal or metrics file as JSON, with strings for NaN and infinities, which are rare: a
-    step's row is searched for them only if it has one."""
-    try:
+    """Return an object of the journal or metrics file as JSON, with strings for NaN and infinities."""
+    try:  # they are rare
         return json.dumps(value, allow_nan=False)
     except ValueError:
         return json.dumps(schema.changed(value, float, lambda x: x if isfinite(x) else json.dumps(x)), allow_nan=False)

@@ -92,8 +92,8 @@ class SinkProcess:
         return [f"{self._title}: {line}" for line in lines if line]
 
     def _ended(self) -> bool:
-        """Return True if the service's process has ended by a failure. As each step of the run asks, the thread that
-        listens to it is looked at, and only once that has ended the process itself."""
+        """Return True if the service's process has ended by a failure."""
+        # each step of the run asks: the thread that listens is looked at first, which costs no call of the kernel
         return not self._reader.is_alive() and self._process is not None and self._process.poll() not in (None, 0)
 
     def _complaint(self) -> str:
