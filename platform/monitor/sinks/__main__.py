@@ -2,6 +2,7 @@
 
 A run does so itself, as `monitor=` says. This command sends what a service has not got yet, or all to a service that
 the run did not name: wandb, tensorboard, mlflow or trackio. It goes by RUN_DIR/config.yaml, and sends no alerts.
+Steps that no checkpoint has are kept back, as the run may go on and train them again; --all sends them too.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from platform.monitor.records.records import METRICS
 from platform.monitor.sinks.follower import Follower, alone
 from platform.monitor.sinks.services.sink import SinkRun
 from platform.monitor.sinks.sink_table import SINKS, lack_of_package
+from platform.plan.language.numbers import count_of
 
 EVERY_SECONDS = 1.0  # a run's files are read
 BY_HAND = [name for name, kind in SINKS.items() if kind.package]
@@ -40,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line("monitor.sinks", __doc__)
     parser.add_argument("run", help="run directory")
     parser.add_argument("sinks", nargs="+", metavar="SERVICE", help=", ".join(BY_HAND))
+    parser.add_argument("--all", action="store_true", help="also the steps after the newest checkpoint")
     parser.add_argument("--follow", action="store_true", help=argparse.SUPPRESS)  # started by a driver
     return run_command(parser, _answer, argv, subject="sinks", failures=(ServiceFailed,))
 
@@ -61,19 +64,24 @@ def _answer(given: argparse.Namespace) -> int:
     config = _configuration(directory)
     for name in given.sinks:
         try:
-            _send_rest(SinkRun(directory, config, _resolved_keys(config["monitor"])), name)
+            _send_rest(SinkRun(directory, config, _resolved_keys(config["monitor"])), name, given.all)
         except Exception as error:  # of any package
             raise ServiceFailed(f"{SINKS[name].title}: {type(error).__name__}: {error}") from error
     return DONE
 
 
-def _send_rest(run: SinkRun, name: str) -> None:
-    """Send a service the rest of a run, without alerts, and print where it is."""
+def _send_rest(run: SinkRun, name: str, every: bool) -> None:
+    """Send a service the rest of a run, without alerts, and print where it is; `every`: also the steps that would be
+    kept back."""
     say = partial(print, f"{SINKS[name].title}:", flush=True)
     with alone(run.directory, name, say):
         follower = Follower(name, run, SINKS[name].open, alerts=False)
         say(follower.sink.where)
+        if every:
+            follower.keep_all()
         follower.catch_up()
+        if follower.held:
+            say(f"the newest {count_of(follower.held, 'step')} may be trained again: --all sends them now")
         follower.close(follower.status)
 
 
