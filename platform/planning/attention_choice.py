@@ -12,10 +12,10 @@ from platform.config.rules.mesh_rules import rounds_of_context
 from platform.plan.core.fused import fused_attentions, traits_of
 from platform.plan.core.plan import Plan
 from platform.plan.language.attention_kernels import AUTO, KERNELS, MATH, reason_against
+from platform.plan.language.layout import LEAST_PIECE, MOST_ROUNDS
 from platform.plan.reports.attention_work import unevenness
 
 EVEN = 1.02  # times the mean of attention's work, which the busiest rank may have
-MOST_ROUNDS, LEAST_PIECE = 16, 128  # in tokens: kernels are slow on shorter ones
 _WHERE = {"cpu": "on a CPU", "cuda": "on a GPU"}
 
 
@@ -59,8 +59,8 @@ def given_rounds(config: Config) -> int:
 
 
 def even_rounds(config: Config, plan: Plan) -> int:
-    """Return the fewest rounds, of those that a configuration leaves open, by which attention is equal work for all
-    ranks of its plan's contexts."""
+    """Return the fewest rounds, of those left open by a configuration, by which attention is equal work for all ranks
+    of its plan's contexts."""
     planner = plan.planner
     if config.parallel.context_pieces or not planner.scheme.zigzag:
         return planner.scheme.rounds

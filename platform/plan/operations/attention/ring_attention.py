@@ -10,8 +10,8 @@ from platform.plan.communication.planner import Planner
 from platform.plan.language.attention_kernels import MATH
 from platform.plan.language.layout import Cut
 from platform.plan.language.ops import Operation, Spec, scores_of
-from platform.plan.language.stretches import BLOCK
 from platform.plan.operations.attention.hiding import hides, reads_of
+from platform.plan.operations.attention.kernel_memory import AttentionBlock, mask_of_pair
 from platform.plan.operations.op import BlockOp, extents, planned
 from platform.plan.operations.storages import Gradients, Saved
 
@@ -108,10 +108,10 @@ class RingAttentionOp(BlockOp):
         """Count the memory of all that is kept, of two panels and, in the backward pass, of their gradients."""
         size, query = k.elements + v.elements, dict(zip(spec.dims, ops.plan.local_shape(spec), strict=True))
         rows = query["batch"] * query["heads"] * query["length"]
-        made = found.operation["kernel"] == MATH or bias is not None
-        block = min(BLOCK, query["length"]) ** 2
-        block *= query["batch"] * query["heads"] if made else query["batch"] if begins is not None or mask else 1
-        scratch = block if made or window or begins is not None or mask is not None else 0
+        made, documents = found.operation["kernel"] == MATH or bias is not None, begins is not None
+        here = query["batch"], query["heads"], query["length"], query["length"], query["d_kv"], query["d_kv"]
+        block = AttentionBlock(*here, causal, masked=mask is not None or documents, biased=bias is not None)
+        scratch = mask_of_pair(ops, block, window, documents, made)
         result = ops.block(out)
         held = [ops.new(n) for n in (size, size, result.elements)]
         held += [ops.new(n, ops.wide) for n in (2 * rows, scratch, result.elements)]
@@ -125,6 +125,7 @@ class RingAttentionOp(BlockOp):
             """Allocate the gradients, while panels and their gradients are on their way."""
             held = [ops.new(n) for n in (size, size, size, size)]
             held += [ops.new(n, ops.wide) for n in (size, size, scratch, q.elements)]
+            held += [ops.new(size, ops.wide)] if ops.wide != ops.plan.itemsize["compute"] else []  # the message, wide
             found = [ops.new(*n) for n in sizes]
             del held
             return found
