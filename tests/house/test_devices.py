@@ -34,8 +34,6 @@ MAY_WAIT = {
     "train/recovery/verify.py:differing": "replicas are compared between steps",
     "train/step/rank_ranges.py:rank_ranges": "host memory",
     "train/step/step_report.py:together": "host memory",
-    "train/step/step_report.py:_parts_of_step": "host memory",
-    "train/step/step_report.py:_slower": "host memory",
     "train/worker.py:leave": "a worker that leaves waits for its device",
 }
 MAY_MAKE = {

@@ -187,7 +187,7 @@ def test_gathered_keys_equal_one_softmax(name, monkeypatch):
 def test_diagonals_in_parts_equal_one_softmax(name, monkeypatch):
     """As a kernel does that computes scores which it then hides; the rows of a part have others before and behind."""
     kernel = scores.FUSED["cpu", "flash"]
-    monkeypatch.setitem(scores.FUSED, ("cpu", "flash"), kernel._replace(diagonal=2))
+    monkeypatch.setitem(scores.FUSED, ("cpu", "flash"), kernel._replace(halves=range(3, LENGTH + 1)))
     for n, pieces, ring in ((2, zigzag, False), (1, contiguous, False), (3, zigzag, True)):
         found = compared(CASES[name], n, pieces, ring)
         assert max(found.values()) < 1e-12, (n, ring, found)
@@ -227,7 +227,7 @@ def test_what_documents_hide_is_left_out(kind, short, monkeypatch):
     """Whatever the documents are, alone or with others in a mask, in pieces on several ranks and in windows."""
     with_documents(monkeypatch, kind, short)
     kernel = scores.FUSED["cpu", "flash"]
-    monkeypatch.setitem(scores.FUSED, ("cpu", "flash"), kernel._replace(diagonal=4))
+    monkeypatch.setitem(scores.FUSED, ("cpu", "flash"), kernel._replace(halves=range(5, 9)))
     monkeypatch.setattr(panels, "BLOCK", 5)
     for n, pieces, ring in ((2, zigzag, True), (2, zigzag, False), (3, contiguous, True), (1, contiguous, False)):
         for case in ("documents", "documents, window, math"):
@@ -365,6 +365,7 @@ def test_pairs_of_a_zigzag_are_half_of_all():
     work = [sum(p.products for keys in pieces for p in pairs(mine, keys, True)) for mine in pieces]
     assert len(set(work)) == 1 and sum(work) == length * (length + 1) // 2
     relations = [[(p.relation, p.rows, p.columns) for p in pairs(pieces[1], keys, True)] for keys in pieces]
+    assert relations[1] == [(DIAGONAL, (0, 16), (0, 16))]
     assert relations[0] == [(WHOLE, (0, 16), (0, 8))]
     assert relations[2] == [(WHOLE, (8, 8), (0, 16))]
 
@@ -386,8 +387,9 @@ def test_pairs_are_what_queries_see(causal, window, block, diagonal):
     keys = [Stretch(12, 9), Stretch(0, 7), Stretch(30, 4)]
     q, k = rows_of(queries), rows_of(keys)
     seen = torch.zeros(len(q), len(k), dtype=torch.int)
-    for p in pairs(queries, keys, causal, window, diagonal, block):
-        assert p.relation != DIAGONAL or not diagonal or p.rows.size <= diagonal
+    halves = range(diagonal + 1, 100) if diagonal else range(0)
+    for p in pairs(queries, keys, causal, window, halves, block):
+        assert p.relation != DIAGONAL or p.rows.size not in halves
         part = seen.narrow(0, *p.rows).narrow(1, *p.columns)
         if p.relation == WHOLE:
             part += 1

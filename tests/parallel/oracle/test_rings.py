@@ -98,10 +98,12 @@ def test_a_rotation_that_is_missing_is_seen():
     assert any("rotate" in line for line in unsound(less))
 
 
-@pytest.mark.parametrize("kernel", ["auto", "math"])
-def test_on_a_card_a_step_reads_its_device_once(kernel):
-    """Messages in one operation of the group, and CUDA's kernels, which take what they are given."""
+@pytest.mark.parametrize(("kernel", "documents"), [("auto", False), ("math", False), ("auto", True)])
+def test_on_a_card_a_step_reads_its_device_once(kernel, documents):
+    """Messages in one operation of the group, and CUDA's kernels, which take what they are given. Where documents begin
+    is read on the host."""
     c = shrunk(compose(["+experiment=gpt_quick", "parallel.data=1", "tensor=serial", "precision=bf16"]))
+    c.data.document_mask = c.model.within_documents = documents
     c.parallel.context, c.parallel.context_kind, c.train.attention_kernel = 2, "ring", kernel
     reads: list[int] = []
     with alone(c, 1, reads) as trainer:

@@ -174,7 +174,7 @@ class _Reader:
         """Return the pairs of this rank's queries with the panel of rank `owner` along the axes of the attention."""
         plan, begins = self.plan, self.hiding.begins
         keys, block, short = tuple(plan.keys[owner]), self.block, shared(self.device.type)
-        how = plan.causal, plan.window, self.kernel.diagonal
+        how = plan.causal, plan.window, self.kernel.halves
 
         def make(queries: Sequence[Stretch], borders: tuple[int, int] = (0, 0)) -> list[Pair]:
             """Return the pairs of some queries, whose documents begin between two borders."""
