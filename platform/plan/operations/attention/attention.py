@@ -14,7 +14,8 @@ class AttentionOp(Op):
     hidden, `bias` is added, and a parameter `sink` [heads] counts, as in softmax. Runs one fused kernel
     (`fuses_attention`), which knows no sink, or two einsums and a softmax over split dims; `remember`s if causal.
     Where length is split, keys and values go around its ranks (`rings`), or each rank gathers all of them, before they
-    are repeated; and where it is not, attention with a sink is a ring of one rank, whose panels merge with it. Ranks that keep a part each of the keys of earlier passes attend to it, and their results merge."""
+    are repeated; where it is whole, attention with a sink is a ring of one rank, whose panels merge with it. Ranks that
+    keep a part each of the keys of earlier passes attend to it, and their results merge."""
 
     def compose(
         self,
