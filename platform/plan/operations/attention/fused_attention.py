@@ -33,7 +33,7 @@ def length_of(kv: Spec) -> str:
 def _in_pairs(ops, kv: Spec, device: str, length: int, window: int, begins: Any, bias: Any) -> bool:
     """Return True if an attention is computed by pairs of queries and keys: its queries are some of all positions, or
     most of a long sequence is hidden by a window or, on a CPU, by borders of documents, and nothing is added to its
-    scores, or drawn by a kernel. Else one mask of all scores hides. `length`: of its block of queries."""
+    scores, or drawn by a kernel. Else one mask of all scores hides. `length`: the number of its queries."""
     # a GPU would launch more kernels than it saves for less
     windowed = window and length >= 8 * max(window, LEAST if device == "cpu" else BLOCK)
     documents = begins is not None and device == "cpu" and length >= 4 * LEAST
