@@ -199,7 +199,7 @@ def _refuse_output(output: Path, overwrite: bool) -> None:
         raise ConfigError(violation("--output", output, why))
 
 
-def _nodes_of(hardware: Hardware | None) -> dict[str, int]:
+def _usual_tiers(hardware: Hardware | None) -> dict[str, int]:
     """Return the tiers of a plan where none are given: nodes as the `hardware` has them, or of 8 workers."""
     return {"node": hardware.ranks if hardware else 8}
 
@@ -235,7 +235,7 @@ def _answer(arguments: argparse.Namespace) -> int:
     found = explained(
         config,
         plan,
-        arguments.tiers or _nodes_of(named),
+        arguments.tiers or _usual_tiers(named),
         hardware,
         named=bool(arguments.hardware),
         tokens=arguments.tokens,
@@ -277,7 +277,7 @@ def _plan_of_diff(arguments: argparse.Namespace, given: str) -> Any:
             typed = shlex.split(given)
         config, plan = _one_plan(arguments, with_values(arguments.overrides, typed))
         hardware = _hardware(arguments.hardware, config)
-        tiers = arguments.tiers or _nodes_of(hardware if arguments.hardware or config.cluster.gpu else None)
+        tiers = arguments.tiers or _usual_tiers(hardware if arguments.hardware or config.cluster.gpu else None)
         return explained(config, plan, tiers, hardware, bool(arguments.hardware), arguments.tokens)
     try:
         return from_json(read_bytes(given, MOST), MOST, VALUES)

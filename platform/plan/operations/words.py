@@ -80,8 +80,8 @@ class Ops:
         return ("fused_attention", name) in self.plan.operations
 
     def rings(self, name: str, spec: Spec, kv: Spec, sink: bool) -> bool:
-        """Return True if keys of type `kv` go around in the attention `name`: without dropout or a cache, where length
-        is split, or where it is whole and a `sink` counts, as a ring of one rank."""
+        """Return True if keys of type `kv` go around in the attention `name`: without dropout or a cache. With a `sink`
+        they do where length is whole too, in a ring of one rank."""
         return ("ring_attention", name) in self.plan.operations
 
     def splits(self, spec: Spec, dim: str) -> bool:
