@@ -80,8 +80,7 @@ class Ops:
         return ("fused_attention", name) in self.plan.operations
 
     def rings(self, name: str, spec: Spec, kv: Spec, sink: bool) -> bool:
-        """Return True if keys of type `kv` go around in the attention `name`: without dropout or a cache. With a `sink`
-        they do where length is whole too, in a ring of one rank."""
+        """Return True if keys of type `kv` go around ranks in the attention `name`, or with a `sink` lie on one."""
         return ("ring_attention", name) in self.plan.operations
 
     def splits(self, spec: Spec, dim: str) -> bool:
