@@ -16,7 +16,7 @@ from platform.plan.language.layout import LEAST_PIECE, MOST_ROUNDS
 from platform.plan.reports.attention_work import unevenness
 
 EVEN = 1.02  # times the mean of attention's work, which the busiest rank may have
-LEAST_OF_WINDOW = 128  # tokens of a piece
+OF_WINDOW = 16, 128  # rounds at most, and tokens of a piece at least, where they make a window's work even
 _WHERE = {"cpu": "on a CPU", "cuda": "on a GPU"}
 
 
@@ -66,9 +66,9 @@ def even_rounds(config: Config, plan: Plan) -> int:
     if config.parallel.context_pieces or not planner.scheme.zigzag:
         return planner.scheme.rounds
     documents = any(o.operation["begins"] for o in plan.attentions)
-    least = LEAST_PIECE if documents else LEAST_OF_WINDOW
-    longest = min(MOST_ROUNDS, config.model.length // (2 * config.parallel.context * least))
-    legal, work = [n for n in rounds_of_context(config) if n <= max(1, longest)], dict[int, float]()
+    rounds, tokens = (MOST_ROUNDS, LEAST_PIECE) if documents else OF_WINDOW
+    most = max(1, min(rounds, config.model.length // (2 * config.parallel.context * tokens)))
+    legal, work = [n for n in rounds_of_context(config) if n <= most], dict[int, float]()
     if documents:
         return legal[-1]
     for n in legal:
