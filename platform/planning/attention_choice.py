@@ -16,6 +16,7 @@ from platform.plan.language.layout import LEAST_PIECE, MOST_ROUNDS
 from platform.plan.reports.attention_work import unevenness
 
 EVEN = 1.02  # times the mean of attention's work, which the busiest rank may have
+OF_WINDOW = 16, 128  # rounds at most, and tokens of a piece at least, where they make a window's work even
 _WHERE = {"cpu": "on a CPU", "cuda": "on a GPU"}
 
 
@@ -60,14 +61,17 @@ def given_rounds(config: Config) -> int:
 
 def even_rounds(config: Config, plan: Plan) -> int:
     """Return the fewest rounds, of those left open by a configuration, by which attention is equal work for all ranks
-    of its plan's contexts."""
+    of its plan's contexts; where documents hide keys, which only the data know, the most."""
     planner = plan.planner
     if config.parallel.context_pieces or not planner.scheme.zigzag:
         return planner.scheme.rounds
-    longest = min(MOST_ROUNDS, config.model.length // (2 * config.parallel.context * LEAST_PIECE))
-    open_ = [n for n in rounds_of_context(config) if n <= max(1, longest)]
-    work = {}
-    for n in open_:
+    documents = any(o.operation["begins"] for o in plan.attentions)
+    rounds, tokens = (MOST_ROUNDS, LEAST_PIECE) if documents else OF_WINDOW
+    most = max(1, min(rounds, config.model.length // (2 * config.parallel.context * tokens)))
+    legal, work = [n for n in rounds_of_context(config) if n <= most], dict[int, float]()
+    if documents:
+        return legal[-1]
+    for n in legal:
         work[n] = unevenness(replace(plan, planner=replace(planner, scheme=replace(planner.scheme, rounds=n))))
         if work[n] <= EVEN:
             return n

@@ -74,7 +74,7 @@ def kinds_of_context(config: Config, data: int) -> list[str]:
     found = {}
     for kind in choices:
         *_, plan = plans = _plans_of_one_layer(config, data, kind)
-        goes = plan and any(word == "ring_attention" for word, _ in plan.operations)
+        goes = plan and any(c.op == "rotate" for o in plan.operations.values() for c in o.collectives)
         if plan and all(plans) and plan.scheme.ring == goes:
             found[kind] = sum(communication(plan).values())
     return sorted(found, key=found.__getitem__) or [choices[0]]

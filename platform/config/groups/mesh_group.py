@@ -59,8 +59,8 @@ class Parallel:
     )
     context_pieces: int = key(
         0,
-        "pieces that each rank gets, an even number; 0: two, and up to 32 of at least 128 tokens where windows"
-        " make work uneven",
+        "pieces that each rank gets, an even number; 0: two, and more where windows make work uneven (up to 32, of at"
+        " least 128 tokens), or documents that are kept apart (up to 16, of at least 256)",
         ">= 0",
         most=1024,
     )

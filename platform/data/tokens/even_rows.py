@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from platform.data.tokens.streams import Ints
 from platform.plan.language.layout import LEAST_PIECE, MOST_ROUNDS, zigzag
 
-FORMAT = 1  # raise it when the same rows would be ordered otherwise
+FORMAT = 3  # raise it when the same rows would be ordered otherwise
 RANKS = (2, 4, 8)  # of contexts, for all of which a row is to be even
 EVEN = 1.01  # times the mean of the work, which the busiest rank may have: then no further order is tried
 TRIES, TOGETHER = 64, 8  # orders that are tried of a row, and so many at once

@@ -21,9 +21,9 @@ UNEVEN = ("batch", "heads", "kv_heads", "d_ff", "vocab", "hidden", "experts", "s
 NO_UNITS: Mapping[str, int] = MappingProxyType({})
 
 LENGTHS = ("length", "memory_length")  # dims along which the tokens of a sequence lie
-# rounds in which their pieces are dealt, and tokens of a piece, where no key says how many: kernels are slow on shorter
-# ones. With others, rows of documents are packed in other orders (platform.data.tokens.even_rows, whose FORMAT it is)
-MOST_ROUNDS, LEAST_PIECE = 16, 128
+# rounds in which their pieces are dealt, and tokens of a piece, where documents hide keys and no key says how many
+# pieces: kernels are slower on shorter ones. With others, rows are packed in other orders: FORMAT of even_rows
+MOST_ROUNDS, LEAST_PIECE = 8, 256
 
 
 @dataclass(frozen=True)

@@ -91,3 +91,35 @@ def test_negative_control_a_block_that_its_last_query_sees(name, drawn, monkeypa
     monkeypatch.setattr(document_pairs, "_cut", lambda *x: [(rows, q, (last, last)) for rows, q, (_, last) in cut(*x)])
     with pytest.raises(AssertionError):
         compare(c, *run(c), serial(c))
+
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    "one rank": {"window": 5},
+    "grouped": {"window": 4, "kv_heads": 2},
+    "1d_sp": {"window": 7, "tensor": "1d_sp", "axes": {"t": 2}},
+    "stages, full": {"window": 3, "pipeline": "1f1b", "stages": 2, "recompute": "full"},
+}
+
+
+def windowed(name: str, monkeypatch, mutant: bool = False):
+    """One process masks the whole; then blocks of as few tokens as windows have here."""
+    c = configure(**{"positions": "rope", "length": 32, "layers": 2, **WINDOWS[name]})
+    monkeypatch.setattr(oracle, "_serial", {})
+    expected = serial(c)
+    monkeypatch.setattr(fused_attention, "LEAST", 1)
+    monkeypatch.setattr(fused_attention, "_in_pairs", lambda *given: True)
+    monkeypatch.setattr(panels, "LEAST", 1)
+    if mutant:
+        attention = panels.PanelAttention
+        monkeypatch.setattr(panels, "PanelAttention", lambda *given: attention(*given[:-1], given[-1] - 1))
+    compare(c, *run(c), expected)
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_of_a_long_sequence_pair_by_pair(name, monkeypatch):
+    windowed(name, monkeypatch)
+
+
+def test_negative_control_a_window_that_is_too_short(monkeypatch):
+    with pytest.raises(AssertionError):
+        windowed("one rank", monkeypatch, mutant=True)

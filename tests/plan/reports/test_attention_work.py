@@ -46,7 +46,7 @@ PIECES = [
     ({**LONG, **NESTED, "window": 2048}, 8),
     ({**LONG, "context_kind": "ring", "window": 2048, "window_layers": [1]}, 8),
     ({**LONG, "context_kind": "ring", **MODELS["t5"], "source_length": 2048}, 2),
-    ({**LONG, "context_kind": "ring", **MODELS["packed_gpt"], "window": 0}, 2),
+    ({**LONG, "context_kind": "ring", **MODELS["packed_gpt"], "window": 0}, 8),  # the most: only data know
     ({**LONG, "context_kind": "ring", "window": 2048, "context_pieces": 16}, 16),
 ]
 

@@ -165,7 +165,8 @@ class _Reader:
         products = bias is not None or hiding.drawing is not None  # which no kernel adds, or draws, panel by panel
         self.kernel: PairKernel = kernel_of(MATH if products else plan.kernel, given, masked)
         made = plan.window > 0 or hiding.padding is not None or self.kernel is PRODUCTS
-        most = min(BLOCK, max(plan.window, LEAST)) if plan.window else BLOCK  # of which a narrow window hides less
+        narrow = plan.window and q.device.type == "cpu"  # elsewhere, few large kernels are worth more
+        most = min(BLOCK, max(plan.window, LEAST)) if narrow else BLOCK  # of which a narrow window hides less
         self.block, self.device, self.dtype = most if made else 0, q.device, widened(q[:0]).dtype
         self.batch = q.shape[0]
 

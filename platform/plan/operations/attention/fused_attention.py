@@ -9,7 +9,7 @@ from typing import Any
 from platform.plan.communication.planned import Collective
 from platform.plan.language.attention_kernels import MATH
 from platform.plan.language.ops import Spec, scores_of
-from platform.plan.language.stretches import LEAST, Stretch
+from platform.plan.language.stretches import BLOCK, LEAST, Stretch
 from platform.plan.operations.attention.hiding import hides, reads_of
 from platform.plan.operations.attention.kernel_memory import (
     KEEP_ORDER,
@@ -30,12 +30,15 @@ def length_of(kv: Spec) -> str:
     return "memory_length" if "memory_length" in kv.dims else "length"
 
 
-def _in_pairs(ops, kv: Spec, device: str, length: int, begins: Any, bias: Any) -> bool:
+def _in_pairs(ops, kv: Spec, device: str, length: int, window: int, begins: Any, bias: Any) -> bool:
     """Return True if an attention is computed by pairs of queries and keys: its queries are some of all positions, or
-    on a CPU packed documents of a long sequence, and nothing is added to its scores, or drawn by a kernel. One mask of
-    all scores hides other documents."""
-    documents = begins is not None and not ops.cache and device == "cpu" and length >= 4 * LEAST
-    return (length_of(kv) == "memory_length" or documents) and bias is None and not ops.dropout_rate
+    most of a long sequence is hidden by a window or, on a CPU, by borders of documents, and nothing is added to its
+    scores, or drawn by a kernel. Else one mask of all scores hides. `length`: the number of its queries."""
+    # a GPU would launch more kernels than it saves for less
+    windowed = window and length >= 8 * max(window, LEAST if device == "cpu" else BLOCK)
+    documents = begins is not None and device == "cpu" and length >= 4 * LEAST
+    hidden = (windowed or documents) and not ops.cache
+    return (length_of(kv) == "memory_length" or bool(hidden)) and bias is None and not ops.dropout_rate
 
 
 class FusedAttentionOp(BlockOp):
@@ -92,7 +95,7 @@ class FusedAttentionOp(BlockOp):
         back = [("batch", "heads", "length", "d_kv").index(d) for d in spec.dims]
         q, k, v = (t.permute(order) for t in (q, k, v))
         starts = None if begins is None else begins[self.kind, name]
-        if _in_pairs(ops, kv, q.device.type, q.shape[2], begins, bias):
+        if _in_pairs(ops, kv, q.device.type, q.shape[2], window, begins, bias):
             panels = ops.kernels.panels
             queries = [Stretch(first + ops.offset, n) for first, n in ops.stretches(spec, "length")]
             keys = [ops.stretches(kv, length_of(kv))]
@@ -125,7 +128,7 @@ class FusedAttentionOp(BlockOp):
         documents = begins is not None
         sizes = query["batch"], query["heads"], query["length"], key[length_of(kv)], query["d_kv"], value["d_kv"]
         block = AttentionBlock(*sizes, causal, masked=mask is not None or documents, biased=bias is not None)
-        if _in_pairs(ops, kv, ops.device, block.length, begins, bias):
+        if _in_pairs(ops, kv, ops.device, block.length, window, begins, bias):
             math = found.operation["kernel"] == MATH
             scratch = mask_of_pair(ops, block, window, documents, math)
             if found.over:
