@@ -30,6 +30,7 @@ from platform.monitor.sinks.sink_table import SINKS, lack_of_package
 from platform.plan.language.numbers import count_of
 
 EVERY_SECONDS = 1.0  # a run's files are read
+_NICE = 10  # a ninth of the weight of a process of the run
 BY_HAND = [name for name, kind in SINKS.items() if kind.package]
 
 
@@ -112,7 +113,6 @@ def _follow_run(directory: Path, name: str) -> int:
     """Send a run's numbers to a service while its driver, which has started this process, lives; return the exit
     status. The driver's first line is JSON with the configuration, its last the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _give_way()
     said = _message_channel()
     driver = open(0, "rb", buffering=0, closefd=False)  # what comes after the first line is left to `select`
     start = json.loads(driver.readline())
@@ -120,6 +120,7 @@ def _follow_run(directory: Path, name: str) -> int:
     with alone(directory, name):
         follower = Follower(name, run, SINKS[name].open)
         _tell_driver(said, follower.sink.where)
+        _give_way()
         rest, ended = "", False
         while not ended:
             ready, _, _ = select.select([driver], [], [], EVERY_SECONDS)
@@ -134,10 +135,10 @@ def _follow_run(directory: Path, name: str) -> int:
 
 
 def _give_way() -> None:
-    """Let this process, and those that its service starts, have the processor time that the run leaves."""
-    os.nice(19)
+    """Let the run go before this process where processors are short, though not so far that it never gets one."""
+    os.nice(_NICE)
     with suppress(OSError):  # Linux shares processors between sessions first, and this process has its own
-        Path("/proc/self/autogroup").write_text("19")
+        Path("/proc/self/autogroup").write_text(str(_NICE))
 
 
 def _message_channel() -> int:
