@@ -19,6 +19,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from platform.boundary.collecting import without_collecting
 from platform.boundary.command_line import DONE, FAILED, command_line, run_command
 from platform.boundary.documents import VALUES, from_json, read_bytes
 from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
@@ -214,6 +215,12 @@ def _answer(arguments: argparse.Namespace) -> int:
     """Print the explanation that the command line asks for, as text or JSON, or with `--shrink` its plans for fewer and
     fewer workers, or with `--check` its mistakes, or with `--diff` what differs between two; return the exit status of
     `python -m platform.plan`."""
+    with without_collecting():
+        return _answered(arguments)
+
+
+def _answered(arguments: argparse.Namespace) -> int:
+    """Print the answer of `_answer`; return its exit status."""
     if arguments.diff:
         return _compared_plans(arguments)
     config, plan = _one_plan(arguments, arguments.overrides)

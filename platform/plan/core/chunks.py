@@ -111,28 +111,34 @@ def record(
     for the stages of a pipeline: at most as many as it has units (embedding, blocks, head). `recorder` makes a new
     Recorder; `sizes`: global sizes of the model's dims; `parts`: the units of every chunk, if they are given."""
     inputs = {name: name for name in model.inputs}
+    known = recordings(model, recorder())
     if count == 1:
-        ops = recorder()
-        model.forward(ops, inputs)
-        return [Recorded(getattr(model, "units", ()), ops)]
+        if () not in known:
+            ops = recorder()
+            model.forward(ops, inputs)
+            known[()] = ops, {}
+        return [Recorded(getattr(model, "units", ()), known[()][0])]
     units = getattr(model, "units", ("the model",))
     assert count <= len(units), "platform.planning.make_plan refuses it"
 
     def run(flow: Mapping[str, Symbol], part: Sequence[str]) -> tuple[Recorder, dict[str, Symbol]]:
         """Record the forward pass of the units `part` on the activations `flow`; return recorder and results."""
-        ops = recorder()
-        return ops, model.part(ops, inputs, flow, part)  # type: ignore[attr-defined]
+        key = tuple(part), specs(flow)
+        if key not in known:
+            ops = recorder()
+            known[key] = ops, model.part(ops, inputs, flow, part)  # type: ignore[attr-defined]
+        return known[key]
 
     def specs(flow: Mapping[str, Symbol]) -> FlowSpecs:
         """Return the names and types of the activations that flow between two chunks of the model."""
         return tuple((name, x.spec) for name, x in flow.items())
 
     flow: dict[str, Symbol] = {}
-    costs, known = [], dict[tuple, float]()  # layers are alike
+    costs, each = [], dict[tuple, float]()  # layers are alike
     for unit in units if not parts else ():
         ops, flow = run(flow, [unit])
-        known |= {o.anonymous: cost(o, sizes) for o in ops.operations if o.anonymous not in known}
-        costs.append(sum(known[o.anonymous] for o in ops.operations))
+        each |= {o.anonymous: cost(o, sizes) for o in ops.operations if o.anonymous not in each}
+        costs.append(sum(each[o.anonymous] for o in ops.operations))
     parts = parts or [units[where.start : where.stop] for where in place_layers(costs, count)]
     flow, chunks = {}, []
     for number, part in enumerate(parts, 1):
@@ -140,6 +146,13 @@ def record(
         ops, flow = run(flow, part)
         chunks.append(Recorded(part, ops, receives, specs(flow) if number < count else ()))
     return chunks
+
+
+def recordings(model: RecordableModel, recorder: Recorder) -> dict[tuple, tuple[Recorder, dict[str, Symbol]]]:
+    """Return what recorders like this one have found in a model, with the activations that came out, by its units and
+    the types of the activations that went in: plans of one model, as a search makes them, record each part once."""
+    every: dict[tuple, dict] = getattr(model, "recordings", {})
+    return every.setdefault(recorder.settings, {})
 
 
 def cost(operation: Operation, sizes: Mapping[str, int]) -> float:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from platform.boundary.collecting import without_collecting
 from platform.boundary.terminal import phase
 from platform.config.checks import violations_of_configuration
 from platform.config.fields import Config
@@ -108,7 +109,7 @@ def search(config: Config, workers: int, memory: float, hardware: Hardware) -> S
     """Search all plans that the open keys of a configuration allow, for at most `workers` workers of `memory` bytes: as
     many workers as any plan that fits takes, and of their plans the quickest on a `hardware`."""
     space, judged, nearest = Space(config), 0, None
-    with phase("searching for a plan"):
+    with without_collecting(), phase("searching for a plan"):
         for ranks in _numbers_of_workers(space, workers):
             rated, count = Field(space, ranks, memory, hardware).rated()
             judged += count
