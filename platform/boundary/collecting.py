@@ -9,12 +9,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collecting() -> Iterator[None]:
-    """Look for no cycles of objects meanwhile: plans are many objects that stay and hardly any cycle, and looking at
-    all of them again and again takes a quarter of planning."""
+    """Pause the search for cycles of objects: plans are many objects that stay and hardly any cycle, and looking at all
+    of them again and again takes a quarter of planning."""
     was = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was:
+            gc.freeze()  # nor later at what has come since
             gc.enable()

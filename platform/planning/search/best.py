@@ -260,9 +260,12 @@ class Field:
             return [], 0
         estimator, modes = Estimator(sketch, self.setting, axes, columns), list(self._modes())
         parts = []  # by mode: its number, and the rows, seconds and bytes of its best contenders
-        judged = 0
+        judged, taken = 0, dict[tuple, NDArray[Any]]()
         for number, mode in enumerate(modes):
-            rows = np.flatnonzero(self._takes(mode, columns))
+            key = mode.kind, mode.chunks, mode.zero
+            if key not in taken:
+                taken[key] = np.flatnonzero(self._takes(mode, columns))
+            rows = taken[key]
             if not len(rows):
                 continue
             judged += len(rows)
