@@ -100,7 +100,7 @@ def price(plan: Plan, model: RecordableModel, hardware: Hardware, execution: Exe
 
 def price_of(work: StepWork, hardware: Hardware) -> StepPrice:
     """Predict the seconds of a training step from its `work` on a hardware."""
-    plan, clock = work.plan, _Clock(work.plan, hardware, work.execution.overlap)
+    plan, clock = work.plan, _Clock(work.plan, hardware, work.execution)
     forward, backward = clock.spans(work)
     busy = [PassTime() for _ in work.once]
     for stage, there, back in zip(work.stages, forward, backward, strict=True):
@@ -128,16 +128,16 @@ def price_of(work: StepWork, hardware: Hardware) -> StepPrice:
 
 def simulated(work: StepWork, hardware: Hardware, schedule: Schedule) -> Simulation:
     """Simulate a schedule of the plan's stages with the predicted seconds of its passes on a hardware."""
-    clock = _Clock(work.plan, hardware, work.execution.overlap)
+    clock = _Clock(work.plan, hardware, work.execution)
     return simulate(schedule, _by_action(*clock.spans(work)))
 
 
 class _Clock:
     """Seconds of a plan's passes and collectives on a hardware, each distinct one computed once."""
 
-    def __init__(self, plan: Plan, hardware: Hardware, overlap: bool):
-        """Set the clock for a plan and a hardware; `overlap`: collectives of parameters go on beside computation."""
-        self.plan, self.hardware, self.overlap = plan, hardware, overlap
+    def __init__(self, plan: Plan, hardware: Hardware, execution: Execution):
+        """Set the clock for a plan, its execution and a hardware."""
+        self.plan, self.hardware, self.overlap, self.narrow = plan, hardware, execution.overlap, execution.narrow
         self.lockstep = 1 + LOCKSTEP if len(plan.chunks) > plan.stages > 1 else 1.0
         self._launched: dict[Collective, float] = {}
         self._computed: dict[int, float] = {}  # by identity of a part
@@ -177,7 +177,7 @@ class _Clock:
         """Return the seconds for which a part of a pass keeps the device busy."""
         if id(part) not in self._computed:
             size, precision = self.plan.itemsize["compute"], self.plan.precision
-            self._computed[id(part)] = computing_seconds(part, self.hardware, precision, size)
+            self._computed[id(part)] = computing_seconds(part, self.hardware, precision, size, self.narrow)
         return self._computed[id(part)]
 
     def span(self, p: PassWork) -> PassTime:

@@ -46,6 +46,12 @@ def product_seconds(p: Product, hardware: Hardware, precision: str, itemsize: in
     return float(with_hidden(computing, bytes_seconds(p.elements * itemsize, hardware), hardware))
 
 
+def cast_seconds(p: Product, hardware: Hardware) -> float:
+    """Return the seconds in which the first operand of a product is written in 8 bits too, by the kernel that makes it.
+    Weights are cast once a step, which is not counted."""
+    return float(bytes_seconds(p.batch * p.rows * p.inner, hardware))
+
+
 def with_hidden(computing: Number, other: Number, hardware: Hardware) -> Number:
     """Return the seconds of computing and of something `other`, which is hidden where anything is done beside it."""
     return np.maximum(computing, other) if hardware.ahead else computing + other
@@ -56,9 +62,15 @@ def bytes_seconds(count: Number, hardware: Hardware) -> Number:
     return count / (hardware.bandwidth * hardware.reached.memory)
 
 
-def computing_seconds(part: Part, hardware: Hardware, precision: str, itemsize: int) -> float:
-    """Return the seconds for which a part of a pass keeps the device busy, without its collectives."""
-    products = sum(product_seconds(p, hardware, precision, itemsize) for p in part.products)
+def computing_seconds(part: Part, hardware: Hardware, precision: str, itemsize: int, narrow: str = "") -> float:
+    """Return the seconds for which a part of a pass keeps the device busy, without its collectives. `narrow`: the
+    precision of 8 bits in which products of layers' weights are computed, if it is another than the plan's."""
+    products = 0.0
+    for p in part.products:
+        if narrow and p.narrows:
+            products += product_seconds(p, hardware, narrow, 1) + cast_seconds(p, hardware)
+        else:
+            products += product_seconds(p, hardware, precision, itemsize)
     fused = part.fused / (hardware.peak(precision) * hardware.reached.attention)
     return products + fused + bytes_seconds(part.bytes, hardware)
 

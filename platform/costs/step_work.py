@@ -23,7 +23,8 @@ class Execution:
     optimizer state per parameter; `dropout`: the model's rate, and `fused_dropout` if attention's kernel draws its
     masks. Where another system runs the plan: `gradient_bytes` per element that ranks sum, 0 as the plan says;
     `kept_whole`: True if each rank keeps all of the inputs that it recomputes from; `repeats_all`: True if it computes
-    a recomputed layer's last product again, whose result no gradient needs."""
+    a recomputed layer's last product again, whose result no gradient needs; `narrow`: the precision of 8 bits in which
+    it computes the products of layers' weights, "" for the plan's."""
 
     schedule: str = "none"
     table: Schedule | None = None
@@ -34,6 +35,7 @@ class Execution:
     gradient_bytes: int = 0
     kept_whole: bool = False
     repeats_all: bool = False
+    narrow: str = ""
 
 
 Launches = Mapping[Collective, float]  # collective -> how often it is launched

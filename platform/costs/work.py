@@ -22,12 +22,14 @@ from platform.plan.operations.recorder import Recorder, Symbol
 
 
 class Product(NamedTuple):
-    """Matrix product of a rank: [rows, inner] times [inner, columns], `batch` times over."""
+    """Matrix product of a rank: [rows, inner] times [inner, columns], `batch` times over; `narrows`: True if an operand
+    is a layer's weight: some systems compute these products in a narrower type than all else."""
 
     rows: int
     columns: int
     inner: int
     batch: int = 1
+    narrows: bool = False
 
     @property
     def flops(self) -> float:
@@ -265,7 +267,10 @@ def _products_of(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
         backward += [
             p
             for a in found
-            for p in (Product(a.rows, a.inner, a.columns, a.batch), Product(a.columns, a.inner, a.rows, a.batch))
+            for p in (
+                a._replace(columns=a.inner, inner=a.columns),
+                a._replace(rows=a.columns, columns=a.inner, inner=a.rows),
+            )
         ]
         for e in group.einsums:
             other = operation.inputs[1 + e.index]
@@ -308,7 +313,8 @@ def _shapes(plan: Plan, operation: Operation, group: EinsumGroup) -> list[Produc
         rows = prod(sizes[d] for d in e.x_dims if d in e.out_dims and d not in e.dims)
         columns = prod(sizes[d] for d in e.dims if d not in e.x_dims and not (rows_of and d == "experts"))
         inner = prod(sizes[d] for d in e.x_dims if d in e.dims and d not in e.out_dims)
-        one = Product(max(1, rows // batch) if rows_of else rows, columns, inner, batch)
+        narrows = isinstance(operation.inputs[1 + e.index], Parameter) and "vocab" not in e.dims
+        one = Product(max(1, rows // batch) if rows_of else rows, columns, inner, batch, narrows)
         found += [one] * (group.panels.count if group.panels else 1)
     if group.joinable:
         return [found[0]._replace(columns=sum(p.columns for p in found))]

@@ -362,4 +362,5 @@ class _Opening:
                 raise ConfigError(violation("data.separator", begin, reason, ["a token"]))
         if data.packing == "cut":
             return streams
-        return packing.packed_streams(streams, place, self.length, begin, data.overlong, trusted=trusted)
+        more = {"apart": data.document_mask, "trusted": trusted}
+        return packing.packed_streams(streams, place, self.length, begin, data.overlong, **more)

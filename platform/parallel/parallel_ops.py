@@ -105,6 +105,8 @@ class ParallelOps(Ops):
         self._wholly = lonely and not dropout and plan.recompute.kind != "selective" and not plan.frozen
         self._wholly &= plan.mlp_chunks == 1  # whose chunks are computed twice
         self._wholly &= all(kind != "route" for kind, _ in plan.operations)  # which counts
+        # whose documents say what is computed
+        self._wholly &= not any(dict(o.operation.attributes).get("begins") for o in plan.operations.values())
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
         # activation -> (offset, extent) per dim of this rank's block
         self.blocks = {t: plan.block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}

@@ -68,8 +68,8 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--config-dir", help="the user's own configuration files")
     parser.add_argument("--workers", type=int, help="how many there are, where parallel.data=-1")
     parser.add_argument(
-        "--tiers", type=_tiers, default={"node": 8}, metavar="node=8,rack=32,...",
-        help="workers in one of each tier, for counting what crosses it (default: node=8)",
+        "--tiers", type=_tiers, metavar="node=8,rack=32,...",
+        help="workers in one of each tier, for counting what crosses it (default: nodes of the hardware, or of 8)",
     )  # fmt: skip
     parser.add_argument(
         "--hardware", help="predict the seconds of a step on it: a name in conf/hardware/, or FILE.yaml"
@@ -200,6 +200,11 @@ def _refuse_output(output: Path, overwrite: bool) -> None:
         raise ConfigError(violation("--output", output, why))
 
 
+def _usual_tiers(hardware: Hardware | None) -> dict[str, int]:
+    """Return the tiers of a plan where none are given: nodes as the `hardware` has them, or of 8 workers."""
+    return {"node": hardware.ranks if hardware else 8}
+
+
 def _tiers(text: str) -> dict[str, int]:
     """Read the option --tiers, such as node=8,rack=32. Raises ArgumentTypeError for an illegal text."""
     try:
@@ -231,14 +236,13 @@ def _answered(arguments: argparse.Namespace) -> int:
             print(visible(line), flush=True)
         return 0
     hardware = _hardware(arguments.hardware, config)
+    named = hardware if arguments.hardware or config.cluster.gpu else None
     if arguments.svg:
-        _draw(
-            Path(arguments.svg), picture(config, plan, hardware if arguments.hardware or config.cluster.gpu else None)
-        )
+        _draw(Path(arguments.svg), picture(config, plan, named))
     found = explained(
         config,
         plan,
-        arguments.tiers,
+        arguments.tiers or _usual_tiers(named),
         hardware,
         named=bool(arguments.hardware),
         tokens=arguments.tokens,
@@ -280,7 +284,8 @@ def _plan_of_diff(arguments: argparse.Namespace, given: str) -> Any:
             typed = shlex.split(given)
         config, plan = _one_plan(arguments, with_values(arguments.overrides, typed))
         hardware = _hardware(arguments.hardware, config)
-        return explained(config, plan, arguments.tiers, hardware, bool(arguments.hardware), arguments.tokens)
+        tiers = arguments.tiers or _usual_tiers(hardware if arguments.hardware or config.cluster.gpu else None)
+        return explained(config, plan, tiers, hardware, bool(arguments.hardware), arguments.tokens)
     try:
         return from_json(read_bytes(given, MOST), MOST, VALUES)
     except OSError as error:

@@ -1,15 +1,22 @@
-"""Check that the kernel of attention that a configuration names can compute every attention of its plan."""
+"""Choices of attention: a kernel that can compute every attention of a plan, and how many pieces of each sequence each
+rank of a context gets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from platform.boundary.refusals import violation
 from platform.config.fields import Config
+from platform.config.rules.mesh_rules import rounds_of_context
 from platform.plan.core.fused import fused_attentions, traits_of
 from platform.plan.core.plan import Plan
 from platform.plan.language.attention_kernels import AUTO, KERNELS, MATH, reason_against
+from platform.plan.language.layout import LEAST_PIECE, MOST_ROUNDS
+from platform.plan.reports.attention_work import unevenness
 
+EVEN = 1.02  # times the mean of attention's work, which the busiest rank may have
+OF_WINDOW = 16, 128  # rounds at most, and tokens of a piece at least, where they make a window's work even
 _WHERE = {"cpu": "on a CPU", "cuda": "on a GPU"}
 
 
@@ -43,3 +50,29 @@ def kernel_violations(config: Config, plan: Plan) -> Iterator[str]:
 def _unfused(dropout: float) -> str:
     """Return the remark of an attention kernel refused for a plan that model.dropout may be why none fits; or ""."""
     return " (model.dropout draws masks that no kernel draws; model.fused_dropout=true lets it)" if dropout else ""
+
+
+def given_rounds(config: Config) -> int:
+    """Return in how many rounds a configuration deals pieces to ranks of a context, 0 if parts lie straight."""
+    # another plan of the run has fewer pieces where they do not divide lengths
+    wanted = config.parallel.context_pieces // 2 or 1
+    return max((n for n in rounds_of_context(config) if n <= wanted), default=0)
+
+
+def even_rounds(config: Config, plan: Plan) -> int:
+    """Return the fewest rounds, of those left open by a configuration, by which attention is equal work for all ranks
+    of its plan's contexts; where documents hide keys, which only the data know, the most."""
+    planner = plan.planner
+    if config.parallel.context_pieces or not planner.scheme.zigzag:
+        return planner.scheme.rounds
+    documents = any(o.operation["begins"] for o in plan.attentions)
+    rounds, tokens = (MOST_ROUNDS, LEAST_PIECE) if documents else OF_WINDOW
+    most = max(1, min(rounds, config.model.length // (2 * config.parallel.context * tokens)))
+    legal, work = [n for n in rounds_of_context(config) if n <= most], dict[int, float]()
+    if documents:
+        return legal[-1]
+    for n in legal:
+        work[n] = unevenness(replace(plan, planner=replace(planner, scheme=replace(planner.scheme, rounds=n))))
+        if work[n] <= EVEN:
+            return n
+    return min(work, key=work.__getitem__)

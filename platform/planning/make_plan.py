@@ -31,7 +31,7 @@ from platform.plan.language.scheme import NESTED, RINGS, Scheme, compose_scheme
 from platform.plan.memory.hardware import memory_of
 from platform.plan.operations.legality import IllegalPlan
 from platform.plan.schedule.generators import SHIPPED
-from platform.planning.attention_choice import kernel_violations
+from platform.planning.attention_choice import even_rounds, given_rounds, kernel_violations
 from platform.planning.choose_schedule import count_microbatches, placement_of
 from platform.planning.memory_budget import MemoryForecast
 
@@ -74,7 +74,7 @@ def kinds_of_context(config: Config, data: int) -> list[str]:
     found = {}
     for kind in choices:
         *_, plan = plans = _plans_of_one_layer(config, data, kind)
-        goes = plan and any(word == "ring_attention" for word, _ in plan.operations)
+        goes = plan and any(c.op == "rotate" for o in plan.operations.values() for c in o.collectives)
         if plan and all(plans) and plan.scheme.ring == goes:
             found[kind] = sum(communication(plan).values())
     return sorted(found, key=found.__getitem__) or [choices[0]]
@@ -126,6 +126,8 @@ def _of_kind(config: Config, data: int, kind: str, stage_of: Sequence[int] | Non
             build_plan(shallow, scheme, data=data, microbatch=config.train.microbatch, microbatches=1)
         stage_of = placement_of(config, data) if stage_of is None else stage_of
         plan = _plan_of(config, model, scheme, data, stage_of)
+        if (rounds := even_rounds(config, plan)) != scheme.rounds:
+            plan = _plan_of(config, model, replace(scheme, rounds=rounds), data, stage_of)
     except ModelMistake as error:
         line = violation(
             "model.kind", config.model.kind, f"{error.name}: {error.reason}", closest(error.name, error.legal)
@@ -146,7 +148,6 @@ def _of_kind(config: Config, data: int, kind: str, stage_of: Sequence[int] | Non
 def scheme_of(config: Config, data: int, kind: str) -> Scheme:
     """Compose the scheme of a configuration for `data` replicas, whose contexts are of a `kind`."""
     parallel, experts = config.parallel, expert_group(config, data)
-    lengths = [config.model.source_length, *(phase.length for phase in phases_of(config))]
     return compose_scheme(
         asdict(config.tensor),
         asdict(config.branch),
@@ -155,7 +156,7 @@ def scheme_of(config: Config, data: int, kind: str) -> Scheme:
         experts=experts,
         lent=parallel.lent_experts,
         context=context_axes(config, kind),
-        balanced=parallel.context_balance and all(n % (2 * parallel.context) == 0 for n in lengths),
+        rounds=given_rounds(config),
         ring=kind in RINGS and parallel.context > 1,
     )
 

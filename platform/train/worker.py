@@ -49,7 +49,7 @@ from platform.train.recovery import urls
 from platform.train.recovery.source import Source, is_divided
 from platform.train.recovery.verify import differing
 from platform.train.step.faults import Fault
-from platform.train.step.step_report import Combiner
+from platform.train.step.step_report import Combiner, count_rest
 from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State, all_gather_values, tried
 
@@ -131,14 +131,14 @@ class Worker(Observed):
         rows: list[list[list[int]]],
         domains: list[str] | None = None,
         corpus: str = "",
-        fresh: bool = True,
         reach: dict[str, str] | None = None,
+        fresh: bool = True,
     ) -> Built:
         """Build this rank's weights, optimizer and data in the mesh that it has joined; return their size and the
         device's. `rows`: the schedule rows of this stage, from `platform.plan.schedule.rows.StageRows.plain`;
         `domains`: the node of every rank, None if all run on one; `corpus`: the folder in which the driver has found
-        the tokens, "" for none; `fresh`: True gives the weights their initial values; False if `restore` or `recover`
-        follows; `reach`: axes of collectives -> the widest tier of the cluster that their groups span."""
+        the tokens, "" for none; `reach`: axes of collectives -> the widest tier of the cluster that their groups span;
+        `fresh`: True gives the weights their initial values; False if `restore` or `recover` follows."""
         assert self.communicator
         c, lacking = self._settled()
         self._unheld = None
@@ -182,6 +182,7 @@ class Worker(Observed):
         ranks if this is rank 0, else an acknowledgement. `limit`: the most that the loss may be for an update;
         `faults`: all failures to be injected in this step, on any rank."""
         assert self.communicator
+        begun = time.perf_counter() - PROGRESS.since_ordered()
         self._forget_generations()
         self._begin_snapshot()
         mine = [fault for fault in faults or () if fault.rank == self.rank]
@@ -203,6 +204,7 @@ class Worker(Observed):
         if self.communicator.log is not None:
             self._write_launches(self.communicator.log)
         self.communicator.confirm()  # an update from collectives that were interrupted is not acknowledged
+        count_rest(report, time.perf_counter() - begun - self.trainer.aligning)
         combined = self.combiner.together(report)
         self.communicator.confirm()
         return combined
@@ -213,6 +215,7 @@ class Worker(Observed):
         update."""
         assert self.communicator
         self.communicator.announce(json.dumps([step, limit, list(map(vars, faults or ()))]))
+        PROGRESS.ordered()  # others may have been late to take it
         return self.step(step, limit, faults)
 
     def follow(self) -> None:

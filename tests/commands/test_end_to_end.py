@@ -15,7 +15,7 @@ from platform.cluster.run.phases import PHASES
 from platform.monitor import MetricsRow
 from tests.harness.commands import QUICK, SMALL, command, in_this_process, lines, refused
 
-SECTIONS = set("data forward backward exposed_comm bubble reduce optimizer checkpoint".split())
+SECTIONS = set("data forward backward exposed_comm bubble reduce optimizer checkpoint other".split())
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ parallel.zero_group 0 1000000
 parallel.experts 1 1000000
 parallel.context 1 1000000
 parallel.context_heads 0 1000000
+parallel.context_pieces 0 1024
 model.experts 0 65536
 model.experts_per_token 1 65536
 model.expert_d_ff 0 16777216
@@ -213,6 +214,10 @@ parallel.context=3 | model.length=128 is not divisible by parallel.context=3 | p
 parallel.context=8 parallel.context_kind=heads | model.heads=4 is not divisible by tensor.axes.t=2 x | context=2
 parallel.context_heads=2 | parallel.context_heads=2: only for context_kind=nested, not auto | 0
 parallel.context=8 parallel.context_kind=nested | parallel.context_heads=0: must divide parallel.context=8 | 2
+parallel.context_pieces=3 | parallel.context_pieces=3: must be even: a rank gets two pieces in each round | 2, 4
+parallel.context=2 parallel.context_pieces=6 | parallel.context_pieces=6: x parallel.context=2, 12 | 4, 8, 2
+parallel.context=2 parallel.context_pieces=4 train.length_ramp=[0:4,4:128] | parallel.context_pieces=4: x | ramp=4
+parallel.context_pieces=4 parallel.context_balance=false | parallel.context_pieces=4: only for | balance=true
 parallel.context=2 parallel.context_kind=nested parallel.context_heads=2 | parallel.context_heads=2: must divide | auto
 parallel.experts=2 | parallel.experts=2: model.experts=0: the model has no experts | 1
 model.experts=6 parallel.experts=4 parallel.data=4 | parallel.experts=4: must divide model.experts=6 | 2, 1

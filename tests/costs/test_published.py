@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -70,6 +71,19 @@ def test_dense_and_expert_models_on_newer_hardware():
     rows = read_runs(str(TABLES / "nemo_gb200.csv"), compose)
     scores = leave_one_out(rows).scores(fitted=False)
     assert scores.runs == 13 and scores.mean <= 0.035 and scores.largest <= 0.075
+
+
+@pytest.mark.full
+def test_products_in_8_bits_and_what_stays_in_16():
+    """Eight models on 8 to 1,024 GPUs of four kinds, in bf16 and in fp8, by two constants per kind: each
+    row by the constants of all others. Negative control: with nothing in 8 bits, rows of fp8 take far longer."""
+    rows = [run for name in ("nemo_gb200", "nemo_newer") for run in read_runs(str(TABLES / f"{name}.csv"), compose)]
+    scores = leave_one_out(rows, ("products", "memory")).scores(fitted=False)
+    assert scores.runs == 26 and scores.mean <= 0.045 and scores.largest <= 0.12
+    narrow = [run for run in rows if run.work.execution.narrow]
+    assert len(narrow) == 11
+    wide = [replace(run, work=replace(run.work, execution=replace(run.work.execution, narrow=""))) for run in narrow]
+    assert all(b.predicted({}).seconds > 1.3 * a.predicted({}).seconds for a, b in zip(narrow, wide, strict=True))
 
 
 @pytest.mark.full
@@ -179,3 +193,17 @@ def test_a_malformed_table_is_refused_by_row_and_column(tmp_path, capsys):
         "calibrate=small",
     ):
         assert expected in lines
+
+
+def test_products_in_8_bits(tmp_path):
+    """Faster than in 16 bits, less than twice; refused by name where the hardware has no such peak."""
+    row = "x,{},1,2,4096,32,4096,512,2,4,serial,,1,{}\n"
+    path = tmp_path / "table.csv"
+    path.write_text(SMALL.replace("\n", ",precision\n") + row.format("h100", "bf16") + row.format("h100", "fp8"))
+    wide, narrow = (run.predicted({}).seconds for run in read_runs(str(path), compose))
+    assert 1.3 * narrow < wide < 2 * narrow
+    path.write_text(SMALL.replace("\n", ",precision\n") + row.format("a100_80g", "fp8"))
+    with pytest.raises(
+        ValueError, match=r"row 1: column precision=fp8: a100_80g has no such peak; nearest legal: bf16"
+    ):
+        read_runs(str(path), compose)

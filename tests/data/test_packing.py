@@ -13,6 +13,7 @@ from platform.config.fields import Data
 from platform.data.corpus import open_corpus
 from platform.data.objectives import Causal
 from platform.data.tokenizers.specials import SpecialIds
+from platform.data.tokens import even_rows
 from platform.data.tokens.packing import best_fit
 from platform.data.tokens.streams import DocumentStream, PackedStream
 from platform.parallel.communicator.base import SingleRank
@@ -148,6 +149,16 @@ def test_rows_in_the_cache_are_checked(records):
     (place / "train_rows.bin").unlink()
     with pytest.raises(OSError):
         open_corpus(records, length=LENGTH, vocab=61, seed=1, entry=corpus.entry)
+
+
+def test_documents_of_a_row_change_places_only_where_they_are_kept_apart(records, monkeypatch):
+    """Rows are of the same documents, in an order of their own; those whose tokens see other documents stay."""
+    backwards = lambda pieces, rows, length: np.concatenate([p[::-1] for p in np.split(pieces, rows[1:-1])])  # noqa: E731
+    monkeypatch.setattr(even_rows, "evened", backwards)
+    plain, apart = (open_corpus(replace(records, document_mask=mask), length=LENGTH, vocab=61, seed=1)
+                    for mask in (False, True))  # fmt: skip
+    [old, new] = (c.batch("train", 0, c.samples["train"])["tokens"] for c in (plain, apart))
+    assert (old != new).any() and (np.sort(old, 1) == np.sort(new, 1)).all()
 
 
 @pytest.mark.parametrize("positions", ["learned", "rope"])

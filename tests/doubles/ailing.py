@@ -17,6 +17,7 @@ from platform.data.corpus import Corpus
 from platform.monitor.records.metrics import MetricsLog
 from platform.train.step.stage_passes import StagePasses
 from platform.train.step.trainer import Trainer
+from platform.train.worker import Worker
 
 LONG, LAZY = 1000.0, 0.4  # seconds
 
@@ -76,6 +77,9 @@ HOW = {  # name -> where it strikes, and what
     "memory": (Trainer, "_forward_backward", no_memory),
     "toil": (Trainer, "_forward_backward", toil),
     "lag": (StagePasses, "part", lag),
+    "lag in a step": (Trainer, "_forward_backward", lag),
+    "lag between steps": (Worker, "_noted", lambda: time.sleep(LAZY)),
+    "lag before a step": (Worker, "step", lambda: time.sleep(LAZY)),
     "sleep": (Trainer, "_forward_backward", lambda: time.sleep(LONG)),
     "data": (Corpus, "batch", lambda: time.sleep(LONG)),
     "lazy data": (Corpus, "batch", lambda: time.sleep(LAZY)),

@@ -58,7 +58,8 @@ class FakeWorker:
         self.config = config
         return Joined(rank, self.crew.job.coordinates[rank], 1, "n")
 
-    def build(self, rows, domains, corpus="", fresh=True, reach=None):
+    def build(self, rows, domains, corpus="", reach=None, fresh=True):
+        assert isinstance(reach, dict) and isinstance(fresh, bool)
         self.state = 0 if fresh else None  # undefined until it is restored
         self.unheld = None  # the step that it holds during the next one, if the crew does so late
         return Built(42, "cpu", self.crew.memory, ["exp_avg", "exp_avg_sq"])

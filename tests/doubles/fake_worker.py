@@ -48,7 +48,7 @@ class FakeWorker:
         self._meet("form")
         return Joined(rank, {"data": rank}, os.getpid(), socket.gethostname())
 
-    def build(self, rows, domains=(), corpus="", fresh=True, reach=None):
+    def build(self, rows, domains=(), corpus="", reach=None, fresh=True):
         return Built(42, "cpu", None, ["exp_avg", "exp_avg_sq"])
 
     def step(self, step, limit=math.inf, faults=()):

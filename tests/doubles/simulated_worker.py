@@ -165,8 +165,8 @@ class SimulatedWorker:
         rows: list[list[list[int]]],
         domains: list[str] = (),
         corpus: str = "",
-        fresh: bool = True,
         reach: dict[str, str] | None = None,
+        fresh: bool = True,
     ):
         assert len(domains) == self.world_size and rows
         return Built(1_367_000_000, "cpu", None, ["exp_avg", "exp_avg_sq"])

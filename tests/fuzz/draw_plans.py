@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from platform.config.fields import Branch, Config, Parallel, Pipeline, Tensor
-from platform.config.rules.mesh_rules import slices_heads
+from platform.config.rules.mesh_rules import rounds_of_context, slices_heads
 from platform.plan.language.numbers import divisors
 from platform.plan.language.scheme import NESTED, ROLES, compose_scheme
 from platform.planning.choose_schedule import count_microbatches
@@ -244,6 +244,9 @@ def draw_case(
     draw_data(r, configs, folder)
     draw_optimizer(r, configs)
     draw_training(r, configs)
+    for c in configs:
+        if rounds := rounds_of_context(c) if c.parallel.context > 1 else []:
+            c.parallel.context_pieces = 2 * Random(repr(c)).choice((0, *rounds))  # all else is drawn as ever
     return configs
 
 
@@ -294,6 +297,7 @@ def _data(r: Random, c: Config, folder: Path) -> None:
 
 def _context(r: Random, c: Config, folder: Path) -> None:
     c.parallel.context, c.parallel.context_heads = r.randint(0, 4), r.choice((0, 0, 2))
+    c.parallel.context_pieces = Random(str(c)).randint(0, 6)
 
 
 def _axis_size(r: Random, c: Config, folder: Path) -> None:

@@ -92,6 +92,7 @@ def configure(
     context: int = 1,
     context_kind: str = "auto",
     context_heads: int = 0,
+    context_pieces: int = 0,
     microbatch: int = 4,
     global_batch: int = 8,
     precision: str = "fp64",
@@ -118,6 +119,7 @@ def configure(
     c.parallel.data, c.parallel.zero, c.parallel.zero_group = data, zero, zero_group
     c.parallel.experts, c.parallel.context = experts_of, context
     c.parallel.context_kind, c.parallel.context_heads = context_kind, context_heads
+    c.parallel.context_pieces = context_pieces
     c.pipeline = Pipeline(pipeline, stages, chunks, scatter_gather=scatter_gather)
     c.train.microbatch, c.train.global_batch, c.train.steps = microbatch, global_batch, STEPS
     c.train.mlp_chunks = mlp_chunks

@@ -100,6 +100,7 @@ def every_step(c: Conversion, dims: int, axes: Sequence[str]) -> Iterator[Conver
             others += [replace(s, axes=(a,)) for a in axes if (a,) != s.axes]
             others += [replace(s, dim=d) for d in range(dims) if d != s.dim and s.op in SPLIT + JOIN]
             others += [replace(s, joined=d) for d in range(dims) if d != s.joined and s.op == "all_to_all"]
+            others += [replace(s, rounds=3 - s.rounds), replace(s, zigzag=-1, rounds=1)] if s.zigzag >= 0 else []
             for new in ([], [s, s], *([other] for other in others)):
                 yield replace(c, **{way: (*steps[:i], *new, *steps[i + 1 :])})
 

@@ -20,6 +20,7 @@ MAY_WAIT = {
     "parallel/communicator/clock.py:read": "reads events, after that",
     "parallel/communicator/host_memory.py:all_gather_texts": "host memory",
     "parallel/communicator/host_memory.py:announce": "host memory",
+    "parallel/kernels/in_panels/document_pairs.py:_known": "host memory",
     "parallel/compiled.py:_lacking": "tries the compiler, before a generation forms",
     "train/generation/beams.py:step": "beams are chosen on the host",
     "train/generation/generator.py:_to_all_ranks": "answers are sent to the driver",
@@ -33,8 +34,6 @@ MAY_WAIT = {
     "train/recovery/verify.py:differing": "replicas are compared between steps",
     "train/step/rank_ranges.py:rank_ranges": "host memory",
     "train/step/step_report.py:together": "host memory",
-    "train/step/step_report.py:_parts_of_step": "host memory",
-    "train/step/step_report.py:_slower": "host memory",
     "train/worker.py:leave": "a worker that leaves waits for its device",
 }
 MAY_MAKE = {

@@ -104,6 +104,10 @@ CASES = {  # events after a start, what else is known -> why, rank, words of the
     "driver gone": (GOES, {"driver": GONE, "owner": "process 7 on n0"}, "driver", None, "process 7 on n0 is gone"),
     "driver stopped": (GOES, {"driver": STOPPED, "owner": "process 7 on n0"}, "driver", None, "stopped by a signal"),
     "slow worker": ([*GOES, events.Slow(number=2, rank=2, node="n2", ratio=3.0)], {}, "slow", 2, "3.0 times"),
+    "slow outside of passes": (
+        [*GOES, events.Slow(number=2, rank=2, node="n2", ratio=3.0, section="other")],
+        *({}, "slow", 2, "median, mostly in work outside of passes, update and data"),
+    ),
     "slow link": (GOES, {"rows": rows(0.5, 0.1, "exposed_comm")}, "link", None, "waits for collectives"),
     "slow data": (GOES, {"rows": rows(0.5, 0.1, "data")}, "data", None, "waits for data"),
     "always slow data": (GOES, {"rows": rows(0.5, 0.1, "data", slow=0.5)}, "data", None, "waits for data"),

@@ -85,7 +85,11 @@ AILMENTS = {
     "no memory": ailing("memory", "memory", 2, "had no memory left in step("),
     "sleeps": ailing("sleep", "hung", 2, "blocked for", lasts=True),
     "one step of long work": ailing("toil", "slow", 2, "while 3 others wait", lasts=True),
-    "every step is slow": ailing("lag", "slow", 2, "its own work takes", lasts=True),
+    "every step is slow": ailing("lag", "slow", 2, "mostly in its forward passes", lasts=True),
+    **{
+        f"slow {how}": ailing(f"lag {how}", "slow", 2, "mostly in work outside of passes, update and data", lasts=True)
+        for how in ("in a step", "between steps", "before a step")
+    },
     "its data does not come": ailing("data", "data", 2, "for its data", lasts=True),
     "data is slow": ailing("lazy data", "data", None, "waits for data", who="all"),
     "the disk is full": ailing("full", "storage", None, "No space left on device", SAVES, who="all"),

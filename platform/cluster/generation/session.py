@@ -49,7 +49,7 @@ def open_session(
             stage_of = list(schedule.placement)
             crew.call("form", ByRank(range(size)), size, config, crew.store, 1, stage_of, digest(plan))
             rows = [stage.plain() for stage in stage_rows([schedule])]
-            crew.call("build", ByRank(rows[c["stage"]] for c in coordinates), None, corpus, False)
+            crew.call("build", ByRank(rows[c["stage"]] for c in coordinates), None, corpus, None, False)
             if failure := crew.call("begin")[0]:
                 raise ConfigError(violation("CHECKPOINT", config.train.init, failure.reason))
             yield crew

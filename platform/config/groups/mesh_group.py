@@ -54,8 +54,15 @@ class Parallel:
     )
     context_balance: bool = key(
         True,
-        "deal each sequence to ranks of parallel.context in two pieces, of its beginning and of its end, so that causal"
+        "deal each sequence to ranks of parallel.context in pieces, of its beginning and of its end, so that causal"
         " attention is equal work for all; where lengths are multiples of twice the ranks",
+    )
+    context_pieces: int = key(
+        0,
+        "pieces that each rank gets, an even number; 0: two, and more where windows make work uneven (up to 32, of at"
+        " least 128 tokens), or documents that are kept apart (up to 16, of at least 256)",
+        ">= 0",
+        most=1024,
     )
     lent_experts: int = key(
         0,

@@ -10,6 +10,7 @@ from platform.config.bounds import KEYS
 from platform.config.fields import Branch, Config
 from platform.config.key import WORKERS, refused
 from platform.config.layout_map import axes_of, violations_of_tables
+from platform.config.ramps.length_ramp import phases_of
 from platform.config.rules.left_open import violations_of_search
 from platform.plan.language.numbers import divisors
 from platform.plan.language.scheme import NESTED, RESERVED, rules_of
@@ -99,6 +100,35 @@ def _context(config: Config) -> Iterator[str]:
         yield refused(config, "parallel.context_heads", constraint, legal or ["context_kind=auto"])
 
 
+def lengths_of(config: Config) -> dict[str, list[int]]:
+    """Return the lengths of all sequences that a run's ranks of a context share, by the key that sets them."""
+    source, phases = config.model.source_length, [phase.length for phase in phases_of(config)]
+    ramp = {"train.length_ramp": phases} if config.train.length_ramp else {}
+    return {"model.length": [config.model.length], **ramp, **({"model.source_length": [source]} if source else {})}
+
+
+def rounds_of_context(config: Config) -> list[int]:
+    """Return in how many rounds sequences can be dealt to a run's ranks of a context; [] if parts lie straight."""
+    whole, rest = divmod(gcd(*(n for found in lengths_of(config).values() for n in found)), 2 * config.parallel.context)
+    return [] if rest or not config.parallel.context_balance else divisors(whole)
+
+
+def _pieces(config: Config) -> Iterator[str]:
+    """Yield a refusal line for a number of pieces that cannot be dealt to each rank of a context."""
+    pieces, ranks, key = config.parallel.context_pieces, config.parallel.context, "parallel.context_pieces"
+    rounds = rounds_of_context(config) if ranks > 1 else []
+    legal = closest(pieces, [2 * n for n in rounds]) or [0]
+    if pieces % 2:
+        near = legal if rounds else [pieces - 1, pieces + 1]
+        yield refused(config, key, "must be even: a rank gets two pieces in each round", near)
+    elif pieces and not config.parallel.context_balance:
+        yield refused(config, key, "only for parallel.context_balance=true", [0])
+    elif pieces and ranks > 1 and pieces // 2 not in rounds:
+        blocks = pieces * ranks
+        name, n = next((k, n) for k, found in lengths_of(config).items() for n in found if n % blocks)
+        yield refused(config, key, f"x parallel.context={ranks}, {blocks} pieces, must divide {name}={n}", legal)
+
+
 def _lent(config: Config) -> Iterator[str]:
     """Yield a refusal line for experts that are lent where none can be: within one group, or with a capacity."""
     lent, shared, key = config.parallel.lent_experts, config.parallel.experts, "parallel.lent_experts"
@@ -177,6 +207,7 @@ RULES = (
     _zero,
     _experts,
     _context,
+    _pieces,
     _lent,
     _axis_names,
     violations_of_search,

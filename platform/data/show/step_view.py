@@ -15,11 +15,14 @@ from platform.config.fields import Config
 from platform.data.corpus import TRAIN, Corpus, SourceTokens
 from platform.data.mixture import sources_of
 from platform.data.show.document_names import NameOf, names_of
+from platform.data.show.documents_work import busiest, work_of_documents
 from platform.data.tokens.pieces import pieces_of
 from platform.data.tokens.streams import PairStream, beginnings, starts_of
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import Layout
 
+_AT_ONCE = 64  # sequences that are read at once
+_PIECES = 3  # of a sequence that a line names
 _SEARCHED = 1 << 27  # tokens in which documents are looked for, where no index has their starts
 
 Row = NDArray[Any]
@@ -80,6 +83,19 @@ class StepView:
     def labels(self) -> int:
         """Return the number of tokens that this step learns to predict, over which its loss is a mean."""
         return self.corpus.predicted(TRAIN, *self.samples)
+
+    @cached_property
+    def busiest(self) -> float:
+        """Return the work of attention of the ranks that others of their context wait for, in terms of the mean; 0 if
+        no documents are kept apart, or no ranks share a sequence, or the plan is not known."""
+        plan = self.plan and self.plan.of_length(self.length)
+        if not (plan and plan.scheme.context and self.config.data.document_mask):
+            return 0.0
+        out, first, parts = plan.attentions[0].operation.outputs[0], self.samples[0] * self.pieces, []
+        for start in range(first, first + self.count, _AT_ONCE):
+            end = min(start + _AT_ONCE, first + self.count)
+            parts.append(work_of_documents(plan, pieces_of(self.corpus, TRAIN, start, end, self.pieces)["begins"]))
+        return busiest(np.concatenate(parts, 1), plan.local_shape(out)[out.dims.index("batch")])
 
     @cached_property
     def readers(self) -> Sequence[ReadingRanks]:
@@ -189,7 +205,10 @@ def reader_in_words(reader: ReadingRanks, length: int) -> str:
     who = f"{reader.seat} ({ranks})" if reader.seat else ranks
     if sum(n for _, n in reader.tokens) == length:
         return who
-    return f"{who} tokens {' and '.join(f'{first}-{first + n - 1}' for first, n in reader.tokens)}"
+    tokens = [f"{first}-{first + n - 1}" for first, n in reader.tokens]
+    if len(tokens) > _PIECES:
+        return f"{who} tokens {tokens[0]}, {tokens[1]}, ... {tokens[-1]}, {len(tokens)} pieces"
+    return f"{who} tokens {' and '.join(tokens)}"
 
 
 def ranges(ranks: Sequence[int]) -> str:

@@ -53,6 +53,10 @@ def heading(view: StepView) -> list[str]:
         plan = view.plan
         batch = count_of(plan.of_length(view.length).sizes["batch"], "sequence", ",")
         lines.append(f"plan {plan.mesh}: microbatches of {batch}, read by the ranks that each line names")
+        if view.busiest:
+            ranks = plan.mesh.extent([axis for axis, _ in plan.scheme.context])
+            share = f"{view.busiest:.2f} times the mean of attention's scores"
+            lines.append(f"work: the busiest of {ranks} ranks that share a sequence has {share}, documents counted")
     return [*lines, *([view.why] if view.why else [])]
 
 

@@ -2,7 +2,8 @@
 
 Documents come in order of falling length, each into the row with the least room that still holds it (best-fit
 decreasing; Ding et al. 2024, "Fewer Truncations Improve Language Modeling"). The rows then stand in the order of their
-first documents: a function of the documents and the length alone.
+first documents: a function of the documents and the length alone. Where documents are kept apart, the order of each
+row's documents is chosen too (`even_rows`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from platform.boundary import schema
 from platform.boundary.schema import Malformed, OneOf, Span
 from platform.boundary.terminal import phase
-from platform.data.tokens import cache
+from platform.data.tokens import cache, even_rows
 from platform.data.tokens.streams import Ints, PackedStream, beginnings, mapped
 
 logger = logging.getLogger(__name__)
@@ -28,14 +29,21 @@ _COUNT = Annotated[int, Span(0, 1 << 50)]
 
 
 def packed_streams(
-    streams: Mapping[str, Any], tokens: Path, length: int, begin: int, overlong: str = "split", *, trusted: bool = False
+    streams: Mapping[str, Any],
+    tokens: Path,
+    length: int,
+    begin: int,
+    overlong: str = "split",
+    *,
+    apart: bool = False,
+    trusted: bool = False,
 ) -> dict[str, PackedStream]:
     """Return token streams packed into rows of `length` tokens, by split: whole documents laid end to end. The rows are
     kept beside `tokens`, the cache entry of the streams, made by the first process that asks; `trusted`: another
     process of this run has verified them. `begin`: the token with which a document begins, where the entry does not
-    know. `overlong`: what becomes of documents that are longer than a row (`best_fit`). Raises ConfigError, OSError,
-    Malformed."""
-    policy = [] if overlong == "split" else [overlong]
+    know. `overlong`: what becomes of documents that are longer than a row (`best_fit`); `apart`: no token sees another
+    document. Raises ConfigError, OSError, Malformed."""
+    policy = [*([] if overlong == "split" else [overlong]), *([f"even {even_rows.FORMAT}"] if apart else [])]
     place = tokens.parent / cache.hash_of(["packed", FORMAT, tokens.name, length, begin, *policy])
     sizes = {split: len(stream) for split, stream in streams.items()}
     read = partial(_read, sizes=sizes, length=length, deep=not trusted, whole=overlong == "split")
@@ -51,6 +59,7 @@ def packed_streams(
                 logger.info(message, split, longer, len(bounds) - 1, length, what)
             with phase("packing documents into rows"):
                 pieces, rows = best_fit(bounds, length, overlong)
+                pieces = even_rows.evened(pieces, rows, length) if apart else pieces
             pieces.astype("<i8").tofile(folder / f"{split}_pieces.bin")
             rows.astype("<i8").tofile(folder / f"{split}_rows.bin")
             counts[split] = [len(pieces), len(rows)]

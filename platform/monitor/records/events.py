@@ -1,7 +1,6 @@
 """The events of `journal.jsonl`: one class per kind, and their conversion to and from the journal's lines. A field
 that is None by default is left out where it is None. One that a later version adds needs a default, as older journals
-lack it; unknown kinds and fields are passed over.
-"""
+lack it; unknown kinds and fields are passed over."""
 
 from __future__ import annotations
 
@@ -261,12 +260,13 @@ class Superseded(Committed):
 
 
 class Slow(JournalEvent):
-    """A worker has been slow for some steps. `ratio`: its own work over its stage's median."""
+    """A worker has been slow for some steps. `ratio`: its own work over its stage's median, mostly in `section`."""
 
     number: int
     rank: int
     node: str
     ratio: float
+    section: str | None = None
 
 
 class Notice(JournalEvent):

@@ -36,8 +36,7 @@ class JsonLines:
 
     def append(self, value: dict[str, Any]) -> None:
         """Append an object to the journal or metrics file as a line of JSON, now or as soon as it can be written."""
-        strict = schema.changed(value, float, lambda number: number if isfinite(number) else json.dumps(number))
-        self._kept.append((json.dumps(strict, allow_nan=False) + "\n").encode())
+        self._kept.append((_strict_json(value) + "\n").encode())
         self._write_kept()
         while sum(map(len, self._kept)) > KEPT_BYTES:
             self._kept.popleft()
@@ -116,6 +115,14 @@ class JsonLines:
     def read(path: Path | str) -> list[dict[str, Any]]:
         """List the objects on all whole lines of a journal or metrics file. Raises Malformed for any other line."""
         return list(records.lines(path, dict))
+
+
+def _strict_json(value: dict[str, Any]) -> str:
+    """Return an object of the journal or metrics file as JSON, with strings for NaN and infinities."""
+    try:  # they are rare
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        return json.dumps(schema.changed(value, float, lambda x: x if isfinite(x) else json.dumps(x)), allow_nan=False)
 
 
 def _end_of_last_line(file: int, block: int = 1 << 16) -> int:

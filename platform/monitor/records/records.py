@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -33,8 +34,14 @@ Number = float | Annotated[Any, OneOf((math.nan,), "number")]  # also NaN
 def plain(record: DataclassInstance) -> dict[str, Any]:
     """Return the fields of a record (a journal's event, a row of metrics) by name, as they are written to its file: a
     field that is None by default is left out while it is None."""
-    values = {field.name: (getattr(record, field.name), field.default) for field in fields(record)}
-    return {name: value for name, (value, default) in values.items() if value is not None or default is MISSING}
+    values = vars(record)
+    return {name: values[name] for name, needed in _written(type(record)) if needed or values[name] is not None}
+
+
+@cache
+def _written(kind: type[DataclassInstance]) -> list[tuple[str, bool]]:
+    """Return the fields of a kind of record by name, each with True if it is written though it may be None."""
+    return [(field.name, field.default is MISSING) for field in fields(kind)]
 
 
 def lines(path: Path | str, read: Callable[[dict[str, Any]], T]) -> Iterator[T]:

@@ -104,6 +104,7 @@ def _follow_run(directory: Path, name: str) -> int:
     """Send a run's numbers to a service while its driver, which has started this process, lives; return the exit
     status. The driver's first line is JSON with the configuration, its last the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _give_way()
     said = _message_channel()
     driver = open(0, "rb", buffering=0, closefd=False)  # what comes after the first line is left to `select`
     start = json.loads(driver.readline())
@@ -122,6 +123,13 @@ def _follow_run(directory: Path, name: str) -> int:
         status = json.loads(rest)["status"] if rest.endswith("\n") else None
         follower.close(status)
     return DONE
+
+
+def _give_way() -> None:
+    """Let this process, and those that its service starts, have the processor time that the run leaves."""
+    os.nice(19)
+    with suppress(OSError):  # Linux shares processors between sessions first, and this process has its own
+        Path("/proc/self/autogroup").write_text("19")
 
 
 def _message_channel() -> int:

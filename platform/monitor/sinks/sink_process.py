@@ -82,8 +82,7 @@ class SinkProcess:
     def new_lines(self) -> list[str]:
         """Return the new lines that the service has for the run's user; start its process again if it failed long
         ago."""
-        if self._failed is None and self._process and self._process.poll() not in (None, 0):
-            self._reader.join(1.0)
+        if self._failed is None and self._process and self._ended():
             self._failed = monotonic()
             self._said.append("" if self._complained else self._complaint())
             self._complained = True
@@ -91,6 +90,11 @@ class SinkProcess:
             self._start()
         lines = [self._said.popleft() for _ in range(len(self._said))]
         return [f"{self._title}: {line}" for line in lines if line]
+
+    def _ended(self) -> bool:
+        """Return True if the service's process has ended by a failure."""
+        # each step of the run asks: the thread that listens is looked at first, which costs no call of the kernel
+        return not self._reader.is_alive() and self._process is not None and self._process.poll() not in (None, 0)
 
     def _complaint(self) -> str:
         """Describe for the run's user, in a line, that the service's process failed, and why by its log."""

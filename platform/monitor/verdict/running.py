@@ -22,6 +22,13 @@ _GAUGES = {  # -> its name for people, and how a number is shown
     "temperature": ("temperature", "{:.0f} °C"),
 }
 _SHARE = 0.3  # of a step, from which on waiting for data or storage is what makes it slow
+_WORKS = {  # sections of a rank's own work
+    "forward": "its forward passes",
+    "backward": "its backward passes",
+    "optimizer": "its update",
+    "data": "waiting for its data",
+    "other": "work outside of passes, update and data",
+}
 _PARTS = {  # of a step's time -> why, and who is to blame
     "data": ("data", "waits for data"),
     "checkpoint": ("storage", "waits for what is saved"),
@@ -64,6 +71,7 @@ def of_slow_worker(evidence: Evidence) -> Verdict | None:
         return None
     who = evidence.name(slow.rank, slow.number, slow.node)
     line = f"{who} is slow: its own work takes {slow.ratio:.1f} times its stage's median"
+    line += f", mostly in {_WORKS.get(slow.section, slow.section)}" if slow.section else ""
     details = [*_extremes_of(evidence, slow.rank), "elastic.replace_slow=true gives its seat to a spare"]
     return Verdict("slow", line, rank=slow.rank, number=slow.number, node=slow.node, since=slow.time, details=details)
 

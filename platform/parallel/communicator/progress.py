@@ -82,13 +82,23 @@ class Progress:
         self._now: _Now = ("", False, False, None, monotonic())
         self._device: Callable[[], DevicePlace] | None = None  # set while the main thread waits for its device
         self._passed, self._moved = -1, 0.0  # marks that the device had passed when last looked at, and when
+        self._ordered = 0.0
         self._thread = self._own = 0  # that executes the driver's calls, by its number in the kernel and in Python
         self._looked: tuple[float, float] | None = None  # at the last heartbeat: when, and seconds of `_active`
 
     def begin(self, call: str) -> None:
         """Note for heartbeats that this worker begins the driver's `call`; "" when the call has ended."""
         self._call, self._now, self._device = call, ("", False, False, None, monotonic()), None
+        self.ordered()
         self._thread, self._own, self._looked = get_native_id(), get_ident(), None
+
+    def ordered(self) -> None:
+        """Note that this worker begins to work on the driver's call only now."""
+        self._ordered = monotonic()
+
+    def since_ordered(self) -> float:
+        """Return the seconds for which this worker has worked on the driver's call that it is in; 0 outside of any."""
+        return monotonic() - self._ordered if self._call else 0.0
 
     def enter(
         self, section: str, waiting: bool = False, preparing: bool = False, what: Any = None

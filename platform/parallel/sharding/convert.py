@@ -51,7 +51,7 @@ class Pending:
                 return
             else:
                 if step.op in SPLIT and step.zigzag == step.dim:
-                    self._x = in_zigzag(self._x, step.dim, communicator.mesh.extent(step.axes))
+                    self._x = in_zigzag(self._x, step.dim, communicator.mesh.extent(step.axes), step.rounds)
                 if step.op in APPEAR and communicator.index(step.axes):
                     shape = shape_at(step.shape, step.cuts, communicator.mesh, communicator.coordinates)
                     self._x = self._x.new_empty(shape)
@@ -77,8 +77,8 @@ class Pending:
         if step.op == "drop":
             return x.new_empty(0) if index else x
         if step.op == "slice" and step.zigzag == dim:
-            pieces = x.chunk(2 * ranks, dim)
-            return torch.cat((pieces[index], pieces[-1 - index]), dim)
+            pieces, own = x.chunk(2 * ranks * step.rounds, dim), 2 * step.rounds
+            return torch.cat([pieces[n] for n in zigzag(ranks, step.rounds)[index * own : (index + 1) * own]], dim)
         parts = _parts(communicator, step, dim)
         extents = parts.extents if parts else (x.shape[dim] // (ranks if step.op == "slice" else 1),) * ranks
         first = sum(extents[:index])
@@ -86,14 +86,14 @@ class Pending:
             return x.narrow(dim, first, extents[index])
         whole = x.new_zeros((*x.shape[:dim], sum(extents), *x.shape[dim + 1 :]))
         whole.narrow(dim, first, extents[index]).copy_(x)
-        return in_order(whole, dim, ranks) if step.zigzag == dim else whole
+        return in_order(whole, dim, ranks, step.rounds) if step.zigzag == dim else whole
 
     def proceed(self) -> None:
         """Wait for the collective in progress of a tensor's conversion, if any, and issue the next one."""
         if self._handle:
             self._x, step = self._handle.wait(), self._taken
             if step and step.op in JOIN and step.zigzag == step.joins:
-                self._x = in_order(self._x, step.zigzag, self._communicator.mesh.extent(step.axes))
+                self._x = in_order(self._x, step.zigzag, self._communicator.mesh.extent(step.axes), step.rounds)
             self._advance()
 
     def wait(self) -> Tensor:
@@ -117,16 +117,16 @@ def convert(
     return Pending(communicator, x, steps, owned, name)
 
 
-def in_zigzag(x: Tensor, dim: int, ranks: int) -> Tensor:
-    """Return x with the pieces of `dim` in the order in which `ranks` ranks hold them in zigzag."""
-    pieces = x.chunk(2 * ranks, dim)
-    return torch.cat([pieces[number] for number in zigzag(ranks)], dim)
+def in_zigzag(x: Tensor, dim: int, ranks: int, rounds: int) -> Tensor:
+    """Return x with the pieces of `dim` in the order in which `ranks` ranks hold them in zigzag, dealt in `rounds`."""
+    pieces = x.chunk(2 * ranks * rounds, dim)
+    return torch.cat([pieces[number] for number in zigzag(ranks, rounds)], dim)
 
 
-def in_order(x: Tensor, dim: int, ranks: int) -> Tensor:
-    """Return x with the pieces of `dim`, as `ranks` ranks hold them in zigzag, in their own order."""
-    pieces, places = x.chunk(2 * ranks, dim), zigzag(ranks)
-    return torch.cat([pieces[places.index(number)] for number in range(2 * ranks)], dim)
+def in_order(x: Tensor, dim: int, ranks: int, rounds: int) -> Tensor:
+    """Return x with the pieces of `dim`, as `ranks` ranks hold them in zigzag, dealt in `rounds`, in order."""
+    pieces, places = x.chunk(2 * ranks * rounds, dim), zigzag(ranks, rounds)
+    return torch.cat([pieces[places.index(number)] for number in range(len(places))], dim)
 
 
 def absent(x: Tensor) -> bool:

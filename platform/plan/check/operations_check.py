@@ -24,8 +24,10 @@ from platform.plan.check.spreads import (
 from platform.plan.communication.planned import Collective, PlannedOperation
 from platform.plan.communication.rule import COLLECTIVES, LENDING, Conversion, Step
 from platform.plan.core.plan import Plan
-from platform.plan.language.layout import Cut
+from platform.plan.language.layout import LENGTHS, Cut
+from platform.plan.language.numbers import count_of
 from platform.plan.language.ops import Parameter, Spec, dtype_of
+from platform.plan.language.scheme import Scheme
 
 FORWARD, BACKWARD = "forward", "backward"
 Tensor = Spec | Parameter
@@ -94,6 +96,7 @@ class Walk:
         """Return the spread in which an operand is read, converted for the operation."""
         tensor, conversion = operand.tensor, operand.conversion
         _check_dtype(tensor, conversion)
+        _check_pieces(tensor, conversion, self._plan.scheme)
         phases = () if operand.shared else (FORWARD, BACKWARD) if operand.regathered else (FORWARD,)
         lying, sizes = self._lying_of(tensor)
         spread = self._follow_steps(tensor, lying, conversion.forward, phases, title_of(tensor))
@@ -110,6 +113,7 @@ class Walk:
         return the axes over which the gradient is partial then."""
         lying, _ = self._lying_of(out)
         _check_dtype(out, output)
+        _check_pieces(out, output, self._plan.scheme)
         there = self._follow_steps(out, result._replace(partial=partial), output.forward, (FORWARD,), f"result {out}")
         if wrong := difference(there, lying):
             raise Unsound(f"result {out} {wrong}")
@@ -240,6 +244,20 @@ def _check_dtype(tensor: Tensor, conversion: Conversion) -> None:
         raise Unsound(
             f"{title_of(tensor)} moves in the {conversion.dtype} type, and it is of the {dtype_of(tensor)} type"
         )
+
+
+def _check_pieces(tensor: Tensor, conversion: Conversion, scheme: Scheme) -> None:
+    """Raise Unsound for a step of a conversion that takes pieces of a length in another order than ranks have them."""
+    for step in (*conversion.forward, *conversion.backward):
+        moved = [i for i, d in enumerate(tensor.dims) if d in LENGTHS and step.moves(i) and scheme.zigzag in step.axes]
+        wanted = (moved[0], scheme.rounds) if moved else (-1, 1)
+        if (step.zigzag, step.rounds) != wanted:
+            taken, there = (
+                f"dealt in {count_of(rounds, 'round')}" if dim >= 0 else "straight"
+                for dim, rounds in ((step.zigzag, step.rounds), wanted)
+            )
+            said = f"{step.op} over {plus(step.axes)} takes pieces as {taken}, and they are {there}"
+            raise Unsound(f"{title_of(tensor)}: {said}")
 
 
 def _steps(op: str, operand: Operand, spread: Spread) -> list[Step]:

@@ -217,13 +217,14 @@ class Planner:
         if self.scheme.zigzag not in step.axes:
             return step
         moved = [i for i, d in enumerate(dims) if d in LENGTHS and step.moves(i)]
-        return replace(step, zigzag=moved[0]) if moved else step
+        return replace(step, zigzag=moved[0], rounds=self.scheme.rounds) if moved else step
 
     def stretches(self, dim: str, size: int, layout: Layout, coordinates: Mapping[str, int]) -> list[Stretch]:
         """Return the consecutive positions along a dim of global `size`, in `layout`, that the rank at `coordinates`
         holds, in its order."""
         ((offset, extent),) = block((dim,), {dim: size}, layout, self.mesh, coordinates, self.units)
-        return [Stretch(*found) for found in consecutive(offset, extent, size, self.ranks_in_zigzag(dim, layout))]
+        dealt = self.ranks_in_zigzag(dim, layout), self.scheme.rounds
+        return [Stretch(*found) for found in consecutive(offset, extent, size, *dealt)]
 
     def ranks_in_zigzag(self, dim: str, layout: Layout) -> int:
         """Return how many ranks hold the pieces of a dim in zigzag, in `layout`; 1 if none do."""

@@ -59,9 +59,10 @@ class Step:
     Only the ranks at index 0 of the axes `only` take the step; the others have nothing. `shape`: the shape of the block
     that a broadcast or a scatter gives to ranks that had nothing, or the largest that an all_to_allv leaves,
     or a block's with lent experts, or without. `layer`: the layer whose experts are lent. `zigzag`: the position of the
-    dim that it splits or joins whose pieces ranks hold in zigzag, -1 without one. `cuts`: how the dims that the step
-    moves are cut on the side on which it splits them, if their blocks differ; where ranks get a block, every such dim.
-    Collectives then have the room of the longest block for each.
+    dim that it splits or joins whose pieces ranks hold in zigzag, -1 without one; `rounds`: in how many rounds the
+    pieces are dealt. `cuts`: how the dims that the step moves are cut on the side on which it splits them, if their
+    blocks differ; where ranks get a block, every such dim. Collectives then have the room of the longest block for
+    each.
     """
 
     op: str
@@ -72,6 +73,7 @@ class Step:
     shape: tuple[int, ...] = ()
     layer: str = ""
     zigzag: int = -1
+    rounds: int = 1
     cuts: Cuts = ()
 
     def cut(self, dim: int) -> Cut | None:

@@ -62,7 +62,7 @@ def of_rows(scheme: Scheme, shared: bool = False, split: bool = False) -> Scheme
             rules["memory_length"] = [*ours, *layout["memory_length"]]
         return Layout.of(rules if region == "core" or not split else {**rules, "length": ours}, layout.only)
 
-    return replace(scheme, regions={r: rows(r, layout) for r, layout in scheme.regions.items()}, zigzag="")
+    return replace(scheme, regions={r: rows(r, layout) for r, layout in scheme.regions.items()}, zigzag="", rounds=1)
 
 
 def rows_at_once(scheme: Scheme, mesh: Mesh, shared: bool = False) -> int:

@@ -21,6 +21,9 @@ UNEVEN = ("batch", "heads", "kv_heads", "d_ff", "vocab", "hidden", "experts", "s
 NO_UNITS: Mapping[str, int] = MappingProxyType({})
 
 LENGTHS = ("length", "memory_length")  # dims along which the tokens of a sequence lie
+# rounds in which their pieces are dealt, and tokens of a piece, where documents hide keys and no key says how many
+# pieces: kernels are slower on shorter ones. With others, rows are packed in other orders: FORMAT of even_rows
+MOST_ROUNDS, LEAST_PIECE = 8, 256
 
 
 @dataclass(frozen=True)
@@ -118,19 +121,22 @@ def padded(size: int, parts: int) -> int:
     return -(-size // parts) * parts
 
 
-def zigzag(ranks: int) -> list[int]:
-    """Return the numbers of a dim's 2 x `ranks` equal pieces as ranks hold them, two each: [0, 3, 1, 2] for 2 ranks."""
-    # so that all have equal work where a token sees the tokens before it
-    return [piece for rank in range(ranks) for piece in (rank, 2 * ranks - 1 - rank)]
+def zigzag(ranks: int, rounds: int = 1) -> list[int]:
+    """Return the numbers of a dim's 2 x `ranks` x `rounds` equal pieces as ranks hold them, two of each round."""
+    # [0, 3, 1, 2] for 2 ranks, and [0, 3, 4, 7, 1, 2, 5, 6] for 2 rounds: all have equal work where a token sees the
+    # tokens before it; with more rounds, where it sees a few of them
+    dealt = range(0, 2 * ranks * rounds, 2 * ranks)
+    return [first + piece for rank in range(ranks) for first in dealt for piece in (rank, 2 * ranks - 1 - rank)]
 
 
-def consecutive(offset: int, extent: int, size: int, ranks: int = 1) -> list[tuple[int, int]]:
+def consecutive(offset: int, extent: int, size: int, ranks: int = 1, rounds: int = 1) -> list[tuple[int, int]]:
     """Return (first, count) of each range of consecutive positions in a block (`offset`, `extent`) of a dim of global
-    `size`, in the order in which the block has them; `ranks`: number of ranks that hold its pieces in zigzag, or 1."""
+    `size`, in the order in which the block has them; `ranks`: number of ranks that hold its pieces in zigzag, or 1,
+    dealt in so many `rounds`."""
     if ranks == 1:
         return [(offset, extent)]
-    piece, found = size // (2 * ranks), list[tuple[int, int]]()
-    for place, number in enumerate(zigzag(ranks)):
+    piece, found = size // (2 * ranks * rounds), list[tuple[int, int]]()
+    for place, number in enumerate(zigzag(ranks, rounds)):
         first, end = max(offset, place * piece), min(offset + extent, (place + 1) * piece)
         if first < end:
             found.append((number * piece + first - place * piece, end - first))

@@ -62,7 +62,8 @@ class Scheme:
     lent: int = 0  # experts of others that each of them computes too, the busiest ones: see `lent_experts`
     context: tuple[tuple[str, int], ...] = ()  # the axes of CONTEXT with their sizes, of more than one rank
     ring: bool = False  # keys and values go around the axis context, and are not gathered over it
-    zigzag: str = ""  # the axis over which length lies in two pieces a rank: see `layout.zigzag`
+    zigzag: str = ""  # the axis to whose ranks pieces of length are dealt: see `layout.zigzag`
+    rounds: int = 1  # in which they are dealt, two pieces a rank in each
 
     def mesh_axes(self, data: int) -> dict[str, int]:
         """Return every mesh axis of a run but `stage` with its size, outer to inner; `data`: the number of replicas."""
@@ -157,12 +158,13 @@ def compose_scheme(
     experts: int = 1,
     lent: int = 0,
     context: Mapping[str, int] = NO_CONTEXT,
-    balanced: bool = False,
+    rounds: int = 0,
     ring: bool = False,
 ) -> Scheme:
     """Compose a Scheme from a tensor scheme and a branch splitting, two configuration groups
     (platform.config.fields.Tensor and Branch, as plain data), for `data` replicas in groups of `experts`, and
-    `zero` such groups together (0: all). `context`: size of each axis of CONTEXT; `balanced`: in zigzag.
+    `zero` such groups together (0: all). `context`: size of each axis of CONTEXT; `rounds`: in how many pieces of
+    length are dealt to its ranks in zigzag, 0: parts lie straight.
 
     The replicas' axes are put first in batch's list in every region and axes of size 1 are dropped; in region experts,
     and in its parameters, the axis expert splits dim experts instead. In batch's lists it is behind the axes with which
@@ -206,5 +208,5 @@ def compose_scheme(
         uneven=tensor["uneven"],
         **dict[str, Any](zero=zero, experts=experts, lent=lent if experts > 1 else 0, ring=ring),
         context=tuple(contexts.items()),
-        zigzag="context" if balanced and "context" in contexts else "",
+        **dict[str, Any](zigzag="context", rounds=rounds) if rounds and "context" in contexts else {},
     )

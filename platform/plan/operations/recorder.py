@@ -143,8 +143,9 @@ class Recorder(Ops):
         if x.spec != spec:
             raise ModelMistake(str(x.spec), f"the model passes it where it declares {spec}", [str(spec)])
 
-    def rings(self, name, spec, kv):
-        return not self.cache and not self.dropout_rate and self.scheme.rings(spec.region, kv.region)
+    def rings(self, name, spec, kv, sink):
+        alone = sink and self.scheme.fuses_attention(spec.region) and not self.splits(spec, "length")
+        return not self.cache and not self.dropout_rate and (alone or self.scheme.rings(spec.region, kv.region))
 
     def splits(self, spec, dim):
         return bool(self.scheme.regions[spec.region][dim])

@@ -79,8 +79,8 @@ class Ops:
         memory_length and d_kv whole there, and there is no dropout, or the kernel draws its masks."""
         return ("fused_attention", name) in self.plan.operations
 
-    def rings(self, name: str, spec: Spec, kv: Spec) -> bool:
-        """Return True if keys of type `kv` go around in the attention `name`: without dropout or a cache."""
+    def rings(self, name: str, spec: Spec, kv: Spec, sink: bool) -> bool:
+        """Return True if keys of type `kv` go around ranks in the attention `name`, or with a `sink` lie on one."""
         return ("ring_attention", name) in self.plan.operations
 
     def splits(self, spec: Spec, dim: str) -> bool:

@@ -12,11 +12,21 @@ from platform.plan.language.stretches import Stretch
 
 def attention_work(plan: Plan) -> list[int]:
     """Return how many scores each rank of a context computes per head of a sequence, in mesh order; [] without."""
-    sizes = dict(plan.scheme.context)
-    places = [dict(zip(sizes, at, strict=True)) for at in product(*map(range, sizes.values()))] if sizes else []
-    first = plan.mesh.coordinates(0)
     attentions = [o for o in plan.attentions if "length" in o.operation.outputs[0].dims]
-    return [sum(_keys_seen(plan, o, {**first, **at}) for o in attentions) for at in places]
+    return [sum(_keys_seen(plan, o, at) for o in attentions) for at in ranks_of_context(plan)]
+
+
+def ranks_of_context(plan: Plan) -> list[dict[str, int]]:
+    """Return the mesh coordinates of the ranks that share the plan's first sequences, in mesh order; [] without."""
+    sizes, first = dict(plan.scheme.context), plan.mesh.coordinates(0)
+    places = (dict(zip(sizes, at, strict=True)) for at in product(*map(range, sizes.values())))
+    return [{**first, **at} for at in places] if sizes else []
+
+
+def unevenness(plan: Plan) -> float:
+    """Return the work of attention of the busiest rank of a context, in terms of the mean; 0 without contexts."""
+    work = attention_work(plan)
+    return max(work) * len(work) / sum(work) if sum(work) else 0.0
 
 
 def _keys_seen(plan: Plan, o: PlannedOperation, at: dict[str, int]) -> int:

@@ -10,7 +10,7 @@ from platform.plan.core.step_collectives import communication
 from platform.plan.language.attention_kernels import AUTO
 from platform.plan.language.layout import DIMS
 from platform.plan.language.numbers import count_of
-from platform.plan.reports.attention_work import attention_work
+from platform.plan.reports.attention_work import unevenness
 
 STAGES_SHOWN = 8
 
@@ -76,11 +76,11 @@ def head_lines(plan: Plan, most: int) -> list[str]:
 
 def _evenness_of_work(plan: Plan) -> list[str]:
     """Return the line of a plan's description on how evenly ranks that share sequences divide attention, if any do."""
-    work = attention_work(plan)
-    if not sum(work):
+    if not (share := unevenness(plan)):
         return []
-    share = max(work) * len(work) / sum(work)
-    return [f"  work            the busiest of {len(work)} ranks: {share:.2f} times the mean of attention's scores"]
+    ranks, pieces = plan.mesh.extent([axis for axis, _ in plan.scheme.context]), 2 * plan.scheme.rounds
+    line = f"  work            the busiest of {ranks} ranks: {share:.2f} times the mean of attention's scores"
+    return [line if pieces == 2 else f"{line}; {pieces} pieces each"]
 
 
 def _cost_of_step(plan: Plan) -> str:

@@ -56,6 +56,7 @@ INTEGERS = (*NEEDED, "stages", "chunks", "data", "context", "experts", "zero", "
 MEASURED = ("seconds", "tflops")  # of a step; of a GPU, by the FLOPs that `counted` says
 OTHERS = ("name", "hardware", "axes", "schedule", "system", "counted", *MEASURED)
 COUNTED = ("model", "hardware")  # FLOPs of the model alone, or with recomputation
+NARROW = "fp8"  # a precision of rows: products of layers' weights in 8 bits, all else in bf16
 RIVALS = ("model", *SHAPE, "global_batch", "gpus", "hardware")  # what plans share that are ranked by their steps
 
 
@@ -189,6 +190,10 @@ def _violations_of_cells(cells: Mapping[str, str]) -> Iterator[str]:
 def _run(cells: Mapping[str, str], number: str, compose: Compose) -> MeasuredRun:
     """Return the measured run of a row's cells. Raises ConfigError if they are no legal plan."""
     hardware = read_hardware(cells["hardware"])
+    narrow = NARROW if cells.get("precision") == NARROW else ""
+    if narrow and narrow not in hardware.peaks:
+        legal = ", ".join(sorted(hardware.peaks))
+        raise ConfigError(f"column precision={narrow}: {hardware.name} has no such peak; nearest legal: {legal}")
     config = compose(list(overrides_of(cells)))
     gpus = int(cells["gpus"])
     pipeline = config.pipeline
@@ -198,7 +203,7 @@ def _run(cells: Mapping[str, str], number: str, compose: Compose) -> MeasuredRun
     if plan.mesh.size != gpus:
         raise ConfigError(f"column gpus={gpus}: the plan has {plan.mesh.size} workers, {plan.mesh}")
     system = SYSTEMS[cells.get("system") or USUAL]
-    work = work_of(config, plan, **system.execution)
+    work = work_of(config, plan, narrow=narrow, **system.execution)
     counted = counted_flops(plan, cells.get("counted") == "hardware")
     measured = cells.get("seconds")
     seconds = float(measured) if measured else counted / (float(cells["tflops"]) * 1e12 * gpus)
@@ -224,7 +229,7 @@ def overrides_of(cells: Mapping[str, str]) -> Iterator[str]:
     for column, text in cells.items():
         key = KEYS.get(column, column if "." in column else "")
         if key and text and skipped.get(column) != text:
-            yield f"{key}={text}"
+            yield f"{key}={'bf16' if text == NARROW and key == 'precision' else text}"
     axes = cells.get("axes", "")
     for pair in filter(None, axes.replace(";", " ").split()):
         yield f"tensor.axes.{pair}" if "=" in pair else f"tensor.axes.t={pair}"

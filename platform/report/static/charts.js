@@ -112,8 +112,8 @@ function drawStack(panel, curves, box, now) {
   const axis = axisOf(panel), { x } = curves[0], length = x.step.length;
   const parts = curves.filter((c) => c.x === x).map((c) => [c.name, c.curve[1].map((v) => v || 0)]);
   const total = page.runs[state.run].curves.of[panel.total];
-  if (total && total[1].length === length)
-    parts.push(["other", total[1].map((v, i) => Math.max(0, (v || 0) - parts.reduce((sum, [, own]) => sum + own[i], 0)))]);
+  if (total && total[1].length === length && !parts.some(([name]) => name === "rest"))
+    parts.push(["rest", total[1].map((v, i) => Math.max(0, (v || 0) - parts.reduce((sum, [, own]) => sum + own[i], 0)))]);
   const kept = parts.filter(([, values]) => values.some((v) => v > 0));
   const data = [x[axis]], series = [{}], bands = [];
   let below = new Array(length).fill(0);

@@ -125,10 +125,12 @@ class RankTimeline:
 
 
 class SlowRank(NamedTuple):
-    """Rank whose own work in a training step takes `ratio` times the median of its pipeline stage."""
+    """Rank whose own work in a training step takes `ratio` times the median of its pipeline stage, mostly more of it in
+    the section `section`."""
 
     rank: Count
     ratio: float
+    section: str = ""
 
 
 # Of a worker: processors that its process keeps busy, and the share of time in which its GPU is at work; bytes that are

@@ -12,6 +12,7 @@ from torch import Tensor
 from platform.boundary.refusals import ConfigError
 from platform.data.corpus import Corpus
 from platform.parallel.communicator.base import Communicator
+from platform.parallel.kernels.in_panels.document_pairs import remember
 from platform.plan.core.plan import Plan
 from platform.plan.language.functions import LABEL_WEIGHTS
 from platform.plan.language.layout import Layout, block
@@ -47,12 +48,16 @@ def place(plan: Plan, communicator: Communicator, rows: Mapping[Stretch, Mapping
         device."""
         if not layout.present(communicator.coordinates):
             return torch.empty(0, dtype=torch.int64, device=communicator.device)
-        whole = torch.as_tensor(rows[_stretch(plan, communicator, layout)][name])
+        whole = np.asarray(rows[_stretch(plan, communicator, layout)][name])
         found = plan.planner.stretches("length", whole.shape[1], layout, communicator.coordinates)
-        mine = torch.cat([whole[:, first : first + n] for first, n in found], 1).t().contiguous()
+        here = np.concatenate([whole[:, first : first + n] for first, n in found], 1).T
+        mine = torch.as_tensor(here).contiguous()
         if communicator.device.type == "cuda":
             mine = mine.pin_memory()  # from pageable memory the copy would hold the host
-        return mine.to(communicator.device, non_blocking=True)
+        out = mine.to(communicator.device, non_blocking=True)
+        if name == "begins" and out.device.type != "cpu":
+            remember(out, here)
+        return out
 
     out: Blocks = {}
     for name, readers in plan.readers.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from math import nan
+from statistics import median_low
 
 import torch
 
@@ -19,7 +20,14 @@ from platform.train.step.rank_ranges import Bandwidths, rank_ranges
 from platform.train.step.trainer import SECTIONS
 
 PASSES = ("forward", "backward")
-OWN_WORK = ("data", *PASSES, "optimizer")  # sections in which a rank does not wait for others
+OWN_WORK = ("data", *PASSES, "optimizer", "other")  # sections in which a rank does not wait for others
+
+
+def count_rest(report: StepReport, seconds: float) -> None:
+    """Count what a rank's whole step took beyond the trainer's part of it as `other`, as extensions may work there."""
+    rest = max(0.0, seconds - report.step_seconds)
+    report.seconds["other"] += rest
+    report.step_seconds += rest
 
 
 class Combiner:
@@ -40,8 +48,12 @@ class Combiner:
         """Prepare to combine ranks' step reports. `slow`: ratio that makes a rank slow; `layers`: monitor.layers;
         `reach`: axes -> tier."""
         self._communicator, self._slow, self._every = communicator, slow, layers
-        self._stages = torch.tensor([plan.mesh.coordinates(rank)["stage"] for rank in range(plan.mesh.size)])
-        self._of_stage = [self._stages == stage for stage in range(plan.stages)]
+        self._of_stage: list[list[int]] = [[] for _ in range(plan.stages)]  # ranks
+        for rank in range(plan.mesh.size):
+            self._of_stage[plan.mesh.coordinates(rank)["stage"]].append(rank)
+        self._mean = torch.zeros(plan.stages, plan.mesh.size, dtype=torch.float64)  # times numbers by rank: by stage
+        for stage, ranks in enumerate(self._of_stage):
+            self._mean[stage, ranks] = 1 / len(ranks)
         moved = {label(c.op, plan.mesh.ordered(c.axes)) for p in plan.of_lengths for _, c, _ in step_collectives(p)}
         self._moved = sorted(moved)
         self._waits = sorted(
@@ -59,10 +71,9 @@ class Combiner:
         of gauges, and sizes by layer if they are due; on other ranks an acknowledgement."""
         seconds, moved = mine.seconds, mine.comm_bytes
         assert moved.keys() <= set(self._moved), f"not planned: {moved.keys() - set(self._moved)}"
-        own = sum(seconds[section] for section in OWN_WORK)
-        numbers = [own, mine.peak_memory_bytes, *(seconds[s] for s in SECTIONS)]
-        numbers += [moved.get(key, 0) for key in self._moved]
+        numbers = [mine.peak_memory_bytes, *(seconds[s] for s in SECTIONS)]
         numbers += [mine.waits.get(axes, 0.0) for axes in self._waits]
+        numbers += [moved.get(key, 0) for key in self._moved]
         numbers += [mine.gauges.get(name, nan) for name in GAUGES]
         numbers += mine.routed or [0] * self._routed
         for squares in (mine.layer_gradients, mine.layer_activations) if is_due(self._every, mine.step) else ():
@@ -70,9 +81,9 @@ class Combiner:
         ranks = self._communicator.collect(torch.tensor(numbers, dtype=torch.float64))
         if ranks is None:
             return Taken(mine.step, mine.timeline)
-        sizes = [1, 1, len(SECTIONS), len(self._moved), len(self._waits), len(GAUGES), self._routed]
+        sizes = [1, len(SECTIONS), len(self._waits), len(self._moved), len(GAUGES), self._routed]
         parts = ranks.split([*sizes, ranks.shape[1] - sum(sizes)], 1)
-        work, memory, sections, sums, waits, gauges, routed, of_layers = parts
+        memory, sections, waits, sums, gauges, routed, of_layers = parts
         total = dict(zip(self._moved, map(int, sums.sum(0).tolist()), strict=True))
         of_gradients, of_activations = self._sizes(mine.samples, of_layers.sum(0).tolist())
         if mine.gauges != self._gauges:  # else there are no new readings
@@ -84,9 +95,9 @@ class Combiner:
             seconds=dict(zip(SECTIONS, sections.mean(0).tolist(), strict=True)),
             comm_bytes={key: n for key, n in total.items() if n},
             peak_memory_bytes=int(memory.max()),
-            slow=self._slower(work.flatten()),
+            slow=self._slower(sections.tolist()) if self._slow else [],
             waits={},
-            parts=self._parts_of_step(sections, waits),
+            parts=self._parts_of_step((self._mean @ ranks[:, 1 : 1 + sizes[1] + sizes[2]]).tolist()),
             layer_gradients=of_gradients,
             layer_activations=of_activations,
             routed=list(map(int, routed.sum(0).tolist())),
@@ -109,19 +120,26 @@ class Combiner:
             {layer: (x / sequences) ** 0.5 for layer, x in seen.items() if x},
         )
 
-    def _parts_of_step(self, sections: torch.Tensor, waits: torch.Tensor) -> dict[str, float]:
+    def _parts_of_step(self, stages: list[list[float]]) -> dict[str, float]:
         """Return the seconds of the parts of a training step, as means over the ranks of the stage that computes
-        longest. `sections`, `waits`: seconds by rank, and by clock section, or by the axes of collectives."""
+        longest. `stages`: means of seconds of each stage, by section of the clock, then by axes of collectives."""
         computing = [SECTIONS.index(section) for section in PASSES]
-        paces = max(self._of_stage, key=lambda ranks: float(sections[ranks][:, computing].sum(1).mean()))
-        mean = dict(zip(SECTIONS, sections[paces].mean(0).tolist(), strict=True))
-        waited = zip(map(waiting_for, self._waits), waits[paces].mean(0).tolist(), strict=True)
+        paces = max(stages, key=lambda seconds: sum(seconds[i] for i in computing))
+        mean = dict(zip(SECTIONS, paces, strict=False))
+        waited = zip(map(waiting_for, self._waits), paces[len(SECTIONS) :], strict=True)
         found = {COMPUTING: sum(mean[section] for section in PASSES), **dict(waited), BUBBLE: mean["bubble"]}
         found[OPTIMIZER] = mean["optimizer"] + mean["reduce"]
         return found | {DATA: mean["data"], SNAPSHOT: mean["checkpoint"]}
 
-    def _slower(self, work: torch.Tensor) -> list[SlowRank]:
-        """Return the slow ranks of a training step, by the seconds `work` [ranks] of each rank's own work in it."""
-        usual = torch.stack([work[self._stages == stage].median() for stage in self._stages])
-        ratios = (work / usual.clamp_min(1e-9)).tolist()
-        return [SlowRank(rank, ratio) for rank, ratio in enumerate(ratios) if self._slow and ratio > self._slow]
+    def _slower(self, sections: list[list[float]]) -> list[SlowRank]:
+        """Return the slow ranks of a training step, by each rank's seconds in the `sections` of the clock, each with
+        the section of its own work that it is most behind its stage in."""
+        found, own = [], [SECTIONS.index(section) for section in OWN_WORK]
+        work = [sum(seconds[i] for i in own) for seconds in sections]
+        for ranks in self._of_stage:
+            usual = max(1e-9, median_low([work[rank] for rank in ranks]))
+            for rank in (rank for rank in ranks if work[rank] > self._slow * usual):
+                behind = {i: sections[rank][i] - median_low([sections[other][i] for other in ranks]) for i in own}
+                most = SECTIONS[max(behind, key=lambda i: behind[i])]
+                found.append(SlowRank(rank, work[rank] / usual, most))
+        return sorted(found)

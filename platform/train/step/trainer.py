@@ -45,7 +45,8 @@ from platform.train.step.loss_scale import LossScale
 from platform.train.step.rank_parameters import DTYPES, Weights
 from platform.train.step.stage_passes import PipelineOf, StagePasses
 
-SECTIONS = ("data", "forward", "backward", "exposed_comm", "bubble", "reduce", "optimizer", "checkpoint")
+TIMED = ("data", "forward", "backward", "exposed_comm", "bubble", "reduce", "optimizer", "checkpoint")  # by the clock
+SECTIONS = (*TIMED, "other")  # which is the rank's time in a step outside of all these
 
 
 class Trainer:
@@ -56,10 +57,11 @@ class Trainer:
     `settle` is called in each step before its sums are read, and so before any rank updates its weights.
     `peak_live`: most forward passes of chunks whose activations were alive at once in the last step. `loss_scale`: that
     of the next step, None unless the plan computes in fp16. `aligned`: each step begins with a barrier, which this rank
-    `left` last at that time, in nanoseconds since the epoch.
+    `left` last at that time, in nanoseconds since the epoch, after `aligning` seconds.
     """
 
     peak_live = left = 0
+    aligning = 0.0
     _poison = 0.0  # added to this rank's part of the squared gradient norm, NaN under the fault `nan`
     _routed: Sequence[int] = ()  # tokens of experts on this rank in the last step, see `StepReport`
     _loads: Mapping[str, Tensor] = {}  # of the last step: layer -> tokens of all ranks that chose each expert
@@ -142,10 +144,7 @@ class Trainer:
         """
         plan, communicator, clock = self.plan, self.communicator, self.clock
         communicator.moved.clear()
-        if self.aligned:
-            communicator.barrier()  # so that all ranks' clocks start together
-            self.left = time.time_ns()
-        clock.read()
+        self._align()
         self._poison = nan if fault and fault.kind == "nan" else 0.0
         if fault and fault.kind == "flip":
             self.weights.settle()
@@ -186,6 +185,15 @@ class Trainer:
             routed=list(self._routed),
             timeline=_timeline(reading) if self.clock.detailed else RankTimeline(),
         )
+
+    def _align(self) -> None:
+        """Start this rank's clock of a training step, together with all others' if they are `aligned`."""
+        before = time.perf_counter()
+        if self.aligned:
+            self.communicator.barrier()
+            self.left = time.time_ns()
+        self.aligning = time.perf_counter() - before
+        self.clock.read()
 
     def _rescale(self, loss: float, norm: float, skipped: bool) -> bool:
         """Set the fp16 loss scale for the next training step, if there is one. Return True if it was too large in this
@@ -344,8 +352,9 @@ class Trainer:
 
 def _clock_times(reading: ClockReading) -> dict[str, Any]:
     """Return the seconds of a training step from the clock's reading, for the rank's report."""
-    seconds = {name: reading.seconds.get(name, 0.0) for name in SECTIONS}
-    return {"step_seconds": sum(reading.seconds.values()), "seconds": seconds, "waits": reading.waits}
+    whole, seconds = sum(reading.seconds.values()), {name: reading.seconds.get(name, 0.0) for name in TIMED}
+    seconds["other"] = whole - sum(seconds.values())
+    return {"step_seconds": whole, "seconds": seconds, "waits": reading.waits}
 
 
 def _timeline(reading: ClockReading) -> RankTimeline:

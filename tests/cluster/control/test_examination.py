@@ -63,6 +63,7 @@ def test_workers_of_a_node_are_measured_together(job, monkeypatch):
     assert ["link" in outcome.findings[number].readings for number in range(3)].count(True) == 2
 
 
+@pytest.mark.full
 def test_a_quick_look_does_not_blame_the_partner_of_a_slow_link(job, monkeypatch):
     """With one partner both look slow: then all are measured with several. Here workers on CPUs stand for GPUs."""
     monkeypatch.setenv("SICK", "1:link")

@@ -19,6 +19,12 @@ def test_an_undisturbed_run(config, drive):
     assert drive.crew.released == 0 and "survived" not in drive.out
 
 
+def test_a_world_of_one_starts(config, drive):
+    """No collective reaches anywhere there: what a rank builds is as fresh as elsewhere, and built once."""
+    config.parallel.data = 1
+    assert drive() == 0 and once_each(config)
+
+
 def test_it_shrinks_to_fewer_replicas_and_loses_nothing(config, drive):
     config.elastic.replace = False
     assert drive({"step(3)": [{2: Dead}]}) == 0

@@ -13,7 +13,8 @@ from platform.config.fields import Config, Data
 from platform.config.ramps.batch_ramp import samples_of
 from platform.config.ramps.length_ramp import length_at
 from platform.data.corpus import corpus_of
-from platform.data.show.step_view import StepView, ranges
+from platform.data.show.step_view import ReadingRanks, StepView, ranges, reader_in_words
+from platform.data.show.terminal_list import heading
 from platform.plan.core.plan import Plan
 from platform.planning.make_plan import make_plan
 from platform.train.step import stage_passes
@@ -144,6 +145,41 @@ def differences(c: Config, step: int, monkeypatch) -> list[str]:
 def test_a_view_shows_what_ranks_train_on(folder, name, monkeypatch):
     kind, given, more = PLANS[name]
     assert not differences(configured(folder, kind, *given, **more), 2, monkeypatch)
+
+
+@pytest.mark.parametrize("pieces", [2, 4])
+def test_work_of_documents_is_counted_as_pair_by_pair(folder, pieces):
+    """Of each microbatch and replica by the slowest rank; two layers, of which one has a window."""
+    window = {"window": 3, "window_layers": [1]}
+    c = configured(
+        folder, "packed", context=2, context_kind="ring", context_pieces=pieces, data=2, microbatch=2, **window
+    )
+    view, slowest, mean, pairs = shown(c, make_plan(c), 1), 0, 0.0, list[list[int]]()
+    place = np.arange(SMALL["length"])
+    for sequence in view.sequences(0, view.count):
+        visible = (place <= place[:, None]) & (place >= sequence.tensors["begins"][:, None])
+        near = visible & (place > place[:, None] - 3)
+        queries = [np.concatenate([place[a : a + n] for a, n in r.tokens]) for r in sequence.readers]
+        pairs.append([int(visible[mine].sum() + near[mine].sum()) for mine in queries])
+    for first in range(0, view.count, 2):
+        each = np.sum(pairs[first : first + 2], 0)
+        slowest, mean = slowest + each.max(), mean + each.mean()
+    assert view.count == 8 and view.busiest == pytest.approx(slowest / mean) and view.busiest > 1
+    (line,) = [line for line in heading(view) if line.startswith("work: ")]
+    assert f"the busiest of 2 ranks that share a sequence has {view.busiest:.2f} times the mean" in line
+
+
+def test_without_contexts_or_documents_that_are_kept_apart_there_is_no_work_to_compare(folder):
+    for kind, more in (("packed", {"data": 2}), ("text", {"context": 2})):
+        c = configured(folder, kind, **more)
+        view = shown(c, make_plan(c), 1)
+        assert not view.busiest and not any(line.startswith("work") for line in heading(view))
+
+
+def test_many_pieces_are_not_all_named():
+    tokens = tuple((first, 4) for first in range(0, 64, 8))
+    said = reader_in_words(ReadingRanks((0,), "context 0", (0, 2), tokens), 64)
+    assert said == "context 0 (rank 0) tokens 0-3, 8-11, ... 56-59, 8 pieces"
 
 
 def test_shorter_sequences_are_shown_as_they_are(folder, monkeypatch):

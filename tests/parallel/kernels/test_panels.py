@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 
+import numpy as np
 import pytest
 import torch
 
 from platform.parallel.communicator.base import SingleRank
 from platform.parallel.kernels.dropout import Drawing, dropped
-from platform.parallel.kernels.in_panels import panels, scores
+from platform.parallel.kernels.in_panels import document_pairs, panels, scores
 from platform.parallel.kernels.in_panels.panels import Hiding, PanelAttention, attend_panels
 from platform.parallel.kernels.random import counters
 from platform.plan.language.mesh import Mesh
-from platform.plan.language.stretches import DIAGONAL, MASKED, WHOLE, Stretch, pairs
+from platform.plan.language.stretches import DIAGONAL, MASKED, WHOLE, Pair, Stretch, pairs
 from tests.harness.threads import run_threads
 
 LENGTH, BATCH, HEADS, SCALE, RATE = 24, 2, 4, 0.3, 0.25
@@ -186,10 +187,107 @@ def test_gathered_keys_equal_one_softmax(name, monkeypatch):
 def test_diagonals_in_parts_equal_one_softmax(name, monkeypatch):
     """As a kernel does that computes scores which it then hides; the rows of a part have others before and behind."""
     kernel = scores.FUSED["cpu", "flash"]
-    monkeypatch.setitem(scores.FUSED, ("cpu", "flash"), kernel._replace(diagonal=2))
+    monkeypatch.setitem(scores.FUSED, ("cpu", "flash"), kernel._replace(halves=range(3, LENGTH + 1)))
     for n, pieces, ring in ((2, zigzag, False), (1, contiguous, False), (3, zigzag, True)):
         found = compared(CASES[name], n, pieces, ring)
         assert max(found.values()) < 1e-12, (n, ring, found)
+
+
+def packed(kind: str, sequences: int) -> torch.Tensor:
+    """Where the documents of each token begin, int64 [length, sequences]."""
+    draw = np.random.default_rng(5)
+    found = []
+    for i in range(sequences):
+        borders = {
+            "drawn": draw.choice(LENGTH, 4, replace=False),
+            "at the borders of blocks": [[12], [6, 18], [4, 8, 16], [3, 6, 9, 12]][i % 4],
+            "of one token": range(LENGTH) if i % 2 == 0 else [11, 12, 13],
+            "alike": [9, 10],
+            "one document": [],
+        }[kind]
+        first = np.isin(np.arange(LENGTH), borders)
+        found.append(np.maximum.accumulate(np.where(first, np.arange(LENGTH), 0)))
+    return torch.from_numpy(np.stack(found, 1))
+
+
+def with_documents(monkeypatch, kind: str, short: int, sequences: int = 3) -> None:
+    monkeypatch.setitem(globals(), "BATCH", sequences)
+    monkeypatch.setitem(globals(), "BEGINS", packed(kind, sequences))
+    draw = torch.Generator().manual_seed(2)
+    monkeypatch.setitem(globals(), "OUT", torch.randn(sequences, HEADS, LENGTH, 16, generator=draw).double())
+    monkeypatch.setattr(panels, "shared", lambda device: short)
+
+
+DOCUMENTS = ["drawn", "at the borders of blocks", "of one token", "alike", "one document"]
+
+
+@pytest.mark.parametrize("short", [1, 4, 24])
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_what_documents_hide_is_left_out(kind, short, monkeypatch):
+    """Whatever the documents are, alone or with others in a mask, in pieces on several ranks and in windows."""
+    with_documents(monkeypatch, kind, short)
+    kernel = scores.FUSED["cpu", "flash"]
+    monkeypatch.setitem(scores.FUSED, ("cpu", "flash"), kernel._replace(halves=range(5, 9)))
+    monkeypatch.setattr(panels, "BLOCK", 5)
+    for n, pieces, ring in ((2, zigzag, True), (2, zigzag, False), (3, contiguous, True), (1, contiguous, False)):
+        for case in ("documents", "documents, window, math"):
+            found = compared(CASES[case], n, pieces, ring)
+            assert max(found.values()) < 1e-12, (case, n, ring, found)
+    dropped = Case(documents=True, dropout=True, sink=True)
+    found = compared(dropped, 2, zigzag, True)
+    assert max(found.values()) < 1e-12, found
+
+
+def products(monkeypatch, kind: str, short: int) -> tuple[int, int]:
+    """Scores that a rank alone computes, and how many of these are in a pair with a mask."""
+    with_documents(monkeypatch, kind, short)
+    x = [tensors(CASES["documents"])[name] for name in "qkv"]
+    plan = PanelAttention([Stretch(0, LENGTH)], [[Stretch(0, LENGTH)]], (), "flash", SCALE, True)
+    found = panels._Reader(plan, x, None, Hiding(BEGINS)).pairs(0)
+    each = [(p.products * (1 if p.sequences else BATCH), p.relation == MASKED) for p in found]
+    return sum(n for n, _ in each), sum(n for n, masked in each if masked)
+
+
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_scores_are_those_that_documents_leave(kind, monkeypatch):
+    """Without masks just these; of documents that share one, no more than the squares of what they have together."""
+    at = torch.arange(LENGTH)
+    seen = (at[:, None] >= at) & (at >= packed(kind, 3).t()[..., None])
+    assert products(monkeypatch, kind, 1) == (seen.sum(), 0)
+    total, masked = products(monkeypatch, kind, 4)
+    assert total - masked <= seen.sum() and total <= seen.sum() + 4 * 3 * LENGTH
+
+
+def early(change):
+    """The mistake: documents begin, for what is left out, elsewhere than they do."""
+    cut = document_pairs._cut
+    return lambda *given: [(rows, q, change(q, begins)) for rows, q, begins in cut(*given)]
+
+
+@pytest.mark.parametrize("kind", ["drawn", "at the borders of blocks"])
+@pytest.mark.parametrize(
+    "change",
+    [lambda q, b: (b[0] + 1, b[1]), lambda q, b: (b[0], b[0]), lambda q, b: (b[1], b[1])],
+    ids=["skips the first key", "shows the first document to all", "skips what the last query does not see"],
+)
+def test_negative_control_a_wrong_border(change, kind, monkeypatch):
+    with_documents(monkeypatch, kind, 8)
+    assert max(compared(CASES["documents"], 2, zigzag, True).values()) < 1e-12
+    monkeypatch.setattr(document_pairs, "_cut", early(change))
+    assert max(compared(CASES["documents"], 2, zigzag, True).values()) > 1e-3
+
+
+def test_documents_are_read_once_where_they_came_from(monkeypatch):
+    """Numbers of a device are known on the host from before, and pairs are made once for all layers."""
+    made = []
+    monkeypatch.setattr(document_pairs, "_cuts", lambda *given: made.append(given) or iter(()))
+    begins = torch.zeros(LENGTH, BATCH, dtype=torch.int64, device="meta")  # which has no numbers to give
+    document_pairs.remember(begins, np.zeros((LENGTH, BATCH), int))
+    for _ in range(2):
+        assert document_pairs.pairs_of(begins, [Stretch(0, LENGTH)], 8, "key", lambda *_: []) == []
+    assert len(made) == 1 and begins in document_pairs._KNOWN
+    del begins, made[:]
+    assert not len(document_pairs._KNOWN)
 
 
 def test_one_rank_is_one_call(monkeypatch):
@@ -213,7 +311,8 @@ def test_narrow_types_are_merged_in_the_type_of_statistics():
         whole, size = panels._Whole(x[0], 8), LENGTH // count
         for i in range(count):
             part = [x[0], *(t.narrow(2, i * size, size) for t in x[1:])]
-            whole.add(queries[0], *reader.kernel.forward(part, scores.Scores(SCALE)))
+            pair = Pair(queries[0], Stretch(i * size, size), WHOLE, 0, i * size)
+            whole.add(pair, *reader.kernel.forward(part, scores.Scores(SCALE)))
         out, lse = whole.close(None)
         assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
         s = SCALE * x[0].double() @ x[1].double().repeat_interleave(2, 1).mT
@@ -266,6 +365,7 @@ def test_pairs_of_a_zigzag_are_half_of_all():
     work = [sum(p.products for keys in pieces for p in pairs(mine, keys, True)) for mine in pieces]
     assert len(set(work)) == 1 and sum(work) == length * (length + 1) // 2
     relations = [[(p.relation, p.rows, p.columns) for p in pairs(pieces[1], keys, True)] for keys in pieces]
+    assert relations[1] == [(DIAGONAL, (0, 16), (0, 16))]
     assert relations[0] == [(WHOLE, (0, 16), (0, 8))]
     assert relations[2] == [(WHOLE, (8, 8), (0, 16))]
 
@@ -287,8 +387,9 @@ def test_pairs_are_what_queries_see(causal, window, block, diagonal):
     keys = [Stretch(12, 9), Stretch(0, 7), Stretch(30, 4)]
     q, k = rows_of(queries), rows_of(keys)
     seen = torch.zeros(len(q), len(k), dtype=torch.int)
-    for p in pairs(queries, keys, causal, window, block, diagonal):
-        assert p.relation != DIAGONAL or not diagonal or p.rows.size <= diagonal
+    halves = range(diagonal + 1, 100) if diagonal else range(0)
+    for p in pairs(queries, keys, causal, window, halves, block):
+        assert p.relation != DIAGONAL or p.rows.size not in halves
         part = seen.narrow(0, *p.rows).narrow(1, *p.columns)
         if p.relation == WHOLE:
             part += 1

@@ -46,14 +46,15 @@ FACTORS = {
     "scheme": list(SCHEMES),
     "mode": list(MODES),
     "model": ["gpt", "llama", "modern", "packed_gpt", "bert", "original", "t5", "latent", "gpt_oss", "experts"],
-    "balanced": [True, False],
+    "pieces": [2, 4, 0],  # of a rank; 0: parts lie straight
 }
 
 
 def configured(case, **more):
     parts = KINDS[case["kind"]], SCHEMES[case["scheme"]], MODES[case["mode"]], MODELS[case["model"]]
     c = configure(**{key: value for part in parts for key, value in part.items()} | more)
-    c.parallel.context_balance = case["balanced"]
+    c.parallel.context_balance, c.parallel.context_pieces = bool(case["pieces"]), case["pieces"]
+    c.model.source_length *= 2  # so that as many pieces as of the targets divide it
     return c
 
 
@@ -71,15 +72,19 @@ COVER = cover(CASES, cost=lambda case: ranks(case) ** 0.5)
 def test_equals_one_process(case):
     plan, _ = prove(configured(case))
     assert unsound(plan) == []
-    assert plan.scheme.zigzag == ("context" if case["balanced"] and case["kind"] != "heads" else "")
+    rounds = case["pieces"] // 2 if case["kind"] != "heads" else 0
+    assert (plan.scheme.zigzag, plan.scheme.rounds) == (("context", rounds) if rounds else ("", 1))
 
 
 def test_pieces():
     assert zigzag(2) == [0, 3, 1, 2]
+    assert zigzag(2, 2) == [0, 3, 4, 7, 1, 2, 5, 6]
+    assert consecutive(4, 4, 8, 2, 2) == [(1, 1), (2, 1), (5, 1), (6, 1)]
     assert consecutive(4, 4, 8, 1) == [(4, 4)]
     assert [consecutive(first, 4, 8, 2) for first in (0, 4)] == [[(0, 2), (6, 2)], [(2, 2), (4, 2)]]
     # an axis inside of a rank's two pieces splits them in their order
     assert [consecutive(first, 3, 12, 2) for first in (0, 3, 6, 9)] == [[(0, 3)], [(9, 3)], [(3, 3)], [(6, 3)]]
+    assert [consecutive(first, 4, 16, 2, 2) for first in (0, 12)] == [[(0, 2), (6, 2)], [(10, 2), (12, 2)]]
 
 
 def test_the_kind_that_moves_fewest_bytes_is_chosen():
@@ -122,11 +127,13 @@ def places(plan, tensor, dim):
     return plan.planner.sizes_of(tensor)[dim], plan.layout(tensor)
 
 
-@pytest.mark.parametrize("mutant", ["offset", "straight", "labels", "unfolded"])
+@pytest.mark.parametrize("mutant", ["offset", "straight", "labels", "unfolded", "one round"])
 def test_negative_controls(mutant, monkeypatch):
-    c = configure(context=2, context_kind="gather", positions="rope", tied=False)
+    pieces = 4 if mutant == "one round" else 2
+    c = configure(context=2, context_kind="gather", context_pieces=pieces, positions="rope", tied=False)
     expected = serial(c)
     half, of_tensor, lying = Stretch(0, c.model.length // 2), Plan.stretches, Planner.stretches
+    in_order = convert.in_order
     if mutant == "offset":  # each rank's queries are at the first positions
         monkeypatch.setattr(Plan, "stretches", lambda *given: [half] if given[2] == "length" else of_tensor(*given))
     elif mutant == "straight":  # pieces in zigzag are taken for consecutive ones
@@ -134,8 +141,10 @@ def test_negative_controls(mutant, monkeypatch):
     elif mutant == "labels":  # each rank reads the first tokens and labels
         monkeypatch.setattr(Planner, "stretches", lambda *_: [half])
         monkeypatch.setattr(Plan, "stretches", lambda p, t, d, at: lying(p.planner, d, *places(p, t, d), at))
-    else:
-        monkeypatch.setattr(convert, "in_order", lambda x, dim, ranks: x)
+    elif mutant == "unfolded":
+        monkeypatch.setattr(convert, "in_order", lambda x, *_: x)
+    else:  # pieces that two rounds have dealt are joined as those of one
+        monkeypatch.setattr(convert, "in_order", lambda x, dim, ranks, _: in_order(x, dim, ranks, 1))
     with pytest.raises(AssertionError):
         compare(c, *run(c), expected)
 

@@ -33,9 +33,11 @@ RINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "latent, 1f1b": (2, {"context": 2, "pipeline": "1f1b", "stages": 2, "microbatch": 2, **MODELS["latent"]}),
     "documents, dsp": (1, {"context": 2, "branch": "dsp", "branch_axes": {"g": 2}, **MODELS["packed_gpt"]}),
     "straight": (2, {"context": 4}),
+    "pieces, gpt_oss": (2, {"context": 4, "context_pieces": 4, **MODELS["gpt_oss"]}),
     "selective": (2, {"context": 3, "length": 15, "recompute": "selective"}),
     "nested, llama": (2, {**NESTED, **MODELS["llama"]}),
     "nested, gpt_oss": (2, {**NESTED, **MODELS["gpt_oss"], "recompute": "full"}),
+    "pieces, nested, documents": (1, {**NESTED, "context_pieces": 4, **MODELS["packed_gpt"]}),
     "nested, documents, zero 3": (1, {**NESTED, "data": 2, "zero": 3, "microbatch": 2, **MODELS["packed_gpt"]}),
     "dropout": (0, {"context": 2, "dropout": 0.2}),  # whose masks are drawn where keys are gathered
 }
@@ -54,6 +56,7 @@ def test_equals_one_process(case):
     assert sum(kind == "ring_attention" for kind, _ in plan.operations) == RINGS[case["ring"]][0]
     assert unsound(plan) == []
     assert plan.scheme.zigzag == ("" if case["ring"] == "straight" or plan.sizes["length"] % 2 else "context")
+    assert plan.scheme.rounds == (2 if case["ring"].startswith("pieces") else 1)
 
 
 @pytest.mark.parametrize("name", ["llama", "latent, 1f1b", "modern, 1d_sp"])
@@ -95,10 +98,12 @@ def test_a_rotation_that_is_missing_is_seen():
     assert any("rotate" in line for line in unsound(less))
 
 
-@pytest.mark.parametrize("kernel", ["auto", "math"])
-def test_on_a_card_a_step_reads_its_device_once(kernel):
-    """Messages in one operation of the group, and CUDA's kernels, which take what they are given."""
+@pytest.mark.parametrize(("kernel", "documents"), [("auto", False), ("math", False), ("auto", True)])
+def test_on_a_card_a_step_reads_its_device_once(kernel, documents):
+    """Messages in one operation of the group, and CUDA's kernels, which take what they are given. Where documents begin
+    is read on the host."""
     c = shrunk(compose(["+experiment=gpt_quick", "parallel.data=1", "tensor=serial", "precision=bf16"]))
+    c.data.document_mask = c.model.within_documents = documents
     c.parallel.context, c.parallel.context_kind, c.train.attention_kernel = 2, "ring", kernel
     reads: list[int] = []
     with alone(c, 1, reads) as trainer:

@@ -50,6 +50,7 @@ CASES = {
     "rows": lambda: configure("1d_sp", {"t": 2}, data=2, experts_of=2, **MODELS["experts"] | {"capacity_factor": 0.0}),
     "latent": lambda: configure("1d_sp", {"t": 2}, data=2, **MODELS["latent"]),
     "stages": lambda: configure("1d", {"t": 2}, pipeline="1f1b", stages=2),
+    "pieces": lambda: configure(context=2, context_kind="gather", context_pieces=4),
 }
 
 
@@ -208,6 +209,9 @@ MUTANTS = {
         "stages", lambda plan: chunk(0, operations=lambda c: {**c.operations, **{
             k: o for k, o in plan.chunks[1].operations.items() if k[0] == "cross_entropy"}})(plan),
         "the loss is computed in 2 chunks, so that it counts 2 times"),
+    "pieces of two rounds that are joined as those of one": (
+        "pieces", step("relayout", "layers.0.attention.key", "0", "forward", other("all_gather", rounds=1)),
+        "all_gather over context takes pieces as dealt in 1 round, and they are dealt in 2 rounds"),
     "a mean over more sequences than there are": (
         "1d", lambda plan: replace(plan, sequences=plan.sequences + 1), "the loss is a mean over 9"),
 }  # fmt: skip

@@ -47,6 +47,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "feed-forward in chunks, zb_h1, 1d": {"pipeline": "zb_h1", **STAGES, "tensor": "1d", "axes": {"t": 2},
                                           "d_ff": 512, "mlp_chunks": 3},
     "full, 1d": {"tensor": "1d", "axes": {"t": 2}, "recompute": "full", "vocab": 64},
+    "a window of a long sequence": {"length": 2048, "window": 128, "heads": 2, "layers": 2, "global_batch": 4},
+    "sinks, bf16": {"length": 512, "attention_sinks": True, "precision": "bf16", "layers": 2},
+    "sinks and a window, 1d": {"length": 512, "window": 64, "attention_sinks": True, "tensor": "1d", "axes": {"t": 2}},
 }  # fmt: skip
 SMALL: dict[str, Any] = {"vocab": 512, "length": 8, "layers": 2}  # the norm of the gradient takes most of it
 PLANS |= {

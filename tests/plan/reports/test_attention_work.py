@@ -7,7 +7,7 @@ import torch
 
 from platform.parallel.kernels.positions import unseen
 from platform.plan.language.stretches import Stretch
-from platform.plan.reports.attention_work import attention_work, seen_by
+from platform.plan.reports.attention_work import attention_work, seen_by, unevenness
 from platform.plan.reports.describe import describe
 from platform.planning.make_plan import make_plan
 from tests.harness.oracle import MODELS, configure
@@ -23,9 +23,9 @@ def test_keys_that_queries_see(window):
 
 
 def busiest(**more) -> float:
-    work = attention_work(make_plan(configure(**{"layers": 2, **more})))
-    assert len(work) == more["context"]
-    return max(work) * len(work) / sum(work)
+    plan = make_plan(configure(**{"layers": 2, **more}))
+    assert len(attention_work(plan)) == more["context"]
+    return unevenness(plan)
 
 
 @pytest.mark.parametrize("kind", ["gather", "ring", "heads"])
@@ -35,11 +35,51 @@ def test_equal_work(kind, more):
     assert busiest(**{**more, "context": 4, "context_kind": kind, "length": 4096}) <= EVEN
 
 
-def test_a_wide_window_is_uneven_and_the_plan_says_so():
+LONG = {"context": 4, "length": 8192}
+NESTED = {"context_kind": "nested_ring", "context_heads": 2}
+# model and contexts -> pieces of a rank: the fewest by which work is even
+PIECES = [
+    ({**LONG, "context_kind": "ring"}, 2),
+    ({**LONG, "context_kind": "gather", "window": 256}, 2),
+    ({**LONG, "context_kind": "gather", "window": 1024}, 16),
+    ({**LONG, "context_kind": "ring", "window": 2048}, 8),
+    ({**LONG, **NESTED, "window": 2048}, 8),
+    ({**LONG, "context_kind": "ring", "window": 2048, "window_layers": [1]}, 8),
+    ({**LONG, "context_kind": "ring", **MODELS["t5"], "source_length": 2048}, 2),
+    ({**LONG, "context_kind": "ring", **MODELS["packed_gpt"], "window": 0}, 8),  # the most: only data know
+    ({**LONG, "context_kind": "ring", "window": 2048, "context_pieces": 16}, 16),
+]
+
+
+@pytest.mark.parametrize(("more", "pieces"), PIECES)
+def test_pieces_are_as_many_as_make_work_even(more, pieces):
+    plan = make_plan(configure(**more))
+    assert 2 * plan.scheme.rounds == pieces and unevenness(plan) <= EVEN
+
+
+def test_a_wide_window_of_few_tokens_is_uneven_and_the_plan_says_so():
     """Queries of the first parts see less than a window: what they lack, no later part has to spare."""
-    c = configure(context=4, context_kind="ring", length=64, window=16, layers=2)
-    assert busiest(context=4, context_kind="ring", length=64, window=16) == pytest.approx(1.13, abs=0.01)
-    assert "the busiest of 4 ranks: 1.13 times the mean of attention's scores" in describe(make_plan(c))
+    few = {"context": 4, "context_kind": "ring", "length": 64, "window": 16}
+    assert busiest(**few) == pytest.approx(1.13, abs=0.01)
+    line = "the busiest of 4 ranks: {} times the mean of attention's scores"
+    assert describe(make_plan(configure(**few))).endswith(line.format(1.13))
+    plan = make_plan(configure(**few, context_pieces=8))
+    assert describe(plan).endswith(line.format("1.00") + "; 8 pieces each")
+
+
+def test_another_plan_of_a_run_has_as_many_pieces_as_divide_its_lengths():
+    """As when a run goes on with fewer workers."""
+    found = {n: make_plan(configure(context=n, context_kind="ring", length=96, context_pieces=8)).scheme
+             for n in (1, 2, 3, 4, 6)}  # fmt: skip
+    assert {n: 2 * s.rounds if s.zigzag else 0 for n, s in found.items()} == {1: 0, 2: 8, 3: 8, 4: 8, 6: 8}
+    assert make_plan(configure(context=4, context_kind="ring", length=48, context_pieces=8)).scheme.rounds == 3
+
+
+def test_all_lengths_of_a_run_have_as_many_pieces():
+    c = configure(context=2, context_kind="ring", length=8192, window=2048, positions="rope")
+    c.train.length_ramp = ["0:1024", "2:8192"]
+    plan = make_plan(c)
+    assert plan.scheme.rounds == plan.of_length(1024).scheme.rounds == 4
 
 
 def test_negative_control_straight_parts():

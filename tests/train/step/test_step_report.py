@@ -80,7 +80,7 @@ def test_a_slow_rank_is_named():
         seconds["exposed_comm"] = 100.0 * communicator.rank
         return Combiner(plan, communicator, slow=1.5, layers=2).together(report(seconds))
 
-    assert run_threads(plan.mesh, work)[0].slow == [SlowRank(2, 4.0)]
+    assert run_threads(plan.mesh, work)[0].slow == [SlowRank(2, 4.0, "forward")]
     assert "exposed_comm" not in OWN_WORK
 
 

@@ -90,7 +90,7 @@ class Former:
         fresh = not source and not self._checkpoints.step and not init
         tiers = tiers_of(seats, places(members))
         rows, reach = ByRank(plain[c["stage"]] for c in job.coordinates), reach_of(plan, tiers)
-        build = "build", rows, domains, self._corpus, fresh, reach
+        build = "build", rows, domains, self._corpus, reach, fresh
         built = crew.call(*build)
         self.recruiter.memory = min(self.recruiter.memory, *(b.memory or inf for b in built))
         step = self._recover(crew, source) if source else self._restore(crew, build, fill=not init)

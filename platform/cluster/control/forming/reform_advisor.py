@@ -62,11 +62,11 @@ class ReformAdvisor:
     def _slow_ones(self, generation: Generation, report: StepReport) -> list[int]:
         """Return the numbers of the workers that `report` and the SLOW_STEPS - 1 reports before it all show as slow;
         journal and print each worker's when it is first found slow."""
-        ratios = {generation.seats[rank]: ratio for rank, ratio in report.slow}
-        self._slow = {number: self._slow.get(number, 0) + 1 for number in ratios}
+        found = {generation.seats[slow.rank]: slow for slow in report.slow}
+        self._slow = {number: self._slow.get(number, 0) + 1 for number in found}
         for number in (n for n, steps in self._slow.items() if steps == SLOW_STEPS):
-            rank, ratio = generation.seats.index(number), ratios[number]
+            rank, ratio, section = found[number]
             node = generation.formed.domains[rank]
-            self._journal.write(events.Slow(number=number, rank=rank, node=node, ratio=ratio))
+            self._journal.write(events.Slow(number=number, rank=rank, node=node, ratio=ratio, section=section or None))
             self._say(f"rank {rank} on {node} is slow: {ratio:.1f} times its stage's median")
         return [number for number, steps in self._slow.items() if steps >= SLOW_STEPS]

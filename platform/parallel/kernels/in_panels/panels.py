@@ -21,6 +21,7 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,10 +29,11 @@ from platform.parallel.communicator.base import Communicator, Handle
 from platform.parallel.communicator.traced import Arrived
 from platform.parallel.kernels import positions, random
 from platform.parallel.kernels.dropout import Drawing
+from platform.parallel.kernels.in_panels.document_pairs import pairs_of
 from platform.parallel.kernels.in_panels.scores import PRODUCTS, Given, PairKernel, Scores, finite, kernel_of
 from platform.parallel.kernels.statistics import widened
 from platform.plan.language.attention_kernels import MATH
-from platform.plan.language.stretches import BLOCK, DIAGONAL, LEAST, MASKED, Pair, Stretch, pairs
+from platform.plan.language.stretches import BLOCK, DIAGONAL, LEAST, MASKED, Pair, Stretch, pairs, shared
 
 # messages of a ring, in a timeline
 KEYS, AGAIN, GRADIENTS = "keys and values", "keys and values again", "gradients of keys and values"
@@ -61,9 +63,25 @@ class Hiding(NamedTuple):
     drawing: Drawing | None = None
 
 
-def _untouched(stretch: Stretch, others: Sequence[Stretch]) -> bool:
-    """Return True if a stretch of positions has none in common with the others."""
-    return all(stretch.end <= other.first or other.end <= stretch.first for other in others)
+class _Fresh:
+    """Positions of a block's sequences to which no pair has added anything yet."""
+
+    def __init__(self, x: Tensor):
+        """Note that nothing is added yet to the block x [batch, heads, length, ...]."""
+        self._left = np.ones((x.shape[0], x.shape[2]), bool)
+
+    def take_out(self, sequences: Stretch | None, where: Stretch) -> tuple[bool, bool]:
+        """Take positions to which a pair is added; return whether all were fresh, and whether the block has no more."""
+        part = self._left if sequences is None else self._left[sequences.first : sequences.end]
+        part = part[:, where.first : where.end]
+        fresh = bool(part.all())
+        part[:] = False
+        return fresh, part.size == self._left.size
+
+
+def _at(x: Tensor, sequences: Stretch | None, where: Stretch) -> Tensor:
+    """Return a view of the positions `where` in some sequences of x [batch, heads, length, ...]."""
+    return (x if sequences is None else x.narrow(0, *sequences)).narrow(2, *where)
 
 
 class _Whole:
@@ -73,7 +91,7 @@ class _Whole:
         """Prepare the result of queries q that have seen no key yet."""
         self.q, self.width = q, width
         self.out: Tensor | None = None
-        self.added: list[Stretch] = []  # queries of which there is a result
+        self.fresh = _Fresh(q)  # queries of which there is no result
         self.lse = q.new_empty(0)
 
     def begun(self) -> Tensor:
@@ -84,14 +102,13 @@ class _Whole:
             self.lse = self.q.new_full(self.q.shape[:3], -inf, dtype=wide)
         return self.out
 
-    def add(self, rows: Stretch, out: Tensor, lse: Tensor) -> None:
-        """Merge the result of one pair, for the queries `rows`, into the attention's result."""
-        first = _untouched(rows, self.added)
-        self.added.append(rows)
-        if first and rows.size == self.q.shape[2]:
+    def add(self, pair: Pair, out: Tensor, lse: Tensor) -> None:
+        """Merge the result of one pair, for its queries, into the attention's result."""
+        first, whole = self.fresh.take_out(pair.sequences, pair.rows)
+        if first and whole:
             self.out, self.lse = widened(out), lse
             return
-        into, of_all = self.begun().narrow(2, *rows), self.lse.narrow(2, *rows)
+        into, of_all = (_at(x, pair.sequences, pair.rows) for x in (self.begun(), self.lse))
         if first:
             into.copy_(out)
             of_all.copy_(lse)
@@ -118,19 +135,17 @@ class _PairSum:
 
     def __init__(self, x: Tensor):
         """Prepare the gradient of x, of which no pair has given any part."""
-        self.x = x
+        self.x, self.fresh = x, _Fresh(x)
         self.total: Tensor | None = None
-        self.added: list[Stretch] = []
 
-    def add(self, where: Stretch, part: Tensor) -> None:
-        """Add the gradient of the stretch `where` of the block's positions."""
-        first = _untouched(where, self.added)
-        self.added.append(where)
-        if first and where.size == self.x.shape[2]:
+    def add(self, sequences: Stretch | None, where: Stretch, part: Tensor) -> None:
+        """Add the gradient of the stretch `where` of some sequences' positions."""
+        first, whole = self.fresh.take_out(sequences, where)
+        if first and whole:
             self.total = widened(part)
             return
         self.total = self.value()
-        into = self.total.narrow(2, *where)
+        into = _at(self.total, sequences, where)
         (into.copy_ if first else into.add_)(part)
 
     def value(self) -> Tensor:
@@ -149,32 +164,45 @@ class _Reader:
         q, masked = given[0], plan.window > 0 or hiding.begins is not None or hiding.padding is not None
         products = bias is not None or hiding.drawing is not None  # which no kernel adds, or draws, panel by panel
         self.kernel: PairKernel = kernel_of(MATH if products else plan.kernel, given, masked)
-        made = masked or self.kernel is PRODUCTS
-        most = min(BLOCK, max(plan.window, LEAST)) if plan.window else BLOCK  # of which a narrow window hides less
+        made = plan.window > 0 or hiding.padding is not None or self.kernel is PRODUCTS
+        narrow = plan.window and q.device.type == "cpu"  # elsewhere, few large kernels are worth more
+        most = min(BLOCK, max(plan.window, LEAST)) if narrow else BLOCK  # of which a narrow window hides less
         self.block, self.device, self.dtype = most if made else 0, q.device, widened(q[:0]).dtype
+        self.batch = q.shape[0]
 
     def pairs(self, owner: int) -> list[Pair]:
         """Return the pairs of this rank's queries with the panel of rank `owner` along the axes of the attention."""
-        plan = self.plan
-        return pairs(plan.queries, plan.keys[owner], plan.causal, plan.window, self.block, self.kernel.diagonal)
+        plan, begins = self.plan, self.hiding.begins
+        keys, block, short = tuple(plan.keys[owner]), self.block, shared(self.device.type)
+        how = plan.causal, plan.window, self.kernel.halves
+
+        def make(queries: Sequence[Stretch], borders: tuple[int, int] = (0, 0)) -> list[Pair]:
+            """Return the pairs of some queries, whose documents begin between two borders."""
+            most = block or (short if borders[0] < borders[1] else 0)  # several documents make a mask
+            return pairs(queries, keys, *how, most, borders)
+
+        if begins is None:
+            return make(plan.queries)
+        return pairs_of(begins, plan.queries, short, (keys, how, block), make)
 
     def scores(self, pair: Pair) -> Scores:
         """Return what makes the scores of a pair, beside its queries and keys."""
         (row, rows), keys = pair.rows, (pair.start, pair.columns.size)
         begins, padding, drawing = self.hiding
+        some = pair.sequences or Stretch(0, self.batch)
         hidden = bias = factor = None
-        if pair.relation == MASKED or begins is not None or (pair.relation == DIAGONAL and padding is not None):
+        if pair.relation == MASKED or (pair.relation == DIAGONAL and padding is not None):
             at, memory = (torch.arange(first, first + n, device=self.device) for first, n in ((pair.at, rows), keys))
-            begins = None if begins is None else begins.narrow(0, row, rows)
+            begins = None if begins is None else begins.narrow(0, row, rows).narrow(1, *some)
             hidden = positions.unseen(at, memory, self.plan.window, begins)
         if padding is not None:
-            padding = padding.narrow(1, *keys)[:, None, None]
+            padding = padding.narrow(0, *some).narrow(1, *keys)[:, None, None]
             hidden = padding if hidden is None else hidden | padding
         if self.bias is not None:
             bias = self.bias.narrow(2, row, rows).narrow(3, *keys)
         if drawing is not None:
             batch, heads, length, memory = drawing.counters
-            counters = batch, heads, length.narrow(2, row, rows), memory.narrow(3, *keys)
+            counters = batch.narrow(0, *some), heads, length.narrow(2, row, rows), memory.narrow(3, *keys)
             kept = random.kept(counters, drawing.start, drawing.rate)
             factor = kept.to(self.dtype) * (1 / (1 - drawing.rate))
         return Scores(self.plan.scale, pair.relation == DIAGONAL and hidden is None, hidden, bias, factor)
@@ -182,8 +210,10 @@ class _Reader:
 
 def _operands(pair: Pair, given: Given) -> Given:
     """Return the queries, keys and values of a pair as views of their blocks."""
-    q, k, v = given
-    return q.narrow(2, *pair.rows), k.narrow(2, *pair.columns), v.narrow(2, *pair.columns)
+    q, k, v = (
+        _at(x, pair.sequences, where) for x, where in zip(given, (pair.rows, pair.columns, pair.columns), strict=True)
+    )
+    return q, k, v
 
 
 def _in_turn(
@@ -220,7 +250,7 @@ def _attended(
     read, whole = _Reader(plan, given, bias, hiding), _Whole(q, v.shape[-1])
     for owner, keys, values in _in_turn(communicator, plan, k, v, KEYS):
         for pair in read.pairs(owner):
-            whole.add(pair.rows, *read.kernel.forward(_operands(pair, (q, keys, values)), read.scores(pair)))
+            whole.add(pair, *read.kernel.forward(_operands(pair, (q, keys, values)), read.scores(pair)))
     return whole
 
 
@@ -231,10 +261,10 @@ def _add_gradients(
     of the attention's result, the result, and the log-sum-exp of all its keys; `given`: queries, a panel's keys and
     values."""
     for pair in found:
-        gradient, *result = [x.narrow(2, *pair.rows) for x in every]
+        gradient, *result = [_at(x, pair.sequences, pair.rows) for x in every]
         parts = read.kernel.backward(gradient, _operands(pair, given), (result[0], result[1]), read.scores(pair))
         for total, where, part in zip(sums, (pair.rows, pair.columns, pair.columns), parts, strict=False):
-            total.add(where, part)
+            total.add(pair.sequences, where, part)
         if dbias is not None:
             dbias.narrow(2, *pair.rows).narrow(3, pair.start, pair.columns.size).add_(parts[3])
 

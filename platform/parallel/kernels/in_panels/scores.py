@@ -19,10 +19,12 @@ from torch import Tensor
 from platform.parallel.kernels.positions import as_added
 from platform.parallel.kernels.statistics import widened
 from platform.plan.language.attention_kernels import MATH, AttentionTraits, chosen
+from platform.plan.language.stretches import NONE
 
 _ATEN = torch.ops.aten
 _PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-DIAGONAL = 128  # torch's kernel of CPUs computes the scores of 512 keys, seen or not
+# torch's kernel of CPUs computes the scores of 512 keys, seen or not, of fewer queries at once where these are few
+HALVES = range(257, 768)
 _ROWS_OF_STATISTICS = 32  # the efficient kernel's log-sum-exp has a multiple of so many rows
 _ROWS_OF_MASK = 16  # and its mask begins every row at a multiple of so many numbers
 
@@ -45,12 +47,12 @@ Gradients = tuple[Tensor, ...]  # of q, k, v, and of a bias if there is one
 
 
 class PairKernel(NamedTuple):
-    """Kernel of a pair: its forward and its backward pass. `diagonal`: the most queries of a causal pair that are worth
-    one call, 0 for any number: a kernel may compute much that it then hides."""
+    """Kernel of a pair: its forward and its backward pass. `halves`: numbers of queries with which a causal pair takes
+    longer than its parts, as the kernel computes much that it then hides."""
 
     forward: Callable[[Given, Scores], Result]
     backward: Callable[[Tensor, Given, Result, Scores], Gradients]
-    diagonal: int = 0
+    halves: range = NONE
 
 
 def kernel_of(name: str, given: Given, masked: bool) -> PairKernel:
@@ -66,7 +68,8 @@ def kernel_of(name: str, given: Given, masked: bool) -> PairKernel:
     )
     device = "cpu" if q.device.type == "cpu" else "cuda"
     name = chosen(name, device, traits)
-    return PRODUCTS if name == MATH else FUSED[device, name]
+    kernel = PRODUCTS if name == MATH else FUSED[device, name]
+    return kernel._replace(halves=NONE) if q.element_size() < 4 else kernel  # it packs operands of 16 bits by call
 
 
 def _unseen_as_nothing(result: Result, scores: Scores) -> Result:
@@ -227,7 +230,7 @@ def finite(lse: Tensor) -> Tensor:
 
 PRODUCTS = PairKernel(_math, _math_backward)
 FUSED = {
-    ("cpu", "flash"): PairKernel(_flash_cpu, _flash_cpu_backward, DIAGONAL),
+    ("cpu", "flash"): PairKernel(_flash_cpu, _flash_cpu_backward, HALVES),
     ("cuda", "flash"): PairKernel(_flash, _flash_backward),
     ("cuda", "efficient"): PairKernel(_efficient, _efficient_backward),
     ("cuda", "cudnn"): PairKernel(_cudnn, _cudnn_backward),

@@ -14,7 +14,8 @@ class AttentionOp(Op):
     hidden, `bias` is added, and a parameter `sink` [heads] counts, as in softmax. Runs one fused kernel
     (`fuses_attention`), which knows no sink, or two einsums and a softmax over split dims; `remember`s if causal.
     Where length is split, keys and values go around its ranks (`rings`), or each rank gathers all of them, before they
-    are repeated. Ranks that keep a part each of the keys of earlier passes attend to it, and their results merge."""
+    are repeated; where it is whole, attention with a sink is a ring of one rank, whose panels merge with it. Ranks that
+    keep a part each of the keys of earlier passes attend to it, and their results merge."""
 
     def compose(
         self,
@@ -40,7 +41,7 @@ class AttentionOp(Op):
         if causal:
             k, v = ops.remember(name, k, v, kv, values)
             kv, values = ops.remembered(kv), ops.remembered(values)
-        rings = ops.rings(name, spec, kv)
+        rings = ops.rings(name, spec, kv, sink is not None)
         apart = "memory_length" in kv.dims and not ops.splits(spec, "d_kv")
         parted = apart and all(t is None for t in (sink, bias, mask))
         fused = parted or (sink is None and ops.fuses_attention(name, spec))

@@ -9,7 +9,7 @@ from typing import Any
 from platform.plan.communication.planned import Collective
 from platform.plan.language.attention_kernels import MATH
 from platform.plan.language.ops import Spec, scores_of
-from platform.plan.language.stretches import Stretch
+from platform.plan.language.stretches import BLOCK, LEAST, Stretch
 from platform.plan.operations.attention.hiding import hides, reads_of
 from platform.plan.operations.attention.kernel_memory import (
     KEEP_ORDER,
@@ -17,6 +17,7 @@ from platform.plan.operations.attention.kernel_memory import (
     by_math,
     hidden,
     in_one_kernel,
+    mask_of_pair,
     pair_by_pair,
     permuted,
 )
@@ -29,10 +30,15 @@ def length_of(kv: Spec) -> str:
     return "memory_length" if "memory_length" in kv.dims else "length"
 
 
-def _in_pairs(ops, kv: Spec, bias: Any) -> bool:
-    """Return True if an attention is computed by pairs of queries and keys: its queries are some of all positions, and
-    nothing is added to its scores, or drawn by a kernel."""
-    return length_of(kv) == "memory_length" and bias is None and not ops.dropout_rate
+def _in_pairs(ops, kv: Spec, device: str, length: int, window: int, begins: Any, bias: Any) -> bool:
+    """Return True if an attention is computed by pairs of queries and keys: its queries are some of all positions, or
+    most of a long sequence is hidden by a window or, on a CPU, by borders of documents, and nothing is added to its
+    scores, or drawn by a kernel. Else one mask of all scores hides. `length`: the number of its queries."""
+    # a GPU would launch more kernels than it saves for less
+    windowed = window and length >= 8 * max(window, LEAST if device == "cpu" else BLOCK)
+    documents = begins is not None and device == "cpu" and length >= 4 * LEAST
+    hidden = (windowed or documents) and not ops.cache
+    return (length_of(kv) == "memory_length" or bool(hidden)) and bias is None and not ops.dropout_rate
 
 
 class FusedAttentionOp(BlockOp):
@@ -82,17 +88,17 @@ class FusedAttentionOp(BlockOp):
         bias=None,
     ):  # fmt: skip
         """Compute attention by torch's fused kernel, whose mask is made only if causality is not all that hides. Where
-        queries are some of all positions, pair by pair, so that what no query sees is not computed."""
+        queries are some of all positions, or of documents, pair by pair, so that what none sees is not computed."""
         from torch.nn.functional import scaled_dot_product_attention
 
         order = [spec.dims.index(d) for d in ("batch", "heads", "length", "d_kv")]
         back = [("batch", "heads", "length", "d_kv").index(d) for d in spec.dims]
         q, k, v = (t.permute(order) for t in (q, k, v))
         starts = None if begins is None else begins[self.kind, name]
-        if _in_pairs(ops, kv, bias):
+        if _in_pairs(ops, kv, q.device.type, q.shape[2], window, begins, bias):
             panels = ops.kernels.panels
             queries = [Stretch(first + ops.offset, n) for first, n in ops.stretches(spec, "length")]
-            keys = [ops.stretches(kv, "memory_length")]
+            keys = [ops.stretches(kv, length_of(kv))]
             plan = panels.PanelAttention(queries, keys, (), found.operation["kernel"], scale, causal, window)
             hiding = panels.Hiding(starts, None if mask is None else (mask[self.kind, name] < 0).t())
             if found.over:
@@ -122,11 +128,12 @@ class FusedAttentionOp(BlockOp):
         documents = begins is not None
         sizes = query["batch"], query["heads"], query["length"], key[length_of(kv)], query["d_kv"], value["d_kv"]
         block = AttentionBlock(*sizes, causal, masked=mask is not None or documents, biased=bias is not None)
-        if _in_pairs(ops, kv, bias):
-            masked = bool(window) or block.masked
+        if _in_pairs(ops, kv, ops.device, block.length, window, begins, bias):
+            math = found.operation["kernel"] == MATH
+            scratch = mask_of_pair(ops, block, window, documents, math)
             if found.over:
                 ops.new(2 * block.rows * (block.d_value + 1), ops.wide)  # what is summed, and what comes
-            return pair_by_pair(ops, block, ops.block(out), (q, k, v), masked, found.operation["kernel"] == MATH)
+            return pair_by_pair(ops, block, ops.block(out), (q, k, v), scratch)
         if bias is None and mask is None and (window or documents or (causal and block.length < block.memory_length)):
             added: Value | None = ops.seen(block, window, documents)
         else:

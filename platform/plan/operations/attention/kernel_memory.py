@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from platform.plan.language.stretches import BLOCK
+from platform.plan.language.stretches import BLOCK, shared
 from platform.plan.operations.storages import Gradients, Saved, Value
 
 KEEP_ORDER = ("flash", "cudnn")  # kernels of CUDA whose gradients lie in memory as Q, K and V do
@@ -112,12 +112,20 @@ def by_math(ops, a: AttentionBlock, operands: Sequence[Value], added: Value | No
     return ops.plain(ops.tensor(out.elements), [out]) if narrow else out
 
 
-def pair_by_pair(ops, a: AttentionBlock, out: Value, operands: Sequence[Value], masked: bool, math: bool) -> Value:
-    """Count the memory of an attention whose queries and keys are computed pair by pair, in pieces of at most BLOCK:
-    its result and one statistic a row are kept. `masked`: a mask is made for each pair; `math`: scores are."""
-    rows, piece = a.rows, min(BLOCK, a.length) * min(BLOCK, a.memory_length)
-    scratch = piece * a.batch * a.heads if math else piece * (a.batch if a.masked else 1) if masked else 0
-    held = [ops.new(out.elements), ops.new(scratch, ops.wide)]
+def mask_of_pair(ops, a: AttentionBlock, window: int, documents: bool, math: bool) -> int:
+    """Return the elements of a mask of one pair in an attention, or of its scores in all heads if `math` makes them."""
+    most = shared(ops.device) if documents and not (window or math) else BLOCK
+    piece = min(most, a.length) * min(most, a.memory_length)
+    if math:
+        return piece * a.batch * a.heads
+    return piece * (a.batch if a.masked else 1) if window or a.masked else 0
+
+
+def pair_by_pair(ops, a: AttentionBlock, out: Value, operands: Sequence[Value], scratch: int) -> Value:
+    """Count the memory of an attention whose queries and keys are computed pair by pair, each with `scratch` elements
+    for itself: its result and one statistic a row are kept."""
+    rows = a.rows
+    held = [ops.new(out.elements, ops.wide), ops.new(scratch, ops.wide)]
     lse = ops.new(rows, ops.wide)
     del held
     q, k, v = operands

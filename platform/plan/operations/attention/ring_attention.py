@@ -1,4 +1,4 @@
-"""Attention whose keys and values go around the ranks that split length."""
+"""Attention whose keys and values go around the ranks that split length, or lie on one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from platform.plan.communication.planner import Planner
 from platform.plan.language.attention_kernels import MATH
 from platform.plan.language.layout import Cut
 from platform.plan.language.ops import Operation, Spec, scores_of
-from platform.plan.language.stretches import BLOCK
 from platform.plan.operations.attention.hiding import hides, reads_of
+from platform.plan.operations.attention.kernel_memory import AttentionBlock, mask_of_pair
 from platform.plan.operations.op import BlockOp, extents, planned
 from platform.plan.operations.storages import Gradients, Saved
 
@@ -90,9 +90,9 @@ class RingAttentionOp(BlockOp):
         panels = ops.kernels.panels
         order = [spec.dims.index(d) for d in ("batch", "heads", "length", "d_kv")]
         back = [("batch", "heads", "length", "d_kv").index(d) for d in spec.dims]
-        over, at = found.collectives[-1].axes, ops.communicator.coordinates
-        (axis,) = over
-        keys = [ops.plan.stretches(kv, "length", {**at, axis: i}) for i in range(ops.plan.mesh.extent(over))]
+        over, at = ops.plan.layout(spec)["length"], ops.communicator.coordinates
+        there = [{**at, **dict.fromkeys(over, i)} for i in range(ops.plan.mesh.extent(over))]
+        keys = [ops.plan.stretches(kv, "length", coordinates) for coordinates in there]
         queries, kernel = ops.stretches(spec, "length"), found.operation["kernel"]
         plan = panels.PanelAttention(queries, keys, over, kernel, scale, causal, window)
         padding = None if mask is None else (mask[self.kind, name] < 0).t()
@@ -108,12 +108,13 @@ class RingAttentionOp(BlockOp):
         """Count the memory of all that is kept, of two panels and, in the backward pass, of their gradients."""
         size, query = k.elements + v.elements, dict(zip(spec.dims, ops.plan.local_shape(spec), strict=True))
         rows = query["batch"] * query["heads"] * query["length"]
-        made = found.operation["kernel"] == MATH or bias is not None
-        block = min(BLOCK, query["length"]) ** 2
-        block *= query["batch"] * query["heads"] if made else query["batch"] if begins is not None or mask else 1
-        scratch = block if made or window or begins is not None or mask is not None else 0
+        made, documents = found.operation["kernel"] == MATH or bias is not None, begins is not None
+        here = query["batch"], query["heads"], query["length"], query["length"], query["d_kv"], query["d_kv"]
+        block = AttentionBlock(*here, causal, masked=mask is not None or documents, biased=bias is not None)
+        scratch = mask_of_pair(ops, block, window, documents, made)
+        moving = size if found.collectives else 0  # else there is one panel
         result = ops.block(out)
-        held = [ops.new(n) for n in (size, size, result.elements)]
+        held = [ops.new(n) for n in (moving, moving, result.elements)]
         held += [ops.new(n, ops.wide) for n in (2 * rows, scratch, result.elements)]
         lse = ops.new(rows, ops.wide)
         del held
@@ -123,8 +124,9 @@ class RingAttentionOp(BlockOp):
 
         def backward(_: Gradients, __: Saved) -> Gradients:
             """Allocate the gradients, while panels and their gradients are on their way."""
-            held = [ops.new(n) for n in (size, size, size, size)]
-            held += [ops.new(n, ops.wide) for n in (size, size, scratch, q.elements)]
+            held = [ops.new(n) for n in (moving, moving, moving, moving)]
+            held += [ops.new(n, ops.wide) for n in (size, moving, scratch, q.elements)]
+            held += [ops.new(moving, ops.wide)] if ops.wide != ops.plan.itemsize["compute"] else []  # message, wide
             found = [ops.new(*n) for n in sizes]
             del held
             return found
