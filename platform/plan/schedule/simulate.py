@@ -124,11 +124,12 @@ def _waits(schedule: Schedule) -> list[list[tuple[Action, tuple[int, ...], int]]
     total, n = schedule.total_chunks, schedule.microbatches
     first = {which: i * total for i, which in enumerate(dict.fromkeys(PASS.values()))}
 
-    def numbers(tensors: list[Tensor]) -> tuple[int, ...]:
-        """Return the numbers of results."""
-        return tuple([(first[which] + chunk) * n + microbatch for which, chunk, microbatch in tensors])
+    def number(tensor: Tensor) -> int:
+        """Return the number of a result."""
+        which, chunk, microbatch = tensor
+        return (first[which] + chunk) * n + microbatch
 
-    return [[(a, numbers(needs(a, total)), *numbers([result(a)])) for a in row] for row in schedule.rows]
+    return [[(a, tuple(map(number, needs(a, total))), number(result(a))) for a in row] for row in schedule.rows]
 
 
 def _stuck(schedule: Schedule, spans: Sequence[Sequence[Span]]) -> Iterator[str]:
