@@ -1,4 +1,4 @@
-"""When Python looks for cycles of objects that nothing holds."""
+"""Pauses of Python's search for cycles of objects."""
 
 from __future__ import annotations
 

@@ -62,5 +62,5 @@ def _kept(config: ModelConfig) -> Any:
 
 
 def forget_models() -> None:
-    """Forget the shipped models that this process has constructed, and what was recorded of them."""
+    """Forget the shipped models that this process has constructed, and their recordings."""
     _KEPT.clear()
