@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collecting() -> Iterator[None]:
-    """Pause the search for cycles of objects: plans are many objects that stay and hardly any cycle, and looking at all
-    of them again and again takes a quarter of planning."""
+    """Pause the search for cycles of objects, of which plans have hardly any."""
+    # plans are many objects that stay: looking at all of them again and again takes a quarter of planning
     was = gc.isenabled()
     gc.disable()
     try:

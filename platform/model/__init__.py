@@ -43,8 +43,7 @@ def register_model(
 
 
 def build_model(config: ModelConfig) -> Any:
-    """Construct the model that `config.kind` names; a shipped one is the same for equal configurations. Raises
-    ModelMistake for an error in a user's own model class."""
+    """Return the model that `config.kind` names. Raises ModelMistake for an error in a user's own model class."""
     if MODELS[config.kind] is SHIPPED.get(config.kind):
         return _kept(config)
     model = with_settings(MODELS[config.kind], "model.kind", config.kind, config.settings)

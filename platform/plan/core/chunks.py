@@ -149,8 +149,8 @@ def record(
 
 
 def recordings(model: RecordableModel, recorder: Recorder) -> dict[tuple, tuple[Recorder, dict[str, Symbol]]]:
-    """Return what recorders like this one have found in a model, with the activations that came out, by its units and
-    the types of the activations that went in: plans of one model, as a search makes them, record each part once."""
+    """Return what recorders like this one have found in a model, by its units and the types of what flowed in."""
+    # a search makes many plans of one model, which so record each part once; beside it what flowed out
     every: dict[tuple, dict] = getattr(model, "recordings", {})
     return every.setdefault(recorder.settings, {})
 

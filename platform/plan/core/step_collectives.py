@@ -45,7 +45,7 @@ def staged_collectives(plan: Plan) -> Iterator[tuple[str, Collective, int, tuple
 
 
 def _between_chunks(plan: Plan) -> Iterator[tuple[str, Collective, int, tuple[int, ...]]]:
-    """Yield, as `staged_collectives` does, the collectives between stages, and those of once a step."""
+    """Yield the collectives of `staged_collectives` between stages, and those once a step."""
     for before, after in zip(plan.chunks, plan.chunks[1:], strict=False):
         if before.stage != after.stage:
             for name, spec in before.sends:

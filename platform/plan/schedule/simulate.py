@@ -119,8 +119,7 @@ def _spans(schedule: Schedule, seconds: Callable[[int, Action], float], transfer
 
 @lru_cache(maxsize=8)
 def _waits(schedule: Schedule) -> list[list[tuple[Action, tuple[int, ...], int]]]:
-    """Return the rows of a pipeline schedule, of each action the numbers of the results that it needs, and of the one
-    that it makes."""
+    """Return the rows of a schedule, of each action the numbers of the results that it needs, and of its own."""
     total, n = schedule.total_chunks, schedule.microbatches
     first = {which: i * total for i, which in enumerate(dict.fromkeys(PASS.values()))}
 
