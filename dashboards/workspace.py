@@ -27,25 +27,33 @@ UNITS = {
     "C": " (°C)",
 }  # of a number whose title on the page says none
 
+SUMMARIES = {"elastic/goodput": "Goodput, the useful share of the time", "elastic/steps_lost": "Steps lost by failures"}
+
 
 def sections() -> dict[str, list[Any]]:
     """Section title -> panels. Learning goes by tokens, which a change of batch or world size leaves comparable."""
     table = yaml.safe_load(TABLE.read_text())["sections"]
-    found = {s["title"]: [panel(p) for said in s["panels"] for p in drawn(said) if "metrics" in p] for s in table}
+    found = {s["title"]: [panel(p) for said in s["panels"] for p in drawn(said)] for s in table}
     return {title: panels for title, panels in found.items() if panels}
 
 
 def drawn(said: dict[str, Any]) -> list[dict[str, Any]]:
-    """The panels that W&B needs for one of the table: it cannot write ranks beside the numbers that they have."""
+    """The panels that W&B needs for one of the table: none for what only the page shows; it cannot write ranks beside
+    the numbers that they have."""
     if "ranks" not in said:
-        return [said]
+        return [said] if said.keys() & {"metrics", "table", "summary"} else []
     return [said, {"title": f"{said['title']}: ranks of min and max", "metrics": [f"{said['ranks']}/*"]}]
 
 
 def panel(said: dict[str, Any]) -> Any:
-    """A panel of the table as W&B has it: one of metrics by name, or of all inside a name."""
+    """A panel of the table as W&B has it: one of metrics by name, or of all inside a name; a table that the run logs,
+    or a number of the whole run."""
     import wandb_workspaces.reports.v2 as wr
 
+    if "table" in said:
+        return wr.WeavePanelSummaryTable(table_name=said["table"])
+    if "summary" in said:
+        return wr.ScalarChart(title=SUMMARIES[said["summary"]], metric=said["summary"])
     options: dict[str, Any] = {"title": said["title"] + UNITS.get(said.get("unit", ""), ""), "x": said.get("x", "step")}
     if said.get("log"):
         options["log_y"] = True

@@ -11,18 +11,23 @@ from typing import Any
 import pytest
 
 from platform.monitor.records.metrics import wandb_names
+from platform.monitor.sinks.services.wandb_sink import NEWEST
+from platform.report.panel_table import panel_table
 from tests.harness.offline_run import history, records
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:wandb_workspaces")
+TABLES = {"journal", "samples"}
 
-WRITE_A_RUN = """
-import sys
+WRITE_A_RUN = r"""
+import json, sys, time
 from pathlib import Path
 from platform.config.fields import Config
 from dataclasses import replace
+from tests.harness.happenings import EXAMPLES
 from platform.monitor import MetricsRow, open_monitor
 from platform.train.protocol.replies import GAUGES
+from platform.train.step.trainer import SECTIONS
 config = Config()
 config.monitor.kind = "wandb"
 config.train.steps = 4321
@@ -40,11 +45,14 @@ row["experts"] = dict.fromkeys(("dropped", "entropy", "largest"), 0.5)
 gauges = (*GAUGES, "bandwidth/inside a node", "bandwidth/between nodes")
 row["workers"] = {f"{name}/{end}": 0.5 for name in gauges for end in ("min", "median", "max")}
 row["worker_ranks"] = {f"{name}/{end}": 3 for name in gauges for end in ("min", "max")}
-row["seconds"] = dict.fromkeys("data forward backward exposed_comm bubble reduce optimizer checkpoint".split(), 0.25)
+row["seconds"] = dict.fromkeys(SECTIONS, 0.25)
 row = MetricsRow(**row)
 monitor.step(replace(row, step=1))
 for step in (2, 3, 2, 3):  # a rollback
     monitor.step(replace(row, step=step, mfu=None, val_loss=None))
+names = ("starting", "sampled", "goodput", "done")
+lines = [json.dumps({"time": time.time(), "generation": 1, "event": name} | EXAMPLES[name]) for name in names]
+Path(sys.argv[1], "journal.jsonl").write_text("".join(line + "\n" for line in lines))
 monitor.close(0)
 """
 
@@ -80,9 +88,10 @@ def panels(workspace: ModuleType) -> list[dict[str, Any]]:
 def test_every_metric_on_a_panel_is_logged_and_every_logged_metric_is_on_a_panel(
     run: Path, panels: list[dict[str, Any]]
 ) -> None:
-    logged = {name for row in history(run) for name in row}
-    used = {name for panel in panels for name in [panel["xAxis"], *(panel["metrics"] or [])]}
-    patterns = [panel["metricRegex"] for panel in panels if panel["useMetricRegex"]]
+    logged = {name for row in history(run) for name in row} - TABLES
+    lines = [panel for panel in panels if "xAxis" in panel]
+    used = {name for panel in lines for name in [panel["xAxis"], *(panel["metrics"] or [])]}
+    patterns = [panel["metricRegex"] for panel in lines if panel["useMetricRegex"]]
     matched = {name for name in logged if any(re.fullmatch(pattern, name) for pattern in patterns)}
     assert used - logged == set()
     assert logged - used == matched != set()
@@ -90,10 +99,34 @@ def test_every_metric_on_a_panel_is_logged_and_every_logged_metric_is_on_a_panel
     assert set(wandb_names().values()) <= {n for m in logged for n in (m, m.split("/")[0], m.rpartition("/")[0])}
 
 
+def test_every_table_that_is_logged_is_on_a_panel(run: Path, panels: list[dict[str, Any]]) -> None:
+    steps, others = ([row for row in history(run) if ("train/loss" in row) is of_step] for of_step in (True, False))
+    logged = {name for row in others for name in row} - {"step"}
+    assert steps
+    tables = [panel["panel2Config"]["exp"]["fromOp"]["inputs"]["key"]["val"] for panel in panels if is_table(panel)]
+    assert sorted(tables) == sorted(TABLES) and logged == TABLES
+
+
+def test_every_number_of_the_whole_run_is_on_a_panel_or_listed(run: Path, panels: list[dict[str, Any]]) -> None:
+    items = [item for r in records(run) if r.WhichOneof("record_type") == "summary" for item in r.summary.update]
+    of_steps = {name for row in history(run) for name in row}
+    logged = {item.key or item.nested_key[0] for item in items} - of_steps
+    logged = {name for name in logged if name[0] != "_"}
+    shown = {name for panel in panels if not is_table(panel) and "xAxis" not in panel for name in panel["metrics"]}
+    hidden = panel_table()["not_shown"].keys() - {"step", "tokens"}
+    assert shown < logged and not shown & hidden
+    assert logged - shown == hidden - {f"newest/{name}" for name in NEWEST} != hidden
+
+
+def is_table(panel: dict[str, Any]) -> bool:
+    return "panel2Config" in panel
+
+
 def test_no_panel_is_empty_or_twice_there(panels: list[dict[str, Any]]) -> None:
-    titles = [panel["chartTitle"] for panel in panels]
+    charts = [panel for panel in panels if not is_table(panel)]
+    titles = [panel["chartTitle"] for panel in charts]
     assert all(titles) and len(set(titles)) == len(titles)
-    assert all(panel["metrics"] or panel["useMetricRegex"] for panel in panels)
+    assert all(panel["metrics"] or panel["useMetricRegex"] for panel in charts)
 
 
 def test_the_run_has_our_configuration_our_x_axis_and_every_row(run: Path) -> None:
@@ -108,7 +141,7 @@ def test_the_run_has_our_configuration_our_x_axis_and_every_row(run: Path) -> No
         ("step", "", ""),
         ("", "*", "step"),
     }
-    assert [(row["step"], "perf/mfu" in row, "val/loss" in row) for row in history(run)] == [
+    assert [(row["step"], "perf/mfu" in row, "val/loss" in row) for row in history(run) if "train/loss" in row] == [
         (1, True, True),
         (2, False, False),
         (3, False, False),

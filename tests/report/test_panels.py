@@ -14,7 +14,7 @@ from platform.train.protocol.replies import GAUGES
 ENDS = {"min": 0.25, "median": 0.5, "max": 0.75}
 GAUGED = [*GAUGES, "bandwidth/inside a node"]
 INNER = {"dict": {"a": 0.5, "b": 0.25}, "list": [1, 2, 3]}
-KEYS = {"title", "metrics", "x", "kind", "total", "log", "unit", "even", "steps", "view", "ranks"}
+KEYS = {"title", "metrics", "x", "kind", "total", "log", "unit", "even", "steps", "view", "ranks", "table", "summary"}
 
 
 def full_row() -> MetricsRow:
@@ -45,7 +45,7 @@ def test_every_panel_is_fed_and_every_metric_is_shown(tmp_path: Path) -> None:
     logged = set(columns.names)
     shown = {name: [p["title"] for p in all_panels() if shows(metrics_of(p), name)] for name in logged}
     hidden = panel_table()["not_shown"]
-    assert {name for name, panels in shown.items() if not panels} == hidden.keys()
+    assert {name for name, panels in shown.items() if not panels} == hidden.keys() & logged == {"step", "tokens"}
     assert {name: panels for name, panels in shown.items() if len(panels) > 1} == {}
     metrics = [metric for panel in all_panels() for metric in metrics_of(panel)]
     assert [metric for metric in metrics if not any(shows([metric], name) for name in logged)] == []
@@ -62,5 +62,6 @@ def test_panels_say_what_can_be_drawn() -> None:
     assert {p.get("kind", "line") for p in panels} == kinds == {"line", "stack", "heat", "bars", "spread"}
     assert {p["unit"] for p in panels if "unit" in p} == units
     assert all(p.keys() <= KEYS and ("view" in p) != ("metrics" in p) for p in panels)
+    assert all("view" in p for p in panels if p.keys() & {"table", "summary"})
     assert all((p.get("kind") == "spread") == ("ranks" in p) for p in panels)
     assert len({p["title"] for p in panels}) == len(panels)

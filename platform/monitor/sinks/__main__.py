@@ -2,6 +2,7 @@
 
 A run does so itself, as `monitor=` says. This command sends what a service has not got yet, or all to a service that
 the run did not name: wandb, tensorboard, mlflow or trackio. It goes by RUN_DIR/config.yaml, and sends no alerts.
+Steps that no checkpoint has are kept back, as the run may go on and train them again; --all sends them too.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from platform.monitor.records.records import METRICS
 from platform.monitor.sinks.follower import Follower, alone
 from platform.monitor.sinks.services.sink import SinkRun
 from platform.monitor.sinks.sink_table import SINKS, lack_of_package
+from platform.plan.language.numbers import count_of
 
 EVERY_SECONDS = 1.0  # a run's files are read
+_NICE = 10  # a ninth of the weight of a process of the run
 BY_HAND = [name for name, kind in SINKS.items() if kind.package]
 
 
@@ -40,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line("monitor.sinks", __doc__)
     parser.add_argument("run", help="run directory")
     parser.add_argument("sinks", nargs="+", metavar="SERVICE", help=", ".join(BY_HAND))
+    parser.add_argument("--all", action="store_true", help="also the steps after the newest checkpoint")
     parser.add_argument("--follow", action="store_true", help=argparse.SUPPRESS)  # started by a driver
     return run_command(parser, _answer, argv, subject="sinks", failures=(ServiceFailed,))
 
@@ -61,19 +65,24 @@ def _answer(given: argparse.Namespace) -> int:
     config = _configuration(directory)
     for name in given.sinks:
         try:
-            _send_rest(SinkRun(directory, config, _resolved_keys(config["monitor"])), name)
+            _send_rest(SinkRun(directory, config, _resolved_keys(config["monitor"])), name, given.all)
         except Exception as error:  # of any package
             raise ServiceFailed(f"{SINKS[name].title}: {type(error).__name__}: {error}") from error
     return DONE
 
 
-def _send_rest(run: SinkRun, name: str) -> None:
-    """Send a service the rest of a run, without alerts, and print where it is."""
+def _send_rest(run: SinkRun, name: str, every: bool) -> None:
+    """Send a service the rest of a run, without alerts, and print where it is; `every`: also the steps that would be
+    kept back."""
     say = partial(print, f"{SINKS[name].title}:", flush=True)
     with alone(run.directory, name, say):
         follower = Follower(name, run, SINKS[name].open, alerts=False)
         say(follower.sink.where)
+        if every:
+            follower.keep_all()
         follower.catch_up()
+        if follower.held:
+            say(f"the newest {count_of(follower.held, 'step')} may be trained again: --all sends them now")
         follower.close(follower.status)
 
 
@@ -104,7 +113,6 @@ def _follow_run(directory: Path, name: str) -> int:
     """Send a run's numbers to a service while its driver, which has started this process, lives; return the exit
     status. The driver's first line is JSON with the configuration, its last the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _give_way()
     said = _message_channel()
     driver = open(0, "rb", buffering=0, closefd=False)  # what comes after the first line is left to `select`
     start = json.loads(driver.readline())
@@ -112,6 +120,7 @@ def _follow_run(directory: Path, name: str) -> int:
     with alone(directory, name):
         follower = Follower(name, run, SINKS[name].open)
         _tell_driver(said, follower.sink.where)
+        _give_way()
         rest, ended = "", False
         while not ended:
             ready, _, _ = select.select([driver], [], [], EVERY_SECONDS)
@@ -126,10 +135,10 @@ def _follow_run(directory: Path, name: str) -> int:
 
 
 def _give_way() -> None:
-    """Let this process, and those that its service starts, have the processor time that the run leaves."""
-    os.nice(19)
+    """Let the run go before this process where processors are short, though not so far that it never gets one."""
+    os.nice(_NICE)
     with suppress(OSError):  # Linux shares processors between sessions first, and this process has its own
-        Path("/proc/self/autogroup").write_text("19")
+        Path("/proc/self/autogroup").write_text(str(_NICE))
 
 
 def _message_channel() -> int:

@@ -44,6 +44,7 @@ class Follower:
         self._alerts = Alerts(run.monitor.get("goodput_below", 0.0))
         self._held: list[tuple[int, int, Numbers]] = []  # step, place of its line, numbers
         self._read = self._metrics  # place up to which the metrics are read; those after self._metrics are held
+        self._shown = self._read  # place of the metrics up to which the service has shown the newest step
         self._final: float = 0  # no step up to this one will be trained again
         self._reached: deque[tuple[float, str]] = deque()  # (clock, places) that the service has, and may still lose
         self.status: int | None = None  # the exit status of the run's last driver; None: it has no end
@@ -72,6 +73,9 @@ class Follower:
             if len(self._held) >= _AT_ONCE:
                 self._send()
         self._send()
+        if self._read != self._shown and self._held:
+            self.sink.newest(self._held[-1][2])
+        self._shown = self._read
         if (self._metrics, self._journal) != before:
             self.sink.flush()
             self._reached.append((monotonic(), self._places()))
@@ -95,6 +99,15 @@ class Follower:
         elif isinstance(event, events.Starting):
             self.status = None
             self._final = 0 if self._final == inf else self._final  # the run goes on after all
+
+    def keep_all(self) -> None:
+        """Let the service have all steps of the run: it does not go on, and so trains none of them again."""
+        self._final = inf
+
+    @property
+    def held(self) -> int:
+        """Return the number of the run's steps that the service does not have yet, as they may be trained again."""
+        return len(self._held)
 
     def _hold(self, row: dict[str, Any], start: int) -> None:
         """Add a row of metrics to the steps that are to be sent, in the place of all from its step on."""

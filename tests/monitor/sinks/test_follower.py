@@ -176,3 +176,18 @@ def test_the_status_is_that_of_the_last_end(tmp_path: Path, kind: type[Seen], ev
     follower = run.followed("seen")
     follower.catch_up()
     assert follower.status == status
+
+
+def test_steps_after_the_newest_checkpoint_are_sent_on_demand(tmp_path: Path, monkeypatch) -> None:
+    """Of a run whose driver was killed: it may go on, unless its user says otherwise."""
+    use(Final, monkeypatch)
+    run = ARun(tmp_path / "run")
+    run.train(1, 2, 3)
+    run.saved(2)
+    follower = run.followed("seen")
+    follower.catch_up()
+    assert [step for step, _ in steps()] == [1, 2] and follower.held == 1
+    again = run.followed("seen")
+    again.keep_all()
+    again.close(None)
+    assert [step for step, _ in steps()] == [1, 2, 3] and not again.held

@@ -49,6 +49,9 @@ class Sink:
     def steps(self, rows: Sequence[Numbers]) -> None:
         """Send the numbers of committed steps, in order, to this service; the steps may begin again at an earlier."""
 
+    def newest(self, row: Numbers) -> None:
+        """Show at this service the numbers of the run's newest step, which may be trained again."""
+
     def flush(self) -> None:
         """Let this service store the run's numbers that it was sent, so that a crash does not lose them."""
 

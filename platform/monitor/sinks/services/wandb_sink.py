@@ -21,6 +21,7 @@ from platform.monitor.sinks.services.sink import RESUMABLE, Numbers, Sink, SinkR
 
 _TABLE_SECONDS = 600.0  # between versions of the tables of a run that goes on: each holds all rows
 _TABLE_ROWS = 10_000  # as many as W&B shows
+NEWEST = ("step", "train/loss", "perf/tokens_per_second")
 _TABLES = {
     "journal": ("time", "generation", "event", "step", "details"),
     "samples": ("step", "prompt", "text"),
@@ -28,11 +29,13 @@ _TABLES = {
 
 
 class WandbSink(Sink):
-    """W&B run of a run directory, shared by all its processes.
+    """W&B run of a run directory, shared by all its processes. W&B cannot replace a step that it has: its curves get
+    steps that are kept, its summary at once the `newest`.
 
-    W&B's own step counter is never set: it refuses to go back, as a resumed or rolled-back run does.
+    W&B's own step counter is never set: it refuses to go back, as a run does whose texts and tables come later.
     """
 
+    replaces = False
     stored_after = 20.0  # W&B writes its file every 15 seconds
 
     def __init__(self, run: SinkRun):
@@ -125,6 +128,10 @@ class WandbSink(Sink):
         for row in rows:
             self._run.log({name: histogram(x) if isinstance(x, list) else x for name, x in row.items()})
             self._step = int(row["step"])  # type: ignore[arg-type]
+
+    def newest(self, row: Numbers) -> None:
+        """Show numbers of the run's newest step in the summary of the W&B run."""
+        self._run.summary.update({f"newest/{name}": row[name] for name in NEWEST if name in row})
 
     def flush(self) -> None:
         """Log the tables of the W&B run again, if they have new rows and the last time is long ago."""
