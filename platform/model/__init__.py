@@ -45,13 +45,13 @@ def register_model(
 def build_model(config: ModelConfig) -> Any:
     """Return the model that `config.kind` names. Raises ModelMistake for an error in a user's own model class."""
     if MODELS[config.kind] is SHIPPED.get(config.kind):
-        return _kept(config)
+        return _shipped_model(config)
     model = with_settings(MODELS[config.kind], "model.kind", config.kind, config.settings)
     with as_model_mistakes(MODELS[config.kind]):
         return model(config)
 
 
-def _kept(config: ModelConfig) -> Any:
+def _shipped_model(config: ModelConfig) -> Any:
     """Return the shipped model of a configuration, which may change afterwards."""
     if (key := repr(config)) not in _KEPT:
         if len(_KEPT) >= MOST_KEPT:

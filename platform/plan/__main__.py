@@ -19,7 +19,6 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from platform.boundary.collecting import without_collecting
 from platform.boundary.command_line import DONE, FAILED, command_line, run_command
 from platform.boundary.documents import VALUES, from_json, read_bytes
 from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
@@ -29,6 +28,7 @@ from platform.cluster.run.commands import with_values
 from platform.config.fields import Config
 from platform.costs.machine import Hardware
 from platform.launch import compose
+from platform.plan.core.build import without_collecting
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
 from platform.plan.language.numbers import count_of
@@ -219,10 +219,10 @@ def _tiers(text: str) -> dict[str, int]:
 def _answer(arguments: argparse.Namespace) -> int:
     """Print the explanation that the command line asks for; return the exit status of `python -m platform.plan`."""
     with without_collecting():
-        return _answered(arguments)
+        return _explain_as_asked(arguments)
 
 
-def _answered(arguments: argparse.Namespace) -> int:
+def _explain_as_asked(arguments: argparse.Namespace) -> int:
     """Print the explanation as text or JSON, or with `--shrink` the plans for fewer and fewer workers, with `--check`
     mistakes, with `--diff` what differs between two plans; return the exit status."""
     if arguments.diff:

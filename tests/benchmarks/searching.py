@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import time
 
-from platform.boundary.collecting import without_collecting
 from platform.launch import compose
+from platform.plan.core.build import without_collecting
 from platform.planning.search.best import Field, search
 from platform.planning.search.choice import Space
 from platform.planning.step_price import read_hardware

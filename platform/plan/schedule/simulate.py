@@ -63,7 +63,7 @@ def _nominal(schedule: Schedule) -> Simulation:
 def _simulated(schedule: Schedule, times: Times, transfer: float) -> Simulation:
     """Simulate one step of a pipeline schedule action by action; arguments and errors as of `simulate`."""
     seconds = times if callable(times) else (lambda stage, action: times[action.kind])
-    spans = _spans(schedule, seconds, transfer)
+    spans = _timed_rows(schedule, seconds, transfer)
     events = [
         TimedAction(stage, action, start, end)
         for stage, (row, found) in enumerate(zip(schedule.rows, spans, strict=True))
@@ -79,7 +79,7 @@ def _simulated(schedule: Schedule, times: Times, transfer: float) -> Simulation:
 
 def makespan(schedule: Schedule, seconds: Callable[[int, Action], float]) -> float:
     """Return the seconds of a schedule's step, as `simulate` does, from the seconds of (stage, action)."""
-    return _last(_spans(schedule, seconds, 0.0))
+    return _last(_timed_rows(schedule, seconds, 0.0))
 
 
 def _last(spans: Sequence[Sequence[Span]]) -> float:
@@ -87,7 +87,7 @@ def _last(spans: Sequence[Sequence[Span]]) -> float:
     return max((row[-1][1] for row in spans if row), default=0.0)
 
 
-def _spans(schedule: Schedule, seconds: Callable[[int, Action], float], transfer: float) -> list[list[Span]]:
+def _timed_rows(schedule: Schedule, seconds: Callable[[int, Action], float], transfer: float) -> list[list[Span]]:
     """Return by stage the start and the end of each action of its row; arguments and errors as of `simulate`."""
     waits = _waits(schedule)
     done: dict[int, tuple[float, int]] = {}  # by number of a result: its end and its stage

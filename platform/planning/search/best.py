@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.boundary.collecting import without_collecting
 from platform.boundary.terminal import phase
 from platform.config.checks import violations_of_configuration
 from platform.config.fields import Config
 from platform.costs.machine import Hardware
 from platform.costs.price import StepPrice
 from platform.optimizer.optimizers import kept_numbers
+from platform.plan.core.build import without_collecting
 from platform.plan.core.plan import Plan
 from platform.plan.language.numbers import factorizations
 from platform.plan.schedule.generators import MOST_PASSES
