@@ -22,7 +22,7 @@ from platform.config.fields import Config
 from platform.config.ramps.batch_ramp import samples_before
 from platform.data.corpus import Corpus, corpus_of
 from platform.data.show.html_page import page_of
-from platform.data.show.step_view import StepView
+from platform.data.show.step_view import StepView, TakenStep
 from platform.data.show.terminal_list import listed
 from platform.data.show.token_table import table_of_tokens
 from platform.data.sources.token_files import WRITERS
@@ -32,7 +32,7 @@ from platform.data.tokens.streams import PairStream, documents
 from platform.launch import compose
 from platform.plan.language.numbers import count_of
 from platform.status.seen_run import run_directory
-from platform.status.taken_step import TakenStep, configured_step, taken_step
+from platform.status.taken_step import configured_step, taken_step
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,7 +85,7 @@ def _show(given: argparse.Namespace) -> None:
     if taken.corpus and taken.corpus != corpus.digest:
         reason = f"its corpus is {corpus.digest} now, and the run trained on {taken.corpus}: the files have changed"
         raise ConfigError(violation("data", taken.config.data.kind, reason, ["the data as it was"]))
-    view = StepView(taken.config, corpus, taken.step, taken.samples, taken.length, taken.plan, taken.why)
+    view = StepView(taken, corpus)
     if given.sample is not None and not 0 <= given.sample < view.count:
         near = min(max(0, given.sample), view.count - 1)
         raise ConfigError(violation("--sample", given.sample, f"must be from 0 to {view.count - 1}", [near]))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import time
 from collections.abc import Mapping
@@ -11,20 +9,13 @@ from functools import cache
 from html import escape
 from typing import Any
 
+from platform.data.show.html_head import allowed, html_head
 from platform.report.panel_table import STATIC
 
 _STYLES = ("uPlot.min.css", "page.css")
 _SCRIPTS = ("uPlot.iife.min.js", "charts.js", "page.js")
 _INERT = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}  # in JSON they stand in texts alone
-_PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="referrer" content="no-referrer">
-<title>{title}</title>
-{styles}
-<header id="runs">{first}</header>
+_PAGE = """{head}<header id="runs">{first}</header>
 <nav><div id="contents"></div></nav>
 <main id="sections"><noscript>The charts below need JavaScript.</noscript></main>
 <footer><div id="live" aria-live="polite"></div><div id="missing"></div>{made} Charts by uPlot (MIT).</footer>
@@ -40,14 +31,9 @@ def _static(name: str) -> str:
     return (STATIC / name).read_text()
 
 
-def _digest(text: str) -> str:
-    """Return the hash by which the page's policy allows a script or style."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
 def content_policy(live: bool) -> str:
     """Return the content security policy of a page, which may ask its server for rows if it is `live`."""
-    scripts, styles = (" ".join(_digest(_static(name)) for name in names) for names in (_SCRIPTS, _STYLES))
+    scripts, styles = (" ".join(allowed(_static(name)) for name in names) for names in (_SCRIPTS, _STYLES))
     connect = "'self'" if live else "'none'"
     return (
         f"default-src 'none'; script-src {scripts}; style-src {styles}; img-src data:; connect-src {connect}; "
@@ -69,10 +55,9 @@ def page_html(data: Mapping[str, Any]) -> str:
         f'<p class="verdict {run["state"]["tone"]}">{escape(run["state"]["line"])}</p></div>'
         for run in runs
     )
+    title = ", ".join(run["name"] for run in runs)
     return _PAGE.format(
-        policy=content_policy(data["live"]),
-        title=escape(", ".join(run["name"] for run in runs)),
-        styles="\n".join(f"<style>{_static(name)}</style>" for name in _STYLES),
+        head=html_head(title, content_policy(data["live"]), *map(_static, _STYLES)),
         scripts="\n".join(f"<script>{_static(name)}</script>" for name in _SCRIPTS),
         first=first,
         made=time.strftime("Written on %Y-%m-%d at %H:%M:%S.", time.localtime(data["made"])),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from platform.boundary import schema
 from platform.boundary.files.file_storage import open_storage
@@ -16,6 +16,7 @@ from platform.config.extending.extensions import load_extensions
 from platform.config.fields import Config
 from platform.config.ramps.batch_ramp import samples_of
 from platform.config.ramps.length_ramp import length_at
+from platform.data.show.step_view import TakenStep
 from platform.monitor.records import events
 from platform.monitor.records.metrics import MetricsLog
 from platform.monitor.records.records import METRICS
@@ -33,19 +34,6 @@ _TAKEN = Annotated[
 
 
 _OPEN = "which rank reads what is not known before the run starts and chooses {}"
-
-
-class TakenStep(NamedTuple):
-    """Step of a run: the run's configuration, the samples [first, end) of its order, the tokens of a sequence, and the
-    plan; None if that is not known, and `why` says so, or what else is to be said."""
-
-    config: Config
-    step: int
-    samples: tuple[int, int]
-    length: int
-    plan: Plan | None
-    why: str = ""
-    corpus: str = ""  # hash of what the run trained on, as its newest checkpoint says
 
 
 def configured_step(config: Config, step: int, why: str = "") -> TakenStep:

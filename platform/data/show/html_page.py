@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Iterator
 from html import escape
 
 from platform.boundary.redaction import redact
+from platform.data.show.html_head import allowed, html_head
 from platform.data.show.pieces_of_text import LEARNED, READ, TOKENS, Fragment, lines_of
 from platform.data.show.step_view import StepView
 from platform.data.show.terminal_list import about, heading
@@ -32,15 +31,6 @@ pre { margin: 4px 0; font: 13px/1.7 ui-monospace, monospace; white-space: break-
 .read0, .read1, .note { color: var(--dim); } .read1 { text-decoration: underline dotted; }
 .hidden { color: var(--hidden); text-decoration: line-through; } .border { color: var(--border); font-weight: 700; }
 """
-_HEAD = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'sha256-{digest}'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="referrer" content="no-referrer">
-<title>{title}</title>
-<style>{style}</style>
-"""
 _LEGEND = (
     Fragment("learned, ", LEARNED), Fragment("token by token; ", LEARNED), Fragment("read, not learned; ", READ),
     Fragment("read in the place of what is learned", "hidden"), Fragment(" ▌", "border"),
@@ -51,16 +41,15 @@ _LEGEND = (
 def page_of(view: StepView, whole: bool = False) -> Iterator[str]:
     """Yield the parts of a page that shows the sequences of a step: as many as have MOST tokens, unless the `whole` is
     wanted."""
-    digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
     title, *more = map(redact, heading(view))
-    yield _HEAD.format(digest=digest, title=escape(title), style=_STYLE)
+    yield html_head(title, f"default-src 'none'; style-src {allowed(_STYLE)}", _STYLE)
     yield f"<h1>{escape(title)}</h1>\n" + "".join(f"<p>{escape(line)}</p>\n" for line in more)
     yield f"<pre>{''.join(_spans(_LEGEND))}</pre>\n"
-    shown = view.count if whole else min(view.count, max(1, MOST // view.length))
+    shown = view.count if whole else min(view.count, max(1, MOST // view.taken.length))
     texts, begin = TokenTexts(view.corpus), view.corpus.special.begin
     for start in range(0, shown, 64):
         for sequence in view.sequences(start, min(start + 64, shown)):
-            yield f"<article><h2>{escape(redact(about(sequence, view.length)))}</h2>\n"
+            yield f"<article><h2>{escape(redact(about(sequence, view.taken.length)))}</h2>\n"
             for name, pieces in lines_of(sequence, texts, begin).items():
                 label = f'<span class="note">{escape(name)}: </span>' if name else ""
                 yield f"<pre>{label}{''.join(_spans(pieces))}</pre>\n"

@@ -40,6 +40,19 @@ class ReadingRanks:
     tokens: tuple[tuple[int, int], ...]
 
 
+class TakenStep(NamedTuple):
+    """Step of a run: the run's configuration, the samples [first, end) of its order, the tokens of a sequence, and the
+    plan; None if that is not known, and `why` says so, or what else is to be said."""
+
+    config: Config
+    step: int
+    samples: tuple[int, int]
+    length: int
+    plan: Plan | None
+    why: str = ""
+    corpus: str = ""  # hash of what the run trained on, as its newest checkpoint says
+
+
 @dataclass(frozen=True)
 class StepSequence:
     """Sequence that a step learns from. `position`: its number in the global batch; `sample`: number, in its source, of
@@ -57,41 +70,35 @@ class StepSequence:
 
 @dataclass(frozen=True)
 class StepView:
-    """View of training step `step`, which takes `samples` [first, end) of the run's order, cut into sequences of
-    `length` tokens. `plan`: the one it runs under, None if that is not known, and `why` says so."""
+    """View of a training step, of whose samples `corpus` has the tokens."""
 
-    config: Config
+    taken: TakenStep
     corpus: Corpus
-    step: int
-    samples: tuple[int, int]
-    length: int
-    plan: Plan | None
-    why: str = ""
     _names: dict[int, tuple[Any, NameOf]] = field(default_factory=dict)  # by identity of a stream, which stays
 
     @property
     def pieces(self) -> int:
         """Return the number of sequences that a sample is cut into in this step."""
-        return self.config.model.length // self.length
+        return self.taken.config.model.length // self.taken.length
 
     @property
     def count(self) -> int:
         """Return the number of sequences of this step."""
-        return (self.samples[1] - self.samples[0]) * self.pieces
+        return (self.taken.samples[1] - self.taken.samples[0]) * self.pieces
 
     @cached_property
     def labels(self) -> int:
         """Return the number of tokens that this step learns to predict, over which its loss is a mean."""
-        return self.corpus.predicted(TRAIN, *self.samples)
+        return self.corpus.predicted(TRAIN, *self.taken.samples)
 
     @cached_property
     def busiest(self) -> float:
         """Return the work of attention of the ranks that others of their context wait for, in terms of the mean; 0 if
         no documents are kept apart, or no ranks share a sequence, or the plan is not known."""
-        plan = self.plan and self.plan.of_length(self.length)
-        if not (plan and plan.scheme.context and self.config.data.document_mask):
+        plan = self.taken.plan and self.taken.plan.of_length(self.taken.length)
+        if not (plan and plan.scheme.context and self.taken.config.data.document_mask):
             return 0.0
-        out, first, parts = plan.attentions[0].operation.outputs[0], self.samples[0] * self.pieces, []
+        out, first, parts = plan.attentions[0].operation.outputs[0], self.taken.samples[0] * self.pieces, []
         for start in range(first, first + self.count, _AT_ONCE):
             end = min(start + _AT_ONCE, first + self.count)
             parts.append(work_of_documents(plan, pieces_of(self.corpus, TRAIN, start, end, self.pieces)["begins"]))
@@ -100,11 +107,11 @@ class StepView:
     @cached_property
     def readers(self) -> Sequence[ReadingRanks]:
         """Return which ranks read which sequences of a microbatch; () if the plan is not known."""
-        return ranks_that_read(self.plan.of_length(self.length)) if self.plan else ()
+        return ranks_that_read(self.taken.plan.of_length(self.taken.length)) if self.taken.plan else ()
 
     def sequences(self, start: int, end: int) -> Iterator[StepSequence]:
         """Yield the sequences at positions [start, end) of the step's global batch, read as a rank reads them."""
-        first, pieces = self.samples[0] * self.pieces, self.pieces
+        first, pieces = self.taken.samples[0] * self.pieces, self.pieces
         rows = pieces_of(self.corpus, TRAIN, first + start, first + end, pieces)
         numbers = np.arange((first + start) // pieces, -(-(first + end) // pieces))
         origins = {}
@@ -129,7 +136,8 @@ class StepView:
 
     def _microbatch_of(self, position: int) -> tuple[int | None, int]:
         """Return the microbatch of the sequence at a position of the global batch, and its row there."""
-        return divmod(position, self.plan.of_length(self.length).sizes["batch"]) if self.plan else (None, 0)
+        plan = self.taken.plan
+        return divmod(position, plan.of_length(self.taken.length).sizes["batch"]) if plan else (None, 0)
 
     def _document_names(self, part: SourceTokens, stream: Any, sample: int, piece: int) -> Iterator[str]:
         """Yield the names of the documents in a sequence, in order; none if documents have no boundaries."""
@@ -141,7 +149,7 @@ class StepView:
             return
         of_sample = places(stream, np.array([sample]))[0]
         if self.pieces > 1:
-            of_sample = of_sample[piece * self.length : (piece + 1) * self.length]
+            of_sample = of_sample[piece * self.taken.length : (piece + 1) * self.taken.length]
         of_sample = of_sample[of_sample >= 0]
         numbers = np.searchsorted(self._starts(stream), of_sample, "right") - 1
         for number, place in dict(zip(numbers[::-1].tolist(), of_sample[::-1].tolist(), strict=True)).items():
@@ -154,7 +162,7 @@ class StepView:
     def _namer(self, part: SourceTokens, stream: Any) -> NameOf:
         """Return the function that names the documents of a token stream."""
         if id(stream) not in self._names:
-            data = next(source.data for source in sources_of(self.config.data) if source.name == part.name)
+            data = next(source.data for source in sources_of(self.taken.config.data) if source.name == part.name)
             self._names[id(stream)] = stream, names_of(data, part, stream)
         return self._names[id(stream)][1]
 

@@ -41,23 +41,23 @@ _LEAST = 3  # lines of a sequence on a screen
 
 def heading(view: StepView) -> list[str]:
     """Return the lines that say which step it is, and what it takes."""
-    c, (first, end) = view.config, view.samples
-    tokens = count_of(view.count * view.length, "token", ",")
+    c, (first, end) = view.taken.config, view.taken.samples
+    tokens = count_of(view.count * view.taken.length, "token", ",")
     cut = f", each cut into {view.pieces}" if view.pieces > 1 else ""
     lines = [
-        f"step {view.step} of {c.train.steps} learns from {count_of(view.count, 'sequence', ',')} of {view.length}"
-        f" tokens: samples {first:,} to {end - 1:,} of the run's order{cut}",
+        f"step {view.taken.step} of {c.train.steps} learns from {count_of(view.count, 'sequence', ',')}"
+        f" of {view.taken.length} tokens: samples {first:,} to {end - 1:,} of the run's order{cut}",
         f"{tokens}, {view.labels:,} learned; data={c.data.kind}, data.objective={objective_of(c)}",
     ]
-    if view.plan:
-        plan = view.plan
-        batch = count_of(plan.of_length(view.length).sizes["batch"], "sequence", ",")
+    if view.taken.plan:
+        plan = view.taken.plan
+        batch = count_of(plan.of_length(view.taken.length).sizes["batch"], "sequence", ",")
         lines.append(f"plan {plan.mesh}: microbatches of {batch}, read by the ranks that each line names")
         if view.busiest:
             ranks = plan.mesh.extent([axis for axis, _ in plan.scheme.context])
             share = f"{view.busiest:.2f} times the mean of attention's scores"
             lines.append(f"work: the busiest of {ranks} ranks that share a sequence has {share}, documents counted")
-    return [*lines, *([view.why] if view.why else [])]
+    return [*lines, *([view.taken.why] if view.taken.why else [])]
 
 
 def about(sequence: StepSequence, length: int, most: int | None = None) -> str:
@@ -91,7 +91,7 @@ def listed(view: StepView, stream: TextIO, whole: bool = False, only: int | None
     yield from (_painted(console, line, "bold" if not i else "dim") for i, line in enumerate(head))
     for start in range(shown.start, shown.stop, _AT_ONCE):
         for sequence in view.sequences(start, min(start + _AT_ONCE, shown.stop)):
-            title = about(sequence, view.length, None if whole else _DOCUMENTS)
+            title = about(sequence, view.taken.length, None if whole else _DOCUMENTS)
             yield _painted(console, title if whole else _cut_line(title, width), "bold")
             found = lines_of(sequence, texts, view.corpus.special.begin)
             of_each = lines and max(1, lines // len(found))

@@ -17,7 +17,7 @@ def table_of_tokens(view: StepView, positions: range) -> Iterator[str]:
     yield from heading(view)
     for position in positions:
         for sequence in view.sequences(position, position + 1):
-            yield about(sequence, view.length)
+            yield about(sequence, view.taken.length)
             yield from _table_rows(sequence, texts)
 
 

@@ -106,7 +106,7 @@ def test_pieces_are_the_tokens_and_what_of_them_is_learned(folder, kind):  # noq
         if kind == "packed":
             starts = [i for i, place in enumerate(given["positions"]) if place == 0 and given["tokens"][i] >= 0]
             assert {i for i in starts if i} <= {p_at for p_at in borders(pieces)}
-    assert learned == view.labels == corpus.predicted("train", *view.samples)
+    assert learned == view.labels == corpus.predicted("train", *view.taken.samples)
 
 
 def borders(pieces) -> list[int]:

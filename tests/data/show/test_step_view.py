@@ -13,7 +13,7 @@ from platform.config.fields import Config, Data
 from platform.config.ramps.batch_ramp import samples_of
 from platform.config.ramps.length_ramp import length_at
 from platform.data.corpus import corpus_of
-from platform.data.show.step_view import ReadingRanks, StepView, ranges, reader_in_words
+from platform.data.show.step_view import ReadingRanks, StepView, TakenStep, ranges, reader_in_words
 from platform.data.show.terminal_list import heading
 from platform.plan.core.plan import Plan
 from platform.planning.make_plan import make_plan
@@ -88,7 +88,7 @@ PLANS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
 
 def shown(c: Config, plan: Plan, step: int) -> StepView:
     """The view of a step."""
-    return StepView(c, corpus_of(c), step, samples_of(c.train, step), length_at(c, step), plan)
+    return StepView(TakenStep(c, step, samples_of(c.train, step), length_at(c, step), plan), corpus_of(c))
 
 
 def trained(c: Config, plan: Plan, step: int, monkeypatch) -> list[tuple[int, int, str, Any, Any]]:
@@ -112,7 +112,7 @@ def differences(c: Config, step: int, monkeypatch) -> list[str]:
     """The places at which what ranks have trained on is not what is shown, or by whom it is said to be read."""
     plan = make_plan(c)
     view = shown(c, plan, step)
-    of_length = plan.of_length(view.length)
+    of_length = plan.of_length(view.taken.length)
     rows = [*view.sequences(0, view.count)]
     wrong, read = [], set()
     for rank, first, name, layout, block in trained(c, plan, step, monkeypatch):
@@ -127,7 +127,7 @@ def differences(c: Config, step: int, monkeypatch) -> list[str]:
         ]
         ((start, count),) = stage.planner.stretches("batch", stage.sizes["batch"], layout, here)
         for i, row in enumerate(range(start, start + count)):
-            position = first + row - view.samples[0] * view.pieces
+            position = first + row - view.taken.samples[0] * view.pieces
             if position >= view.count:
                 continue
             if not np.array_equal(rows[position].tensors[name][columns], block[:, i].numpy()):
