@@ -122,10 +122,12 @@ def as_a_new_process():
     """Forgets the secrets of the commands that earlier tests gave in this process, where their logs went, what they put
     into its environment, and the operations that they planned, perhaps by a rule with a mistake."""
     from platform.boundary.redaction import forget_secrets
+    from platform.model import forget_models
     from platform.plan.core.build import forget_planned
 
     forget_secrets()
     forget_planned()
+    forget_models()
     level, environment = logging.root.level, dict(os.environ)
     yield
     for name in os.environ.keys() - environment.keys() - {"PYTEST_CURRENT_TEST"}:

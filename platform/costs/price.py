@@ -21,7 +21,7 @@ from platform.costs.work import Part
 from platform.plan.communication.planned import Collective
 from platform.plan.core.chunks import RecordableModel
 from platform.plan.core.plan import Plan
-from platform.plan.schedule.simulate import Simulation, simulate
+from platform.plan.schedule.simulate import Simulation, makespan, simulate
 from platform.plan.schedule.table import Action, Kind, Schedule
 
 DAY = 86400.0
@@ -106,17 +106,17 @@ def price_of(work: StepWork, hardware: Hardware) -> StepPrice:
     for stage, there, back in zip(work.stages, forward, backward, strict=True):
         busy[stage] += there + back
     slowest = max(range(len(busy)), key=lambda stage: busy[stage].seconds)
-    makespan = _makespan(work, forward, backward, busy, slowest)
+    passes = _makespan(work, forward, backward, busy, slowest)
     after, exposed = _after(work, clock, backward)
     optimizer = max(clock.update(once.masters, work.execution.moments) for once in work.once)
     n, paces = plan.microbatches, busy[slowest]
     waits = Counter({name: n * seconds for name, seconds in paces.waiting.items()})
     waits.update(after)
     return StepPrice(
-        seconds=makespan + exposed + optimizer,
+        seconds=passes + exposed + optimizer,
         computing=n * paces.computing,
         waiting=dict(waits),
-        bubble=makespan - n * paces.seconds,
+        bubble=passes - n * paces.seconds,
         host=n * paces.host,
         optimizer=optimizer,
         model_flops=plan.flops_per_token * plan.tokens_per_step,
@@ -240,7 +240,7 @@ def _makespan(
         others = sum(span.seconds for stage, span in enumerate(busy) if stage != slowest)
         return n * busy[slowest].seconds + others * share
     assert work.execution.table is not None, "a schedule that is not even comes with its table"
-    return simulate(work.execution.table, _by_action(forward, backward)).makespan
+    return makespan(work.execution.table, _by_action(forward, backward))
 
 
 def _by_action(forward: Sequence[PassTime], backward: Sequence[PassTime]) -> Callable[[int, Action], float]:

@@ -2,6 +2,7 @@
 written in named dims against `Ops`; no rank, layout or collective is named here."""
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from typing import Any
 
 from platform.config.extending.own_settings import admit, with_settings
@@ -19,6 +20,9 @@ MODELS: dict[str, Any] = {
     "encoder_decoder": EncoderDecoder,
     "two_layer": TwoLayer,
 }
+SHIPPED = dict(MODELS)
+MOST_KEPT = 16
+_KEPT: dict[str, Any] = {}  # shipped models by their configuration; they keep what is recorded of them
 
 
 def register_model(
@@ -39,7 +43,23 @@ def register_model(
 
 
 def build_model(config: ModelConfig) -> Any:
-    """Construct the model that `config.kind` names. Raises ModelMistake for an error in a user's own model class."""
+    """Return the model that `config.kind` names. Raises ModelMistake for an error in a user's own model class."""
+    if MODELS[config.kind] is SHIPPED.get(config.kind):
+        return _shipped_model(config)
     model = with_settings(MODELS[config.kind], "model.kind", config.kind, config.settings)
     with as_model_mistakes(MODELS[config.kind]):
         return model(config)
+
+
+def _shipped_model(config: ModelConfig) -> Any:
+    """Return the shipped model of a configuration, which may change afterwards."""
+    if (key := repr(config)) not in _KEPT:
+        if len(_KEPT) >= MOST_KEPT:
+            _KEPT.clear()
+        _KEPT[key] = SHIPPED[config.kind](deepcopy(config))
+    return _KEPT[key]
+
+
+def forget_models() -> None:
+    """Forget the shipped models that this process has constructed, and their recordings."""
+    _KEPT.clear()

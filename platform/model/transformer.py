@@ -139,6 +139,7 @@ class Transformer(Layer):
     def __init__(self, c: ModelConfig):
         """Construct the parts that all Transformers have: sizes of their dims, and the table of token embeddings."""
         self.config, self.sizes, self.table = c, dim_sizes(c), embedding_table(c)
+        self.recordings: dict[tuple, dict] = {}  # see `platform.plan.core.chunks.recordings`
 
     def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any:
         """Return the summed loss of the whole model's forward pass on the data tensors `inputs`, by name."""

@@ -28,6 +28,7 @@ from platform.cluster.run.commands import with_values
 from platform.config.fields import Config
 from platform.costs.machine import Hardware
 from platform.launch import compose
+from platform.plan.core.build import without_collecting
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
 from platform.plan.language.numbers import count_of
@@ -216,9 +217,14 @@ def _tiers(text: str) -> dict[str, int]:
 
 
 def _answer(arguments: argparse.Namespace) -> int:
-    """Print the explanation that the command line asks for, as text or JSON, or with `--shrink` its plans for fewer and
-    fewer workers, or with `--check` its mistakes, or with `--diff` what differs between two; return the exit status of
-    `python -m platform.plan`."""
+    """Print the explanation that the command line asks for; return the exit status of `python -m platform.plan`."""
+    with without_collecting():
+        return _explain_as_asked(arguments)
+
+
+def _explain_as_asked(arguments: argparse.Namespace) -> int:
+    """Print the explanation as text or JSON, or with `--shrink` the plans for fewer and fewer workers, with `--check`
+    mistakes, with `--diff` what differs between two plans; return the exit status."""
     if arguments.diff:
         return _compared_plans(arguments)
     config, plan = _one_plan(arguments, arguments.overrides)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -43,15 +43,17 @@ class Planner:
     sizes: Mapping[str, int]
     reduced_at_use: Mapping[tuple[str, str, str], tuple[str, ...]]
     open_sums: Mapping[Spec, tuple[str, ...]] = field(default_factory=dict)
-    _layouts: dict[Spec | Parameter, Layout] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _layouts: dict[Hashable, Layout] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _shapes: dict[Hashable, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def layout(self, tensor: Spec | Parameter) -> Layout:
         """Return the layout that the scheme gives an activation or parameter. If the scheme does not name kv_heads,
         they take the longest prefix of the axes of heads whose product divides their number, or that cuts heads into
         whole groups of theirs. Dim rows is split over the axes of the region's experts and of its batch."""
-        if tensor not in self._layouts:
-            self._layouts[tensor] = self._layout(tensor)
-        return self._layouts[tensor]
+        key = (tensor.role, tensor.dims) if isinstance(tensor, Parameter) else tensor  # whatever its name
+        if key not in self._layouts:
+            self._layouts[key] = self._layout(tensor)
+        return self._layouts[key]
 
     def _layout(self, tensor: Spec | Parameter) -> Layout:
         """Compute a layout from the scheme's table of its region or role, without the cache of `layout`."""
@@ -112,8 +114,12 @@ class Planner:
 
     def shape(self, tensor: Spec | Parameter, layout: Layout | None = None) -> tuple[int, ...]:
         """Return the shape of a rank's block of a tensor in `layout`, by default the layout from the scheme."""
-        layout = self.layout(tensor) if layout is None else layout
-        return local_shape(tensor.dims, self.sizes_of(tensor), layout, self.mesh, self.units)
+        if layout is not None:
+            return local_shape(tensor.dims, self.sizes_of(tensor), layout, self.mesh, self.units)
+        key = (tensor.role, tensor.dims, tensor.sizes) if isinstance(tensor, Parameter) else tensor
+        if key not in self._shapes:
+            self._shapes[key] = self.shape(tensor, self.layout(tensor))
+        return self._shapes[key]
 
     @cached_property
     def units(self) -> dict[str, int]:

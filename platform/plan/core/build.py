@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -257,3 +259,17 @@ def _replicated(mesh: Mesh, operations: Mapping[tuple[str, str], PlannedOperatio
     for unused, found in names.items():
         times = mesh.extent(unused)
         yield f"axes {'+'.join(unused)} split no dim of {', '.join(dict.fromkeys(found))}: computed {times} times over"
+
+
+@contextmanager
+def without_collecting() -> Iterator[None]:
+    """Pause the search for cycles of objects, of which plans have hardly any."""
+    # plans are many objects that stay: looking at all of them again and again takes a quarter of planning
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.freeze()  # nor later at what has come since
+            gc.enable()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.language.layout import Layout
 from platform.plan.language.mesh import Mesh
-from platform.plan.language.ops import Operation, Parameter, Spec
+from platform.plan.language.ops import NO_RECOMPUTATION, Operation, Parameter, Spec
 from platform.plan.operations.op import extents
 from platform.plan.operations.recorder import Recorder, Symbol
 from platform.plan.operations.words import Ops, flops
@@ -113,33 +113,46 @@ def record(
     inputs = {name: name for name in model.inputs}
     if count == 1:
         ops = recorder()
-        model.forward(ops, inputs)
-        return [Recorded(getattr(model, "units", ()), ops)]
+        known = recordings(model, ops)
+        if () not in known:
+            model.forward(ops, inputs)
+            known[()] = ops, {}
+        return [Recorded(getattr(model, "units", ()), known[()][0])]
     units = getattr(model, "units", ("the model",))
     assert count <= len(units), "platform.planning.make_plan refuses it"
 
-    def run(flow: Mapping[str, Symbol], part: Sequence[str]) -> tuple[Recorder, dict[str, Symbol]]:
-        """Record the forward pass of the units `part` on the activations `flow`; return recorder and results."""
-        ops = recorder()
-        return ops, model.part(ops, inputs, flow, part)  # type: ignore[attr-defined]
+    def run(flow: Mapping[str, Symbol], part: Sequence[str], ops: Recorder) -> tuple[Recorder, dict[str, Symbol]]:
+        """Record by `ops` the forward pass of the units `part` on the activations `flow`; return recorder and
+        results."""
+        known, key = recordings(model, ops), (tuple(part), specs(flow))
+        if key not in known:
+            known[key] = ops, model.part(ops, inputs, flow, part)  # type: ignore[attr-defined]
+        return known[key]
 
     def specs(flow: Mapping[str, Symbol]) -> FlowSpecs:
         """Return the names and types of the activations that flow between two chunks of the model."""
         return tuple((name, x.spec) for name, x in flow.items())
 
     flow: dict[str, Symbol] = {}
-    costs, known = [], dict[tuple, float]()  # layers are alike
+    costs, each = [], dict[tuple, float]()  # layers are alike
     for unit in units if not parts else ():
-        ops, flow = run(flow, [unit])
-        known |= {o.anonymous: cost(o, sizes) for o in ops.operations if o.anonymous not in known}
-        costs.append(sum(known[o.anonymous] for o in ops.operations))
+        ops, flow = run(flow, [unit], replace(recorder(), recompute=NO_RECOMPUTATION))  # whatever is done again
+        each |= {o.anonymous: cost(o, sizes) for o in ops.operations if o.anonymous not in each}
+        costs.append(sum(each[o.anonymous] for o in ops.operations))
     parts = parts or [units[where.start : where.stop] for where in place_layers(costs, count)]
     flow, chunks = {}, []
     for number, part in enumerate(parts, 1):
         receives = specs(flow)
-        ops, flow = run(flow, part)
+        ops, flow = run(flow, part, recorder())
         chunks.append(Recorded(part, ops, receives, specs(flow) if number < count else ()))
     return chunks
+
+
+def recordings(model: RecordableModel, recorder: Recorder) -> dict[tuple, tuple[Recorder, dict[str, Symbol]]]:
+    """Return what recorders like this one have found in a model, by its units and the types of what flowed in."""
+    # a search makes many plans of one model, which so record each part once; beside it what flowed out
+    every: dict[tuple, dict] = getattr(model, "recordings", {})
+    return every.setdefault(recorder.settings, {})
 
 
 def cost(operation: Operation, sizes: Mapping[str, int]) -> float:

@@ -41,6 +41,11 @@ def staged_collectives(plan: Plan) -> Iterator[tuple[str, Collective, int, tuple
                 yield f"{kind} {name}", c, plan.microbatches * (2 if twice else 1), here
         for spec, c in kept_gathers(plan, chunk):
             yield f"kept {spec}", c, plan.microbatches, here
+    yield from _between_chunks(plan)
+
+
+def _between_chunks(plan: Plan) -> Iterator[tuple[str, Collective, int, tuple[int, ...]]]:
+    """Yield the collectives of `staged_collectives` between stages, and those once a step."""
     for before, after in zip(plan.chunks, plan.chunks[1:], strict=False):
         if before.stage != after.stage:
             for name, spec in before.sends:
@@ -148,6 +153,11 @@ def communicators(plan: Plan) -> list[tuple[int, int]]:
 
 def process_groups(plan: Plan) -> list[tuple[str, ...]]:
     """Return the mesh axes of all process groups of the plan's training steps, in one order on all ranks."""
-    every = (c for of_length in plan.of_lengths for _, c, _ in step_collectives(of_length))
+    every = set[Collective]()
+    for of_length in plan.of_lengths:
+        planned = {id(o.collectives): o.collectives for chunk in of_length.chunks for o in chunk.operations.values()}
+        every.update(c for some in planned.values() for c in some)  # equal layers share them
+        every.update(c for chunk in of_length.chunks for _, c in kept_gathers(of_length, chunk))
+        every.update(c for _, c, _, _ in _between_chunks(of_length))
     used = {plan.mesh.ordered(c.axes) for c in every if c.op != "send"}
     return sorted(used, key=lambda axes: (len(axes), axes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
@@ -45,9 +46,9 @@ def check_parameters(declared: Sequence[Parameter], model: Any, sizes: Mapping[s
     """Raise ModelMistake for a duplicate name or an unknown role, initialiser or dim among the parameters that `model`
     declares. `sizes`: the model's dims."""
     place = defined_at(model)
-    names = [p.name for p in declared]
+    names = Counter(p.name for p in declared)
     for p in declared:
-        if names.count(p.name) > 1:
+        if names[p.name] > 1:
             raise ModelMistake(p.name, "several parameters have this name", place=place)
         for value, legal, what in ((p.role, (*ROLES, *STATES), "role"), (p.init, INITS, "initialiser")):
             if value not in legal:

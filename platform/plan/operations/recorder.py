@@ -51,6 +51,12 @@ class Recorder(Ops):
     _names: set[tuple[str, str]] = field(default_factory=set)
     _recomputing: bool = False
 
+    @property
+    def settings(self) -> tuple:
+        """Return all on which depends what this recorder finds in a model: of the scheme what it asks of it."""
+        given = self.dropout_rate, self.recompute, self.fused_dropout, self.attention_kernel, self.loss, self.leaves_out
+        return repr(self.scheme.regions), self.scheme.uneven, self.scheme.ring, *given
+
     def recomputed(self, kind, name, function, spec, x, *more):
         """Record `function`, and that its operations are recomputed if activations of this `kind` are."""
         again, block = kind == self.recompute.kind, kind == "full"

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from platform.plan.schedule.table import Action, Kind, Schedule, ScheduleError, needs, result
+from platform.plan.schedule.table import PASS, Action, Kind, Schedule, ScheduleError, needs, result
 
 # Durations in units of one chunk's forward pass of one microbatch.
 NOMINAL: Mapping[Kind, float] = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
 
 Tensor = tuple[str, int, int]  # a result: pass, chunk, microbatch
+Span = tuple[float, float]  # start, end of an action
 Times = Mapping[Kind, float] | Callable[[int, Action], float]  # seconds by kind, or by (stage, action)
 
 
@@ -62,52 +63,83 @@ def _nominal(schedule: Schedule) -> Simulation:
 def _simulated(schedule: Schedule, times: Times, transfer: float) -> Simulation:
     """Simulate one step of a pipeline schedule action by action; arguments and errors as of `simulate`."""
     seconds = times if callable(times) else (lambda stage, action: times[action.kind])
-    done: dict[tuple[str, int, int], tuple[float, int]] = {}  # result -> (end, stage)
-    waits = _waits(schedule)
-    at = [0] * len(waits)
-    clock, busy = [0.0] * len(at), [0.0] * len(at)
-    events = []
-    progress = True
-    while progress:
-        progress = False
-        for stage, row in enumerate(waits):
-            while at[stage] < len(row):
-                action, inputs, made = row[at[stage]]
-                if any(r not in done for r in inputs):
-                    break
-                start = clock[stage]
-                for when, origin in map(done.__getitem__, inputs):
-                    start = max(start, when + (transfer if origin != stage else 0.0))
-                duration = seconds(stage, action)
-                clock[stage] = end = start + duration
-                busy[stage] += duration
-                events.append(TimedAction(stage, action, start, end))
-                done[made] = end, stage
-                at[stage] += 1
-                progress = True
-    if stuck := [(stage, row[i]) for stage, (row, i) in enumerate(zip(schedule.rows, at, strict=True)) if i < len(row)]:
-        lines = [_explain(stage, action, schedule, done) for stage, action in stuck]
-        raise ScheduleError(f"deadlock: {'; '.join(lines)}", schedule.rows)
+    spans = _timed_rows(schedule, seconds, transfer)
+    events = [
+        TimedAction(stage, action, start, end)
+        for stage, (row, found) in enumerate(zip(schedule.rows, spans, strict=True))
+        for action, (start, end) in zip(row, found, strict=True)
+    ]
     return Simulation(
         timeline=tuple(sorted(events, key=lambda e: (e.end, e.stage, e.start))),
-        makespan=max(clock),
-        busy=tuple(busy),
+        makespan=_last(spans),
+        busy=tuple(sum(seconds(stage, action) for action in row) for stage, row in enumerate(schedule.rows)),
         peak_live=tuple(map(_peak_live, schedule.rows)),
     )
 
 
+def makespan(schedule: Schedule, seconds: Callable[[int, Action], float]) -> float:
+    """Return the seconds of a schedule's step, as `simulate` does, from the seconds of (stage, action)."""
+    return _last(_timed_rows(schedule, seconds, 0.0))
+
+
+def _last(spans: Sequence[Sequence[Span]]) -> float:
+    """Return when the last action ends."""
+    return max((row[-1][1] for row in spans if row), default=0.0)
+
+
+def _timed_rows(schedule: Schedule, seconds: Callable[[int, Action], float], transfer: float) -> list[list[Span]]:
+    """Return by stage the start and the end of each action of its row; arguments and errors as of `simulate`."""
+    waits = _waits(schedule)
+    done: dict[int, tuple[float, int]] = {}  # by number of a result: its end and its stage
+    spans: list[list[Span]] = [[] for _ in waits]
+    progress = True
+    while progress:
+        progress = False
+        for stage, (row, found) in enumerate(zip(waits, spans, strict=True)):
+            now = found[-1][1] if found else 0.0
+            while len(found) < len(row):
+                action, inputs, made = row[len(found)]
+                start = now
+                for number in inputs:
+                    if (there := done.get(number)) is None:
+                        break
+                    when, origin = there
+                    start = max(start, when + transfer if origin != stage else when)
+                else:
+                    now = start + seconds(stage, action)
+                    found.append((start, now))
+                    done[made] = now, stage
+                    progress = True
+                    continue
+                break
+    if any(len(found) < len(row) for found, row in zip(spans, waits, strict=True)):
+        raise ScheduleError(f"deadlock: {'; '.join(_stuck(schedule, spans))}", schedule.rows)
+    return spans
+
+
 @lru_cache(maxsize=8)
-def _waits(schedule: Schedule) -> list[list[tuple[Action, list[Tensor], Tensor]]]:
-    """Return the rows of a pipeline schedule, of each action what it needs and what it makes."""
-    total = schedule.total_chunks
-    return [[(action, needs(action, total), result(action)) for action in row] for row in schedule.rows]
+def _waits(schedule: Schedule) -> list[list[tuple[Action, tuple[int, ...], int]]]:
+    """Return the rows of a schedule, of each action the numbers of the results that it needs, and of its own."""
+    total, n = schedule.total_chunks, schedule.microbatches
+    first = {which: i * total for i, which in enumerate(dict.fromkeys(PASS.values()))}
+
+    def number(tensor: Tensor) -> int:
+        """Return the number of a result."""
+        which, chunk, microbatch = tensor
+        return (first[which] + chunk) * n + microbatch
+
+    return [[(a, tuple(map(number, needs(a, total))), number(result(a))) for a in row] for row in schedule.rows]
 
 
-def _explain(stage: int, action: Action, schedule: Schedule, done: Mapping) -> str:
-    """Return a line that names the action at which a stage of the simulated schedule is stuck, and why."""
-    missing = [r for r in needs(action, schedule.total_chunks) if r not in done]
-    wanted = ", ".join(f"{chunk}{kind}{microbatch}" for kind, chunk, microbatch in missing)
-    return f"stage {stage} is stuck at {action}, which waits for {wanted}"
+def _stuck(schedule: Schedule, spans: Sequence[Sequence[Span]]) -> Iterator[str]:
+    """Yield a line per stage of the simulated schedule that is stuck: at which action, and why."""
+    pairs = list(zip(schedule.rows, spans, strict=True))
+    done = {result(action) for row, found in pairs for action in row[: len(found)]}
+    for stage, (row, found) in enumerate(pairs):
+        if len(found) < len(row):
+            missing = [r for r in needs(row[len(found)], schedule.total_chunks) if r not in done]
+            wanted = ", ".join(f"{chunk}{kind}{microbatch}" for kind, chunk, microbatch in missing)
+            yield f"stage {stage} is stuck at {row[len(found)]}, which waits for {wanted}"
 
 
 def _peak_live(row: tuple[Action, ...]) -> int:

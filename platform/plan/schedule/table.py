@@ -68,7 +68,8 @@ class ScheduleError(ValueError):
 class Schedule:
     """Table of the compute actions (no sends or receives) of every pipeline stage in order; `chunks` is per stage.
 
-    A chunk's stage is read from the rows, so a table may place chunks as it likes (in a loop, in a V).
+    A chunk's stage is read from the rows, so a table may place chunks as it likes (in a loop, in a V). `proven`: tests
+    validate all tables of its generator.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Schedule:
     chunks: int
     microbatches: int
     rows: tuple[tuple[Action, ...], ...] = field(hash=False)  # too long to hash each time
+    proven: bool = field(default=False, compare=False)
 
     @property
     def total_chunks(self) -> int:

@@ -17,6 +17,7 @@ from platform.config.fields import Config
 from platform.costs.machine import Hardware
 from platform.costs.price import StepPrice
 from platform.optimizer.optimizers import kept_numbers
+from platform.plan.core.build import without_collecting
 from platform.plan.core.plan import Plan
 from platform.plan.language.numbers import factorizations
 from platform.plan.schedule.generators import MOST_PASSES
@@ -108,7 +109,7 @@ def search(config: Config, workers: int, memory: float, hardware: Hardware) -> S
     """Search all plans that the open keys of a configuration allow, for at most `workers` workers of `memory` bytes: as
     many workers as any plan that fits takes, and of their plans the quickest on a `hardware`."""
     space, judged, nearest = Space(config), 0, None
-    with phase("searching for a plan"):
+    with without_collecting(), phase("searching for a plan"):
         for ranks in _numbers_of_workers(space, workers):
             rated, count = Field(space, ranks, memory, hardware).rated()
             judged += count
@@ -259,9 +260,12 @@ class Field:
             return [], 0
         estimator, modes = Estimator(sketch, self.setting, axes, columns), list(self._modes())
         parts = []  # by mode: its number, and the rows, seconds and bytes of its best contenders
-        judged = 0
+        judged, taken = 0, dict[tuple, NDArray[Any]]()
         for number, mode in enumerate(modes):
-            rows = np.flatnonzero(self._takes(mode, columns))
+            key = mode.kind, mode.chunks, mode.zero
+            if key not in taken:
+                taken[key] = np.flatnonzero(self._takes(mode, columns))
+            rows = taken[key]
             if not len(rows):
                 continue
             judged += len(rows)

@@ -1,0 +1,56 @@
+"""What plans share in a search (recordings of a model, planned operations, tables of schedules) changes no price: each
+finalist, planned once more from nothing, has the same seconds and the same memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from platform.launch import compose
+from platform.model import forget_models
+from platform.plan.core.build import forget_planned
+from platform.plan.operations.recorder import Recorder
+from platform.planning.make_plan import make_plan
+from platform.planning.memory_budget import needed_bytes
+from platform.planning.search.best import Finalist, search
+from platform.planning.step_price import read_hardware, step_price
+
+TINY = ("model.layers=4", "model.d_model=64", "model.d_ff=128", "model.length=32", "model.vocab=256", "data=synthetic")
+OPEN = ("tensor=auto", "pipeline=auto", "parallel.data=-1", "recompute=auto")
+
+
+def others_from_nothing(found: list[Finalist], hardware) -> list:
+    """The choices of the finalists that have another price, or other memory, when nothing is shared."""
+    differing = []
+    for one in found:
+        forget_planned()
+        forget_models()
+        plan = make_plan(one.config)
+        if (step_price(one.config, plan, hardware), needed_bytes(one.config, plan)) != (one.price, one.memory):
+            differing.append(one.choice)
+    return differing
+
+
+def finalists(*arguments: str, experiment: str, workers: int, memory: float, hardware: str) -> tuple[list, object]:
+    kind = read_hardware(hardware)
+    tried = list(search(compose([f"+experiment={experiment}", *arguments]), workers, memory, kind).tried)
+    [one.memory for one in tried]  # measured now, with what the search shares
+    return tried, kind
+
+
+def test_prices_of_a_search_are_those_from_nothing():
+    tried, kind = finalists(*TINY, *OPEN, experiment="gpt_quick", workers=4, memory=1e12, hardware="cpu")
+    assert len(tried) > 10 and len({one.choice.recompute for one in tried}) > 1
+    assert not others_from_nothing(tried, kind)
+
+
+def test_recordings_of_other_settings_would_be_found(monkeypatch):
+    monkeypatch.setattr(Recorder, "settings", property(lambda self: ()))
+    tried, kind = finalists(*TINY, *OPEN, experiment="gpt_quick", workers=4, memory=1e12, hardware="cpu")
+    assert others_from_nothing(tried, kind)
+
+
+@pytest.mark.full
+def test_prices_of_the_large_search_are_those_from_nothing():
+    given = "model=gpt_1t", "plan.search=[all]", "train.global_batch=3072"
+    tried, kind = finalists(*given, experiment="gpt175b", workers=3072, memory=80e9, hardware="a100_80g")
+    assert len(tried) >= 8 and not others_from_nothing(tried, kind)
