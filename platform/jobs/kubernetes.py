@@ -10,6 +10,7 @@ import yaml
 
 from platform.boundary.refusals import refuse_all, violation
 from platform.config.durations import job_seconds
+from platform.config.groups.execution_group import Monitor
 from platform.jobs.options import KubernetesOptions, take_options
 from platform.jobs.planned_run import TEMPLATES, PlannedRun, as_typed, fill, folded, plan_job, within
 from platform.jobs.sizing import GIB, JobSize
@@ -17,6 +18,10 @@ from platform.plan.language.numbers import count_of
 
 _HEAD = {"cuda": {"cpu": "8", "memory": "32Gi"}, "cpu": {"cpu": "1", "memory": "4Gi"}}
 _DISK = {"cuda": "50Gi", "cpu": "5Gi"}  # of a node's own disk: logs, and what Ray spills
+_SERVICES = {  # key of `monitor`, and name of a Secret -> (variable, key in the Secret)
+    "mlflow": (("MLFLOW_TRACKING_URI", "tracking-uri"), ("MLFLOW_TRACKING_TOKEN", "token")),
+    "trackio": (("TRACKIO_SPACE_ID", "space-id"), ("HF_TOKEN", "token")),
+}
 _TAINT = "nvidia.com/gpu"
 _TOPOLOGY = "kueue.x-k8s.io/podset-preferred-topology"  # where Kueue places pods, it places by this
 _SCRAPED = {"prometheus.io/scrape": "true", "prometheus.io/port": "8080", "prometheus.io/path": "/metrics"}
@@ -116,6 +121,8 @@ def _values(run: PlannedRun) -> dict[str, str | None]:
     options = [f"--retries={o.retries}", f"--notice={grace}", *limit]
     command = ["python", "-m", "platform.jobs", "supervise", *options, *run.arguments]
     variables = [_variable(text) for text in o.secrets]
+    named = {variable["name"] for variable in variables}
+    variables += [variable for variable in _of_services(run.config.monitor) if variable["name"] not in named]
     return {
         **_flowed({**vars(o), **own}),
         "kind": _KINDS[o.launcher][0],
@@ -164,6 +171,18 @@ def _variable(text: str) -> dict[str, Any]:
     name, _, place = text.partition("=")
     secret, _, key = place.partition("/")
     return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+
+
+def _of_services(monitor: Monitor) -> list[dict[str, Any]]:
+    """Return the environment variables with address and token of the services that a run's numbers go to, each from a
+    Secret of the cluster's, which may be missing."""
+    found = [
+        (secret, name, key) for secret, pairs in _SERVICES.items() if getattr(monitor, secret) for name, key in pairs
+    ]
+    return [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key, "optional": True}}}
+        for secret, name, key in found
+    ]
 
 
 def _labels(pairs: Sequence[str]) -> dict[str, str]:

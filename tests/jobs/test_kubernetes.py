@@ -339,6 +339,19 @@ def test_wandb_s_key_is_a_secret_of_the_cluster_s():
     assert "WANDB_API_KEY" not in variables(pods(rayjob(kubernetes_job(POD)))[0])
 
 
+def test_other_services_addresses_and_tokens_are_secrets_too_and_never_values(monkeypatch):
+    names = ("WANDB_API_KEY", "MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_TOKEN", "TRACKIO_SPACE_ID", "HF_TOKEN")
+    for name in names:
+        monkeypatch.setenv(name, "0123456789abcdef" * 3)
+    text = kubernetes_job([*POD, "monitor=[wandb,mlflow,trackio]", "job.secrets=[HF_TOKEN=mine/hub]"])
+    found = variables(pods(rayjob(text))[0])
+    secrets = {name: found[name]["valueFrom"]["secretKeyRef"] for name in names}
+    token = {"name": "mlflow", "key": "token", "optional": True}
+    assert secrets["MLFLOW_TRACKING_TOKEN"] == token and secrets["TRACKIO_SPACE_ID"]["name"] == "trackio"
+    assert secrets["HF_TOKEN"] == {"name": "mine", "key": "hub"} and "0123456789abcdef" not in text
+    assert not {*names} & variables(pods(rayjob(kubernetes_job(POD)))[0]).keys()
+
+
 def built(folder):
     """What kustomize makes of a folder."""
     tool = shutil.which("kustomize")

@@ -24,7 +24,7 @@ def needs(*arguments: str) -> Footprint:
     return found
 
 
-@pytest.mark.parametrize(("kind", "most"), {"ring": 15.1e9, "heads": 19.1e9, "gather": 30.5e9}.items())
+@pytest.mark.parametrize(("kind", "most"), {"ring": 15.4e9, "heads": 19.1e9, "gather": 30.5e9}.items())
 def test_a_million_tokens_on_32_gpus(kind, most):
     found = needs(*OF_32, *SAVING, "cluster.gpu=H100", f"parallel.context_kind={kind}")
     assert 0.95 * most < found.total < most

@@ -48,12 +48,11 @@ def place(plan: Plan, communicator: Communicator, rows: Mapping[Stretch, Mapping
         device."""
         if not layout.present(communicator.coordinates):
             return torch.empty(0, dtype=torch.int64, device=communicator.device)
-        whole = np.asarray(rows[_stretch(plan, communicator, layout)][name])
+        whole = torch.as_tensor(rows[_stretch(plan, communicator, layout)][name])
         found = plan.planner.stretches("length", whole.shape[1], layout, communicator.coordinates)
-        here = np.concatenate([whole[:, first : first + n] for first, n in found], 1).T
-        mine = torch.as_tensor(here).contiguous()
-        if communicator.device.type == "cuda":
-            mine = mine.pin_memory()  # from pageable memory the copy would hold the host
+        here = torch.cat([whole[:, first : first + n] for first, n in found], 1).t().contiguous()
+        # from pageable memory the copy would hold the host
+        mine = here.pin_memory() if communicator.device.type == "cuda" else here
         out = mine.to(communicator.device, non_blocking=True)
         if name == "begins" and out.device.type != "cpu":
             remember(out, here)

@@ -282,7 +282,7 @@ def test_documents_are_read_once_where_they_came_from(monkeypatch):
     made = []
     monkeypatch.setattr(document_pairs, "_cuts", lambda *given: made.append(given) or iter(()))
     begins = torch.zeros(LENGTH, BATCH, dtype=torch.int64, device="meta")  # which has no numbers to give
-    document_pairs.remember(begins, np.zeros((LENGTH, BATCH), int))
+    document_pairs.remember(begins, torch.zeros(LENGTH, BATCH, dtype=torch.int64))
     for _ in range(2):
         assert document_pairs.pairs_of(begins, [Stretch(0, LENGTH)], 8, "key", lambda *_: []) == []
     assert len(made) == 1 and begins in document_pairs._KNOWN

@@ -29,18 +29,19 @@ class _Known(NamedTuple):
     pairs: dict[Any, list[Pair]]
 
 
-_KNOWN = WeakTensorKeyDictionary()
+_ON_HOST, _KNOWN = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
 
-def remember(tensor: Tensor, numbers: Begins) -> None:
-    """Note the numbers of a data tensor on a device, for the host."""
-    _KNOWN[tensor] = _Known(numbers, {})
+def remember(tensor: Tensor, on_host: Tensor) -> None:
+    """Note a data tensor of a device as the host has it."""
+    _ON_HOST[tensor] = on_host
 
 
 def _known(begins: Tensor) -> _Known:
     """Return a data tensor as the host knows it; of one on a device, `remember` has noted the numbers."""
-    if begins not in _KNOWN and begins.device.type == "cpu":
-        remember(begins, begins.numpy())
+    if begins not in _KNOWN:
+        here = begins if begins.device.type == "cpu" else _ON_HOST[begins]
+        _KNOWN[begins] = _Known(here.numpy(), {})
     return _KNOWN[begins]
 
 
