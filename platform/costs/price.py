@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from platform.costs.crowded import is_crowded, waited
 from platform.costs.machine import Hardware
 from platform.costs.parts import BUBBLE, COMPUTING, HOST, OPTIMIZER, STAGE, waiting_for
 from platform.costs.seconds import (
@@ -101,7 +102,7 @@ def price(plan: Plan, model: RecordableModel, hardware: Hardware, execution: Exe
 def price_of(work: StepWork, hardware: Hardware) -> StepPrice:
     """Predict the seconds of a training step from its `work` on a hardware."""
     plan, clock = work.plan, _Clock(work.plan, hardware, work.execution)
-    forward, backward = clock.spans(work)
+    forward, backward, message = _without_messages(work, *clock.spans(work))
     busy = [PassTime() for _ in work.once]
     for stage, there, back in zip(work.stages, forward, backward, strict=True):
         busy[stage] += there + back
@@ -112,8 +113,11 @@ def price_of(work: StepWork, hardware: Hardware) -> StepPrice:
     n, paces = plan.microbatches, busy[slowest]
     waits = Counter({name: n * seconds for name, seconds in paces.waiting.items()})
     waits.update(after)
+    crowd = waited(work, hardware, _by_action(forward, backward), message) if message else 0.0
+    if crowd:
+        waits[STAGE] += crowd  # type: ignore[assignment]
     return StepPrice(
-        seconds=passes + exposed + optimizer,
+        seconds=passes + crowd + exposed + optimizer,
         computing=n * paces.computing,
         waiting=dict(waits),
         bubble=passes - n * paces.seconds,
@@ -219,6 +223,19 @@ def in_flight(forward: list[PassTime], backward: list[PassTime]) -> tuple[list[P
     return tuple(  # type: ignore[return-value]
         [replace(span, waiting={**span.waiting, STAGE: wait}) for span in spans] for spans in (forward, backward)
     )
+
+
+def _without_messages(
+    work: StepWork, forward: list[PassTime], backward: list[PassTime]
+) -> tuple[list[PassTime], list[PassTime], float]:
+    """Return the spans of the passes, and the seconds of a message between stages, where links are crowded: the spans
+    are then without it. Elsewhere a pass waits for its message, and there is none beside."""
+    there, back = ([replace(s, waiting={**s.waiting, STAGE: 0.0}) for s in spans] for spans in (forward, backward))
+    messages = _stage_wait(forward), _stage_wait(backward)
+    passes = sum(span.seconds for span in (*there, *back)) / len(there)
+    if not is_crowded(work, passes, sum(messages)):
+        return forward, backward, 0.0
+    return there, back, max(messages)
 
 
 def _stage_wait(spans: Sequence[PassTime]) -> float:

@@ -1,7 +1,7 @@
 """Interleaved against 1F1B on slow links: eight stages, a node each, whose computations sleep, so that these cores do
 not matter. Interleaving halves the bubble and doubles what crosses the links, so that the rate decides.
 
-Planned: the schedule simulated with messages that take their bytes over the rate.
+Planned: the schedule simulated with messages that take their bytes over the rate, and share links.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from platform.plan.language.tiers import Tiers
 from platform.plan.reports.tier_traffic import tier_traffic
-from platform.plan.schedule.simulate import simulate
+from platform.plan.schedule.stage_messages import StageMessages, makespan_with
 from platform.plan.schedule.table import Kind
 from platform.planning.choose_schedule import schedule_of
 from platform.planning.make_plan import make_plan
@@ -72,7 +72,8 @@ def rows(rate: str, rounds: int) -> Iterator[list[str]]:
         size = config.model.length * config.model.d_model * config.train.microbatch * 4
         message = 8 * size / bits_per_second(rate)
         times = {Kind.FORWARD: FORWARD / v, Kind.BACKWARD: 2 * FORWARD / v}
-        planned = simulate(schedule_of(config, 1), times, message).makespan
+        messages = StageMessages(lambda source, sink, took=message: took, early=True)  # as gloo's receives are posted
+        planned = makespan_with(messages, schedule_of(config, 1), lambda stage, action, times=times: times[action.kind])
         of_each = zip(*(rank[kind] for rank in ranks), strict=True)
         took = statistics.median(max(stage["seconds"] for stage in step) for step in of_each)
         busiest = tier_traffic(make_plan(config), Tiers.of({"node": 1}, STAGES))[-1].busiest or 0
