@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from platform.boundary.command_line import CommandLine, command_line
 from platform.boundary.refusals import ConfigError, refuse_all, rephrasing, violation
-from platform.boundary.terminal import print_line
+from platform.boundary.terminal import phase, print_line
 from platform.config.fields import Config
 from platform.config.groups.data_group import Data
 from platform.data.tokenizers.tokenizer_files import JSON
@@ -85,12 +85,13 @@ def _evaluate(given: argparse.Namespace) -> int:
 
 def _measured_model(given: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
     """Measure losses, tasks or BLEU of the model that a command line names; print and return the results."""
-    from platform.cluster.generation.answer_memory import violations_of_memory
-    from platform.cluster.generation.loss_table import measure_losses, print_losses
-    from platform.cluster.generation.session import open_session
-    from platform.cluster.generation.trained import find_trained
-    from platform.composition.arguments import typed_values
-    from platform.data.corpus import corpus_of
+    with phase("importing torch"):
+        from platform.cluster.generation.answer_memory import violations_of_memory
+        from platform.cluster.generation.loss_table import measure_losses, print_losses
+        from platform.cluster.generation.session import open_session
+        from platform.cluster.generation.trained import find_trained
+        from platform.composition.arguments import typed_values
+        from platform.data.corpus import corpus_of
 
     trained, typed = find_trained(given.checkpoint), typed_values(overrides)
     if given.tasks:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from platform.boundary.command_line import CommandLine, command_line, run_command
 from platform.boundary.refusals import NEAREST, ConfigError, in_words, refuse_all, rephrasing, violation
-from platform.boundary.terminal import print_line, printable, write_text
+from platform.boundary.terminal import phase, print_line, printable, write_text
 from platform.config.fields import Config, Model
 from platform.config.groups.data_group import Data
 
@@ -88,12 +88,13 @@ def _generate(given: argparse.Namespace) -> int:
     """Continue the prompts of a command line by a trained model, and print the texts; return the exit status."""
     overrides, words = sorted_words(given.words)
     refuse_all(_violations_of_words(given, words))
-    from platform.cluster.generation.answer_memory import violations_of_memory
-    from platform.cluster.generation.asked_model import AskedModel, Reader
-    from platform.cluster.generation.outputs import Lines
-    from platform.cluster.generation.prompts import Prompt, ends_of, read_prompts, room, too_long
-    from platform.cluster.generation.session import open_session
-    from platform.cluster.generation.trained import find_trained
+    with phase("importing torch"):
+        from platform.cluster.generation.answer_memory import violations_of_memory
+        from platform.cluster.generation.asked_model import AskedModel, Reader
+        from platform.cluster.generation.outputs import Lines
+        from platform.cluster.generation.prompts import Prompt, ends_of, read_prompts, room, too_long
+        from platform.cluster.generation.session import open_session
+        from platform.cluster.generation.trained import find_trained
     from platform.train.protocol.asked import Choice
 
     prompts = read_prompts(given.prompts) if given.prompts else [Prompt({"prompt": w}, repr(w)) for w in words]

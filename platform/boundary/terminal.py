@@ -148,7 +148,7 @@ class LongPhase:
     unit: str = ""
     done: float = 0.0
     began: float = field(default_factory=monotonic)
-    look: Callable[[], float] | None = None  # says how much is done, if nobody counts it
+    look: Callable[[], tuple[float, float]] | None = None  # says how much is done, and of what, if nobody counts it
     _next: float = SILENCE  # seconds of it after which a log has its next line
 
     def add(self, count: float = 1.0) -> None:
@@ -165,7 +165,7 @@ class LongPhase:
         """Return how far this phase is, and how long it takes, in words."""
         age = now - self.began
         if self.look:
-            self.done = self.look()
+            self.done, self.total = self.look()
         parts = [_amount(self.done, self.total, self.unit)] if self.unit and self.total or self.done else []
         if 0 < self.done < self.total:
             parts.append(f"{_time(age / self.done * (self.total - self.done))} left")
@@ -186,10 +186,10 @@ class LongPhase:
 
 @contextmanager
 def phase(
-    what: str, total: float = 0.0, unit: str = "", look: Callable[[], float] | None = None
+    what: str, total: float = 0.0, unit: str = "", look: Callable[[], tuple[float, float]] | None = None
 ) -> Iterator[LongPhase]:
     """Show a phase of this process's main thread to its user while the context lasts, if it lasts long; phases of other
-    threads are not shown. `look` says how much is done."""
+    threads are not shown. `look` says how much is done, and of what total."""
     one = LongPhase(what, total, unit, look=look)
     if threading.current_thread() is not threading.main_thread() or os.environ.get("NO_PROGRESS"):
         yield one

@@ -43,6 +43,10 @@ def gather_alone(value: Any) -> list[Any]:
     return [value]
 
 
+def nobody_is_told(done: int, total: int) -> None:
+    """Say nothing of how far a restore is."""
+
+
 def exchange_nothing(sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> None:
     """Check that there are no messages: the exchange of a checkpoint's restore in a single process."""
     assert not sent and not received, "there is nobody to talk to"
@@ -51,13 +55,14 @@ def exchange_nothing(sent: Sequence[tuple[int, Tensor]], received: Sequence[tupl
 class World(NamedTuple):
     """Ranks of a job that pass blocks of its training state to each other, as this one of them sees it: its `rank`,
     the `size` of all, their `all_gather` and their `exchange`. `budget`: bytes that a rank receives per `exchange`, on
-    average."""
+    average; `told`: gets the bytes that this rank has read, and those that it is to read."""
 
     rank: int = 0
     size: int = 1
     all_gather: AllGather = gather_alone
     exchange: Exchange = exchange_nothing
     budget: int = 256 << 20
+    told: Callable[[int, int], None] = nobody_is_told
 
 
 ALONE = World()
@@ -164,6 +169,8 @@ def pass_on(
     mine: Blocks = defaultdict(list)
     for block in sorted(blocks, key=lambda b: b.box):
         mine[block.name].append(block)
+    turns = list(turns)
+    done, total = 0, sum(piece.nbytes for senders in turns for piece in senders[world.rank])
     for senders in turns:
         sent, failure = _messages(senders[world.rank], fetch, holders, mine, world)
         _raise_failures(world.all_gather(failure))
@@ -177,6 +184,8 @@ def pass_on(
         world.exchange(sent, received)
         for sender, message in received:
             _unpack(message, lacking[sender], mine)
+        done += sum(piece.nbytes for piece in senders[world.rank])
+        world.told(done, total)
 
 
 class _Region(NamedTuple):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from platform.boundary.command_line import DONE, command_line, run_command
 from platform.boundary.refusals import ConfigError, violation
-from platform.boundary.terminal import print_line
+from platform.boundary.terminal import phase, print_line
 from platform.report.page import page_html
 from platform.report.page_data import WatchedRun, page_data
 
@@ -66,9 +66,10 @@ def _answer(given: argparse.Namespace) -> int:
     runs = [WatchedRun(run.resolve()) for run in given.runs]
     if given.serve is not None:
         return _serve_runs(runs, given.host, given.serve)
-    for run in runs:
-        run.look()
-    text = page_html(page_data(runs))
+    with phase("reading the run" if len(runs) == 1 else "reading the runs"):
+        for run in runs:
+            run.look()
+        text = page_html(page_data(runs))
     output = given.output or given.runs[0] / "report.html"
     draft = output.with_name(f".{output.name}.{os.getpid()}")
     draft.write_text(text)

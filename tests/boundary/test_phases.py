@@ -78,7 +78,7 @@ def test_a_log_gets_lines_at_intervals_that_double():
 def test_how_far_a_phase_is():
     assert LongPhase("a", began=0.0).far(12.0) == "12 s"
     assert LongPhase("a", 4, "workers", began=0.0).far(12.0) == "0 of 4 workers, 12 s"
-    assert LongPhase("a", 4, "workers", began=0.0, look=lambda: 3).far(12.0) == "3 of 4 workers, 4 s left"
+    assert LongPhase("a", 4, "workers", began=0.0, look=lambda: (3, 4)).far(12.0) == "3 of 4 workers, 4 s left"
     assert LongPhase("a", 2e9, "B", 5e8, began=0.0).far(100.0) == "0.5 of 2.0 GB, 5 min 0 s left"
     assert LongPhase("a", 0, "characters", 1500, began=0.0).far(2.0) == "1,500 characters, 2 s"
 

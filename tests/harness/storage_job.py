@@ -104,14 +104,14 @@ class Job:
         return directory
 
     def restore(
-        self, storage: Storage, directory: str, manifest, dtype: torch.dtype | None = None, **budget: int
+        self, storage: Storage, directory: str, manifest, dtype: torch.dtype | None = None, **more: Any
     ) -> list[list[Block]]:
         """Every rank's blocks, restored by all ranks together."""
         post = Post(self.world_size)
 
         def work(rank: int) -> list[Block]:
             blocks = self.blocks(rank, empty=True, dtype=dtype)
-            world = World(rank, self.world_size, partial(post.all_gather, rank), partial(post.exchange, rank), **budget)
+            world = World(rank, self.world_size, partial(post.all_gather, rank), partial(post.exchange, rank), **more)
             restore(storage, directory, manifest, self.state, blocks, world)
             return blocks
 

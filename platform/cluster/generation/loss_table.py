@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from platform.boundary.terminal import phase
 from platform.cluster.generation.asked_model import Ask
 from platform.data.corpus import Corpus
 from platform.data.tokens.streams import PairStream
@@ -67,16 +68,17 @@ def units_of(corpus: Corpus, split: str, samples: int) -> tuple[int, int]:
     apart = isinstance(next(iter(corpus.parts[0].streams.values())), PairStream)
     words = size = 0
     inside = False  # a word goes on from the samples before
-    for first in range(0, samples, AT_ONCE):
-        labels = corpus.batch(split, first, min(first + AT_ONCE, samples))["labels"]
-        texts = [corpus.decode(row[row >= 0].tolist()) for row in (labels if apart else [labels.reshape(-1)])]
-        text = ("\n" if apart else "").join(texts)
-        spelled = text
-        for token in vocabulary.special_tokens:
-            text, spelled = text.replace(token, ""), spelled.replace(token, "\n")
-        size += len(text.encode(errors="replace")) - apart * (len(texts) - 1)
-        words += len(spelled.split()) - (inside and bool(spelled) and not spelled[0].isspace())
-        inside = not apart and (not spelled[-1].isspace() if spelled else inside)
+    with phase("counting words", samples, "sequences") as shown:
+        for first in shown.each(range(0, samples, AT_ONCE), lambda _: AT_ONCE):
+            labels = corpus.batch(split, first, min(first + AT_ONCE, samples))["labels"]
+            texts = [corpus.decode(row[row >= 0].tolist()) for row in (labels if apart else [labels.reshape(-1)])]
+            text = ("\n" if apart else "").join(texts)
+            spelled = text
+            for token in vocabulary.special_tokens:
+                text, spelled = text.replace(token, ""), spelled.replace(token, "\n")
+            size += len(text.encode(errors="replace")) - apart * (len(texts) - 1)
+            words += len(spelled.split()) - (inside and bool(spelled) and not spelled[0].isspace())
+            inside = not apart and (not spelled[-1].isspace() if spelled else inside)
     return words, size
 
 

@@ -52,7 +52,8 @@ class Activity:
     many waits for others (collectives and messages) it has completed in this step; its passing on counts as a change.
     `busy`: the share of the time since the heartbeat before in which the main thread ran, or waited for a processor or
     a disk; 1 if that is not known. `wait`: the collective or message that the section waits for; `stack`: frames of the
-    main thread where it stands still, the innermost last; `links`: its connections to other addresses.
+    main thread where it stands still, the innermost last; `links`: its connections to other addresses. `done` of
+    `total`: how far the call is, in bytes or sequences, if it says so; else 0.
     """
 
     call: str
@@ -67,6 +68,8 @@ class Activity:
     wait: Wait | None = None
     stack: Annotated[list[str], Many(0, _FRAMES)] = field(default_factory=list)
     links: Annotated[list[TcpLink], Many(0, 64)] = field(default_factory=list)
+    done: Count = 0
+    total: Count = 0
 
 
 _Now = tuple[str, bool, bool, Any, float]  # section, waiting for other ranks, preparing, what it waits for, since
@@ -80,6 +83,7 @@ class Progress:
         """Construct the progress of a worker that is in no call and no section, and whose device has passed no mark."""
         self._call = ""
         self._now: _Now = ("", False, False, None, monotonic())
+        self._far = 0, 0
         self._device: Callable[[], DevicePlace] | None = None  # set while the main thread waits for its device
         self._passed, self._moved = -1, 0.0  # marks that the device had passed when last looked at, and when
         self._ordered = 0.0
@@ -89,8 +93,13 @@ class Progress:
     def begin(self, call: str) -> None:
         """Note for heartbeats that this worker begins the driver's `call`; "" when the call has ended."""
         self._call, self._now, self._device = call, ("", False, False, None, monotonic()), None
+        self._far = 0, 0
         self.ordered()
         self._thread, self._own, self._looked = get_native_id(), get_ident(), None
+
+    def reached(self, done: int, total: int) -> None:
+        """Note for heartbeats how far this worker is with the driver's call: `done` of `total` bytes or sequences."""
+        self._far = done, total
 
     def ordered(self) -> None:
         """Note that this worker begins to work on the driver's call only now."""
@@ -135,7 +144,10 @@ class Progress:
         """Return the call and section of this process now: a heartbeat without measurements."""
         (section, waiting, preparing, what, since), now = self._now, monotonic()
         wait = what and Wait(what.op, what.name, list(what.axes), what.peer, what.number)
-        return Activity(self._call, section, waiting, now - since, preparing=preparing, wait=wait)
+        done, total = self._far
+        return Activity(
+            self._call, section, waiting, now - since, preparing=preparing, wait=wait, done=done, total=total
+        )
 
     def beat(self) -> Activity:
         """Return the heartbeat of this process: its call, the innermost section, and how long it has been there. Where

@@ -23,6 +23,7 @@ from platform.optimizer.optimizers import OPTIMIZERS, make_optimizer
 from platform.optimizer.parameter_groups import group_parameters
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.communicator.clock import Clock, ClockReading
+from platform.parallel.communicator.progress import PROGRESS
 from platform.parallel.compiled import Trial
 from platform.parallel.kernels.by_index.slots import settle
 from platform.parallel.kernels.einsum import Deferred
@@ -345,6 +346,7 @@ class Trainer:
         passes = self.of_length(self.config.model.length)
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
         for first in range(0, end, passes.batch):
+            PROGRESS.reached(first, end)
             total += passes.evaluate(self.rows.forward, split, first, end)
         loss, _ = self._sum_over_world(total, torch.zeros_like(total))
         return loss / max(1, self.corpus.predicted(split, 0, end))

@@ -35,6 +35,7 @@ from platform.checkpoint.storage.manifest import Corrupt, Manifest, Refused
 from platform.config.fields import short_hash
 from platform.optimizer.optimizers import AVERAGE, NOT_OF_FACTORED, NOT_OF_MATRICES, SIDES, state_of
 from platform.parallel.communicator.base import Communicator
+from platform.parallel.communicator.progress import PROGRESS
 from platform.plan.core.factored import sides
 from platform.plan.core.plan import Plan
 from platform.train.protocol.replies import Unrestored
@@ -89,7 +90,13 @@ class State:
         restores."""
         self._trainer, self._plan, self._communicator = trainer, trainer.plan, trainer.communicator
         all_gather = partial(all_gather_values, self._communicator)
-        self._world = World(self._communicator.rank, self._plan.mesh.size, all_gather, self._communicator.exchange)
+        self._world = World(
+            self._communicator.rank,
+            self._plan.mesh.size,
+            all_gather,
+            self._communicator.exchange,
+            told=PROGRESS.reached,
+        )
         dtype = DTYPES[self._plan.precision][1]
         own, self._numbers = state_of(trainer.config.optimizer, dtype, self._communicator.device)
         own += SIDES if self._plan.factored else ()

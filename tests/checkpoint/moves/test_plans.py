@@ -1,8 +1,9 @@
 """What any plan saved, any other plan restores: parameters and moments, bit by bit."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import cache
 from itertools import product
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -120,6 +121,18 @@ def test_a_plan_restores_what_another_saved(saved, record_count, model):
     for writer, reader in chosen:
         restores(saved, model, writer, reader)
     record_count(f"checkpoint resharding, {model}", len(chosen), len(PAIRS))
+
+
+def test_a_restore_says_how_far_it_is(saved, monkeypatch):
+    """Each rank by itself, in turns: all that it reads in the end, and all ranks together the whole checkpoint."""
+    model, told = next(iter(MODELS)), defaultdict(list)
+    storage, directory, manifest = saved(model, "data 2")
+    monkeypatch.setattr("platform.checkpoint.moves.LARGEST_BLOCK", 1024)
+    note = lambda done, total: told[get_ident()].append((done, total))  # noqa: E731
+    job(model, "1d").restore(storage, directory, manifest, budget=4096, told=note)
+    ends = [turns[-1] for turns in told.values()]
+    assert len(ends) == 4 and all(len(turns) > 2 and turns == sorted(turns) for turns in told.values())
+    assert sum(done for done, _ in ends) == sum(total for _, total in ends) == manifest.nbytes
 
 
 @pytest.mark.parametrize("model", MODELS)

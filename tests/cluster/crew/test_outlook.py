@@ -124,3 +124,20 @@ def test_a_pulse_on_a_disk_that_does_not_answer_ends(tmp_path, monkeypatch):
         time.sleep(0.05)
     assert time.monotonic() - begin < 5
     held.set()
+
+
+def far(method: str, *beats: tuple[int, int]) -> tuple[float, float]:
+    found = Outlook()
+    found.begin_call(method, f"{method}()", RANKS, MEMBERS, {7, 8})
+    for number, (done, total) in zip((7, 8), beats, strict=False):
+        found.heard(number, waits(done=done, total=total), time.monotonic(), True)
+    return found._far(method)
+
+
+def test_how_far_a_call_is_by_its_heartbeats():
+    """Bytes add up; all ranks go through the same sequences; nothing is known before the first heartbeat."""
+    assert far("restore", (100, 400), (300, 400)) == (400, 800)
+    assert far("evaluate", (64, 256), (128, 256)) == (96, 256)
+    assert far("restore") == (0, 0)
+    with Outlook()._phase_of("restore") as shown:
+        assert shown.unit == "B" and shown.look() == (0, 0)

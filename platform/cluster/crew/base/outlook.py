@@ -6,6 +6,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from statistics import median
 from time import monotonic
 from typing import Any, NamedTuple
@@ -50,6 +51,7 @@ _SHOWN = {  # method of a call that may take long -> what a user sees meanwhile;
     "snapshot": "copying the state to host memory",
     "step": "the first step",
 }
+_FAR = {"evaluate": "sequences", "recover": "B", "restore": "B"}  # method of a call that says how far it is -> its unit
 
 
 class _Counted(NamedTuple):
@@ -118,9 +120,19 @@ class Outlook:
     def _phase_of(self, method: str) -> AbstractContextManager[Any]:
         """Return the context in which a user sees how many workers have answered the call of a method."""
         workers = len(self.pending)
+        if method in _FAR:
+            return phase(_SHOWN[method], unit=_FAR[method], look=partial(self._far, method))
         if workers < 2:
             return phase(_SHOWN[method])
-        return phase(_SHOWN[method], workers, "workers", lambda: workers - len(self.pending))
+        return phase(_SHOWN[method], workers, "workers", lambda: (workers - len(self.pending), workers))
+
+    def _far(self, method: str) -> tuple[float, float]:
+        """Return how far the workers are with a call of a method, and of what total, by their heartbeats: bytes of all
+        of them, or the sequences that each has gone through."""
+        beats = [beat for beat, _ in list(self._beats.values())]
+        done, total = sum(beat.done for beat in beats), sum(beat.total for beat in beats)
+        each = max(1, len(beats)) if _FAR[method] != "B" else 1
+        return done / each, total / each
 
     def __enter__(self) -> None:
         """Leave the outlook as `begin_call` has made it: within the block the call is under way."""

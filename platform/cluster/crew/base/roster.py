@@ -48,7 +48,7 @@ class Roster:
     def start(self, size: int) -> None:
         """Open the driver's switchboard, start `size` worker processes, and wait until all of them are ready. Raises
         WorkerFailed if one of them dies or fails to construct its worker."""
-        with phase("starting workers", size, "workers", lambda: self._hired - len(self.starting)):
+        with phase("starting workers", size, "workers", lambda: (self._hired - len(self.starting), size)):
             self.host = self._launcher.open(self.job, size)
             self.board = self._opened.enter_context(closing(Switchboard(self.host, self._launcher.key)))
             self.hire(size)
