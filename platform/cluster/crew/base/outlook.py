@@ -15,7 +15,7 @@ from platform.boundary.terminal import phase
 from platform.cluster.crew.base.failures import Member
 from platform.monitor.records.live import MOST, SeenLink, SeenWorker, kernel_state
 from platform.monitor.verdict.telling import doings_text
-from platform.parallel.communicator.progress import Activity
+from platform.parallel.communicator.progress import PROGRESS, Activity
 from platform.parallel.communicator.sockets import TcpLink
 
 LOOK_SECONDS = 2.0  # of a call, after which its workers are asked where they are, and again after as long
@@ -129,7 +129,7 @@ class Outlook:
     def _far(self, method: str) -> tuple[float, float]:
         """Return how far the workers are with a call of a method, and of what total, by their heartbeats: bytes of all
         of them, or the sequences that each has gone through."""
-        beats = [beat for beat, _ in list(self._beats.values())]
+        beats = [beat for beat, _ in list(self._beats.values())] or [PROGRESS.here()]  # a worker of this process
         done, total = sum(beat.done for beat in beats), sum(beat.total for beat in beats)
         each = max(1, len(beats)) if _FAR[method] != "B" else 1
         return done / each, total / each
