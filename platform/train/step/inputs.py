@@ -48,14 +48,16 @@ def place(plan: Plan, communicator: Communicator, rows: Mapping[Stretch, Mapping
         device."""
         if not layout.present(communicator.coordinates):
             return torch.empty(0, dtype=torch.int64, device=communicator.device)
-        whole = torch.as_tensor(rows[_stretch(plan, communicator, layout)][name])
+        whole = rows[_stretch(plan, communicator, layout)][name]  # of an array, or of a pass of generation a tensor
         found = plan.planner.stretches("length", whole.shape[1], layout, communicator.coordinates)
-        here = torch.cat([whole[:, first : first + n] for first, n in found], 1).t().contiguous()
+        parts = [whole[:, first : first + n] for first, n in found]
+        on_host = np.concatenate(parts, 1).T if isinstance(whole, np.ndarray) else torch.cat(parts, 1).t()
+        here = torch.as_tensor(on_host).contiguous()
         # from pageable memory the copy would hold the host
         mine = here.pin_memory() if communicator.device.type == "cuda" else here
         out = mine.to(communicator.device, non_blocking=True)
         if name == "begins" and out.device.type != "cpu":
-            remember(out, here)
+            remember(out, on_host)
         return out
 
     out: Blocks = {}

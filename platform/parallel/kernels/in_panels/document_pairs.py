@@ -32,7 +32,7 @@ class _Known(NamedTuple):
 _ON_HOST, _KNOWN = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
 
-def remember(tensor: Tensor, on_host: Tensor) -> None:
+def remember(tensor: Tensor, on_host: Begins | Tensor) -> None:
     """Note a data tensor of a device as the host has it."""
     _ON_HOST[tensor] = on_host
 
@@ -41,7 +41,7 @@ def _known(begins: Tensor) -> _Known:
     """Return a data tensor as the host knows it; of one on a device, `remember` has noted the numbers."""
     if begins not in _KNOWN:
         here = begins if begins.device.type == "cpu" else _ON_HOST[begins]
-        _KNOWN[begins] = _Known(here.numpy(), {})
+        _KNOWN[begins] = _Known(np.asarray(here), {})
     return _KNOWN[begins]
 
 
