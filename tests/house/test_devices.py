@@ -20,7 +20,6 @@ MAY_WAIT = {
     "parallel/communicator/clock.py:read": "reads events, after that",
     "parallel/communicator/host_memory.py:all_gather_texts": "host memory",
     "parallel/communicator/host_memory.py:announce": "host memory",
-    "parallel/kernels/in_panels/document_pairs.py:_known": "host memory",
     "parallel/compiled.py:_lacking": "tries the compiler, before a generation forms",
     "train/generation/beams.py:step": "beams are chosen on the host",
     "train/generation/generator.py:_to_all_ranks": "answers are sent to the driver",
