@@ -43,7 +43,7 @@ def gather_alone(value: Any) -> list[Any]:
     return [value]
 
 
-def nobody_is_told(done: int, total: int) -> None:
+def note_nothing(done: int, total: int) -> None:
     """Say nothing of how far a restore is."""
 
 
@@ -55,14 +55,14 @@ def exchange_nothing(sent: Sequence[tuple[int, Tensor]], received: Sequence[tupl
 class World(NamedTuple):
     """Ranks of a job that pass blocks of its training state to each other, as this one of them sees it: its `rank`,
     the `size` of all, their `all_gather` and their `exchange`. `budget`: bytes that a rank receives per `exchange`, on
-    average; `told`: gets the bytes that this rank has read, and those that it is to read."""
+    average; `note`: called with the bytes that this rank has read, and with all that it reads."""
 
     rank: int = 0
     size: int = 1
     all_gather: AllGather = gather_alone
     exchange: Exchange = exchange_nothing
     budget: int = 256 << 20
-    told: Callable[[int, int], None] = nobody_is_told
+    note: Callable[[int, int], None] = note_nothing
 
 
 ALONE = World()
@@ -185,7 +185,7 @@ def pass_on(
         for sender, message in received:
             _unpack(message, lacking[sender], mine)
         done += sum(piece.nbytes for piece in senders[world.rank])
-        world.told(done, total)
+        world.note(done, total)
 
 
 class _Region(NamedTuple):

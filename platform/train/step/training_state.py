@@ -95,7 +95,7 @@ class State:
             self._plan.mesh.size,
             all_gather,
             self._communicator.exchange,
-            told=PROGRESS.reached,
+            note=PROGRESS.reached,
         )
         dtype = DTYPES[self._plan.precision][1]
         own, self._numbers = state_of(trainer.config.optimizer, dtype, self._communicator.device)

@@ -129,7 +129,7 @@ def test_a_restore_says_how_far_it_is(saved, monkeypatch):
     storage, directory, manifest = saved(model, "data 2")
     monkeypatch.setattr("platform.checkpoint.moves.LARGEST_BLOCK", 1024)
     note = lambda done, total: told[get_ident()].append((done, total))  # noqa: E731
-    job(model, "1d").restore(storage, directory, manifest, budget=4096, told=note)
+    job(model, "1d").restore(storage, directory, manifest, budget=4096, note=note)
     ends = [turns[-1] for turns in told.values()]
     assert len(ends) == 4 and all(len(turns) > 2 and turns == sorted(turns) for turns in told.values())
     assert sum(done for done, _ in ends) == sum(total for _, total in ends) == manifest.nbytes

@@ -127,8 +127,7 @@ class Outlook:
         return phase(_SHOWN[method], workers, "workers", lambda: (workers - len(self.pending), workers))
 
     def _far(self, method: str) -> tuple[float, float]:
-        """Return how far the workers are with a call of a method, and of what total, by their heartbeats: bytes of all
-        of them, or the sequences that each has gone through."""
+        """Return how much of a method's call is done, and of what total: bytes of all workers, or each one's sequences."""
         beats = [beat for beat, _ in list(self._beats.values())] or [PROGRESS.here()]  # a worker of this process
         done, total = sum(beat.done for beat in beats), sum(beat.total for beat in beats)
         each = max(1, len(beats)) if _FAR[method] != "B" else 1
