@@ -127,7 +127,7 @@ class Outlook:
         return phase(_SHOWN[method], workers, "workers", lambda: (workers - len(self.pending), workers))
 
     def _far(self, method: str) -> tuple[float, float]:
-        """Return how much of a method's call is done, and of what total: bytes of all workers, or each one's sequences."""
+        """Return how much of a call of a method is done, and of how much: bytes of all, or sequences of each."""
         beats = [beat for beat, _ in list(self._beats.values())] or [PROGRESS.here()]  # a worker of this process
         done, total = sum(beat.done for beat in beats), sum(beat.total for beat in beats)
         each = max(1, len(beats)) if _FAR[method] != "B" else 1
