@@ -155,7 +155,8 @@ def suits(configs: Sequence[Config], plans: Sequence[Plan]) -> bool:
 def of_rounding(c: Config) -> bool:
     """Say whether an update looks at a gradient's direction alone, and rounding of a zero decides it in some step: the
     sign of an element for Lion, a whole matrix for Muon, as a query's is where all tokens that it sees are equal. It
-    shows as a gradient that is tiny, or as other weights after initial ones that differ in their last bit."""
+    shows as a gradient that is tiny, or of a whole parameter 0, which another plan rounds to a tiny one; or as other
+    weights after initial ones that differ in their last bit."""
     if c.optimizer.kind not in ("lion", "muon"):
         return False
     steps = [range(k, k + 1) for k in range(1, c.train.steps + 1)]
@@ -163,7 +164,8 @@ def of_rounding(c: Config) -> bool:
     for step in (found := alone(c, steps)):
         sizes = {name: g.abs() for name, g in step.gradients.items()}
         rounding = 1e-13 * max(float(size.max()) for size in sizes.values())
-        if c.optimizer.kind == "lion" and any(((g > 0) & (g <= rounding)).any() for g in sizes.values()):
+        shaky = (((g > 0) & (g <= rounding)).any() or not g.any() for g in sizes.values())
+        if c.optimizer.kind == "lion" and any(shaky):
             return True
         if c.optimizer.kind == "muon" and any(float(sizes[name].max()) <= rounding for name in matrices):
             return True
