@@ -17,7 +17,7 @@ function swatch(fill) {
 }
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-const colour = (i) => style(`c${i % 8}`);
+const colour = (i) => style(`c${i % 10}`);
 
 function short(value, digits = 3) {
   const size = Math.abs(value);
