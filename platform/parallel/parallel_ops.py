@@ -39,6 +39,7 @@ from platform.plan.language.layout import shape_at
 from platform.plan.language.ops import Parameter, Spec
 from platform.plan.language.stretches import Stretch
 from platform.plan.operations.attention.cached import KeyValueCache
+from platform.plan.operations.attention.fused_attention import hides_most
 from platform.plan.operations.words import Ops
 
 
@@ -105,11 +106,17 @@ class ParallelOps(Ops):
         self._wholly = lonely and not dropout and plan.recompute.kind != "selective" and not plan.frozen
         self._wholly &= plan.mlp_chunks == 1  # whose chunks are computed twice
         self._wholly &= all(kind != "route" for kind, _ in plan.operations)  # which counts
-        # whose documents say what is computed
-        self._wholly &= not any(dict(o.operation.attributes).get("begins") for o in plan.operations.values())
+        self._wholly &= not any(self._by_pairs(o) for o in plan.attentions)
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
         # activation -> (offset, extent) per dim of this rank's block
         self.blocks = {t: plan.block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
+
+    def _by_pairs(self, attention: PlannedOperation) -> bool:
+        """Return True if an attention may be computed by pairs of queries and keys, which no compiler traces."""
+        o, query = attention.operation, attention.operation.inputs[0]
+        length = dict(zip(query.dims, self.plan.local_shape(query), strict=True)).get("length", 0)
+        hidden = o["begins"] or hides_most(self.communicator.device.type, length, o["window"], documents=False)
+        return o.kind == "ring_attention" or bool(hidden)
 
     def _start(self, p: Parameter, conversion: Conversion) -> Pending:
         """Start the collectives that convert this rank's block of a parameter to an operation's layout."""

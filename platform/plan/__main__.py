@@ -200,6 +200,11 @@ def _refuse_output(output: Path, overwrite: bool) -> None:
         raise ConfigError(violation("--output", output, why))
 
 
+def _named(hardware: Hardware, arguments: argparse.Namespace, config: Config) -> Hardware | None:
+    """Return the hardware of a plan if the command line or the configuration names it, and it is no guess."""
+    return hardware if arguments.hardware or config.cluster.gpu else None
+
+
 def _usual_tiers(hardware: Hardware | None) -> dict[str, int]:
     """Return the tiers of a plan where none are given: nodes as the `hardware` has them, or of 8 workers."""
     return {"node": hardware.ranks if hardware else 8}
@@ -235,7 +240,7 @@ def _explain_as_asked(arguments: argparse.Namespace) -> int:
             print(visible(line), flush=True)
         return 0
     hardware = _hardware(arguments.hardware, config)
-    named = hardware if arguments.hardware or config.cluster.gpu else None
+    named = _named(hardware, arguments, config)
     if arguments.svg:
         _draw(Path(arguments.svg), picture(config, plan, named))
     found = explained(
@@ -283,7 +288,7 @@ def _plan_of_diff(arguments: argparse.Namespace, given: str) -> Any:
             typed = shlex.split(given)
         config, plan = _one_plan(arguments, with_values(arguments.overrides, typed))
         hardware = _hardware(arguments.hardware, config)
-        tiers = arguments.tiers or _usual_tiers(hardware if arguments.hardware or config.cluster.gpu else None)
+        tiers = arguments.tiers or _usual_tiers(_named(hardware, arguments, config))
         return explained(config, plan, tiers, hardware, bool(arguments.hardware), arguments.tokens)
     try:
         return from_json(read_bytes(given, MOST), MOST, VALUES)

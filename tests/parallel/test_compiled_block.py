@@ -71,6 +71,8 @@ def test_they_compute_the_same(name, made):
 
 PASS_BY_PASS = {
     "documents": MODELS["packed_gpt"],
+    "sinks": {"attention_sinks": True},
+    "a window of a long sequence": {"window": 128, "length": 1024, "layers": 1, "microbatch": 1, "global_batch": 1},
     "padding": MODELS["bert"],
     "a tensor scheme": {"tensor": "1d", "axes": {"t": 2}},
     "dropout": {"dropout": 0.2},

@@ -69,7 +69,7 @@ def units_of(corpus: Corpus, split: str, samples: int) -> tuple[int, int]:
     words = size = 0
     inside = False  # a word goes on from the samples before
     with phase("counting words", samples, "sequences") as shown:
-        for first in shown.each(range(0, samples, AT_ONCE), lambda _: AT_ONCE):
+        for first in shown.each(range(0, samples, AT_ONCE), lambda first: min(AT_ONCE, samples - first)):
             labels = corpus.batch(split, first, min(first + AT_ONCE, samples))["labels"]
             texts = [corpus.decode(row[row >= 0].tolist()) for row in (labels if apart else [labels.reshape(-1)])]
             text = ("\n" if apart else "").join(texts)

@@ -271,5 +271,4 @@ def without_collecting() -> Iterator[None]:
         yield
     finally:
         if was:
-            gc.freeze()  # nor later at what has come since
             gc.enable()

@@ -139,5 +139,6 @@ def test_how_far_a_call_is_by_its_heartbeats():
     assert far("restore", (100, 400), (300, 400)) == (400, 800)
     assert far("evaluate", (64, 256), (128, 256)) == (96, 256)
     assert far("restore") == (0, 0)
+    assert far("evaluate", (64, 256), (0, 0)) == (64, 256), "one has not begun"
     with Outlook()._phase_of("restore") as shown:
         assert shown.unit == "B" and shown.look() == (0, 0)

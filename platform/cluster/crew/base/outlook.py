@@ -128,9 +128,9 @@ class Outlook:
 
     def _far(self, method: str) -> tuple[float, float]:
         """Return how much of a call of a method is done, and of how much: bytes of all, or sequences of each."""
-        beats = [beat for beat, _ in list(self._beats.values())] or [PROGRESS.here()]  # a worker of this process
+        beats = [beat for beat, _ in list(self._beats.values()) if beat.total] or [PROGRESS.here()]  # of this process
         done, total = sum(beat.done for beat in beats), sum(beat.total for beat in beats)
-        each = max(1, len(beats)) if _FAR[method] != "B" else 1
+        each = 1 if _FAR[method] == "B" else len(beats)
         return done / each, total / each
 
     def __enter__(self) -> None:

@@ -30,15 +30,19 @@ def length_of(kv: Spec) -> str:
     return "memory_length" if "memory_length" in kv.dims else "length"
 
 
+def hides_most(device: str, length: int, window: int, documents: bool) -> bool:
+    """Return True if a window or, on a CPU, borders of documents hide most scores of a sequence of some `length`."""
+    # a GPU would launch more kernels than it saves for less
+    windowed = window > 0 and length >= 8 * max(window, LEAST if device == "cpu" else BLOCK)
+    return windowed or (documents and device == "cpu" and length >= 4 * LEAST)
+
+
 def _in_pairs(ops, kv: Spec, device: str, length: int, window: int, begins: Any, bias: Any) -> bool:
     """Return True if an attention is computed by pairs of queries and keys: its queries are some of all positions, or
-    most of a long sequence is hidden by a window or, on a CPU, by borders of documents, and nothing is added to its
-    scores, or drawn by a kernel. Else one mask of all scores hides. `length`: the number of its queries."""
-    # a GPU would launch more kernels than it saves for less
-    windowed = window and length >= 8 * max(window, LEAST if device == "cpu" else BLOCK)
-    documents = begins is not None and device == "cpu" and length >= 4 * LEAST
-    hidden = (windowed or documents) and not ops.cache
-    return (length_of(kv) == "memory_length" or bool(hidden)) and bias is None and not ops.dropout_rate
+    most scores are hidden (`hides_most`), and nothing is added to scores, or drawn by a kernel. Else one mask of all
+    scores hides. `length`: the number of its queries."""
+    hidden = not ops.cache and hides_most(device, length, window, begins is not None)
+    return (length_of(kv) == "memory_length" or hidden) and bias is None and not ops.dropout_rate
 
 
 class FusedAttentionOp(BlockOp):

@@ -50,9 +50,9 @@ def ring_cuts(planner: Planner, operation: Operation) -> tuple[Cut, ...]:
 
 
 class RingAttentionOp(BlockOp):
-    """Attention of local heads whose queries and keys are split over the same axes of length: as `fused_attention`,
-    with keys and values of other ranks in panels that go around, and merged log-sum-exps. `sink` [heads] as in softmax;
-    `shared`: True where k and v have heads that several of q's may share."""
+    """Attention of local heads whose queries and keys are split over the same axes of length, or over none: as
+    `fused_attention`, with keys and values of other ranks in panels that go around, and merged log-sum-exps. `sink`
+    [heads] as in softmax; `shared`: True where k and v have heads that several of q's may share."""
 
     def record(
         self, ops, name, q, k, v, spec, kv, values, out, sink=None, *, scale, causal, shared, window=0, mask=None,
