@@ -47,9 +47,9 @@ LINES: dict[type[JournalEvent], Callable[[Any], str]] = {
     events.Hiring: lambda e: f"{count_of(e.count, 'new worker')} starting",
     events.Slow: lambda e: f"rank {e.rank}{_on(e.node)} is slow: {e.ratio:.1f} times its stage's median",
     events.Notice: lambda e: f"{count_of(len(e.numbers), 'worker')} will be taken away",
-    events.Spike: lambda e: f"step {e.step} has a loss of {e.loss:g}: {e.policy}",
+    events.Spike: lambda e: f"step {e.step} has {e.number}: {e.policy}",
     events.Drained: lambda e: f"stopped by {e.signal} after step {e.step}",
-    events.GaveUp: lambda e: f"ends after step {e.step}",
+    events.GaveUp: lambda e: f"gives up after step {e.step}",
     events.Done: lambda e: f"done: step {e.step}",
 }
 

@@ -1,5 +1,7 @@
 """What happened, for people."""
 
+from math import nan
+
 from platform.monitor.records import events
 from platform.monitor.story import story
 from tests.harness.happenings import happening
@@ -19,6 +21,12 @@ JOURNAL = [
     events.Released(time=113.0),
     happening(113.0, "done"),
 ]
+
+
+def test_a_spike_is_told_by_the_number_that_is_one():
+    spikes = [events.Spike(step=4, loss=7.5, grad_norm=norm, limit=9.0, policy="stop", attempt=1) for norm in (nan, 1)]
+    told = story([happening(100.0, "starting"), *spikes]).splitlines()[1:]
+    assert [line.partition(" has ")[2] for line in told] == ["a gradient norm of nan: stop", "a loss of 7.5: stop"]
 
 
 def test_the_last_driver_is_told():

@@ -128,6 +128,20 @@ def test_the_culprit_is_named(name):
     assert verdict.line.isprintable() and verdict.plain()["attention"] is (why != "drained")
 
 
+@pytest.mark.parametrize("fault, of_others", [("5:kill:3:backward", False), ("5:kill:2", True), ("4:kill:3", True)])
+def test_a_fault_that_the_run_injected_is_blamed_on_nobody_else(fault, of_others):
+    injected = events.Injected(step=int(fault[0]), faults=[fault])
+    verdict = verdict_on(Evidence(stamped([*GOES, injected, DIED]), driver=ALIVE, now=200.0))
+    assert verdict and any("a user, the scheduler" in line for line in verdict.details) is of_others
+    assert (f"on purpose: elastic.faults={fault}" in verdict.details) is not of_others
+
+
+def test_a_spike_on_purpose_says_so():
+    found = [*GOES, events.Injected(step=5, faults=["5:nan:1"]), spike(1.0, math.nan)]
+    verdict = verdict_on(Evidence(stamped(found), driver=ALIVE, now=200.0))
+    assert verdict and verdict.details[1:] == ["on purpose: elastic.faults=5:nan:1"]
+
+
 def test_gauges_of_a_slow_worker_far_from_the_others_are_told():
     slow = events.Slow(number=2, rank=2, node="n2", ratio=3.0)
     workers = {"temperature/median": 58.0, "temperature/max": 91.0, "gpu/median": 0.97, "gpu/max": 0.99}

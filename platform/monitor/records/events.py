@@ -5,6 +5,7 @@ lack it; unknown kinds and fields are passed over."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -210,6 +211,12 @@ class Spike(JournalEvent):
     limit: Number
     policy: str
     attempt: int
+
+    @property
+    def number(self) -> str:
+        """Return which number of the step is a spike, and its value: "a loss of nan"."""
+        of_loss = not isfinite(self.loss) or isfinite(self.grad_norm)
+        return f"a loss of {self.loss:g}" if of_loss else f"a gradient norm of {self.grad_norm:g}"
 
 
 class Undecided(JournalEvent):

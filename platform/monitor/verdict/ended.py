@@ -29,7 +29,9 @@ def of_failure(evidence: Evidence, failure: events.Failure) -> Verdict:
         what = f"lost its peers in {failure.method}: {last}; no other worker was found dead or hung"
     elif failure.kind == "damaged":
         what = f"has damaged memory, found in {failure.method}: {last}"
-    if failure.kind == "died" and _KILL in failure.cause:
+    if purpose := _on_purpose(evidence, failure.step, failure.rank):
+        details += purpose
+    elif failure.kind == "died" and _KILL in failure.cause:
         details.append(f"{_KILL}: {_BY_OTHERS}")
     if failure.dump:
         details.append(f"stacks and collectives of every worker that answered: {failure.dump}")
@@ -49,6 +51,14 @@ def of_failure(evidence: Evidence, failure: events.Failure) -> Verdict:
     )
 
 
+def _on_purpose(evidence: Evidence, step: int | None, rank: int | None = None) -> list[str]:
+    """Return a line on the faults that the run injected into a step of its last driver, into one rank if it is given,
+    for the details of a verdict; no line if it injected none."""
+    injected = [e for e in evidence.life if isinstance(e, events.Injected) and e.step == step]
+    found = [f for e in injected for f in e.faults if rank is None or f.split(":")[2:3] == [str(rank)]]
+    return [f"on purpose: elastic.faults={','.join(found)}"] if found else []
+
+
 def because_of_failure(evidence: Evidence) -> str:
     """Return how the last worker of a run failed, to be added to a verdict on too few workers; "" if none has."""
     failure = evidence.last(events.Failure)
@@ -57,12 +67,11 @@ def because_of_failure(evidence: Evidence) -> str:
 
 def of_spike(evidence: Evidence, spike: events.Spike) -> Verdict:
     """Return the verdict on a step whose loss or gradient norm is too large or no number."""
-    number = "loss" if not isfinite(spike.loss) or isfinite(spike.grad_norm) else "gradient norm"
-    value = spike.loss if number == "loss" else spike.grad_norm
-    above = f", above the limit of {spike.limit:g}" if isfinite(spike.limit) and isfinite(value) else ""
+    finite = isfinite(spike.limit) and isfinite(spike.loss) and isfinite(spike.grad_norm)
+    above = f", above the limit of {spike.limit:g}" if finite else ""
     often = f", {count_of(spike.attempt, 'time')} in a row" if spike.attempt > 1 else ""
-    line = f"step {spike.step} has a {number} of {value:g}{above}{often}: train.on_spike={spike.policy}"
-    details = [f"loss {spike.loss:g}, gradient norm {spike.grad_norm:g}"]
+    line = f"step {spike.step} has {spike.number}{above}{often}: train.on_spike={spike.policy}"
+    details = [f"loss {spike.loss:g}, gradient norm {spike.grad_norm:g}", *_on_purpose(evidence, spike.step)]
     return Verdict("loss", line, step=spike.step, since=spike.time, details=details)
 
 
