@@ -3,7 +3,7 @@ each failure cost in seconds of useful work."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ KINDS = {
     "down": "no driver",
 }
 _TRAINING = ("useful", "fewer")
+_STANDING = ("recover", "start")  # what a failure costs until the next step
 _ENDED = (events.GaveUp, events.Unsaved, events.Stopped, events.NoPlaces)  # not as was asked for
 _TONES: dict[type[JournalEvent], str] = {
     events.Failure: "bad", events.TookOver: "bad", events.CheckpointFailed: "bad", events.Damaged: "bad",
@@ -70,9 +71,12 @@ class Account:
     failures: list[FailureCost] = field(default_factory=list)
 
 
-def account_of(journal: Iterable[JournalEvent], now: float = 0.0) -> Account:
-    """Return the account of a run's time from its journal, up to `now` if it goes on: the last sign of its work."""
-    ledger = _Ledger()
+def account_of(
+    journal: Iterable[JournalEvent], now: float = 0.0, step_seconds: Mapping[int, float] | None = None
+) -> Account:
+    """Return the account of a run's time from its journal, up to `now` if it goes on: the last sign of its work.
+    `step_seconds`: step -> its seconds, by which the first step of a mesh is told from the start before it."""
+    ledger = _Ledger(step_seconds or {})
     for event in journal:
         ledger.enter(event)
     ledger.close(max(now, ledger.last))
@@ -82,9 +86,10 @@ def account_of(journal: Iterable[JournalEvent], now: float = 0.0) -> Account:
 class _Ledger:
     """Bookkeeper of a run's time, which takes the events of its journal one by one."""
 
-    def __init__(self) -> None:
-        """Begin an account of a run's time in which nothing has happened."""
+    def __init__(self, step_seconds: Mapping[int, float]) -> None:
+        """Begin an account of a run's time in which nothing has happened, of steps that take `step_seconds`."""
         self.account, self.last = Account(), 0.0
+        self._step_seconds = step_seconds
         self._kind, self._since = "", 0.0  # of the open period; "": none
         self._workers, self._full = 0, 0  # workers of the mesh, and the most that there have been
         self._saved = self._before = 0.0  # time of the last checkpoint, and of the last event of the driver before
@@ -119,8 +124,7 @@ class _Ledger:
                     self._failure.steps += event.steps_lost
                 self._lose(event.lost_seconds)
             case events.FirstStep():
-                self._turn("fewer" if self._workers < self._full else "useful", event.time)
-                self._failure = self._failure if self._workers < self._full else None
+                self._begin_training(event)
             case End():
                 self.close(event.time)
                 if self._failure:
@@ -136,6 +140,18 @@ class _Ledger:
             self._book(self._kind, self._since, time)
         self._kind = ""
 
+    def _begin_training(self, event: events.FirstStep) -> None:
+        """Enter the first step of a mesh: the time that it took is training, and a failure is charged for it too."""
+        kind = "fewer" if self._workers < self._full else "useful"
+        recovers = self._kind in _STANDING
+        began = max(self._since, event.time - self._step_seconds.get(event.step, 0.0)) if self._kind else event.time
+        self._turn(kind, began)
+        failure, self._failure = self._failure, None
+        self._turn(kind, event.time)
+        if failure and recovers:
+            failure.stopped += event.time - began
+        self._failure = failure if kind == "fewer" else None
+
     def _turn(self, kind: str, time: float) -> None:
         """Begin a period of a run's time of another kind, where the one before ends."""
         self.close(time)
@@ -145,8 +161,10 @@ class _Ledger:
         """Enter a period of a run's time, and charge the last failure for it."""
         if end <= start:
             return
-        self.account.periods.append(Period(kind, start, end))
-        if self._failure and kind in ("recover", "start"):
+        found = self.account.periods
+        joins = bool(found) and (found[-1].kind, found[-1].end) == (kind, start)
+        found.append(Period(kind, found.pop().start if joins else start, end))
+        if self._failure and kind in _STANDING:
             self._failure.stopped += end - start
         elif self._failure and kind == "fewer":
             self._failure.fewer += (end - start) * (1 - self._workers / self._full)

@@ -65,6 +65,22 @@ def test_shares_are_those_of_goodput_and_add_up() -> None:
     assert found["lost"] == 10.0 and found["recover"] == 4.0 and found["rest"] == 1.0
 
 
+def test_the_first_step_of_a_mesh_is_training_and_counted_once() -> None:
+    found = account_of(FAILED, step_seconds={1: 2.0, 21: 1.0, 42: 0.5})
+    assert [tuple(s) for s in found.periods] == [
+        ("start", 0, 8),
+        ("useful", 8, 30),
+        ("lost", 30, 40),
+        ("recover", 40, 43),
+        ("fewer", 43, 64),  # of which the last failure is charged with the step from 43 on as a whole
+        ("reshape", 64, 66.5),
+        ("useful", 66.5, 80),
+    ]
+    [cost] = found.failures
+    assert (cost.stopped, cost.fewer) == (4.0, 5.0)
+    assert time_shares(FAILED, found, None)["rest"] == 1.0 + 3.5
+
+
 def test_of_two_failures_at_once_each_is_charged_for_its_own_time() -> None:
     found = account_of(
         [*START, failure(40, 31, 10.0), failure(42, 31, 0.0), forming(43, 4), at(47, "first_step", step=31)]

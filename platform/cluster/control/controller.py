@@ -120,7 +120,7 @@ class Controller:
     # RUNNING
 
     def _train_on(self, crew: Crew) -> RunState:
-        """Train in the generation that has formed until the run's last step, then print a text sample if monitor.sample
+        """Train in the generation that has formed until the run's last step, then show a text sample if monitor.sample
         asks for one, and return DONE. The timeline is written in any case, if monitor.timeline is set."""
         generation = self._generation
         assert generation
@@ -130,7 +130,7 @@ class Controller:
             if generation.timeline:
                 with tolerated(self._monitor.say, "the timeline"):
                     generation.timeline.write(Path(self._config.run.dir))
-        self._evaluations.show_sample(crew, generation.plan)
+        self._evaluations.show_sample(crew, generation.plan, self.done)
         return RunState.DONE
 
     def _train(self, crew: Crew, generation: Generation) -> None:

@@ -51,10 +51,12 @@ class Evaluations:
         mean = sum(found[name] * share for name, (_, share) in held.items()) / sum(share for _, share in held.values())
         return {**found, "": mean}
 
-    def show_sample(self, crew: Crew, plan: Plan) -> None:
-        """Print a text of monitor.sample tokens that the crew's model writes after a fixed prompt; none if it is 0."""
+    def show_sample(self, crew: Crew, plan: Plan, step: int) -> None:
+        """Print and record a text of monitor.sample tokens that the crew's model writes after its last step and a fixed
+        prompt; none if it is 0."""
         if tokens := self._config.monitor.sample:
             [text] = self._texts(crew, plan, [PROMPT], tokens)
+            self._journal.write(events.Sampled(step=step, prompt=PROMPT, text=text))
             self._monitor.say(f"a sample of {count_of(tokens, 'token')}:\n{text}")
 
     def _texts(self, crew: Crew, plan: Plan, prompts: Sequence[str], tokens: int, within: float = inf) -> list[str]:

@@ -87,15 +87,16 @@ class Columns:
             del self.steps[before:]
             for column in self._numbers.values():
                 del column[before:]
-        before = len(self.steps)
+        before, columns = len(self.steps), self._numbers
         self.steps.append(step)
         for name, value in _flat(row):
-            number = value if type(value) is float else _as_number(value)
-            if name not in self._numbers and number is not None and len(self._numbers) < _MOST_COLUMNS:
-                self._numbers[name] = array("d")
-            if number is not None and name in self._numbers:
-                column = _lengthened(self._numbers[name], before)
-                if len(column) == before:  # else a name comes twice
+            column = columns.get(name)
+            if type(value) is float and column is not None and len(column) == before:  # nearly all
+                column.append(value)
+            elif (number := _as_number(value)) is not None:
+                if column is None and len(columns) < _MOST_COLUMNS:
+                    column = columns[name] = array("d")
+                if column is not None and len(_lengthened(column, before)) == before:  # else a name comes twice
                     column.append(number)
         return before
 
