@@ -163,4 +163,5 @@ def picture(config: Config, plan: Plan, hardware: Hardware | None) -> str:
     found = simulated(work_of(config, plan), hardware, schedule) if hardware else simulate(schedule)
     some = f", {drawn} of {plan.microbatches} microbatches" if drawn < plan.microbatches else ""
     when = f"predicted on {hardware.name}" if hardware else "with backward passes twice as long as forward ones"
-    return gantt_svg({f"{schedule.name}{some}, bubble {found.bubble:.1%}, {when}": found.timeline})
+    title = f"{schedule.name}{some}, bubble {found.bubble:.1%}, {when}"
+    return gantt_svg({title: found.timeline}, unit="s" if hardware else "")

@@ -27,6 +27,7 @@ def test_it_has_every_pass(hardware):
     image = picture(config, plan, hardware)
     assert boxes(image) == 8 * 4 * 2
     assert ("predicted on a100_80g" in image) == bool(hardware)
+    assert bool(re.search(r">0[.0]* s<", image)) == bool(hardware)  # nominal times are no seconds
 
 
 def test_a_long_step_is_drawn_in_part():

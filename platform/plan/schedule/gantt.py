@@ -48,9 +48,12 @@ class Bar(NamedTuple):
 Rows = Mapping[int, Sequence[tuple[str, Sequence[Bar]]]]  # stage -> rows beneath its lane: (label, bars by start)
 
 
-def gantt_svg(panels: Mapping[str, Sequence[TimedAction]], beneath: Mapping[str, Rows] | None = None) -> str:
+def gantt_svg(
+    panels: Mapping[str, Sequence[TimedAction]], beneath: Mapping[str, Rows] | None = None, unit: str = "s"
+) -> str:
     """Draw timelines of a pipeline step as the text of one SVG image: one panel per entry {title: events} of `panels`,
     one above the other on a common time scale, with one lane per stage. `beneath`: title -> what else a panel shows.
+    `unit`: of the times; "" for that of a forward pass.
 
     Boxes carry the microbatch's number; the later the chunk on its stage, the paler its box. Sends and receives, if the
     events have them, are strips under the boxes.
@@ -66,7 +69,7 @@ def gantt_svg(panels: Mapping[str, Sequence[TimedAction]], beneath: Mapping[str,
         panel, height = _panel(title, events, rows.get(title, {}), top, scale)
         parts += panel
         top += height
-        parts += _axis(span, top, scale)
+        parts += _axis(span, top, scale, unit)
         top += AXIS
     kinds = {e.action.kind for events in panels.values() for e in events}
     shown = {bar.kind for bar in bars}
@@ -152,15 +155,15 @@ def _box(event: TimedAction, lane: int, scale: float, opacity: float) -> str:
     return f'{box}<text x="{x + width / 2:.2f}" y="{y + height / 2 + 4:g}" text-anchor="middle">{label}</text>'
 
 
-def _axis(span: float, y: int, scale: float) -> Iterator[str]:
-    """Yield the SVG elements of the time axis under a panel of the Gantt chart, from 0 to `span` seconds, at height `y`
-    in pixels with `scale` pixels per second."""
+def _axis(span: float, y: int, scale: float, unit: str) -> Iterator[str]:
+    """Yield the SVG elements of the time axis under a panel of the Gantt chart, from 0 to `span` in a unit, at height
+    `y` in pixels with `scale` pixels per unit."""
     step = _round_step(span / 10)
     digits = max(0, -floor(log10(step)))
     for tick in range(floor(span / step) + 1):
         x = LEFT + tick * step * scale
         yield f'<path d="M{x:.2f} {y} v4" stroke="#555555"/>'
-        text = f"{tick * step:.{digits}f}" + ("" if tick else " s")
+        text = f"{tick * step:.{digits}f}" + (f" {unit}" if unit and not tick else "")
         yield f'<text x="{x:.2f}" y="{y + 16}" text-anchor="middle" fill="#555555">{escape(text)}</text>'
 
 
