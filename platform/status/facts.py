@@ -26,6 +26,7 @@ def facts(found: Look) -> dict[str, Any]:
     evidence, last = found.evidence, dict(found.evidence.rows[-1]) if found.evidence.rows else {}
     recent = [row for row in evidence.rows if row.get("step_seconds")][-_RATE_STEPS:]
     seconds = median(row["step_seconds"] for row in recent) if recent else None
+    rates = [row["tokens_per_second"] for row in recent if row.get("tokens_per_second")]
     left = (evidence.steps - evidence.step) * seconds if seconds and evidence.steps else None
     saved = next((e for e in reversed(evidence.journal) if isinstance(e, events.Checkpoint)), None)
     validated: dict[str, Any] = next((dict(row) for row in reversed(evidence.rows) if row.get("val_loss")), {})
@@ -39,7 +40,7 @@ def facts(found: Look) -> dict[str, Any]:
         "step": evidence.step,
         "steps": evidence.steps,
         "step_seconds": seconds,
-        "tokens_per_second": last.get("tokens_per_second"),
+        "tokens_per_second": median(rates) if rates else None,
         "seconds_left": None if evidence.end or found.verdict and found.verdict.attention else left,
         "loss": last.get("loss"),
         "val_loss": validated.get("val_loss"),

@@ -53,6 +53,14 @@ def test_of_a_run_that_goes_on(run, capsys):
         assert words in text, text
 
 
+def test_rate_and_seconds_of_a_step_are_of_the_same_steps(run, capsys):
+    folder = run([*GOES], here(os.getpid()), rows=3)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, **ROW, "tokens_per_second": 90.0, "step_seconds": 0.05}) + "\n")
+    _, text = said(capsys, folder)
+    assert "4 of 10, 0.5 s each, 9 tokens/s" in text
+
+
 def test_the_culprit_comes_first(run, capsys):
     code, text = said(capsys, run([*GOES, DIED], here(os.getpid())))
     assert code == 1 and text.startswith("rank 3 [data1 t1] on n3 (worker 3) died in step(5)")
