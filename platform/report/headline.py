@@ -10,7 +10,7 @@ from platform.monitor.goodput import goodput
 from platform.monitor.records.columns import Columns
 from platform.monitor.records.journal_event import End
 from platform.plan.reports.describe import human
-from platform.status.facts import state_word
+from platform.status.facts import clock_text, state_word
 from platform.status.seen_run import Look
 
 _RECENT = 50  # steps whose median speed is shown
@@ -22,11 +22,11 @@ def state_line(found: Look | None, columns: Columns) -> dict[str, Any]:
         return {"tone": "warn", "line": "no run has started here yet", "details": []}
     if verdict := found.verdict:
         stack = ["where it was, the innermost call last:", *verdict.stack] if verdict.stack else []
-        tone = "bad" if verdict.attention else "warn"
+        when = f"since {clock_text(verdict.since)}; " if verdict.since else ""
         return {
-            "tone": tone,
+            "tone": "bad" if verdict.attention else "warn",
             "line": verdict.line,
-            "details": [f"{verdict.sure}: {verdict.why}", *verdict.details, *stack],
+            "details": [f"{when}{verdict.sure}", *verdict.details, *stack],
         }
     of = f" of {found.evidence.steps:,}" if found.evidence.steps else ""
     line = f"{state_word(found).removeprefix('ended: ')}: step {_last_step(found, columns):,}{of}"

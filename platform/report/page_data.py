@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from platform.boundary import documents
-from platform.boundary.refusals import ConfigError
+from platform.boundary.refusals import ConfigError, in_words
 from platform.boundary.schema import Malformed
 from platform.cluster.run import traces
 from platform.config.fields import Config
@@ -127,7 +127,7 @@ def _weight(run: WatchedRun) -> int:
 def _run_data(run: WatchedRun, name: str, points: int) -> dict[str, Any]:
     """Return what a page draws of one run, with curves of at most about `points` points."""
     journal, wrote = run.journal, run.found.evidence.wrote if run.found else 0.0
-    ledger = account.account_of(journal, wrote if account.goes_on(journal) else 0.0)
+    ledger = account.account_of(journal, wrote if account.goes_on(journal) else 0.0, _step_seconds(run.columns))
     config = run.found.config if run.found else None
     news, left_out = account.shown_events(journal, _EVENTS)
     return {
@@ -154,6 +154,11 @@ def _run_data(run: WatchedRun, name: str, points: int) -> dict[str, Any]:
         "pictures": list(_pictures(run, config)),
         "settings": _settings(config) if config else {},
     }  # fmt: skip
+
+
+def _step_seconds(columns: Columns) -> dict[int, float]:
+    """Return step -> its seconds, of the steps in a run's metrics whose time is known."""
+    return {step: s for step, s in zip(columns.steps, columns.column("perf/step_seconds"), strict=True) if s == s}
 
 
 def _useful(run: WatchedRun) -> float | None:
@@ -298,6 +303,15 @@ def _shown_plan(plan: dict[str, Any], faults: list[str]) -> dict[str, Any]:
 def _pictures(run: WatchedRun, config: Config | None) -> Iterator[tuple[str, str]]:
     """Yield the pictures of a run as (title, address with the picture in it): its schedule as planned, and as measured
     where it wrote one. Images run nothing and load nothing."""
+    with suppress(FileNotFoundError):
+        try:
+            yield (
+                "as planned, predicted and measured",
+                _address(documents.read_bytes(run.directory / _TIMELINE, _PICTURE)),
+            )
+            return
+        except Malformed:
+            run.faults.append(f"{_TIMELINE} has more than {_PICTURE} bytes, and is not shown")
     if config and config.pipeline.stages > 1 and not config.extend:  # no code of others is run
         from platform.planning.make_plan import make_plan
         from platform.planning.step_price import picture
@@ -305,13 +319,6 @@ def _pictures(run: WatchedRun, config: Config | None) -> Iterator[tuple[str, str
         with suppress(ConfigError):
             plan = make_plan(config, None)
             yield "as planned", _address(picture(config, plan, None).encode())
-    with suppress(FileNotFoundError):
-        try:
-            drawn = documents.read_bytes(run.directory / _TIMELINE, _PICTURE)
-        except Malformed:
-            run.faults.append(f"{_TIMELINE} has more than {_PICTURE} bytes, and is not shown")
-        else:
-            yield "as measured", _address(drawn)
 
 
 def _address(svg: bytes) -> str:
@@ -323,7 +330,12 @@ def _settings(config: Config) -> dict[str, str]:
     """Return the keys of a run's configuration whose value is not the default, with their values as text."""
     usual = dict(_flat_settings(Config().to_dict()))
     own = dict(_flat_settings(config.to_dict()))
-    return {key: documents.one_line(value, 200) for key, value in own.items() if usual.get(key) != value}
+    return {key: documents.one_line(_typed(value), 200) for key, value in own.items() if usual.get(key) != value}
+
+
+def _typed(value: Any) -> str:
+    """Return the value of a key of a run's configuration as a command line has it."""
+    return f"[{','.join(map(_typed, value))}]" if isinstance(value, list | tuple) else in_words(value)
 
 
 def _flat_settings(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

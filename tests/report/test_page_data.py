@@ -11,6 +11,7 @@ import pytest
 
 from platform.report.page import page_html
 from platform.report.page_data import WatchedRun, page_data
+from platform.status.facts import clock_text
 
 KEPT = next(Path(__file__).parents[1].glob("commands/kept_runs/*/run"))
 
@@ -51,6 +52,33 @@ def test_an_empty_or_missing_run_is_drawn(tmp_path: Path) -> None:
     assert [run["curves"]["of"] for run in data["runs"]] == [{}, {}]
     assert all(run["state"]["line"] == "no run has started here yet" for run in data["runs"])
     assert page_html(data)
+
+
+def test_a_run_that_failed_says_since_when_and_how_sure_that_is(kept: Path) -> None:
+    end = {"event": "gave_up", "generation": 2, "time": 1795600000.5, "cause": "no more workers", "step": 5}
+    lines = (kept / "journal.jsonl").read_text().splitlines()
+    past = [line for line in lines if '"done"' not in line and '"goodput"' not in line]
+    (kept / "journal.jsonl").write_text("\n".join([*past, json.dumps(end)]) + "\n")
+    [run] = looked(kept)["runs"]
+    assert run["state"]["tone"] == "bad" and run["state"]["line"] == "the run gave up after step 5: no more workers"
+    assert run["state"]["details"][0] == f"since {clock_text(1795600000.5)}; certain"
+
+
+def test_settings_are_written_as_a_command_line_has_them(kept: Path) -> None:
+    (kept / "config.yaml").write_text("monitor: {timeline: true, tags: [a, b]}\ntrain: {steps: 5}\n")
+    [run] = looked(kept)["runs"]
+    assert run["settings"] == {"monitor.tags": "[a,b]", "monitor.timeline": "true", "train.steps": "5"}
+
+
+def test_a_schedule_is_drawn_as_measured_or_else_as_planned(kept: Path) -> None:
+    (kept / "config.yaml").write_text("pipeline: {kind: 1f1b, stages: 2}\nmodel: {layers: 4}\n")
+    assert [title for title, _ in looked(kept)["runs"][0]["pictures"]] == ["as planned"]
+    (kept / "timeline.svg").write_text("<svg/>")
+    [run] = looked(kept)["runs"]
+    assert [title for title, _ in run["pictures"]] == ["as planned, predicted and measured"]
+    (kept / "timeline.svg").write_bytes(b" " * (500 << 10))
+    [run] = looked(kept)["runs"]
+    assert [title for title, _ in run["pictures"]] == ["as planned"] and "not shown" in run["faults"][0]
 
 
 def test_runs_are_named_apart(tmp_path: Path) -> None:

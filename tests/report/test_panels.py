@@ -14,7 +14,22 @@ from platform.train.protocol.replies import GAUGES
 ENDS = {"min": 0.25, "median": 0.5, "max": 0.75}
 GAUGED = [*GAUGES, "bandwidth/inside a node"]
 INNER = {"dict": {"a": 0.5, "b": 0.25}, "list": [1, 2, 3]}
-KEYS = {"title", "metrics", "x", "kind", "total", "log", "unit", "even", "steps", "view", "ranks", "table", "summary"}
+KEYS = {
+    "title",
+    "metrics",
+    "x",
+    "kind",
+    "total",
+    "log",
+    "unit",
+    "even",
+    "steps",
+    "view",
+    "ranks",
+    "table",
+    "summary",
+    "names",
+}
 
 
 def full_row() -> MetricsRow:

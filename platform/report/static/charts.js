@@ -21,7 +21,7 @@ const colour = (i) => style(`c${i % 10}`);
 
 function short(value, digits = 3) {
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e15)) return value.toExponential(digits - 1).replace(/\.?0*e\+?/, "e");
+  if (size !== 0 && (size < 1e-4 || size >= 1e15)) return value.toExponential(digits - 1).replace(/\.?0*e\+?/, "e");
   const whole = size >= 1 ? Math.floor(Math.log10(size)) + 1 : 0; // no digit before the point becomes a zero
   return String(Number(value.toPrecision(Math.max(digits, whole))));
 }
@@ -57,6 +57,7 @@ const AXES = { step: UNITS.count, tokens: UNITS.count, hours: (v) => duration(v 
 const axisOf = (panel) => state.x || (panel.x === "tokens" ? "tokens" : "step");
 const AT = { step: (v) => `step ${v.toLocaleString()}`, tokens: (v) => `${AXES.tokens(v)} tokens`, hours: AXES.hours };
 const at = (axis, value) => AT[axis](value);
+const LABELS = { step: "step", tokens: "tokens", hours: "time of training" };
 
 function curvesOf(run, panel) {
   const found = [];
@@ -64,7 +65,7 @@ function curvesOf(run, panel) {
     const many = metric.endsWith("/*"), head = many ? metric.slice(0, -1) : metric;
     for (const [name, curve] of Object.entries(run.curves.of))
       if (many ? name.startsWith(head) : name === head)
-        found.push({ name: many ? name.slice(head.length) : name.split("/").pop(), curve, x: run.curves.grids[curve[0]] });
+        found.push({ name: many ? name.slice(head.length) : (panel.names || [])[panel.metrics.indexOf(metric)] || name.split("/").pop(), curve, x: run.curves.grids[curve[0]] });
   }
   return found;
 }
@@ -82,7 +83,8 @@ function drawLines(panel, curves, box, now) {
   const axis = axisOf(panel), many = curves.length > 1 || page.runs.length > 1;
   const order = (c) => (page.runs.length > 1 ? Math.max(0, page.runs.findIndex((r) => r.name === c.name)) : curves.indexOf(c));
   const tables = curves.map(({ x, curve }) => [x[axis], curve[1], curve[2] || curve[1], curve[3] || curve[1]]);
-  const data = tables.length === 1 ? tables[0] : uPlot.join(tables);
+  const [dense] = page.runs[state.run].curves.grids, whole = dense ? [[dense[axis][0], dense[axis][dense[axis].length - 1]]] : [];
+  const data = uPlot.join([...tables, whole].filter((t) => t.length)); // what few steps have is drawn on the axis of all
   const series = [{}], bands = [];
   for (const c of curves) {
     const first = series.length, stroke = colour(order(c)), show = !state.off.has(c.name);
@@ -189,13 +191,13 @@ const WHOLE = [...Array(16).keys()].flatMap((n) => [1, 2, 5].map((digit) => digi
 function chart(panel, axis, data, series, bands, box, say, y) {
   const own = { stroke: style("dim"), font: "11px system-ui, sans-serif", grid: { stroke: style("grid"), width: 1 }, ticks: { show: false } };
   const u = new uPlot({
-    width: Math.max(box.clientWidth, 200), height: panel.kind === "stack" ? 250 : 200, legend: { show: false }, series, bands,
+    width: Math.max(box.clientWidth, 200), height: panel.kind === "stack" ? 264 : 214, legend: { show: false }, series, bands,
     padding: [8, 22, 0, 0],
     cursor: { sync: { key: axis }, y: false, points: { show: panel.kind !== "stack", size: 6 } },
     scales: { x: { time: false }, y },
     axes: [
-      { ...own, values: (_, ticks) => ticks.map(AXES[axis]), size: 26, space: 70, incrs: axis === "hours" ? undefined : WHOLE },
-      { ...own, values: (_, ticks) => ticks.map((v) => (v == null ? "" : shown(v, panel.unit))), size: (_, texts) => 14 + 6.4 * Math.max(4, ...(texts || []).map((t) => t.length)) },
+      { ...own, values: (_, ticks) => ticks.map(AXES[axis]), size: 24, space: 70, incrs: axis === "hours" ? undefined : WHOLE, label: LABELS[axis], labelSize: 16, labelGap: 0, labelFont: own.font },
+      { ...own, incrs: panel.steps ? WHOLE : undefined, values: (_, ticks) => ticks.map((v) => (v == null ? "" : shown(v, panel.unit))), size: (_, texts) => 14 + 6.4 * Math.max(4, ...(texts || []).map((t) => t.length)) },
     ],
     hooks: { draw: [(u) => drawMarks(u, axis)], setCursor: [(u) => say(u.cursor.idx)], setScale: [(u, key) => key === "x" && zoomed(u)] },
   }, data, (_, start) => (box.prepend(_.root), start()));
@@ -211,6 +213,9 @@ function roomy(u, low, high) {
   return [low >= 0 && from < 0 ? 0 : from, to];
 }
 
+// Returns the events of the run in detail that the charts have a mark for.
+const shownMarks = () => page.runs[state.run].events.filter(([, step, tone, text]) => step != null && (tone === "bad" || tone === "warn") && !text.startsWith("on purpose"));
+
 // Marks failures, and what else is bad news of the run in detail, on the axis of a chart.
 function drawMarks(u, axis) {
   const run = page.runs[state.run], rows = run && run.curves.grids[0];
@@ -218,8 +223,7 @@ function drawMarks(u, axis) {
   const { ctx, bbox } = u;
   ctx.save();
   ctx.setLineDash([4, 4]);
-  for (const [, step, tone, text] of run.events) {
-    if (step == null || (tone !== "bad" && tone !== "warn") || text.startsWith("on purpose")) continue;
+  for (const [, step, tone] of shownMarks()) {
     const row = rows.step.findIndex((s) => s >= step);
     const x = u.valToPos(rows[axis][row < 0 ? rows.step.length - 1 : row], "x", true);
     if (x < bbox.left || x > bbox.left + bbox.width) continue;

@@ -17,6 +17,7 @@ function table(head, rows, className = "") {
 }
 
 const column = (name, kind = "") => ({ name, kind });
+const counted = (n, what) => `${n.toLocaleString()} ${what}${n === 1 ? "" : "s"}`;
 
 // ---- what only the page has; each returns whether there was something to draw
 
@@ -42,7 +43,7 @@ const VIEWS = {
       const part = el("span");
       part.style.cssText = `width:${(100 * seconds) / total}%;background:${style(KIND_COLOURS[kind])}`;
       bar.append(part);
-      keys.append(el("span", "", swatch(style(KIND_COLOURS[kind])), page.kinds[kind], " ", el("span", "dim", `${duration(seconds)}, ${short((100 * seconds) / total)} %`)));
+      keys.append(el("span", "", swatch(style(KIND_COLOURS[kind])), page.kinds[kind], " ", el("span", "dim", `${duration(seconds)}, ${((100 * seconds) / total).toFixed(1)} %`)));
     }
     for (const kind of new Set(run.periods.map(([kind]) => kind)))
       if (!run.shares[kind]) {
@@ -55,10 +56,10 @@ const VIEWS = {
   failures(run, box, now) {
     const sum = (i) => run.failures.reduce((all, f) => all + f[i], 0);
     const rows = run.failures.map(([time, step, who, what, stopped, repeated, steps, fewer, all]) =>
-      [el("b", "", who), what, step, clock(time), duration(stopped), `${duration(repeated)}${steps ? ` (${steps} steps)` : ""}`, duration(fewer), el("b", "", duration(all))]);
+      [el("b", "", who), el("b", "", duration(all)), duration(stopped), `${duration(repeated)}${steps ? ` (${counted(steps, "step")})` : ""}`, duration(fewer), step, clock(time), what]);
     if (rows.length) now.textContent = `${duration(sum(8))} of work in all`;
-    const numbers = ["until the next step", "done again", "missing workers", "cost"].map((name) => column(name, "number"));
-    box.append(table([column("who", "whole"), column("what", "text"), column("step", "number"), column("when", "whole"), ...numbers], rows));
+    const numbers = ["cost", "until the next step", "lost steps", "missing workers", "step"].map((name) => column(name, "number"));
+    box.append(table([column("who", "whole"), ...numbers, column("when", "whole"), column("what", "text")], rows));
     return rows.length;
   },
   events(run, box, now) {
@@ -72,7 +73,7 @@ const VIEWS = {
     const said = (v) => (typeof v === "object" ? Object.entries(v).map(([k, x]) => `${k} ${x}`).join(", ") : v);
     box.append(table([column(""), column("")], Object.entries(run.plan.facts).map(([k, v]) => [el("span", "dim", k), said(v)]), "facts"));
     const [head, ...rows] = run.plan.table;
-    box.append(el("div", "dim", "which axis splits which dim"), table(head.map((h) => column(h)), rows));
+    if (head.length > 1) box.append(el("div", "dim remark", "which axis splits which dim"), table(head.map((h) => column(h)), rows));
     return true;
   },
   pictures(run, box) {
@@ -80,7 +81,7 @@ const VIEWS = {
       const image = el("img");
       image.alt = `schedule ${title}`;
       image.src = address;
-      box.append(el("div", "dim", title), el("div", "picture", image));
+      box.append(el("div", "dim remark", title), el("div", "picture", image));
     }
     return run.pictures.length;
   },
@@ -90,7 +91,7 @@ const VIEWS = {
     const differs = (k) => new Set(runs.map((r) => r.settings[k])).size > 1;
     const rows = keys.filter((k) => !several || differs(k)).map((k) => [k, ...runs.map((r) => r.settings[k] ?? "default")]);
     if (several) box.append(el("div", "dim", "what differs between the runs"));
-    box.append(table([column("key", "whole"), ...runs.map((r) => column(several ? r.name : "value"))], rows));
+    box.append(table([column("key", "whole"), ...runs.map((r) => column(several ? r.name : "value", "value"))], rows));
     return rows.length;
   },
 };
@@ -181,7 +182,8 @@ function draw() {
     nav.append(link);
   });
   nav.append(tools());
-  document.getElementById("missing").textContent = missing.length ? `Without data here: ${missing.join("; ")}.` : "";
+  const marks = shownMarks().length ? ["Dashed lines in the charts: failures (red) and warnings (amber)."] : [];
+  document.getElementById("missing").replaceChildren(...[...marks, ...(missing.length ? [`Without data here: ${missing.join("; ")}.`] : [])].map((line) => el("div", "", line)));
   window.scrollTo(0, top);
 }
 
