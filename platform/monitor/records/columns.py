@@ -85,8 +85,8 @@ class Columns:
         if self.steps and step <= self.steps[-1]:  # after a rollback
             before = bisect_left(self.steps, step)
             del self.steps[before:]
-            for column in self._numbers.values():
-                del column[before:]
+            for longer in self._numbers.values():
+                del longer[before:]
         before, columns = len(self.steps), self._numbers
         self.steps.append(step)
         for name, value in _flat(row):
