@@ -74,8 +74,8 @@ class Account:
 def account_of(
     journal: Iterable[JournalEvent], now: float = 0.0, step_seconds: Mapping[int, float] | None = None
 ) -> Account:
-    """Return the account of a run's time from its journal, up to `now` if it goes on: the last sign of its work.
-    `step_seconds`: step -> its seconds, by which the first step of a mesh is told from the start before it."""
+    """Return the account of a run's time from its journal, up to `now` if it goes on: the last sign of its work. The
+    `step_seconds` of each step separate the first step of a mesh from the start before it."""
     ledger = _Ledger(step_seconds or {})
     for event in journal:
         ledger.enter(event)

@@ -127,7 +127,7 @@ def _weight(run: WatchedRun) -> int:
 def _run_data(run: WatchedRun, name: str, points: int) -> dict[str, Any]:
     """Return what a page draws of one run, with curves of at most about `points` points."""
     journal, wrote = run.journal, run.found.evidence.wrote if run.found else 0.0
-    ledger = account.account_of(journal, wrote if account.goes_on(journal) else 0.0, _step_seconds(run.columns))
+    ledger = account.account_of(journal, wrote if account.goes_on(journal) else 0.0, _seconds_by_step(run.columns))
     config = run.found.config if run.found else None
     news, left_out = account.shown_events(journal, _EVENTS)
     return {
@@ -156,7 +156,7 @@ def _run_data(run: WatchedRun, name: str, points: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _step_seconds(columns: Columns) -> dict[int, float]:
+def _seconds_by_step(columns: Columns) -> dict[int, float]:
     """Return step -> its seconds, of the steps in a run's metrics whose time is known."""
     return {step: s for step, s in zip(columns.steps, columns.column("perf/step_seconds"), strict=True) if s == s}
 
@@ -330,12 +330,12 @@ def _settings(config: Config) -> dict[str, str]:
     """Return the keys of a run's configuration whose value is not the default, with their values as text."""
     usual = dict(_flat_settings(Config().to_dict()))
     own = dict(_flat_settings(config.to_dict()))
-    return {key: documents.one_line(_typed(value), 200) for key, value in own.items() if usual.get(key) != value}
+    return {key: documents.one_line(_as_typed(value), 200) for key, value in own.items() if usual.get(key) != value}
 
 
-def _typed(value: Any) -> str:
+def _as_typed(value: Any) -> str:
     """Return the value of a key of a run's configuration as a command line has it."""
-    return f"[{','.join(map(_typed, value))}]" if isinstance(value, list | tuple) else in_words(value)
+    return f"[{','.join(map(_as_typed, value))}]" if isinstance(value, list | tuple) else in_words(value)
 
 
 def _flat_settings(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -52,8 +52,7 @@ class Evaluations:
         return {**found, "": mean}
 
     def show_sample(self, crew: Crew, plan: Plan, step: int) -> None:
-        """Print and record a text of monitor.sample tokens that the crew's model writes after its last step and a fixed
-        prompt; none if it is 0."""
+        """Print and record a text of monitor.sample tokens that the crew's model writes at a step; none if it is 0."""
         if tokens := self._config.monitor.sample:
             [text] = self._texts(crew, plan, [PROMPT], tokens)
             self._journal.write(events.Sampled(step=step, prompt=PROMPT, text=text))

@@ -5,16 +5,15 @@ lack it; unknown kinds and fields are passed over."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
 from platform.boundary import schema
 from platform.boundary.schema import OpenMap, Text
 from platform.monitor.records import records
-from platform.monitor.records import step_events as step_events
 from platform.monitor.records.journal_event import EVENTS, Committed, End, JournalEvent
-from platform.monitor.records.records import Number, Seconds, Steps
+from platform.monitor.records.records import Seconds, Steps
+from platform.monitor.records.step_events import Spike as Spike
 
 _WORD = Annotated[str, Text(r"\w{1,40}", "a word")]
 _HEAD = Annotated[dict[str, Any], OpenMap((("event", _WORD),), ("time", "generation", "event"))]
@@ -199,24 +198,6 @@ class Injected(JournalEvent):
 
     step: Steps
     faults: list[str]
-
-
-class Spike(JournalEvent):
-    """A step's loss or gradient norm is not finite or above `limit`; `policy`: the value of train.on_spike that is
-    followed; `attempt`: number of this try of the step, from 1."""
-
-    step: Steps
-    loss: Number
-    grad_norm: Number
-    limit: Number
-    policy: str
-    attempt: int
-
-    @property
-    def number(self) -> str:
-        """Return which number of the step is a spike, and its value: "a loss of nan"."""
-        of_loss = not isfinite(self.loss) or isfinite(self.grad_norm)
-        return f"a loss of {self.loss:g}" if of_loss else f"a gradient norm of {self.grad_norm:g}"
 
 
 class Undecided(JournalEvent):

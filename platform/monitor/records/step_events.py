@@ -1,9 +1,12 @@
-"""Events of `journal.jsonl` about the seconds of steps, which belong to `platform.monitor.records.events`."""
+"""Events of `journal.jsonl` about the seconds and the spikes of steps, which belong to
+`platform.monitor.records.events`."""
 
 from __future__ import annotations
 
+from math import isfinite
+
 from platform.monitor.records.journal_event import JournalEvent
-from platform.monitor.records.records import Seconds, Steps
+from platform.monitor.records.records import Number, Seconds, Steps
 
 
 class PredictedStep(JournalEvent):
@@ -46,3 +49,21 @@ class Profiled(JournalEvent):
     steps: list[int]
     ranks: int
     bytes: int
+
+
+class Spike(JournalEvent):
+    """A step's loss or gradient norm is not finite or above `limit`; `policy`: the value of train.on_spike that is
+    followed; `attempt`: number of this try of the step, from 1."""
+
+    step: Steps
+    loss: Number
+    grad_norm: Number
+    limit: Number
+    policy: str
+    attempt: int
+
+    @property
+    def number(self) -> str:
+        """Return which number of the step is a spike, and its value: "a loss of nan"."""
+        of_loss = not isfinite(self.loss) or isfinite(self.grad_norm)
+        return f"a loss of {self.loss:g}" if of_loss else f"a gradient norm of {self.grad_norm:g}"

@@ -52,8 +52,7 @@ def of_failure(evidence: Evidence, failure: events.Failure) -> Verdict:
 
 
 def _on_purpose(evidence: Evidence, step: int | None, rank: int | None = None) -> list[str]:
-    """Return a line on the faults that the run injected into a step of its last driver, into one rank if it is given,
-    for the details of a verdict; no line if it injected none."""
+    """Return a line on the faults that the run injected into a step, or into a rank there, if it did, for a verdict."""
     injected = [e for e in evidence.life if isinstance(e, events.Injected) and e.step == step]
     found = [f for e in injected for f in e.faults if rank is None or f.split(":")[2:3] == [str(rank)]]
     return [f"on purpose: elastic.faults={','.join(found)}"] if found else []

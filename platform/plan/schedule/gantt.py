@@ -53,7 +53,7 @@ def gantt_svg(
 ) -> str:
     """Draw timelines of a pipeline step as the text of one SVG image: one panel per entry {title: events} of `panels`,
     one above the other on a common time scale, with one lane per stage. `beneath`: title -> what else a panel shows.
-    `unit`: of the times; "" for that of a forward pass.
+    `unit`: unit of the times, "" for none.
 
     Boxes carry the microbatch's number; the later the chunk on its stage, the paler its box. Sends and receives, if the
     events have them, are strips under the boxes.
