@@ -153,12 +153,12 @@ class _Clock:
             self._launched[c] = collective_seconds(c, self.plan.mesh, self.hardware, self.plan.itemsize)
         return self._launched[c]
 
-    def by_axes(self, launches: Launches) -> Counter[str]:
-        """Return the seconds of collectives by the names of their axes."""
+    def by_axes(self, launches: Launches, copy: float = 0.0) -> Counter[str]:
+        """Return the seconds of collectives by the names of their axes; `copy`: seconds of copying what a rank sent."""
         out: Counter[str] = Counter()
         for c, n in launches.items():
             name = STAGE if c.op == "send" else "+".join(self.plan.mesh.ordered(c.axes))
-            out[name] += n * self.launched(c)  # type: ignore[assignment]
+            out[name] += n * (self.launched(c) + copy * self.plan.mesh.extent(c.axes))  # type: ignore[assignment]
         return out
 
     def _parts(self, p: PassWork) -> tuple[float, Counter[str], Counter[str], int]:
@@ -190,6 +190,7 @@ class _Clock:
         computing, waiting, hidden, kernels = self._parts(p)
         waiting, hidden = Counter(waiting), Counter(hidden)
         hidden.update(self.by_axes(p.hides))
+        waiting.update(self.by_axes(p.fetches, self.hardware.launch))
         waiting.update(self.by_axes(Counter(p.receives)))
         left, slowed = self.hide(hidden, computing)
         waiting.update(left)

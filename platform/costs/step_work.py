@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from platform.costs.work import Part, chunk_work
 from platform.plan.communication.planned import Collective
 from platform.plan.core.chunks import RecordableModel
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import BucketCollective, bucket_collectives, transfer
+from platform.plan.language.ops import Parameter
 from platform.plan.schedule.table import Schedule
 
 EVEN = ("none", "1f1b", "interleaved", "gpipe")  # schedules whose makespan is known without simulating them
@@ -23,8 +24,10 @@ class Execution:
     optimizer state per parameter; `dropout`: the model's rate, and `fused_dropout` if attention's kernel draws its
     masks. Where another system runs the plan: `gradient_bytes` per element that ranks sum, 0 as the plan says;
     `kept_whole`: True if each rank keeps all of the inputs that it recomputes from; `repeats_all`: True if it computes
-    a recomputed layer's last product again, whose result no gradient needs; `narrow`: the precision of 8 bits in which
-    it computes the products of layers' weights, "" for the plan's."""
+    a recomputed layer's last product again, whose result no gradient needs; `by_weight`: True if under ZeRO-3 it waits
+    for a gather of each weight, in recomputation too, copies what each rank sent by a kernel of its own, and sums whole
+    gradients; `narrow`: the precision of 8 bits in which it computes the products of layers' weights, "" for the
+    plan's."""
 
     schedule: str = "none"
     table: Schedule | None = None
@@ -35,6 +38,7 @@ class Execution:
     gradient_bytes: int = 0
     kept_whole: bool = False
     repeats_all: bool = False
+    by_weight: bool = False
     narrow: str = ""
 
 
@@ -44,10 +48,12 @@ Launches = Mapping[Collective, float]  # collective -> how often it is launched
 @dataclass(frozen=True)
 class PassWork:
     """Work of one pass of a chunk over a microbatch: its `parts`, each with how often it occurs; the collectives of
-    parameters that it `hides`; and the collectives by which it `receives` activations of another stage."""
+    parameters that it `hides`, and the gathers that it `fetches` weights by, one by one; and the collectives by which
+    it `receives` activations of another stage."""
 
     parts: tuple[tuple[Part, int], ...]
     hides: Launches
+    fetches: Launches
     receives: tuple[Collective, ...]
 
 
@@ -93,11 +99,8 @@ def step_work(plan: Plan, model: RecordableModel, execution: Execution) -> StepW
             if key not in alike:
                 alike[key] = tuple((same.setdefault(part, part), n) for part, n in counted.items() if n)
             stage = stages[number]
-            yield PassWork(
-                alike[key],
-                _hides(plan, buckets[stage], phase, stages.count(stage)),
-                tuple(_receives(plan, number, phase)),
-            )
+            moved = _moved(plan, buckets[stage], phase, stages.count(stage), execution.by_weight)
+            yield PassWork(alike[key], *moved, tuple(_receives(plan, number, phase)))
 
     return StepWork(
         plan,
@@ -109,13 +112,29 @@ def step_work(plan: Plan, model: RecordableModel, execution: Execution) -> StepW
     )
 
 
-def _hides(plan: Plan, buckets: list[BucketCollective], phase: str, chunks: int) -> Launches:
-    """Return the collectives of parameters (ZeRO-2 and 3) in a pass of one of a stage's `chunks`."""
-    out: Counter[Collective] = Counter()
+def _moved(
+    plan: Plan, buckets: list[BucketCollective], phase: str, chunks: int, by_weight: bool
+) -> tuple[Launches, Launches]:
+    """Return the collectives of parameters (ZeRO-2 and 3) that a pass of one of a stage's `chunks` hides, and the
+    gathers for which it waits; `by_weight` as in Execution."""
+    hides, fetches = Counter[Collective](), Counter[Collective]()
+    again = phase == "backward" and plan.recompute.kind == "full"
     for found in buckets:
-        if found.collective.phase == phase:
-            out[found.collective] += found.launches / plan.microbatches / chunks  # type: ignore[assignment]
-    return out
+        c, times = found.collective, found.launches / plan.microbatches / chunks
+        if c.phase == phase and by_weight and c.op == "all_gather":
+            weights = _weights(plan, found)
+            gathers = 2 * weights - 1 if again else weights  # a layer's last weight is there still from recomputation
+            fetches[replace(c, elements=c.elements // weights)] += gathers * times  # type: ignore[assignment]
+        elif c.phase == phase:
+            hides[replace(c, op="all_reduce") if by_weight else c] += times  # type: ignore[assignment]
+    return hides, fetches
+
+
+def _weights(plan: Plan, found: BucketCollective) -> int:
+    """Return how many weights a collective of parameters moves; weights that one product joins count once."""
+    names = {p.name for p in found.parameters}
+    inputs = (o.operation.inputs for o in plan.operations.values() if o.groups)
+    return max(1, sum(any(isinstance(t, Parameter) and t.name in names for t in each) for each in inputs))
 
 
 def _receives(plan: Plan, number: int, phase: str) -> Iterator[Collective]:

@@ -92,6 +92,26 @@ def test_recomputation_repeats_the_forward_pass():
     assert again - early == 2 * tokens * model.layers * model.d_model * (model.d_ff or 4 * model.d_model)
 
 
+def test_a_system_that_gathers_weight_by_weight():
+    """It waits for what the plan would hide, and in recomputation for all of a layer's four weights but the last once
+    more; a kernel copies what each of two ranks sent; gradients are summed whole."""
+    config, plan = planned("recompute=full", "parallel.data=2", "parallel.zero=3")
+    hidden, waited = (work_of(config, plan, by_weight=chosen) for chosen in (False, True))
+    there, back = waited.forward[0], waited.backward[0]
+    layers, others = config.model.layers, 4  # embedding, at both ends; positions; last norm
+
+    def moved(launches):
+        return sum(c.elements * n for c, n in launches.items())
+
+    assert moved(there.fetches) == moved(hidden.forward[0].hides) and not there.hides
+    assert sum(there.fetches.values()) == 4 * layers + others
+    assert sum(back.fetches.values()) == 7 * layers + others - 2  # the end's are there still
+    assert {c.op for c in back.hides} == {"all_reduce"}
+    more = price_of(waited, replace(A100, launch=2 * A100.launch)).seconds - price_of(waited, A100).seconds
+    gathers = sum(there.fetches.values()) + sum(back.fetches.values())
+    assert more == pytest.approx(plan.microbatches * gathers * 2 * A100.launch)
+
+
 def test_a_stretch_without_products_loses_none_of_another_stretch():
     """A system that leaves out a stretch's last product leaves out nothing where the stretch has none."""
     config, plan = planned("recompute=full", "pipeline=1f1b", "pipeline.stages=2")

@@ -73,10 +73,11 @@ SYSTEMS = {
     "ours": System(),  # leaves out what no gradient needs of a recomputed layer: its last product
     # sums gradients in fp16, and each tensor rank keeps all of a layer's input for recomputation
     "megatron-2021": System({"gradient_bytes": 2, "kept_whole": True, "repeats_all": True}),
-    # its gathers and reductions of ZeRO-3 leave a node over one adapter at a time, and slow what goes on beside them by
-    # half of their time: fitted on table 2 of Narayanan et al. 2021
+    # ZeRO-3 of v0.3.15 (stage3.py, partition_parameters.py): `_allgather_param` synchronizes the device, torch copies
+    # the shares out of its own buffer, and gradients are summed by all_reduce unless `contiguous_gradients`, off by
+    # default. Its collectives leave a node as over 1.9 adapters: fitted on table 2 of Narayanan et al. 2021
     "deepspeed-2021": System(
-        {"gradient_bytes": 2, "kept_whole": True, "repeats_all": True}, {"adapters": 1.0, "interference": 0.5}
+        {"gradient_bytes": 2, "kept_whole": True, "repeats_all": True, "by_weight": True}, {"adapters": 1.9}
     ),
     # as ours: torch's recomputation by saved tensors (use_reentrant=False) stops where all of them are there
     "fsdp": System(),
