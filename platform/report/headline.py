@@ -67,4 +67,6 @@ def tiles(found: Look | None, columns: Columns) -> Iterator[tuple[str, str, str]
         cost = goodput(found.evidence.journal)
         if isinstance(found.evidence.end, End):
             yield "goodput", f"{cost.goodput:.1%}", f"of {cost.seconds:,.0f} s"
-        yield "failures", f"{cost.failures}", f"{len(cost.recoveries)} survived" if cost.failures else ""
+        survived = [f"{len(cost.recoveries)} survived"] if cost.failures else []
+        of_driver = [f"{cost.restarts} of the driver"] if cost.restarts else []
+        yield "failures", f"{cost.failures + cost.restarts}", ", ".join([*survived, *of_driver])

@@ -10,6 +10,7 @@ import json
 import re
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -180,6 +181,11 @@ class PageServer(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
         self.address = f"{f'[{host}]' if ':' in host else host}:{self.server_address[1]}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing where a browser has left in the middle of a question; else the error."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
     def is_for(self, name: str) -> bool:
         """Return True if a browser asked for the page under a name that is its own: on loopback, one of loopback."""

@@ -56,6 +56,7 @@ def facts(found: Look) -> dict[str, Any]:
         "goodput": cost.goodput if cost and evidence.end else None,
         "last_failure": failure.plain() if (failure := last_failure(found)) else None,
         "failures": cost.failures if cost else 0,
+        "restarts": cost.restarts if cost else 0,
         "steps_lost": cost.steps_lost if cost else 0,
         "torn": found.torn,
     }
@@ -111,12 +112,14 @@ def rows_of(found: Look) -> Iterator[tuple[str, str]]:
             f"step {f['checkpoint_step']}, {ago_text(now, f['checkpoint_time'])}, {f['checkpoint']}",
         )
     elif f["step"]:
-        yield "checkpoint", "none"
+        yield "checkpoint", "none is recorded"
     if f["snapshot_step"]:
         yield "snapshot", f"step {f['snapshot_step']}, in the workers' memory"
-    if f["failures"] or f["goodput"] is not None:
-        share = f"{f['goodput']:.1%}, " if f["goodput"] is not None else ""
-        yield "goodput", f"{share}{count_of(f['failures'], 'failure')}, {count_of(f['steps_lost'], 'step')} lost"
+    if f["failures"] or f["restarts"] or f["goodput"] is not None:
+        share = [f"{f['goodput']:.1%}"] if f["goodput"] is not None else []
+        again = [f"{count_of(f['restarts'], 'restart')} of the driver"] if f["restarts"] else []
+        lost = [count_of(f["failures"], "failure"), *again, f"{count_of(f['steps_lost'], 'step')} lost"]
+        yield "goodput", ", ".join([*share, *lost])
     yield from _failure_got_over(found)
     yield from (("torn", line) for line in found.torn)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import sys
 import pytest
 
 from platform.monitor import Journal
+from platform.monitor.records import events
 from platform.status import __main__ as status
 from tests.monitor.test_verdict import DIED, GOES, MESH, saved
 
@@ -72,6 +74,13 @@ def test_of_a_driver_that_died_and_of_the_newest_run(run, capsys, monkeypatch):
     monkeypatch.chdir(folder.parents[1])
     code, text = said(capsys)
     assert code == 1 and text.startswith("the driver died without an end after step 4") and "state       died" in text
+
+
+def test_restarts_of_the_driver_are_counted_apart(run, capsys):
+    again = [events.Starting(world_size=4, cluster="ray", device="cpu"), events.TookOver(step=4, steps_lost=1)]
+    folder = run([*GOES, saved(3), *again, *GOES[1:], events.Done(step=4, saved=4)])
+    _, text = said(capsys, folder)
+    assert re.search(r"goodput +\d+\.\d%, 0 failures, 1 restart of the driver, 1 step lost", text), text
 
 
 def test_json_has_it_as_data(run, capsys):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,6 +143,17 @@ def test_the_page_is_served_with_its_policy(server: PageServer) -> None:
 )
 def test_nothing_else_is_answered(server: PageServer, path: str, method: str, host: str, status: int) -> None:
     assert ask(server, path, method, Host=host).status == status
+
+
+def test_a_browser_that_leaves_in_the_middle_is_no_error(server: PageServer, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_connection(server.server_address[:2], timeout=5) as gone:
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close resets the connection
+        gone.sendall(b"GET / HT")
+    assert ask(server, "/").status == 200
+    for thread in threading.enumerate():
+        if "process_request_thread" in thread.name:
+            thread.join(5)
+    assert capfd.readouterr().err == ""
 
 
 def test_changes_are_streamed(server: PageServer, run: Path) -> None:

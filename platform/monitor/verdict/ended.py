@@ -92,7 +92,7 @@ def of_storage(evidence: Evidence, failed: events.CheckpointFailed) -> Verdict:
 def _saved(evidence: Evidence) -> list[str]:
     """Return a line on the newest checkpoint of a run, for the details of a verdict."""
     newest = next((e for e in reversed(evidence.journal) if isinstance(e, events.Checkpoint)), None)
-    return [f"newest checkpoint: step {newest.step}, {newest.directory}"] if newest else ["there is no checkpoint"]
+    return [f"newest checkpoint: step {newest.step}, {newest.directory}"] if newest else ["no checkpoint is recorded"]
 
 
 def _of_error(evidence: Evidence, end: events.GaveUp) -> Verdict:
