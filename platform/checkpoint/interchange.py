@@ -20,6 +20,7 @@ from platform.boundary.files.file_storage import Storage, all_or_nothing, open_s
 from platform.boundary.files.local_files import Local
 from platform.boundary.refusals import behind
 from platform.boundary.schema import Malformed, Many, Span
+from platform.boundary.terminal import phase
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.buffer import DTYPES
 from platform.checkpoint.blocks.chain import shares
@@ -46,8 +47,17 @@ def export_safetensors(storage: Storage, directory: str, manifest: Manifest, tar
     URL), whose header carries the checkpoint's `Meta`. Raises FileExistsError if the file exists."""
     described = {name: (t.dtype, t.shape) for name in names for t in [manifest.tensors[name]]}
     folder, file = _new_target(target)
-    tensors = (read_tensor(storage, directory, manifest, name) for name in names)
-    write_safetensors(folder, file, {META: json.dumps(asdict(manifest.meta))}, described, tensors)
+    with _exporting(manifest, names) as shown:
+        tensors = (read_tensor(storage, directory, manifest, name) for name in shown)
+        write_safetensors(folder, file, {META: json.dumps(asdict(manifest.meta))}, described, tensors)
+
+
+@contextmanager
+def _exporting(manifest: Manifest, names: Sequence[str]) -> Iterator[Iterator[str]]:
+    """Yield the names of a checkpoint's tensors; each is shown as exported when the next one is taken."""
+    sizes = {name: prod(t.shape) * DTYPES[t.dtype].itemsize for name in names for t in [manifest.tensors[name]]}
+    with phase("exporting", sum(sizes.values()), "B") as shown:
+        yield shown.each(names, sizes.__getitem__)
 
 
 def write_safetensors(
@@ -171,12 +181,16 @@ def export_dcp(storage: Storage, directory: str, manifest: Manifest, target: str
     from torch.distributed.checkpoint.api import CheckpointException
 
     folder, name = _new_target(target)
-    state = {name: read_tensor(storage, directory, manifest, name) for name in names}
     meta = json.dumps(asdict(manifest.meta)).encode()
-    state[META] = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
     # One thread: with more, torch 2.13 reports a failed write as a success.
     try:
-        with _no_process_group(), all_or_nothing(Local(f"{folder.url}/{name}"), ()) as place:
+        with (
+            _exporting(manifest, names) as shown,
+            _no_process_group(),
+            all_or_nothing(Local(f"{folder.url}/{name}"), ()) as place,
+        ):
+            state = {name: read_tensor(storage, directory, manifest, name) for name in shown}
+            state[META] = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
             dcp.save(state, storage_writer=dcp.FileSystemWriter(place.url, thread_count=1), no_dist=True)
     except CheckpointException as error:  # a BaseException, not an Exception
         causes = [one for failure, _ in error.failures.values() for one in behind(failure)]
@@ -243,10 +257,13 @@ def store_pieces(
     reads pieces into memory; `shapes`: shapes of all tensors, by name; `carried`: files that it carries. Partial files
     are deleted after a failure."""
     directory = begin(storage, meta.step)
+    total = sum(piece.nbytes for pieces in files for piece in pieces) if isinstance(files, Sequence) else 0
     try:
-        reports = [
-            _write_pieces(storage, directory, number, pieces, fetch, shapes) for number, pieces in enumerate(files)
-        ]
+        with phase("importing", total, "B") as shown:
+            reports = [
+                _write_pieces(storage, directory, number, pieces, fetch, shapes)
+                for number, pieces in enumerate(shown.each(files, lambda pieces: sum(p.nbytes for p in pieces)))
+            ]
         write_carried(storage, directory, carried or {})
         meta = replace(meta, values={**meta.values, **hashes(carried or {})})
         commit(storage, directory, shapes, reports, meta)

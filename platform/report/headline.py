@@ -19,7 +19,8 @@ _RECENT = 50  # steps whose median speed is shown
 def state_line(found: Look | None, columns: Columns) -> dict[str, Any]:
     """Return the state of a run as `tone` (good, warn, bad, live), `line` and further `details`, lines of text."""
     if found is None:
-        return {"tone": "warn", "line": "no run has started here yet", "details": []}
+        line = f"of this run only its metrics are here, up to step {columns.steps[-1]:,}" if columns.steps else ""
+        return {"tone": "warn", "line": line or "no run has started here yet", "details": []}
     if verdict := found.verdict:
         stack = ["where it was, the innermost call last:", *verdict.stack] if verdict.stack else []
         when = f"since {clock_text(verdict.since)}; " if verdict.since else ""

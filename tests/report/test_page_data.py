@@ -47,6 +47,11 @@ def test_a_torn_file_costs_what_it_held_alone(kept: Path, torn: str) -> None:
     assert run["curves"]["of"]["train/loss"][1] and run["events"]
 
 
+def test_metrics_alone_are_no_run_that_has_yet_to_start(tmp_path: Path) -> None:
+    write_long(tmp_path, 1200)
+    assert looked(tmp_path)["runs"][0]["state"]["line"] == "of this run only its metrics are here, up to step 1,200"
+
+
 def test_an_empty_or_missing_run_is_drawn(tmp_path: Path) -> None:
     data = looked(tmp_path, tmp_path / "none")
     assert [run["curves"]["of"] for run in data["runs"]] == [{}, {}]

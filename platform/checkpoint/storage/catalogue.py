@@ -134,8 +134,8 @@ def load_manifest(storage: Storage, directory: str) -> Manifest:
 def verify(storage: Storage, directory: str) -> Manifest:
     """Verify every byte of the checkpoint in `directory`, after the checks of `load_manifest`; return its manifest."""
     manifest = load_manifest(storage, directory)
-    with phase(f"verifying {directory}"):
-        read_pieces(storage, directory, stored_pieces(manifest))
+    with phase(f"verifying {directory}", manifest.nbytes, "B") as shown:
+        read_pieces(storage, directory, stored_pieces(manifest), count=shown.add)
     return manifest
 
 

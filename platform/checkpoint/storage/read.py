@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 
 from platform.boundary.files.file_storage import Storage
@@ -20,11 +20,16 @@ def stored_pieces(manifest: Manifest, names: Iterable[str] | None = None) -> lis
 
 
 def read_pieces(
-    storage: Storage, directory: str, wanted: Sequence[Piece[StoredBlock]], into: Sequence[memoryview] = ()
+    storage: Storage,
+    directory: str,
+    wanted: Sequence[Piece[StoredBlock]],
+    into: Sequence[memoryview] = (),
+    count: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
     """Read stored blocks of a checkpoint, in the order of `stored_pieces`, into the memory given for each, and verify
-    them; without memory nothing is kept. Raises Corrupt if they are not the written bytes, Refused if the checkpoint is
-    deleted meanwhile, OSError if the storage fails; the memory is then undefined."""
+    them; without memory nothing is kept. `count`: function that gets the bytes of each block once it is read. Raises
+    Corrupt if they are not the written bytes, Refused if the checkpoint is deleted meanwhile, OSError if the storage
+    fails; the memory is then undefined."""
     spans = [FileRange(f"{directory}/{piece.source.file}", piece.source.at, piece.nbytes) for piece in wanted]
     done = 0
     try:
@@ -34,6 +39,7 @@ def read_pieces(
                 if digest != block.sha256:
                     place = f"bytes {block.at} to {block.at + piece.nbytes}"
                     raise Corrupt(f"{block.file}: {place} ({piece.name} {piece.box}) are not what was written")
+                count(piece.nbytes)
     except FileNotFoundError:
         if NAME not in storage.list(directory):
             raise Refused("it was deleted while it was read") from None

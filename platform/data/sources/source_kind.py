@@ -25,6 +25,7 @@ from platform.data.reading.record_files import ROWS
 from platform.data.sources.stream_blocks import BEGIN, BlockReader, Documents, is_streamed
 from platform.data.tokenizers.tokenizer_files import JSON, TEMPLATE
 from platform.data.vocabulary import Vocabulary, added_tokens, open_vocabulary, template_of
+from platform.plan.language.numbers import count_of
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +174,8 @@ class SourceKind:
         once for their sizes and their faults, once to train the tokenizer, and once per split to encode them."""
         splits = self.splits(files, data)
         if self.texts and splits.documents:
-            logger.info("tokenising %d documents, %.1f million characters", splits.documents, splits.characters / 1e6)
+            documents = count_of(splits.documents, "document")
+            logger.info("tokenising %s, %.1f million characters", documents, splits.characters / 1e6)
         vocabulary = self.vocabulary(folder, splits.texts, data, vocab, given)
         parts = [(splits.read(False), splits.characters), (splits.read(True), 0)]
         found = self.write_tokens(folder, vocabulary, vocab, parts)

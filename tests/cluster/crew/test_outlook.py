@@ -17,6 +17,7 @@ from platform.monitor.records.live import Live, read_live
 from platform.parallel.communicator import sockets
 from platform.parallel.communicator.progress import Activity, Progress
 from platform.parallel.communicator.sockets import TcpLink, links
+from platform.train.worker import Worker
 
 RANKS, HOST = {7: 0, 8: 1}, socket.gethostname()
 MEMBERS = {7: Member(7, HOST, os.getpid()), 8: Member(8, "elsewhere", 5)}
@@ -142,3 +143,8 @@ def test_how_far_a_call_is_by_its_heartbeats():
     assert far("evaluate", (64, 256), (0, 0)) == (64, 256), "one has not begun"
     with Outlook()._phase_of("restore") as shown:
         assert shown.unit == "B" and shown.look() == (0, 0)
+
+
+def test_what_is_shown_are_calls_of_a_worker():
+    shown = outlook._SHOWN.keys() | outlook._FAR.keys()
+    assert [method for method in shown if not callable(getattr(Worker, method, None))] == []
