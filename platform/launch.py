@@ -280,7 +280,7 @@ def _plan_job(composer: Composer, arguments: list[str], phases: Phases) -> tuple
 
 def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str]]:
     """Plan a job whose configuration has the mistakes `wrong` already; return the plan, None if there is none, and all
-    mistakes, one line each. Settles open keys, parallel.data=-1 and rhythms that are auto in `config`, so that
+    mistakes, one line each. Settles open keys, parallel.data=-1, buckets and rhythms that are auto in `config`, so that
     workers make the same plan and take the same snapshots."""
     from platform.cluster.run.devices import settle_here, settle_rhythms_here
     from platform.data.data_checks import violations_of_sources
@@ -300,12 +300,14 @@ def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str
         settle_here(config, print_line)
         plan = make_plan(config, _workers(config))
     except ConfigError as error:
-        return None, [*lines, *error.violations]
+        return None, [*dict.fromkeys([*lines, *error.violations])]
     except Exception:
         if not wrong:  # otherwise an illegal value, reported already, may have broken the planner
             raise
         return None, lines
     config.parallel.data = plan.replicas
+    if plan.zero < 3:
+        config.parallel.bucket_mib = plan.bucket_mib  # workers may lack the file of cluster.hardware
     if not lines:
         settle_rhythms_here(config, plan, print_line)
     return plan, [*lines, *absent_ranks(config, size := plan.mesh.size), *absent_profiles(config, size)]

@@ -1,12 +1,14 @@
 """Seconds of single operations on a hardware: a matrix product by its shape, kernels by their bytes, a collective by
-the tier that its group spans."""
+the tier that its group spans; and the buckets of gradients that cost the fewest of these."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,10 +16,16 @@ from platform.costs.machine import Hardware
 from platform.costs.work import Part, Product
 from platform.plan.communication.planned import Collective
 from platform.plan.communication.traffic import EVER
+from platform.plan.core.buckets import BUCKET_MIB
+from platform.plan.core.plan import Plan
+from platform.plan.core.step_collectives import bucket_collectives
 from platform.plan.language.mesh import Mesh
 
 Number = Any  # a number, or an array of numbers
 Flag = Any  # True or False, or an array of them
+
+MIB = 1 << 20
+WHOLE = 1 << 30  # MiB: a stage's gradients in as few buckets as there can be
 
 # Tiles in which libraries compute products, rows by columns in units of the hardware's `tile`, and the share that each
 # reaches of the speed of the largest: a smaller one reads more of its operands per product. A product takes the best of
@@ -150,3 +158,48 @@ def update_bytes(itemsize: Mapping[str, int], moments: int) -> int:
     # gradients are read for their norm, then read and cleared; masters and moments read and written; copies written
     wide, narrow = itemsize["master"], itemsize["compute"]
     return wide * (3 + 2 * (1 + moments)) + (narrow if narrow != wide else 0)
+
+
+class _Sums(NamedTuple):
+    """Sums of a stage's gradients: seconds in which the bytes of all move once (`transfer`), seconds by which each
+    bucket makes a step longer beside its bytes (`each`), and bytes of the gradients, summed or not (`size`)."""
+
+    transfer: float
+    each: float
+    size: int
+
+
+def bucket_count(transfer: Number, each: Number) -> Number:
+    """Return in how many buckets to sum what moves in `transfer` seconds, if one costs `each` > 0 seconds beside."""
+    # the backward pass hides all but the last bucket's transfer / n, and n buckets cost n * each: least where equal
+    return np.maximum(1.0, np.sqrt(transfer / each))
+
+
+def bucket_mebibytes(plan: Plan, hardware: Hardware) -> int:
+    """Return the MiB of gradients in a bucket that suit a plan on the links of a hardware, at least 1; BUCKET_MIB if
+    ranks sum none."""
+    if not any(plan.reductions.values()):
+        return BUCKET_MIB
+    whole = replace(plan, bucket_mib=WHOLE, shorter={})
+    stages = dict.fromkeys(chunk.stage for chunk in plan.chunks)
+    found = max((_sums(whole.at(stage), hardware) for stage in stages), key=lambda sums: sums.transfer)
+    if not found.each:
+        return BUCKET_MIB
+    return max(1, ceil(found.size / float(bucket_count(found.transfer, found.each)) / MIB))
+
+
+def _sums(plan: Plan, hardware: Hardware) -> _Sums:
+    """Return the sums of one stage's gradients on a hardware. `plan`: the plan of that stage, in few buckets."""
+    transfer, each = 0.0, Counter[int]()  # by identity of a bucket
+    for found in bucket_collectives(plan):
+        sums, full = found.place == "gradients", found.collective
+        if found.place == "matrices":  # of parameters, whatever buckets they are in
+            continue
+        latency, seconds = (
+            collective_seconds(c, plan.mesh, hardware, plan.itemsize) for c in (replace(full, elements=0), full)
+        )
+        transfer += seconds - latency if sums else 0.0
+        # what a backward pass hides slows it; nothing hides the gathers after an update
+        each[id(found.bucket)] += (hardware.interference if sums else 1.0) * found.launches * latency  # type: ignore[assignment]
+    one = {(b.axes, b.only): each[id(b)] for b in plan.buckets}  # each chunk of a stage has its own
+    return _Sums(transfer, sum(one.values()), sum(b.elements for b in plan.buckets) * plan.itemsize["master"])

@@ -250,7 +250,7 @@ def _explain_as_asked(arguments: argparse.Namespace) -> int:
         hardware,
         named=bool(arguments.hardware),
         tokens=arguments.tokens,
-        composed=lambda typed: compose(with_values(arguments.overrides, typed), arguments.config_dir),
+        composed=lambda typed: _composed_for(arguments, with_values(arguments.overrides, typed)),
     )
     whole = "\n\n".join([render(plan, found), *closing(plan, found)]) if arguments.all else ""
     print(json.dumps(found) if arguments.json else visible(whole or screen(plan, found)))
@@ -259,12 +259,21 @@ def _explain_as_asked(arguments: argparse.Namespace) -> int:
 
 def _one_plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Config, Plan]:
     """Return the configuration that overrides give, with its open keys chosen, and its plan."""
-    config = compose(overrides, arguments.config_dir)
+    config = _composed_for(arguments, overrides)
     if config.plan.search:
         _choose_for(config, arguments)
     plan = make_plan(config, arguments.workers)
     config.parallel.data = plan.replicas
     return config, plan
+
+
+def _composed_for(arguments: argparse.Namespace, overrides: Sequence[str]) -> Config:
+    """Return the configuration that overrides give, on the hardware that the command line names, if it does."""
+    config = compose(overrides, arguments.config_dir)
+    if arguments.hardware:
+        _hardware(arguments.hardware, config)  # refuses it by the name of the option
+        config.cluster.hardware = arguments.hardware
+    return config
 
 
 def _compared_plans(arguments: argparse.Namespace) -> int:

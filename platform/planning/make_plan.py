@@ -139,6 +139,9 @@ def _of_kind(config: Config, data: int, kind: str, stage_of: Sequence[int] | Non
         also = f"; tensor.axes of as many workers that do: {' or '.join(meshes)}" if meshes else ""
         raise ConfigError([*lines, last + also]) from None
     plan = _with_updates(config, replace(plan, warnings=(*plan.warnings, *_without_ring(plan, config.model.dropout))))
+    from platform.planning.step_price import chosen_bucket  # with numpy
+
+    plan = replace(plan, bucket_mib=chosen_bucket(config, plan))
     checks = violations_of_patterns, split_violations, kernel_violations, violations_of_loss, _blind
     if refused := [line for check in checks for line in check(config, plan)]:
         raise ConfigError(refused)
@@ -212,7 +215,9 @@ def _with_shorter(config: Config, plan: Plan, data: int, kind: str) -> Plan:
         if _places_of_weights(made) != _places_of_weights(plan):
             constraint = f"model.kind={config.model.kind} has other parameters at this length"
             lines.append(violation("train.length_ramp", entry, constraint, [[]]))
-        found[phase.length] = replace(made, frozen=plan.frozen, matrices=plan.matrices, factored=plan.factored)
+        found[phase.length] = replace(
+            made, frozen=plan.frozen, matrices=plan.matrices, factored=plan.factored, bucket_mib=plan.bucket_mib
+        )
     refuse_all(lines)
     return replace(plan, shorter=found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -15,9 +15,11 @@ from platform.config.fields import Config
 from platform.config.groups.execution_group import AUTO
 from platform.costs.machine import Hardware, HardwareMistake, hardware_of
 from platform.costs.price import StepPrice, price_of, simulated
+from platform.costs.seconds import bucket_mebibytes
 from platform.costs.step_work import EVEN, Execution, StepWork, step_work
 from platform.model import build_model
 from platform.optimizer.optimizers import kept_numbers
+from platform.plan.core.buckets import BUCKET_MIB
 from platform.plan.core.plan import Plan
 from platform.plan.memory.hardware import accelerator, memory_of
 from platform.plan.schedule.gantt import gantt_svg
@@ -55,6 +57,7 @@ def read_hardware(name: str) -> Hardware:
         raise ConfigError([f"hardware {name}: {line}" for line in error.mistakes]) from None
 
 
+@lru_cache(maxsize=32)
 def hardware_named(gpu: str) -> Hardware | None:
     """Return the hardware of a type of GPU, such as cluster.gpu, None if no file in `conf/hardware/` describes it."""
     wanted = accelerator(gpu.replace("-", " "))
@@ -95,6 +98,26 @@ def hardware_of_device(config: Config, device: str, gpu: str) -> Hardware | None
     None if no file describes it, or its speed in the run's precision."""
     found = chosen_hardware(config) or (read_hardware("cpu") if device == "cpu" else hardware_named(gpu))
     return found if found and config.precision in found.peaks else None
+
+
+def chosen_bucket(config: Config, plan: Plan) -> int:
+    """Return the MiB of gradients in a bucket of a configuration's plan. Raises ConfigError for the hardware's file."""
+    if config.parallel.bucket_mib == AUTO and plan.zero == 3:
+        return 0  # it is there to hold little: block by block
+    size = given_bucket(config)
+    return bucket_mebibytes(plan, cast(Hardware, _named_hardware(config))) if size is None else size
+
+
+def given_bucket(config: Config) -> int | None:
+    """Return the MiB of gradients in a bucket of all plans of a configuration, but for ZeRO-3; None where links say."""
+    if not isinstance(config.parallel.bucket_mib, str):
+        return config.parallel.bucket_mib
+    return None if _named_hardware(config) else BUCKET_MIB
+
+
+def _named_hardware(config: Config) -> Hardware | None:
+    """Return the hardware that cluster.hardware or cluster.gpu names, None if neither names one that is described."""
+    return chosen_hardware(config) or hardware_named(config.cluster.gpu)
 
 
 def usual_hardware(config: Config, gpu: str = "") -> Hardware:

@@ -1,10 +1,10 @@
 """What each overlap of communication with computation gains on a slow link: steps with and without it, in turn.
 
-    OMP_NUM_THREADS=1 python tests/benchmarks/overlap.py [--rates 100mbit 1gbit] [--pairs 15]
+    OMP_NUM_THREADS=1 python tests/benchmarks/overlap.py [--rates 100mbit 1gbit] [--pairs 15] [--switches KEY ...]
 
 Two ranks, each a node of the testbed (tests/testbed): network namespaces joined by links of a limited rate, which need
-root. Every line is a launch of its own, in which the same two processes hold the model twice, with the switch on and
-off, and step one after the other in turn. The gain is the median of the paired ratios off / on, with a bootstrap
+root. Every line is a launch of its own, in which the same two processes hold the model twice, with the two values of a
+key, and step one after the other in turn. The gain is the median of the paired ratios second / first, with a bootstrap
 interval of 95 %; `link` is how long the bytes that a rank sends in a step take at that rate, which is the most that
 overlap can hide.
 """
@@ -24,6 +24,8 @@ from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any
 
+import yaml
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -31,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 from platform.config.fields import Config, key_fields  # noqa: E402
 from platform.plan.core.step_collectives import communication  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
+from platform.planning.step_price import file_of_hardware  # noqa: E402
 from tests.benchmarks.peers.pairs import Comparison, Seen, compare  # noqa: E402
 from tests.benchmarks.peers.rows import Row, configured  # noqa: E402
 from tests.testbed.links import INTERFACE, Links, bits_per_second, why_not  # noqa: E402
@@ -42,18 +45,29 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
     "data 2, zero 3": {"data": RANKS, "zero": 3},
     "3d, x 2": {"tensor": "3d", "axes": {"x": RANKS, "y": 1, "z": 1}},
 }
-SWITCHES = {"parallel.overlap": ("on", "off")}  # key -> names of its values true and false
+SWITCHES: Mapping[str, tuple[Any, Any]] = {"parallel.overlap": (True, False), "parallel.bucket_mib": ("auto", 25)}
 
 
-def switched(c: Config, key: str, value: bool) -> Config:
-    """Return the configuration with a key of two levels set."""
+def switched(c: Config, hardware: str, key: str, value: Any) -> Config:
+    """Return the configuration with a key of two levels set, on nodes of a `hardware` that a file describes."""
     c = deepcopy(c)
+    c.cluster.hardware = hardware
     group, _, name = key.partition(".")
     setattr(getattr(c, group), name, value)
     return c
 
 
-def rank_main(rank: int, address: str, plan_name: str, key: str, warmup: int, pairs: int, out: Path) -> None:
+def describe_nodes(rate: str, path: Path) -> None:
+    """Write the description of a hardware of one CPU core per node, joined by links of a rate."""
+    found = yaml.safe_load(file_of_hardware("cpu").read_text())
+    found["node"]["ranks"] = 1
+    found["network"]["bandwidth"] = bits_per_second(rate) / 8
+    path.write_text(yaml.safe_dump(found))
+
+
+def rank_main(
+    rank: int, address: str, hardware: str, plan_name: str, key: str, warmup: int, pairs: int, out: Path
+) -> None:
     """Step both forms in turn on one rank, and write what it saw to a file."""
     import torch
     import torch.distributed as dist
@@ -70,11 +84,11 @@ def rank_main(rank: int, address: str, plan_name: str, key: str, warmup: int, pa
     store = dist.TCPStore(address, PORT, RANKS, is_master=rank == 0, timeout=patience)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=patience)
     systems = {}
-    for name, value in zip(SWITCHES[key], (True, False), strict=True):
-        c = switched(configured(Row("", PLANS[plan_name]), warmup + pairs), key, value)
+    for value in SWITCHES[key]:
+        c = switched(configured(Row("", PLANS[plan_name]), warmup + pairs), hardware, key, value)
         plan = make_plan(c)
         trainer = trainer_of(c, plan, ProcessGroups(plan.mesh, rank, process_groups(plan)), Recurring(c))
-        systems[name] = lambda k, trainer=trainer: trainer.step(k).loss
+        systems[str(value)] = lambda k, trainer=trainer: trainer.step(k).loss
     seen = take_turns(systems, dist.barrier, warmup, pairs)
     out.write_text(json.dumps({name: asdict(one) for name, one in seen.items()}))
     dist.destroy_process_group()
@@ -83,7 +97,8 @@ def rank_main(rank: int, address: str, plan_name: str, key: str, warmup: int, pa
 def measure(links: Links, plan_name: str, key: str, warmup: int, pairs: int) -> Comparison:
     """Start one rank on each node, and compare what they saw. Raises RuntimeError with the log of one that failed."""
     with tempfile.TemporaryDirectory() as folder:
-        given = [links.address(0), plan_name, key, str(warmup), str(pairs)]
+        describe_nodes(str(links.rate), hardware := Path(folder, "nodes.yaml"))
+        given = [links.address(0), str(hardware), plan_name, key, str(warmup), str(pairs)]
         logs = [Path(folder, f"log-{rank}") for rank in range(RANKS)]
         started = []
         for rank, log in enumerate(logs):
@@ -101,14 +116,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit"])
     parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=PLANS)
+    parser.add_argument("--switches", nargs="+", default=list(SWITCHES), choices=SWITCHES)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=2)
     args = parser.parse_args()
     if why := why_not():
         sys.exit(why)
-    print("| plan | rate | switch | on (ms) | off (ms) | gain | 95 % | link (ms) | losses apart |")
+    print("| plan | rate | key | first (ms) | second (ms) | gain | 95 % | link (ms) | losses apart |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
-    for key in SWITCHES:
+    for key in args.switches:
         if key not in key_fields():
             print(f"| - | - | {key} | this version has no such key |")
             continue
@@ -119,7 +135,8 @@ def main() -> None:
                     found = measure(links, name, key, args.warmup, args.pairs)
                 on, off = (1000 * seconds for seconds in found.seconds)
                 low, high = (1 / ratio for ratio in reversed(found.interval))
-                cells = [name, rate, key, f"{on:.0f}", f"{off:.0f}", f"**{1 / found.ratio:.3f}**",
+                values = " or ".join(map(str, SWITCHES[key])).lower()
+                cells = [name, rate, f"{key}: {values}", f"{on:.0f}", f"{off:.0f}", f"**{1 / found.ratio:.3f}**",
                          f"{low:.3f} to {high:.3f}", f"{8000 * sent / bits_per_second(rate):.0f}",
                          f"{found.apart:.0e}"]  # fmt: skip
                 print(f"| {' | '.join(cells)} |", flush=True)
@@ -127,7 +144,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        rank, address, plan_name, key, warmup, pairs, out = sys.argv[2:]
-        rank_main(int(rank), address, plan_name, key, int(warmup), int(pairs), Path(out))
+        rank, address, hardware, plan_name, key, warmup, pairs, out = sys.argv[2:]
+        rank_main(int(rank), address, hardware, plan_name, key, int(warmup), int(pairs), Path(out))
     else:
         main()

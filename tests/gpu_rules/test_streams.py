@@ -218,10 +218,9 @@ def followed(recorder: Recorder, case: Case) -> Iterator[tuple[Trainer, pytest.M
     for key, value in case.settings.items():
         group, _, name = key.partition(".")
         setattr(getattr(c, group), name, value)
-    with pytest.MonkeyPatch.context() as sizes:
-        sizes.setattr("platform.plan.core.plan.BUCKET_BYTES", 1)  # a bucket for each span, as large models have
-        with recorded(c, case.rank, recorder) as trainer, pytest.MonkeyPatch.context() as patch:
-            yield trainer, patch
+    c.parallel.bucket_mib = 0  # a bucket for each span, as large models have
+    with recorded(c, case.rank, recorder) as trainer, pytest.MonkeyPatch.context() as patch:
+        yield trainer, patch
 
 
 @cache

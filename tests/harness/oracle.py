@@ -88,6 +88,7 @@ def configure(
     data: int = 1,
     zero: int = 0,
     zero_group: int = 0,
+    bucket_mib: int | str = "auto",
     experts_of: int = 1,
     context: int = 1,
     context_kind: str = "auto",
@@ -117,6 +118,7 @@ def configure(
         c.tensor.regions, c.tensor.parameters = {r: dict(rules) for r in regions}, {"all": dict(rules)}
     c.branch = Branch(**{**read("branch", branch), "axes": dict(branch_axes or {}), "order": order})
     c.parallel.data, c.parallel.zero, c.parallel.zero_group = data, zero, zero_group
+    c.parallel.bucket_mib = bucket_mib
     c.parallel.experts, c.parallel.context = experts_of, context
     c.parallel.context_kind, c.parallel.context_heads = context_kind, context_heads
     c.parallel.context_pieces = context_pieces

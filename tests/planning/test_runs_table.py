@@ -53,7 +53,7 @@ def table(directory: Path, name: str, steps: dict[str, list[float]]) -> Path:
 def test_a_row_makes_the_plan_of_its_run(key):
     config = compose(RUNS[key])
     plan = make_plan(config)
-    config.parallel.data = plan.replicas
+    config.parallel.data, config.parallel.bucket_mib = plan.replicas, plan.bucket_mib
     again = make_plan(compose(list(overrides_of(row_of(TrainedRun([key], config, plan.mesh.size), 1.0, compose)))))
     assert digest(again) == digest(plan)
 

@@ -8,10 +8,12 @@ from math import gcd, prod
 from platform.boundary.refusals import closest, violation
 from platform.config.bounds import KEYS
 from platform.config.fields import Branch, Config
+from platform.config.groups.execution_group import AUTO
 from platform.config.key import WORKERS, refused
 from platform.config.layout_map import axes_of, violations_of_tables
 from platform.config.ramps.length_ramp import phases_of
 from platform.config.rules.left_open import violations_of_search
+from platform.plan.core.buckets import BUCKET_MIB
 from platform.plan.language.numbers import divisors
 from platform.plan.language.scheme import NESTED, RESERVED, rules_of
 from platform.plan.schedule.generators import NO_TABLE, ONE_CHUNK
@@ -67,6 +69,13 @@ def _zero(config: Config) -> Iterator[str]:
     group, experts = config.parallel.zero_group, config.parallel.experts
     if config.parallel.zero and 0 < group < experts:
         yield refused(config, "parallel.zero_group", f"must be 0 or at least parallel.experts={experts}", [experts, 0])
+
+
+def _bucket_size(config: Config) -> Iterator[str]:
+    """Yield a refusal line if `parallel.bucket_mib` is a text other than `auto`."""
+    key, size = "parallel.bucket_mib", config.parallel.bucket_mib
+    if isinstance(size, str) and size != AUTO:
+        yield refused(config, key, KEYS[key].constraint, [AUTO, BUCKET_MIB])
 
 
 def cuts_experts(config: Config) -> bool:
@@ -205,6 +214,7 @@ RULES = (
     _branch,
     _slice_via,
     _zero,
+    _bucket_size,
     _experts,
     _context,
     _pieces,

@@ -21,7 +21,7 @@ SHARD_UNIT = 128
 # kind of device -> a product of matrices in 16 bits is added to a sum in fp32 as it is computed (torch has such kernels
 # for CUDA alone); else it is rounded to 16 bits first, and added in another pass over both
 ADDS_WIDE = {"cpu": False, "cuda": True}
-BUCKET_BYTES = 25 << 20  # most bytes of gradients that are reduced together, unless one span of the model has more
+BUCKET_MIB = 25  # size of buckets where nothing is known of the links: the size of torch's DDP
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from platform.plan.communication.planned import Collective, PlannedOperation
 from platform.plan.communication.planner import Planner
 from platform.plan.communication.rule import Conversion, Step, relayout_steps
 from platform.plan.communication.traffic import moved_bytes
-from platform.plan.core.buckets import ADDS_WIDE, BUCKET_BYTES, Bucket, make_buckets, spans_of
+from platform.plan.core.buckets import ADDS_WIDE, BUCKET_MIB, Bucket, make_buckets, spans_of
 from platform.plan.core.chunks import Chunk, replicated_axes
 from platform.plan.language.layout import Layout, at_zero, block, padded
 from platform.plan.language.mesh import Mesh
@@ -47,6 +47,7 @@ class Plan:
     `matrices`: names of the parameters whose updates are made of whole matrices, which are gathered for it (Muon).
     `factored`: names of the parameters of whose second moments a mean per row and per column is kept (Adafactor).
     `mlp_chunks`: chunks of rows in which a rank computes a feed-forward layer.
+    `bucket_mib`: most MiB of gradients, as they are summed, in a bucket, unless one span of the model has more.
     `turns`: every backward pass follows its forward pass at once, so that what both need can be kept.
     `shorter`: plans of steps with shorter sequences (train.length_ramp), by length: the same ranks hold the same
     parameters, and activations have other shapes.
@@ -71,6 +72,7 @@ class Plan:
     scatter_gather: bool = True
     recompute: Recompute = NO_RECOMPUTATION
     mlp_chunks: int = 1
+    bucket_mib: int = BUCKET_MIB
     warnings: tuple[str, ...] = ()
     shorter: Mapping[int, Plan] = field(default_factory=dict)
 
@@ -255,8 +257,8 @@ class Plan:
 
     def _buckets_of(self, stage: int) -> list[Bucket]:
         """Make the buckets of the parameters that one stage uses, in order of their first use there. A bucket has those
-        of a span of the model (a block, or what lies between blocks) or, where each need not be gathered by itself, of
-        several; a parameter that several spans use has its own."""
+        of a span of the model (a block, or what lies between blocks) or, up to `bucket_mib`, of several; a parameter
+        that several spans use has its own."""
         spans = [((c.number, i), names) for c in self.chunks if c.stage == stage for i, names in enumerate(c.spans)]
         here = {name for _, names in spans for name in names}
         declared = {p.name: p for p in self.parameters if p.name in here}
@@ -264,7 +266,7 @@ class Plan:
         groups = [(key, [declared[n] for n in names]) for key, names in spans_of(uses, self.tied)]
         reduced = {p: (self.reductions[p.name], self.layout(p).only) for p in declared.values()}
         sizes = {p: prod(self.local_shape(p)) for p in declared.values()}
-        most = 0 if self.zero == 3 else BUCKET_BYTES // self.itemsize["master"]
+        most = (self.bucket_mib << 20) // self.itemsize["master"]
         return make_buckets(groups, reduced, sizes, {a: self.mesh.axes[a] for a in self.sharded}, self.zero, most)
 
     @cached_property

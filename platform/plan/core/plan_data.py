@@ -100,6 +100,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "precision": plan.precision,
         "microbatches": plan.microbatches,
         "sharded": list(plan.sharded),
+        "bucket_mib": plan.bucket_mib,
         "storage": list(plan.sharded if plan.zero == 3 else ()),
         "sizes": dict(plan.sizes),
         "regions": {r: dict(layout) for r, layout in plan.regions.items()},

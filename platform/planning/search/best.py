@@ -26,7 +26,7 @@ from platform.planning.memory_budget import MemoryForecast, device_kind
 from platform.planning.search.choice import Contender, Space, shipped_schemes
 from platform.planning.search.estimate import Circumstances, Estimator, Mode
 from platform.planning.search.sketch import FEW, Columns, Sketch, sketched
-from platform.planning.step_price import step_price
+from platform.planning.step_price import given_bucket, step_price
 
 MOST, LEAST, LAYERS = 50, 8, 1000  # finalists of a search: of at most so many layers together
 ROUGH = 1.25  # of the memory that there is: one whose estimate is beyond it hardly fits;
@@ -191,7 +191,7 @@ class Field:
         few, libraries = min(FEW, c.model.layers), device_kind(c) == "cuda"
         return Circumstances(
             self.hardware, c.precision, c.model.layers, few, c.train.global_batch, kept_numbers(c), c.parallel.overlap,
-            libraries,
+            libraries, given_bucket(c),
         )  # fmt: skip
 
     def rated(self) -> tuple[list[Rated], int]:

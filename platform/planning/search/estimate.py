@@ -11,9 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.costs.machine import Hardware
-from platform.costs.seconds import bytes_seconds, group_seconds, message_seconds, update_bytes, with_hidden
+from platform.costs.seconds import (
+    MIB,
+    bucket_count,
+    bytes_seconds,
+    group_seconds,
+    message_seconds,
+    update_bytes,
+    with_hidden,
+)
 from platform.costs.work import FUSED_BACKWARD
-from platform.plan.core.buckets import BUCKET_BYTES
 from platform.plan.core.plan import ITEMSIZE
 from platform.plan.language.scheme import CONTEXT, REPLICAS
 from platform.plan.memory.hardware import ROUNDING, reserved_bytes
@@ -22,13 +29,15 @@ from platform.planning.search.sketch import Columns, Quantity, Sketch
 Column = NDArray[np.float64]
 KEPT, DELAYED = 0.8, 1.6  # share of the results counted that plans keep; and times that, with delayed weight gradients
 GROUPS = 4  # process groups of a rank, about
+LEAST = 1e-9  # seconds, for groups of one rank
 
 
 @dataclass(frozen=True)
 class Circumstances:
     """Circumstances of all contenders of a search: the `hardware`, the `precision`, the model's `layers`, how many its
     sketch has (`few`), sequences of a step (`batch`), numbers of optimizer state (`moments`), whether collectives
-    of parameters go on beside computation (`overlap`), and whether devices have libraries that reserve memory."""
+    of parameters go on beside computation (`overlap`), whether devices have libraries that reserve memory, and MiB of
+    gradients in a bucket, None if the links say (`bucket_mib`)."""
 
     hardware: Hardware
     precision: str
@@ -38,6 +47,7 @@ class Circumstances:
     moments: int
     overlap: bool
     libraries: bool
+    bucket_mib: int | None
 
 
 class Mode(NamedTuple):
@@ -160,7 +170,7 @@ class Estimator:
             held = master * (1 + self.setting.moments) / state + master / summed + copies / used
             memory += elements * held
             updated += elements / state
-            buckets = np.minimum(np.ceil(elements * master / BUCKET_BYTES), max(1.0, self.whole[rows].sum()))
+            buckets = np.minimum(self._buckets(axes, elements * master), max(1.0, self.whole[rows].sum()))
             one = elements * master / buckets
             if zero:
                 seconds += buckets * self.moved("reduce_scatter", axes, one)
@@ -168,6 +178,14 @@ class Estimator:
             else:
                 seconds += buckets * self.moved("all_reduce", axes, one)
         return memory, seconds, updated
+
+    def _buckets(self, axes: tuple[str, ...], size: Column) -> Column:
+        """Return in how many buckets gradients of `size` bytes are summed over some axes, wherever blocks end."""
+        if (mib := self.setting.bucket_mib) is not None:
+            return np.ceil(size / max(1, mib * MIB))
+        latency = self.moved("all_reduce", axes, np.zeros_like(size))
+        transfer = self.moved("all_reduce", axes, size) - latency
+        return bucket_count(transfer, np.maximum(LEAST, self.setting.hardware.interference * latency))
 
     @cached_property
     def _stream(self) -> Column:

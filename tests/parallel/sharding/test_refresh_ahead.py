@@ -44,15 +44,10 @@ PLANS: dict[str, dict[str, Any]] = {
 FROZEN = ["layers.0.*", "embedding"]
 
 
-@pytest.fixture(autouse=True)
-def small_buckets(monkeypatch):
-    """A bucket for each span, as large models have."""
-    monkeypatch.setattr("platform.plan.core.plan.BUCKET_BYTES", 1)
-
-
 def planned(name: str, data: int, zero: int) -> Config:
+    """With a bucket for each span, as large models have."""
     batch = {"microbatch": {2: 6, 3: 4, 4: 2, 6: 2}[data], "global_batch": 24}
-    return configure(**{"data": data, "zero": zero, "length": 8, **batch, **PLANS[name]})
+    return configure(**{"data": data, "zero": zero, "length": 8, "bucket_mib": 0, **batch, **PLANS[name]})
 
 
 @pytest.mark.parametrize("zero", [1, 2])

@@ -287,10 +287,9 @@ def test_launches_of_a_step():
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("zero", [0, 1, 3])
-def test_reductions_start_while_backward_passes_run(zero, overlap, monkeypatch):
+def test_reductions_start_while_backward_passes_run(zero, overlap):
     """With overlap, reductions over replicas stand before the last collective of a backward pass, else after it."""
-    monkeypatch.setattr("platform.plan.core.plan.BUCKET_BYTES", 1)
-    c = configure("1d", {"t": 2}, data=2, zero=zero, layers=3)
+    c = configure("1d", {"t": 2}, data=2, zero=zero, layers=3, bucket_mib=0)
     c.parallel.overlap = overlap
     plan, results = run(c)
     examine(c, plan, results)
@@ -302,11 +301,11 @@ def test_reductions_start_while_backward_passes_run(zero, overlap, monkeypatch):
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_buckets(zero, monkeypatch):
+def test_buckets(zero):
     """Many small ones move the same bytes to the same gradients."""
     c = configure("1d_sp", {"t": 2}, data=2, zero=zero, layers=1)
     plan, (one, *_) = run(c)
-    monkeypatch.setattr("platform.plan.core.plan.BUCKET_BYTES", 4096)
+    c.parallel.bucket_mib = 0
     plan, many = run(c)
     compare(c, plan, many, serial(c))
     assert counted(many) == communication(plan)

@@ -1,0 +1,123 @@
+"""parallel.bucket_mib: by hand, by the links that the configuration names, or as always where it names none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from platform.boundary.refusals import ConfigError
+from platform.launch import compose, prepare
+from platform.plan.core.buckets import BUCKET_MIB
+from platform.plan.core.plan import Plan
+from platform.plan.core.plan_data import digest, from_dict, plan_summary, to_dict
+from platform.plan.core.step_collectives import step_collectives
+from platform.planning.make_plan import make_plan
+from platform.planning.replan import replan
+from platform.planning.step_price import file_of_hardware
+from tests.harness.oracle import configure, counted, examine, run
+
+TWO = ("+experiment=one_gpu", "parallel.data=2")
+
+
+def size_of(*overrides: str) -> int:
+    return make_plan(compose([*TWO, *overrides])).bucket_mib
+
+
+def described(path, latency: float) -> str:
+    """Write a hardware whose nodes of one core each are joined by links of 1 Gbit/s; return its file."""
+    found = yaml.safe_load(file_of_hardware("cpu").read_text())
+    found["node"]["ranks"], found["network"]["latency"] = 1, latency
+    path.write_text(yaml.safe_dump(found))
+    return str(path)
+
+
+def test_where_it_comes_from():
+    """By hand it is as given, by ZeRO-3 too, which else gathers block by block; unknown links leave it as it was."""
+    assert size_of("cluster.gpu=") == BUCKET_MIB
+    assert size_of("cluster.gpu=", "cluster.hardware=h100") == size_of("cluster.gpu=H100") > BUCKET_MIB
+    assert size_of("cluster.gpu=H100", "cluster.hardware=cpu") != size_of("cluster.gpu=H100")
+    assert size_of("cluster.gpu=H100", "parallel.zero=3") == 0
+    assert {size_of("cluster.gpu=H100", f"parallel.zero={n}", "parallel.bucket_mib=7") for n in range(4)} == {7}
+
+
+@pytest.mark.parametrize("value", ["-1", "many", "1.5", "2_000_000"])
+def test_refusals(value):
+    with pytest.raises(ConfigError, match=r"^parallel.bucket_mib=.*: must be .*; nearest legal: "):
+        compose([*TWO, f"parallel.bucket_mib={value}"])
+
+
+def test_a_mistake_in_the_hardware_is_said_once(tmp_path):
+    (own := tmp_path / "mine.yaml").write_text("peaks: {}\n")
+    with pytest.raises(ConfigError) as refused:
+        size_of(f"cluster.hardware={own}")
+    assert all("mine.yaml" in line for line in refused.value.violations)
+    _, lines = prepare(compose([*TWO, f"cluster.hardware={own}"]), [])
+    assert lines == refused.value.violations
+
+
+def test_the_plan_carries_it():
+    plan = make_plan(compose([*TWO, "cluster.gpu=H100"]))
+    assert from_dict(to_dict(plan)).bucket_mib == plan.bucket_mib == plan_summary(plan)["bucket_mib"]
+    assert digest(replace(plan, bucket_mib=25)) != digest(plan)
+
+
+def test_workers_and_later_generations_need_no_file(tmp_path):
+    """The driver settles it before workers start: they plan the same without the file that describes the hardware, and
+    so does a mesh that re-forms at another size."""
+    own = described(tmp_path / "mine.yaml", latency=0.1)
+    config = compose(["+experiment=gpt_quick", "parallel.data=4", f"cluster.hardware={own}"])
+    plan, lines = prepare(config, [])
+    assert plan and not lines and plan.bucket_mib != BUCKET_MIB
+    (tmp_path / "mine.yaml").unlink()
+    assert digest(make_plan(config)) == digest(plan)
+    fewer = replan(config, 4)
+    assert fewer and fewer.plan.mesh.size == 4 and fewer.plan.bucket_mib == plan.bucket_mib
+
+
+# A run on these plans
+
+SHAPE = {"layers": 6, "d_model": 64, "data": 2, "microbatch": 2, "tied": False}
+
+
+def launches(plan: Plan) -> Counter[str]:
+    """Return the launches over `data` of a step, by operation, as the plan says."""
+    out: Counter[str] = Counter()
+    for _, c, times in step_collectives(plan):
+        if plan.mesh.ordered(c.axes) == ("data",):
+            out[c.op] += times
+    return out
+
+
+@pytest.fixture(scope="module")
+def sizes(tmp_path_factory) -> dict[str, int]:
+    """Return the sizes of buckets for links of two latencies."""
+    folder, found = tmp_path_factory.mktemp("hardware"), {}
+    for name, latency in (("prompt", 1e-4), ("slow", 0.1)):
+        c = configure(**SHAPE)
+        c.cluster.hardware = described(folder / f"{name}.yaml", latency)
+        found[name] = make_plan(c).bucket_mib
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_run_launches_what_the_plan_says(zero, sizes):
+    """In fp64 as one process does, with the plan's bytes; and fewer collectives where links have a high latency."""
+    found = {}
+    for name, size in sizes.items():
+        c = configure(**SHAPE, zero=zero, bucket_mib=size)
+        plan, results = run(c)
+        examine(c, plan, results)
+        found[name] = Counter(launch.op for launch in results[0].log if launch.axes == ("data",))
+        assert found[name] == launches(plan)
+    assert sum(found["slow"].values()) < sum(found["prompt"].values())
+
+
+def test_negative_control_a_runtime_with_buckets_of_its_own(monkeypatch):
+    c = configure(**SHAPE, bucket_mib=0)
+    plan, results = run(c, replace(make_plan(c), bucket_mib=1))
+    moved = Counter(launch.op for launch in results[0].log if launch.axes == ("data",))
+    assert moved == launches(plan) != launches(make_plan(c))
+    assert counted(results)
