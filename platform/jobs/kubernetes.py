@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -14,14 +14,11 @@ from platform.config.groups.execution_group import Monitor
 from platform.jobs.options import KubernetesOptions, take_options
 from platform.jobs.planned_run import TEMPLATES, PlannedRun, as_typed, fill, folded, plan_job, within
 from platform.jobs.sizing import GIB, JobSize
+from platform.monitor.sinks.sink_table import secrets_of_sinks
 from platform.plan.language.numbers import count_of
 
 _HEAD = {"cuda": {"cpu": "8", "memory": "32Gi"}, "cpu": {"cpu": "1", "memory": "4Gi"}}
 _DISK = {"cuda": "50Gi", "cpu": "5Gi"}  # of a node's own disk: logs, and what Ray spills
-_SERVICES = {  # key of `monitor`, and name of a Secret -> (variable, key in the Secret)
-    "mlflow": (("MLFLOW_TRACKING_URI", "tracking-uri"), ("MLFLOW_TRACKING_TOKEN", "token")),
-    "trackio": (("TRACKIO_SPACE_ID", "space-id"), ("HF_TOKEN", "token")),
-}
 _TAINT = "nvidia.com/gpu"
 _TOPOLOGY = "kueue.x-k8s.io/podset-preferred-topology"  # where Kueue places pods, it places by this
 _SCRAPED = {"prometheus.io/scrape": "true", "prometheus.io/port": "8080", "prometheus.io/path": "/metrics"}
@@ -102,7 +99,6 @@ def _values(run: PlannedRun) -> dict[str, str | None]:
         "grace": grace,
         "drain": str(max(60, size.margin)),
         "interface": o.interface if gpu else None,
-        "wandb": "WANDB_API_KEY" if run.config.monitor.kind == "wandb" else None,
         "head": {**_HEAD[size.device], "ephemeral-storage": _DISK[size.device]},
         "worker": _resources(size),
         "least": size.least,
@@ -121,8 +117,7 @@ def _values(run: PlannedRun) -> dict[str, str | None]:
     options = [f"--retries={o.retries}", f"--notice={grace}", *limit]
     command = ["python", "-m", "platform.jobs", "supervise", *options, *run.arguments]
     variables = [_variable(text) for text in o.secrets]
-    named = {variable["name"] for variable in variables}
-    variables += [variable for variable in _of_services(run.config.monitor) if variable["name"] not in named]
+    of_services = _of_services(run.config.monitor, {variable["name"] for variable in variables})
     return {
         **_flowed({**vars(o), **own}),
         "kind": _KINDS[o.launcher][0],
@@ -130,6 +125,7 @@ def _values(run: PlannedRun) -> dict[str, str | None]:
         "command": run.command,
         "entrypoint": folded(command),
         "secrets": _items(variables) if variables else None,
+        "secrets_of_run": _items([*variables, *of_services]) if variables or of_services else None,
         "arguments": _items(_pod_arguments(run, limit)),
     }
 
@@ -173,15 +169,13 @@ def _variable(text: str) -> dict[str, Any]:
     return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
 
 
-def _of_services(monitor: Monitor) -> list[dict[str, Any]]:
-    """Return the environment variables with address and token of the services that a run's numbers go to, each from a
-    Secret of the cluster's, which may be missing."""
-    found = [
-        (secret, name, key) for secret, pairs in _SERVICES.items() if getattr(monitor, secret) for name, key in pairs
-    ]
+def _of_services(monitor: Monitor, named: Collection[str]) -> list[dict[str, Any]]:
+    """Return the environment variables with address and token of the services that a run's numbers go to, but those
+    already `named`, each from a Secret of the cluster's, which may be missing."""
     return [
-        {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key, "optional": True}}}
-        for secret, name, key in found
+        {"name": variable, "valueFrom": {"secretKeyRef": {"name": service, "key": key, "optional": True}}}
+        for variable, service, key in secrets_of_sinks(monitor)
+        if variable not in named
     ]
 
 

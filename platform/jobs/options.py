@@ -121,6 +121,12 @@ class SlurmOptions(JobOptions):
         constraint="is no name",
     )
     ip: int = key(4, "version of IP", (4, 6))
+    secrets: list[str] = key(
+        [],
+        "environment variables from files that only you can read, NAME=FILE",
+        pattern=r"[A-Za-z_]\w*=~?/[^\s\"$`\\]+",
+        constraint="must be NAME=/FILE or NAME=~/FILE",
+    )
     options: list[str] = key(
         [], "further options of sbatch, such as --qos=long", pattern=r"--\S+", constraint="must be --OPTION"
     )

@@ -10,6 +10,7 @@ from platform.boundary.refusals import ConfigError, violation
 from platform.jobs.options import SlurmOptions, lacking_options
 from platform.jobs.planned_run import TEMPLATES, PlannedRun, fill, folded, plan_job
 from platform.jobs.sizing import GIB
+from platform.monitor.sinks.sink_table import secrets_of_sinks
 from platform.plan.language.numbers import count_of
 
 
@@ -48,6 +49,7 @@ def _values(run: PlannedRun) -> dict[str, str | None]:
         "saves": f"{size.margin - 30}",  # half a minute of it is for what Slurm and Ray do meanwhile
         "wanted": f"{size.nodes}",
         "options": "\n".join(f"#SBATCH {option}" for option in o.options) or None,
+        "secrets": _secrets(run),
         "srun": " ".join(map(_word, srun)),
         "prefix": " ".join([*map(_word, prefix), "python"]),
         "run_dir": shlex.quote(typed["run.dir"]),
@@ -55,6 +57,23 @@ def _values(run: PlannedRun) -> dict[str, str | None]:
         "node": " ".join([*interface, *ip, f"--drain={max(60, size.margin)}"]),
         "arguments": folded(run.arguments, " \\\n"),
     }
+
+
+def _secrets(run: PlannedRun) -> str | None:
+    """Return the lines of a Slurm job's script that read variables from files: those of job.secrets, and those with
+    address and token of the services that its numbers go to, which may be missing; None if there are none."""
+    typed = dict(pair.partition("=")[::2] for pair in run.options.secrets)
+    files = [(variable, path, " must") for variable, path in typed.items()]
+    of_services = secrets_of_sinks(run.config.monitor)
+    files += [(name, f"~/.secrets/{service}/{key}", "") for name, service, key in of_services if name not in typed]
+    lines = [f"secret {variable} {_home(path)}{must}" for variable, path, must in files]
+    block = fill((TEMPLATES / "secrets.sh").read_text(), {"files": "\n".join(lines)})
+    return block.removesuffix("\n") if lines else None
+
+
+def _home(path: str) -> str:
+    """Quote a path for bash, in which a leading ~ alone is the home directory."""
+    return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else shlex.quote(path)
 
 
 def _word(text: str) -> str:

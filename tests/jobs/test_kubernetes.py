@@ -350,6 +350,7 @@ def test_other_services_addresses_and_tokens_are_secrets_too_and_never_values(mo
     assert secrets["MLFLOW_TRACKING_TOKEN"] == token and secrets["TRACKIO_SPACE_ID"]["name"] == "trackio"
     assert secrets["HF_TOKEN"] == {"name": "mine", "key": "hub"} and "0123456789abcdef" not in text
     assert not {*names} & variables(pods(rayjob(kubernetes_job(POD)))[0]).keys()
+    assert {*names} & variables(pods(rayjob(text))[1]).keys() == {"HF_TOKEN"}  # workers send nothing, but read for you
 
 
 def built(folder):

@@ -35,6 +35,7 @@ VARIANTS = {
         "job.options=[--qos=a,--reservation=x]",
         "job.setup=module load x",
     ],
+    "secrets": ["monitor=[wandb,mlflow,trackio]", "job.secrets=[AWS_SECRET_ACCESS_KEY=~/.secrets/aws,A=/b/c]"],
     "odd": ["run.dir=/data/my runs/a", "train.steps=7", "job.retries=3", "job.time=1:00:00"],
 }
 
@@ -152,6 +153,61 @@ def test_options_of_a_site(variant, asked):
     found = options(script(*VARIANTS[variant]))
     assert found == found | {"nodes": "4"} | asked
     assert ("exclusive" in found) == (variant != "shared")
+
+
+SERVICES = {  # file below ~/.secrets -> variable
+    "wandb/api-key": "WANDB_API_KEY",
+    "mlflow/tracking-uri": "MLFLOW_TRACKING_URI",
+    "mlflow/token": "MLFLOW_TRACKING_TOKEN",
+    "trackio/space-id": "TRACKIO_SPACE_ID",
+    "trackio/token": "HF_TOKEN",
+}
+SENT = "monitor=[wandb,mlflow,trackio]"
+SAYS = "".join(f"echo {name}=${{{name}-none}};" for name in [*SERVICES.values(), "MINE"])
+
+
+def secret_file(job, name, text, mode=0o600):
+    path = Path(job["HOME"]) / ".secrets" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(mode)
+
+
+def ran_with(job, text):
+    """Exit status of a job, and the variables that its run has."""
+    process = start(job | {"RUN": f"{{ {SAYS} }} >>$HOME/run"}, text)
+    process.communicate(timeout=60)
+    return process.returncode, (Path(job["HOME"]) / "run").read_text().split() if process.returncode == 0 else []
+
+
+def test_what_is_secret_of_services_comes_from_files_that_slurm_never_sees(job, tmp_path):
+    for number, name in enumerate(SERVICES):
+        secret_file(job, name, f"hidden-{number}" + "\n" * (number % 2))
+    secret_file(job, "mine", "hidden-mine")
+    text = script(SENT, "job.setup=exec 2>$HOME/log; set -x", "job.secrets=[MINE=~/.secrets/mine]")
+    status, found = ran_with(job, text)
+    assert status == 0 and found[-1] == "MINE=hidden-mine"
+    assert found[:-1] == [f"{name}=hidden-{number}" for number, name in enumerate(SERVICES.values())]
+    log = (tmp_path / "log").read_text()
+    assert "secret WANDB_API_KEY" in log, "the trace of the script is what it is looked for in"
+    seen = [text, (tmp_path / "calls").read_text(), log]
+    assert not any("hidden" in there for there in seen)
+
+
+def test_secrets_may_be_missing_brought_along_or_read_by_others(job, tmp_path, capfd):
+    secret_file(job, "wandb/api-key", "from-file")
+    secret_file(job, "mlflow/token", "from-file", mode=0o644)
+    secret_file(job, "mine", "from-file")
+    brought = job | {"WANDB_API_KEY": "brought", "MINE": "brought"}
+    status, found = ran_with(brought, script(SENT, "job.secrets=[MINE=~/.secrets/mine]"))
+    named = dict(line.split("=") for line in found)
+    assert status == 0 and (named["WANDB_API_KEY"], named["MINE"]) == ("brought", "from-file")
+    assert (named["MLFLOW_TRACKING_TOKEN"], named["HF_TOKEN"]) == ("from-file", "none")
+    said = capfd.readouterr().out
+    assert said.count("others can read") == 1 and f"chmod 600 {tmp_path}/.secrets/mlflow/token" in said
+    (tmp_path / ".secrets" / "mine").unlink()
+    assert ran_with(job, script("job.secrets=[MINE=~/.secrets/mine]"))[0] == 2
+    assert ".secrets" not in script()
 
 
 def test_a_job_without_gpus_asks_for_none():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import NamedTuple
 
 from platform.config.fields import Config
@@ -19,19 +20,27 @@ from platform.monitor.sinks.services.wandb_sink import WandbSink
 
 class SinkKind(NamedTuple):
     """Kind of service: its `title` for people, the Python `package` that it needs ("" for none), whether a
-    configuration's keys ask for it, and how it is opened. Opening imports the package."""
+    configuration's keys ask for it, and how it is opened. Opening imports the package. `secrets`: the environment
+    variables with its address and its token, each with its name where a job keeps what is secret."""
 
     title: str
     package: str
     asked: Callable[[Monitor], bool]
     open: Callable[[SinkRun], Sink]
+    secrets: Mapping[str, str] = MappingProxyType({})
 
 
 SINKS = {
-    "wandb": SinkKind("W&B", "wandb", lambda m: m.kind == "wandb", WandbSink),
+    "wandb": SinkKind("W&B", "wandb", lambda m: m.kind == "wandb", WandbSink, {"WANDB_API_KEY": "api-key"}),
     "tensorboard": SinkKind("TensorBoard", "tensorboard", lambda m: m.tensorboard, TensorboardSink),
-    "mlflow": SinkKind("MLflow", "mlflow", lambda m: m.mlflow, MlflowSink),
-    "trackio": SinkKind("trackio", "trackio", lambda m: m.trackio, TrackioSink),
+    "mlflow": SinkKind(
+        *("MLflow", "mlflow", lambda m: m.mlflow, MlflowSink),
+        {"MLFLOW_TRACKING_URI": "tracking-uri", "MLFLOW_TRACKING_TOKEN": "token"},
+    ),
+    "trackio": SinkKind(
+        *("trackio", "trackio", lambda m: m.trackio, TrackioSink),
+        {"TRACKIO_SPACE_ID": "space-id", "HF_TOKEN": "token"},
+    ),
     "alert_command": SinkKind("alerts", "", lambda m: bool(m.alert_command), CommandSink),
 }
 
@@ -39,6 +48,13 @@ SINKS = {
 def asked_sinks(monitor: Monitor) -> list[str]:
     """Return the names of the services that a run's numbers are to be sent to."""
     return [name for name, kind in SINKS.items() if kind.asked(monitor)]
+
+
+def secrets_of_sinks(monitor: Monitor) -> Iterator[tuple[str, str, str]]:
+    """Yield what is secret of the services that a run's numbers are to be sent to: the environment variable, the
+    service, and the name of the secret there."""
+    for service in asked_sinks(monitor):
+        yield from ((variable, service, name) for variable, name in SINKS[service].secrets.items())
 
 
 def missing_for_sinks(config: Config) -> Iterator[str]:
