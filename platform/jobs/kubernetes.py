@@ -170,8 +170,7 @@ def _variable(text: str) -> dict[str, Any]:
 
 
 def _of_services(monitor: Monitor, named: Collection[str]) -> list[dict[str, Any]]:
-    """Return the environment variables with address and token of the services that a run's numbers go to, but those
-    already `named`, each from a Secret of the cluster's, which may be missing."""
+    """Return the variables with address and token of a run's services, but for `named` ones, each from a Secret."""
     return [
         {"name": variable, "valueFrom": {"secretKeyRef": {"name": service, "key": key, "optional": True}}}
         for variable, service, key in secrets_of_sinks(monitor)

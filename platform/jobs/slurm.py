@@ -60,8 +60,8 @@ def _values(run: PlannedRun) -> dict[str, str | None]:
 
 
 def _secrets(run: PlannedRun) -> str | None:
-    """Return the lines of a Slurm job's script that read variables from files: those of job.secrets, and those with
-    address and token of the services that its numbers go to, which may be missing; None if there are none."""
+    """Return the lines of a Slurm job's script that read variables from files: the files of job.secrets, and the
+    addresses and tokens of the services that its numbers go to, whose files may be missing; None without any."""
     typed = dict(pair.partition("=")[::2] for pair in run.options.secrets)
     files = [(variable, path, " must") for variable, path in typed.items()]
     of_services = secrets_of_sinks(run.config.monitor)

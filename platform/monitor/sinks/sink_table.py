@@ -21,7 +21,7 @@ from platform.monitor.sinks.services.wandb_sink import WandbSink
 class SinkKind(NamedTuple):
     """Kind of service: its `title` for people, the Python `package` that it needs ("" for none), whether a
     configuration's keys ask for it, and how it is opened. Opening imports the package. `secrets`: the environment
-    variables with its address and its token, each with its name where a job keeps what is secret."""
+    variables with its address and its token, each with its key among the secrets of a job."""
 
     title: str
     package: str
@@ -51,8 +51,7 @@ def asked_sinks(monitor: Monitor) -> list[str]:
 
 
 def secrets_of_sinks(monitor: Monitor) -> Iterator[tuple[str, str, str]]:
-    """Yield what is secret of the services that a run's numbers are to be sent to: the environment variable, the
-    service, and the name of the secret there."""
+    """Yield (environment variable, service, key) of each secret of the services that a run's numbers are sent to."""
     for service in asked_sinks(monitor):
         yield from ((variable, service, name) for variable, name in SINKS[service].secrets.items())
 
