@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from math import ceil
+from math import ceil, prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -181,8 +181,10 @@ def bucket_mebibytes(plan: Plan, hardware: Hardware) -> int:
     if not any(plan.reductions.values()):
         return BUCKET_MIB
     whole = replace(plan, bucket_mib=WHOLE, shorter={})
-    stages = dict.fromkeys(chunk.stage for chunk in plan.chunks)
-    found = max((_sums(whole.at(stage), hardware) for stage in stages), key=lambda sums: sums.transfer)
+    elements = Counter[int]()  # by stage; the largest one counts
+    for p in plan.parameters:
+        elements.update(dict.fromkeys(plan.stages_of[p.name], prod(plan.local_shape(p))))
+    found = _sums(whole.at(max(elements, key=elements.__getitem__)), hardware)
     if not found.each:
         return BUCKET_MIB
     return max(1, ceil(found.size / float(bucket_count(found.transfer, found.each)) / MIB))

@@ -163,14 +163,14 @@ class Estimator:
         memory, seconds, updated = (np.zeros_like(self.stages, dtype=float) for _ in range(3))
         copies = compute if compute != master or zero in (1, 2) else 0
         for axes in dict.fromkeys(kind.axes for kind in self.kinds if kind.what == "parameter"):
-            rows = [i for i, kind in enumerate(self.kinds) if kind == Quantity("parameter", axes, inside=kind.inside)]
+            rows = self._rows(axes)
             elements = self.whole[rows] @ self.numbers[rows]
             shards = self._extent(tuple(a for a in axes if a in (*REPLICAS, *CONTEXT)))
             state, summed, used = (shards if zero >= least else 1.0 for least in (1, 2, 3))
             held = master * (1 + self.setting.moments) / state + master / summed + copies / used
             memory += elements * held
             updated += elements / state
-            buckets = np.minimum(self._buckets(axes, elements * master), max(1.0, self.whole[rows].sum()))
+            buckets = np.minimum(self._buckets(axes), max(1.0, self.whole[rows].sum()))
             one = elements * master / buckets
             if zero:
                 seconds += buckets * self.moved("reduce_scatter", axes, one)
@@ -179,8 +179,14 @@ class Estimator:
                 seconds += buckets * self.moved("all_reduce", axes, one)
         return memory, seconds, updated
 
-    def _buckets(self, axes: tuple[str, ...], size: Column) -> Column:
-        """Return in how many buckets gradients of `size` bytes are summed over some axes, wherever blocks end."""
+    def _rows(self, axes: tuple[str, ...]) -> list[int]:
+        """Return which numbers are of parameters whose gradients are summed over some axes."""
+        return [i for i, kind in enumerate(self.kinds) if kind == Quantity("parameter", axes, inside=kind.inside)]
+
+    @cache  # noqa: B019
+    def _buckets(self, axes: tuple[str, ...]) -> Column:
+        """Return in how many buckets all gradients that are summed over some axes are, wherever blocks end."""
+        size = self.whole[self._rows(axes)] @ self.numbers[self._rows(axes)] * self.size["master"]
         if (mib := self.setting.bucket_mib) is not None:
             return np.ceil(size / max(1, mib * MIB))
         latency = self.moved("all_reduce", axes, np.zeros_like(size))
