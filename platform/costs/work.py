@@ -7,7 +7,7 @@ the functions element by element of which nothing is planned. Equal parts are co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple
@@ -183,28 +183,40 @@ def block_elements(plan: Plan, spec: Spec) -> float:
 
 def share_in_use(planner: Planner, spec: Spec) -> float:
     """Return the share of a rank's most rows of experts that an even routing gives it; 1 for other activations."""
-    if "rows" not in spec.dims:
-        return 1.0
+    return _even_rows(planner, spec) / planner.shape(spec)[spec.dims.index("rows")] if "rows" in spec.dims else 1.0
+
+
+def _even_rows(planner: Planner, spec: Spec) -> float:
+    """Return the rows of experts that a rank has of an activation under an even routing."""
     sizes = planner.sizes
-    rows = sizes["length"] * sizes["batch"] * sizes["rows"] / planner.mesh.extent(planner.layout(spec)["rows"])
-    return rows / planner.shape(spec)[spec.dims.index("rows")]
+    return sizes["length"] * sizes["batch"] * sizes["rows"] / planner.mesh.extent(planner.layout(spec)["rows"])
 
 
 def _evenly(plan: Plan, planned: PlannedOperation) -> list[Collective]:
     """Return the collectives of a planned operation with as many rows of experts as an even routing sends."""
-    share = share_of_rows(plan.planner, planned.operation)
-    return [replace(c, elements=int(c.elements * share)) if spare_rows(c) else c for c in planned.collectives]
+    planner, o = plan.planner, planned.operation
+    return [
+        replace(c, elements=int(c.elements * share_sent(planner, o, c))) if c.rows else c for c in planned.collectives
+    ]
 
 
 def share_of_rows(planner: Planner, o: Operation) -> float:
     """Return `share_in_use` of the rows that an operation reads or makes."""
-    found = (t for t in (*o.outputs, *o.inputs) if isinstance(t, Spec) and "rows" in t.dims)
-    return next((share_in_use(planner, t) for t in found), 1.0)
+    return next((share_in_use(planner, t) for t in _of_rows(o)), 1.0)
 
 
-def spare_rows(c: Collective) -> bool:
-    """Return True if a collective's elements have room for the worst routing: an exchange has a rank's own rows."""
-    return bool(c.rows) and c.op != "all_to_allv"
+def _of_rows(o: Operation) -> Iterator[Spec]:
+    """Yield the activations of experts' rows that an operation makes and reads."""
+    yield from (t for t in (*o.outputs, *o.inputs) if isinstance(t, Spec) and "rows" in t.dims)
+
+
+def share_sent(planner: Planner, o: Operation, c: Collective) -> float:
+    """Return the share of the elements of an operation's collective that an even routing sends; 1 of no rows."""
+    if (
+        c.op == "all_to_allv"
+    ):  # of a rank's own rows: fewer than its tokens choose, if ranks with the same tokens share them
+        return _even_rows(planner, next(_of_rows(o))) / c.rows
+    return share_of_rows(planner, o) if c.rows else 1.0
 
 
 def _work_of(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:

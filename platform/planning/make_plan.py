@@ -14,7 +14,7 @@ from platform.config.extending.extensions import refusing_exits
 from platform.config.fields import WEIGHTED, Config, loss_of, objective_of
 from platform.config.layout_map import axes_of
 from platform.config.ramps.length_ramp import at_length, phases_of, ramp_of
-from platform.config.rules.mesh_rules import cuts_experts
+from platform.config.rules.mesh_rules import cuts_experts, ranks_of_experts
 from platform.model import build_model
 from platform.model.losses import violations_of_loss
 from platform.optimizer.parameter_groups import find_factored, find_matrices, violations_of_patterns
@@ -44,7 +44,8 @@ DEEP = 32  # models of more layers are first planned with two, so that a refusal
 
 def expert_group(config: Config, data: int) -> int:
     """Return how many of the `data` replicas of a configuration share the experts, up to parallel.experts."""
-    most, experts = min(config.parallel.experts, data), config.model.experts
+    most, inside = min(config.parallel.experts, data), prod(ranks_of_experts(config).values())
+    experts = config.model.experts // inside  # of each of the tensor ranks that divide them
     uneven, numbers = cuts_experts(config), range(1, min(most, experts) + 1)
     return max((n for n in numbers if data % n == 0 and (uneven or experts % n == 0)), default=1)
 
@@ -161,6 +162,7 @@ def scheme_of(config: Config, data: int, kind: str) -> Scheme:
         context=context_axes(config, kind),
         rounds=given_rounds(config),
         ring=kind in RINGS and parallel.context > 1,
+        tensor_experts=parallel.tensor_experts,
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from platform.config.key import WORKERS, key, own_settings
-from platform.plan.language.scheme import CONTEXT_KINDS, GATHERED, SLICE_VIA
+from platform.plan.language.scheme import CONTEXT_KINDS, GATHERED, SLICE_VIA, TENSOR_EXPERTS
 
 Rules = dict[str, dict[str, list[str]]]  # region or parameter role -> tensor dim -> mesh axes, major to minor
 
@@ -63,6 +63,9 @@ class Parallel:
         " least 128 tokens), or documents that are kept apart (up to 16, of at least 256)",
         ">= 0",
         most=1024,
+    )
+    tensor_experts: str = key(
+        "split", "what tensor ranks do with experts; auto: the planner chooses", tuple(TENSOR_EXPERTS)
     )
     lent_experts: int = key(
         0,

@@ -22,6 +22,7 @@ OPEN = {
     "parallel.context": 1,
     "parallel.experts": 1,
     "parallel.zero": 0,
+    "parallel.tensor_experts": "split",
     "train.microbatch": 1,
     "recompute": "none",
 }
@@ -63,6 +64,9 @@ def leave_open(config: Config, typed: Collection[str] = ()) -> None:
     if config.recompute == AUTO:
         named["recompute"] = None
         config.recompute = "none"
+    if parallel.tensor_experts == AUTO:
+        named["parallel.tensor_experts"] = None
+        parallel.tensor_experts = "split"
     if pipeline.kind == AUTO:
         stages = "none" if pipeline.stages == 1 else "1f1b"
         pipeline.kind = stages if pipeline.chunks == 1 else "interleaved"

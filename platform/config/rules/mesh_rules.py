@@ -15,7 +15,7 @@ from platform.config.ramps.length_ramp import phases_of
 from platform.config.rules.left_open import violations_of_search
 from platform.plan.core.buckets import BUCKET_MIB
 from platform.plan.language.numbers import divisors
-from platform.plan.language.scheme import NESTED, RESERVED, rules_of
+from platform.plan.language.scheme import NESTED, RESERVED, axes_of_experts
 from platform.plan.schedule.generators import NO_TABLE, ONE_CHUNK
 
 
@@ -83,18 +83,37 @@ def cuts_experts(config: Config) -> bool:
     return config.tensor.uneven and config.model.capacity_factor > 0
 
 
+def ranks_of_experts(config: Config) -> dict[str, int]:
+    """Return the size of each axis of a tensor scheme or branch splitting that divides the experts, if it is above
+    1."""
+    tensor, branch = config.tensor, config.branch
+    sizes = {**tensor.axes, **branch.axes}
+    table = {"axes": branch.axes, "append": branch.append, "prepend": branch.prepend}
+    axes = axes_of_experts(tensor.regions, table, config.parallel.tensor_experts)
+    return {axis: sizes[axis] for axis in axes if sizes.get(axis, 1) > 1}
+
+
 def _experts(config: Config) -> Iterator[str]:
     """Yield a refusal line for each number that parallel.experts does not divide: of experts, unless their slots may be
-    cut unevenly, and of replicas."""
+    cut unevenly, and of replicas; and one for tensor ranks that cannot divide them."""
     shared, experts, data = config.parallel.experts, config.model.experts, config.parallel.data
-    if shared > 1 and not experts:
-        yield refused(config, "parallel.experts", "model.experts=0: the model has no experts", [1])
+    whole, inside = config.parallel.tensor_experts == "whole", ranks_of_experts(config)
+    if not experts:
+        for key, asked, legal in (("parallel.experts", shared > 1, 1), ("parallel.tensor_experts", whole, "split")):
+            if asked:
+                yield refused(config, key, "model.experts=0: the model has no experts", [legal])
         return
-    for key, number in (("model.experts", experts), ("parallel.data", data)):
-        uneven = key == "model.experts" and cuts_experts(config) and shared <= experts
-        if shared > 1 and number > 0 and number % shared and not uneven:
-            legal = closest(shared, divisors(gcd(experts, data) if data > 0 else experts))
-            yield refused(config, "parallel.experts", f"must divide {key}={number}", legal)
+    most, uneven = experts // prod(inside.values()), cuts_experts(config)
+    if whole and (experts < prod(inside.values()) or experts % prod(inside.values()) and not uneven):
+        ranks = " x ".join(f"{axis}={n}" for axis, n in inside.items())
+        yield refused(config, "parallel.tensor_experts", f"{ranks} must divide model.experts={experts}", ["split"])
+        return
+    of = f" / {'+'.join(inside)}={prod(inside.values())}" if inside else ""
+    for key, number in ((f"model.experts={experts}{of}", most), (f"parallel.data={data}", data)):
+        even = number % shared == 0 or number == most and uneven and shared <= most
+        if shared > 1 and number > 0 and not even:
+            legal = closest(shared, divisors(gcd(most, data) if data > 0 else most))
+            yield refused(config, "parallel.experts", f"must divide {key}", legal)
             return
 
 
@@ -141,8 +160,7 @@ def _pieces(config: Config) -> Iterator[str]:
 def _lent(config: Config) -> Iterator[str]:
     """Yield a refusal line for experts that are lent where none can be: within one group, or with a capacity."""
     lent, shared, key = config.parallel.lent_experts, config.parallel.experts, "parallel.lent_experts"
-    split = rules_of(config.tensor.regions, "experts").get("experts", ())
-    inside = [axis for axis in split if config.tensor.axes.get(axis, 1) > 1]
+    inside = ranks_of_experts(config)
     if lent and shared < 2:
         yield refused(config, key, f"parallel.experts={shared}: every replica has all experts", [0])
     elif lent and config.model.capacity_factor:

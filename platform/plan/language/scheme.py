@@ -33,6 +33,10 @@ CONTEXT_KINDS = {
     "nested_ring": "the same, and keys of the others go around: nested chooses it where only it fits a stated memory",
 }
 NESTED, RINGS = ("nested", "nested_ring"), ("ring", "nested_ring")  # of these kinds
+TENSOR_EXPERTS = {
+    "split": "split each, as they split other feed-forward layers",
+    "whole": "divide the experts among them, each whole: fewer and wider products, where experts are narrow",
+}
 SLICE_VIA = {
     "all_to_all": "every rank gets what it needs",
     "all_gather": "every rank gets all and throws the rest away: as SUPER published it, which had no all-to-all",
@@ -50,7 +54,7 @@ class Scheme:
     name: str
     axes: tuple[tuple[str, int], ...]
     regions: Mapping[str, Layout]
-    parameters: Mapping[str, Layout]
+    parameters: Mapping[str, Layout]  # by role; of experts' by `experts ROLE`
     branches: tuple[str, ...] = ()  # the axes that come from the branch splitting
     branches_outer: bool = False  # True: branch axes are the outermost of the mesh, D&SP's naive order
     parameters_only: tuple[str, ...] = ()  # axes at whose index 0 alone a parameter exists, unless they split it
@@ -96,7 +100,8 @@ class Scheme:
         """Return the layout that the scheme gives to a parameter with dims `dims` and this `role`."""
         if role in STATES:
             return Layout.of({})
-        return Layout.of(self.parameters[role].restrict(dims), self.parameters_only)
+        name = _of_experts(role) if "experts" in dims and role != "vector" else role
+        return Layout.of(self.parameters[name].restrict(dims), self.parameters_only)
 
     @property
     def sub_grid_zero(self) -> tuple[str, ...]:
@@ -104,6 +109,11 @@ class Scheme:
         sub-grid 0); () if every rank has a block of all."""
         found = {a for layout in self.regions.values() for a in layout.only} | set(self.parameters_only)
         return tuple(a for a in self.branches if a in found)
+
+
+def _of_experts(role: str) -> str:
+    """Return the name under which a scheme has the layout of experts' parameters of a role."""
+    return f"experts {role}"
 
 
 def _replicas(data: int, zero: int, experts: int) -> dict[str, int]:
@@ -139,6 +149,26 @@ def _with_branches(branch: Mapping[str, Any], name: str, rules: Mapping[str, Seq
     return out
 
 
+def axes_of_experts(regions: Mapping[str, Rules], branch: Mapping[str, Any], tensor_experts: str) -> list[str]:
+    """Return the axes of a tensor scheme, whose `regions` are given, and of a branch splitting that divide the experts;
+    `branch`, `tensor_experts`: as in `compose_scheme`."""
+    rules = _with_branches(branch, "experts", rules_of(regions, "experts"))
+    return _dealing(rules, _whole(rules, tensor_experts))["experts"]
+
+
+def _whole(rules: Mapping[str, Sequence[str]], tensor_experts: str) -> Sequence[str]:
+    """Return the axes that divide whole experts, where the map of region experts lets them split each one's d_ff."""
+    return rules.get("d_ff", ()) if tensor_experts == "whole" else ()
+
+
+def _dealing(rules: Mapping[str, Sequence[str]], dealt: Sequence[str]) -> dict[str, list[str]]:
+    """Add mesh axes that divide the experts to a map from dims to axes of what experts have; none of the axes that do
+    splits an expert's d_ff or d_model."""
+    experts = list(dict.fromkeys([*rules.get("experts", ()), *dealt]))
+    inside = {dim: [a for a in rules.get(dim, ()) if a not in experts] for dim in ("d_ff", "d_model")}
+    return {**{dim: list(axes) for dim, axes in rules.items()}, **inside, "experts": experts}
+
+
 def _with_context(contexts: Mapping[str, int], name: str, rules: Mapping[str, list[str]]) -> dict[str, list[str]]:
     """Add the axes of contexts to a region's map from dims to mesh axes: first of length, and last of heads."""
     heads = [axis for axis in contexts if name == "core" and axis == "exchange"]
@@ -160,18 +190,19 @@ def compose_scheme(
     context: Mapping[str, int] = NO_CONTEXT,
     rounds: int = 0,
     ring: bool = False,
+    tensor_experts: str = "split",
 ) -> Scheme:
     """Compose a Scheme from a tensor scheme and a branch splitting, two configuration groups
     (platform.config.fields.Tensor and Branch, as plain data), for `data` replicas in groups of `experts`, and
     `zero` such groups together (0: all). `context`: size of each axis of CONTEXT; `rounds`: in how many pieces of
-    length are dealt to its ranks in zigzag, 0: parts lie straight.
+    length are dealt to its ranks in zigzag, 0: parts lie straight. `tensor_experts`: see TENSOR_EXPERTS.
 
     The replicas' axes are put first in batch's list in every region and axes of size 1 are dropped; in region experts,
     and in its parameters, the axis expert splits dim experts instead. In batch's lists it is behind the axes with which
     all of them begin, so that it moves alone, by one all-to-all. The axes of CONTEXT are put first in length's list in
     every region; in the core of attention, exchange is put last in heads' list instead. A region's map replaces the
     stream's; a region that the tensor scheme does not name has the stream's (core: attention's; experts: mlp's, and
-    d_model as the stream).
+    d_model as the stream). With `whole` experts, what splits their d_ff splits dim experts instead.
     """
     order = tensor["order"] or list(tensor["axes"])
     sizes = {a: tensor["axes"].get(a, 1) for a in order} | dict(branch["axes"])
@@ -187,18 +218,21 @@ def compose_scheme(
         return Layout.of(rules, _at_zero_of(branch, name))
 
     maps = {r: _with_context(contexts, r, _with_branches(branch, r, rules_of(tensor["regions"], r))) for r in REGIONS}
+    whole = _whole(maps["experts"], tensor_experts)
+    maps["experts"] = _dealing(maps["experts"], whole)
     stays = prefix(*(rules.get("batch", ()) for rules in maps.values()))
     maps = {r: {**rules, "batch": rules.get("batch", [])[len(stays) :]} for r, rules in maps.items()}
     outer = [*(a for a in replicas if a != "expert"), *stays]
     of_experts, of_others = {"batch": outer, **dealt}, {"batch": [*outer, *dealt.get("experts", ())]}
-    roles = {r: tensor["parameters"].get(r, tensor["parameters"].get("all", {})) for r in ROLES}
+    given = {r: tensor["parameters"].get(r, tensor["parameters"].get("all", {})) for r in ROLES}
+    roles = {r: _with_branches(branch, "parameters", rules) for r, rules in given.items()}
     return Scheme(
         name=tensor["scheme"] + (f" + {branch['kind']}" if branches else ""),
         axes=tuple(sizes.items()),
         regions={r: layout(r, rules, of_experts if r == "experts" else of_others) for r, rules in maps.items()},
         parameters={
-            r: layout("", _with_branches(branch, "parameters", rules), {} if r == "vector" else dealt)
-            for r, rules in roles.items()
+            **{r: layout("", rules, {}) for r, rules in roles.items()},
+            **{_of_experts(r): layout("", _dealing(roles[r], whole), dealt) for r in ("in", "out")},
         },
         branches=tuple(branches),
         branches_outer=branch["order"] == "outer",

@@ -36,6 +36,7 @@ KEYS = {
     "data": "parallel.data",
     "context": "parallel.context",
     "experts": "parallel.experts",
+    "tensor_experts": "parallel.tensor_experts",
     "recompute": "recompute",
     "zero": "parallel.zero",
     "precision": "precision",

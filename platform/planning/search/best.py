@@ -20,6 +20,7 @@ from platform.optimizer.optimizers import kept_numbers
 from platform.plan.core.build import without_collecting
 from platform.plan.core.plan import Plan
 from platform.plan.language.numbers import factorizations
+from platform.plan.language.scheme import TENSOR_EXPERTS
 from platform.plan.schedule.generators import MOST_PASSES
 from platform.planning.make_plan import CHOICES, plan_quickly, scheme_of
 from platform.planning.memory_budget import MemoryForecast, device_kind
@@ -32,7 +33,8 @@ MOST, LEAST, LAYERS = 50, 8, 1000  # finalists of a search: of at most so many l
 ROUGH = 1.25  # of the memory that there is: one whose estimate is beyond it hardly fits;
 NEAR, LACKING = 2.0, 4  # up to so much more, a few are planned, to show why they lost
 TRUST = 2.0  # of two estimates, one may be so many times too high beside the other
-
+EXPERTS = "experts", "tensor_experts"  # last columns: replicas that share experts; what tensor ranks do, as in WAYS
+WAYS = "", *TENSOR_EXPERTS  # numbers 1 and 2, of which the second is a pattern of its own, as an axis of 2 is
 
 MOST_SKETCHES = 500
 _SKETCHES: dict[str, Sketch | None] = {}  # by model and scheme: a search after a failure finds the start's sketches
@@ -198,9 +200,9 @@ class Field:
         """Return the best contenders of every scheme and mode, the best by estimate first, and the number of all."""
         found, judged = list[Rated](), 0
         for scheme in self.space.schemes:
-            names = [*self.space.axes(scheme), "context", "stage", "data", "experts"]
+            names = [*self.space.axes(scheme), "context", "stage", "data", *EXPERTS]
             grid = self._grid(scheme)
-            several = np.delete(grid, [len(names) - 3, len(names) - 2], axis=1) > 1  # axes, context, and experts
+            several = np.delete(grid, [names.index("stage"), names.index("data")], axis=1) > 1
             for pattern in np.unique(several, axis=0):
                 rows = grid[(several == pattern).all(axis=1)]
                 best, count = self._of_pattern(scheme, dict(zip(names, rows.T, strict=True)))
@@ -212,11 +214,13 @@ class Field:
         found: list[Rated | None] = [None] * len(choices)
         alike: dict[tuple, list[int]] = {}  # by scheme and axes of several ranks
         for i, c in enumerate(choices):
-            alike.setdefault((c.scheme, *(n > 1 for n in (*c.axes, c.context, c.experts))), []).append(i)
+            several = (n > 1 for n in (*c.axes, c.context, c.experts))
+            alike.setdefault((c.scheme, *several, c.tensor_experts), []).append(i)
         for (scheme, *_), places in alike.items():
-            names = [*self.space.axes(scheme), "context", "stage", "data", "experts", "microbatch"]
+            names = [*self.space.axes(scheme), "context", "stage", "data", *EXPERTS, "microbatch"]
             some = [choices[i] for i in places]
-            rows = [(*c.axes, c.context, c.stages, c.data, c.experts, c.microbatch) for c in some]
+            ways = {c: WAYS.index(c.tensor_experts) for c in some}
+            rows = [(*c.axes, c.context, c.stages, c.data, c.experts, ways[c], c.microbatch) for c in some]
             columns: Columns = dict(zip(names, np.array(rows).T, strict=True))
             axes, sketch = self._sketch(scheme, {name: int(column[0] > 1) for name, column in columns.items()})
             if not sketch:
@@ -235,21 +239,29 @@ class Field:
 
     def _grid(self, scheme: str) -> NDArray[Any]:
         """Return the contenders of a scheme as rows: sizes of its axes, ranks of a context, stages, replicas, and
-        replicas that share experts."""
+        EXPERTS."""
         space = self.space
         given = [*space.axes(scheme).values(), space.context, space.stages, space.data]
         free, fixed = [i for i, n in enumerate(given) if not n], prod(n for n in given if n) * space.branches
         if self.workers % fixed or (not free and self.workers != fixed):
-            return np.zeros((0, len(given) + 1), dtype=int)
+            return np.zeros((0, len(given) + len(EXPERTS)), dtype=int)
         sizes = np.array([*factorizations(self.workers // fixed, len(free))] if free else [()], dtype=int)
         grid: NDArray[Any] = np.tile(np.array(given, dtype=int), (len(sizes), 1))
         grid[:, free] = sizes
         grid = grid[grid[:, -2] <= space.config.model.layers]
         if len(space.schemes) > 1:
             grid = grid[~_simpler_elsewhere(scheme, grid)]
-        shared = [(row, n) for row, data in enumerate(grid[:, -1]) for n in space.experts(int(data))]
-        rows, experts = np.array(shared, dtype=int).reshape(-1, 2).T
-        return np.column_stack([grid[rows], experts])
+        dividing = [i for i, axis in enumerate(space.axes(scheme)) if axis in space.dividing(scheme)]
+        ways = [WAYS.index(way) for way in space.tensor_experts(scheme)]
+        found = [
+            (i, shared, way)
+            for i, row in enumerate(grid)
+            for way in ways
+            if len(ways) == 1 or way < 2 or (row[dividing] > 1).any()
+            for shared in space.experts(int(row[-1]))
+        ]
+        rows, *experts = np.array(found, dtype=int).reshape(-1, 3).T
+        return np.column_stack([grid[rows], *experts])
 
     def _of_pattern(self, scheme: str, columns: Columns) -> tuple[list[Rated], int]:
         """Return the best contenders of a scheme among `columns`, which agree in the axes of several ranks,
@@ -325,7 +337,7 @@ class Field:
         axes = tuple(sizes.get(axis, 1) for axis in self.space.axes(scheme))
         return Contender(
             scheme, axes, mode.kind, sizes["stage"], mode.chunks, sizes["replicas"], sizes["contexts"],
-            sizes.get("expert", 1), sizes["microbatch"], mode.recompute, mode.zero,
+            sizes.get("expert", 1), sizes["microbatch"], mode.recompute, mode.zero, WAYS[sizes["tensor_experts"]],
         )  # fmt: skip
 
     def _sketch(self, scheme: str, several: dict[str, int]) -> tuple[tuple[str, ...], Sketch | None]:
@@ -335,7 +347,7 @@ class Field:
         names = list(space.axes(scheme))
         choice = Contender(
             scheme, tuple(2 if several[a] else 1 for a in names), "none", 1, 1, 4, 2 if several["context"] else 1,
-            2 if several["experts"] else 1, 1, "none", 0,
+            2 if several["experts"] else 1, 1, "none", 0, WAYS[1 + several["tensor_experts"]],
         )  # fmt: skip
         config = space.configured(choice)
         kind = CHOICES.get(config.parallel.context_kind, (config.parallel.context_kind,))[0]
@@ -359,7 +371,8 @@ class Field:
         ones = np.ones_like(data)
         branches = {axis: n * ones for axis, n in c.branch.axes.items()}
         found = {a: own[a] if a in own else branches[a] if a in branches else columns[a] for a in axes}
-        return {**found, "stage": columns["stage"], "replicas": data, "contexts": columns["context"]}
+        others = {"replicas": data, "contexts": columns["context"]}
+        return {**found, **others, **{name: columns[name] for name in ("stage", "tensor_experts")}}
 
 
 def _simpler_elsewhere(scheme: str, grid: NDArray[Any]) -> NDArray[Any]:

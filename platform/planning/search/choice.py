@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, lru_cache
 from math import gcd, prod
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from platform.config.fields import Config, Tensor
 from platform.config.layout_map import axes_of
 from platform.config.rules.left_open import is_open
 from platform.plan.language.numbers import divisors
+from platform.plan.language.scheme import TENSOR_EXPERTS, axes_of_experts
 from platform.plan.schedule.generators import ONE_CHUNK
 
 # Schemes that tensor=auto chooses among, the simplest first. 2d is 2d_gather in more and smaller messages.
@@ -42,6 +43,7 @@ class Contender(NamedTuple):
     microbatch: int
     recompute: str
     zero: int
+    tensor_experts: str = "split"
 
     @property
     def workers(self) -> int:
@@ -123,6 +125,16 @@ class Space:
             return [self.config.parallel.experts]
         return divisors(gcd(data, self.config.model.experts)) if self.config.model.experts else [1]
 
+    def tensor_experts(self, scheme: str) -> Sequence[str]:
+        """Return what ranks of a tensor scheme may do with experts, to choose among."""
+        if not is_open(self.config, "parallel.tensor_experts"):
+            return [self.config.parallel.tensor_experts]
+        return [*TENSOR_EXPERTS] if self.config.model.experts and self.dividing(scheme) else ["split"]
+
+    def dividing(self, scheme: str) -> list[str]:
+        """Return the axes of a tensor scheme that may divide whole experts."""
+        return axes_of_experts(self.schemes[scheme].regions, asdict(self.config.branch), "whole")
+
     @cached_property
     def schedules(self) -> list[tuple[str, int]]:
         """Return the (schedule, chunks per stage) to choose among for several stages."""
@@ -167,7 +179,7 @@ class Space:
             kind, inner = "auto", 0
         parallel = replace(
             c.parallel, data=choice.data, context=choice.context, context_kind=kind, context_heads=inner,
-            experts=choice.experts, zero=choice.zero,
+            experts=choice.experts, zero=choice.zero, tensor_experts=choice.tensor_experts,
         )  # fmt: skip
         file = c.pipeline.file if choice.kind == "file" else ""
         return replace(
@@ -186,11 +198,13 @@ class Space:
             "tensor": choice.scheme, **{f"tensor.axes.{a}": n for a, n in zip(names, choice.axes, strict=True)},
             "pipeline": choice.kind, "pipeline.stages": choice.stages, "pipeline.chunks": choice.chunks,
             "parallel.data": choice.data, "parallel.context": choice.context, "parallel.experts": choice.experts,
-            "parallel.zero": choice.zero, "train.microbatch": choice.microbatch, "recompute": choice.recompute,
+            "parallel.tensor_experts": choice.tensor_experts, "parallel.zero": choice.zero,
+            "train.microbatch": choice.microbatch, "recompute": choice.recompute,
         }  # fmt: skip
 
     def typed(self, choice: Contender) -> list[str]:
         """Return the arguments by which a user types the parts of a contender that the configuration leaves open."""
-        unread = {"none": ("pipeline.stages", "pipeline.chunks"), **dict.fromkeys(ONE_CHUNK, ("pipeline.chunks",))}
-        left = {key: n for key, n in self.keys(choice).items() if key not in unread.get(choice.kind, ())}
+        of_kind = {"none": ("pipeline.stages", "pipeline.chunks"), **dict.fromkeys(ONE_CHUNK, ("pipeline.chunks",))}
+        unread = [*of_kind.get(choice.kind, ()), *(() if self.config.model.experts else ["parallel.tensor_experts"])]
+        left = {key: n for key, n in self.keys(choice).items() if key not in unread}
         return [f"{key}={value}" for key, value in left.items() if is_open(self.config, key)]

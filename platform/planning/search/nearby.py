@@ -13,6 +13,7 @@ from platform.config.fields import Compose, Config
 from platform.config.layout_map import axes_of
 from platform.config.rules.left_open import OPEN
 from platform.costs.machine import Hardware
+from platform.plan.language.scheme import TENSOR_EXPERTS
 from platform.plan.schedule.generators import ONE_CHUNK
 from platform.planning.make_plan import plan_quickly
 from platform.planning.memory_budget import needed_bytes
@@ -98,7 +99,7 @@ def _contender_of(config: Config) -> Contender:
     axes = tuple(t.axes.get(axis, 1) for axis in axes_of(t))
     return Contender(
         t.scheme, axes, p.kind, p.stages, p.chunks, q.data, q.context, q.experts, config.train.microbatch,
-        config.recompute, q.zero,
+        config.recompute, q.zero, q.tensor_experts,
     )  # fmt: skip
 
 
@@ -115,6 +116,8 @@ def _near_ones(own: Contender, config: Config) -> Iterator[Contender]:
     for n in (own.experts // 2, own.experts * 2):
         if n and config.model.experts and own.data % n == 0 and config.model.experts % n == 0:
             yield own._replace(experts=n)
+    if config.model.experts:
+        yield from (own._replace(tensor_experts=way) for way in TENSOR_EXPERTS)
     yield from _shifted(own, config)
 
 

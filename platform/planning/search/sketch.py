@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.costs.work import ACCESSES, FUNCTION, RESIDUAL, USUAL, share_in_use, share_of_rows, spare_rows
+from platform.costs.work import ACCESSES, FUNCTION, RESIDUAL, USUAL, share_in_use, share_of_rows, share_sent
 from platform.model import build_model
 from platform.plan.communication.planned import Collective, Einsum, EinsumGroup, PlannedOperation
 from platform.plan.communication.planner import Planner
@@ -196,7 +196,7 @@ def _quantities(planner: Planner, o: Operation) -> Iterator[tuple[Quantity, floa
         ahead[c] -= (goes := ahead[c] > 0)
         if c.dtype != "compute" or c.op == "rotate":
             continue
-        elements = c.elements * (share_of_rows(planner, o) if spare_rows(c) else 1.0)
+        elements = c.elements * share_sent(planner, o, c)
         yield Quantity("ahead" if goes else "collective", mesh.ordered(c.axes), c.op, c.phase), elements
         if c.op == "all_gather" and c.phase == "forward":
             yield Quantity("kept"), c.elements * mesh.extent(c.axes)
