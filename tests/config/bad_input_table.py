@@ -220,6 +220,11 @@ parallel.context=2 parallel.context_pieces=4 train.length_ramp=[0:4,4:128] | par
 parallel.context_pieces=4 parallel.context_balance=false | parallel.context_pieces=4: only for | balance=true
 parallel.context=2 parallel.context_kind=nested parallel.context_heads=2 | parallel.context_heads=2: must divide | auto
 parallel.experts=2 | parallel.experts=2: model.experts=0: the model has no experts | 1
+parallel.tensor_experts=whole | parallel.tensor_experts=whole: model.experts=0: the model has no experts | split
+parallel.tensor_experts=halved model.experts=4 | parallel.tensor_experts=halved: unknown | split
+model.experts=3 parallel.tensor_experts=whole | parallel.tensor_experts=whole: t=2 must divide model.experts=3 | split
+model.experts=4 parallel.tensor_experts=whole parallel.experts=4 parallel.data=4 | must divide model.experts=4 / t=2 | 2
+model.experts=4 parallel.tensor_experts=whole parallel.lent_experts=1 | parallel.lent_experts=1: parallel.experts=1: | 0
 model.experts=6 parallel.experts=4 parallel.data=4 | parallel.experts=4: must divide model.experts=6 | 2, 1
 model.experts=8 parallel.experts=4 parallel.data=2 | parallel.experts=4: must divide parallel.data=2 | 2, 1
 model.experts=8 parallel.experts=8 parallel.data=8 parallel.zero=1 parallel.zero_group=2 | least parallel.experts=8 | 8

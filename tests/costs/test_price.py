@@ -34,6 +34,16 @@ SCHEMES = {
     "3d": ["tensor=3d", "tensor.axes.x=2", "tensor.axes.y=2", "tensor.axes.z=2"],
     "stages": ["pipeline=1f1b", "pipeline.stages=2"],
     "experts": ["model.experts=4", "model.experts_per_token=2", "parallel.data=2", "parallel.experts=2"],
+    "whole experts": [
+        "model.experts=4",
+        "model.experts_per_token=2",
+        "parallel.data=2",
+        "parallel.experts=2",
+        "model.capacity_factor=0",
+        "tensor=1d_sp",
+        "tensor.axes.t=2",
+        "parallel.tensor_experts=whole",
+    ],
 }
 
 

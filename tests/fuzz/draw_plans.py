@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from platform.config.fields import Branch, Config, Parallel, Pipeline, Tensor
-from platform.config.rules.mesh_rules import rounds_of_context, slices_heads
+from platform.config.rules.mesh_rules import ranks_of_experts, rounds_of_context, slices_heads
 from platform.plan.language.numbers import divisors
 from platform.plan.language.scheme import NESTED, ROLES, compose_scheme
 from platform.planning.choose_schedule import count_microbatches
@@ -160,6 +160,7 @@ def draw_plan(r: Random, scheme: str, schedule: str, least_data: int = 1, expert
     beside = Random(str(c))  # all else is drawn as without it
     c.recompute_offload = c.recompute == "full" and beside.random() < 0.5
     c.train.mlp_chunks = beside.choice((1, 1, 2, 3))
+    c.parallel.tensor_experts = beside.choice(("split", "whole"))
     return c
 
 
@@ -180,7 +181,8 @@ def needed(configs: Sequence[Config]) -> dict[str, int]:
     for c in configs:
         data, shared = c.parallel.data, c.parallel.experts
         context = context_axes(c, c.parallel.context_kind)
-        scheme = compose_scheme(asdict(c.tensor), asdict(c.branch), data, experts=shared, context=context)
+        kinds = {"context": context, "tensor_experts": c.parallel.tensor_experts}
+        scheme = compose_scheme(asdict(c.tensor), asdict(c.branch), data, experts=shared, **kinds)
         sizes = {**dict(scheme.axes), "expert": shared, **context}
         for layout in (*scheme.regions.values(), *scheme.parameters.values()):
             for dim, axes in layout.items():
@@ -233,9 +235,9 @@ def draw_case(
     seed, clip, decay = r.randint(0, 3), r.choice((0.0, 0.5, 1e-3)), r.choice((0.0, 0.1))
     for i, c in enumerate(configs):
         c.model, c.seed, c.train.steps = replace(model), seed, 3
-        c.parallel.experts = c.parallel.experts if model.experts else 1
-        inside = c.tensor.regions.get("experts", {}).get("experts")
-        if c.parallel.experts > 1 and not model.capacity_factor and not inside:
+        if not model.experts:
+            c.parallel.experts, c.parallel.tensor_experts = 1, "split"
+        if c.parallel.experts > 1 and not model.capacity_factor and not ranks_of_experts(c):
             c.parallel.lent_experts = r.randint(0, min(2, model.experts - model.experts // c.parallel.experts))
         c.optimizer.lr, c.optimizer.clip, c.optimizer.weight_decay = 1e-2, clip, decay
         c.optimizer.eps = 1e-6  # the gradient of a key bias is zero but for rounding, which must not become an update

@@ -90,6 +90,7 @@ def configure(
     zero_group: int = 0,
     bucket_mib: int | str = "auto",
     experts_of: int = 1,
+    tensor_experts: str = "split",
     context: int = 1,
     context_kind: str = "auto",
     context_heads: int = 0,
@@ -119,7 +120,7 @@ def configure(
     c.branch = Branch(**{**read("branch", branch), "axes": dict(branch_axes or {}), "order": order})
     c.parallel.data, c.parallel.zero, c.parallel.zero_group = data, zero, zero_group
     c.parallel.bucket_mib = bucket_mib
-    c.parallel.experts, c.parallel.context = experts_of, context
+    c.parallel.experts, c.parallel.tensor_experts, c.parallel.context = experts_of, tensor_experts, context
     c.parallel.context_kind, c.parallel.context_heads = context_kind, context_heads
     c.parallel.context_pieces = context_pieces
     c.pipeline = Pipeline(pipeline, stages, chunks, scatter_gather=scatter_gather)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
+from math import prod
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from platform.config.rules.mesh_rules import ranks_of_experts
 from platform.parallel.communicator.base import SingleRank
 from platform.parallel.kernels.by_index import slots
 from platform.plan.core.plan_data import plan_summary
 from platform.plan.core.step_collectives import step_collectives
+from platform.plan.language.layout import Layout
+from platform.plan.operations.tables.dispatch_rows import Ends
 from platform.planning.make_plan import make_plan
 from platform.train.protocol.replies import Differences
 from platform.train.step import trainer
@@ -132,11 +137,25 @@ FACTORS = {
     "zero": [0, 1, 2, 3],
     "recompute": ["none", "selective", "full"],
     "branch": ["none", "dsp", "dsp_slice", "dsp_csub"],
+    "tensor_experts": ["split", "whole"],
 }
+
+
+@cache
+def inside(scheme: str, branch: str) -> int:
+    """The ranks that divide whole experts."""
+    tensor, axes = SCHEMES[scheme]
+    sizes = {} if branch == "none" else {"g": 2}
+    c = configure(tensor=tensor, axes=axes, branch=branch, branch_axes=sizes, tensor_experts="whole")
+    return prod(ranks_of_experts(c).values())
 
 
 def legal(case) -> bool:
     data, experts = case["split"]
+    if case["tensor_experts"] == "whole":
+        ranks = inside(case["scheme"], case["branch"])
+        if ranks == 1 or KINDS[case["kind"]]["experts"] % (ranks * experts):
+            return False
     ranks = data * (1 if case["branch"] == "none" else 2)
     for n in SCHEMES[case["scheme"]][1].values():
         ranks *= n
@@ -159,6 +178,7 @@ def test_equals_one_process(case):
         recompute=case["recompute"],
         branch=case["branch"],
         branch_axes={} if case["branch"] == "none" else {"g": 2},
+        tensor_experts=case["tensor_experts"],
         microbatch=4,
         global_batch=16,
     )
@@ -201,21 +221,35 @@ def test_replicas_with_unequal_numbers_of_sequences(data):
 
 
 def test_experts_on_an_axis_of_a_scheme():
-    """Expert parallelism over tensor ranks is a line of a table: no key of its own."""
+    """Whole experts on tensor ranks by the key, and by the lines of a table that mean the same: one plan."""
+    by_key = configured("shared", tensor="1d", axes={"t": 2}, data=2, tensor_experts="whole")
     c = configured("shared", tensor="1d", axes={"t": 2}, data=2)
     c.tensor.regions["experts"] = {"experts": ["t"]}
-    c.tensor.parameters = {
-        "vector": {},
-        "in": {"heads": ["t"], "d_ff": ["t"], "vocab": ["t"], "experts": ["t"]},
-        "out": {"heads": ["t"], "d_ff": ["t"], "experts": ["t"]},
-    }
-    with pytest.raises(Exception, match="axis t would split both d_ff and experts"):
-        make_plan(c)
-    c.tensor.regions["mlp"] = {}
-    for role in ("in", "out"):
-        del c.tensor.parameters[role]["d_ff"]
+    widths = {"heads": ["t"], "d_ff": ["t"], "vocab": ["t"]}
+    c.tensor.parameters = {"vector": {}, "all": {**widths, "experts": ["t"]}}
     plan, _ = prove(c)
-    assert plan.local_shape(next(p for p in plan.parameters if p.name.endswith("experts.up")))[0] == 2
+    assert plan.scheme.regions["experts"].restrict(["experts", "d_ff"]) == Layout.of({"experts": ["t"]})
+    shapes = {p.name: plan.local_shape(p) for p in plan.parameters}
+    assert shapes["layers.0.mlp.experts.up"] == (2, 24, 32) and shapes["layers.0.mlp.shared.up"] == (12, 32)
+    assert plan.operations == make_plan(by_key).operations
+    c.tensor.regions["experts"] = {"experts": ["t"], "batch": ["t"]}
+    with pytest.raises(Exception, match="axis t would split both"):
+        make_plan(c)
+
+
+def test_negative_control_rows_of_another_rank(monkeypatch):
+    """Where tensor ranks make rows of each other's experts, one process must notice."""
+    c = configured("shared", 2, tensor="1d_sp", axes={"t": 2}, data=2, tensor_experts="whole", capacity_factor=0.0)
+    prove(c)
+    whole = Ends.seats
+
+    def seats(*arguments):
+        axes, first, each = whole(*arguments)
+        return axes, tuple(e ^ each for e in first), each
+
+    monkeypatch.setattr(Ends, "seats", seats)
+    with pytest.raises(AssertionError):
+        prove(c)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -210,6 +210,36 @@ def test_replicas_share_experts():
     assert found.key("expert") == "parallel.experts"
 
 
+WHOLE = {  # an expert's up and down [experts, d_ff, d_model], and its rows [experts, batch, slots, d_model]
+    "1d": ("experts: t", "experts: t", "experts: t"),
+    "1d_sp": ("experts: t", "experts: t", "experts: t"),
+    "2d": ("d_model: r, experts: c", "d_ff: r, experts: c", "batch: r, experts: c"),
+    "2d_gather": ("d_model: r, experts: c", "d_ff: r, experts: c", "batch: r, experts: c"),
+    "3d": ("d_model: z+x, experts: y", "d_model: z+x, experts: y", "batch: x, d_model: z, experts: y"),
+    "serial": ("whole", "whole", "whole"),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_tensor_ranks_divide_whole_experts(name):
+    """What splits an expert's d_ff divides the experts instead, behind the replicas that share them; of other
+    feed-forward layers it splits d_ff."""
+    values = Config().to_dict()
+    table = read("tensor", name)
+    values["tensor"] |= table | {"axes": dict.fromkeys(table.get("order", ()), 2)}
+    given = values["tensor"], values["branch"]
+    found, split = compose_scheme(*given, 1, tensor_experts="whole"), compose_scheme(*given, 1)
+    weight = ("experts", "d_ff", "d_model")
+    layouts = [found.parameter(role, weight) for role in ("in", "out")]
+    assert [str(x) for x in (*layouts, found.activation("experts", ["experts", "batch", "slots", "d_model"]))] == [
+        *WHOLE[name]
+    ]
+    for role in ("in", "out", "vector"):
+        assert found.parameter(role, weight[1:]) == split.parameter(role, weight[1:])
+    shared = compose_scheme(*given, 4, experts=4, tensor_experts="whole").parameter("in", weight)
+    assert shared["experts"] == ("expert", *found.parameter("in", weight)["experts"])
+
+
 def test_every_scheme_of_conf_has_its_row():
     """But Mesh-TensorFlow's, whose tables are in tests/parallel/oracle/test_two_layer.py."""
     shipped = {path.stem for group in ("tensor", "branch") for path in (ROOT / "conf" / group).glob("*.yaml")}
@@ -283,5 +313,8 @@ def test_branches_are_shared_over_the_branch_axes(branch):
     """And by nothing else: a tensor scheme splits what is inside a branch, or nothing."""
     found = scheme("1d", T, branch, outer=2, inner=2)
     layouts = {**found.regions, **found.parameters}
-    assert {name for name, layout in layouts.items() if layout["branch"]} == {"mlp", "experts", *ROLES}
+    assert {name for name, layout in layouts.items() if layout["branch"]} == {
+        *("mlp", "experts", "experts in", "experts out"),
+        *ROLES,
+    }
     assert {layout["branch"] for layout in layouts.values()} == {(), ("outer", "inner")}

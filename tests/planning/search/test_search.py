@@ -182,6 +182,27 @@ def test_the_estimate_of_exchanges_is_near_their_price():
         assert one.seconds == pytest.approx(step_price(made, make_plan(made), hardware).seconds, rel=0.3), one
 
 
+def test_narrow_experts_are_left_whole():
+    """Experts of Qwen3, 1,536 wide, beside two tensor ranks: divided, they take fewer and wider products and half of
+    the rows of an exchange. Estimates of both are near their prices; a model without experts has no such choice."""
+    keys = "parallel.tensor_experts=auto", "parallel.experts=-1", "parallel.data=-1", "tensor=1d_sp", "tensor.axes.t=2"
+    sizes = "model.layers=4", "train.global_batch=32", "train.microbatch=1", "model.capacity_factor=0", "pipeline=none"
+    config, hardware = composed(*keys, *sizes, experiment="qwen3_235b_a22b"), read_hardware("h100")
+    rated, _ = Field(Space(config), 32, LARGE, hardware).rated()
+    prices = {}
+    for one in rated:
+        made = Space(config).configured(one.choice)
+        found = prices[one.choice.experts, one.choice.tensor_experts] = step_price(made, make_plan(made), hardware)
+        assert one.seconds == pytest.approx(found.seconds, rel=0.3), one
+    assert len(prices) == 2 * 5
+    assert all(prices[n, "whole"].seconds < prices[n, "split"].seconds for n in (1, 2, 4, 8, 16))
+    best = search(config, 32, LARGE, hardware).best
+    assert best.choice.tensor_experts == "whole" == best.config.parallel.tensor_experts
+    assert "parallel.tensor_experts=whole" in Space(config).typed(best.choice)
+    dense = Space(composed("plan.search=[all]"))
+    assert {c.choice.tensor_experts for c in Field(dense, 4, LARGE, hardware).rated()[0]} == {"split"}
+
+
 def test_a_refusal_for_want_of_gpus_ends_with_a_command_that_runs(monkeypatch):
     monkeypatch.setattr(resources, "_supply", lambda *_: resources.Supply(2, 4, "on this machine"))
     monkeypatch.setattr(devices, "_seen", lambda: devices.Device(80e9, "NVIDIA H100 80GB HBM3"))
