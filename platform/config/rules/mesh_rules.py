@@ -99,9 +99,9 @@ def _experts(config: Config) -> Iterator[str]:
     shared, experts, data = config.parallel.experts, config.model.experts, config.parallel.data
     whole, inside = config.parallel.tensor_experts == "whole", ranks_of_experts(config)
     if not experts:
-        for key, asked, legal in (("parallel.experts", shared > 1, 1), ("parallel.tensor_experts", whole, "split")):
-            if asked:
-                yield refused(config, key, "model.experts=0: the model has no experts", [legal])
+        asked = {"parallel.experts": (shared > 1, 1), "parallel.tensor_experts": (whole, "split")}
+        for key, default in ((key, default) for key, (set_, default) in asked.items() if set_):
+            yield refused(config, key, "model.experts=0: the model has no experts", [default])
         return
     most, uneven = experts // prod(inside.values()), cuts_experts(config)
     if whole and (experts < prod(inside.values()) or experts % prod(inside.values()) and not uneven):
