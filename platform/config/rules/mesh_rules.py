@@ -84,8 +84,7 @@ def cuts_experts(config: Config) -> bool:
 
 
 def ranks_of_experts(config: Config) -> dict[str, int]:
-    """Return the size of each axis of a tensor scheme or branch splitting that divides the experts, if it is above
-    1."""
+    """Return the size of each axis of a tensor scheme or branch splitting that divides experts, if it is above 1."""
     tensor, branch = config.tensor, config.branch
     sizes = {**tensor.axes, **branch.axes}
     table = {"axes": branch.axes, "append": branch.append, "prepend": branch.prepend}

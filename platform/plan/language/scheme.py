@@ -100,7 +100,7 @@ class Scheme:
         """Return the layout that the scheme gives to a parameter with dims `dims` and this `role`."""
         if role in STATES:
             return Layout.of({})
-        name = _of_experts(role) if "experts" in dims and role != "vector" else role
+        name = _role_of_experts(role) if "experts" in dims and role != "vector" else role
         return Layout.of(self.parameters[name].restrict(dims), self.parameters_only)
 
     @property
@@ -111,7 +111,7 @@ class Scheme:
         return tuple(a for a in self.branches if a in found)
 
 
-def _of_experts(role: str) -> str:
+def _role_of_experts(role: str) -> str:
     """Return the name under which a scheme has the layout of experts' parameters of a role."""
     return f"experts {role}"
 
@@ -150,23 +150,28 @@ def _with_branches(branch: Mapping[str, Any], name: str, rules: Mapping[str, Seq
 
 
 def axes_of_experts(regions: Mapping[str, Rules], branch: Mapping[str, Any], tensor_experts: str) -> list[str]:
-    """Return the axes of a tensor scheme, whose `regions` are given, and of a branch splitting that divide the experts;
-    `branch`, `tensor_experts`: as in `compose_scheme`."""
+    """Return the axes of a tensor scheme, by its table of `regions`, and of a branch splitting that divide experts."""
     rules = _with_branches(branch, "experts", rules_of(regions, "experts"))
-    return _dealing(rules, _whole(rules, tensor_experts))["experts"]
+    return _dealing(rules, _dividing(rules, tensor_experts))["experts"]
 
 
-def _whole(rules: Mapping[str, Sequence[str]], tensor_experts: str) -> Sequence[str]:
+def _dividing(rules: Mapping[str, Sequence[str]], tensor_experts: str) -> Sequence[str]:
     """Return the axes that divide whole experts, where the map of region experts lets them split each one's d_ff."""
     return rules.get("d_ff", ()) if tensor_experts == "whole" else ()
 
 
 def _dealing(rules: Mapping[str, Sequence[str]], dealt: Sequence[str]) -> dict[str, list[str]]:
-    """Add mesh axes that divide the experts to a map from dims to axes of what experts have; none of the axes that do
-    splits an expert's d_ff or d_model."""
+    """Add axes that divide experts to a map from dims of experts to axes: none of them splits d_ff or d_model there."""
     experts = list(dict.fromkeys([*rules.get("experts", ()), *dealt]))
     inside = {dim: [a for a in rules.get(dim, ()) if a not in experts] for dim in ("d_ff", "d_model")}
     return {**{dim: list(axes) for dim, axes in rules.items()}, **inside, "experts": experts}
+
+
+def _roles_of(tensor: Mapping[str, Any], branch: Mapping[str, Any], whole: Sequence[str]) -> dict[str, Rules]:
+    """Return by role the map from dims of parameters to mesh axes; `whole`: axes that divide whole experts."""
+    given = {r: tensor["parameters"].get(r, tensor["parameters"].get("all", {})) for r in ROLES}
+    roles = {r: _with_branches(branch, "parameters", rules) for r, rules in given.items()}
+    return {**roles, **{_role_of_experts(r): _dealing(roles[r], whole) for r in ("in", "out")}}
 
 
 def _with_context(contexts: Mapping[str, int], name: str, rules: Mapping[str, list[str]]) -> dict[str, list[str]]:
@@ -218,22 +223,18 @@ def compose_scheme(
         return Layout.of(rules, _at_zero_of(branch, name))
 
     maps = {r: _with_context(contexts, r, _with_branches(branch, r, rules_of(tensor["regions"], r))) for r in REGIONS}
-    whole = _whole(maps["experts"], tensor_experts)
+    whole = _dividing(maps["experts"], tensor_experts)
     maps["experts"] = _dealing(maps["experts"], whole)
     stays = prefix(*(rules.get("batch", ()) for rules in maps.values()))
     maps = {r: {**rules, "batch": rules.get("batch", [])[len(stays) :]} for r, rules in maps.items()}
     outer = [*(a for a in replicas if a != "expert"), *stays]
     of_experts, of_others = {"batch": outer, **dealt}, {"batch": [*outer, *dealt.get("experts", ())]}
-    given = {r: tensor["parameters"].get(r, tensor["parameters"].get("all", {})) for r in ROLES}
-    roles = {r: _with_branches(branch, "parameters", rules) for r, rules in given.items()}
+    weights = _roles_of(tensor, branch, whole).items()
     return Scheme(
         name=tensor["scheme"] + (f" + {branch['kind']}" if branches else ""),
         axes=tuple(sizes.items()),
         regions={r: layout(r, rules, of_experts if r == "experts" else of_others) for r, rules in maps.items()},
-        parameters={
-            **{r: layout("", rules, {}) for r, rules in roles.items()},
-            **{_of_experts(r): layout("", _dealing(roles[r], whole), dealt) for r in ("in", "out")},
-        },
+        parameters={r: layout("", rules, dealt if r.startswith("experts") else {}) for r, rules in weights},
         branches=tuple(branches),
         branches_outer=branch["order"] == "outer",
         parameters_only=_at_zero_of(branch, "parameters"),
