@@ -249,14 +249,16 @@ def _any(plain: dict[Any, Reader], value: Any, depth: int = 0) -> Any:
     kind = type(value)
     if kind in (dict, list) and depth == DEEPEST:
         raise Malformed(f"more than {DEEPEST} maps and lists in each other")
-    read_part = partial(_any, plain, depth=depth + 1)
-    if kind is dict:
-        for key, item in value.items():
-            _at(key, plain[str], key)
-            _at(key, read_part, item)
-    elif kind is list:
-        for place, item in enumerate(value):
-            _at(place, read_part, item)
+    if kind in (dict, list):
+        place: Any = None
+        try:
+            for place, item in value.items() if kind is dict else enumerate(value):
+                if kind is dict:
+                    plain[str](place)
+                if type(item) is not float:  # most of it
+                    _any(plain, item, depth + 1)
+        except Malformed as error:
+            raise error.within(place) from None
     elif kind in (int, str):
         plain[kind](value)
     elif kind not in (float, bool, NoneType):

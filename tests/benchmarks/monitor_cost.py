@@ -1,10 +1,12 @@
 """What a step pays for being watched: rows, console, alerts and every service whose package is installed, in a real run
 of one worker, beside steps of the same run of which nothing is recorded.
 
-    OMP_NUM_THREADS=1 WANDB_MODE=offline python -m tests.benchmarks.monitor_cost [--pairs 60]
+    OMP_NUM_THREADS=1 WANDB_MODE=offline python -m tests.benchmarks.monitor_cost [--pairs 60] \
+        [--services wandb mlflow] [--batches 3 9]
 
-Blocks of a second without and with take turns, every other pair the other way round. Without, the driver records
-nothing, and the services' processes are stopped (SIGSTOP); with, they also send what an earlier block has left them.
+Blocks of three seconds, as long as services wait between two looks, without and with take turns, every other pair the
+other way round. Without, the driver records nothing, and the services' processes are stopped (SIGSTOP); with, they
+also send what an earlier block has left them.
 `recorded`: the time between two steps in which the driver records one, by the clock. `worker`: processor time of the
 worker's process, and `step` the clock of whole steps, both as the median of the pairs with its 95 % interval. Gauges
 are read in both: `gauges_cost` has what they cost.
@@ -28,11 +30,12 @@ from unittest import mock
 from platform import launch
 from platform.monitor.monitor import RunMonitor
 from platform.monitor.records.metrics import MetricsRow
+from platform.monitor.sinks.__main__ import EVERY_SECONDS
 from platform.monitor.sinks.sink_table import SINKS, lack_of_package
 from tests.harness.happenings import EXAMPLES
 
 BATCHES = (3, 9)  # sequences: a step of 30 ms and one of 100
-SECONDS, WARM_SECONDS = 1.0, 30.0  # of a block; until services have imported their packages
+SECONDS, WARM_SECONDS = EVERY_SECONDS, 30.0  # of a block; until services have imported their packages
 OVERRIDES = (
     *("+experiment=gpt_quick", "tensor=serial", "parallel.data=1", "train.steps=1000000", "eval.every=0"),
     *("checkpoint.every=0", "checkpoint.on_stop=false", "monitor.sample=0", "monitor.goodput_below=0.5"),
@@ -153,9 +156,13 @@ def main() -> None:
     """Print a row for each size of step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=60)
-    pairs = parser.parse_args().pairs
-    names = [name for name, kind in SINKS.items() if kind.package and not lack_of_package(name)]
-    rows = [measure(batch, pairs, names) for batch in BATCHES]
+    parser.add_argument("--services", nargs="*", help="default: all that are installed")
+    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="sequences of a step")
+    given = parser.parse_args()
+    names = given.services
+    if names is None:
+        names = [name for name, kind in SINKS.items() if kind.package and not lack_of_package(name)]
+    rows = [measure(batch, given.pairs, names) for batch in given.batches]
     print(f"services: {', '.join(names)}")
     print("| step without (ms) | recorded | worker | step | all services' processors, a step |\n|---|---|---|---|---|")
     print(*rows, sep="\n")

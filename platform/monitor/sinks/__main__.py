@@ -13,7 +13,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -29,8 +29,8 @@ from platform.monitor.sinks.services.sink import SinkRun
 from platform.monitor.sinks.sink_table import SINKS, lack_of_package
 from platform.plan.language.numbers import count_of
 
-EVERY_SECONDS = 1.0  # a run's files are read
-_NICE = 10  # a ninth of the weight of a process of the run
+EVERY_SECONDS = 3.0  # a run's files are read: as late as people bear, since services take many steps at once for less
+_NICE = 19  # 1.5 % of the weight of a process of the run, so that a service goes on where no processor is idle
 BY_HAND = [name for name, kind in SINKS.items() if kind.package]
 
 
@@ -135,10 +135,26 @@ def _follow_run(directory: Path, name: str) -> int:
 
 
 def _give_way() -> None:
-    """Let the run go before this process where processors are short, though not so far that it never gets one."""
-    os.nice(_NICE)
-    with suppress(OSError):  # Linux shares processors between sessions first, and this process has its own
-        Path("/proc/self/autogroup").write_text(str(_NICE))
+    """Let the run go before this process and all that it has started, such as W&B's own process."""
+    if not hasattr(os, "SCHED_IDLE"):  # not Linux
+        os.nice(_NICE)
+        return
+    for process, threads in _family(os.getpid()):
+        with suppress(OSError):  # Linux shares processors between sessions first, and these have their own
+            Path(f"/proc/{process}/autogroup").write_text(str(_NICE))
+        for thread in threads:
+            with suppress(OSError):  # it has ended
+                os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+
+
+def _family(process: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield a process and all that it has started, which still run, each with its threads."""
+    tasks = [*Path(f"/proc/{process}/task").glob("*")]
+    yield process, [int(task.name) for task in tasks]
+    for task in tasks:
+        with suppress(OSError):
+            for child in (task / "children").read_text().split():
+                yield from _family(int(child))
 
 
 def _message_channel() -> int:

@@ -66,6 +66,15 @@ class Follower:
                 if alert.time > time() - self._stale_seconds:
                     self.sink.alert(alert)
             self._journal = place
+        if self.sink.takes_steps:
+            self._catch_up_with_steps()
+        if (self._metrics, self._journal) != before:
+            self.sink.flush()
+            self._reached.append((monotonic(), self._places()))
+        self._store(self.sink.stored_after)
+
+    def _catch_up_with_steps(self) -> None:
+        """Send the service the steps of the run that it may have by now, and show the newest."""
         for line, start, place in new_lines(self._run.directory / METRICS, self._read):
             self._read = place
             with suppress(Malformed):
@@ -76,10 +85,6 @@ class Follower:
         if self._read != self._shown and self._held:
             self.sink.newest(self._held[-1][2])
         self._shown = self._read
-        if (self._metrics, self._journal) != before:
-            self.sink.flush()
-            self._reached.append((monotonic(), self._places()))
-        self._store(self.sink.stored_after)
 
     def _events(self, place: int, end: float) -> Iterator[tuple[events.JournalEvent, int]]:
         """Yield the events of the run's journal between two places, each with the place behind it."""

@@ -86,6 +86,29 @@ def test_mlflow(tmp_path: Path, mlflow) -> None:
     assert [file.path for file in client.list_artifacts(name)] == ["journal.jsonl"]
 
 
+@pytest.mark.full
+def test_mlflow_gets_by_its_client_the_newest_numbers_alone(tmp_path: Path, mlflow, monkeypatch) -> None:
+    run, sent = ARun(tmp_path / "run"), []
+    follower, own = run.followed("mlflow"), mlflow.MlflowClient.log_batch
+    run.train(1, 2, 3)
+    run.saved(3)
+    note = lambda self, name, metrics: [sent.extend(metrics), own(self, name, metrics=metrics)]  # noqa: E731
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", note)
+    follower.catch_up()
+    assert {metric.step for metric in sent} == {3}
+    found = mlflow.MlflowClient().get_metric_history(run.state("mlflow")["run"], "train/loss")
+    assert [m.step for m in found] == [1, 2, 3]
+
+
+@pytest.mark.full
+def test_a_table_of_another_form_is_left_to_mlflow(tmp_path: Path, mlflow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.monitor.sinks.services.mlflow_sink._INSERT", "INSERT INTO metrics (other) VALUES (?)")
+    run = ARun(tmp_path / "run")
+    rewound_twice(run, "mlflow")
+    found = mlflow.MlflowClient().get_metric_history(run.state("mlflow")["run"], "train/loss")
+    assert rounded([(m.step, m.value) for m in found]) == ONCE
+
+
 def test_a_command_sends_a_run_that_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """Once, and no alerts; a reference to the environment stands for its value."""
     from platform.monitor.sinks.__main__ import main

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -46,6 +49,23 @@ def test_a_process_that_cannot_be_started(tmp_path: Path, config: Config, monkey
     assert line.startswith("alerts: cannot be started (") and sink.new_lines() == []
     sink.close(0)
     sink.wait(0)
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux's")
+def test_a_service_leaves_processors_to_the_run_with_all_that_it_has_started() -> None:
+    """Also a thread, and a process in a session of its own."""
+    script = """
+import os, subprocess, threading, time
+from platform.monitor.sinks.__main__ import _give_way
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+_give_way()
+pids = [*map(int, os.listdir("/proc/self/task")), child.pid]
+print(len(pids), {os.sched_getscheduler(pid) for pid in pids} == {os.SCHED_IDLE})
+child.kill()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "3 True\n", done.stderr
 
 
 def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

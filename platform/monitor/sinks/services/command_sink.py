@@ -16,6 +16,8 @@ SECONDS = 60.0  # that a command may take
 class CommandSink(Sink):
     """Command of monitor.alert_command. It runs in the run directory, one alert after the other."""
 
+    takes_steps = False
+
     def __init__(self, run: SinkRun):
         """Prepare to start the run's command for alerts; nothing is started yet."""
         self._of = run

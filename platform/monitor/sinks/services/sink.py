@@ -31,11 +31,13 @@ class SinkRun:
 class Sink:
     """Service that gets a run's numbers and events. `where`: text for people that says where they are. `replaces`: a
     step that is sent again takes the place of the first; else it is sent once it cannot be trained again.
-    `stored_after`: seconds after which a crash of this process does not lose what the service was sent."""
+    `stored_after`: seconds after which a crash of this process does not lose what the service was sent.
+    `takes_steps`: it is sent the numbers of steps."""
 
     where = ""
     replaces: ClassVar[bool] = True
     stored_after: ClassVar[float] = 0.0
+    takes_steps: ClassVar[bool] = True
 
     def remember(self, event: JournalEvent) -> None:
         """Take note of an event of the run that an earlier process has sent to this service."""

@@ -23,6 +23,9 @@ class TensorboardSink(Sink):
         folder = run.directory / "tensorboard"
         self._curves = EventFileWriter(str(folder / "steps"))
         self._texts = EventFileWriter(str(folder / "texts"))
+        self._values: dict[
+            str, Any
+        ] = {}  # of the newest step, by name, used again: making them takes five times as long
         self._next = 0  # the step that the files have not; of earlier processes' it is not known
         self.where = f"show it with `tensorboard --logdir {shlex.quote(str(folder))}`"
 
@@ -56,7 +59,7 @@ class TensorboardSink(Sink):
             if step < self._next or not self._next:
                 self._curves.add_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
             self._next = step + 1
-            self._add_values(self._curves, [_value(name, x) for name, x in row.items() if name != "step"], step)
+            self._add_values(self._curves, [self._value(name, x) for name, x in row.items() if name != "step"], step)
 
     def _add_values(self, writer: Any, values: list[Any], step: int, time: float | None = None) -> None:
         """Write values of one step of the run into a file of TensorBoard."""
@@ -64,6 +67,17 @@ class TensorboardSink(Sink):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         writer.add_event(Event(step=step, wall_time=time or _now(), summary=Summary(value=values)))
+
+    def _value(self, name: str, value: float | list[int]) -> Any:
+        """Return TensorBoard's value of a metric: a number, or a histogram."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        if isinstance(value, list):
+            return _histogram(name, value)
+        if (found := self._values.get(name)) is None:
+            found = self._values[name] = Summary.Value(tag=name)
+        found.simple_value = float(value)
+        return found
 
     def flush(self) -> None:
         """Store the curves and texts of the run for TensorBoard on disk."""
@@ -83,12 +97,10 @@ def _now() -> float:
     return time.time()
 
 
-def _value(name: str, value: float | list[int]) -> Any:
-    """Make TensorBoard's value of a metric: a number, or a histogram with a bucket for each of a list's numbers."""
+def _histogram(name: str, value: list[int]) -> Any:
+    """Make TensorBoard's histogram of a metric, with a bucket for each of a list's numbers."""
     from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 
-    if not isinstance(value, list):
-        return Summary.Value(tag=name, simple_value=float(value))
     count, total = sum(value), sum(n * x for n, x in enumerate(value))
     squares, edges = sum(n * n * x for n, x in enumerate(value)), range(1, len(value) + 1)
     shape = {"min": 0, "max": len(value), "num": count, "sum": total, "sum_squares": squares}
