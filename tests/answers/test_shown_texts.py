@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from platform.boundary.terminal import visible
 from platform.cluster.control.evaluations import Evaluations
 from platform.generate import main as generate
 from platform.launch import main as launch
@@ -109,7 +110,7 @@ def test_they_are_those_of_the_checkpoint(tmp_path, capfd):
         found[name] = sample, {e["prompt"]: e["text"] for e in events if e["event"] == "sampled"}
     assert len({repr(texts) for texts in found.values()}) == 1
     sample, prompted = found["one"]
-    assert prompted["def "] == sample
+    assert visible(prompted["def "]) == sample
     (tmp_path / "prompts.txt").write_text("the\na\n")
     drawn = ["--tokens", "6", "--temperature", "0.8", "--seed", "5"]
     for words in (["def "], ["--prompts", f"{tmp_path}/prompts.txt"]):
