@@ -17,8 +17,10 @@ ALTERNATING = ("none", "1f1b", "gpipe")  # schedules that a closed form knows wi
 
 
 def is_crowded(work: StepWork, passes: float, messages: float) -> bool:
-    """Return True if `messages` of a chunk and microbatch take so long beside its `passes` that they may queue."""
-    return work.execution.schedule not in ALTERNATING and messages > CROWDED * passes
+    """Return True if `messages` of a chunk and microbatch take so long beside its `passes` that they may queue, and a
+    stage goes on computing meanwhile."""
+    at_once = work.execution.schedule not in ALTERNATING and not work.execution.stands_by
+    return at_once and messages > CROWDED * passes
 
 
 def waited(work: StepWork, hardware: Hardware, seconds: Callable[[int, Action], float], message: float) -> float:

@@ -26,8 +26,8 @@ class Execution:
     `kept_whole`: True if each rank keeps all of the inputs that it recomputes from; `repeats_all`: True if it computes
     a recomputed layer's last product again, whose result no gradient needs; `by_weight`: True if under ZeRO-3 it waits
     for a gather of each weight, in recomputation too, copies what each rank sent by a kernel of its own, and sums whole
-    gradients; `narrow`: the precision of 8 bits in which it computes the products of layers' weights, "" for the
-    plan's."""
+    gradients; `stands_by`: True if a stage computes nothing while it sends and receives; `narrow`: the precision of 8
+    bits in which it computes the products of layers' weights, "" for the plan's."""
 
     schedule: str = "none"
     table: Schedule | None = None
@@ -39,6 +39,7 @@ class Execution:
     kept_whole: bool = False
     repeats_all: bool = False
     by_weight: bool = False
+    stands_by: bool = False
     narrow: str = ""
 
 

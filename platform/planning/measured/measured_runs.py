@@ -72,8 +72,9 @@ USUAL = "usual"
 SYSTEMS = {
     USUAL: System({"repeats_all": True}),
     "ours": System(),  # leaves out what no gradient needs of a recomputed layer: its last product
-    # sums gradients in fp16, and each tensor rank keeps all of a layer's input for recomputation
-    "megatron-2021": System({"gradient_bytes": 2, "kept_whole": True, "repeats_all": True}),
+    # sums gradients in fp16, each tensor rank keeps all of a layer's input for recomputation, and a stage stands by
+    # while it exchanges activations (p2p_communication.py synchronizes the device)
+    "megatron-2021": System({"gradient_bytes": 2, "kept_whole": True, "repeats_all": True, "stands_by": True}),
     # ZeRO-3 of v0.3.15 (stage3.py, partition_parameters.py): `_allgather_param` synchronizes the device, torch copies
     # the shares out of its own buffer, and gradients are summed by all_reduce unless `contiguous_gradients`, off by
     # default. Its collectives leave a node as over 1.9 adapters: fitted on table 2 of Narayanan et al. 2021
