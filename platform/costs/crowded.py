@@ -17,8 +17,7 @@ ALTERNATING = ("none", "1f1b", "gpipe")  # schedules that a closed form knows wi
 
 
 def is_crowded(work: StepWork, passes: float, messages: float) -> bool:
-    """Return True if `messages` of a chunk and microbatch take so long beside its `passes` that they may queue, and a
-    stage goes on computing meanwhile."""
+    """Return True if `messages` of a chunk and microbatch may queue on links while its stage computes other `passes`."""
     at_once = work.execution.schedule not in ALTERNATING and not work.execution.stands_by
     return at_once and messages > CROWDED * passes
 
