@@ -17,7 +17,7 @@ ALTERNATING = ("none", "1f1b", "gpipe")  # schedules that a closed form knows wi
 
 
 def is_crowded(work: StepWork, passes: float, messages: float) -> bool:
-    """Return True if `messages` of a chunk and microbatch may queue on links while its stage computes other `passes`."""
+    """Return True if `messages` of a chunk and microbatch may queue on links beside other `passes` of its stage."""
     at_once = work.execution.schedule not in ALTERNATING and not work.execution.stands_by
     return at_once and messages > CROWDED * passes
 
