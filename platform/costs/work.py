@@ -212,11 +212,11 @@ def _of_rows(o: Operation) -> Iterator[Spec]:
 
 def share_sent(planner: Planner, o: Operation, c: Collective) -> float:
     """Return the share of the elements of an operation's collective that an even routing sends; 1 of no rows."""
-    if (
-        c.op == "all_to_allv"
-    ):  # of a rank's own rows: fewer than its tokens choose, if ranks with the same tokens share them
-        return _even_rows(planner, next(_of_rows(o))) / c.rows
-    return share_of_rows(planner, o) if c.rows else 1.0
+    if c.op != "all_to_allv":
+        return share_of_rows(planner, o) if c.rows else 1.0
+    if o.kind not in ("dispatch_rows", "combine_rows"):  # lent experts, which are as many as planned
+        return 1.0
+    return _even_rows(planner, next(_of_rows(o))) / c.rows  # of a rank's tokens, whose rows others may share
 
 
 def _work_of(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:

@@ -110,7 +110,9 @@ def _searched(config: Config, workers: int, budget: MemoryBudget, fitted: Hardwa
     sized = replace(config, plan=replace(config.plan, search=config.plan.search or _sized_keys(config)))
     if not (best := search(sized, workers, memory, hardware).best):
         return None
-    chosen = replace(best.config, plan=config.plan)
+    buckets = best.plan.bucket_mib if best.plan.zero < 3 else best.config.parallel.bucket_mib
+    parallel = replace(best.config.parallel, bucket_mib=buckets)  # workers may lack the file of cluster.hardware
+    chosen = replace(best.config, plan=config.plan, parallel=parallel)
     return Replanned(chosen, best.plan, _reason(config, chosen, best.plan, workers))
 
 
@@ -315,6 +317,7 @@ def _reason(before: Config, after: Config, plan: Plan, workers: int) -> str:
         *((a, before.branch.axes[a], n) for a, n in after.branch.axes.items()),
         ("pipeline", before.pipeline.kind, after.pipeline.kind),
         ("experts", before.parallel.experts, after.parallel.experts),
+        ("tensor_experts", before.parallel.tensor_experts, after.parallel.tensor_experts),
         ("zero", before.parallel.zero, after.parallel.zero),
         ("microbatch", before.train.microbatch, after.train.microbatch),
         ("recompute", before.recompute, after.recompute),

@@ -226,6 +226,7 @@ model.experts=3 parallel.tensor_experts=whole | parallel.tensor_experts=whole: t
 model.experts=4 parallel.tensor_experts=whole parallel.experts=4 parallel.data=4 | must divide model.experts=4 / t=2 | 2
 model.experts=4 parallel.tensor_experts=whole parallel.lent_experts=1 | parallel.lent_experts=1: parallel.experts=1: | 0
 model.experts=6 parallel.experts=4 parallel.data=4 | parallel.experts=4: must divide model.experts=6 | 2, 1
+model.experts=4 parallel.data=4 parallel.experts=3 tensor.uneven=true | experts=3: must divide parallel.data=4 | 4, 2
 model.experts=8 parallel.experts=4 parallel.data=2 | parallel.experts=4: must divide parallel.data=2 | 2, 1
 model.experts=8 parallel.experts=8 parallel.data=8 parallel.zero=1 parallel.zero_group=2 | least parallel.experts=8 | 8
 model.positions=rope model.d_kv=17 | model.d_kv=17: | 16, 18

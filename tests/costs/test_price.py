@@ -85,6 +85,17 @@ def test_the_products_of_all_ranks_are_those_of_the_model(scheme):
     assert backward * ranks == pytest.approx(2 * counted, rel=1e-6)
 
 
+def test_lent_experts_cost_what_they_move():
+    """A matrix of an expert on its way three times a pass, and no share of a routing."""
+    experts = ["model.experts=8", "model.capacity_factor=0", "parallel.data=4", "parallel.experts=4"]
+    h100 = read_hardware("h100")
+    seconds = [
+        price_of(work_of(*planned(*experts, f"parallel.lent_experts={n}")), h100).parts["waiting for expert"]
+        for n in (0, 1)
+    ]
+    assert seconds[0] < seconds[1] < 2 * seconds[0]
+
+
 def test_recomputation_repeats_the_forward_pass():
     """All of it, as other systems do, or all but each block's last product, as ours does."""
     work = {kind: work_of(*planned(f"recompute={kind}"), repeats_all=True) for kind in ("none", "full")}

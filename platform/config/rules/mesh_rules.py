@@ -108,8 +108,8 @@ def _experts(config: Config) -> Iterator[str]:
         yield refused(config, "parallel.tensor_experts", f"{ranks} must divide model.experts={experts}", ["split"])
         return
     of = f" / {'+'.join(inside)}={prod(inside.values())}" if inside else ""
-    for key, number in ((f"model.experts={experts}{of}", most), (f"parallel.data={data}", data)):
-        even = number % shared == 0 or number == most and uneven and shared <= most
+    for key, number, cut in ((f"model.experts={experts}{of}", most, uneven), (f"parallel.data={data}", data, False)):
+        even = number % shared == 0 or cut and shared <= number
         if shared > 1 and number > 0 and not even:
             legal = closest(shared, divisors(gcd(most, data) if data > 0 else most))
             yield refused(config, "parallel.experts", f"must divide {key}", legal)

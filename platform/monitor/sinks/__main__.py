@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import yaml
@@ -30,6 +31,7 @@ from platform.monitor.sinks.sink_table import SINKS, lack_of_package
 from platform.plan.language.numbers import count_of
 
 EVERY_SECONDS = 3.0  # a run's files are read: as late as people bear, since services take many steps at once for less
+_TRIES = 20  # of a write that Linux takes ten times a second
 _NICE = 19  # 1.5 % of the weight of a process of the run, so that a service goes on where no processor is idle
 BY_HAND = [name for name, kind in SINKS.items() if kind.package]
 
@@ -120,7 +122,8 @@ def _follow_run(directory: Path, name: str) -> int:
     with alone(directory, name):
         follower = Follower(name, run, SINKS[name].open)
         _tell_driver(said, follower.sink.where)
-        _give_way()
+        if follower.sink.takes_steps:  # an alert's command has a minute, also where all processors are busy
+            _give_way()
         rest, ended = "", False
         while not ended:
             ready, _, _ = select.select([driver], [], [], EVERY_SECONDS)
@@ -140,11 +143,23 @@ def _give_way() -> None:
         os.nice(_NICE)
         return
     for process, threads in _family(os.getpid()):
-        with suppress(OSError):  # Linux shares processors between sessions first, and these have their own
-            Path(f"/proc/{process}/autogroup").write_text(str(_NICE))
+        _lower_session(process)
         for thread in threads:
             with suppress(OSError):  # it has ended
                 os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+
+
+def _lower_session(process: int) -> None:
+    """Lower a process's session, as Linux shares processors between sessions first, and W&B's process has its own."""
+    for _ in range(_TRIES):
+        try:
+            Path(f"/proc/{process}/autogroup").write_text(str(_NICE))
+        except BlockingIOError:  # Linux takes one from all users in a tenth of a second
+            sleep(0.11)
+        except OSError:  # it has ended, or there are no groups of sessions
+            return
+        else:
+            return
 
 
 def _family(process: int) -> Iterator[tuple[int, list[int]]]:

@@ -83,7 +83,7 @@ function drawLines(panel, curves, box, now) {
   const axis = axisOf(panel), many = curves.length > 1 || page.runs.length > 1;
   const order = (c) => (page.runs.length > 1 ? Math.max(0, page.runs.findIndex((r) => r.name === c.name)) : curves.indexOf(c));
   const tables = curves.map(({ x, curve }) => [x[axis], curve[1], curve[2] || curve[1], curve[3] || curve[1]]);
-  const [dense] = page.runs[state.run].curves.grids, whole = dense ? [[dense[axis][0], dense[axis][dense[axis].length - 1]]] : [];
+  const [dense] = page.runs[state.run].curves.grids, whole = dense?.[axis].length ? [[dense[axis][0], dense[axis][dense[axis].length - 1]]] : [];
   const data = uPlot.join([...tables, whole].filter((t) => t.length)); // what few steps have is drawn on the axis of all
   const series = [{}], bands = [];
   for (const c of curves) {

@@ -4,6 +4,7 @@ steps as they were trained last. The packages are optional; where one is missing
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,25 @@ def test_mlflow_gets_by_its_client_the_newest_numbers_alone(tmp_path: Path, mlfl
     assert {metric.step for metric in sent} == {3}
     found = mlflow.MlflowClient().get_metric_history(run.state("mlflow")["run"], "train/loss")
     assert [m.step for m in found] == [1, 2, 3]
+
+
+@pytest.mark.full
+def test_what_mlflow_refuses_is_in_no_table_when_it_is_tried_again(tmp_path: Path, mlflow, monkeypatch) -> None:
+    """Numbers have the time at which they were sent in their key, so those sent twice would be there twice."""
+    run = ARun(tmp_path / "run")
+    sink, own = run.followed("mlflow").sink, mlflow.MlflowClient.log_batch
+    name = sink._run
+    rows = [{"step": step, "train/loss": 1.0 / step} for step in (1, 2, 3)]
+
+    def refuse(*arguments, **more):
+        raise mlflow.exceptions.MlflowException("the database is locked")
+
+    for refused in (True, True, False):
+        monkeypatch.setattr(mlflow.MlflowClient, "log_batch", refuse if refused else own)
+        with pytest.raises(mlflow.exceptions.MlflowException) if refused else nullcontext():
+            sink.steps(rows)
+    found = mlflow.MlflowClient().get_metric_history(name, "train/loss")
+    assert sorted(m.step for m in found) == [1, 2, 3]
 
 
 @pytest.mark.full

@@ -65,8 +65,6 @@ class MlflowSink(Sink):
 
     def steps(self, rows: Sequence[Numbers]) -> None:
         """Log the numbers of committed steps at MLflow, which has no histograms."""
-        from mlflow.entities import Metric
-
         now = round(time() * 1000)
         found = [
             (_mlflow_name(name), float(value), now, int(row["step"]))  # type: ignore[arg-type]
@@ -76,10 +74,20 @@ class MlflowSink(Sink):
         ]
         newest = {name: place for place, (name, *_) in enumerate(found)}  # MLflow shows these as the run's numbers
         plain = [place != newest[name] and isfinite(value) for place, (name, value, *_) in enumerate(found)]
-        if self._database and self._insert([*compress(found, plain)]):
+        older = [*compress(found, plain)] if self._database else []
+        if older:
             found = [number for number, inserted in zip(found, plain, strict=True) if not inserted]
-        for first in range(0, len(found), _AT_ONCE):
-            self._client.log_batch(self._run, metrics=[Metric(*number) for number in found[first : first + _AT_ONCE]])
+        # the client first: what it refuses is tried again, and must not be in the table then
+        self._log(found)
+        if older and not self._insert(older):
+            self._log(older)
+
+    def _log(self, numbers: Sequence[tuple[str, float, int, int]]) -> None:
+        """Log numbers by MLflow's client, in requests that it takes."""
+        from mlflow.entities import Metric
+
+        for first in range(0, len(numbers), _AT_ONCE):
+            self._client.log_batch(self._run, metrics=[Metric(*n) for n in numbers[first : first + _AT_ONCE]])
 
     def _insert(self, numbers: Sequence[tuple[str, float, int, int]]) -> bool:
         """Write older finite numbers into MLflow's own table; return False if that has an unknown form."""
