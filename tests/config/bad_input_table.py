@@ -223,12 +223,12 @@ parallel.experts=2 | parallel.experts=2: model.experts=0: the model has no exper
 parallel.tensor_experts=whole | parallel.tensor_experts=whole: model.experts=0: the model has no experts | split
 parallel.tensor_experts=halved model.experts=4 | parallel.tensor_experts=halved: unknown | split
 model.experts=3 parallel.tensor_experts=whole | parallel.tensor_experts=whole: t=2 must divide model.experts=3 | split
-model.experts=4 parallel.tensor_experts=whole parallel.experts=4 parallel.data=4 | must divide model.experts=4 / t=2 | 2
+model.experts=4 parallel.tensor_experts=whole parallel.experts=4 parallel.data=4 | parallel.experts=4: must | 2
 model.experts=4 parallel.tensor_experts=whole parallel.lent_experts=1 | parallel.lent_experts=1: parallel.experts=1: | 0
 model.experts=6 parallel.experts=4 parallel.data=4 | parallel.experts=4: must divide model.experts=6 | 2, 1
-model.experts=4 parallel.data=4 parallel.experts=3 tensor.uneven=true | experts=3: must divide parallel.data=4 | 4, 2
+model.experts=4 parallel.data=4 parallel.experts=3 tensor.uneven=true | parallel.experts=3: must divide | 2, 4
 model.experts=8 parallel.experts=4 parallel.data=2 | parallel.experts=4: must divide parallel.data=2 | 2, 1
-model.experts=8 parallel.experts=8 parallel.data=8 parallel.zero=1 parallel.zero_group=2 | least parallel.experts=8 | 8
+model.experts=8 parallel.experts=8 parallel.data=8 parallel.zero=1 parallel.zero_group=2 | parallel.zero_group=2: | 8, 0
 model.positions=rope model.d_kv=17 | model.d_kv=17: | 16, 18
 model.positions=rope model.heads=128 | model.heads=128: | 64, 32, 16
 model.positions=relative model.distance=8 | model.distance=8: must be more than half | 17
