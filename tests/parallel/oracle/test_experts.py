@@ -137,7 +137,6 @@ FACTORS = {
     "zero": [0, 1, 2, 3],
     "recompute": ["none", "selective", "full"],
     "branch": ["none", "dsp", "dsp_slice", "dsp_csub"],
-    "tensor_experts": ["split", "whole"],
 }
 
 
@@ -152,7 +151,7 @@ def inside(scheme: str, branch: str) -> int:
 
 def legal(case) -> bool:
     data, experts = case["split"]
-    if case["tensor_experts"] == "whole":
+    if "tensor_experts" in case:
         ranks = inside(case["scheme"], case["branch"])
         if ranks == 1 or KINDS[case["kind"]]["experts"] % (ranks * experts):
             return False
@@ -178,11 +177,19 @@ def test_equals_one_process(case):
         recompute=case["recompute"],
         branch=case["branch"],
         branch_axes={} if case["branch"] == "none" else {"g": 2},
-        tensor_experts=case["tensor_experts"],
+        tensor_experts=case.get("tensor_experts", "split"),
         microbatch=4,
         global_batch=16,
     )
     prove(c)
+
+
+WHOLE = product({**FACTORS, "tensor_experts": ["whole"]}, legal)
+
+
+@suite("oracle of whole experts on tensor ranks (threads)", WHOLE, cover(WHOLE)[:10])
+def test_whole_experts_equal_one_process(case):
+    test_equals_one_process(case)
 
 
 STAGES = {
