@@ -121,3 +121,16 @@ def test_negative_control_a_runtime_with_buckets_of_its_own(monkeypatch):
     moved = Counter(launch.op for launch in results[0].log if launch.axes == ("data",))
     assert moved == launches(plan) != launches(make_plan(c))
     assert counted(results)
+
+
+def test_a_search_that_leaves_zero_3_settles_it(tmp_path):
+    """As a start does: workers make the plan that the driver chose, and may lack its file of the hardware."""
+    file = described(tmp_path / "mine.yaml", 1e-3)
+    config = compose([*TWO, "parallel.zero=-1", f"cluster.hardware={file}"])
+    config.parallel.zero = 3
+    found = replan(config, 2)
+    assert found and found.config.parallel.zero < 3 and found.config.parallel.bucket_mib == found.plan.bucket_mib > 0
+    (tmp_path / "mine.yaml").unlink()
+    assert make_plan(found.config) == found.plan
+    with pytest.raises(ConfigError, match="no such file"):
+        make_plan(replace(found.config, parallel=replace(found.config.parallel, bucket_mib="auto")))

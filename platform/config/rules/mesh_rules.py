@@ -97,21 +97,22 @@ def _experts(config: Config) -> Iterator[str]:
     cut unevenly, and of replicas; and one for tensor ranks that cannot divide them."""
     shared, experts, data = config.parallel.experts, config.model.experts, config.parallel.data
     whole, inside = config.parallel.tensor_experts == "whole", ranks_of_experts(config)
+    ranks, uneven = prod(inside.values()), cuts_experts(config)
     if not experts:
-        asked = {"parallel.experts": (shared > 1, 1), "parallel.tensor_experts": (whole, "split")}
-        for key, default in ((key, default) for key, (set_, default) in asked.items() if set_):
-            yield refused(config, key, "model.experts=0: the model has no experts", [default])
+        if shared > 1:
+            yield refused(config, "parallel.experts", "model.experts=0: the model has no experts", [1])
+        if whole:
+            yield refused(config, "parallel.tensor_experts", "model.experts=0: the model has no experts", ["split"])
         return
-    most, uneven = experts // prod(inside.values()), cuts_experts(config)
-    if whole and (experts < prod(inside.values()) or experts % prod(inside.values()) and not uneven):
-        ranks = " x ".join(f"{axis}={n}" for axis, n in inside.items())
-        yield refused(config, "parallel.tensor_experts", f"{ranks} must divide model.experts={experts}", ["split"])
+    if whole and (experts < ranks or experts % ranks and not uneven):
+        sizes = " x ".join(f"{axis}={n}" for axis, n in inside.items())
+        yield refused(config, "parallel.tensor_experts", f"{sizes} must divide model.experts={experts}", ["split"])
         return
-    of = f" / {'+'.join(inside)}={prod(inside.values())}" if inside else ""
-    for key, number, cut in ((f"model.experts={experts}{of}", most, uneven), (f"parallel.data={data}", data, False)):
+    each, of = experts // ranks, f" / {'+'.join(inside)}={ranks}" if inside else ""
+    for key, number, cut in ((f"model.experts={experts}{of}", each, uneven), (f"parallel.data={data}", data, False)):
         even = number % shared == 0 or cut and shared <= number
         if shared > 1 and number > 0 and not even:
-            legal = closest(shared, divisors(gcd(most, data) if data > 0 else most))
+            legal = closest(shared, divisors(gcd(each, data) if data > 0 else each))
             yield refused(config, "parallel.experts", f"must divide {key}", legal)
             return
 

@@ -71,6 +71,17 @@ child.kill()
     assert done.stdout == "3 True\nTrue\n", done.stderr
 
 
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux's")
+def test_an_alert_s_command_gives_no_way(tmp_path: Path, config: Config) -> None:
+    """It has a minute, also where the run has all processors."""
+    sink = SinkProcess("alert_command", config, tmp_path)
+    assert lines_of(sink) == ["alerts: monitor.alert_command gets each alert"]
+    time.sleep(1)
+    assert sink._process and os.sched_getscheduler(sink._process.pid) == os.SCHED_OTHER
+    sink.close(0)
+    sink.wait(20)
+
+
 def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sink_table, "find_spec", lambda name: None)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
-from math import prod
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from platform.config.rules.mesh_rules import ranks_of_experts
 from platform.parallel.communicator.base import SingleRank
 from platform.parallel.kernels.by_index import slots
 from platform.plan.core.plan_data import plan_summary
 from platform.plan.core.step_collectives import step_collectives
-from platform.plan.language.layout import Layout
-from platform.plan.operations.tables.dispatch_rows import Ends
 from platform.planning.make_plan import make_plan
 from platform.train.protocol.replies import Differences
 from platform.train.step import trainer
@@ -140,21 +135,8 @@ FACTORS = {
 }
 
 
-@cache
-def inside(scheme: str, branch: str) -> int:
-    """The ranks that divide whole experts."""
-    tensor, axes = SCHEMES[scheme]
-    sizes = {} if branch == "none" else {"g": 2}
-    c = configure(tensor=tensor, axes=axes, branch=branch, branch_axes=sizes, tensor_experts="whole")
-    return prod(ranks_of_experts(c).values())
-
-
 def legal(case) -> bool:
     data, experts = case["split"]
-    if "tensor_experts" in case:
-        ranks = inside(case["scheme"], case["branch"])
-        if ranks == 1 or KINDS[case["kind"]]["experts"] % (ranks * experts):
-            return False
     ranks = data * (1 if case["branch"] == "none" else 2)
     for n in SCHEMES[case["scheme"]][1].values():
         ranks *= n
@@ -182,14 +164,6 @@ def test_equals_one_process(case):
         global_batch=16,
     )
     prove(c)
-
-
-WHOLE = product({**FACTORS, "tensor_experts": ["whole"]}, legal)
-
-
-@suite("oracle of whole experts on tensor ranks (threads)", WHOLE, cover(WHOLE)[:10])
-def test_whole_experts_equal_one_process(case):
-    test_equals_one_process(case)
 
 
 STAGES = {
@@ -225,38 +199,6 @@ def test_in_a_pipeline(case):
 def test_replicas_with_unequal_numbers_of_sequences(data):
     """Sequences of padding add nothing to the loss of uneven load, and take nobody's slot."""
     prove(configured("shared", 2 if data == 6 else 1, data=data, microbatch=1, global_batch=8))
-
-
-def test_experts_on_an_axis_of_a_scheme():
-    """Whole experts on tensor ranks by the key, and by the lines of a table that mean the same: one plan."""
-    by_key = configured("shared", tensor="1d", axes={"t": 2}, data=2, tensor_experts="whole")
-    c = configured("shared", tensor="1d", axes={"t": 2}, data=2)
-    c.tensor.regions["experts"] = {"experts": ["t"]}
-    widths = {"heads": ["t"], "d_ff": ["t"], "vocab": ["t"]}
-    c.tensor.parameters = {"vector": {}, "all": {**widths, "experts": ["t"]}}
-    plan, _ = prove(c)
-    assert plan.scheme.regions["experts"].restrict(["experts", "d_ff"]) == Layout.of({"experts": ["t"]})
-    shapes = {p.name: plan.local_shape(p) for p in plan.parameters}
-    assert shapes["layers.0.mlp.experts.up"] == (2, 24, 32) and shapes["layers.0.mlp.shared.up"] == (12, 32)
-    assert plan.operations == make_plan(by_key).operations
-    c.tensor.regions["experts"] = {"experts": ["t"], "batch": ["t"]}
-    with pytest.raises(Exception, match="axis t would split both"):
-        make_plan(c)
-
-
-def test_negative_control_rows_of_another_rank(monkeypatch):
-    """Where tensor ranks make rows of each other's experts, one process must notice."""
-    c = configured("shared", 2, tensor="1d_sp", axes={"t": 2}, data=2, tensor_experts="whole", capacity_factor=0.0)
-    prove(c)
-    whole = Ends.seats
-
-    def seats(*arguments):
-        axes, first, each = whole(*arguments)
-        return axes, tuple(e ^ each for e in first), each
-
-    monkeypatch.setattr(Ends, "seats", seats)
-    with pytest.raises(AssertionError):
-        prove(c)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

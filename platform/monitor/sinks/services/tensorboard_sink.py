@@ -23,9 +23,8 @@ class TensorboardSink(Sink):
         folder = run.directory / "tensorboard"
         self._curves = EventFileWriter(str(folder / "steps"))
         self._texts = EventFileWriter(str(folder / "texts"))
-        self._values: dict[
-            str, Any
-        ] = {}  # of the newest step, by name, used again: making them takes five times as long
+        # of the newest step, by name, used again: making them takes five times as long
+        self._values: dict[str, Any] = {}
         self._next = 0  # the step that the files have not; of earlier processes' it is not known
         self.where = f"show it with `tensorboard --logdir {shlex.quote(str(folder))}`"
 
