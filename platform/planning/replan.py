@@ -110,9 +110,9 @@ def _searched(config: Config, workers: int, budget: MemoryBudget, fitted: Hardwa
     sized = replace(config, plan=replace(config.plan, search=config.plan.search or _sized_keys(config)))
     if not (best := search(sized, workers, memory, hardware).best):
         return None
-    buckets = best.plan.bucket_mib if best.plan.zero < 3 else best.config.parallel.bucket_mib
-    parallel = replace(best.config.parallel, bucket_mib=buckets)  # workers may lack the file of cluster.hardware
-    chosen = replace(best.config, plan=config.plan, parallel=parallel)
+    chosen = replace(best.config, plan=config.plan)
+    if config.parallel.zero == 3 > best.plan.zero:  # a start settles it but of ZeRO-3, as workers may lack the file
+        chosen = replace(chosen, parallel=replace(chosen.parallel, bucket_mib=best.plan.bucket_mib))
     return Replanned(chosen, best.plan, _reason(config, chosen, best.plan, workers))
 
 

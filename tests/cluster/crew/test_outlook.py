@@ -15,7 +15,7 @@ from platform.cluster.crew.base.failures import Member
 from platform.cluster.crew.base.outlook import Outlook
 from platform.monitor.records.live import Live, read_live
 from platform.parallel.communicator import sockets
-from platform.parallel.communicator.progress import Activity, Progress
+from platform.parallel.communicator.progress import PROGRESS, Activity, Progress
 from platform.parallel.communicator.sockets import TcpLink, links
 from platform.train.worker import Worker
 
@@ -137,6 +137,7 @@ def far(method: str, *beats: tuple[int, int]) -> tuple[float, float]:
 
 def test_how_far_a_call_is_by_its_heartbeats():
     """Bytes add up; all ranks go through the same sequences; nothing is known before the first heartbeat."""
+    PROGRESS.begin("")  # of this process, in which other tests may have come far
     assert far("restore", (100, 400), (300, 400)) == (400, 800)
     assert far("evaluate", (64, 256), (128, 256)) == (96, 256)
     assert far("restore") == (0, 0)
