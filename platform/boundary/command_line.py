@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from platform.boundary.redaction import forget_secrets, register_url_secrets, shielded
+from platform.boundary.redaction import forget_secrets, print_uncaught, register_url_secrets, shielded
 from platform.boundary.refusals import ConfigError
 from platform.boundary.terminal import print_refusals, print_while_read, reader_left
 
@@ -50,6 +50,7 @@ def given_arguments(arguments: Sequence[str] | None) -> Iterator[list[str]]:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name may hold characters that the terminal cannot show
+    sys.excepthook = print_uncaught
     with shielded(sys.stdout, sys.stderr):
         yield given
 

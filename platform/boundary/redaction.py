@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import lru_cache
+from types import TracebackType
 from typing import Any, TextIO, TypeVar
 from urllib.parse import quote, unquote
 
@@ -20,7 +23,8 @@ T = TypeVar("T")
 
 REDACTED = "***"
 SHORTEST = 4  # characters of a secret that is replaced wherever it occurs: a shorter one occurs in innocent words
-_OF_A_QUERY = 8  # the same for a value in a URL's query: many of these are plain words
+_SECRET_NAMES = ("KEY", "TOKEN", "PASSWORD", "SECRET")  # ends of the names of variables that hold one
+_OF_A_QUERY = 8  # the same for a value in a URL's query or in a variable: many of these are plain words
 _REFERENCE = re.compile(r"\$\{(?:[^{}]|\{[^{}]*\})*\}")
 _PRIVATE = 0xE000  # start of Unicode's private use area: characters free to stand for references
 # Protocols are short; with an unbounded name the search would take time in the square of a long word's length.
@@ -115,6 +119,18 @@ def register_secrets(secrets: Mapping[str, str]) -> None:
                 _known.setdefault(repr(form)[1:-1], shown)
 
 
+def register_environment(variables: Mapping[str, str]) -> None:
+    """Register, for `redact`, the environment variables whose names say that they are secret, such as WANDB_API_KEY,
+    and the secrets in URLs of all others."""
+    secret = {
+        value: f"${{oc.env:{name}}}"
+        for name, value in variables.items()
+        if name.upper().endswith(_SECRET_NAMES) and len(value) >= _OF_A_QUERY
+    }
+    register_secrets(secret)
+    register_url_secrets([value for value in variables.values() if value not in secret])
+
+
 def register_url_secrets(value: Any) -> None:
     """Register, for `redact`, the secrets in the URLs among the texts in `value`, a text or nested lists and maps of
     them. A URL extends to the end of its text, spaces included."""
@@ -189,9 +205,14 @@ class Shield:
         return getattr(self._stream, name)
 
 
+def print_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the traceback of an error that ends this process on stderr, with its secrets redacted: `sys.excepthook`."""
+    print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def shielded(out: TextIO, error: TextIO) -> Iterator[None]:
-    """Redact secrets in all that this process prints within the context, tracebacks included; `out` and `error` get
-    what it writes to stdout and stderr."""
+    """Redact secrets in all that this process prints within the context; `out` and `error` get what it writes to stdout
+    and stderr. The traceback of an error that leaves the context is for `print_uncaught`."""
     with redirect_stdout(Shield(out)), redirect_stderr(Shield(error)):
         yield

@@ -30,6 +30,7 @@ from platform.plan.reports.describe import human
 from platform.report import account
 from platform.report.headline import state_line, tiles
 from platform.report.panel_table import all_panels, panel_table, shows
+from platform.status.owner import owner_of
 from platform.status.seen_run import Look, look
 
 _NUMBERS = 120_000  # about so many numbers of curves are put into a page, and at most so many points into a curve:
@@ -75,9 +76,9 @@ class WatchedRun:
             self.faults.append(f"{METRICS} cannot be read: {documents.one_line(error)}")
             return 0
 
-    def signature(self) -> list[tuple[int, int]]:
-        """Return what changes with the files of the run directory, but for its metrics."""
-        found = []
+    def signature(self) -> list[Any]:
+        """Return what changes with the files of the run directory, but for its metrics, and with its driver's death."""
+        found: list[Any] = [owner_of(self.directory)]
         for name in (JOURNAL, traces.CONFIG, traces.PLAN, traces.LOCK, _TIMELINE):
             with suppress(OSError):
                 state = (self.directory / name).stat()

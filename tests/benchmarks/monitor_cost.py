@@ -1,15 +1,16 @@
 """What a step pays for being watched: rows, console, alerts and every service whose package is installed, in a real run
 of one worker, beside steps of the same run of which nothing is recorded.
 
-    OMP_NUM_THREADS=1 WANDB_MODE=offline python -m tests.benchmarks.monitor_cost [--pairs 60] \
+    OMP_NUM_THREADS=1 WANDB_MODE=offline python -m tests.benchmarks.monitor_cost [--pairs 1500] \
         [--services wandb mlflow] [--batches 3 9]
 
-Blocks of three seconds, as long as services wait between two looks, without and with take turns, every other pair the
-other way round. Without, the driver records nothing, and the services' processes are stopped (SIGSTOP); with, they
-also send what an earlier block has left them.
-`recorded`: the time between two steps in which the driver records one, by the clock. `worker`: processor time of the
-worker's process, and `step` the clock of whole steps, both as the median of the pairs with its 95 % interval. Gauges
-are read in both: `gauges_cost` has what they cost.
+Steps without and with take turns, in random order of each pair, as a machine that others use drifts: here two blocks of
+three seconds differ by 10 %, two steps that follow each other by 5, and there are a hundred times as many. Before a
+step without, the driver records nothing, and the services' processes are stopped (SIGSTOP) until the next step with,
+so that all that they do for a row falls into steps with.
+`recorded`: the time between two steps in which the driver records one, by the clock. `step`: what steps with take
+longer than those without, the mean of the pairs with its 95 % interval; not a median, as services work in one step of
+many. Gauges are read in both: `gauges_cost` has what they cost.
 """
 
 from __future__ import annotations
@@ -17,34 +18,35 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from unittest import mock
 
 from platform import launch
 from platform.monitor.monitor import RunMonitor
 from platform.monitor.records.metrics import MetricsRow
-from platform.monitor.sinks.__main__ import EVERY_SECONDS
 from platform.monitor.sinks.sink_table import SINKS, lack_of_package
 from tests.harness.happenings import EXAMPLES
 
 BATCHES = (3, 9)  # sequences: a step of 30 ms and one of 100
-SECONDS, WARM_SECONDS = EVERY_SECONDS, 30.0  # of a block; until services have imported their packages
+WARM_SECONDS, EVENT_EVERY = 45.0, 40  # until services have imported their packages; steps
 OVERRIDES = (
     *("+experiment=gpt_quick", "tensor=serial", "parallel.data=1", "train.steps=1000000", "eval.every=0"),
+    "cluster.threads=1",
     *("checkpoint.every=0", "checkpoint.on_stop=false", "monitor.sample=0", "monitor.goodput_below=0.5"),
     "monitor.alert_command=cat > /dev/null",
 )
 
 
-def processes() -> tuple[dict[int, float], dict[int, float]]:
-    """Return the services' processes and all others below this one, each with its seconds of processor time."""
+def services() -> dict[int, float]:
+    """Return the processes that serve this one's run and all below them, each with its seconds of processor time."""
     parents: dict[int, int] = {}
     serving: set[int] = set()
     for path in Path("/proc").glob("[0-9]*"):
@@ -52,8 +54,7 @@ def processes() -> tuple[dict[int, float], dict[int, float]]:
             parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
             if b"platform.monitor.sinks" in (path / "cmdline").read_bytes():
                 serving.add(int(path.name))
-    mine, theirs = below(parents, {os.getpid()}), below(parents, serving) | serving
-    return {pid: spent(pid) for pid in theirs & mine}, {pid: spent(pid) for pid in mine - theirs}
+    return {pid: spent(pid) for pid in (below(parents, serving) | serving) & below(parents, {os.getpid()})}
 
 
 def below(parents: dict[int, int], roots: set[int]) -> set[int]:
@@ -74,61 +75,59 @@ def spent(pid: int) -> float:
 
 
 class Turns:
-    """The driver's monitor, which records steps in every other block. `pairs`: of each pair of blocks the seconds of a
-    step by the clock, of the worker, and recording, without and with."""
+    """The driver's monitor, which records one of every two steps. `pairs`: of each pair the seconds of a step without
+    and with, and in which the driver records, and the processor time of the services in between."""
 
     def __init__(self, journal: Path, count: int):
         self.journal, self.count, self.own = journal, count, RunMonitor.step
-        self.pairs: list[dict[bool, tuple[float, float, float]]] = []
-        self.order, self.served, self.steps_watched = [True], 0.0, 0
-        self.warm = time.perf_counter() + WARM_SECONDS
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin a block."""
-        self.steps, self.inside = 0, 0.0
-        serving, others = processes()
-        for pid in serving:
-            os.kill(pid, signal.SIGCONT if self.order[0] else signal.SIGSTOP)
-        self.others, self.sinks, self.start = others, sum(serving.values()), time.perf_counter()
+        self.pairs: list[dict[bool, tuple[float, float]]] = []
+        self.chance, self.order = random.Random(0), [True]
+        self.pair: dict[bool, tuple[float, float]] = {}  # the one under way
+        self.serving: dict[int, float] = {}
+        self.start, self.warm, self.served = 0.0, time.perf_counter() + WARM_SECONDS, 0.0
 
     def step(self, monitor: RunMonitor, row: MetricsRow) -> None:
-        """Record a step or not; at the end of a block begin the next."""
+        """End one step of the pairs, and begin the next: record the row, or stop what serves."""
+        if self.start:
+            self.end(row.step)
+        watched = self.order[0]
+        self.start = time.perf_counter()
+        for pid in self.serving:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT if watched else signal.SIGSTOP)
         begin = time.perf_counter()
-        if self.order[0]:
+        if watched:
             self.own(monitor, row)
-        self.steps += 1
-        self.inside += time.perf_counter() - begin
-        if (seconds := time.perf_counter() - self.start) < SECONDS:
+        self.inside = time.perf_counter() - begin
+
+    def end(self, step: int) -> None:
+        """Keep the seconds of the step that ends, if services are warm, and draw the next pair's order."""
+        seconds, watched = time.perf_counter() - self.start, self.order.pop(0)
+        self.pair[watched] = seconds, self.inside
+        if self.order:
             return
-        serving, others = processes()
-        worker = sum(now - self.others.get(pid, 0.0) for pid, now in others.items())
-        watched = self.order.pop(0)
-        if self.start > self.warm:
-            if not self.pairs or len(self.pairs[-1]) == 2:
-                self.pairs.append({})
-            self.pairs[-1][watched] = tuple(x / self.steps for x in (seconds, worker, self.inside))
-            if watched:
-                self.served += sum(serving.values()) - self.sinks
-                self.steps_watched += self.steps
-        if watched:  # as a run does now and then: MLflow and trackio get what is saved
+        if self.start > self.warm and len(self.pair) == 2:
+            self.pairs.append(self.pair)
+        self.order, self.pair = self.chance.sample((False, True), 2), {}
+        if step % EVENT_EVERY < 2:  # as a run does now and then: MLflow and trackio get what is saved
+            now = services()
+            if self.pairs:
+                self.served += sum(now.values()) - sum(self.serving.values())
+            self.serving = now
             event = {"time": time.time(), "generation": 1, "event": "checkpoint", **EXAMPLES["checkpoint"]}
             with open(self.journal, "a") as file:
-                file.write(json.dumps(event | {"step": row.step}) + "\n")
-        if not self.order:
-            self.order = [False, True] if len(self.pairs) % 2 else [True, False]
-        if len(self.pairs) == self.count and len(self.pairs[-1]) == 2:
+                file.write(json.dumps(event | {"step": step}) + "\n")
+        if len(self.pairs) == self.count:
+            for pid in self.serving:
+                os.kill(pid, signal.SIGCONT)
+            self.serving = {}
             os.kill(os.getpid(), signal.SIGTERM)
-            self.order = [True]
-        self.begin()
 
 
-def shown(differences: Iterable[float]) -> str:
-    """Format the median of relative differences with its 95 % interval."""
-    ordered = sorted(differences)
-    n = len(ordered)
-    low, middle, high = (ordered[min(n - 1, max(0, int(n / 2 + side * n**0.5)))] for side in (-0.98, 0, 0.98))
-    return f"{middle:+.2%} ({low:+.2%} to {high:+.2%})"
+def shown(differences: Sequence[float]) -> str:
+    """Format the mean of relative differences with its 95 % interval."""
+    middle, wide = mean(differences), 1.96 * stdev(differences) / len(differences) ** 0.5
+    return f"{middle:+.2%} ({middle - wide:+.2%} to {middle + wide:+.2%})"
 
 
 def measure(batch: int, count: int, names: list[str]) -> str:
@@ -139,23 +138,21 @@ def measure(batch: int, count: int, names: list[str]) -> str:
         run = Path(folder) / "run"
         turns = Turns(run / "journal.jsonl", count)
         sizes = [f"train.global_batch={batch}", f"train.microbatch={batch}", f"run.dir={run}"]
-        services = [f"monitor=[{','.join(names)}]"] if names else []
+        asked = [f"monitor=[{','.join(names)}]"] if names else []
         with mock.patch.object(RunMonitor, "step", lambda monitor, row: turns.step(monitor, row)):
-            launch.main([*OVERRIDES, *sizes, *services])
-    step, worker, _ = (median(pair[False][i] for pair in turns.pairs) for i in range(3))
-    recorded = median(pair[True][2] - pair[False][2] for pair in turns.pairs)
-    more = [shown(pair[True][i] / pair[False][i] - 1 for pair in turns.pairs) for i in (0, 1)]
-    served = turns.served / turns.steps_watched
-    return (
-        f"| {step * 1e3:.1f} | {recorded * 1e6:.0f} us: {recorded / step:.2%} | {more[1]} | {more[0]}"
-        f" | {served * 1e3:.1f} ms |"
-    )
+            launch.main([*OVERRIDES, *sizes, *asked])
+    pairs = turns.pairs[:count]
+    step = median(pair[False][0] for pair in pairs)
+    recorded = median(pair[True][1] for pair in pairs)
+    more = shown([(pair[True][0] - pair[False][0]) / step for pair in pairs])
+    served = turns.served / len(pairs)
+    return f"| {step * 1e3:.1f} | {recorded * 1e6:.0f} us: {recorded / step:.2%} | {more} | {served * 1e3:.1f} ms |"
 
 
 def main() -> None:
     """Print a row for each size of step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--pairs", type=int, default=1500)
     parser.add_argument("--services", nargs="*", help="default: all that are installed")
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="sequences of a step")
     given = parser.parse_args()
@@ -164,7 +161,7 @@ def main() -> None:
         names = [name for name, kind in SINKS.items() if kind.package and not lack_of_package(name)]
     rows = [measure(batch, given.pairs, names) for batch in given.batches]
     print(f"services: {', '.join(names)}")
-    print("| step without (ms) | recorded | worker | step | all services' processors, a step |\n|---|---|---|---|---|")
+    print("| step without (ms) | recorded | step | all services' processors, a row |\n|---|---|---|---|")
     print(*rows, sep="\n")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from platform.boundary.redaction import forget_secrets, own_secrets, redact, register_url_secrets
+from platform.boundary.redaction import forget_secrets, own_secrets, redact, register_environment, register_url_secrets
 
 
 @pytest.fixture(autouse=True)
@@ -26,3 +26,9 @@ def test_a_long_word_takes_time_in_its_length(word):
     register_url_secrets([text, f"{text}s3://me:hunter22@bucket"])
     assert redact(text) == text
     assert "hunter22" not in redact(f"{text} s3://me:hunter22@bucket")
+
+
+def test_variables_that_are_named_as_secrets_are_hidden():
+    secret = {"WANDB_API_KEY": "0123456789", "ADDRESS": "http://me:hunter22@host"}
+    register_environment(secret | {"A_TOKEN": "true", "SHELL": "bash-five"})
+    assert redact("0123456789 true hunter22 bash-five") == "${oc.env:WANDB_API_KEY} true *** bash-five"

@@ -6,6 +6,8 @@ import http.client
 import json
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,6 +91,18 @@ def test_an_event_comes_as_a_page(page: LivePage, run: Path) -> None:
     page.look_once()
     _, kind, data = next(news)
     assert kind == "page" and data["live"] and data["runs"][0]["state"]["tone"] == "good"
+
+
+def test_a_driver_that_dies_comes_at_the_next_look(run: Path) -> None:
+    driver = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    (run / "driver.lock").write_text(f"process {driver.pid} on {socket.gethostname()}")
+    page = LivePage([WatchedRun(run)])
+    news = page.news(change_of(page))
+    driver.kill()
+    driver.wait()
+    page.look_once()
+    _, kind, data = next(news)
+    assert kind == "page" and "the driver died" in json.dumps(data["runs"][0]["state"])
 
 
 def test_without_a_change_there_is_no_news(page: LivePage, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

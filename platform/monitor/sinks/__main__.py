@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from platform.boundary.command_line import DONE, command_line, run_command
+from platform.boundary.redaction import register_environment
 from platform.boundary.refusals import ConfigError, closest, refuse_all, violation
 from platform.monitor.records.records import METRICS
 from platform.monitor.sinks.follower import Follower, alone
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _answer(given: argparse.Namespace) -> int:
     """Send the numbers of the run that the command line names to its services; return the exit status."""
     directory = Path(given.run).absolute()
+    register_environment(os.environ)  # of which a service's package may print its address and its token
     if given.follow:
         [name] = given.sinks
         return _follow_run(directory, name)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Callable
 from math import inf, isnan
 from pathlib import Path
 
 import pytest
 
 from platform.monitor.records.columns import Columns
-from platform.monitor.records.metrics import MetricsLog
+from platform.monitor.records.metrics import MetricsLog, valid_rows
 
 
 def lines(*rows: object) -> str:
@@ -74,3 +76,35 @@ def test_foreign_values_are_no_numbers(path: Path) -> None:
     columns.read_on()
     assert columns.names == ["step", "tokens", "experts/load/0", "experts/load/1"]
     assert columns.column("tokens")[0] == inf and list(columns.column("experts/load/0")) == [5.0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_of_any_shapes_are_taken_as_one_by_one(path: Path, seed: int) -> None:
+    """The columns have rows of one shape together; each row read by a file of its own is the oracle."""
+    chance, step, rows = random.Random(seed), 0, []
+    parts = [1.5, 2, True, None, "NaN", "-Infinity", "a text", 10**400, {"a": 1}, [3]]
+    kinds: list[Callable[[], object]] = [
+        lambda: chance.choice(parts),
+        lambda: {name: chance.choice(parts) for name in chance.sample("abc", 2)},
+        lambda: [chance.choice(parts) for _ in range(chance.randrange(3))],
+    ]
+    keys = ["loss", "seconds", "expert_load", "comm_bytes", "unknown"]
+    while len(rows) < 60:
+        step = step + 1 if chance.random() < 0.9 else chance.randrange(max(0, step - 5), step + 1)
+        if not rows or chance.random() < 0.5:
+            drawn = {key: chance.choice(kinds) for key in chance.sample(keys, 3)}
+        rows.append({"step": step} | {key: draw() for key, draw in drawn.items()})
+    path.write_text(lines(*rows))
+    columns = Columns(path)
+    columns.read_on()
+    kept = valid_rows(rows)
+    assert list(columns.steps) == [row["step"] for row in kept]
+    seen: set[str] = set()
+    for place, row in enumerate(kept):
+        (alone := path.with_name("one.jsonl")).write_text(lines(row))
+        one = Columns(alone)
+        one.read_on()
+        seen |= set(one.names)
+        for name in columns.names:
+            assert repr(columns.column(name)[place]) == repr(one.column(name)[0])
+    assert seen <= set(columns.names) and len(seen) > 5

@@ -42,6 +42,16 @@ def test_a_process_that_fails_is_started_again(tmp_path: Path, config: Config, m
     assert sink.new_lines() == [] and (tmp_path / "sinks" / "alert_command.json").exists()
 
 
+def test_what_a_package_prints_shows_no_secret(tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVICE_TOKEN", tmp_path.name)  # which the error names
+    (tmp_path / "sinks").write_text("no folder")
+    sink = SinkProcess("alert_command", config, tmp_path)
+    [line] = lines_of(sink)
+    log = (tmp_path / "logs" / "sink-alert_command.log").read_text()
+    assert "${oc.env:SERVICE_TOKEN}/sinks" in log and f"{tmp_path.name}/sinks" not in log + line
+    sink.close(0)
+
+
 def test_a_process_that_cannot_be_started(tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sink_process.sys, "executable", str(tmp_path / "none"))
     sink = SinkProcess("alert_command", config, tmp_path)
