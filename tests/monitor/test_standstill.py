@@ -44,6 +44,10 @@ def link(here, there, rate=1e7, queued=0, quiet=0.0, best=1e7):
 
 
 ALL = [(here, there) for here in range(3) for there in range(3) if here != there]
+# bytes flow from n0 to n2 to n1 to n0; n2 has become slow, and before that n2 to n1 was never held up by the network
+SLOW_RING = [link(0, 2, 1e6, best=6e7), link(1, 0, 1e8, best=1e8), link(2, 1, 2e6, best=3e6)]
+SEEN_BY_ONE = [*SLOW_RING[:2], link(2, 1, None, best=None)]
+TO_N3 = [link(0, 3, 1e6, best=6e7), link(1, 0, 1e8, best=1e8), link(3, 1, None, best=None)]
 CASES = {  # what is seen -> why, rank, words of the line
     "blocked": (live(workers(beat("backward", False, 5.0))), "hung", 3, "blocked for 5.0 s in backward"),
     "stopped": (live(workers(owes=3.0, process="T")), "hung", 3, "its process is stopped by a signal"),
@@ -89,6 +93,37 @@ CASES = {  # what is seen -> why, rank, words of the line
         "link",
         None,
         "is slow: 0.8 Mbit/s from n2 to n0",
+    ),
+    "a slow node in a ring": (
+        live(links=SLOW_RING, call=""),
+        "link",
+        None,
+        "the network of n2 is slow: 8 Mbit/s",
+    ),
+    "a slow node of a ring in which all wait": (live(workers(beat()), SLOW_RING), "link", None, "the network of n2"),
+    "a slow node in a ring, seen by one link": (
+        live(links=SEEN_BY_ONE, call=""),
+        "link",
+        None,
+        "a link of n2 is slow",
+    ),
+    "a node whose slow network holds up its answers": (
+        live(workers(owes=3.0, nodes=1), TO_N3),
+        "link",
+        None,
+        "a link of n3 is slow",
+    ),
+    "a silent worker at a network that is slow elsewhere": (
+        live(workers(owes=3.0), SLOW_RING),
+        "hung",
+        3,
+        "its node is cut off",
+    ),
+    "a stopped worker at a slow network": (
+        live(workers(owes=3.0, process="T", nodes=1), TO_N3),
+        "hung",
+        3,
+        "its process is stopped by a signal",
     ),
     "a node slow from the start": (
         live(workers(beat()), [link(a, b, 1e5 if 2 in (a, b) else 1e7, best=1e5) for a, b in ALL]),

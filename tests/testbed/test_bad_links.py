@@ -25,7 +25,7 @@ pytestmark = [
 
 NODES, RATE, SLOW = 3, "200mbit", "2mbit"
 WIDE = "model.d_model=128 model.vocab=2000 tensor=serial parallel.data=3 train.global_batch=6 elastic.hang_seconds=60"
-STRUCK = 2  # the node
+STRUCK, STEADY = 2, 10  # the node; looks that name it as the first one did
 
 
 class Spread:
@@ -87,3 +87,7 @@ def test_the_link_is_named(spread: Spread, how: str):
     again, seconds = by_command(spread.run_dir)
     print(f"{how}: {seconds:.2f} s: {again['verdict']['line']}")
     assert words in again["verdict"]["line"] and seconds < SECONDS
+    for _ in range(STEADY if how == "a slow link" else 0):  # which lasts
+        time.sleep(1.0)
+        again = status_data(look(spread.run_dir))
+        assert f"of node{STRUCK} is slow" in again["verdict"]["line"], again

@@ -20,7 +20,7 @@ def cut_link(live: Live) -> Verdict | None:
     stuck = [link for link in live.links if link.queued and link.quiet >= QUIET_SECONDS]
     if not stuck:
         return None
-    ends = Counter(node for link in stuck for node in (_name(link.here, nodes), _name(link.there, nodes)))
+    ends = _ends(stuck, nodes)
     silent = {worker.node.partition("/")[0] for worker in live.workers if worker.owes is not None}
     node = max(ends, key=lambda name: (ends[name], name in silent))
     often = ends[node]
@@ -47,17 +47,29 @@ def slowest_link(live: Live) -> Verdict | None:
 
 
 def _slow(live: Live, slow: list[SeenLink], sure: str) -> Verdict:
-    """Return the verdict on slow links: on the node at which most of them end. `best`: the speed to compare with."""
-    nodes = _nodes_of(live)
-    ends = Counter(node for link in slow for node in (_name(link.here, nodes), _name(link.there, nodes)))
-    node, often = ends.most_common(1)[0]
+    """Return the verdict on slow links: on the node at which most of them end. `best`: the speed to compare with.
+
+    Of nodes that as many slow links join, the one is named at which others are as slow, though nobody knows what they
+    were before, and at which fewest are well: of a ring 0 -> 2 -> 1 -> 0 whose link 0 -> 2 has become slow, node 2.
+    """
+    nodes, usual = _nodes_of(live), min(link.best or 0.0 for link in slow)
+    ends, known = _ends(slow, nodes), {(link.here, link.there) for link in slow}
+    others = [link for link in live.links if link.rate is not None and (link.here, link.there) not in known]
+    alike = _ends([link for link in others if (link.rate or 0.0) * _SLOWER < usual], nodes)
+    well = _ends([link for link in others if (link.rate or 0.0) * _SLOWER >= usual], nodes)
+    node = max(ends, key=lambda name: (ends[name], alike[name], -well[name]))
     worst = min(slow, key=lambda link: link.rate or 0.0)
-    who = f"the network of {node}" if often > 1 else f"a link of {node}"
+    who = f"the network of {node}" if ends[node] + alike[node] > 1 else f"a link of {node}"
     rate, best = ((speed or 0.0) * 8 / 1e6 for speed in (worst.rate, worst.best))
     line = f"{who} is slow: {rate:.3g} Mbit/s from {_name(worst.here, nodes)} to {_name(worst.there, nodes)}"
     line += f", not {best:.3g} as {'before' if sure == LIKELY else 'most others'}"
     details = [_link_text(link, nodes) for link in slow[:8]]
     return Verdict("link", line, node=node, step=live.step + 1, since=live.called, sure=sure, details=details)
+
+
+def _ends(links: list[SeenLink], nodes: dict[str, str]) -> Counter[str]:
+    """Count how many of some links begin or end at each node."""
+    return Counter(node for link in links for node in (_name(link.here, nodes), _name(link.there, nodes)))
 
 
 def _nodes_of(live: Live) -> dict[str, str]:

@@ -100,6 +100,8 @@ def _silent(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> Ve
     if link := cut_link(live):
         return link
     worker, owes = silent[0], silent[0].owes or 0.0
+    if not worker.process and (link := slow_link(live)) and link.node == worker.node.partition("/")[0]:
+        return link  # its answers wait behind what its network is slow to carry
     of_node = [other for other in live.workers if other.node == worker.node]
     if len(of_node) > 1 and len(of_node) == len([s for s in silent if s.node == worker.node]):
         who = f"all {len(of_node)} workers on {worker.node.partition('/')[0]} give no sign of life"
