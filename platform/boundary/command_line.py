@@ -8,13 +8,15 @@ from __future__ import annotations
 import argparse
 import io
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import TracebackType
 from typing import NoReturn
 
-from platform.boundary.redaction import forget_secrets, print_uncaught, register_url_secrets, shielded
+from platform.boundary.redaction import forget_secrets, redact, register_url_secrets, shielded
 from platform.boundary.refusals import ConfigError
-from platform.boundary.terminal import print_refusals, print_while_read, reader_left
+from platform.boundary.terminal import print_line, print_refusals, print_while_read, reader_left
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # exit status; after STOPPED the same command resumes the run
 
@@ -53,6 +55,11 @@ def given_arguments(arguments: Sequence[str] | None) -> Iterator[list[str]]:
     sys.excepthook = print_uncaught
     with shielded(sys.stdout, sys.stderr):
         yield given
+
+
+def print_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the traceback of an error that ends this process on stderr, with its secrets redacted: `sys.excepthook`."""
+    print_line(redact("".join(traceback.format_exception(kind, error, trace))).rstrip("\n"), sys.stderr)
 
 
 def refusal_status(error: ConfigError, subject: str) -> int:

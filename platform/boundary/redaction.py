@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import lru_cache
-from types import TracebackType
 from typing import Any, TextIO, TypeVar
 from urllib.parse import quote, unquote
 
@@ -205,14 +202,9 @@ class Shield:
         return getattr(self._stream, name)
 
 
-def print_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print the traceback of an error that ends this process on stderr, with its secrets redacted: `sys.excepthook`."""
-    print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)
-
-
 @contextmanager
 def shielded(out: TextIO, error: TextIO) -> Iterator[None]:
     """Redact secrets in all that this process prints within the context; `out` and `error` get what it writes to stdout
-    and stderr. The traceback of an error that leaves the context is for `print_uncaught`."""
+    and stderr. The traceback of an error that leaves the context is not in it."""
     with redirect_stdout(Shield(out)), redirect_stderr(Shield(error)):
         yield
