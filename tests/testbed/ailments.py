@@ -21,6 +21,7 @@ PATIENCE = 100.0  # seconds until a run has begun
 NAMED = 40.0  # seconds until its ailment must be named; a driver acts on a hang after HANG
 HANG = 30
 SECONDS = 2.0  # that the command may take
+STEADY = 6  # further looks, each half a second later, at what lasts
 TINY = (
     "+experiment=gpt_quick model.layers=2 model.d_model=32 model.heads=4 model.length=16 model.vocab=300"
     " data=synthetic eval.every=0 monitor.sample=0 optimizer.warmup_steps=0 optimizer.schedule=constant"
@@ -117,6 +118,7 @@ class Sick:
 
     def __init__(self, folder: Path, ailment: Ailment):
         self.ailment, self.run_dir, self.log = ailment, folder / "run", folder / "log"
+        self.wrong: list[str] = []  # lines of verdicts that accused somebody else
 
     def __enter__(self) -> Sick:
         kind = ONE if self.ailment.alone else FOUR
@@ -147,7 +149,26 @@ class Sick:
         while time.monotonic() < deadline + NAMED and not self.named(found):
             time.sleep(0.5)
             if (self.run_dir / "journal.jsonl").exists():
-                found = status_data(look(self.run_dir))
+                found = self.look()
+        return found
+
+    def look(self) -> dict[str, Any]:
+        """Return how the run is, as data, and note whom it accuses wrongly."""
+        found = status_data(look(self.run_dir))
+        said, rank = found["verdict"] or {}, self.ailment.rank
+        if (rank is not None and said.get("rank") not in (None, rank)) or said.get("why") == "link":
+            self.wrong.append(said["line"])
+        return found
+
+    def others_named(self) -> list[str]:
+        """Look on at an ailment that lasts, until the driver acts, and return the lines of what else is said of it."""
+        found: list[str] = []
+        for _ in range(STEADY if self.ailment.lasts else 0):
+            time.sleep(0.5)
+            seen = self.look()
+            if self.acted():
+                break
+            found += [] if self.named(seen) else [str(seen["verdict"] and seen["verdict"]["line"])]
         return found
 
     def named(self, found: dict[str, Any]) -> bool:

@@ -16,6 +16,7 @@ def test_the_culprit_is_named(name, tmp_path):
         found = sick.verdict()
         assert sick.named(found), f"{found['verdict']}\n{sick.log.read_text()[-3000:]}"
         assert not (AILMENTS[name].lasts and sick.acted())
+        assert not sick.others_named() and not sick.wrong, sick.wrong
         again, seconds = by_command(sick.run_dir)
     said = again["verdict"] or again["last_failure"]
     assert said and said["why"] == AILMENTS[name].why

@@ -27,8 +27,8 @@ class Columns:
     """Numbers of a run's metrics file: `steps`, and by W&B name a column with a number for each of these steps, NaN for
     none. A row replaces all from its step on. `unread`: whole lines that are no rows, and were passed over.
 
-    A row is a line as MetricsLog writes it, of any version; of an unknown one, the keys that are known here. Each
-    number is checked by itself, which is much faster than a check of each row against a schema.
+    A row is a line as MetricsLog writes it, of any version; of an unknown one, the keys that are known here. Rows of
+    one shape are checked together, column by column, which is much faster than each row against a schema.
     """
 
     def __init__(self, path: Path):
@@ -159,10 +159,12 @@ def _flat_names(shape: _Shape) -> list[str]:
     known = wandb_names()
     found: list[str] = []
     for part in shape:
-        key, *inner = (part,) if isinstance(part, str) else part
-        parts: Iterable[Any] = range(inner[0]) if inner and isinstance(inner[0], int) else inner
-        whole = [""] if isinstance(part, str) else [f"/{name}" for name in parts]
-        found += [f"{known[key]}{name}" if key in known else "" for name in whole]
+        if isinstance(part, str):
+            found.append(known.get(part, ""))
+        else:
+            key, *inner = part
+            places: Iterable[Any] = range(inner[0]) if inner and isinstance(inner[0], int) else inner
+            found += [f"{known[key]}/{place}" if key in known else "" for place in places]
     return found
 
 
