@@ -173,6 +173,8 @@ def test_a_silent_driver_is_named():
         live(workers(beat("forward", False, 5.0, busy=1.0)), elapsed=5.0, usual=4.0),
         live(workers(beat("compile f", False, 8.0, preparing=True)), usual=None, elapsed=8.0),
         live(workers(), elapsed=6.0, call="build(...)"),
+        live(workers(owes=1.0)),  # may be the one that all others wait for
+        live(workers(beat(), owes=1.0)),
         live(links=[link(a, b, 1e5 if 2 in (a, b) else 1e7, best=1e5) for a, b in ALL], call=""),
         live(saving=4, saving_since=NOW - 3.0, call=""),
     ],

@@ -17,6 +17,7 @@ LEAST_SECONDS = 2.5  # of a call, before which it is no standstill
 LONG = 3.0  # times the usual step, likewise
 UNKNOWN_SECONDS = 10.0  # likewise, of a call whose usual time nobody knows
 SILENT_SECONDS = 1.5  # without an answer to the question for a heartbeat
+ANSWER_SECONDS = 0.5  # in which a worker answers that question
 STILL_SECONDS = 1.5  # in one place
 BUSY = 0.2  # share of its time from which a worker is at work
 PULSE_SECONDS = 10.0  # without a new live.json, from which on the driver itself stands still
@@ -150,6 +151,8 @@ def _all_wait(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> 
     if link := cut_link(live) or slow_link(live) or slowest_link(live):
         return link
     beats = [(worker, worker.activity) for worker in workers if worker.activity]
+    if len(beats) < len(workers) or any((worker.owes or 0.0) >= ANSWER_SECONDS for worker in workers):
+        return None  # they may wait for the one that says nothing, which is soon known
     if not beats:
         return None
     devices = [worker for worker, beat in beats if beat.device and not beat.device_waits]
