@@ -74,14 +74,14 @@ function curvesOf(run, panel) {
 function panelCurves(panel) {
   const each = page.runs.map((run) => curvesOf(run, panel));
   const compares = page.runs.length > 1 && panel.metrics.length === 1 && !panel.metrics[0].endsWith("*");
-  return compares ? each.flatMap((found, i) => found.map((c) => ({ ...c, name: page.runs[i].name }))) : each[state.run] || [];
+  return compares ? each.flatMap((found, i) => found.map((c) => ({ ...c, name: page.runs[i].name, run: i }))) : each[state.run] || [];
 }
 
 // ---- lines and stacks
 
 function drawLines(panel, curves, box, now) {
   const axis = axisOf(panel), many = curves.length > 1 || page.runs.length > 1;
-  const order = (c) => (page.runs.length > 1 ? Math.max(0, page.runs.findIndex((r) => r.name === c.name)) : curves.indexOf(c));
+  const order = (c) => c.run ?? curves.indexOf(c);
   const tables = curves.map(({ x, curve }) => [x[axis], curve[1], curve[2] || curve[1], curve[3] || curve[1]]);
   const [dense] = page.runs[state.run].curves.grids, whole = dense?.[axis].length ? [[dense[axis][0], dense[axis][dense[axis].length - 1]]] : [];
   const data = uPlot.join([...tables, whole].filter((t) => t.length)); // what few steps have is drawn on the axis of all
