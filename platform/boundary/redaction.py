@@ -21,7 +21,7 @@ T = TypeVar("T")
 REDACTED = "***"
 SHORTEST = 4  # characters of a secret that is replaced wherever it occurs: a shorter one occurs in innocent words
 _SECRET_NAMES = ("KEY", "TOKEN", "PASSWORD", "SECRET")  # ends of the names of variables that hold one
-_OF_A_QUERY = 8  # the same for a value in a URL's query or in a variable: many of these are plain words
+_SHORTEST_PLAIN = 8  # the same for a value in a URL's query or in a variable: many of these are plain words
 _REFERENCE = re.compile(r"\$\{(?:[^{}]|\{[^{}]*\})*\}")
 _PRIVATE = 0xE000  # start of Unicode's private use area: characters free to stand for references
 # Protocols are short; with an unbounded name the search would take time in the square of a long word's length.
@@ -122,7 +122,7 @@ def register_environment(variables: Mapping[str, str]) -> None:
     secret = {
         value: f"${{oc.env:{name}}}"
         for name, value in variables.items()
-        if name.upper().endswith(_SECRET_NAMES) and len(value) >= _OF_A_QUERY
+        if name.upper().endswith(_SECRET_NAMES) and len(value) >= _SHORTEST_PLAIN
     }
     register_secrets(secret)
     register_url_secrets([value for value in variables.values() if value not in secret])
@@ -151,7 +151,7 @@ def _secrets_in(rest: str) -> Iterator[str]:
     for pair in re.split("[?#&;]", rest)[1:]:
         name, equals, value = pair.partition("=")
         secret = value if equals else name
-        yield secret if len(secret) >= _OF_A_QUERY and not _REFERENCE.fullmatch(secret) else ""
+        yield secret if len(secret) >= _SHORTEST_PLAIN and not _REFERENCE.fullmatch(secret) else ""
 
 
 def known_secrets() -> dict[str, str]:

@@ -5,7 +5,7 @@ of one worker, beside steps of the same run of which nothing is recorded.
         [--services wandb mlflow] [--batches 3 9]
 
 Steps without and with take turns, in random order of each pair, as a machine that others use drifts: here two blocks of
-three seconds differ by 10 %, two steps that follow each other by 5, and there are a hundred times as many. Before a
+three seconds differ by 10 %, two steps that follow each other by 5, and there are a hundred times as many. In a
 step without, the driver records nothing, and the services' processes are stopped (SIGSTOP) until the next step with,
 so that all that they do for a row falls into steps with.
 `recorded`: the time between two steps in which the driver records one, by the clock. `step`: what steps with take
@@ -35,7 +35,7 @@ from platform.monitor.records.metrics import MetricsRow
 from platform.monitor.sinks.sink_table import SINKS, lack_of_package
 from tests.harness.happenings import EXAMPLES
 
-BATCHES = (3, 9)  # sequences: a step of 30 ms and one of 100
+BATCHES = (3, 9)  # sequences of a step: on two machines, 30 and 110 ms; 100 and 250
 WARM_SECONDS, EVENT_EVERY = 45.0, 40  # until services have imported their packages; steps
 OVERRIDES = (
     *("+experiment=gpt_quick", "tensor=serial", "parallel.data=1", "train.steps=1000000", "eval.every=0"),
@@ -75,8 +75,8 @@ def spent(pid: int) -> float:
 
 
 class Turns:
-    """The driver's monitor, which records one of every two steps. `pairs`: of each pair the seconds of a step without
-    and with, and in which the driver records, and the processor time of the services in between."""
+    """The driver's monitor, which records one of every two steps. `pairs`: of each pair of steps, without and with:
+    its seconds, and those in which the driver records. `served`: seconds of the services' processors since then."""
 
     def __init__(self, journal: Path, count: int):
         self.journal, self.count, self.own = journal, count, RunMonitor.step
