@@ -12,7 +12,7 @@ from platform.monitor.records import events
 from tests.harness.happenings import EXAMPLES
 
 ROOT = Path(__file__).parents[2]
-KEPT = sorted(ROOT.glob("tests/kept_runs/*/run/journal.jsonl"))
+KEPT = sorted(ROOT.glob("tests/**/run/journal.jsonl"))
 
 
 @pytest.mark.parametrize("word", events.EVENTS)
