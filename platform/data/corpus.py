@@ -16,7 +16,7 @@ from platform.config.fields import Config, Data, objective_of, short_hash
 from platform.data.data_checks import teaches_nothing, too_small, violations_of_sources
 from platform.data.mixture import DataSource, naming, shares_of, sources_of, turns
 from platform.data.objectives import Objective, SampleShape
-from platform.data.own_objective import OwnObjective, make_objective
+from platform.data.own_objective import make_objective, word_of_objective
 from platform.data.permutation import mix, order
 from platform.data.sources.source_kind import kind_of
 from platform.data.sources.stream_blocks import is_streamed
@@ -334,10 +334,9 @@ class _Opening:
             train = {TRAIN: entry.streams_of(place, found, self.vocab)[TRAIN]}
             return self._rows_of(data, train, place, vocabulary, trusted=False)[TRAIN]
 
-        goal = objective.made if isinstance(objective, OwnObjective) else objective
         rows = [data.packing, data.overlong] if data.overlong != "split" else data.packing
         begin = special_of(vocabulary, data).begin
-        decisive = [head.name, rows, self.length, type(goal).__name__, objective.needs, begin]
+        decisive = [head.name, rows, self.length, word_of_objective(objective), objective.needs, begin]
         return StreamedTokens(
             folder=head.parent / cache.hash_of(["blocks", *decisive]),
             reader=kind.blocks(kind.find(data), data),

@@ -10,9 +10,22 @@ import numpy as np
 from platform.boundary.own_code import OwnCodeError, own_code
 from platform.boundary.refusals import ConfigError
 from platform.config.extending.own_settings import with_settings
-from platform.data.objectives import GIVEN, OBJECTIVES, Keys, Objective, SampleShape
+from platform.data.objectives import (
+    GIVEN,
+    OBJECTIVES,
+    Causal,
+    Keys,
+    Masked,
+    Objective,
+    Pairs,
+    SampleShape,
+    SpanDenoising,
+)
 from platform.data.tokens.streams import PADDING, Ints
 from platform.plan.language.numbers import count_of
+
+# Words in the keys of cache entries: another name of a class changes none.
+_WORDS: dict[type, str] = {Causal: "Causal", Masked: "Masked", SpanDenoising: "SpanDenoising", Pairs: "Pairs"}
 
 
 def make_objective(name: str, shape: SampleShape, settings: Mapping[str, Any]) -> Objective:
@@ -121,3 +134,9 @@ def of_objective(name: str) -> Iterator[None]:
             yield
     except OwnCodeError as error:
         raise ConfigError(f"data.objective={name}: {error}") from error
+
+
+def word_of_objective(objective: Objective) -> str:
+    """Return the word for a training objective in the keys of cache entries; of a user's own, the name of its class."""
+    made = objective.made if isinstance(objective, OwnObjective) else objective
+    return _WORDS.get(type(made), type(made).__name__)

@@ -19,7 +19,7 @@ _WORD = Annotated[str, Text(r"\w{1,40}", "a word")]
 _HEAD = Annotated[dict[str, Any], OpenMap((("event", _WORD),), ("time", "generation", "event"))]
 
 
-class Starting(JournalEvent):
+class Starting(JournalEvent, word="starting"):
     """A driver has checked all that it can check alone, and starts its workers; `code`: hashes and versions by name."""
 
     world_size: int
@@ -28,53 +28,53 @@ class Starting(JournalEvent):
     code: dict[str, str] | None = None
 
 
-class TookOver(JournalEvent):
+class TookOver(JournalEvent, word="took_over"):
     """The driver before died without an end after `step`. `steps_lost`: its steps that no checkpoint has."""
 
     step: Steps
     steps_lost: Steps
 
 
-class Refused(JournalEvent):
+class Refused(JournalEvent, word="refused"):
     """The configuration was refused after the journal had been opened; `reasons`: a line per violation."""
 
     reasons: list[str]
 
 
-class Changed(JournalEvent):
+class Changed(JournalEvent, word="changed"):
     """The run goes on under another configuration. `keys`: key that changed -> its value before, and now."""
 
     keys: dict[str, Any]
 
 
-class CheckpointRefused(JournalEvent):
+class CheckpointRefused(JournalEvent, word="checkpoint_refused"):
     """A checkpoint was passed over: it is corrupt, or of a newer format."""
 
     directory: str
     reason: str
 
 
-class Waiting(JournalEvent):
+class Waiting(JournalEvent, word="waiting"):
     """The next generation waits for more members than the ones alive; `reason`: its shortage, in words."""
 
     alive: int
     reason: str
 
 
-class Hiring(JournalEvent):
+class Hiring(JournalEvent, word="hiring"):
     """New workers were requested from the cluster; `count` of them."""
 
     count: int
 
 
-class NotStarted(JournalEvent):
+class NotStarted(JournalEvent, word="not_started"):
     """A requested worker did not start; `number`: the number that it would have had as a member."""
 
     number: int
     cause: str
 
 
-class Forming(JournalEvent):
+class Forming(JournalEvent, word="forming"):
     """A generation begins to form. `plan`: digest of its plan; `reason`: its difference from the configured plan;
     `alive`: members, of which `world_size` get a seat."""
 
@@ -85,27 +85,27 @@ class Forming(JournalEvent):
     alive: int
 
 
-class NotWhole(JournalEvent):
+class NotWhole(JournalEvent, word="not_whole"):
     """The snapshots in the memory of surviving workers do not give the whole training state of some step."""
 
     reason: str
 
 
-class NotProven(JournalEvent):
+class NotProven(JournalEvent, word="not_proven"):
     """New members (`numbers`) could not be compared with the driver, which could not write probes (`reasons`)."""
 
     numbers: list[int]
     reasons: list[str]
 
 
-class Barred(JournalEvent):
+class Barred(JournalEvent, word="barred"):
     """New members (`numbers`) see other files or run other code than the driver, and get no seat in the mesh."""
 
     numbers: list[int]
     reasons: list[str]
 
 
-class Examined(JournalEvent):
+class Examined(JournalEvent, word="examined"):
     """The doctor has examined members that are new (`numbers`). `unsound`: members that get no seat, for `reasons`, a
     line each; `shared`: findings on most of them, and so held against none."""
 
@@ -116,13 +116,13 @@ class Examined(JournalEvent):
     seconds: Seconds
 
 
-class Formed(JournalEvent):
+class Formed(JournalEvent, word="formed"):
     """Every rank of the new generation has a member. `workers`: rank, coordinates, process, node and number of each."""
 
     workers: list[dict[str, Any]]
 
 
-class Restored(JournalEvent):
+class Restored(JournalEvent, word="restored"):
     """The training state was recovered: from memory (`source`) or from a checkpoint (`directory`); `step`: the state's
     step."""
 
@@ -132,7 +132,7 @@ class Restored(JournalEvent):
     seconds: Seconds
 
 
-class Initialised(JournalEvent):
+class Initialised(JournalEvent, word="initialised"):
     """The run starts from the weights at `weights` (train.init); `differences`: differences of its model from the one
     that they come from, a line each."""
 
@@ -141,7 +141,7 @@ class Initialised(JournalEvent):
     seconds: Seconds
 
 
-class RolledBack(JournalEvent):
+class RolledBack(JournalEvent, word="rolled_back"):
     """The training state that was recovered is older than the last step done: the steps after it are done again."""
 
     step: Steps
@@ -149,7 +149,7 @@ class RolledBack(JournalEvent):
     lost_seconds: Seconds
 
 
-class Sampled(JournalEvent):
+class Sampled(JournalEvent, word="sampled"):
     """Text that the model makes of one of eval.prompts after a step: a continuation of it, or an answer."""
 
     step: Steps
@@ -157,14 +157,14 @@ class Sampled(JournalEvent):
     text: str
 
 
-class NotScored(JournalEvent):
+class NotScored(JournalEvent, word="not_scored"):
     """The evaluation after a step gives no scores of eval.tasks, for this reason."""
 
     step: Steps
     reason: str
 
 
-class LearnedOut(JournalEvent):
+class LearnedOut(JournalEvent, word="learned_out"):
     """Evaluations say that the run learns no more (eval.patience), and it ends; `best_...`: of the lowest loss."""
 
     step: Steps
@@ -172,7 +172,7 @@ class LearnedOut(JournalEvent):
     best_loss: float
 
 
-class Running(JournalEvent):
+class Running(JournalEvent, word="running"):
     """A generation is built and has its state, and begins with `step`. `uncompiled`: reason not to compile, where
     train.compile would have."""
 
@@ -181,40 +181,40 @@ class Running(JournalEvent):
     uncompiled: str | None = None
 
 
-class FirstStep(JournalEvent):
+class FirstStep(JournalEvent, word="first_step"):
     """A generation has committed its first step, with which a recovery is over."""
 
     step: Steps
 
 
-class Traffic(JournalEvent):
+class Traffic(JournalEvent, word="traffic"):
     """A step sends so much inside a node and between nodes and larger parts. `rows`: rows of `tier_traffic`."""
 
     rows: list[dict[str, Any]]
 
 
-class Injected(JournalEvent):
+class Injected(JournalEvent, word="injected"):
     """Faults of the configuration key elastic.faults are about to strike in a step, to test recovery."""
 
     step: Steps
     faults: list[str]
 
 
-class Undecided(JournalEvent):
+class Undecided(JournalEvent, word="undecided"):
     """Replicas differ before a step, and no majority decides which is right. `tensors`: (ranks that hold it, name)."""
 
     step: Steps
     tensors: list[Any]
 
 
-class Damaged(JournalEvent):
+class Damaged(JournalEvent, word="damaged"):
     """Ranks hold damaged values, from which their replicas differ. `ranks`: (rank, names of its tensors) of each."""
 
     step: Steps
     ranks: list[Any]
 
 
-class Checkpoint(Committed):
+class Checkpoint(Committed, word="checkpoint"):
     """A checkpoint is complete on storage. `directory`: its name there; `seconds`: taken by the save."""
 
     step: Steps
@@ -223,7 +223,7 @@ class Checkpoint(Committed):
     seconds: Seconds
 
 
-class CheckpointFailed(Committed):
+class CheckpointFailed(Committed, word="checkpoint_failed"):
     """An attempt at a checkpoint failed; `again`: another attempt follows."""
 
     step: Steps
@@ -233,21 +233,21 @@ class CheckpointFailed(Committed):
     again: bool
 
 
-class CheckpointPruneFailed(Committed):
+class CheckpointPruneFailed(Committed, word="checkpoint_prune_failed"):
     """Older checkpoints could not be deleted after a new one was saved."""
 
     step: Steps
     reason: str
 
 
-class Superseded(Committed):
+class Superseded(Committed, word="superseded"):
     """Another driver has taken over the run's checkpoints, so that this one stops."""
 
     step: Steps
     reason: str
 
 
-class Slow(JournalEvent):
+class Slow(JournalEvent, word="slow"):
     """A worker has been slow for some steps. `ratio`: its own work over its stage's median, mostly in `section`."""
 
     number: int
@@ -257,13 +257,13 @@ class Slow(JournalEvent):
     section: str | None = None
 
 
-class Notice(JournalEvent):
+class Notice(JournalEvent, word="notice"):
     """The cluster has announced that it will take members (`numbers`) away."""
 
     numbers: list[int]
 
 
-class Failure(Committed):
+class Failure(Committed, word="failure"):
     """A call of a method failed on a member, which ends the generation. `kind`: class of the failure; `step`: not done;
     `seen`: other ranks' waits; `stack`: the member's frames; `dump`: the folder of all ranks' stands."""
 
@@ -281,14 +281,14 @@ class Failure(Committed):
     dump: str | None = None
 
 
-class Reforming(Committed):
+class Reforming(Committed, word="reforming"):
     """A generation ends without a failure, so that another mesh can form; `reason`: its purpose."""
 
     reason: str
     step: Steps
 
 
-class Released(JournalEvent):
+class Released(JournalEvent, word="released"):
     """The workers have left their generation: `lost` died, `alive` can join the next. Without fields: at the end."""
 
     lost: list[int] | None = None
@@ -296,39 +296,39 @@ class Released(JournalEvent):
     seconds: Seconds | None = None
 
 
-class Done(End):
+class Done(End, word="done"):
     """The run has done its last step, and saved it where it was to be saved."""
 
 
-class Unsaved(End):
+class Unsaved(End, word="unsaved"):
     """The last step is done and could not be saved."""
 
 
-class Drained(End):
+class Drained(End, word="drained"):
     """A stop was requested (`signal`: its cause), and the run can be resumed: it was saved, or no step was done."""
 
     signal: str
 
 
-class Stopped(End):
+class Stopped(End, word="stopped"):
     """A stop was requested (`signal`: its cause), and steps were done of which none is saved."""
 
     signal: str
 
 
-class NoPlaces(End):
+class NoPlaces(End, word="no_places"):
     """The cluster had too few places for the workers of the run."""
 
     cause: str
 
 
-class GaveUp(End):
+class GaveUp(End, word="gave_up"):
     """An error ended the run; `cause`: its message."""
 
     cause: str
 
 
-class Goodput(JournalEvent):
+class Goodput(JournalEvent, word="goodput"):
     """Cost of failures of one driver, or of several in a row that drove the same run; see `monitor.goodput`.
 
     `failures`: number of worker failures; `transitions`: generations formed without a failure; `steps_lost`: committed,
@@ -349,7 +349,7 @@ class Goodput(JournalEvent):
     restart_seconds: Seconds = 0.0
 
 
-class Timing(JournalEvent):
+class Timing(JournalEvent, word="timing"):
     """Seconds from the start of a driver's command to each phase of its start and end, as `monitor.timing` asks;
     `platform.cluster.run.phases.PHASES` describes each. Phases that it has not reached, or that another command reached
     for it, are left out."""

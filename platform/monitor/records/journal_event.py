@@ -1,8 +1,8 @@
-"""Base classes of the journal's events, which enter each kind of event in one table by its word."""
+"""Base classes of the journal's events, which enter each kind of event in one table by its word. Words are data that
+older journals hold: another name of a class changes none."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import Field, dataclass
 from typing import Annotated, Any, ClassVar, dataclass_transform
 
@@ -15,24 +15,25 @@ EVENTS: dict[str, type[JournalEvent]] = {}  # word in the journal -> class
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class _Registered:
-    """Base that makes its subclasses frozen dataclasses, and enters them in EVENTS unless they are declared a group."""
+    """Base that makes its subclasses frozen dataclasses, and enters them in EVENTS by their word; a group has none."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     word: ClassVar[str]
 
-    def __init_subclass__(cls, group: bool = False) -> None:
-        """Make a kind of journal event a frozen dataclass, and enter it in EVENTS by its word, unless a `group`."""
+    def __init_subclass__(cls, word: str = "") -> None:
+        """Make a kind of journal event a frozen dataclass, and enter it in EVENTS by its `word`; groups have none."""
         dataclass(frozen=True, kw_only=True)(cls)
-        cls.word = re.sub(r"\B[A-Z]", r"_\g<0>", cls.__name__).lower()
-        if not group:
-            EVENTS[cls.word] = cls  # type: ignore[assignment]
+        if word:
+            cls.word = word
+            EVENTS[word] = cls  # type: ignore[assignment]
 
 
-class JournalEvent(_Registered, group=True):
+class JournalEvent(_Registered):
     """Event of a run, a line of its journal; a line of a kind that this version does not know becomes one without
     further fields. The journal sets `time`, seconds since the epoch, and `generation`, formations of the mesh so
     far."""
 
+    word: ClassVar[str] = "journal_event"  # of a line of an unknown kind
     time: Seconds = 0.0
     generation: Annotated[int, Span(0, 10**9)] = 0
 
@@ -44,14 +45,14 @@ class JournalEvent(_Registered, group=True):
         return {name: values[name] for group in groups for name in group.__annotations__ if name in values}
 
 
-class Committed(JournalEvent, group=True):
+class Committed(JournalEvent):
     """Event that also reports committed work: `useful_seconds` of the steps committed since the previous event that
     did."""
 
     useful_seconds: Seconds | None = None
 
 
-class End(Committed, group=True):
+class End(Committed):
     """Last event of a driver but for its account (Goodput). `step`: the step that its workers have reached; `saved`:
     the step of the newest checkpoint. The steps in between are lost with the workers' memory."""
 

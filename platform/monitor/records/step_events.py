@@ -9,7 +9,7 @@ from platform.monitor.records.journal_event import JournalEvent
 from platform.monitor.records.records import Number, Seconds, Steps
 
 
-class PredictedStep(JournalEvent):
+class PredictedStep(JournalEvent, word="predicted_step"):
     """Seconds that a full step of this generation should take on a `hardware`, and its `parts` as clocks show them."""
 
     hardware: str
@@ -17,7 +17,7 @@ class PredictedStep(JournalEvent):
     parts: dict[str, Seconds]
 
 
-class Replanning(JournalEvent):
+class Replanning(JournalEvent, word="replanning"):
     """Steps left their prediction (elastic.replan): a typical one of `measured` seconds is `times` as long as described
     by device, node and network. By that, steps take `now` seconds, and under the plan `chosen` `then`; `gain`: seconds
     of all steps left; `cost`: seconds of re-forming; `reforms`: True if it pays."""
@@ -34,7 +34,7 @@ class Replanning(JournalEvent):
     reforms: bool
 
 
-class MeasuredStep(JournalEvent):
+class MeasuredStep(JournalEvent, word="measured_step"):
     """Parts of a typical step of the last generation, in seconds, from so many `steps`."""
 
     steps: Steps
@@ -42,7 +42,7 @@ class MeasuredStep(JournalEvent):
     parts: dict[str, Seconds]
 
 
-class Profiled(JournalEvent):
+class Profiled(JournalEvent, word="profiled"):
     """The trace of profiled steps is written: its file and bytes, the steps in it, and the number of ranks."""
 
     file: str
@@ -51,7 +51,7 @@ class Profiled(JournalEvent):
     bytes: int
 
 
-class Spike(JournalEvent):
+class Spike(JournalEvent, word="spike"):
     """A step's loss or gradient norm is not finite or above `limit`; `policy`: the value of train.on_spike that is
     followed; `attempt`: number of this try of the step, from 1."""
 

@@ -1,6 +1,6 @@
 """Plans as plain data: the whole of one, its digest, and a summary for people.
 
-A plan is a tree of frozen dataclasses. As JSON has it, each is {"is": CLASS, FIELD: value, ...}, a mapping is
+A plan is a tree of frozen dataclasses. As JSON has it, each is {"is": WORD, FIELD: value, ...}, a mapping is
 {"is": "map", "items": [[key, value], ...]}, a tuple a list, and everything else stands for itself.
 """
 
@@ -25,12 +25,15 @@ from platform.plan.language.mesh import Mesh
 from platform.plan.language.ops import Operation, Parameter, Recompute, Spec
 from platform.plan.language.scheme import Scheme
 
-_PARTS: tuple[type, ...] = (
-    Chunk, Collective, Conversion, Cut, Einsum, EinsumGroup, Layout, Mesh, Operation, Panels, Parameter, Plan,
-    PlannedOperation, Planner, Recompute, RotaryScaling, Router, Scheme, Spec, Step,
-)  # fmt: skip
-_CLASSES = {part.__name__: part for part in _PARTS}
-_FIELDS = {part: [f.name for f in fields(part) if f.init] for part in _PARTS}
+# Word in the data -> class. Digests are of these words: another name of a class changes none.
+_CLASSES: dict[str, type] = {
+    "Chunk": Chunk, "Collective": Collective, "Conversion": Conversion, "Cut": Cut, "Einsum": Einsum,
+    "EinsumGroup": EinsumGroup, "Layout": Layout, "Mesh": Mesh, "Operation": Operation, "Panels": Panels,
+    "Parameter": Parameter, "Plan": Plan, "PlannedOperation": PlannedOperation, "Planner": Planner, "Recompute":
+    Recompute, "RotaryScaling": RotaryScaling, "Router": Router, "Scheme": Scheme, "Spec": Spec, "Step": Step,
+}  # fmt: skip
+_WORDS = {part: word for word, part in _CLASSES.items()}
+_FIELDS = {part: [f.name for f in fields(part) if f.init] for part in _WORDS}
 _DIGESTS: dict[int, str] = {}  # by identity, of plans that are alive
 
 
@@ -69,11 +72,11 @@ def _encoded(value: Any, done: dict[int, Any]) -> Any:
         return [_encoded(item, done) for item in value]
     if kind in _FIELDS:
         if (found := done.get(id(value))) is None:
-            done[id(value)] = found = {"is": kind.__name__}
+            done[id(value)] = found = {"is": _WORDS[kind]}
             for name in _FIELDS[kind]:
                 found[name] = _encoded(getattr(value, name), done)
         return found
-    assert isinstance(value, Mapping), f"{kind.__name__} in a plan: one of _PARTS, if it is a dataclass"
+    assert isinstance(value, Mapping), f"{kind.__name__} in a plan: one of _CLASSES, if it is a dataclass"
     return {"is": "map", "items": [[_encoded(key, done), _encoded(item, done)] for key, item in value.items()]}
 
 
