@@ -13,7 +13,7 @@ from math import ceil, floor
 from pathlib import Path
 from typing import Any
 
-from platform.monitor.records.metrics import MetricsLog
+from platform.api import MetricsLog
 
 WIDTH, HEIGHT = 900, 340
 LEFT, RIGHT, TOP, BOTTOM = 56, 440, 64, 286  # of the plot

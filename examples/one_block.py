@@ -11,16 +11,25 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from platform.api import Plan, compose, plan, register_model
-from platform.model.blocks import TransformerBlock
-from platform.model.layers import StackSpecs, dim_sizes
-from platform.parallel.communicator.base import Communicator, SingleRank
-from platform.parallel.communicator.torch_distributed import ProcessGroups
-from platform.parallel.parallel_ops import ParallelOps, initialise
-from platform.plan.core.counted import counts_at
-from platform.plan.core.step_collectives import process_groups
-from platform.plan.reports.describe import describe
-from platform.train.step.inputs import place, stretches
+from platform.api import (
+    Communicator,
+    ParallelOps,
+    Plan,
+    ProcessGroups,
+    SingleRank,
+    StackSpecs,
+    TransformerBlock,
+    compose,
+    counts_at,
+    describe,
+    dim_sizes,
+    initialise,
+    place,
+    plan,
+    process_groups,
+    register_model,
+    stretches,
+)
 
 SCHEME = ["tensor=2d", "tensor.axes.r=2", "tensor.axes.c=2"]  # or tensor=3d, tensor=1d_sp tensor.axes.t=4, ...
 SIZES = ["model.d_model=32", "model.heads=4", "model.length=8", "train.global_batch=4", "train.microbatch=4"]

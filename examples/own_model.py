@@ -7,9 +7,7 @@ computes. `platform/plan/operations/words.py` lists the operations. This one pre
 one through a gated layer; `d_ff` and `vocab` are dims that every scheme knows, `expert` is the model's own.
 """
 
-from platform.api import compose, plan, register_model, run
-from platform.plan.core.step_collectives import communication
-from platform.plan.language.ops import Parameter, Spec
+from platform.api import Parameter, Spec, communication, compose, plan, register_model, run
 
 STREAM = Spec.of("stream", "length batch d_model")  # region, then dims in the order of memory
 HIDDEN = Spec.of("mlp", "length batch expert d_ff")

@@ -7,9 +7,7 @@ is one word, `ops.recurrence`: `platform/plan/operations/rows/recurrence.py` has
 its bytes, and shows how a word is added.
 """
 
-from platform.api import compose, plan, register_model, run
-from platform.plan.core.step_collectives import communication
-from platform.plan.language.ops import Parameter, Spec
+from platform.api import Parameter, Spec, communication, compose, plan, register_model, run
 
 STREAM = Spec.of("stream", "length batch d_model")  # region, then dims in the order of memory
 HIDDEN = Spec.of("mlp", "length batch d_ff")

@@ -9,10 +9,19 @@ it keeps more microbatches alive and, where messages are slow, waits less.
 
 from itertools import zip_longest
 
-from platform.api import compose, plan, register_pipeline, run
-from platform.plan.schedule.generators import generate
-from platform.plan.schedule.simulate import simulate
-from platform.plan.schedule.table import Action, Kind, Rows, ScheduleError, table
+from platform.api import (
+    Action,
+    Kind,
+    Rows,
+    ScheduleError,
+    compose,
+    generate,
+    plan,
+    register_pipeline,
+    run,
+    simulate,
+    table,
+)
 
 
 def eager_1f1b(stages: int, chunks: int, microbatches: int) -> Rows:

@@ -9,9 +9,7 @@ run that splits nothing. By command: `python -m platform.launch --config-dir exa
 
 from pathlib import Path
 
-from platform.api import compose, plan, run
-from platform.plan.core.step_collectives import communication
-from platform.plan.reports.describe import describe
+from platform.api import communication, compose, describe, plan, run
 
 CONF = Path(__file__).parent / "conf"
 SIZES = ["model.layers=1", "model.d_model=32", "model.length=16", "model.vocab=64", "train.global_batch=4"]

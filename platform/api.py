@@ -9,8 +9,9 @@
 
 Overrides are the arguments of `python -m platform.launch`; a run from Python and one by command are the same run. Code
 of your own joins by the `register_*` functions: call them in a module that is named in `extend=[my_module]`, which the
-workers import as well. A mistake raises ConfigError, a ValueError, with one line per violation, before any process
-starts. `examples/` shows all of it.
+workers import as well. Its building blocks (Spec, Parameter, Action, Causal, ...) are exported here too: their own
+modules may move. A mistake raises ConfigError, a ValueError, with one line per violation, before any process starts.
+`examples/` shows all of it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from platform.boundary.redaction import REDACTED, register_url_secrets, shielded
 from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
@@ -35,30 +36,88 @@ from platform.config.bounds import flat_values
 from platform.config.checks import violations_of_configuration
 from platform.config.fields import Config, shown_value, violations_of_types
 from platform.config.key import WORKERS, key
-from platform.data.objectives import register_objective
+from platform.data.objectives import Causal, register_objective
 from platform.data.sources import register_documents, register_source
 from platform.launch import DONE, STOPPED, prepare
 from platform.launch import compose as compose_arguments
 from platform.model import register_model
+from platform.model.blocks import TransformerBlock
+from platform.model.layers import StackSpecs, dim_sizes
 from platform.model.losses import register_loss
 from platform.monitor.records.events import JournalEvent
 from platform.monitor.records.metrics import MetricsLog, MetricsRow
 from platform.optimizer.learning_rate import register_schedule
 from platform.optimizer.optimizers import register_optimizer
+from platform.plan.core.counted import counts_at
 from platform.plan.core.plan import Plan
+from platform.plan.core.step_collectives import communication, process_groups
+from platform.plan.language.ops import Parameter, Spec
+from platform.plan.reports.describe import describe
+from platform.plan.schedule.generators import generate
+from platform.plan.schedule.simulate import simulate
+from platform.plan.schedule.table import Action, Kind, Rows, ScheduleError, table
 from platform.planning.choose_schedule import register_pipeline
 from platform.planning.make_plan import make_plan
 
+if TYPE_CHECKING:
+    from platform.parallel.communicator.base import Communicator, SingleRank
+    from platform.parallel.communicator.torch_distributed import ProcessGroups
+    from platform.parallel.parallel_ops import ParallelOps, initialise
+    from platform.train.step.inputs import place, stretches
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import what executes a plan, and with it torch, when the first name of it is asked for."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from platform.parallel.communicator.base import Communicator, SingleRank
+        from platform.parallel.communicator.torch_distributed import ProcessGroups
+        from platform.parallel.parallel_ops import ParallelOps, initialise
+        from platform.train.step.inputs import place, stretches
+
+        return {
+            "Communicator": Communicator,
+            "ParallelOps": ParallelOps,
+            "ProcessGroups": ProcessGroups,
+            "SingleRank": SingleRank,
+            "initialise": initialise,
+            "place": place,
+            "stretches": stretches,
+        }[name]
+
+
 __all__ = [
     "FILES",
+    "Action",
     "Callbacks",
+    "Causal",
+    "Communicator",
     "Config",
     "ConfigError",
+    "Kind",
+    "MetricsLog",
+    "ParallelOps",
+    "Parameter",
     "Plan",
+    "ProcessGroups",
     "Result",
+    "Rows",
+    "ScheduleError",
+    "SingleRank",
+    "Spec",
+    "StackSpecs",
+    "TransformerBlock",
+    "communication",
     "compose",
+    "counts_at",
+    "describe",
+    "dim_sizes",
+    "generate",
+    "initialise",
     "key",
+    "place",
     "plan",
+    "process_groups",
     "register_documents",
     "register_loss",
     "register_model",
@@ -69,6 +128,9 @@ __all__ = [
     "register_source",
     "resume",
     "run",
+    "simulate",
+    "stretches",
+    "table",
 ]
 
 FILES = CONF.parent  # the folder of conf/, jobs/ (Kubernetes, Slurm) and dashboards/: the checkout, or the package
