@@ -1,10 +1,7 @@
 """Loading of the user's own code: the driver and every worker import the modules named in `extend=[my_module]`.
 
-While it is imported, such a module may call `platform.model.register_model`, `platform.model.losses.register_loss`,
-`platform.data.sources.register_source` and `register_documents`, `platform.data.objectives.register_objective`,
-`platform.optimizer.optimizers.register_optimizer`, `platform.optimizer.learning_rate.register_schedule` and
-`platform.planning.choose_schedule.register_pipeline`. Tensor schemes are configuration files, which `--config-dir`
-adds.
+While it is imported, such a module may call the `register_*` functions of `platform.api`. Tensor schemes are
+configuration files, which `--config-dir` adds.
 """
 
 from __future__ import annotations
@@ -16,17 +13,21 @@ from math import inf
 
 from platform.boundary.own_code import OwnCodeError, own_code
 from platform.boundary.refusals import ConfigError, violation
+from platform.config.extending.moved_imports import find_moved
 
 
 def load_extensions(modules: Sequence[str]) -> list[str]:
     """Import the user's modules that `extend` names, which register models, sources and the like; return one refusal
-    line for each that cannot be imported."""
+    line for each that cannot be imported. It names the new import where a module uses a path of before."""
     lines = []
     for name in modules:
         try:
             with own_code(f"extend={name}"):
                 importlib.import_module(name)
         except OwnCodeError as error:
+            if found := find_moved(error.__cause__):
+                lines.append(violation("extend", name, f"{found[0]}, which has moved", [found[1]]))
+                continue
             lines.append(violation("extend", name, f"cannot be imported ({str(error).removeprefix('raises ')})"))
     return lines
 
