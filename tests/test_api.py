@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -257,3 +258,16 @@ def test_two_workers_on_ray(here):
     done = script(here, "cluster=local", "tensor=1d", "tensor.axes.t=2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "row 4 2" in done.stdout and "0 done 4" in done.stdout
+
+
+def test_docs_and_examples_import_from_the_door_alone(root):
+    pages = [root / "README.md", *root.glob("docs/*.md"), *root.glob("docs/*.py"), *root.glob("examples/*.py")]
+    found = {m for page in pages for m in re.findall(r"^(?:from|import) (platform\.[\w.]+)", page.read_text(), re.M)}
+    assert found == {"platform.api"}
+
+
+def test_the_door_imports_torch_only_for_what_executes_a_plan():
+    text = "import sys, platform.api; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", text], timeout=100)
+    assert done.returncode == 0
+    assert all(hasattr(api, name) for name in api.__all__) and not hasattr(api, "nonesuch")
