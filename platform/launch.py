@@ -18,7 +18,7 @@ from platform.boundary.command_line import DONE, FAILED, REFUSED, STOPPED, given
 from platform.boundary.own_code import passes
 from platform.boundary.redaction import known_secrets, own_secrets, redact, register_url_secrets
 from platform.boundary.refusals import ConfigError, closest, refuse_all, violation
-from platform.boundary.terminal import QuickExit, flush_streams, phase, print_line, print_while_read
+from platform.boundary.terminal import QuickExit, phase, print_line, print_while_read
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.cluster.run.phases import Phases, command_start
 from platform.composition.arguments import experiment_of, jobs_of, rewrite, translate_error, typed_values
@@ -393,7 +393,4 @@ def _inform(argv: Sequence[str], args: Namespace) -> int:
 
 
 if __name__ == "__main__":
-    at_exit = QuickExit()
-    at_exit.status = main()
-    flush_streams()
-    sys.exit(at_exit.status)
+    sys.exit(QuickExit().run(main))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ class CommandLine(argparse.ArgumentParser):
     @property
     def command(self) -> str:
         """Return the name NAME of the command line `python -m platform.NAME`, without its subcommand."""
-        return self.prog.removeprefix("python -m platform.").partition(" ")[0]
+        return self.prog.removeprefix(typed_command("")).partition(" ")[0]
 
     def error(self, message: str) -> NoReturn:
         """Print in one line on stderr why the command's arguments are refused, and end the process with status 2."""
@@ -39,7 +40,18 @@ class CommandLine(argparse.ArgumentParser):
 def command_line(name: str, description: str | None) -> CommandLine:
     """Return a parser, without arguments yet, of the command line `python -m platform.NAME`."""
     formatter = argparse.RawDescriptionHelpFormatter
-    return CommandLine(prog=f"python -m platform.{name}", description=description, formatter_class=formatter)
+    return CommandLine(prog=typed_command(name), description=description, formatter_class=formatter)
+
+
+def typed_command(name: str) -> str:
+    """Return what a user types here for the command `python -m platform.NAME`: its like, if there is no import hook."""
+    return f"python -m elastic_platform {name}" if added_path() else f"python -m platform.{name}"
+
+
+def added_path() -> str | None:
+    """Return the folder of sys.path by which processes without an import hook find this package, if there is one."""
+    ending = os.path.join("elastic_platform", "children")
+    return next((folder for folder in sys.path if folder.endswith(ending)), None)
 
 
 @contextmanager

@@ -31,7 +31,8 @@ sys.path[:] = json.loads(sys.argv[1])
 from platform.boundary.parser_process import answer_requests
 answer_requests(sys.argv[2])
 """
-_KEPT = ("PATH", "PYTHONHOME", "LD_LIBRARY_PATH", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM")  # no secret
+# no secret
+_KEPT = ("PATH", "PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM")
 _OWN = {"ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "1"}  # other pools reserve memory ahead
 _ITSELF = 384 << 20  # bytes of memory of a parser's own code and tables
 _THREAD = 8 << 20  # and of each thread of a library: its stack and its arena

@@ -47,9 +47,14 @@ def watch_imports() -> None:
     words = sys.orig_argv
     module = words[words.index("-m") + 1 :][:1] if "-m" in words else []
     if module and module[0].removeprefix("platform.") in COMMANDS and module[0].startswith("platform."):
-        global _is_command
-        _is_command = True
-        _handle(_leave)
+        watch_command()
+
+
+def watch_command() -> None:
+    """Let SIGINT and SIGTERM end this process, which is a command of the platform, at once while it imports."""
+    global _is_command
+    _is_command = True
+    _handle(_leave)
 
 
 def run_interruptible(command: Callable[[], int]) -> int:

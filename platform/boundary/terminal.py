@@ -101,6 +101,12 @@ class QuickExit:
         self.status: int | None = None
         atexit.register(self._leave)
 
+    def run(self, command: Callable[[], int]) -> int:
+        """Run the process's command and return its exit status, with which the process then ends at once."""
+        self.status = status = command()
+        flush_streams()
+        return status
+
     def _leave(self) -> None:
         """Flush the standard streams and end the command's process at once with its exit `status`, if it is set."""
         if self.status is not None:

@@ -19,7 +19,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from platform.boundary.command_line import DONE, FAILED, command_line, run_command
+from platform.boundary.command_line import DONE, FAILED, command_line, run_command, typed_command
 from platform.boundary.documents import VALUES, from_json, read_bytes
 from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
 from platform.boundary.schema import Malformed
@@ -184,7 +184,7 @@ def _write_hardware(given: argparse.Namespace) -> int:
             torchrun.dismiss()
     with as_refusal("--output", output, OSError, why="cannot be written: {.strerror}"):
         output.write_text(text)
-    print_line(f"{text}written: {output}; `python -m platform.plan ... --hardware {output}` predicts steps here")
+    print_line(f"{text}written: {output}; `{typed_command('plan')} ... --hardware {output}` predicts steps here")
     return DONE
 
 

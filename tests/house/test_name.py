@@ -5,6 +5,7 @@ added that leads to our directory.
 """
 
 import importlib.util
+import json
 import os
 import pkgutil
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import platform
+from platform.boundary.interrupts import COMMANDS
 from tests.test_typing import USER, WRONG, mistakes, mypy
 
 # Run in a child: the standard library's `platform` as it would be without us, and what a user expects of ours.
@@ -173,6 +175,102 @@ def test_pytest_in_an_uninstalled_checkout(bare, root, elsewhere):
         conftest.replace("Path(__file__).resolve().parent.parent", f"Path({str(root)!r})")
     )
     succeed(bare, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", f"pythonpath={root}", test, cwd=elsewhere)
+
+
+# Imported by the driver and by every worker: each module is there once, whatever it is called, and without a hook.
+PROBE = """
+import json, os, sys
+from pathlib import Path
+import platform
+import elastic_platform.launch, elastic_platform.plan.core
+from elastic_platform.config.fields import Config
+
+assert "_platform_startup" not in sys.modules
+assert platform.system() == os.uname().sysname
+for name in ("launch", "plan", "plan.core", "config.fields"):
+    assert sys.modules[f"elastic_platform.{name}"] is sys.modules[f"platform.{name}"], name
+    assert sys.modules[f"platform.{name}"].__spec__.name == f"platform.{name}"
+home = platform.__spec__.submodule_search_locations[0]
+modules = {id(module): module for module in list(sys.modules.values())}.values()
+files = [file for m in modules if (file := getattr(m, "__file__", None) or "").startswith(home)]
+assert len(files) == len(set(files)) > 20
+Path("probes").mkdir(exist_ok=True)
+Path("probes", str(os.getpid())).write_text(json.dumps([home, *sys.orig_argv]))
+"""
+TWO_WORKERS = """+experiment=gpt_quick model.layers=1 model.d_model=32 model.length=16 model.vocab=300 eval.every=0
+    monitor.sample=0 train.steps=2 optimizer.warmup_steps=0 parallel.data=1 cluster.device=cpu run.dir=run""".split()
+
+
+@pytest.fixture
+def no_hook(from_wheel, elsewhere) -> Path:
+    """The interpreter of an environment into which the wheel is installed, and from which its .pth is deleted."""
+    packages = Path(
+        succeed(from_wheel, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=elsewhere)[:-1]
+    )
+    for name in ("zz_platform.pth", "zz_platform.start"):
+        (packages / name).unlink()
+    assert run(from_wheel, "-c", "import platform; platform.__path__", cwd=elsewhere).returncode == 1
+    return from_wheel
+
+
+def test_without_the_hook_a_process_its_children_and_commands_have_the_package(no_hook, elsewhere):
+    (elsewhere / "probe.py").write_text(PROBE)
+    for before in ("", "import platform; "):  # somebody may have imported the standard library's module
+        succeed(no_hook, "-c", f"{before}import elastic_platform, platform.api, probe", cwd=elsewhere)
+    child = "import subprocess, sys, elastic_platform; subprocess.run([sys.executable, *sys.argv[1:]], check=True)"
+    succeed(no_hook, "-c", child, "-c", CHECK, cwd=elsewhere)
+    assert succeed(no_hook, "-c", child, "-m", "platform", cwd=elsewhere).startswith(os.uname().sysname)
+    assert "KEY=VALUE" in succeed(no_hook, "-c", child, "-m", "platform.evaluate", "--help", cwd=elsewhere)
+    missing = "import elastic_platform.nosuch"
+    assert "No module named 'elastic_platform.nosuch'" in run(no_hook, "-c", missing, cwd=elsewhere).stderr
+    # The probe sees a module that is there twice, and a child that is told nothing has no package.
+    late = "import elastic_platform, sys; sys.meta_path.append(sys.meta_path.pop(0)); import probe"
+    assert "AssertionError: plan.core" in run(no_hook, "-c", late, cwd=elsewhere).stderr
+    untold = child.replace("check=True", "check=True, env={}")
+    assert "No module named 'platform.config'" in run(no_hook, "-c", untold, "-c", CHECK, cwd=elsewhere).stderr
+    run_commands(no_hook, elsewhere)
+
+
+def run_commands(no_hook: Path, elsewhere: Path) -> None:
+    before = {*elsewhere.iterdir()}
+    steps = ("launch", "--cfg", "job", "-p", "train", "train.steps=7")
+    for command in ([no_hook.parent / "elastic-platform"], [no_hook, "-m", "elastic_platform"]):
+        assert "steps: 7" in succeed(*command, *steps, cwd=elsewhere)
+    assert "steps: 7" in succeed(no_hook, "-m", "elastic_platform.launch", *steps[1:], cwd=elsewhere)
+    done = run(no_hook.parent / "elastic-platform", "plam", cwd=elsewhere)
+    assert done.returncode == 2 and done.stderr.startswith("elastic-platform: plam: no command; nearest legal: plan, ")
+    said = succeed(no_hook.parent / "elastic-platform", "report", "--help", cwd=elsewhere)
+    assert said.startswith("usage: python -m elastic_platform report ")  # works when typed, here
+    assert {*elsewhere.iterdir()} == before
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_one_without_a_hook_too(name, root, elsewhere):
+    done = run(sys.executable, "-m", "elastic_platform", name, "--help", cwd=root)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+
+
+def losses(directory: Path) -> list[str]:
+    return [json.loads(line)["loss"] for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cluster", ["processes", pytest.param("local", marks=pytest.mark.ray)])
+def test_without_the_hook_gpt_quick_trains_the_same(no_hook, elsewhere, tmp_path, cluster):
+    (elsewhere / "probe.py").write_text(PROBE)
+    options = [*TWO_WORKERS, f"cluster={cluster}"]
+    succeed(no_hook.parent / "elastic-platform", "launch", *options, "extend=[probe]", cwd=elsewhere)
+    probes = [json.loads(path.read_text()) for path in (elsewhere / "probes").iterdir()]
+    assert len(probes) == 3, probes  # the driver and two workers
+    assert all(Path(home).is_relative_to(no_hook.parents[1]) for home, *_ in probes)
+
+    hooked = tmp_path / "hooked"
+    hooked.mkdir()
+    command = [sys.executable, "-m", "platform.launch", *options]
+    done = subprocess.run(command, cwd=hooked, capture_output=True, text=True)  # with the tests' PYTHONPATH, if any
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert losses(elsewhere) == losses(hooked) and len(losses(hooked)) == 2
 
 
 @pytest.mark.ray

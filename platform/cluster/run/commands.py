@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice, product
 from math import prod
 
+from platform.boundary.command_line import typed_command
 from platform.boundary.redaction import REDACTED, redact
 from platform.config.fields import Config
 from platform.config.groups.execution_group import RESUME
@@ -56,7 +57,7 @@ class Command:
         own = ["--config-dir", self.config_dir] if self.config_dir else []
         words = [*own, *map(_shown, arguments)]
         secret = any(word.endswith(f"={REDACTED}") for word in words)
-        return f"python -m platform.launch {shlex.join(words)}" + (_SECRET if secret else "")
+        return f"{typed_command('launch')} {shlex.join(words)}" + (_SECRET if secret else "")
 
 
 def with_values(arguments: Sequence[str], typed: Sequence[str]) -> list[str]:

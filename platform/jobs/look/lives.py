@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from platform.boundary import documents
+from platform.boundary.command_line import typed_command
 from platform.boundary.refusals import ConfigError, as_refusal, violation
 from platform.boundary.schema import Malformed
 from platform.cluster.run import traces
@@ -58,7 +59,7 @@ def status_lines(run_dir: Path) -> Iterator[str]:
             before = _code(life) or before
     yield from _last_failure(journal)
     found = log_files(run_dir)
-    yield f"logs: {count_of(len(found), 'file')} in {run_dir / 'logs'}; python -m platform.jobs logs {run_dir}"
+    yield f"logs: {count_of(len(found), 'file')} in {run_dir / 'logs'}; {typed_command('jobs')} logs {run_dir}"
 
 
 def _code(life: Sequence[JournalEvent]) -> str:

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
 
+from platform.boundary.command_line import typed_command
 from platform.boundary.redaction import redact
 from platform.config.fields import Config
 from platform.monitor.sinks.sink_table import SINKS
@@ -101,7 +102,7 @@ class SinkProcess:
         why = f"see {self._log}"
         with suppress(OSError, IndexError):
             why = f"{self._log.read_bytes()[-_TAIL:].decode(errors='replace').split(chr(10))[-2].strip()}; {why}"
-        later = f"python -m platform.monitor.sinks {shlex.quote(str(self._directory))} {self._name}"
+        later = f"{typed_command('monitor.sinks')} {shlex.quote(str(self._directory))} {self._name}"
         return f"stopped ({why}). It is tried again every minute; after the run: {later}"
 
     def close(self, status: int) -> None:

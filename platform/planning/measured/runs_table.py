@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from platform.boundary.command_line import typed_command
 from platform.boundary.files.local_files import replace_text
 from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed
@@ -124,4 +125,4 @@ def table_of_sweep(name: str, runs: Sequence[TrainedRun], compose: Compose) -> s
             return "no step was measured: there is no table of the sweep"
     except (OSError, Malformed) as error:
         return f"the table of the measured steps cannot be written: {error}"
-    return f"the measured steps, beside the predicted: python -m platform.plan compare {path}"
+    return f"the measured steps, beside the predicted: {typed_command('plan')} compare {path}"

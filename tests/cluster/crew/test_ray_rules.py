@@ -2,6 +2,7 @@
 
 import doctest
 import json
+import sys
 
 import pytest
 
@@ -64,6 +65,9 @@ def test_workers_of_a_package_that_is_not_installed_find_it(monkeypatch):
         "env_vars": {"PYTHONPATH": f"{root}:/theirs", "A": "1"}, "pip": ["x"],
     }  # fmt: skip
     assert own["env_vars"]["PYTHONPATH"] == "/theirs"
+    children = f"{root}/elastic_platform/children"  # not all of site-packages before the standard library
+    monkeypatch.setattr(sys, "path", [children, *sys.path])
+    assert runtime_env({}, {}, installed=False) == {"env_vars": {"PYTHONPATH": f"{children}:/mine"}}
 
 
 @pytest.mark.parametrize("job", [{"working_dir": "gcs://x.zip"}, {"py_modules": []}, {"env_vars": {"PYTHONPATH": "."}}])

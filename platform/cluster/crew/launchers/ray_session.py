@@ -17,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from platform.boundary.command_line import added_path
 from platform.boundary.refusals import SHOWN, ConfigError, violation
 from platform.boundary.terminal import print_line, printable
 from platform.cluster.crew.base.job import gpu_count
@@ -278,7 +279,8 @@ def runtime_env(own: Mapping[str, Any], job: Mapping[str, Any], *, installed: bo
         reason = "the Ray job has one of its own; leave one out, or set RAY_OVERRIDE_JOB_RUNTIME_ENV=1"
         raise ConfigError([violation(f"cluster.runtime_env.{name}", "...", reason) for name in sorted(both)])
     if not (installed or "PYTHONPATH" in of_job or job.keys() & {"working_dir", "py_modules"}):
-        root, given = str(Path(__file__).parents[4]), variables.get("PYTHONPATH") or os.environ.get("PYTHONPATH")
+        root = added_path() or str(Path(__file__).parents[4])
+        given = variables.get("PYTHONPATH") or os.environ.get("PYTHONPATH")
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [root, given]))
     return found | ({"env_vars": variables} if variables else {})
 
