@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # (tests/conftest.py).
 PARALLEL := --numprocesses 5 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: train test test-all gpu-rules test-slurm test-image image lint
+.PHONY: train test test-all gpu-rules test-slurm test-image image lint house
 # buildah and docker read the same file; IMAGE_OPTIONS="--build-arg DEVICE=cpu", say
 BUILDER ?= $(firstword $(foreach tool,docker buildah,$(if $(shell command -v $(tool)),$(tool))))
 IMAGE ?= elastic-platform:0.1.0
@@ -42,6 +42,9 @@ lint: $(READY)
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 	.venv/bin/lint-imports
+
+house: $(READY)  ## figures of the tree: files, lines, names
+	$(PY) -m tests.house.figures
 
 $(READY): pyproject.toml requirements.txt $(wildcard platform/_startup.*)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'

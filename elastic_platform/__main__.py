@@ -37,9 +37,8 @@ def main() -> int:
 
 def _refuse(name: str) -> int:
     """Print in one line on stderr that `name` is no command, and return the exit status of a mistake."""
-    from platform.boundary.command_line import REFUSED
     from platform.boundary.interrupts import COMMANDS
-    from platform.boundary.refusals import closest
+    from platform.boundary.refusals import REFUSED, closest
     from platform.boundary.terminal import print_refusals
 
     wrong = f"{name}: no command" if name else "it needs a command"

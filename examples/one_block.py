@@ -2,7 +2,7 @@
 
     python examples/one_block.py
 
-A plan says which block of each tensor lies on which rank and what they communicate; `platform.parallel` executes it.
+A plan says which block of each tensor lies on which rank and what they communicate; `platform.runtime` executes it.
 Nothing else of the platform is needed: here torch.multiprocessing starts the ranks. Each one compares its blocks of the
 gradients with those that a single process computes of whole tensors, in fp64. Try another scheme: SCHEME below.
 """

@@ -3,7 +3,7 @@
     python examples/own_model.py
 
 The forward pass is written once and names neither ranks nor collectives: recorded, it becomes the plan; on tensors, it
-computes. `platform/plan/operations/words.py` lists the operations. This one predicts the next token from the present
+computes. `platform/plan/operations/registry.py` lists the operations. This one predicts the next token from the present
 one through a gated layer; `d_ff` and `vocab` are dims that every scheme knows, `expert` is the model's own.
 """
 

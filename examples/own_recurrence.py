@@ -3,7 +3,7 @@
     python examples/own_recurrence.py
 
 Every token decays what the layer remembers by gates of its own and adds to it (RG-LRU, De et al. 2024). The recurrence
-is one word, `ops.recurrence`: `platform/plan/operations/rows/recurrence.py` has all of it in one file, from its dims to
+is one word, `ops.recurrence`: `platform/plan/operations/recurrence.py` has all of it in one file, from its dims to
 its bytes, and shows how a word is added.
 """
 

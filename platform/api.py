@@ -28,52 +28,50 @@ from typing import TYPE_CHECKING, Any
 from platform.boundary.redaction import REDACTED, register_url_secrets, shielded
 from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
 from platform.boundary.schema import Malformed
-from platform.cluster.run import traces
-from platform.cluster.run.callbacks import CallbackGuard, Callbacks
-from platform.cluster.run.commands import Command
-from platform.composition.composer import CONF
-from platform.config.bounds import flat_values
-from platform.config.checks import violations_of_configuration
-from platform.config.fields import Config, shown_value, violations_of_types
+from platform.cluster import run_directory
+from platform.cluster.callbacks import CallbackGuard, Callbacks
+from platform.cluster.shown_commands import Command
+from platform.config.composition import CONF
+from platform.config.fields import Config, flat_values, shown_value, violations_of_types
 from platform.config.key import WORKERS, key
+from platform.config.validation import violations_of_configuration
 from platform.data.objectives import Causal, register_objective
-from platform.data.sources import register_documents, register_source
+from platform.data.text_sources import register_documents, register_source
 from platform.launch import DONE, STOPPED, prepare
 from platform.launch import compose as compose_arguments
 from platform.model import register_model
-from platform.model.blocks import TransformerBlock
+from platform.model.attention import TransformerBlock
 from platform.model.layers import StackSpecs, dim_sizes
 from platform.model.losses import register_loss
-from platform.monitor.records.events import JournalEvent
-from platform.monitor.records.metrics import MetricsLog, MetricsRow
+from platform.monitor.events import JournalEvent
+from platform.monitor.metrics import MetricsLog, MetricsRow
 from platform.optimizer.learning_rate import register_schedule
 from platform.optimizer.optimizers import register_optimizer
-from platform.plan.core.counted import counts_at
-from platform.plan.core.plan import Plan
-from platform.plan.core.step_collectives import communication, process_groups
-from platform.plan.language.ops import Parameter, Spec
-from platform.plan.reports.describe import describe
-from platform.plan.schedule.generators import generate
-from platform.plan.schedule.simulate import simulate
-from platform.plan.schedule.table import Action, Kind, Rows, ScheduleError, table
-from platform.planning.choose_schedule import register_pipeline
-from platform.planning.make_plan import make_plan
+from platform.plan.generators import generate
+from platform.plan.model_types import Parameter, Spec
+from platform.plan.plan import Plan
+from platform.plan.plan_summary import describe
+from platform.plan.schedule import Action, Kind, Rows, ScheduleError, table
+from platform.plan.simulate import simulate
+from platform.plan.step_collectives import communication, counts_at, process_groups
+from platform.predict.choose_schedule import register_pipeline
+from platform.predict.make_plan import make_plan
 
 if TYPE_CHECKING:
-    from platform.parallel.communicator.base import Communicator, SingleRank
-    from platform.parallel.communicator.torch_distributed import ProcessGroups
-    from platform.parallel.parallel_ops import ParallelOps, initialise
-    from platform.train.step.inputs import place, stretches
+    from platform.runtime.communicator import Communicator, SingleRank
+    from platform.runtime.parallel_ops import ParallelOps, initialise
+    from platform.runtime.process_groups import ProcessGroups
+    from platform.train.stage_passes import place, stretches
 else:
 
     def __getattr__(name: str) -> Any:
         """Import what executes a plan, and with it torch, when the first name of it is asked for."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from platform.parallel.communicator.base import Communicator, SingleRank
-        from platform.parallel.communicator.torch_distributed import ProcessGroups
-        from platform.parallel.parallel_ops import ParallelOps, initialise
-        from platform.train.step.inputs import place, stretches
+        from platform.runtime.communicator import Communicator, SingleRank
+        from platform.runtime.parallel_ops import ParallelOps, initialise
+        from platform.runtime.process_groups import ProcessGroups
+        from platform.train.stage_passes import place, stretches
 
         return {
             "Communicator": Communicator,
@@ -176,7 +174,7 @@ def plan(config: Config, workers: int | None = None) -> Plan:
         lines.append(violation("workers", shown_value(workers), f"must be an integer from 1 to {WORKERS}", [1]))
     refuse_all(lines)
     if config.plan.search:
-        from platform.planning.search.chosen import choose_plan
+        from platform.predict.search import choose_plan
 
         choose_plan(config := deepcopy(config), workers or 1)
     return make_plan(config, workers)
@@ -242,7 +240,7 @@ def _stored(directory: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
     """Read the configuration of the run in `directory`, to resume it with the arguments `overrides`. Raises ConfigError
     if there is no whole one, or if it has secrets, which are not stored, that `overrides` do not give again."""
     with as_refusal("run.dir", directory, OSError, Malformed, why="its config.yaml cannot be read ({})"):
-        config = traces.configuration(directory)
+        config = run_directory.configuration(directory)
     if config is None:
         raise ConfigError(violation("run.dir", directory, "holds no run", ["the run directory of an earlier run"]))
     given = {override.partition("=")[0].lstrip("+") for override in overrides}
@@ -254,14 +252,14 @@ def _stored(directory: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
 
 def _result(status: int, directory: Path) -> Result:
     """Read the Result of the run in `directory`, whose driver returned the exit status `status`."""
-    metrics = directory / traces.METRICS
+    metrics = directory / run_directory.METRICS
     rows = MetricsLog.read(metrics) if metrics.exists() else []
     return Result(
         status=status,
         outcome={DONE: "done", STOPPED: "stopped"}.get(status, "failed"),
         directory=directory,
         metrics=[_row(row) for row in rows],
-        events=list(traces.journal(directory)),
+        events=list(run_directory.journal(directory)),
     )
 
 

@@ -17,20 +17,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from platform.boundary.command_line import command_line, run_command
-from platform.boundary.files.undo import missing_directories, remove_empty, remove_files
+from platform.boundary.local_files import missing_directories, remove_empty, remove_files
 from platform.boundary.redaction import known_secrets
-from platform.boundary.refusals import ConfigError, as_refusal
+from platform.boundary.refusals import ConfigError, as_refusal, command_line, run_command
 from platform.boundary.terminal import print_line, visible
-from platform.cluster.crew.base.crew import Crew
-from platform.cluster.crew.base.failures import NoPlaces, WorkerFailed
-from platform.cluster.crew.base.job import Job
-from platform.cluster.crew.base.signals import Stopped, StopSignals
-from platform.cluster.crew.launchers import torchrun
+from platform.cluster.crew import torchrun
+from platform.cluster.crew.crew import Crew
+from platform.cluster.crew.failures import NoPlaces, WorkerFailed
+from platform.cluster.crew.job import Job
+from platform.cluster.crew.signals import Stopped, StopSignals
 from platform.config.fields import Config
 from platform.launch import compose, prepare
-from platform.plan.core.plan import Plan
-from platform.plan.language.numbers import count_of
+from platform.plan.layout import count_of
+from platform.plan.plan import Plan
 
 SOUND, BAD = 0, 1  # exit statuses, beside REFUSED
 _FOLDER = "doctor"  # in the run directory, with the workers' logs; they stay if a worker fails
@@ -78,9 +77,9 @@ def folder_of_workers(config: Config, name: str) -> Iterator[Path]:
     """Make the folder `name` in the run directory for workers that are examined or measured, and remove it afterwards
     with all that was made for it; only if a worker fails, its log stays. Raises ConfigError if the run directory cannot
     be used."""
-    from platform.train.recovery import urls
+    from platform.train import environment_proof
 
-    folder, home = Path(config.run.dir) / name, urls.home(config)
+    folder, home = Path(config.run.dir) / name, environment_proof.home(config)
     made = {*missing_directories(folder.parent), *([] if "://" in home else missing_directories(Path(home)))}
     with as_refusal("run.dir", config.run.dir, OSError, why="cannot be used ({.strerror})"):
         folder.mkdir(0o700, parents=True, exist_ok=True)
@@ -100,12 +99,12 @@ def folder_of_workers(config: Config, name: str) -> Iterator[Path]:
 def _examined(config: Config, plan: Plan, folder: Path, say: Callable[[str], None]) -> Report:
     """Start the workers of a run with its spares, as far as there is room, and examine them; return the report. `say`:
     prints progress to the user. Raises ConfigError, NoPlaces, WorkerFailed."""
-    from platform.cluster.control.forming.examination import examine
-    from platform.cluster.control.forming.seat_plan import arrange
-    from platform.cluster.control.forming.seat_plan import places as places_of
-    from platform.cluster.crew.open import open_crew
+    from platform.cluster import resources
+    from platform.cluster.control.examination import examine
+    from platform.cluster.control.recruiter import arrange
+    from platform.cluster.control.recruiter import places as places_of
+    from platform.cluster.crew.launchers import open_crew
     from platform.cluster.driver import relay_log
-    from platform.cluster.run import resources
 
     e, size, kind = config.elastic, plan.mesh.size, resources.crew_kind(config.cluster)
     places = resources.reserve_workers(config.cluster, size, say, spares=e.spares, least=e.min_workers)
@@ -135,10 +134,10 @@ def _examined(config: Config, plan: Plan, folder: Path, say: Callable[[str], Non
 
 def _disagreeing(crew: Crew, job: Job, numbers: Sequence[int]) -> dict[int, list[str]]:
     """Return in which settings, files or versions workers differ from the driver, lines by member number."""
-    from platform.cluster.control.forming import preflight
+    from platform.cluster.control import examination
 
     crew.seat(replace(job, coordinates=[{"data": i} for i in range(len(numbers))]), numbers)
-    found = preflight.violations_of_workers(crew, job.config, job.run_dir)
+    found = examination.violations_of_workers(crew, job.config, job.run_dir)
     crew.release()
     return {numbers[rank]: lines for rank, lines in found.items()}
 
@@ -181,7 +180,7 @@ class Report:
 
     def text(self) -> str:
         """Return the doctor's report as text: a table of the workers, then the bad checks, with what to look at."""
-        from platform.train.health.symptoms import BY_NAME, CHECKS
+        from platform.train.health import BY_NAME, CHECKS
 
         checks = [check for check in CHECKS if any(check.name in row.findings["readings"] for row in self.rows)]
         table = [["rank", "worker", "node", *(check.name for check in checks), ""]]

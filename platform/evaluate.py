@@ -20,17 +20,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from platform.boundary.command_line import CommandLine, command_line
-from platform.boundary.refusals import ConfigError, refuse_all, rephrasing, violation
+from platform.boundary.refusals import CommandLine, ConfigError, command_line, refuse_all, rephrasing, violation
 from platform.boundary.terminal import phase, print_line
 from platform.config.fields import Config
-from platform.config.groups.data_group import Data
-from platform.data.tokenizers.tokenizer_files import JSON
+from platform.config.groups import Data
+from platform.data.tokenizer_files import JSON
 from platform.generate import answered, note, plan_answers, sorted_words
-from platform.plan.language.numbers import count_of
+from platform.plan.layout import count_of
 
 if TYPE_CHECKING:
-    from platform.cluster.generation.trained import TrainedModel
+    from platform.cluster.session import TrainedModel
     from platform.data.corpus import Corpus
 
 SPLITS = ("validation", "train")
@@ -74,7 +73,7 @@ def _evaluate(given: argparse.Namespace) -> int:
     if given.include and not os.path.isdir(given.include):
         wrong.append(violation("--include", given.include, "there is no such folder"))
     refuse_all(wrong)
-    from platform.cluster.generation.outputs import WholeFile
+    from platform.cluster.answer_scores import WholeFile
 
     out = WholeFile(given.json, "--json") if given.json else None
     found = _measured_model(given, overrides)
@@ -86,11 +85,10 @@ def _evaluate(given: argparse.Namespace) -> int:
 def _measured_model(given: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
     """Measure losses, tasks or BLEU of the model that a command line names; print and return the results."""
     with phase("importing torch"):
-        from platform.cluster.generation.answer_memory import violations_of_memory
-        from platform.cluster.generation.loss_table import measure_losses, print_losses
-        from platform.cluster.generation.session import open_session
-        from platform.cluster.generation.trained import find_trained
-        from platform.composition.arguments import typed_values
+        from platform.cluster.answer_scores import measure_losses, print_losses
+        from platform.cluster.asked_model import violations_of_memory
+        from platform.cluster.session import find_trained, open_session
+        from platform.config.arguments import typed_values
         from platform.data.corpus import corpus_of
 
     trained, typed = find_trained(given.checkpoint), typed_values(overrides)
@@ -116,8 +114,8 @@ def _measured_model(given: argparse.Namespace, overrides: Sequence[str]) -> dict
         rows = measure_losses(crew.call, corpus, splits, given.samples)
         translated = {}
         if given.bleu:
-            from platform.cluster.generation.asked_model import AskedModel
-            from platform.cluster.generation.translations import bleu
+            from platform.cluster.answer_scores import bleu
+            from platform.cluster.asked_model import AskedModel
 
             split, row = next(iter(splits.values())), rows[0]
             asked = AskedModel(crew.call, planned.config.model, planned.vocabulary)
@@ -132,9 +130,9 @@ def _measured_model(given: argparse.Namespace, overrides: Sequence[str]) -> dict
 
 def _tasks(given: argparse.Namespace, trained: TrainedModel, overrides: Sequence[str]) -> dict[str, Any]:
     """Run tasks of lm-eval on a trained model; return their results, task -> metric -> value."""
-    from platform.cluster.generation.asked_model import AskedModel
-    from platform.cluster.generation.harness_tasks import HarnessTasks
-    from platform.cluster.generation.session import open_session
+    from platform.cluster.asked_model import AskedModel
+    from platform.cluster.harness_tasks import HarnessTasks
+    from platform.cluster.session import open_session
 
     planned = plan_answers(trained, overrides, given.config_dir)
     if planned.vocabulary is None:

@@ -20,16 +20,25 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from platform.boundary.command_line import CommandLine, command_line, run_command
-from platform.boundary.refusals import NEAREST, ConfigError, in_words, refuse_all, rephrasing, violation
+from platform.boundary.refusals import (
+    NEAREST,
+    CommandLine,
+    ConfigError,
+    command_line,
+    in_words,
+    refuse_all,
+    rephrasing,
+    run_command,
+    violation,
+)
 from platform.boundary.terminal import phase, print_line, printable, write_text
 from platform.config.fields import Config, Model
-from platform.config.groups.data_group import Data
+from platform.config.groups import Data
 
 if TYPE_CHECKING:
-    from platform.cluster.generation.trained import TrainedModel
-    from platform.data.vocabulary import Vocabulary
-    from platform.plan.core.plan import Plan
+    from platform.cluster.session import TrainedModel
+    from platform.data.tokenizer import Vocabulary
+    from platform.plan.plan import Plan
 
 TOKENS = 64  # of an answer, where nothing else is said and they fit
 AT_ONCE = 8  # sequences of a replica in a pass that measures a loss, if the layout's axes divide them
@@ -68,7 +77,7 @@ def _parser() -> CommandLine:
 
 def answered(parser: CommandLine, run: Callable[[argparse.Namespace], int], arguments: Sequence[str] | None) -> int:
     """Run a command that asks a trained model, such as generate or evaluate; return its exit status."""
-    from platform.cluster.crew.base.failures import NoPlaces, WorkerFailed
+    from platform.cluster.crew.failures import NoPlaces, WorkerFailed
 
     return run_command(parser, run, arguments, failures=(WorkerFailed, NoPlaces, OSError))
 
@@ -76,7 +85,7 @@ def answered(parser: CommandLine, run: Callable[[argparse.Namespace], int], argu
 def sorted_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the words of a generate command line into its KEY=VALUE arguments and the others, which are prompts; a text
     with an equals sign is no KEY=VALUE unless it begins with a key or group of the configuration."""
-    from platform.composition.composer import CONF
+    from platform.config.composition import CONF
 
     known = {*Config.__dataclass_fields__, *(path.name for path in CONF.iterdir())}
     mine = [bool(found := OVERRIDE.fullmatch(word)) and found[1] in known for word in words]  # type: ignore[index]
@@ -89,13 +98,19 @@ def _generate(given: argparse.Namespace) -> int:
     overrides, words = sorted_words(given.words)
     refuse_all(_violations_of_words(given, words))
     with phase("importing torch"):
-        from platform.cluster.generation.answer_memory import violations_of_memory
-        from platform.cluster.generation.asked_model import AskedModel, Reader
-        from platform.cluster.generation.outputs import Lines
-        from platform.cluster.generation.prompts import Prompt, ends_of, read_prompts, room, too_long
-        from platform.cluster.generation.session import open_session
-        from platform.cluster.generation.trained import find_trained
-    from platform.train.protocol.asked import Choice
+        from platform.cluster.answer_scores import Lines
+        from platform.cluster.asked_model import (
+            AskedModel,
+            Prompt,
+            Reader,
+            ends_of,
+            read_prompts,
+            room,
+            too_long,
+            violations_of_memory,
+        )
+        from platform.cluster.session import find_trained, open_session
+    from platform.train.replies import Choice
 
     prompts = read_prompts(given.prompts) if given.prompts else [Prompt({"prompt": w}, repr(w)) for w in words]
     trained = find_trained(given.checkpoint)
@@ -139,10 +154,10 @@ def plan_answers(
     """Compose the configuration of a trained model with the user's `arguments` on top, and plan it: without any, one
     process computes everything. `data`: data that it reads, by default none; `change`: completes the configuration in
     place. Raises ConfigError with all mistakes."""
-    from platform.composition.arguments import typed_values
-    from platform.data.vocabulary import given_vocabulary
+    from platform.config.arguments import typed_values
+    from platform.data.tokenizer import given_vocabulary
     from platform.launch import compose, prepare
-    from platform.weights.beside import check_tokenizer, vocabulary_in
+    from platform.weights.model_folder import check_tokenizer, vocabulary_in
 
     typed = typed_values(arguments)
     model = replace(found.model, within_documents=False)  # of texts that are continued, and else what the data says

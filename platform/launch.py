@@ -14,36 +14,40 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from platform.boundary.command_line import DONE, FAILED, REFUSED, STOPPED, given_arguments, refusal_status
-from platform.boundary.own_code import passes
 from platform.boundary.redaction import known_secrets, own_secrets, redact, register_url_secrets
-from platform.boundary.refusals import ConfigError, closest, refuse_all, violation
+from platform.boundary.refusals import (
+    DONE,
+    FAILED,
+    REFUSED,
+    STOPPED,
+    ConfigError,
+    closest,
+    given_arguments,
+    passes,
+    refusal_status,
+    refuse_all,
+    violation,
+)
 from platform.boundary.terminal import QuickExit, phase, print_line, print_while_read
-from platform.cluster.crew.base.signals import Stopped, StopSignals
-from platform.cluster.run.phases import Phases, command_start
-from platform.composition.arguments import experiment_of, jobs_of, rewrite, translate_error, typed_values
-from platform.composition.composer import CONF, Composer, open_composer
-from platform.config.bounds import flat_values, impossible_values, set_value, violations_of_values
-from platform.config.checks import violations_of_configuration
-from platform.config.extending.extensions import load_extensions, refusing_exits
-from platform.config.extending.own_settings import complete_settings
-from platform.config.fields import Config
-from platform.config.groups.execution_group import ON_RAY, RESUME
+from platform.cluster.crew.signals import Stopped, StopSignals
+from platform.cluster.shown_commands import Phases, command_start
+from platform.config.arguments import experiment_of, jobs_of, rewrite, translate_error, typed_values
+from platform.config.composition import CONF, Composer, open_composer
+from platform.config.extensions import complete_settings, load_extensions, refusing_exits
+from platform.config.fields import Config, flat_values, impossible_values, set_value, violations_of_values
+from platform.config.groups import ON_RAY, RESUME
 from platform.config.identity import default_directory
-from platform.config.layout_map import axes_of, parse_layout
-from platform.config.rules.execution_rules import absent_ranks
-from platform.config.rules.left_open import leave_open
-from platform.config.rules.mesh_rules import slices_heads, too_many_workers
-from platform.config.rules.profile_rules import absent_profiles
-from platform.config.surroundings import expanded, violations_of_surroundings
-from platform.plan.schedule.generators import ONE_CHUNK
+from platform.config.layout_rules import axes_of, leave_open, parse_layout, slices_heads, too_many_workers
+from platform.config.run_rules import absent_profiles, absent_ranks, expanded, violations_of_surroundings
+from platform.config.validation import violations_of_configuration
+from platform.plan.generators import ONE_CHUNK
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from platform.cluster.run.commands import Command
+    from platform.cluster.shown_commands import Command
     from platform.weights import FROM_HF
-from platform.planning.make_plan import Plan
+from platform.predict.make_plan import Plan
 from platform.weights import FROM_HF
 
 SEVERITY = (DONE, STOPPED, REFUSED, FAILED)  # least to most severe: a sweep exits with the worst status of its jobs
@@ -229,7 +233,7 @@ def _run(args: Namespace, phases: Phases) -> int:
         if statuses[-1] == STOPPED:  # the stop is meant for the whole command, not for one job
             break
     if args.multirun:
-        from platform.planning.measured.runs_table import TrainedRun, table_of_sweep
+        from platform.predict.measured_runs import TrainedRun, table_of_sweep
 
         runs = [TrainedRun(job.arguments, job.config, job.plan.mesh.size) for job in jobs]
         again = partial(compose, config_dir=args.config_dir)
@@ -282,10 +286,10 @@ def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str
     """Plan a job whose configuration has the mistakes `wrong` already; return the plan, None if there is none, and all
     mistakes, one line each. Settles open keys, parallel.data=-1, buckets and rhythms that are auto in `config`, so that
     workers make the same plan and take the same snapshots."""
-    from platform.cluster.run.devices import settle_here, settle_rhythms_here
+    from platform.cluster.resources import settle_here, settle_rhythms_here
     from platform.data.data_checks import violations_of_sources
-    from platform.planning.make_plan import make_plan
-    from platform.planning.step_price import violations_of_hardware
+    from platform.predict.make_plan import make_plan
+    from platform.predict.step_price import violations_of_hardware
 
     lines = [*wrong] or [
         *violations_of_surroundings(config),
@@ -317,7 +321,7 @@ def _workers(config: Config) -> int | None:
     """Return the number of workers available to a launched job if `parallel.data` is -1 (all of them), else None."""
     if config.parallel.data != -1:
         return None
-    from platform.cluster.run.resources import available_workers
+    from platform.cluster.resources import available_workers
 
     return available_workers(config.cluster)
 
@@ -340,8 +344,8 @@ def _train(config: Config, plan: Plan, command: Command, phases: Phases) -> int:
 def command_of(arguments: Sequence[str], config_dir: str | None = None) -> Command:
     """Make the Command of one run, by which it shows the user how to start it again: its typed arguments, and a
     function that counts the workers of a run with other arguments (0 if that is refused)."""
-    from platform.cluster.run.commands import Command
-    from platform.planning.make_plan import make_plan
+    from platform.cluster.shown_commands import Command
+    from platform.predict.make_plan import make_plan
 
     def workers(others: Sequence[str]) -> int:
         """Count the workers that a run with the arguments `others` would have; return 0 if it is refused."""

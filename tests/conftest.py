@@ -123,7 +123,7 @@ def as_a_new_process():
     into its environment, and the operations that they planned, perhaps by a rule with a mistake."""
     from platform.boundary.redaction import forget_secrets
     from platform.model import forget_models
-    from platform.plan.core.build import forget_planned
+    from platform.plan.plan_builder import forget_planned
 
     forget_secrets()
     forget_planned()
@@ -142,7 +142,7 @@ def as_a_new_process():
 def files_composed_once():
     """Keeps what our own files compose to for all tests, as the jobs of one sweep share it; every test sets its values
     anew."""
-    from platform.composition.composer import Composer
+    from platform.config.composition import Composer
 
     init, chosen, options, swept = Composer.__init__, {}, {}, {}
 
@@ -160,20 +160,21 @@ def files_composed_once():
 def one_fork_server():
     """Lets the crews of all tests in this process have their workers forked by one server, which has imported torch
     when the second one starts."""
-    from platform.cluster.crew.launchers import processes
+    from platform.cluster.crew import forked_workers
     from tests.harness import warm
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "ForkServer", lambda place: warm.shared())
-        yield
+        own = forked_workers.ForkServer
+        patch.setattr(forked_workers, "ForkServer", lambda place: warm.shared())
+        yield own
 
 
 @pytest.fixture
-def own_fork_servers(monkeypatch):
+def own_fork_servers(monkeypatch, one_fork_server):
     """Gives each crew a fork server of its own, as a user's has."""
-    from platform.cluster.crew.launchers import forks, processes
+    from platform.cluster.crew import forked_workers
 
-    monkeypatch.setattr(processes, "ForkServer", forks.ForkServer)
+    monkeypatch.setattr(forked_workers, "ForkServer", one_fork_server)
 
 
 @pytest.fixture

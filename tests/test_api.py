@@ -16,8 +16,8 @@ import yaml
 from platform import api
 from platform.api import Callbacks, Config, ConfigError, Result, compose, plan, resume, run
 from platform.launch import main
-from platform.monitor.records.records import plain
-from platform.planning.make_plan import make_plan
+from platform.monitor.json_records import plain
+from platform.predict.make_plan import make_plan
 
 SMALL = ["data=synthetic", "model.layers=1", "model.d_model=16", "model.heads=2", "model.length=8", "model.vocab=32"]
 BATCH = ["train.global_batch=4", "train.steps=4", "optimizer.warmup_steps=0", "eval.every=0", "monitor.every=100"]

@@ -1,7 +1,7 @@
 """Signals that end a command, from the moment on that it begins to import: one line, and a status of its own.
 
 `platform/__init__.py` imports this module first of all in a command, so it imports nothing that takes time. A run,
-which has something to save, handles the signals itself (`platform.cluster.crew.base.signals`).
+which has something to save, handles the signals itself (`platform.cluster.crew.signals`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Child process of `platform.boundary.confined`: answers requests to parse foreign bytes within limits that each sets.
+"""Child process of `platform.boundary.confinement`: answers requests to parse foreign bytes within the limits of each.
 
 It reads frames from its standard input and writes frames to its original standard output: lengths of 8 bytes, JSON and
 raw bytes, never pickles. It knows nothing of the process that started it, and has neither its environment nor its

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
+import io
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any
+from math import inf
+from pathlib import Path
+from time import monotonic
+from traceback import walk_tb
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
 
-from platform.boundary.terminal import one_refusal, printable
+from platform.boundary.redaction import forget_secrets, redact, register_url_secrets, shielded
+from platform.boundary.terminal import one_refusal, print_line, print_refusals, print_while_read, printable, reader_left
 
 NEAREST = "; nearest legal: "  # between a refusal's constraint and its hints
 SHOWN = 300  # most characters of a value in a line for the user
@@ -88,3 +102,188 @@ def closest(value: Any, legal: Iterable[Any]) -> list[Any]:
     names = {str(v): v for v in values}
     similar = get_close_matches(str(value), names, n=3, cutoff=0.5)
     return [names[n] for n in dict.fromkeys([*similar, *names])]
+
+
+# Command lines of the platform's commands: what every command does before and after its own part.
+#
+# It knows the secrets in its arguments and prints none; a mistake or a failure is one line, and each has its exit
+# status.
+
+DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # exit status; after STOPPED the same command resumes the run
+
+
+class CommandLine(argparse.ArgumentParser):
+    """Parser of the arguments of a command, and of each of its subcommands, that refuses a mistake as all of our
+    commands do: in one line, with status 2."""
+
+    @property
+    def command(self) -> str:
+        """Return the name NAME of the command line `python -m platform.NAME`, without its subcommand."""
+        return self.prog.removeprefix(typed_command("")).partition(" ")[0]
+
+    def error(self, message: str) -> NoReturn:
+        """Print in one line on stderr why the command's arguments are refused, and end the process with status 2."""
+        print_refusals(self.command, [f"{message}; {self.prog} --help says what it takes"])
+        raise SystemExit(REFUSED)
+
+
+def command_line(name: str, description: str | None) -> CommandLine:
+    """Return a parser, without arguments yet, of the command line `python -m platform.NAME`."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return CommandLine(prog=typed_command(name), description=description, formatter_class=formatter)
+
+
+def typed_command(name: str) -> str:
+    """Return what a user types here for the command `python -m platform.NAME`: its like, if there is no import hook."""
+    return f"python -m elastic_platform {name}" if added_path() else f"python -m platform.{name}"
+
+
+def added_path() -> str | None:
+    """Return the folder of sys.path by which processes without an import hook find this package, if there is one."""
+    ending = os.path.join("elastic_platform", "children")
+    return next((folder for folder in sys.path if folder.endswith(ending)), None)
+
+
+@contextmanager
+def given_arguments(arguments: Sequence[str] | None) -> Iterator[list[str]]:
+    """Yield the command-line arguments: `arguments`, or those given to this process if they are None. Within the
+    context the secrets in their URLs are registered, older ones are forgotten, and stdout and stderr print none."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    forget_secrets()
+    register_url_secrets(given)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name may hold characters that the terminal cannot show
+    sys.excepthook = print_uncaught
+    with shielded(sys.stdout, sys.stderr):
+        yield given
+
+
+def print_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the traceback of an error that ends this process on stderr, with its secrets redacted: `sys.excepthook`."""
+    print_line(redact("".join(traceback.format_exception(kind, error, trace))).rstrip("\n"), sys.stderr)
+
+
+def refusal_status(error: ConfigError, subject: str) -> int:
+    """Print a command's mistakes on stderr, each as "SUBJECT: violation", and return its exit status, 2."""
+    print_refusals(subject, error.violations)
+    return REFUSED
+
+
+def run_command(
+    parser: CommandLine,
+    run: Callable[[argparse.Namespace], int],
+    arguments: Sequence[str] | None,
+    *,
+    subject: str = "",
+    failures: tuple[type[Exception], ...] = (),
+) -> int:
+    """Run a command with its parsed command-line arguments (`arguments`; None: this process's) and return its exit
+    status, also when it ends early: by a signal, a closed pipe at its output, a ConfigError (REFUSED, 2), or one of the
+    exceptions `failures` (FAILED, 1). Errors are printed on stderr in lines that begin with the command's name.
+    `subject`: beginning of the lines of a ConfigError instead."""
+
+    def answer() -> int:
+        """Parse the arguments and run the command; return its exit status."""
+        try:
+            parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
+            return run(parse(given))
+        except ConfigError as error:
+            return refusal_status(error, subject or parser.command)
+        except failures as error:
+            if isinstance(error, BrokenPipeError) and reader_left():
+                raise
+            print_refusals(parser.command, [error])
+            return FAILED
+
+    with given_arguments(arguments) as given:
+        return print_while_read(answer)
+
+
+# Calls of the user's own code, which may raise anything, exit, or never come back.
+
+REPORT_AFTER = 10.0  # seconds of one call after which a warning says that it still runs
+QUICK = 300.0  # seconds that an import, or a function that computes, may take
+READING = 3600.0  # and one that reads documents or finds files, which may fetch them first
+logger = logging.getLogger(__name__)
+
+
+class OwnCodeError(Exception):
+    """Reports that code of the user's own failed; its text says how, in one line."""
+
+
+class _Hangs(BaseException):
+    """Ends code of the user's own that does not come back; no Exception, so that this code does not catch it."""
+
+
+def said(error: BaseException) -> str:
+    """Return an exception of the user's own code as one line, such as "ValueError: no"; its text may itself fail."""
+    name = type(error).__name__
+    try:
+        return " ".join(f"{name}: {error}".split())
+    except BaseException:
+        return f"{name}, whose text raises an error too"
+
+
+def passes(error: BaseException) -> bool:
+    """Return True if an exception raised while the user's own code ran is a stop signal, and no error of that code."""
+    if isinstance(error, KeyboardInterrupt):  # of Ctrl-C, unless another handler takes note of that
+        return signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return not isinstance(error, Exception | _Hangs) and type(error).__module__.startswith("platform.")
+
+
+@contextmanager
+def own_code(what: str, unchanged: tuple[type[Exception], ...] = (), limit: float = QUICK) -> Iterator[None]:
+    """Raise OwnCodeError in place of any exception that the user's own code `what`, such as "extend=my_module", raises
+    within the context, SystemExit too; errors of the types `unchanged`, and stop signals, pass. In the main thread a
+    warning after REPORT_AFTER seconds says that the code still runs, and where; the code is ended after `limit`
+    seconds."""
+    try:
+        with _alarm(what, limit):
+            yield
+    except unchanged:
+        raise
+    except _Hangs as error:
+        raise OwnCodeError(f"does not come back: ended after {limit:g} s{_place(error)}") from None
+    except BaseException as error:
+        if passes(error):
+            raise
+        raise OwnCodeError(f"raises {said(error)}") from error
+
+
+@contextmanager
+def _alarm(what: str, limit: float) -> Iterator[None]:
+    """Raise _Hangs in the user's own code, called `what`, once the context has lasted `limit` seconds, after warnings
+    that it still runs; do nothing outside of the main thread, or where another handler of SIGALRM is set."""
+    free = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+    if not free or limit == inf:
+        yield
+        return
+    end = monotonic() + limit
+
+    def rings(_: int, frame: FrameType | None) -> None:
+        """Raise _Hangs if the user's own code has used up its time; else warn that it still runs, and where."""
+        if (left := end - monotonic()) <= 0:
+            raise _Hangs
+        where = f", at {_short(frame)}:{frame.f_lineno}" if frame else ""
+        logger.warning("%s: still runs after %.3g s%s; it is ended after %g s", what, limit - left, where, limit)
+        signal.setitimer(signal.ITIMER_REAL, left)
+
+    signal.signal(signal.SIGALRM, rings)
+    signal.setitimer(signal.ITIMER_REAL, min(REPORT_AFTER, limit))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def _place(error: BaseException) -> str:
+    """Return where an alarm has interrupted the user's own code, such as ", at my_module.py:3"."""
+    frames = [(frame, line) for frame, line in walk_tb(error.__traceback__) if _short(frame) != Path(__file__).name]
+    return f", at {_short(frames[-1][0])}:{frames[-1][1]}" if frames else ""
+
+
+def _short(frame: FrameType) -> str:
+    """Return the file name, without folders, of a stack frame, for messages on where the user's own code runs."""
+    return Path(frame.f_code.co_filename).name

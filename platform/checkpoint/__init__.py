@@ -8,4 +8,7 @@ again.
 
 `RankSnapshots` keeps snapshots of the last two steps in host memory, with `copies` at peers; `recover` fills the blocks
 of any plan from what survivors hold.
+
+Its files in reading order: blocks, buffer, snapshots, memory_recovery, manifest, catalogue, saver, moves,
+interchange.
 """

@@ -12,18 +12,17 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from platform.boundary.command_line import command_line, run_command
 from platform.boundary.documents import one_line
-from platform.boundary.files.file_storage import open_storage
-from platform.boundary.files.local_files import writing_to
+from platform.boundary.local_files import writing_to
 from platform.boundary.redaction import bare_url
-from platform.boundary.refusals import ConfigError, closest, violation
+from platform.boundary.refusals import ConfigError, closest, command_line, run_command, violation
+from platform.boundary.storage import open_storage
 from platform.boundary.terminal import one_refusal, visible
+from platform.checkpoint import catalogue
+from platform.checkpoint.catalogue import read_carried
 from platform.checkpoint.interchange import EXPORT, IMPORT, store_tensors
-from platform.checkpoint.storage import catalogue
-from platform.checkpoint.storage.carried import read_carried
-from platform.checkpoint.storage.manifest import Manifest, Meta, Refused
-from platform.plan.language.numbers import count_of
+from platform.checkpoint.manifest import Manifest, Meta, Refused
+from platform.plan.layout import count_of
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,20 +16,16 @@ import torch
 from torch import Tensor
 
 from platform.boundary import documents, schema
-from platform.boundary.files.file_storage import Storage, all_or_nothing, open_storage
-from platform.boundary.files.local_files import Local
+from platform.boundary.local_files import Local
 from platform.boundary.refusals import behind
 from platform.boundary.schema import Malformed, Many, Span
+from platform.boundary.storage import Storage, all_or_nothing, open_storage
 from platform.boundary.terminal import phase
-from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.buffer import DTYPES
-from platform.checkpoint.blocks.chain import shares
-from platform.checkpoint.blocks.placement import HeldTensor, Piece, S
+from platform.checkpoint.blocks import Box, HeldTensor, Piece, S, shares
+from platform.checkpoint.buffer import DTYPES
+from platform.checkpoint.catalogue import CarriedFiles, begin, commit, discard, hashes, write_carried
+from platform.checkpoint.manifest import LARGEST, VALUES, BlockReport, Bytes, FileReport, Manifest, Meta, Name, Refused
 from platform.checkpoint.moves import Fetch, read_tensor
-from platform.checkpoint.storage.carried import CarriedFiles, hashes, write_carried
-from platform.checkpoint.storage.catalogue import begin, commit, discard
-from platform.checkpoint.storage.file_report import BlockReport, FileReport
-from platform.checkpoint.storage.manifest import LARGEST, VALUES, Bytes, Manifest, Meta, Name, Refused
 
 META = "elastic_platform_meta"  # key of a checkpoint's `Meta` in the other formats
 SAFETENSORS = {

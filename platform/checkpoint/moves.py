@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from platform.boundary.files.file_storage import Storage
-from platform.boundary.files.sealed import LARGEST_BLOCK
-from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.buffer import DTYPES
-from platform.checkpoint.blocks.placement import ITEMSIZE, Block, HeldTensor, Piece, S
-from platform.checkpoint.storage.manifest import Corrupt, Manifest, Refused, StoredBlock, check_against
-from platform.checkpoint.storage.read import read_pieces, stored_pieces
+from platform.boundary.sealed_blocks import LARGEST_BLOCK
+from platform.boundary.storage import Storage
+from platform.checkpoint.blocks import ITEMSIZE, Block, Box, HeldTensor, Piece, S
+from platform.checkpoint.buffer import DTYPES
+from platform.checkpoint.catalogue import read_pieces, stored_pieces
+from platform.checkpoint.manifest import Corrupt, Manifest, Refused, StoredBlock, check_against
 
 FAILURES = (Corrupt, Refused, OSError)  # of which every rank raises the one that any rank met
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from platform.monitor.records import events
-from platform.monitor.records.events import JournalEvent
-from platform.plan.language.numbers import count_of
-from platform.plan.reports.describe import human
+from platform.monitor import events
+from platform.monitor.events import JournalEvent
+from platform.plan.layout import count_of
+from platform.plan.plan_summary import human
 
 _FEWER = 0.9  # of the loss at the start: a run on text that learns gets below it
 

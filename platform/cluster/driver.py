@@ -12,47 +12,42 @@ from pathlib import Path
 from time import monotonic, time
 from typing import TYPE_CHECKING
 
-from platform.boundary.files.undo import missing_directories, remove_empty
+from platform.boundary.local_files import missing_directories, remove_empty
 from platform.boundary.redaction import bare_url, known_secrets
 from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
 from platform.boundary.terminal import phase
-from platform.cluster.control.forming.context import RunContext
+from platform.cluster import resources
+from platform.cluster.callbacks import CallbackGuard, Callbacks, demonstration, seconds_left
 from platform.cluster.control.pulse import Pulse
-from platform.cluster.crew.base.job import WORKER, Job, gpu_count
-from platform.cluster.crew.base.signals import Stopped, StopSignals
-from platform.cluster.crew.launchers import torchrun
-from platform.cluster.crew.open import open_crew
+from platform.cluster.control.run_context import RunContext
+from platform.cluster.crew import torchrun
+from platform.cluster.crew.job import WORKER, Job, gpu_count
+from platform.cluster.crew.launchers import open_crew
+from platform.cluster.crew.signals import Stopped, StopSignals
 from platform.cluster.endings import DONE, FAILED, DriverState, Unsaved, end
-from platform.cluster.generation.run_tasks import RunTasks, missing_for_tasks, open_tasks
-from platform.cluster.run import resources
-from platform.cluster.run.callbacks import CallbackGuard, Callbacks
-from platform.cluster.run.commands import Command
-from platform.cluster.run.demonstration import demonstration
-from platform.cluster.run.directory import RunDirectory
-from platform.cluster.run.phases import Phases
-from platform.cluster.run.time_limit import seconds_left
-from platform.config.extending.own_settings import shown_settings
+from platform.cluster.eval_tasks import RunTasks, missing_for_tasks, open_tasks
+from platform.cluster.run_directory import RunDirectory
+from platform.cluster.shown_commands import Command, Phases
+from platform.config.extensions import shown_settings
 from platform.config.fields import Config, objective_of
+from platform.data import cache
 from platform.data.corpus import Corpus, corpus_of
 from platform.data.data_checks import check_sample, violations_of_sources
-from platform.data.sources.texts import stdlib_bytes
-from platform.data.tokens import cache
-from platform.data.vocabulary import Vocabulary, given_vocabulary
-from platform.monitor import Journal, RunMonitor, open_monitor
-from platform.monitor.records import events
-from platform.monitor.records.live import Live
-from platform.monitor.sinks.sink_table import missing_for_sinks
+from platform.data.text_sources import stdlib_bytes
+from platform.data.tokenizer import Vocabulary, given_vocabulary
+from platform.monitor import Journal, RunMonitor, events, open_monitor
+from platform.monitor.journal import Live
+from platform.monitor.sinks.sink_process import missing_for_sinks
 from platform.optimizer.learning_rate import short_of_peak
-from platform.plan.core.plan import Plan
-from platform.plan.core.plan_data import plan_summary
-from platform.plan.language.numbers import count_of
-from platform.plan.reports.describe import describe
-from platform.planning.answering import violations_of_asking
-from platform.planning.attention_choice import kernel_violations
+from platform.plan.layout import count_of
+from platform.plan.plan import Plan
+from platform.plan.plan_data import plan_summary
+from platform.plan.plan_summary import describe
+from platform.predict.choose_schedule import kernel_violations, violations_of_asking
 
 if TYPE_CHECKING:
-    from platform.checkpoint.storage.catalogue import Selection
-    from platform.cluster.control.saving.checkpoints import Checkpoints
+    from platform.checkpoint.catalogue import Selection
+    from platform.cluster.control.checkpoints import Checkpoints
 
 
 def run(
@@ -117,7 +112,7 @@ def _check_and_drive(
     _check_memory(config, plan, config.cluster.device, state, stated=True)
     if config.data.kind == "stdlib" and (line := demonstration(config, plan, stdlib_bytes(config.data))):
         state.say(f"warning: {line}")
-    from platform.cluster.run.devices import reserve_or_suggest
+    from platform.cluster.resources import reserve_or_suggest
 
     size, spares, least = plan.mesh.size, config.elastic.spares, config.elastic.min_workers
     reserve = partial(reserve_or_suggest, config, state.command, size, spares=spares, least=least)
@@ -125,9 +120,8 @@ def _check_and_drive(
     found_early: list[str] = []  # said once nothing refuses the run any more
     places = None if waits else reserve(found_early.append)  # refuse early: importing torch takes seconds
     with phase("importing torch, looking for checkpoints and weights"):
-        from platform.cluster.control.saving.checkpoints import Checkpoints
-        from platform.cluster.run.changes import changes, report
-        from platform.cluster.run.origin import check_writable, origin
+        from platform.cluster.control.checkpoints import Checkpoints
+        from platform.cluster.origin import changes, check_writable, origin, report
 
         found = origin(config)
         _check_initial(config, resumes := bool(found and found.manifest))
@@ -166,7 +160,7 @@ def _check_and_drive(
 def _check_initial(config: Config, resumes: bool) -> None:
     """Raise ConfigError if a run that does not resume cannot use the weights of train.init with its tokenizer."""
     if not resumes and config.train.init not in ("", "random"):
-        from platform.weights.initial import initial_weights
+        from platform.weights.importing import initial_weights
 
         initial_weights(config)
         if config.data.kind != "synthetic":
@@ -177,8 +171,8 @@ def _check_reader(config: Config, vocabulary: Vocabulary | None) -> None:
     """Raise ConfigError for a run if `vocabulary`, its data's (None if it has none or it is not known yet), differs
     from the vocabulary of the weights of train.init."""
     if vocabulary and config.train.init not in ("", "random"):
-        from platform.checkpoint.storage.manifest import Refused
-        from platform.weights.beside import check_tokenizer, files_beside
+        from platform.checkpoint.manifest import Refused
+        from platform.weights.model_folder import check_tokenizer, files_beside
 
         with as_refusal("train.init", bare_url(config.train.init), Refused, OSError):
             place, files = files_beside(config.train.init)
@@ -191,8 +185,8 @@ def _carried(config: Config, found: Selection | None, corpus: Corpus, say: Calla
     files = dict(corpus.files)
     if config.train.init in ("", "random") or config.data.foreign_tokenizer:
         return files
-    from platform.checkpoint.storage.manifest import Refused
-    from platform.weights.beside import GENERATION, files_beside
+    from platform.checkpoint.manifest import Refused
+    from platform.weights.model_folder import GENERATION, files_beside
 
     there = found.url if found and found.manifest else config.train.init
     try:
@@ -295,8 +289,8 @@ def _drive(run: RunContext, state: DriverState, orphan: int | None) -> None:
     beside = run.places.members - job.world_size  # spares; negative if the run starts with fewer workers
     spares = f" and {count_of(beside, 'spare')}" if beside > 0 else ""
     say(f"starting {count_of(job.world_size + min(0, beside), 'worker')}{spares} ({kind}, {job.device})")
-    from platform.cluster.run.changes import report_code
-    from platform.train.recovery.proof import code_of
+    from platform.cluster.origin import report_code
+    from platform.train.environment_proof import code_of
 
     code = code_of(run.config)
     report_code(code, run.journal, say)
@@ -312,7 +306,7 @@ def _drive(run: RunContext, state: DriverState, orphan: int | None) -> None:
             if crew.came is not None:
                 state.phases.reach("first_process", crew.came)
             from platform.cluster.control.controller import Controller
-            from platform.cluster.control.forming.former import Former
+            from platform.cluster.control.former import Former
 
             state.controller = controller = Controller(run, Former(run))
             controller.run(crew)
@@ -359,8 +353,8 @@ def _check_memory(config: Config, plan: Plan, kind: str, state: DriverState, *, 
     """Raise ConfigError for a plan that needs more memory than its workers' devices of `kind` (cpu | cuda) have, or
     warn the user of it, as cluster.memory says. The driver calls it twice, and one of the calls checks: the first
     (`stated`), before it looks for devices, if the configuration states their memory; else the second."""
-    from platform.cluster.run.devices import device_of, machine_memory, refuse_lack_of_memory
-    from platform.planning.search.remedies import Device, lack_of_host_memory, lack_of_memory
+    from platform.cluster.resources import device_of, machine_memory, refuse_lack_of_memory
+    from platform.predict.remedies import Device, lack_of_host_memory, lack_of_memory
 
     c = config.cluster
     decides = bool(c.device_memory) or (kind == "cuda" and resources.crew_kind(c) != "ray" and not gpu_count())

@@ -17,20 +17,19 @@ from typing import TYPE_CHECKING, Any
 from platform.boundary.documents import error_line
 from platform.boundary.redaction import redact
 from platform.boundary.terminal import print_line
-from platform.cluster.crew.base.failures import GaveUp, NoPlaces, WorkerFailed
-from platform.cluster.crew.base.signals import Stopped
-from platform.cluster.run.phases import Phases, phase_table
+from platform.cluster.crew.failures import GaveUp, NoPlaces, WorkerFailed
+from platform.cluster.crew.signals import Stopped
+from platform.cluster.shown_commands import Phases, phase_table
 from platform.config.fields import Config
-from platform.monitor import Journal, MetricsRow, RunMonitor, cost_line, goodput, story
-from platform.monitor.records import events
-from platform.plan.language.numbers import count_of
+from platform.monitor import Journal, MetricsRow, RunMonitor, cost_line, events, goodput, story
+from platform.plan.layout import count_of
 
 if TYPE_CHECKING:
+    from platform.cluster.callbacks import CallbackGuard
+    from platform.cluster.control.checkpoints import Checkpoints
     from platform.cluster.control.controller import Controller
-    from platform.cluster.control.saving.checkpoints import Checkpoints
-    from platform.cluster.run.callbacks import CallbackGuard
-    from platform.cluster.run.commands import Command
-    from platform.cluster.run.directory import RunDirectory
+    from platform.cluster.run_directory import RunDirectory
+    from platform.cluster.shown_commands import Command
 
 DONE, FAILED, STOPPED = 0, 1, 75  # exit statuses; 75: the same command continues
 

@@ -18,9 +18,9 @@ _WIDTH = 118  # characters of a line of `--help`
 _INDENT = 36  # its column where the meaning of a key begins
 _PAGE = (
     "# Configuration\n\n"
-    "Every key of a run, as `platform/config/fields.py` and `platform/config/groups/` declare it: "
+    "Every key of a run, as `platform/config/fields.py` and `platform/config/groups.py` declare it: "
     "type `KEY=VALUE` after `+experiment=NAME`, or write it in a file of your own (`--config-dir`). "
-    "`python -m platform.launch --help` shows the same. Rules that relate keys are in `platform/config/rules/`. "
+    "`python -m platform.launch --help` shows the same. Rules that relate keys are in `platform/config/`. "
     "A value that breaks one of them is refused with the nearest legal ones. "
     "(`python -m platform.config.reference` prints this page.)\n"
 )

@@ -14,25 +14,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from platform.boundary.command_line import DONE, CommandLine, command_line, run_command
-from platform.boundary.files.local_files import replace_text, writing_to
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.local_files import replace_text, writing_to
+from platform.boundary.refusals import DONE, CommandLine, ConfigError, command_line, run_command, violation
 from platform.boundary.terminal import print_line, write_text
 from platform.config.fields import Config
-from platform.config.ramps.batch_ramp import samples_before
+from platform.config.ramps import samples_before
+from platform.data.cache_entries import StreamedTokens
 from platform.data.corpus import Corpus, corpus_of
-from platform.data.show.html_page import page_of
-from platform.data.show.step_view import StepView, TakenStep
-from platform.data.show.terminal_list import listed
-from platform.data.show.token_table import table_of_tokens
-from platform.data.sources.token_files import WRITERS
-from platform.data.tokenizers.tokenizer_files import JSON
-from platform.data.tokens.streamed import StreamedTokens
-from platform.data.tokens.streams import PairStream, documents
+from platform.data.step_listing import listed, page_of, table_of_tokens
+from platform.data.step_view import StepView, TakenStep
+from platform.data.streams import PairStream, documents
+from platform.data.token_files import WRITERS
+from platform.data.tokenizer_files import JSON
 from platform.launch import compose
-from platform.plan.language.numbers import count_of
+from platform.plan.layout import count_of
 from platform.status.seen_run import run_directory
-from platform.status.taken_step import configured_step, taken_step
+from platform.status.step_facts import configured_step, taken_step
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,20 +13,18 @@ from numpy.typing import NDArray
 from platform.boundary.refusals import ConfigError, refuse_all, violation
 from platform.boundary.schema import Malformed
 from platform.config.fields import Config, Data, objective_of, short_hash
+from platform.data import cache, cache_entries, packing
+from platform.data import streams as synthetic
+from platform.data import text_sources as text_sources  # its import registers the kinds of sources
+from platform.data.cache_entries import FORMAT, StreamedTokens, TokenFiles
 from platform.data.data_checks import teaches_nothing, too_small, violations_of_sources
-from platform.data.mixture import DataSource, naming, shares_of, sources_of, turns
-from platform.data.objectives import Objective, SampleShape
-from platform.data.own_objective import make_objective, word_of_objective
-from platform.data.permutation import mix, order
-from platform.data.sources.source_kind import kind_of
-from platform.data.sources.stream_blocks import is_streamed
-from platform.data.tokenizers.specials import SpecialIds
-from platform.data.tokenizers.tokenizer_files import TokenizerFiles
-from platform.data.tokens import cache, entry, packing, synthetic
-from platform.data.tokens.entry import FORMAT, TokenFiles
-from platform.data.tokens.streamed import StreamedTokens
-from platform.data.tokens.streams import Ints, starts_of
-from platform.data.vocabulary import Vocabulary, given_vocabulary, open_vocabulary
+from platform.data.mixture import DataSource, mix, naming, order, shares_of, sources_of, turns
+from platform.data.objectives import Objective, SampleShape, make_objective, word_of_objective
+from platform.data.source_kind import is_streamed, kind_of
+from platform.data.special_tokens import SpecialIds
+from platform.data.streams import Ints, starts_of
+from platform.data.tokenizer import Vocabulary, given_vocabulary, open_vocabulary
+from platform.data.tokenizer_files import TokenizerFiles
 
 TRAIN, VALIDATION = "train", "validation"
 
@@ -275,21 +273,21 @@ class _Opening:
         None trains one, on all sources together."""
         folder, entries = None, []
         if len(self.sources) > 1:
-            folder, names = entry.open_common(self.sources, self.vocab, shared, given)
+            folder, names = cache_entries.open_common(self.sources, self.vocab, shared, given)
             given = given or open_vocabulary(folder)
         for source in self.sources:
             with naming(source):
-                entries.append(entry.open_entry(source.data, self.vocab, shared, given))
+                entries.append(cache_entries.open_entry(source.data, self.vocab, shared, given))
         assert not folder or names == [place.name for place, _ in entries]
         return self._of_entries(folder or entries[0][0], entries)
 
     def trusted(self, folder: Path) -> Corpus:
         """Open the corpus from cache entries of tokens that another process of this run has verified, without hashing
         them again. `folder`: the entry that has the tokenizer. Raises OSError if an entry has changed since."""
-        read = partial(entry.read_entry, vocab=self.vocab, deep=False)
+        read = partial(cache_entries.read_entry, vocab=self.vocab, deep=False)
         with _as_found(folder):
             several = len(self.sources) > 1
-            names = cache.open_trusted(folder, entry.read_common).entries if several else [folder.name]
+            names = cache.open_trusted(folder, cache_entries.read_common).entries if several else [folder.name]
             if len(names) != len(self.sources):
                 raise Malformed(f"has {len(names)} sources, not {len(self.sources)}")
             places = [folder.parent / name for name in names]
@@ -303,7 +301,7 @@ class _Opening:
         vocabulary, parts = open_vocabulary(folder), []
         for source, (place, found) in zip(self.sources, entries, strict=True):
             with naming(source):
-                streams = entry.streams_of(place, found, self.vocab)
+                streams = cache_entries.streams_of(place, found, self.vocab)
                 streams = dict(self._rows_of(source.data, streams, place, vocabulary, trusted))
                 if is_streamed(source.data):
                     streams[TRAIN] = self._streamed(source.data, place, vocabulary)
@@ -331,7 +329,7 @@ class _Opening:
 
         def cut(place: Path, found: TokenFiles) -> Any:
             """Open the tokens of a streamed source's block in the folder `place`, packed into rows for training."""
-            train = {TRAIN: entry.streams_of(place, found, self.vocab)[TRAIN]}
+            train = {TRAIN: cache_entries.streams_of(place, found, self.vocab)[TRAIN]}
             return self._rows_of(data, train, place, vocabulary, trusted=False)[TRAIN]
 
         rows = [data.packing, data.overlong] if data.overlong != "split" else data.packing
@@ -341,7 +339,7 @@ class _Opening:
             folder=head.parent / cache.hash_of(["blocks", *decisive]),
             reader=kind.blocks(kind.find(data), data),
             write=write,
-            read=partial(entry.read_entry, vocab=self.vocab),
+            read=partial(cache_entries.read_entry, vocab=self.vocab),
             cut=cut,
             count=lambda stream: max(0, objective.samples(stream)),
             seed=self.seed,

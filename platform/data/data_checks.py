@@ -6,18 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from platform.boundary.files.protocols import violation_of_protocol
+from platform.boundary.local_files import violation_of_protocol
 from platform.boundary.refusals import ConfigError, violation
 from platform.config.fields import Data
+from platform.data import text_sources as text_sources  # its import registers the kinds of sources
 from platform.data import tokenizer
 from platform.data.mixture import PATHS, DataSource, of_source, sources_of
-from platform.data.objectives import Objective
-from platform.data.own_objective import of_objective
-from platform.data.sources.source_kind import KINDS, kind_of
-from platform.data.sources.stream_blocks import is_streamed
-from platform.data.vocabulary import added_tokens, given_vocabulary, template_of
-from platform.plan.language.functions import LABEL_WEIGHTS
-from platform.plan.language.numbers import count_of
+from platform.data.objectives import Objective, of_objective
+from platform.data.source_kind import KINDS, is_streamed, kind_of
+from platform.data.tokenizer import added_tokens, given_vocabulary, template_of
+from platform.plan.layout import count_of
+from platform.plan.model_types import LABEL_WEIGHTS
 
 _AT_ONCE = 1024  # samples whose labels are counted at once
 _LOOKED = 1 << 26  # tokens of samples in which a label is looked for; later ones are refused when they are trained on

@@ -1,22 +1,244 @@
-"""A byte-level BPE tokenizer that is trained on the corpus, so that every text round-trips and none is unknown; and the
-encoding of documents, by any tokenizer, in time linear in their text, on all cores, with word of how far it is."""
+"""The vocabulary of a corpus: its tokenizer with its special tokens, trained on the corpus or given by its files."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
 from itertools import groupby, pairwise
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from platform.boundary import documents
+from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.schema import Malformed
 from platform.boundary.terminal import phase
-from platform.data.vocabulary import END, Vocabulary
+from platform.config.fields import Data
+from platform.data.chat_templates import CHATML, CHATML_TOKENS, ChatTemplate, ConfinedTokenizer, Parts, with_tokens
+from platform.data.special_tokens import SpecialIds, named_tokens, special_ids, with_usual
+from platform.data.tokenizer_files import (
+    CONFIG,
+    JSON,
+    KEY,
+    NAMES,
+    TEMPLATE,
+    TokenizerFiles,
+    chat_template,
+    parse_tokenizer,
+    read_files,
+    settings_of,
+    with_config,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+TRAIN = "train"  # data.tokenizer: a tokenizer of the corpus's own
+END = "<|endoftext|>"
+OWN = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END, "eos_token": END}
+_LARGEST_TEMPLATE = 1 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Tokenizer of a corpus: texts to ids and back. `files`: its files, by name; `named`: its special tokens by role,
+    such as eos; `special`: their ids; `given`: it was not trained on the corpus, so that a document is only encoded
+    right as a whole."""
+
+    tokenizer: Tokenizer | ConfinedTokenizer
+    files: TokenizerFiles
+    named: Mapping[str, str]
+    special: SpecialIds
+    given: bool
+
+    @cached_property
+    def size(self) -> int:
+        """Return the number of this vocabulary's token ids: one more than the highest."""
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @cached_property
+    def special_tokens(self) -> list[str]:
+        """Return the spellings of all special tokens of this vocabulary, in the order of their ids."""
+        added: Mapping[int, Any] = self.tokenizer.get_added_tokens_decoder()
+        return [token.content for _, token in sorted(added.items()) if token.special]
+
+    @cached_property
+    def digest(self) -> str:
+        """Return a hash of the tokenizer's files: equal hashes mean equal ids, special tokens and chat templates."""
+        named = sorted((name, sha256(raw).hexdigest()) for name, raw in self.files.items())
+        return sha256(json.dumps(named).encode()).hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer's files into the folder of a data cache entry, for `open_vocabulary`."""
+        for name, raw in self.files.items():
+            if self.given or name != CONFIG:
+                (folder / name).write_bytes(raw)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, in which the spelling of a special token is text."""
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of each of several texts, encoded on all cores; special tokens' spellings are text."""
+        if not self._spelled:
+            return [e.ids for e in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        parts = [self._spelled.split(text) for text in texts]
+        found = self.tokenizer.encode_batch_fast([part for some in parts for part in some], add_special_tokens=False)
+        ids = iter(e.ids for e in found)
+        return [[i for _ in some for i in next(ids)] for some in parts]
+
+    def encode_parts(self, documents: Sequence[Parts]) -> list[tuple[list[int], list[bool]]]:
+        """Tokenize conversations given in parts: return, for each, its token ids, and for each id whether it belongs to
+        an answer. Parts between special tokens are encoded together; the part that holds a token's last character
+        decides."""
+        runs = [[list(run) for _, run in groupby(parts, itemgetter(1))] for parts in documents]
+        plain = ["".join(part[0] for part in run) for some in runs for run in some if not run[0][1]]
+        encoded, found = iter(self._with_ends(plain)), []
+        for some in runs:
+            ids: list[int] = []
+            answers: list[bool] = []
+            for run in some:
+                if run[0][1]:
+                    ids += [self.tokenizer.token_to_id(text) or 0 for text, _, _ in run]  # each has one
+                    answers += [answer for _, _, answer in run]
+                else:
+                    characters = [answer for text, _, answer in run for _ in text]
+                    ends = next(encoded)
+                    ids += [i for i, _ in ends]
+                    answers += [characters[max(0, end - 1)] for _, end in ends]
+            found.append((ids, answers))
+        return found
+
+    def _with_ends(self, texts: Sequence[str]) -> Iterator[list[tuple[int, int]]]:
+        """Tokenize texts, as `encode_all`: yield (id, number of characters of the text up to its end) of each text's
+        tokens."""
+        parts = [self._spelled.split(text) if self._spelled else [text] for text in texts]
+        every = [part for some in parts for part in some]
+        encoded: Iterator[Any] = iter(self.tokenizer.encode_batch(every, add_special_tokens=False))
+        for some in parts:
+            found: list[tuple[int, int]] = []
+            place = 0
+            for part in some:
+                e = next(encoded)
+                found += [(i, place + end) for i, (_, end) in zip(e.ids, e.offsets, strict=True)]
+                place += len(part)
+            yield found
+
+    def spelling(self, number: int) -> str:
+        """Return the text by which this tokenizer spells the token of id `number`."""
+        return str(self.tokenizer.id_to_token(number))
+
+    @cached_property
+    def _spelled(self) -> re.Pattern[str] | None:
+        """Return the pattern of places at which texts are cut before they are tokenised, lest the spelling of a special
+        token in a text become that token, as in unigram models: behind its first character. None if none would."""
+        made = []
+        for number, token in self.tokenizer.get_added_tokens_decoder().items():
+            text = token.content
+            if token.special and len(text) > 1:
+                spellings = self.tokenizer.encode_batch_fast([text, f"a{text}", f" {text} "], add_special_tokens=False)
+                if any(number in e.ids for e in spellings) and text != self.named.get("unk"):
+                    made.append(f"(?<={re.escape(text[0])})(?={re.escape(text[1:])})")
+        return re.compile("|".join(made)) if made else None
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text that the tokenizer decodes from token ids, special tokens spelled out; skip unknown ids."""
+        return self.tokenizer.decode([i for i in ids if 0 <= i < self.size], skip_special_tokens=False)
+
+    @property
+    def has_chat(self) -> bool:
+        """Return True if the tokenizer has a chat template."""
+        return bool(chat_template(self.files))
+
+    @cached_property
+    def chat(self) -> ChatTemplate:
+        """Return the tokenizer's chat template. Raises ConfigError if it has none."""
+        text = chat_template(self.files)
+        if not text:
+            raise ConfigError(violation("data.chat_template", "", "the tokenizer has none", ["chatml", "a file"]))
+        return ChatTemplate(text, self.named, self.special_tokens)
+
+
+def vocabulary_of(files: TokenizerFiles, given: bool = True) -> Vocabulary:
+    """Construct a vocabulary from a tokenizer's files, name -> bytes. `given`: False if it was trained here. Raises
+    Malformed for files of no tokenizer, and if no special token ends documents."""
+    tokenizer = ConfinedTokenizer(files[JSON]) if given else parse_tokenizer(files[JSON])
+    named = with_usual(tokenizer, named_tokens(settings_of(files)))
+    for role, token in named.items():
+        if half := documents.half_character(token):
+            raise Malformed(f"{role}_token is no text: it has {half}")
+    if not (special := special_ids(tokenizer, named)):
+        raise Malformed("names no token that ends documents; data.end_token=TOKEN does")
+    return Vocabulary(tokenizer, files, named, special, given)
+
+
+def open_vocabulary(folder: Path) -> Vocabulary | None:
+    """Open the tokenizer that `Vocabulary.save` put into a cache entry; None without one. Raises Malformed, OSError."""
+    found = {name: documents.read_bytes(folder / name, 1 << 30) for name in NAMES if (folder / name).is_file()}
+    if JSON not in found:
+        return None
+    return vocabulary_of(found) if CONFIG in found else vocabulary_of(own_files(found), given=False)
+
+
+def own_files(found: TokenizerFiles) -> dict[str, bytes]:
+    """Return the files of a tokenizer trained on the corpus, and one more that names its special tokens."""
+    return with_config(found, OWN)
+
+
+def given_vocabulary(data: Data) -> Vocabulary | None:
+    """Return the tokenizer that data.tokenizer names, with the special tokens and the chat template of other keys of
+    `data`; None if one is to be trained on the corpus. Raises ConfigError."""
+    if data.tokenizer in ("", TRAIN):
+        return None
+    found = read_files(data.tokenizer, data.tokenizer_words)
+    roles = {"eos_token": data.end_token, "bos_token": data.begin_token}
+    if said := {name: token for name, token in roles.items() if token}:
+        found = with_config(found, said)
+    template, added = template_of(data), added_tokens(data)
+    try:
+        tokenizer = ConfinedTokenizer(found[JSON])
+        if lacking := [token for token in said.values() if tokenizer.token_to_id(token) is None and token not in added]:
+            raise Malformed(f"has no token {lacking[0]!r}")
+        if new := [token for token in added if tokenizer.token_to_id(token) is None]:
+            found = {**found, JSON: with_tokens(found[JSON], new)}
+        del tokenizer  # its child is free for the next
+        made = vocabulary_of(found)
+    except Malformed as error:
+        raise ConfigError(violation(KEY, data.tokenizer, str(error), [TRAIN])) from None
+    if CONFIG not in found:
+        named = {f"{role}_token": token for role, token in made.named.items()}
+        found = with_config(found, {"tokenizer_class": OWN["tokenizer_class"], **named})
+    return replace(made, files={**found, TEMPLATE: template.encode()} if template else found)
+
+
+def added_tokens(data: Data) -> list[str]:
+    """Return the special tokens that the keys of `data` add to a tokenizer's own."""
+    return [*data.special_tokens, *(CHATML_TOKENS if data.chat_template == "chatml" else ())]
+
+
+def template_of(data: Data) -> str:
+    """Return the chat template that data.chat_template names, "" if it names none. Raises ConfigError."""
+    if data.chat_template in ("", "chatml"):
+        return CHATML if data.chat_template else ""
+    try:
+        text = documents.read_bytes(data.chat_template, _LARGEST_TEMPLATE).decode()
+    except (Malformed, OSError, UnicodeDecodeError) as error:
+        line = documents.one_line(error)
+        raise ConfigError(violation("data.chat_template", data.chat_template, line, ["chatml"])) from None
+    ChatTemplate(text, {}, [])
+    return text
+
+
+# A byte-level BPE tokenizer that is trained on the corpus, so that every text round-trips and none is unknown; and the
+# encoding of documents, by any tokenizer, in time linear in their text, on all cores, with word of how far it is.
 
 SMALLEST = 257  # entries: one per byte, and END, whose id is 0
 _LONGEST = 4096  # characters: longer words are cut for training

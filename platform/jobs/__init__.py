@@ -1,3 +1,5 @@
 """Jobs: manifests for Kubernetes and scripts for Slurm, written from a run's plan, and what runs inside of them: Ray on
 every node, and the supervisor that starts a lost driver again.
+
+Its files in reading order: kubernetes, job_state, job_options, planned_run, pods, rank, ray_node, slurm, supervisor.
 """

@@ -15,8 +15,15 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from platform.boundary.command_line import DONE, command_line, refusal_status, run_command
-from platform.boundary.refusals import ConfigError, as_refusal, violation
+from platform.boundary.refusals import (
+    DONE,
+    ConfigError,
+    as_refusal,
+    command_line,
+    refusal_status,
+    run_command,
+    violation,
+)
 from platform.boundary.terminal import print_line
 from platform.config.key import SECONDS
 
@@ -58,8 +65,8 @@ def _options(kind: Any, given: argparse.Namespace, **more: Any) -> Any:
 
 def _write(given: argparse.Namespace) -> int:
     """Print the job that the command line asks for, or write it to a file."""
+    from platform.jobs.job_options import JobOptions, KubernetesOptions, SlurmOptions, options_page
     from platform.jobs.kubernetes import kubernetes_claim, kubernetes_job
-    from platform.jobs.options import JobOptions, KubernetesOptions, SlurmOptions, options_page
     from platform.jobs.slurm import slurm_job
 
     kubernetes = given.command == "kubernetes"
@@ -93,21 +100,21 @@ def _print(lines: Iterable[str]) -> int:
 
 def _status(given: argparse.Namespace) -> int:
     """Print the state of the run in a run directory, by its drivers; return the exit status."""
-    from platform.jobs.look.lives import status_lines
+    from platform.jobs.job_state import status_lines
 
     return _print(status_lines(given.run_dir))
 
 
 def _logs(given: argparse.Namespace) -> int:
     """Print the ends of the logs in a run directory; return the exit status."""
-    from platform.jobs.look.logs import log_lines
+    from platform.jobs.job_state import log_lines
 
     return _print(log_lines(given.run_dir, given.name, max(1, given.lines)))
 
 
 def _keep(given: argparse.Namespace) -> int:
     """Save the end of Ray's logs in the run directory when this process is stopped; return the exit status."""
-    from platform.jobs.look.logs import keep_at_the_end
+    from platform.jobs.job_state import keep_at_the_end
 
     keep_at_the_end(given.run_dir)
     return DONE
@@ -138,8 +145,7 @@ def _node(given: argparse.Namespace) -> int:
 
 def _pod(given: argparse.Namespace) -> int:
     """Run torchrun in this pod of a job, and in the first pod the supervisor; return the exit status."""
-    from platform.jobs.pods.pod import run_pod
-    from platform.jobs.pods.torch_node import PodOptions
+    from platform.jobs.pods import PodOptions, run_pod
     from platform.jobs.supervisor import Supervision
 
     return run_pod(_options(PodOptions, given), _options(Supervision, given, launch=given.launch or []))

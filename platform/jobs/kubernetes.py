@@ -9,13 +9,12 @@ from typing import Any
 import yaml
 
 from platform.boundary.refusals import refuse_all, violation
-from platform.config.durations import job_seconds
-from platform.config.groups.execution_group import Monitor
-from platform.jobs.options import KubernetesOptions, take_options
-from platform.jobs.planned_run import TEMPLATES, PlannedRun, as_typed, fill, folded, plan_job, within
-from platform.jobs.sizing import GIB, JobSize
-from platform.monitor.sinks.sink_table import secrets_of_sinks
-from platform.plan.language.numbers import count_of
+from platform.config.groups import Monitor
+from platform.config.key import job_seconds
+from platform.jobs.job_options import KubernetesOptions, take_options
+from platform.jobs.planned_run import GIB, TEMPLATES, JobSize, PlannedRun, as_typed, fill, folded, plan_job, within
+from platform.monitor.sinks.sink_process import secrets_of_sinks
+from platform.plan.layout import count_of
 
 _HEAD = {"cuda": {"cpu": "8", "memory": "32Gi"}, "cpu": {"cpu": "1", "memory": "4Gi"}}
 _DISK = {"cuda": "50Gi", "cpu": "5Gi"}  # of a node's own disk: logs, and what Ray spills

@@ -7,11 +7,10 @@ import shlex
 from collections.abc import Sequence
 
 from platform.boundary.refusals import ConfigError, violation
-from platform.jobs.options import SlurmOptions, lacking_options
-from platform.jobs.planned_run import TEMPLATES, PlannedRun, fill, folded, plan_job
-from platform.jobs.sizing import GIB
-from platform.monitor.sinks.sink_table import secrets_of_sinks
-from platform.plan.language.numbers import count_of
+from platform.jobs.job_options import SlurmOptions, lacking_options
+from platform.jobs.planned_run import GIB, TEMPLATES, PlannedRun, fill, folded, plan_job
+from platform.monitor.sinks.sink_process import secrets_of_sinks
+from platform.plan.layout import count_of
 
 
 def slurm_job(typed: Sequence[str], config_dir: str | None = None) -> str:

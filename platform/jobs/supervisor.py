@@ -12,27 +12,114 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
+from platform.boundary import schema
 from platform.boundary.interrupts import end_handling
 from platform.boundary.refusals import ConfigError, as_refusal, violation
-from platform.boundary.schema import Malformed
+from platform.boundary.schema import Malformed, OpenMap, Span, Text
 from platform.boundary.terminal import print_line
-from platform.cluster.crew.base.signals import REASON
-from platform.cluster.crew.launchers.leftovers import deaf_to_term
-from platform.cluster.crew.launchers.ray_session import job_config
-from platform.cluster.run import traces
-from platform.cluster.run.directory import lock_or_owner
-from platform.jobs.retries import CLOSED, DRIVERS, ENDED, STARTED, TERMINATED, DriverEnd, read_drivers, spent, verdict
-from platform.launch import DONE, FAILED, STOPPED
-from platform.monitor.records.json_lines import JsonLines
+from platform.cluster import run_directory
+from platform.cluster.crew.leftovers import deaf_to_term
+from platform.cluster.crew.ray_session import job_config
+from platform.cluster.crew.signals import REASON
+from platform.cluster.run_directory import lock_or_owner
+from platform.launch import DONE, FAILED, REFUSED, STOPPED
+from platform.monitor import json_records
+from platform.monitor.json_records import JsonLines, Seconds, Steps
+
+# The retry rule of jobs, said once for Kubernetes and Slurm: which end of a driver is followed by another one.
+#
+# A driver is one process of `python -m platform.launch`. `drivers.jsonl` in the run directory has a line when one
+# starts and one when it has ended, written by the supervisor beside it; a start without an end is a driver that was
+# lost with its node, and its supervisor too.
+#
+# | how a driver ends | then | costs a retry |
+# |---|---|---|
+# | 0, done; 1, it gave up; 2, refused | the job ends with that status | |
+# | 75, after SIGTERM or when the job's time is over | the job ends; it can be continued | |
+# | 75 otherwise | the same command again | unless steps were done |
+# | by a signal; 1 without having recorded an end | the same command again | yes |
+# | with its node | the scheduler brings the job back, then as above | yes |
+
+DRIVERS = "drivers.jsonl"  # in the run directory
+STARTED, ENDED, CLOSED = "started", "ended", "closed"
+TERMINATED = 128 + signal.SIGTERM  # exit status of a job that was told to end, and has saved
+_WORD = Annotated[str, Text(f"{STARTED}|{ENDED}|{CLOSED}", "started, ended or closed")]
+_STATUS = Annotated[int, Span(-64, 255)]
+_LINE = Annotated[
+    dict[str, Any],
+    OpenMap((("event", _WORD), ("time", Seconds), ("step", Steps), ("status", _STATUS)), ("event", "time")),
+]
+
+
+@dataclass(frozen=True)
+class DriverEnd:
+    """End of one driver. `status`: status of its process, negative for the number of a signal; `recorded`: its journal
+    has an end of it; `advanced`: the run has a step more than when it started; `asked`: the stop signal that this job
+    got, 0 for none; `over`: the job's time is over."""
+
+    status: int
+    recorded: bool = True
+    advanced: bool = False
+    asked: int = 0
+    over: bool = False
+
+    @property
+    def lost(self) -> bool:
+        """Return True if the driver was killed: by a signal, or by a library that left no time to record it."""
+        killed = self.status < 0 or self.status > 128
+        return killed or (self.status not in (DONE, REFUSED, STOPPED) and not self.recorded)
+
+    @property
+    def costs(self) -> bool:
+        """Return True if starting the driver again after this end costs one of the job's retries."""
+        return self.lost or (self.status == STOPPED and not self.advanced)
+
+
+def verdict(end: DriverEnd, spent: int, retries: int, elsewhere: bool) -> int | None:
+    """Return the exit status with which a job ends after this `end` of its driver; None if the same command is started
+    again at once. `spent`: retries spent, this end's included; `retries`: retries allowed; `elsewhere`: True if the
+    scheduler starts a job again that ends with status 75."""
+    if end.asked == signal.SIGTERM or end.asked == signal.SIGINT:
+        return DONE if end.status == DONE else TERMINATED
+    if end.lost or end.status == STOPPED:
+        if spent > retries:
+            return FAILED
+        return STOPPED if end.over or end.asked or (end.status == STOPPED and elsewhere) else None
+    return end.status if end.status in (DONE, REFUSED) else FAILED
+
+
+def spent(lines: Iterable[dict[str, Any]]) -> int:
+    """Count the retries that a job has spent, from the lines of drivers.jsonl since a job last ended there: drivers
+    that were lost, or stopped without a step."""
+    count, running = 0, False
+    for line in lines:
+        if line["event"] == STARTED:
+            count += running  # the one before has no end: it was lost with its supervisor
+            running = True
+        elif line["event"] == ENDED:
+            count += bool(line.get("costs"))
+            running = False
+        else:
+            count, running = 0, False
+    return count + running
+
+
+def read_drivers(run_dir: Path) -> list[dict[str, Any]]:
+    """Read the lines of drivers.jsonl in a run directory, [] if there is none. Raises Malformed, OSError."""
+    try:
+        return list(json_records.lines(run_dir / DRIVERS, lambda line: schema.read(_LINE, line)))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
 
 LOCK = "supervisor.lock"  # in the run directory
 LAUNCHER = (sys.executable, "-m", "platform.launch")
@@ -154,11 +241,11 @@ class Supervisor:
         if used:
             print_line(f"supervisor: {used} of {self._o.retries} retries are spent")
         while True:
-            before = seen(traces.steps, run_dir, 0)
+            before = seen(run_directory.steps, run_dir, 0)
             record.append({"event": STARTED, "time": time.time(), "step": before})
             status = self._one_driver()
-            after, over = seen(traces.steps, run_dir, 0), self._end is not None and time.monotonic() >= self._end
-            recorded = seen(traces.orphaned, run_dir, None) is None
+            after, over = seen(run_directory.steps, run_dir, 0), self._end is not None and time.monotonic() >= self._end
+            recorded = seen(run_directory.orphaned, run_dir, None) is None
             end = DriverEnd(status, recorded, after > before, self._asked, over)
             used += end.costs
             line = {"event": ENDED, "time": time.time(), "step": after, "status": status, "costs": end.costs}
@@ -189,12 +276,14 @@ class Supervisor:
 
     def _leaving(self, run_dir: Path, status: int) -> float:
         """Return the seconds to wait until leaving nodes are gone, as another driver on them would stop too."""
-        return self._o.notice if status == STOPPED and seen(traces.noticed, run_dir, False) else 0.0
+        return self._o.notice if status == STOPPED and seen(run_directory.noticed, run_dir, False) else 0.0
 
     def _over(self, run_dir: Path) -> list[str]:
         """Return ["checkpoint.resume=never"] if the last driver was lost before its first checkpoint, else []."""
         chosen = any(word.lstrip("+").startswith("checkpoint.resume=") for word in self._o.launch)
-        return ["checkpoint.resume=never"] if not chosen and seen(traces.has_nothing_saved, run_dir, False) else []
+        return (
+            ["checkpoint.resume=never"] if not chosen and seen(run_directory.has_nothing_saved, run_dir, False) else []
+        )
 
     def _rest(self, seconds: float) -> bool:
         """Wait before the job's next driver is started; return True if the job was asked to stop meanwhile."""

@@ -1,18 +1,20 @@
 """Registry of models by name. A model is a class with `sizes`, `inputs`, `parameters()` and `forward(ops, inputs)`,
-written in named dims against `Ops`; no rank, layout or collective is named here."""
+written in named dims against `Ops`; no rank, layout or collective is named here.
+
+Its files in reading order: layers, attention, feed_forward, transformer, branches, losses.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from typing import Any
 
-from platform.config.extending.own_settings import admit, with_settings
+from platform.config.extensions import admit, with_settings
 from platform.config.fields import OBJECTIVES
 from platform.config.fields import Model as ModelConfig
-from platform.config.layout_map import allow_dims
-from platform.model.encoder_decoder import EncoderDecoder
-from platform.model.transformer import Decoder, Encoder
-from platform.model.two_layer import TwoLayer
-from platform.plan.language.mistakes import as_model_mistakes
+from platform.config.layout_rules import allow_dims
+from platform.model.branches import TwoLayer
+from platform.model.transformer import Decoder, Encoder, EncoderDecoder
+from platform.plan.scheme import as_model_mistakes
 
 MODELS: dict[str, Any] = {
     "decoder": Decoder,
@@ -33,7 +35,7 @@ def register_model(
     settings: type | None = None,
 ) -> None:
     """Register a user's model class as `model.kind=NAME`: `model(config.model)` must satisfy
-    `platform.plan.core.chunks.RecordableModel`. `objectives`: the values of data.objective that it allows, the default
+    `platform.plan.chunks.RecordableModel`. `objectives`: the values of data.objective that it allows, the default
     first. `dims`: dims that only this model has, which tensor.layout may then split. `settings`: a dataclass of
     model.settings, which `model` gets as `settings`."""
     admit("model.kind", name, settings, model)

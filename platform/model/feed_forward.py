@@ -8,9 +8,8 @@ from typing import Any
 
 from platform.config.fields import Model as ModelConfig
 from platform.model.layers import STD, Layer, Residual, StackSpecs, expert_width
-from platform.plan.language.functions import Router
-from platform.plan.language.ops import Parameter, Spec
-from platform.plan.operations.words import Ops
+from platform.plan.model_types import Parameter, Router, Spec
+from platform.plan.operations.registry import Ops
 
 # activation -> (pointwise function, True if it gates a second projection (Shazeer 2020))
 ACTIVATIONS = {

@@ -8,9 +8,8 @@ from math import ceil, log
 from typing import Any
 
 from platform.config.fields import Model as ModelConfig
-from platform.plan.language.functions import RotaryScaling
-from platform.plan.language.ops import Parameter, Spec
-from platform.plan.operations.words import Ops
+from platform.plan.model_types import Parameter, RotaryScaling, Spec
+from platform.plan.operations.registry import Ops
 
 Activations = dict[str, Any]  # name -> activation that one unit of a model passes to the next
 

@@ -10,24 +10,23 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from platform.boundary.own_code import OwnCodeError, own_code
-from platform.boundary.refusals import violation
-from platform.config.extending.own_settings import admit, with_settings
+from platform.boundary.refusals import OwnCodeError, own_code, violation
+from platform.config.extensions import admit, with_settings
 from platform.config.fields import WEIGHTED, Config, loss_of, objective_of
-from platform.plan.core.plan import Plan
-from platform.plan.language.functions import CROSS_ENTROPY
-from platform.plan.language.numbers import count_of
-from platform.plan.language.ops import LOSSES as KINDS
+from platform.plan.layout import count_of
+from platform.plan.model_types import CROSS_ENTROPY
+from platform.plan.model_types import LOSSES as KINDS
+from platform.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from platform.parallel.kernels.chunked.loss import TokenLoss
+    from platform.runtime.chunked_loss import TokenLoss
 
 LOSSES: dict[str, Callable[..., Any] | None] = {CROSS_ENTROPY: None}
 
 
 def register_loss(name: str, loss: Callable[..., Any], settings: type | None = None) -> None:
     """Register a user's loss for models as `train.loss=NAME`. `loss` maps a model's statements about labels
-    (`platform.parallel.kernels.chunked.loss.Likelihood`: `log_probability` of the label, `log_sum_exp` of the logits,
+    (`platform.runtime.chunked_loss.Likelihood`: `log_probability` of the label, `log_sum_exp` of the logits,
     `mean_log_probability` over vocab, tensors of one number per label) to the loss of each label, elementwise and
     differentiably. The loss of a step is the mean over its labels. `settings`: a dataclass of train.loss_settings,
     which `loss` gets as `settings`."""
@@ -66,7 +65,7 @@ def _mistake(function: Callable[..., Any], name: str, settings: str) -> str:
     `name`, tried here on a few random labels with its `settings`, given as JSON."""
     import torch
 
-    from platform.parallel.kernels.chunked.loss import Likelihood
+    from platform.runtime.chunked_loss import Likelihood
 
     loss = with_settings(function, "train.loss", name, json.loads(settings))
     logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
-from platform.costs.parts import BUBBLE, COMPUTING, DATA, OPTIMIZER, REST, SNAPSHOT
-from platform.monitor.records.step_events import Replanning
-from platform.plan.language.numbers import count_of
-from platform.plan.reports.describe import shown_seconds
+from platform.monitor.events import Replanning
+from platform.plan.layout import count_of
+from platform.plan.plan_summary import BUBBLE, COMPUTING, DATA, OPTIMIZER, REST, SNAPSHOT, shown_seconds
 
-Parts = Mapping[str, float]  # name of a part (`platform.costs.parts`) -> seconds
+Parts = Mapping[str, float]  # name of a part (`platform.plan.plan_summary`) -> seconds
 
 NEAR = 0.05  # share of a prediction up to which a step takes as long as predicted
 LEAST = 0.01  # share of a step below which a part is among the rest

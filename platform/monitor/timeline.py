@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
-from platform.plan.schedule.gantt import Bar, gantt_svg
-from platform.plan.schedule.simulate import Simulation, TimedAction, simulate
-from platform.plan.schedule.table import COMPUTE, SENDS, Action, Kind, Rows, Schedule
+from platform.plan.gantt import Bar, gantt_svg
+from platform.plan.schedule import COMPUTE, SENDS, Action, Kind, Rows, Schedule
+from platform.plan.simulate import Simulation, TimedAction, simulate
 
 KEPT_STEPS = 20  # the last ones are kept for the trace
 WAIT = "bubble"  # clock section in which a worker waits for another stage

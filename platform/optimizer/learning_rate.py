@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from platform.config.extending.own_settings import admit, with_settings
+from platform.config.extensions import admit, with_settings
 from platform.config.fields import Optimizer
-from platform.plan.language.numbers import count_of
+from platform.plan.layout import count_of
 
 
 def _progress(o: Optimizer, step: int, steps: int) -> float:

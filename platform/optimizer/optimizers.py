@@ -2,16 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from platform.config.extending.own_settings import admit, with_settings
+from platform.boundary.refusals import closest, violation
+from platform.config.extensions import admit, with_settings
 from platform.config.fields import Config, Optimizer
-from platform.optimizer.scratch import Update, scratch_of_adafactor, scratch_of_muon
+from platform.plan.layout import at_zero
+from platform.plan.model_types import Parameter
+from platform.plan.plan import Plan
+from platform.plan.step_collectives import summed_sizes
 
 if TYPE_CHECKING:
-    import torch  # at run time only where used: planning reads OPTIMIZERS and must not wait for torch's import
+    import torch
+
+
+# Temporary memory of updates: what an optimizer allocates, beside its state, while it updates a worker's parameters.
+# Pure Python, for forecasts.
+
+
+@dataclass(frozen=True)
+class Update:
+    """Update of the parameters of a worker at mesh coordinates `at` of a plan. `parts`: elements of each parameter of
+    which it updates a part."""
+
+    plan: Plan
+    at: Mapping[str, int]
+    parts: Mapping[str, int]
+
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes per element of the master copies that the optimizer updates."""
+        return self.plan.itemsize["master"]
+
+    @property
+    def largest(self) -> int:
+        """Return the bytes of the largest part of a parameter that the worker's optimizer update changes."""
+        return self.itemsize * max(self.parts.values(), default=0)
+
+
+def scratch_of_muon(o: Optimizer, update: Update) -> int:
+    """Return the bytes of temporary memory of one Muon update: Nesterov's sums of all matrices at once, if used, plus
+    the most that one bucket needs: its gathered buffer and the larger of its shard (0 if not sharded) and the
+    Newton-Schulz iteration of its largest matrix."""
+    plan, wide = update.plan, update.itemsize
+    ahead = sum(n for name, n in update.parts.items() if name in plan.matrices) if o.nesterov else 0
+    most = 0
+    for b in plan.buckets:
+        some = [p for p in b.parameters if p.name in plan.matrices]
+        if some and at_zero(b.only, update.at):
+            made = max(_orthogonal(plan, p, wide) for p in some)
+            apart = b.shard_elements if b.sharded else 0
+            most = max(most, wide * (b.elements + apart), wide * b.elements + made)
+    return wide * ahead + most
+
+
+def scratch_of_adafactor(o: Optimizer, update: Update) -> int:
+    """Return the bytes of temporary memory of one Adafactor update: the second moments of the largest parameter,
+    rebuilt from its rows and columns, and the sums over ranks for all parameters."""
+    plan = update.plan
+    if not plan.factored:
+        return update.largest
+    most = max((n for name, n in update.parts.items() if name in plan.factored), default=0)
+    return 2 * (most + sum(map(sum, summed_sizes(plan).values()))) * update.itemsize
+
+
+def _orthogonal(plan: Plan, p: Parameter, wide: int) -> int:
+    """Return the peak bytes of temporary memory while Muon gathers a parameter's matrices and makes them
+    orthogonal (`muon.orthogonal`). `wide`: bytes per element of master copies."""
+    number, rows, columns = p.matrices(plan.planner.shape(p, plan.joined(p)))
+    n, square = number * rows * columns, number * min(rows, columns) ** 2
+    half = plan.itemsize["compute"] == 2
+    whole = wide * n if plan.joining(p) else 0
+    narrow, item = (2 * n, 2) if half else (0, wide)
+    iterated = item * (2 * n + 2 * square)
+    turned = item * n * (1 + (rows > columns)) if not half else item * n * (rows > columns) + max(item, wide) * n
+    return whole + narrow + max(iterated, turned)
+
+
+def parts_of(plan: Plan, at: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """Yield (name, elements) for each parameter of which the worker at mesh coordinates `at` updates a part: the
+    entries of `Update.parts`."""
+    for p in plan.at(at["stage"]).parameters:
+        if p.name not in plan.frozen and plan.present(p, at):
+            start, stop = plan.shard_range(p, at)
+            if stop > start:
+                yield p.name, stop - start
 
 
 ELEMENT = "element"
@@ -53,21 +131,21 @@ def _sgd(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
 
 def _lion(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
     """Construct the Lion optimizer of parameter groups, by config.optimizer `o`."""
-    from platform.optimizer.lion import Lion
+    from platform.optimizer.update_rules import Lion
 
     return Lion(groups, o.lr, (o.betas[0], o.betas[1]))
 
 
 def _muon(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
     """Construct the Muon optimizer of parameter groups; groups with `matrix` set hold parts of whole matrices."""
-    from platform.optimizer.muon import Muon
+    from platform.optimizer.update_rules import Muon
 
     return Muon(groups, o)
 
 
 def _adafactor(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
     """Construct the Adafactor optimizer of parameter groups, by config.optimizer `o`."""
-    from platform.optimizer.adafactor import Adafactor
+    from platform.optimizer.update_rules import Adafactor
 
     return Adafactor(groups, o)
 
@@ -182,3 +260,114 @@ def register_optimizer(
         raise ValueError(f"needs={needs!r}: must be {ELEMENT}, {' or '.join(FEWEST_DIMS)}")
     admit("optimizer.kind", name, settings, make)
     OPTIMIZERS[name] = OptimizerKind(make, moments, needs=needs or find_need)
+
+
+# Parameter groups: which parameters an optimizer updates alike, and which are matrices to Muon. Pure Python.
+
+
+def factors_of(o: Optimizer, name: str) -> tuple[float, float]:
+    """Return a parameter's factors on (learning rate, weight decay): of the first matching optimizer.groups, else 1."""
+    found = next((group for group in o.groups if re.fullmatch(group["match"], name)), {})
+    return found.get("lr", 1.0), found.get("weight_decay", 1.0)
+
+
+def group_parameters(
+    o: Optimizer, parameters: Iterable[Parameter], owned: Mapping[str, Any], matrices: Collection[str]
+) -> list[dict[str, Any]]:
+    """Divide parameters into the groups, as torch's optimizers take them, that share decay and factors, none empty:
+    dicts of `params`, their `names`, `weight_decay`, `lr_factor` and `matrix` (True for Muon's matrices). `owned`: name
+    -> tensor to update; `matrices`: names of the parameters that Muon updates as whole matrices."""
+    found: dict[tuple[float, float, bool], dict[str, Any]] = {}
+    for p in sorted((p for p in parameters if p.name in owned), key=lambda p: not p.decay):
+        lr, decay = factors_of(o, p.name)
+        kind = lr, o.weight_decay * decay if p.decay else 0.0, p.name in matrices
+        names = {"params": [], "names": [], "lr_factor": kind[0], "weight_decay": kind[1], "matrix": kind[2]}
+        group = found.setdefault(kind, names)
+        group["params"].append(owned[p.name])
+        group["names"].append(p.name)
+    return list(found.values())
+
+
+def find_matrices(o: Optimizer, plan: Plan) -> list[str]:
+    """Return the names of the parameters of two or more dims that Muon updates as whole matrices: all that
+    optimizer.matrices matches; by default the weights of layers except the last, which gives logits, and no tables."""
+    uses: dict[str, list[bool]] = {}
+    for operation in (o.operation for o in plan.operations.values()):
+        hidden = operation.kind == "project" and all(spec.region != "logits" for spec in operation.outputs)
+        for p in operation.parameters:
+            uses.setdefault(p.name, []).append(hidden)
+    many = [p.name for p in plan.parameters if _is_matrix(p)]
+    if o.matrices:
+        return [name for name in many if re.fullmatch(o.matrices, name)]
+    return [name for name in many if all(uses.get(name, [False]))]
+
+
+def find_factored(plan: Plan) -> list[str]:
+    """Return the names of the trained matrices whose second moments Adafactor keeps by row and column."""
+    return [p.name for p in plan.parameters if _is_matrix(p) and p.decay and p.name not in plan.frozen]
+
+
+def _is_matrix(p: Parameter) -> bool:
+    """Return True if a parameter is a matrix, or one for each expert."""
+    return len(p.dims) - p.stacked > 1
+
+
+def violations_of_patterns(config: Config, plan: Plan) -> Iterator[str]:
+    """Yield a refusal line for each pattern in optimizer.groups that matches no parameter of the plan, for groups that
+    the optimizer does not keep, and for Adafactor or Muon without a matrix to train."""
+    o, names = config.optimizer, [p.name for p in plan.parameters]
+    for i, group in enumerate(o.groups):
+        if not any(re.fullmatch(group["match"], name) for name in names):
+            legal = [re.escape(name) for name in closest(group["match"], names)[:3]]
+            yield violation(f"optimizer.groups.{i}.match", group["match"], "matches no parameter of the model", legal)
+    if o.groups and not keeps_groups(o):
+        constraint = f"optimizer.kind={o.kind} does not keep the groups of which it is made, and so not their factors"
+        yield violation("optimizer.groups", o.groups, constraint, [[]])
+    if o.kind == "adafactor" and not plan.factored:
+        yield violation("optimizer.kind", o.kind, "no matrix is trained", ["adamw"])
+    if o.kind == "muon" and not plan.matrices:
+        yield violation(
+            "optimizer.matrices",
+            o.matrices,
+            "matches no matrix that is trained",
+            [""] if o.matrices else ["optimizer=adamw"],
+        )
+
+
+# Check that a plan does not split tensors that the optimizer needs whole: pure Python without torch, so that refusals
+# are quick.
+
+
+def need_of(o: Optimizer) -> str:
+    """Return how much of a parameter the optimizer must see at once for an update: `element`, `tensor` or `matrix`."""
+    need = OPTIMIZERS[o.kind].needs
+    return need if isinstance(need, str) else need(o)
+
+
+def split_violations(config: Config, plan: Plan) -> Iterator[str]:
+    """Yield a refusal line if the plan gives the configured optimizer parts of tensors that it needs whole (it would
+    silently compute different updates); the line names the axes that split them and the nearest legal choices."""
+    need, kind = need_of(config.optimizer), config.optimizer.kind
+    if need == ELEMENT:
+        return
+    split = {p.name: _axes(plan, p) for p in plan.parameters if len(p.dims) >= FEWEST_DIMS[need] and _split(plan, p)}
+    if not split:
+        return
+    over = {a for found in split.values() for a in found}
+    (name, _), *more = split.items()
+    axes = "+".join(plan.mesh.ordered(over)) or "padding"
+    also = f" and {len(more)} more" if more else ""
+    constraint = f"updates each {need} as a whole, and {name}{also} is split over {axes}"
+    legal = [k for k, other in OPTIMIZERS.items() if other.needs == ELEMENT]
+    zero = over and over <= {*plan.sharded}
+    yield violation("optimizer.kind", kind, constraint, [*legal, *(["parallel.zero=0"] if zero else [])])
+
+
+def _split(plan: Plan, p: Parameter) -> bool:
+    """Return True if the plan gives a rank only a part of the parameter, not all that the optimizer may need."""
+    return plan.bucket_of[p.name].shards > 1 or plan.local_shape(p) != plan.global_shape(p)
+
+
+def _axes(plan: Plan, p: Parameter) -> list[str]:
+    """Return the mesh axes, of more than one rank, that split a parameter which the optimizer needs whole."""
+    return [a for a in plan.split_over(p) if plan.mesh.extent((a,)) > 1]

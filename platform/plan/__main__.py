@@ -19,26 +19,34 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from platform.boundary.command_line import DONE, FAILED, command_line, run_command, typed_command
 from platform.boundary.documents import VALUES, from_json, read_bytes
-from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
+from platform.boundary.refusals import (
+    DONE,
+    FAILED,
+    ConfigError,
+    as_refusal,
+    command_line,
+    refuse_all,
+    run_command,
+    typed_command,
+    violation,
+)
 from platform.boundary.schema import Malformed
 from platform.boundary.terminal import print_line, print_refusals, visible
-from platform.cluster.run.commands import with_values
+from platform.cluster.shown_commands import with_values
 from platform.config.fields import Config
-from platform.costs.machine import Hardware
 from platform.launch import compose
-from platform.plan.core.build import without_collecting
-from platform.plan.core.plan import Plan
-from platform.plan.core.step_collectives import communication
-from platform.plan.language.numbers import count_of
-from platform.plan.language.tiers import Tiers
-from platform.plan.reports.describe import human
-from platform.plan.reports.explain import render
-from platform.plan.reports.screen import closing, screen
-from platform.planning.explaining.explained import explained
-from platform.planning.make_plan import make_plan
-from platform.planning.step_price import picture, read_hardware, usual_hardware
+from platform.plan.layout import count_of
+from platform.plan.plan import Plan
+from platform.plan.plan_builder import without_collecting
+from platform.plan.plan_summary import human
+from platform.plan.step_collectives import communication
+from platform.predict.hardware import Hardware
+from platform.predict.make_plan import make_plan
+from platform.predict.plan_report import render
+from platform.predict.plan_screen import closing, explained, screen
+from platform.predict.step_price import picture, read_hardware, usual_hardware
+from platform.predict.tier_traffic import Tiers
 
 MOST = 64 << 20  # bytes of a file for --diff: of thousands of ranks, groups are long lists
 
@@ -90,7 +98,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 def _compare(given: Sequence[str]) -> int:
     """Run the command line `python -m platform.plan compare`; return its exit status."""
-    from platform.planning.measured.comparison import (  # with numpy
+    from platform.predict.measured_runs import (  # with numpy  # fmt: skip
         CONSTANTS,
         FITTED,
         as_data,
@@ -99,8 +107,8 @@ def _compare(given: Sequence[str]) -> int:
         is_share,
         leave_one_out,
         marked_runs,
-    )  # fmt: skip
-    from platform.planning.measured.measured_runs import read_runs
+        read_runs,
+    )
 
     parser = command_line("plan compare", COMPARE)
     parser.add_argument("table", metavar="TABLE.csv", help="a row per measured run")
@@ -137,7 +145,7 @@ def _calibrate(text: str) -> str:
 
 def _calibrate_hardware(given: Sequence[str]) -> int:
     """Run the command line `python -m platform.plan calibrate`; return its exit status."""
-    from platform.cluster.crew.base.failures import NoPlaces
+    from platform.cluster.crew.failures import NoPlaces
 
     parser = command_line("plan calibrate", CALIBRATE)
     parser.add_argument("overrides", nargs="*", help="where and in what to measure: cluster=..., precision=...")
@@ -152,17 +160,17 @@ def _calibrate_hardware(given: Sequence[str]) -> int:
 
 def _write_hardware(given: argparse.Namespace) -> int:
     """Measure, for the command line, and write the file; return the exit status."""
-    from platform.cluster import calibrate
-    from platform.cluster.crew.base.failures import WorkerFailed
-    from platform.cluster.crew.base.signals import Stopped, StopSignals
-    from platform.cluster.crew.launchers import torchrun
-    from platform.cluster.run.resources import available_workers
+    from platform.cluster import calibration_run
+    from platform.cluster.crew import torchrun
+    from platform.cluster.crew.failures import WorkerFailed
+    from platform.cluster.crew.signals import Stopped, StopSignals
+    from platform.cluster.resources import available_workers
     from platform.doctor import folder_of_workers
 
     output = Path(given.output)
     _refuse_output(output, given.overwrite)
     like = read_hardware(given.like) if given.like else None
-    config = compose([*calibrate.TINY, *given.overrides], given.config_dir)
+    config = compose([*calibration_run.TINY, *given.overrides], given.config_dir)
     workers = max(1, available_workers(config.cluster)) if given.workers is None else given.workers
     if workers < 1:
         raise ConfigError(violation("--workers", workers, "must be at least 1"))
@@ -172,7 +180,7 @@ def _write_hardware(given: argparse.Namespace) -> int:
         return DONE
     try:
         with StopSignals(), folder_of_workers(config, CALIBRATION) as folder:
-            text = calibrate.calibration(config, workers, folder, like, given.tiny)
+            text = calibration_run.calibration(config, workers, folder, like, given.tiny)
     except WorkerFailed as error:
         print_refusals("calibrate", [f"{error}; its log: {error.culprit.log}"])
         return FAILED
@@ -278,7 +286,7 @@ def _composed_for(arguments: argparse.Namespace, overrides: Sequence[str]) -> Co
 
 def _compared_plans(arguments: argparse.Namespace) -> int:
     """Print what differs between the two plans that `--diff` names, as text or JSON; return the exit status."""
-    from platform.plan.reports.difference import NoExplanation, difference_lines, plan_differences
+    from platform.predict.plan_screen import NoExplanation, difference_lines, plan_differences
 
     one, other = (_plan_of_diff(arguments, given) for given in arguments.diff)
     try:
@@ -310,7 +318,7 @@ def _plan_of_diff(arguments: argparse.Namespace, given: str) -> Any:
 def _choose_for(config: Config, arguments: argparse.Namespace) -> None:
     """Choose the open keys of a configuration, in place, for --workers; print the choice or, as plan.top says, the best
     plans."""
-    from platform.planning.search.chosen import choice_line, choose_plan, ranked_table
+    from platform.predict.search import choice_line, choose_plan, ranked_table
 
     if not arguments.workers:
         raise ConfigError(violation("--workers", "", "must be given, for the planner to choose for", ["--workers=8"]))
@@ -322,7 +330,7 @@ def _choose_for(config: Config, arguments: argparse.Namespace) -> None:
 
 def _check(plan: Plan, as_json: bool) -> int:
     """Print what of a plan would compute another number than one process, or that nothing does; return the status."""
-    from platform.plan.check.plan_check import unsound
+    from platform.plan.plan_check import unsound
 
     lines = unsound(plan)
     if as_json:
@@ -357,7 +365,7 @@ def _draw(path: Path, image: str) -> None:
 def _shrink(config: Config, memory: float, as_json: bool) -> Iterator[str]:
     """Yield one printable line, text or JSON, per plan that the run would have as it loses workers one by one. A plan
     holds from its own number of workers down to one more than the next line has; `memory`: bytes per worker."""
-    from platform.planning.replan import shrinking
+    from platform.predict.replan import shrinking
 
     if not as_json:
         yield f"{'workers':>7}  {'idle':>4}  {'bytes per step':>14}  mesh"

@@ -14,8 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from platform.boundary.command_line import DONE, command_line, run_command
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import DONE, ConfigError, command_line, run_command, violation
 from platform.boundary.terminal import phase, print_line
 from platform.report.page import page_html
 from platform.report.page_data import WatchedRun, page_data

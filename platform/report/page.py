@@ -9,7 +9,7 @@ from functools import cache
 from html import escape
 from typing import Any
 
-from platform.data.show.html_head import allowed, html_head
+from platform.data.html_head import allowed, html_head
 from platform.report.panel_table import STATIC
 
 _STYLES = ("uPlot.min.css", "page.css")

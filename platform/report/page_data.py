@@ -19,19 +19,18 @@ import numpy as np
 from platform.boundary import documents
 from platform.boundary.refusals import ConfigError, in_words
 from platform.boundary.schema import Malformed
-from platform.cluster.run import traces
+from platform.cluster import run_directory
 from platform.config.fields import Config
-from platform.monitor.records import events
-from platform.monitor.records.columns import Columns
-from platform.monitor.records.journal_event import JournalEvent
-from platform.monitor.records.records import JOURNAL, METRICS
-from platform.plan.language.numbers import count_of
-from platform.plan.reports.describe import human
+from platform.monitor import events
+from platform.monitor.events import JournalEvent
+from platform.monitor.json_records import JOURNAL, METRICS
+from platform.monitor.metrics import Columns
+from platform.plan.layout import count_of
+from platform.plan.plan_summary import human
 from platform.report import account
-from platform.report.headline import state_line, tiles
+from platform.report.account import state_line, tiles
 from platform.report.panel_table import all_panels, panel_table, shows
-from platform.status.owner import owner_of
-from platform.status.seen_run import Look, look
+from platform.status.seen_run import Look, look, owner_of
 
 _NUMBERS = 120_000  # about so many numbers of curves are put into a page, and at most so many points into a curve:
 _POINTS = (60, 1000)
@@ -79,7 +78,7 @@ class WatchedRun:
     def signature(self) -> list[Any]:
         """Return what changes with the files of the run directory, but for its metrics, and with its driver's death."""
         found: list[Any] = [owner_of(self.directory)]
-        for name in (JOURNAL, traces.CONFIG, traces.PLAN, traces.LOCK, _TIMELINE):
+        for name in (JOURNAL, run_directory.CONFIG, run_directory.PLAN, run_directory.LOCK, _TIMELINE):
             with suppress(OSError):
                 state = (self.directory / name).stat()
                 found.append((state.st_mtime_ns, state.st_size))
@@ -296,7 +295,7 @@ def _shown_plan(plan: dict[str, Any], faults: list[str]) -> dict[str, Any]:
         rows = [[name, *("+".join(region.get(dim, ())) or "-" for dim in dims)] for name, region in regions.items()]
     except (ValueError, TypeError, KeyError, AttributeError):
         if plan:
-            faults.append(f"{traces.PLAN} is not a plan of this version")
+            faults.append(f"{run_directory.PLAN} is not a plan of this version")
         return {}
     return {"facts": {name: fact for name, fact in facts.items() if fact}, "table": [["region", *dims], *rows]}
 
@@ -314,8 +313,8 @@ def _pictures(run: WatchedRun, config: Config | None) -> Iterator[tuple[str, str
         except Malformed:
             run.faults.append(f"{_TIMELINE} has more than {_PICTURE} bytes, and is not shown")
     if config and config.pipeline.stages > 1 and not config.extend:  # no code of others is run
-        from platform.planning.make_plan import make_plan
-        from platform.planning.step_price import picture
+        from platform.predict.make_plan import make_plan
+        from platform.predict.step_price import picture
 
         with suppress(ConfigError):
             plan = make_plan(config, None)

@@ -16,10 +16,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from platform.boundary.command_line import command_line, run_command
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, command_line, run_command, violation
 from platform.boundary.terminal import visible
-from platform.status.facts import ago_text, clock_text, facts, rows_of
+from platform.status.run_facts import ago_text, clock_text, facts, rows_of
 from platform.status.seen_run import RUNS, Look, look, newest_runs, run_directory
 
 WELL, ATTENTION = 0, 1  # exit statuses, beside REFUSED

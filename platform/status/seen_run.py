@@ -4,7 +4,9 @@ version, and the verdict on it. Nothing there is changed.
 
 from __future__ import annotations
 
+import re
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,14 +19,40 @@ from typing import Any
 from platform.boundary import documents, schema
 from platform.boundary.refusals import ConfigError, as_refusal, violation
 from platform.boundary.schema import Malformed
-from platform.cluster.run import traces
+from platform.cluster import run_directory as traces
+from platform.cluster.run_directory import LOCK
 from platform.config.fields import Config
-from platform.monitor.records import events, metrics, records
-from platform.monitor.records.journal_event import JournalEvent
-from platform.monitor.records.live import LIVE, read_live
-from platform.monitor.records.records import JOURNAL, METRICS
+from platform.monitor import events, json_records, metrics
+from platform.monitor.events import JournalEvent
+from platform.monitor.journal import LIVE, kernel_state, read_live
+from platform.monitor.json_records import JOURNAL, METRICS
 from platform.monitor.verdict import Evidence, Verdict, verdict_on
-from platform.status.owner import owner_of
+from platform.monitor.verdict.evidence import ALIVE, GONE, STOPPED, UNKNOWN
+
+# The driver that owns a run directory, as its lock names it, and whether that process lives on this machine.
+
+
+def owner_of(directory: Path) -> tuple[str, str]:
+    """Return the driver that a run directory's lock names, "process 7 on host", and its state; "" without a lock."""
+    owner = ""
+    with suppress(OSError, ValueError):
+        owner = documents.one_line(documents.read_bytes(directory / LOCK))
+    return owner, owner_state(owner)
+
+
+def owner_state(owner: str) -> str:
+    """Return the state of the process that a run directory's lock names, ALIVE, STOPPED, GONE or UNKNOWN."""
+    # the lock itself is not tried: a driver that starts at this moment would take that for another driver
+    found = re.fullmatch(r"process (\d{1,9}) on (.+)", owner)
+    if not found or found[2] != socket.gethostname() or not Path("/proc/self").exists():
+        return UNKNOWN
+    return process_state(int(found[1]))
+
+
+def process_state(pid: int) -> str:
+    """Return whether a process of this machine is ALIVE, STOPPED by a signal or a debugger, or GONE."""
+    return {"T": STOPPED, "t": STOPPED, "Z": GONE, "X": GONE, "": GONE}.get(kernel_state(pid), ALIVE)
+
 
 RUNS = "runs"  # folder of the runs of a working directory
 _FILES = (traces.CONFIG, traces.PLAN, traces.LOCK, JOURNAL, METRICS, LIVE)
@@ -72,7 +100,7 @@ def run_directory(place: str) -> Iterator[Path]:
     if "://" not in place:
         yield Path(place)
         return
-    from platform.boundary.files.file_storage import open_storage
+    from platform.boundary.storage import open_storage
 
     folder = Path(tempfile.mkdtemp(prefix="run-"))
     try:
@@ -113,8 +141,8 @@ def _tolerant(torn: list[str], name: str, read: Any, otherwise: Any) -> Any:
 
 def _plan(directory: Path) -> dict[str, Any]:
     """Return the summary in a run directory's plan.json. Raises Malformed, OSError."""
-    raw = documents.read_bytes(directory / traces.PLAN, records.LARGEST)
-    return schema.read(dict[str, Any], documents.from_json(raw, records.LARGEST))
+    raw = documents.read_bytes(directory / traces.PLAN, json_records.LARGEST)
+    return schema.read(dict[str, Any], documents.from_json(raw, json_records.LARGEST))
 
 
 def _journal(directory: Path, torn: list[str]) -> list[JournalEvent]:
@@ -130,7 +158,7 @@ def _journal(directory: Path, torn: list[str]) -> list[JournalEvent]:
 
 def _rows(directory: Path) -> list[dict[str, Any]]:
     """Return the last rows of a run directory's metrics, a step once. Raises Malformed, OSError."""
-    return metrics.valid_rows(records.last(directory / METRICS, metrics.read_row))
+    return metrics.valid_rows(json_records.last(directory / METRICS, metrics.read_row))
 
 
 def _wrote(directory: Path) -> float:

@@ -20,44 +20,53 @@ import torch.distributed as dist
 
 from platform.boundary import schema
 from platform.boundary.documents import error_line
-from platform.boundary.files.file_storage import open_storage
 from platform.boundary.schema import Real
-from platform.checkpoint.in_memory.copies import peers_of
-from platform.checkpoint.in_memory.snapshots import RankSnapshots
-from platform.checkpoint.storage.catalogue import load_manifest
-from platform.checkpoint.storage.file_report import FileReport
+from platform.boundary.storage import open_storage
+from platform.checkpoint.catalogue import load_manifest
+from platform.checkpoint.manifest import FileReport
+from platform.checkpoint.snapshots import RankSnapshots, peers_of
 from platform.config.fields import Config, SentConfig
 from platform.data.corpus import corpus_of
 from platform.optimizer.optimizers import preload_imports
-from platform.parallel.communicator.base import SingleRank
-from platform.parallel.communicator.host_memory import HostMemory
-from platform.parallel.communicator.meeting import connected, meet
-from platform.parallel.communicator.progress import PROGRESS
-from platform.parallel.compiled import may_compile, uncompiled
-from platform.parallel.deterministic import deterministic
-from platform.plan.core.plan_data import digest
-from platform.plan.language.mesh import Mesh
-from platform.plan.schedule.rows import StageRows
-from platform.planning.answering import groups_of
-from platform.planning.make_plan import make_plan
-from platform.train.generation.generator import Generator
-from platform.train.health.gauges import GAUGES
-from platform.train.observed import Observed
-from platform.train.protocol.asked import AskedTexts, Choice, Scored, Written
-from platform.train.protocol.replies import Built, Copied, Differences, Joined, StepReport, Taken, Unrestored, Unwritten
-from platform.train.recovery import urls
-from platform.train.recovery.source import Source, is_divided
-from platform.train.recovery.verify import differing
-from platform.train.step.faults import Fault
-from platform.train.step.step_report import Combiner, count_rest
-from platform.train.step.trainer import Trainer
-from platform.train.step.training_state import State, all_gather_values, tried
+from platform.plan.layout import Mesh
+from platform.plan.plan_data import digest
+from platform.plan.simulate import StageRows
+from platform.predict.choose_schedule import groups_of
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import SingleRank
+from platform.runtime.compilation import deterministic, may_compile, uncompiled
+from platform.runtime.host_memory import HostMemory
+from platform.runtime.process_groups import connected, meet
+from platform.runtime.progress import PROGRESS
+from platform.train import environment_proof
+from platform.train.faults import Fault
+from platform.train.gauges import GAUGES
+from platform.train.generator import Generator
+from platform.train.replies import (
+    AskedTexts,
+    Built,
+    Choice,
+    Copied,
+    Differences,
+    Joined,
+    Scored,
+    StepReport,
+    Taken,
+    Unrestored,
+    Unwritten,
+    Written,
+)
+from platform.train.state_recovery import Source, differing, is_divided
+from platform.train.step_report import Combiner, count_rest
+from platform.train.trainer import Trainer
+from platform.train.training_state import State, all_gather_values, tried
+from platform.train.worker_records import Observed
 
 
 class Worker(Observed):
     """Member `number` of a crew: answers the driver's calls in a worker's process. In each generation it is seated as
     one of the ranks or is a spare. Arguments of calls are read as the signatures here declare them, results as
-    `platform.train.protocol.replies` does. `run_dir`: the run directory; `threads`: number of torch's threads on the
+    `platform.train.replies` does. `run_dir`: the run directory; `threads`: number of torch's threads on the
     CPU.
 
     The driver's calls in a generation are, in order: `prove`, `form`, `build`, perhaps `restore`, `recover` or `begin`,
@@ -135,7 +144,7 @@ class Worker(Observed):
         fresh: bool = True,
     ) -> Built:
         """Build this rank's weights, optimizer and data in the mesh that it has joined; return their size and the
-        device's. `rows`: the schedule rows of this stage, from `platform.plan.schedule.rows.StageRows.plain`;
+        device's. `rows`: the schedule rows of this stage, from `platform.plan.simulate.StageRows.plain`;
         `domains`: the node of every rank, None if all run on one; `corpus`: the folder in which the driver has found
         the tokens, "" for none; `reach`: axes of collectives -> the widest tier of the cluster that their groups span;
         `fresh`: True gives the weights their initial values; False if `restore` or `recover` follows."""
@@ -307,7 +316,7 @@ class Worker(Observed):
 
     def write(self, directory: str) -> None:
         """Start a thread that writes this rank's last `snapshot` to `directory` of the checkpoint storage."""
-        storage = open_storage(urls.home(self.config))
+        storage = open_storage(environment_proof.home(self.config))
         writer = futures.ThreadPoolExecutor(1, "checkpoint")
         self._written = writer.submit(self.state.image.write, storage, directory)
         writer.shutdown(wait=False)  # its thread ends after the write
@@ -326,7 +335,7 @@ class Worker(Observed):
         """Restore this rank's training state from the checkpoint `directory`, of any plan, in the storage that the run
         resumes from or, if `own`, saves to. Return None on success, else why the state is undefined now, alike on all
         ranks."""
-        storage = open_storage(urls.home(self.config) if own else urls.source(self.config)[0])
+        storage = open_storage(environment_proof.home(self.config) if own else environment_proof.source(self.config)[0])
         manifest = load_manifest(storage, directory)  # an error here concerns this rank alone, and fails it
         failed = tried(lambda: self.state.restore(storage, directory, manifest))
         if self.config.elastic.interval and not failed:

@@ -12,23 +12,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from platform.boundary.command_line import command_line, run_command
-from platform.boundary.files.file_storage import open_storage
-from platform.boundary.files.local_files import writing_to
-from platform.boundary.files.undo import missing_directories, remove_empty
+from platform.boundary.local_files import missing_directories, remove_empty, writing_to
 from platform.boundary.redaction import bare_url
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, command_line, run_command, violation
+from platform.boundary.storage import open_storage
 from platform.boundary.terminal import visible
-from platform.checkpoint.storage import catalogue
-from platform.checkpoint.storage.manifest import Refused
-from platform.data.tokenizers.tokenizer_files import has_tokenizer
-from platform.weights.averages import with_averages
-from platform.weights.beside import beside, to_export, vocabulary_in
+from platform.checkpoint import catalogue
+from platform.checkpoint.manifest import Refused
+from platform.data.tokenizer_files import has_tokenizer
 from platform.weights.exporting import SHARD, TYPES, export_model, exportable
-from platform.weights.families.known import FAMILIES
-from platform.weights.folder import SavedModel
-from platform.weights.importing import import_model, importable
-from platform.weights.translate import stored_model
+from platform.weights.families import FAMILIES
+from platform.weights.importing import import_model, importable, with_averages
+from platform.weights.model_folder import SavedModel, beside, to_export, vocabulary_in
+from platform.weights.tensor_names import stored_model
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 

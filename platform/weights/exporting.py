@@ -12,22 +12,29 @@ from typing import Any
 
 from torch import Tensor
 
-from platform.boundary.files.file_storage import Storage, all_or_nothing
 from platform.boundary.refusals import ConfigError, refuse_all, violation
+from platform.boundary.storage import Storage, all_or_nothing
 from platform.boundary.terminal import phase
-from platform.checkpoint.blocks.buffer import DTYPES
+from platform.checkpoint.buffer import DTYPES
 from platform.checkpoint.interchange import write_safetensors
+from platform.checkpoint.manifest import Manifest
 from platform.checkpoint.moves import read_tensor
-from platform.checkpoint.storage.manifest import Manifest
 from platform.config.fields import Model
-from platform.data.vocabulary import Vocabulary
-from platform.weights.beside import token_ids
-from platform.weights.families.family import Family
-from platform.weights.families.keys import Found, Free
-from platform.weights.folder import CONFIG, INDEX, SINGLE
+from platform.data.tokenizer import Vocabulary
+from platform.weights.config_keys import Family, Found, Free
 from platform.weights.importing import SOURCE
-from platform.weights.names import Stored, parameters_of, stored_tensors
-from platform.weights.translate import config_of, expressing, family_of, meaning, model_keys, stored_model
+from platform.weights.model_folder import CONFIG, INDEX, SINGLE, token_ids
+from platform.weights.tensor_names import (
+    Stored,
+    config_of,
+    expressing,
+    family_of,
+    meaning,
+    model_keys,
+    parameters_of,
+    stored_model,
+    stored_tensors,
+)
 
 METADATA = {"format": "pt"}
 TYPES = ("float64", "float32", "bfloat16", "float16")

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from platform.config.fields import Config
-from platform.parallel.communicator.base import Communicator, SingleRank
-from platform.plan.core.plan import Plan
-from platform.planning.make_plan import make_plan
-from platform.train.generation.generator import Generator
-from platform.train.protocol.asked import AskedTexts, Choice, Scored, Written
-from platform.train.step.trainer import Trainer
+from platform.plan.plan import Plan
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import Communicator, SingleRank
+from platform.train.generator import Generator
+from platform.train.replies import AskedTexts, Choice, Scored, Written
+from platform.train.trainer import Trainer
 from tests.harness import reference_transformer
 from tests.harness.oracle import configure, trainer_of
 from tests.harness.threads import run_threads

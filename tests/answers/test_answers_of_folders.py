@@ -9,8 +9,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from platform.data.chat_templates import CHATML
 from platform.data.tokenizer import train_tokenizer
-from platform.data.tokenizers.chat import CHATML
 from platform.evaluate import main as evaluate
 from platform.generate import main as generate
 from tests.data.tokenizers.texts import sources

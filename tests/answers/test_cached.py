@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from platform.boundary.refusals import ConfigError
-from platform.plan.operations.attention.cached import RememberOp
-from platform.planning.make_plan import make_plan
-from platform.train.generation.batch import Batch
-from platform.train.protocol.asked import Choice
+from platform.plan.operations.attention import RememberOp
+from platform.predict.make_plan import make_plan
+from platform.train.generator import Batch
+from platform.train.replies import Choice
 from tests.answers.cached import logits_seen, say, some_texts, uncached, whole_weights
 from tests.harness.oracle import MODELS, configure
 from tests.harness.pairwise import cover, product

@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 import torch
 
-from platform.planning.make_plan import make_plan
-from platform.train.generation.generator import choose, restricted
-from platform.train.protocol.asked import AskedTexts, Choice
+from platform.predict.make_plan import make_plan
+from platform.train.generator import choose, restricted
+from platform.train.replies import AskedTexts, Choice
 from tests.answers.cached import say, uncached, whole_weights
 from tests.harness.oracle import MODELS, configure
 

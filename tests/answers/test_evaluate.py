@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from platform.checkpoint.__main__ import main as checkpoint
-from platform.cluster.generation.trained import find_trained
+from platform.cluster.session import find_trained
 from platform.config.fields import Config
 from platform.data.corpus import corpus_of
 from platform.evaluate import main as evaluate

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from platform.checkpoint.__main__ import main as checkpoint
-from platform.cluster.generation.trained import find_trained
+from platform.cluster.session import find_trained
 from platform.generate import main as generate
 from platform.generate import sorted_words
 from platform.weights.__main__ import main as weights
-from platform.weights.beside import vocabulary_in
+from platform.weights.model_folder import vocabulary_in
 from tests.answers.conftest import SENTENCES
 from tests.harness import reference_transformer
 

@@ -12,8 +12,8 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.checkpoint.__main__ import main as verify
-from platform.cluster.generation import answer_memory, session
-from platform.cluster.generation.outputs import Lines, WholeFile
+from platform.cluster import asked_model, session
+from platform.cluster.answer_scores import Lines, WholeFile
 from platform.evaluate import main as evaluate
 from platform.generate import main as generate
 from tests.harness.disks import small_disk
@@ -89,7 +89,7 @@ def test_damage_beside_a_checkpoint_is_found(learned, tmp_path, capsys):
 
 @pytest.mark.parametrize("beams", [10**6, 2**53])
 def test_beams_beyond_the_memory(refusal, beams, monkeypatch):
-    monkeypatch.setattr(answer_memory, "machine_memory", lambda: 10e9)
+    monkeypatch.setattr(asked_model, "machine_memory", lambda: 10e9)
     line = refusal(generate, "the", "--tokens", "2", "--beams", str(beams))
     assert line.startswith(f"generate: --beams={beams}: needs at least") and "; nearest legal: " in line
     fit = line.rpartition(": ")[2]
@@ -98,7 +98,7 @@ def test_beams_beyond_the_memory(refusal, beams, monkeypatch):
 
 
 def test_texts_at_a_time_beyond_the_memory(refusal, monkeypatch):
-    monkeypatch.setattr(answer_memory, "machine_memory", lambda: 10**6)
+    monkeypatch.setattr(asked_model, "machine_memory", lambda: 10**6)
     assert refusal(generate, *["the"] * 40, "--batch", "40", "--tokens", "2").startswith("generate: --batch=40: needs")
 
 
@@ -118,7 +118,7 @@ def test_an_output_that_cannot_be_written(refusal, place, tmp_path, monkeypatch)
 
 
 def test_a_refusal_leaves_no_output(refusal, tmp_path, monkeypatch):
-    monkeypatch.setattr(answer_memory, "machine_memory", lambda: 10**6)
+    monkeypatch.setattr(asked_model, "machine_memory", lambda: 10**6)
     refusal(generate, "the", "--beams", "100000", "--out", str(tmp_path / "out"))
     (tmp_path / "table").write_text("before")
     refusal(evaluate, "--json", str(tmp_path / "table"), "--split", "validation", "data.path=/nowhere")

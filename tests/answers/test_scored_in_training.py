@@ -8,12 +8,12 @@ from functools import cache
 import pytest
 import torch
 
-from platform.cluster.generation.asked_model import AskedModel
-from platform.parallel.communicator.base import Communicator, SingleRank
-from platform.planning.make_plan import make_plan
-from platform.train.generation.batch import Batch
-from platform.train.protocol.asked import AskedTexts
-from platform.train.step.trainer import Trainer
+from platform.cluster.asked_model import AskedModel
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import Communicator, SingleRank
+from platform.train.generator import Batch
+from platform.train.replies import AskedTexts
+from platform.train.trainer import Trainer
 from platform.train.worker import Worker
 from tests.answers.cached import uncached
 from tests.harness.oracle import MODELS, configure, trainer_of

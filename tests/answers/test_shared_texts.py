@@ -6,18 +6,18 @@ from collections import Counter
 
 import pytest
 
-from platform.parallel.kernels.in_panels import panels
-from platform.plan.communication.rule import Conversion, relayout_steps
-from platform.plan.communication.traffic import label, moved_bytes
-from platform.plan.core import passes
-from platform.plan.core.passes import PassShape, memory_unit, rows_at_once, sharing
-from platform.plan.language.layout import Layout
-from platform.plan.memory.metered_pass import answer_bytes
-from platform.plan.operations.attention.cached import KeyValueCache
-from platform.planning.answering import answering_model
-from platform.planning.make_plan import make_plan
-from platform.train.generation import batch, generator
-from platform.train.protocol.asked import Choice
+from platform.plan import generation_passes
+from platform.plan.generation_passes import PassShape, memory_unit, rows_at_once, sharing
+from platform.plan.layout import Layout
+from platform.plan.operation_plan import label, moved_bytes
+from platform.plan.operations.attention import KeyValueCache
+from platform.plan.rule import Conversion, relayout_steps
+from platform.predict.choose_schedule import answering_model
+from platform.predict.make_plan import make_plan
+from platform.predict.memory_budget import answer_bytes
+from platform.runtime import panels
+from platform.train import generator
+from platform.train.replies import Choice
 from tests.answers.cached import say, some_texts
 from tests.answers.test_cached import OTHERS, TOKENS, examine
 from tests.harness.oracle import MODELS, configure
@@ -49,9 +49,9 @@ MORE = {
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch):
     """Texts of a few tokens are long."""
-    for module in (passes, batch):
+    for module in (generation_passes, generator):
         monkeypatch.setattr(module, "PIECE", 4)
-    monkeypatch.setattr(batch, "ROUND", 2)
+    monkeypatch.setattr(generator, "ROUND", 2)
 
 
 def shared(**more):

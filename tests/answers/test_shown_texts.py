@@ -15,9 +15,9 @@ from platform.generate import main as generate
 from platform.launch import main as launch
 from platform.model import MODELS as KINDS
 from platform.model.transformer import Decoder
-from platform.parallel.communicator.base import Communicator, SingleRank
-from platform.planning.answering import groups_of, violations_of_asking
-from platform.planning.make_plan import make_plan
+from platform.predict.choose_schedule import groups_of, violations_of_asking
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import Communicator, SingleRank
 from platform.train.worker import Worker
 from tests.answers.cached import louder
 from tests.harness.oracle import MODELS, Tokens, configure, trainer_of

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from platform.launch import compose
-from platform.parallel.kernels.chunked.loss import Classes
+from platform.runtime.chunked_loss import Classes
 from tests.harness.card import Counted, of_an_update, of_the_loss
 
 GPT = ["+experiment=one_gpu"]

@@ -28,20 +28,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
-from platform.boundary.files.file_storage import open_storage
-from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.chain import shares
-from platform.checkpoint.blocks.placement import Block, HeldTensor
+from platform.boundary.storage import open_storage
+from platform.checkpoint.blocks import Block, Box, HeldTensor, shares
+from platform.checkpoint.buffer import Image
+from platform.checkpoint.catalogue import begin, commit, load_manifest  # noqa: E402
+from platform.checkpoint.manifest import Meta
 from platform.checkpoint.moves import restore  # noqa: E402
-from platform.checkpoint.storage.catalogue import begin, commit, load_manifest  # noqa: E402
-from platform.checkpoint.storage.image import Image
-from platform.checkpoint.storage.manifest import Meta
 from platform.config.fields import Config, Model  # noqa: E402
-from platform.parallel.communicator.base import SingleRank  # noqa: E402
-from platform.plan.schedule.rows import stage_rows  # noqa: E402
-from platform.planning.choose_schedule import schedule_of  # noqa: E402
-from platform.planning.make_plan import make_plan  # noqa: E402
-from platform.train.step.trainer import Trainer  # noqa: E402
+from platform.plan.simulate import stage_rows  # noqa: E402
+from platform.predict.choose_schedule import schedule_of  # noqa: E402
+from platform.predict.make_plan import make_plan  # noqa: E402
+from platform.runtime.communicator import SingleRank  # noqa: E402
+from platform.train.trainer import Trainer  # noqa: E402
 from tests.harness.oracle import Tokens, read  # noqa: E402
 
 META = Meta(step=1, samples=1, seed=0, corpus="", identity={}, configuration="", plan={})

@@ -29,16 +29,20 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from platform.config.fields import Config  # noqa: E402
-from platform.data.show.documents_work import busiest, work_of_documents  # noqa: E402
-from platform.data.tokens.even_rows import evened  # noqa: E402
-from platform.data.tokens.packing import best_fit  # noqa: E402
-from platform.parallel.communicator.base import Communicator, SingleRank  # noqa: E402
-from platform.parallel.kernels.in_panels import panels  # noqa: E402
-from platform.plan.core.plan import Plan  # noqa: E402
-from platform.plan.language.mesh import Mesh  # noqa: E402
-from platform.plan.language.stretches import Stretch  # noqa: E402
-from platform.plan.reports.attention_work import ranks_of_context  # noqa: E402
-from platform.planning.make_plan import make_plan  # noqa: E402
+from platform.data.packing import (
+    best_fit,  # noqa: E402
+    evened,  # noqa: E402
+)
+from platform.data.step_view import busiest, work_of_documents  # noqa: E402
+from platform.plan.layout import (
+    Mesh,  # noqa: E402
+    Stretch,  # noqa: E402
+)
+from platform.plan.plan import Plan  # noqa: E402
+from platform.plan.plan_summary import ranks_of_context  # noqa: E402
+from platform.predict.make_plan import make_plan  # noqa: E402
+from platform.runtime import panels  # noqa: E402
+from platform.runtime.communicator import Communicator, SingleRank  # noqa: E402
 from tests.benchmarks.packed_rows import MODEL, PATIENCE  # noqa: E402
 from tests.benchmarks.peers.pairs import OURS, PEER, Seen, Step, compare, take_turns  # noqa: E402
 from tests.harness.oracle import Tokens, configure, trainer_of  # noqa: E402

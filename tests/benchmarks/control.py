@@ -27,7 +27,7 @@ from platform.cluster import driver  # noqa: E402
 from platform.config.fields import Config  # noqa: E402
 from platform.launch import compose  # noqa: E402
 from platform.monitor import JsonLines  # noqa: E402
-from platform.planning.make_plan import make_plan  # noqa: E402
+from platform.predict.make_plan import make_plan  # noqa: E402
 from tests.doubles import simulated_worker  # noqa: E402
 from tests.doubles.simulated_crew import Call, SimulatedCrew  # noqa: E402
 

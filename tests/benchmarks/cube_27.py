@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from platform.plan.core.step_collectives import communication  # noqa: E402
+from platform.plan.step_collectives import communication  # noqa: E402
 from tests.harness.oracle import assemble, compare, configure, counted, run, serial  # noqa: E402
 
 MODEL = {"layers": 2, "d_model": 36, "heads": 9, "d_ff": 144, "length": 9, "vocab": 61}

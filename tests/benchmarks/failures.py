@@ -23,10 +23,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = str(ROOT)
 
-from platform.cluster.crew.base.crew import ByRank, Crew  # noqa: E402
-from platform.cluster.crew.base.failures import WorkerFailed  # noqa: E402
-from platform.cluster.crew.base.job import Job  # noqa: E402
-from platform.cluster.crew.open import open_crew  # noqa: E402
+from platform.cluster.crew.crew import ByRank, Crew  # noqa: E402
+from platform.cluster.crew.failures import WorkerFailed  # noqa: E402
+from platform.cluster.crew.job import Job  # noqa: E402
+from platform.cluster.crew.launchers import open_crew  # noqa: E402
 from platform.config.fields import Config  # noqa: E402
 
 

@@ -1,4 +1,4 @@
-"""Whether the real runtime, run on torch's fake tensors, could forecast memory in place of `platform.plan.memory`.
+"""Whether the real runtime, run on torch's fake tensors, could forecast memory in place of `platform.predict`.
 
     python tests/benchmarks/fake_memory.py
 
@@ -28,14 +28,14 @@ from platform.config.fields import Config  # noqa: E402
 from platform.launch import compose  # noqa: E402
 from platform.model import build_model, register_model  # noqa: E402
 from platform.model.layers import dim_sizes  # noqa: E402
-from platform.parallel.communicator.base import Communicator, SingleRank  # noqa: E402
-from platform.plan.core.plan import Plan  # noqa: E402
-from platform.plan.language.ops import Parameter, Spec  # noqa: E402
-from platform.plan.memory.measured_passes import measure  # noqa: E402
-from platform.plan.memory.meter import Meter  # noqa: E402
-from platform.planning.make_plan import make_plan  # noqa: E402
-from platform.planning.memory_budget import needed_bytes  # noqa: E402
-from platform.train.step.trainer import Trainer  # noqa: E402
+from platform.plan.model_types import Parameter, Spec  # noqa: E402
+from platform.plan.plan import Plan  # noqa: E402
+from platform.predict.footprint import measure  # noqa: E402
+from platform.predict.make_plan import make_plan  # noqa: E402
+from platform.predict.memory_budget import needed_bytes  # noqa: E402
+from platform.predict.meter import Meter  # noqa: E402
+from platform.runtime.communicator import Communicator, SingleRank  # noqa: E402
+from platform.train.trainer import Trainer  # noqa: E402
 from tests.harness.card import AsOnNccl, Cached  # noqa: E402
 from tests.harness.live import Live, count  # noqa: E402
 from tests.harness.oracle import configure, trainer_of  # noqa: E402

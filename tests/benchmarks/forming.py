@@ -15,18 +15,18 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from platform.checkpoint.blocks.chain import shares
-from platform.checkpoint.blocks.placement import Piece
-from platform.checkpoint.in_memory.memory_map import MemoryMap
+from platform.checkpoint.blocks import Piece, shares
 from platform.checkpoint.moves import World, readers_of
+from platform.checkpoint.snapshots import MemoryMap
 from platform.launch import compose
-from platform.parallel.communicator import host_memory, torch_distributed
-from platform.parallel.communicator.torch_distributed import ProcessGroups
-from platform.parallel.communicator.tree import relatives
-from platform.plan.core.step_collectives import communicators, process_groups
-from platform.planning.make_plan import make_plan
-from platform.planning.snapshot_price import NODE
-from platform.train.step.training_state import held_of
+from platform.plan.step_collectives import communicators, process_groups
+from platform.predict.make_plan import make_plan
+from platform.predict.recovery_price import NODE
+from platform.runtime import host_memory
+from platform.runtime import process_groups as torch_distributed
+from platform.runtime.host_memory import relatives
+from platform.runtime.process_groups import ProcessGroups
+from platform.train.training_state import held_of
 from tests.parallel.communicator.test_forming import SIZES, CountedDist, counted, planned
 
 

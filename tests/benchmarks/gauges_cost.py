@@ -20,14 +20,14 @@ import torch
 
 from platform.config.fields import Config
 from platform.monitor import MetricsLog, MetricsRow
-from platform.parallel.communicator.base import SingleRank
-from platform.plan.core.plan import Plan
-from platform.planning.make_plan import make_plan
-from platform.train.health import gauges
-from platform.train.health.gauges import Gauges, gauge_sources
-from platform.train.protocol.replies import GAUGES, StepReport
-from platform.train.step.step_report import Combiner
-from platform.train.step.trainer import SECTIONS
+from platform.plan.plan import Plan
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import SingleRank
+from platform.train import gauges
+from platform.train.gauges import Gauges, gauge_sources
+from platform.train.replies import GAUGES, StepReport
+from platform.train.step_report import Combiner
+from platform.train.trainer import SECTIONS
 from tests.harness.oracle import configure, trainer_of
 
 ROUNDS = 300

@@ -16,8 +16,8 @@ import torch
 from torch.autograd import DeviceType
 
 from platform.config.fields import Config
-from platform.parallel.communicator.base import SingleRank
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import SingleRank
 from tests.benchmarks.step_time import GPU_SIZES, PlainLoop
 from tests.harness.oracle import trainer_of
 

@@ -19,8 +19,8 @@ from itertools import product
 import torch
 
 from platform.config.fields import Config
-from platform.parallel.communicator.base import SingleRank
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import SingleRank
 from tests.harness.oracle import MODELS, configure, trainer_of
 from tests.harness.reference_model import ReferenceModel
 

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from platform.config.fields import Config  # noqa: E402
-from platform.parallel.communicator.base import Communicator  # noqa: E402
-from platform.plan.core.plan import Plan  # noqa: E402
-from platform.planning.make_plan import make_plan  # noqa: E402
-from platform.planning.memory_budget import footprints  # noqa: E402
+from platform.plan.plan import Plan  # noqa: E402
+from platform.predict.make_plan import make_plan  # noqa: E402
+from platform.predict.memory_budget import footprints  # noqa: E402
+from platform.runtime.communicator import Communicator  # noqa: E402
 from tests.harness.oracle import configure  # noqa: E402
 from tests.harness.pool import SIZE, Pool  # noqa: E402
 

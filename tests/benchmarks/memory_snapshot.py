@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch  # noqa: E402
 
-from platform.checkpoint.in_memory.memory_map import MemoryMap  # noqa: E402
+from platform.checkpoint.snapshots import MemoryMap  # noqa: E402
 from platform.config.fields import Config  # noqa: E402
-from platform.planning.make_plan import make_plan  # noqa: E402
-from platform.train.step.training_state import State, held_of  # noqa: E402
+from platform.predict.make_plan import make_plan  # noqa: E402
+from platform.train.training_state import State, held_of  # noqa: E402
 from tests.benchmarks.step_time import SIZES  # noqa: E402
 from tests.harness.memories import opened, take  # noqa: E402
 from tests.harness.oracle import configure, trainer_of  # noqa: E402

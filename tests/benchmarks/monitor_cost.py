@@ -30,9 +30,9 @@ from statistics import mean, median, stdev
 from unittest import mock
 
 from platform import launch
+from platform.monitor.metrics import MetricsRow
 from platform.monitor.monitor import RunMonitor
-from platform.monitor.records.metrics import MetricsRow
-from platform.monitor.sinks.sink_table import SINKS, lack_of_package
+from platform.monitor.sinks.sink_process import SINKS, lack_of_package
 from tests.harness.happenings import EXAMPLES
 
 BATCHES = (3, 9)  # sequences of a step: on two machines, 30 and 110 ms; 100 and 250

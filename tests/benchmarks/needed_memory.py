@@ -20,11 +20,11 @@ import torch  # noqa: E402
 
 from platform.config.fields import Config  # noqa: E402
 from platform.launch import compose  # noqa: E402
-from platform.parallel.communicator.base import SingleRank  # noqa: E402
-from platform.parallel.compiled import may_compile  # noqa: E402
-from platform.plan.core.plan import Plan  # noqa: E402
-from platform.planning.make_plan import make_plan  # noqa: E402
-from platform.planning.memory_budget import footprints  # noqa: E402
+from platform.plan.plan import Plan  # noqa: E402
+from platform.predict.make_plan import make_plan  # noqa: E402
+from platform.predict.memory_budget import footprints  # noqa: E402
+from platform.runtime.communicator import SingleRank  # noqa: E402
+from platform.runtime.compilation import may_compile  # noqa: E402
 from tests.harness.live import count  # noqa: E402
 from tests.harness.oracle import trainer_of  # noqa: E402
 

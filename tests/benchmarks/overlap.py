@@ -31,9 +31,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from platform.config.fields import Config, key_fields  # noqa: E402
-from platform.plan.core.step_collectives import communication  # noqa: E402
-from platform.planning.make_plan import make_plan  # noqa: E402
-from platform.planning.step_price import file_of_hardware  # noqa: E402
+from platform.plan.step_collectives import communication  # noqa: E402
+from platform.predict.make_plan import make_plan  # noqa: E402
+from platform.predict.step_price import file_of_hardware  # noqa: E402
 from tests.benchmarks.peers.pairs import Comparison, Seen, compare  # noqa: E402
 from tests.benchmarks.peers.rows import Row, configured  # noqa: E402
 from tests.testbed.links import INTERFACE, Links, bits_per_second, why_not  # noqa: E402
@@ -72,8 +72,8 @@ def rank_main(
     import torch
     import torch.distributed as dist
 
-    from platform.parallel.communicator.torch_distributed import ProcessGroups
-    from platform.plan.core.step_collectives import process_groups
+    from platform.plan.step_collectives import process_groups
+    from platform.runtime.process_groups import ProcessGroups
     from tests.benchmarks.peers.gpt import Recurring
     from tests.benchmarks.peers.pairs import take_turns
     from tests.harness.oracle import trainer_of

@@ -24,12 +24,12 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from platform.config.fields import Config  # noqa: E402
-from platform.parallel.communicator.base import Communicator, SingleRank  # noqa: E402
-from platform.parallel.kernels.in_panels import panels  # noqa: E402
-from platform.plan.core.plan import Plan  # noqa: E402
-from platform.plan.language.stretches import BLOCK, pairs  # noqa: E402
-from platform.plan.operations.attention import fused_attention  # noqa: E402
-from platform.planning.make_plan import make_plan  # noqa: E402
+from platform.plan.layout import BLOCK, pairs  # noqa: E402
+from platform.plan.operations import fused_attention  # noqa: E402
+from platform.plan.plan import Plan  # noqa: E402
+from platform.predict.make_plan import make_plan  # noqa: E402
+from platform.runtime import panels  # noqa: E402
+from platform.runtime.communicator import Communicator, SingleRank  # noqa: E402
 from tests.benchmarks.peers.pairs import OURS, PEER, Seen, Step, compare, take_turns  # noqa: E402
 from tests.harness.oracle import Tokens, configure, trainer_of  # noqa: E402
 from tests.harness.pool import Pool  # noqa: E402

@@ -25,12 +25,14 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.distributed import pipelining  # noqa: E402
 
-from platform.parallel.communicator.base import Communicator  # noqa: E402
-from platform.parallel.pipeline import PipelineExecutor  # noqa: E402
-from platform.plan.schedule.rows import stage_rows  # noqa: E402
-from platform.plan.schedule.simulate import simulate  # noqa: E402
-from platform.planning.choose_schedule import schedule_of  # noqa: E402
-from platform.planning.make_plan import make_plan  # noqa: E402
+from platform.plan.simulate import (
+    simulate,  # noqa: E402
+    stage_rows,  # noqa: E402
+)
+from platform.predict.choose_schedule import schedule_of  # noqa: E402
+from platform.predict.make_plan import make_plan  # noqa: E402
+from platform.runtime.communicator import Communicator  # noqa: E402
+from platform.runtime.pipeline import PipelineExecutor  # noqa: E402
 from tests.harness.oracle import configure  # noqa: E402
 from tests.harness.pool import Pool  # noqa: E402
 

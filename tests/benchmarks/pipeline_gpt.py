@@ -31,9 +31,9 @@ from torch.distributed import pipelining  # noqa: E402
 
 from platform.config.fields import Config  # noqa: E402
 from platform.config.fields import Model as ModelConfig  # noqa: E402
-from platform.parallel.communicator.base import Communicator  # noqa: E402
-from platform.plan.core.plan import Plan  # noqa: E402
-from platform.planning.make_plan import make_plan  # noqa: E402
+from platform.plan.plan import Plan  # noqa: E402
+from platform.predict.make_plan import make_plan  # noqa: E402
+from platform.runtime.communicator import Communicator  # noqa: E402
 from tests.harness.oracle import Tokens, configure, trainer_of  # noqa: E402
 from tests.harness.pool import Pool  # noqa: E402
 

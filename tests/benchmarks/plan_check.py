@@ -12,9 +12,9 @@ import time
 from collections.abc import Sequence
 
 from platform.launch import compose
-from platform.plan.check.plan_check import unsound
-from platform.plan.core.plan import Plan
-from platform.planning.make_plan import make_plan
+from platform.plan.plan import Plan
+from platform.plan.plan_check import unsound
+from platform.predict.make_plan import make_plan
 
 LARGE = ["train.global_batch=1024", "precision=bf16"]
 EXPERTS = [  # 674B parameters, most of them of 256 experts in each of 58 layers

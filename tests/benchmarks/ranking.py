@@ -20,13 +20,12 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from platform.cluster.calibrate import TINY
-from platform.costs.calibration import Seen, as_file, calibration_rounds, hardware_of_rounds
+from platform.cluster.calibration_run import TINY
 from platform.launch import compose
-from platform.planning.make_plan import make_plan
-from platform.planning.measured.comparison import as_text, compare
-from platform.planning.measured.measured_runs import MeasuredRun, counted_flops
-from platform.planning.step_price import read_hardware, step_configs, work_of
+from platform.predict.calibration import Seen, as_file, calibration_rounds, hardware_of_rounds
+from platform.predict.make_plan import make_plan
+from platform.predict.measured_runs import MeasuredRun, as_text, compare, counted_flops
+from platform.predict.step_price import read_hardware, step_configs, work_of
 from tests.benchmarks.nodes.cases import Case
 from tests.benchmarks.nodes.measured import seconds
 from tests.harness.oracle import configure
@@ -98,9 +97,8 @@ def calibrate_and_step(
     import torch
     import torch.distributed as dist
 
-    from platform.parallel.communicator.meeting import meet
-    from platform.parallel.communicator.torch_distributed import join
-    from platform.train.health.rates import collective_rates, in_groups, kernel_rates
+    from platform.runtime.process_groups import join, meet
+    from platform.train.calibration_rates import collective_rates, in_groups, kernel_rates
     from tests.testbed.ranks import measure_steps
 
     torch.set_num_threads(1)

@@ -17,12 +17,12 @@ from statistics import median
 import pytest
 
 from platform.launch import compose
-from platform.parallel.communicator.base import SingleRank
-from platform.plan.core.step_collectives import communication
 from platform.plan.operations.recorder import Recorder
-from platform.planning.make_plan import make_plan
-from platform.planning.step_price import read_hardware, step_price
-from platform.train.step.trainer import Trainer
+from platform.plan.step_collectives import communication
+from platform.predict.make_plan import make_plan
+from platform.predict.step_price import read_hardware, step_price
+from platform.runtime.communicator import SingleRank
+from platform.train.trainer import Trainer
 from tests.harness.oracle import MODELS, Tokens, configure, trainer_of
 
 SIZES = {"length": 256, "window": 256, "d_model": 512, "heads": 8, "d_ff": 2048, "layers": 4, "vocab": 512}

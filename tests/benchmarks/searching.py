@@ -6,10 +6,10 @@ from __future__ import annotations
 import time
 
 from platform.launch import compose
-from platform.plan.core.build import without_collecting
-from platform.planning.search.best import Field, search
-from platform.planning.search.choice import Space
-from platform.planning.step_price import read_hardware
+from platform.plan.plan_builder import without_collecting
+from platform.predict.contenders import Space
+from platform.predict.search import Field, search
+from platform.predict.step_price import read_hardware
 
 GIVEN = "+experiment=gpt175b", "model=gpt_1t", "plan.search=[all]", "train.global_batch=3072"
 WORKERS, MEMORY = 3072, 80e9

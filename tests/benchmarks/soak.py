@@ -42,10 +42,10 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = str(ROOT)
 
-from platform.config.rules.execution_rules import FAULT_KINDS  # noqa: E402
+from platform.config.run_rules import FAULT_KINDS  # noqa: E402
 from platform.jobs.slurm import slurm_job  # noqa: E402
 from platform.monitor import JsonLines, cost_line, goodput  # noqa: E402
-from platform.monitor.records.events import from_plain  # noqa: E402
+from platform.monitor.events import from_plain  # noqa: E402
 from tests.harness.commands import QUICK, SMALL  # noqa: E402
 from tests.harness.process_tree import descendants, gone, parents  # noqa: E402
 from tests.harness.process_use import Use, members, port_of, words_of  # noqa: E402

@@ -25,9 +25,9 @@ import torch  # noqa: E402
 from platform.config.fields import Config, Model  # noqa: E402
 from platform.model.feed_forward import FeedForward  # noqa: E402
 from platform.model.layers import StackSpecs  # noqa: E402
-from platform.parallel.communicator.base import SingleRank  # noqa: E402
-from platform.planning.make_plan import make_plan  # noqa: E402
-from platform.train.step.trainer import Trainer  # noqa: E402
+from platform.predict.make_plan import make_plan  # noqa: E402
+from platform.runtime.communicator import SingleRank  # noqa: E402
+from platform.train.trainer import Trainer  # noqa: E402
 from tests.harness.oracle import Tokens, trainer_of  # noqa: E402
 from tests.harness.reference_model import ReferenceModel, parameter_groups  # noqa: E402
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = str(ROOT)
 
 from platform.config.fields import Data  # noqa: E402
-from platform.data.sources.texts import stdlib_files  # noqa: E402
+from platform.data.text_sources import stdlib_files  # noqa: E402
 from platform.monitor import JsonLines, MetricsLog  # noqa: E402
 
 MODEL = "model.layers=2 model.d_model=64 model.heads=4 model.length=256 model.vocab=4096 model.d_ff=256".split()

@@ -20,11 +20,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
 
-from platform.parallel.communicator.base import SingleRank  # noqa: E402
-from platform.plan.operations.attention import fused_attention  # noqa: E402
+from platform.plan.operations import fused_attention  # noqa: E402
 from platform.plan.operations.recorder import Recorder  # noqa: E402
-from platform.planning.make_plan import make_plan  # noqa: E402
-from platform.planning.memory_budget import needed_bytes  # noqa: E402
+from platform.predict.make_plan import make_plan  # noqa: E402
+from platform.predict.memory_budget import needed_bytes  # noqa: E402
+from platform.runtime.communicator import SingleRank  # noqa: E402
 from tests.harness.oracle import configure, trainer_of  # noqa: E402
 
 MODEL: dict[str, Any] = {"layers": 2, "d_model": 256, "heads": 4, "d_ff": 512, "vocab": 512, "precision": "fp32",

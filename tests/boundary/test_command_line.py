@@ -10,7 +10,7 @@ import string
 import pytest
 
 from platform import doctor, evaluate, generate, launch
-from platform.boundary.command_line import command_line, run_command
+from platform.boundary.refusals import command_line, run_command
 from platform.checkpoint.__main__ import main as checkpoint
 from platform.data.__main__ import main as data
 from platform.jobs.__main__ import main as jobs

@@ -23,8 +23,8 @@ sys.meta_path.insert(0, Finder)
 """
 IMPORTING = [(command, "platform.boundary.redaction") for command in COMMANDS]
 RUNNING = [
-    ("generate", "platform.composition.composer"),
-    ("evaluate", "platform.cluster.generation.outputs"),
+    ("generate", "platform.config.composition"),
+    ("evaluate", "platform.cluster.answer_scores"),
     ("plan", "hydra"),
 ]
 

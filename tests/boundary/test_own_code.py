@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from platform.boundary.own_code import OwnCodeError, own_code
-from platform.cluster.crew.base.signals import Stopped
+from platform.boundary.refusals import OwnCodeError, own_code
+from platform.cluster.crew.signals import Stopped
 
 
 class Odd(BaseException):
@@ -60,7 +60,7 @@ def test_errors_that_are_named_pass_unchanged():
 
 HANGS = """
 import logging, time
-from platform.boundary import own_code
+from platform.boundary import refusals as own_code
 own_code.REPORT_AFTER = 0.2
 def loop():
     while True:

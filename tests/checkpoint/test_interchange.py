@@ -13,11 +13,11 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
-from platform.boundary.files.file_storage import open_storage
+from platform.boundary.storage import open_storage
 from platform.checkpoint.__main__ import main
+from platform.checkpoint.catalogue import find, load_manifest
 from platform.checkpoint.moves import read_tensor
-from platform.checkpoint.storage.catalogue import find, load_manifest
-from platform.checkpoint.storage.saver import Saver
+from platform.checkpoint.saver import Saver
 from tests.harness.storage_job import META, Job, meta, values
 
 SHAPES = {"model.a": (6, 4), "model.b": (5,), "exp_avg.a": (6, 4), "count": ()}

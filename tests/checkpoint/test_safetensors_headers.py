@@ -18,7 +18,7 @@ import torch
 from platform.boundary.schema import Malformed
 from platform.checkpoint.__main__ import main
 from platform.checkpoint.interchange import import_safetensors
-from platform.checkpoint.storage.manifest import Refused
+from platform.checkpoint.manifest import Refused
 from tests.fuzz import mutations
 from tests.fuzz.mutations import places
 

@@ -2,7 +2,7 @@ from copy import deepcopy
 
 import pytest
 
-from platform.cluster.crew.base.job import Job
+from platform.cluster.crew.job import Job
 from platform.config.fields import Config
 
 

@@ -9,7 +9,7 @@ import tempfile
 
 import pytest
 
-from platform.cluster.crew.base import remote
+from platform.cluster.crew import remote_crew
 from tests.harness import chaos
 
 pytestmark = pytest.mark.timeout(900)
@@ -69,7 +69,7 @@ def configured(tmp_path, plan, spares, steps=STEPS):
 @pytest.mark.full
 @pytest.mark.parametrize("followed", [2, 64])
 def test_every_kind_of_failure_in_one_run(tmp_path, survives, monkeypatch, followed):
-    monkeypatch.setattr(remote, "FOLLOWED", followed)
+    monkeypatch.setattr(remote_crew, "FOLLOWED", followed)
     config = configured(tmp_path, "interleaved", spares=1)
     faults = chaos.random_faults(random.Random(0), STEPS, 5, 8)
     assert {fault.split(":")[1] for fault in faults} == set(chaos.KINDS)
@@ -103,7 +103,7 @@ def test_replicas_go_one_by_one(tmp_path, survives):
 def test_neighbours_that_die_at_once_leave_what_they_held_to_the_others(tmp_path, survives, monkeypatch):
     """Under ZeRO-1, where each rank alone has a quarter of the moments, no copy of it was sent to anybody. The others
     follow rank 0, as in a large world, but for the steps that are saved."""
-    monkeypatch.setattr(remote, "FOLLOWED", 2)
+    monkeypatch.setattr(remote_crew, "FOLLOWED", 2)
     config = chaos.configured(tmp_path / "run", 5, data=4, zero=1)
     config.elastic.replace, config.checkpoint.every = False, 2
     events = survives(config, ["4:kill:1:forward", "4:kill:2:forward"])

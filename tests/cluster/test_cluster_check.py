@@ -3,7 +3,7 @@
 import pytest
 
 from platform.cluster.cluster_check import cluster_report, proofs_of_cluster
-from platform.monitor.records import events
+from platform.monitor import events
 
 WORKERS = [{"rank": rank, "node": f"node{rank // 2}/ab12", "number": rank} for rank in range(4)]
 JOURNAL = [

@@ -10,7 +10,7 @@ from socket import gethostname
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.cluster.crew.base.signals import Stopped, StopSignals
+from platform.cluster.crew.signals import Stopped, StopSignals
 from platform.monitor import JsonLines, MetricsLog, MetricsRow
 from tests.doubles.fake_plan import fake_plan, run_fake
 from tests.harness.process_tree import descendants, gone
@@ -133,7 +133,7 @@ def test_mistakes_come_before_anything_is_written_or_started(config):
 SCRIPT = """
 import json, sys
 from tests.doubles.fake_plan import run_fake
-from platform.cluster.crew.base.signals import Stopped, StopSignals
+from platform.cluster.crew.signals import Stopped, StopSignals
 from platform.config.fields import Config
 if __name__ == "__main__":
     config = Config.from_dict(json.loads(sys.argv[1]))

@@ -10,7 +10,7 @@ import pytest
 
 from platform import launch
 from platform.boundary.refusals import ConfigError
-from platform.cluster.run import origin
+from platform.cluster import origin
 from platform.config.fields import Config
 
 SMALL = ["+experiment=gpt_quick", "model.layers=1", "model.length=8", "model.vocab=300", "parallel.data=1",

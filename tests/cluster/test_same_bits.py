@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from platform.boundary.files.file_storage import open_storage
+from platform.boundary.storage import open_storage
+from platform.checkpoint.catalogue import find
 from platform.checkpoint.moves import read_tensor
-from platform.checkpoint.storage.catalogue import find
 from platform.cluster.driver import run
 from platform.config.fields import Config
 from platform.monitor import JsonLines, MetricsLog
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
 from tests.harness.oracle import configure
 
 pytestmark = pytest.mark.usefixtures("warm_server")

@@ -7,9 +7,9 @@ import pytest
 
 from platform.cluster.driver import run
 from platform.monitor import JsonLines, MetricsLog
-from platform.parallel import pipeline
-from platform.parallel.pipeline import StageFailed
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
+from platform.runtime import pipeline
+from platform.runtime.pipeline import StageFailed
 from tests.doubles.failing_worker import STEP, fail_at, injected
 from tests.harness.oracle import configure, trainer_of
 from tests.harness.process_tree import descendants, gone
@@ -72,7 +72,7 @@ def stops(how, kind, tmp_path, monkeypatch, capsys):
     assert [row["step"] for row in MetricsLog.read(Path(c.run.dir, "metrics.jsonl"))] == list(range(1, STEP))
     who = f"rank1[stage1] on {gethostname()}"
     culprit = {
-        "exception": f"{who} failed in step({STEP}): platform.parallel.pipeline.StageFailed: rank 1 (stage 1)"
+        "exception": f"{who} failed in step({STEP}): platform.runtime.pipeline.StageFailed: rank 1 (stage 1)"
         f" failed at {ACTIONS[kind]}: injected",
         "kill": f"{who} died in step({STEP}): the process was killed by SIGKILL",
     }

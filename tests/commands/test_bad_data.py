@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from platform.data.sources.token_files import write_megatron
+from platform.data.token_files import write_megatron
 from platform.launch import main
 from tests.harness.commands import refused
 

@@ -4,9 +4,9 @@ from math import inf, nan
 
 import pytest
 
-from platform.checkpoint.storage.catalogue import Attempt, dispensable, lowest
+from platform.checkpoint.catalogue import Attempt, dispensable, lowest
 from platform.monitor import MetricsLog
-from platform.monitor.patience import validation_losses
+from platform.monitor.goodput import validation_losses
 from tests.harness.commands import in_this_process
 
 RUN = (

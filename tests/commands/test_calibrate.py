@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from platform.plan.__main__ import main
-from platform.planning.step_price import read_hardware
+from platform.predict.step_price import read_hardware
 from tests.harness import warm
 from tests.harness.commands import QUICK, TIMEOUT
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from platform.boundary.files.file_storage import open_storage
-from platform.checkpoint.storage.catalogue import attempts, find, load_manifest, verify
-from platform.checkpoint.storage.manifest import Refused
-from platform.cluster.wire import secret
+from platform.boundary.storage import open_storage
+from platform.checkpoint.catalogue import attempts, find, load_manifest, verify
+from platform.checkpoint.manifest import Refused
+from platform.cluster.crew import channel
 from platform.monitor import JsonLines, MetricsLog
 from tests.fuzz import listener
 from tests.harness.commands import QUICK, SMALL, TIMEOUT
@@ -93,7 +93,7 @@ class Strangers:
                 time.sleep(0.005)
 
     def _junk(self) -> bytes:
-        draw, to = self._draw, listener.Target(None, secret.new())
+        draw, to = self._draw, listener.Target(None, channel.new_nonce())
         kinds = (listener.of_bytes, listener.of_protocols, listener.of_json, listener.of_depth, listener.of_size)
         store = STORE + bytes([draw.randrange(20)]) + draw.randbytes(draw.randrange(1, 200))
         return draw.choice([store, listener.of_emptiness(draw, to), draw.choice(kinds)(draw, to)])

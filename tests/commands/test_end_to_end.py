@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from platform.cluster.run.phases import PHASES
+from platform.cluster.shown_commands import PHASES
 from platform.monitor import MetricsRow
 from tests.harness.commands import QUICK, SMALL, command, in_this_process, lines, refused
 

@@ -13,7 +13,7 @@ from tests.harness.commands import TIMEOUT
 
 MODULE = """
 from pathlib import Path
-from platform.data.sources import register_source
+from platform.data.text_sources import register_source
 from platform.model import register_model
 from platform.model.transformer import Decoder
 from platform.optimizer.optimizers import register_optimizer

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from platform.boundary.files.file_storage import Storage, open_storage
+from platform.boundary.storage import Storage, open_storage
+from platform.checkpoint.catalogue import attempts, verify
 from platform.checkpoint.moves import read_tensor
-from platform.checkpoint.storage.catalogue import attempts, verify
 from platform.monitor import JsonLines, MetricsLog
 from tests.harness.commands import in_this_process, warm_command
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from platform.boundary.files.file_storage import open_storage
+from platform.boundary.storage import open_storage
+from platform.checkpoint.catalogue import attempts, find, verify
 from platform.checkpoint.moves import read_tensor
-from platform.checkpoint.storage.catalogue import attempts, find, verify
 from platform.monitor import JsonLines, MetricsLog
 from tests.doubles import killer
 from tests.harness.commands import QUICK, SMALL, TIMEOUT

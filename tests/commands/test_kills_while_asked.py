@@ -26,9 +26,9 @@ COMMAND = (
 LAUNCH = """
 import sys
 from platform.cluster import driver
-from platform.cluster.generation.run_tasks import RunTasks
+from platform.cluster.eval_tasks import RunTasks
 from platform.launch import main
-from platform.train.protocol.asked import Choice
+from platform.train.replies import Choice
 class Questions:
     def results(self, asked, limit):
         scored = asked.score([([5 + n, 6, 7], [8, 9 + n]) for n in range(12)])

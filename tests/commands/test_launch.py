@@ -9,8 +9,8 @@ import pytest
 
 from platform import launch
 from platform.boundary.refusals import ConfigError
-from platform.composition.arguments import experiment_of
-from platform.config.groups.train_group import Eval
+from platform.config.arguments import experiment_of
+from platform.config.groups import Eval
 from platform.launch import main
 from tests.harness.commands import QUICK, command
 
@@ -163,7 +163,7 @@ def test_a_table_that_cannot_be_written_does_not_fail_a_sweep(driver, capsys, mo
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("platform.planning.measured.runs_table.write_table", full)
+    monkeypatch.setattr("platform.predict.measured_runs.write_table", full)
     assert main(["-m", QUICK, "seed=1,2"]) == 0
     assert "cannot be written: [Errno 28] No space left on device" in capsys.readouterr().out
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from platform.plan.language.functions import POINTWISE
+from platform.plan.model_types import POINTWISE
 from tests.harness.commands import QUICK, in_this_process
 
 MODEL = """
 from platform.model import register_model
-from platform.plan.language.ops import Parameter, Spec
+from platform.plan.model_types import Parameter, Spec
 
 STREAM, WIDE, LOGITS = (Spec.of(r, d) for r, d in [
     ("stream", "length batch d_model"), ("mlp", "length batch d_ff"), ("logits", "length batch vocab")])
@@ -86,7 +86,7 @@ def test_a_mistake_in_an_own_model_is_named_with_its_place(tmp_path, monkeypatch
 
 
 def test_every_pointwise_word_can_be_computed():
-    from platform.plan.operations.rows import pointwise
+    from platform.plan.operations import pointwise
 
     assert pointwise._functions().keys() == POINTWISE.keys()
 
@@ -105,7 +105,7 @@ SOURCES = {
 def test_a_source_of_ones_own(tmp_path, monkeypatch, which):
     given, status, said = SOURCES[which]
     (tmp_path / "poem.txt").write_text("so much depends upon a red wheel barrow\n" * 100)
-    text = f"from pathlib import Path\nfrom platform.data.sources import register_source\n" \
+    text = f"from pathlib import Path\nfrom platform.data.text_sources import register_source\n" \
            f"register_source('mine', lambda data: {given})\n"  # fmt: skip
     name = f"source_{which.replace(' ', '_')}"
     more = ["data=mine", "data.path=poem.txt", "data.cache=cache", "model.vocab=300", "model.layers=1"]
@@ -115,8 +115,8 @@ def test_a_source_of_ones_own(tmp_path, monkeypatch, which):
 
 
 VEE = """
-from platform.plan.schedule.generators import SCHEDULES
-from platform.planning.choose_schedule import register_pipeline
+from platform.plan.generators import SCHEDULES
+from platform.predict.choose_schedule import register_pipeline
 register_pipeline("own_1f1b", SCHEDULES["1f1b"])
 """
 

@@ -12,7 +12,7 @@ import pytest
 
 from platform.launch import compose, main
 from platform.monitor import MetricsLog
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
 from tests.commands.test_extend import MODULE, SCHEME
 from tests.harness.commands import QUICK, in_this_process
 
@@ -124,7 +124,7 @@ def test_a_secret_is_not_printed_and_the_line_says_so(monkeypatch):
 def test_the_resume_command_is_run_as_printed(folder, monkeypatch):
     """After a failure that no recovery survives: what is printed goes on, its own quotes, files and modules kept."""
     (folder / "breaks_once.py").write_text(
-        "import os\nfrom platform.data.sources import register_source\n"
+        "import os\nfrom platform.data.text_sources import register_source\n"
         "from platform.optimizer.learning_rate import register_schedule\n"
         "def rate(o, step, steps):\n"
         "    if step == 3 and not os.path.exists('mended'):\n        raise RuntimeError('not yet')\n    return 0.5\n"

@@ -14,7 +14,7 @@ from contextlib import closing, suppress
 import pytest
 
 from platform.monitor import JsonLines, MetricsLog
-from platform.monitor.prometheus import gauge_name
+from platform.monitor.monitor import gauge_name
 from tests.harness.commands import QUICK, SMALL, TIMEOUT
 from tests.harness.ray_machines import private_cluster
 

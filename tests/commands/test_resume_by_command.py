@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from platform.boundary.files.file_storage import Storage, open_storage
+from platform.boundary.storage import Storage, open_storage
+from platform.checkpoint.catalogue import attempts, verify
 from platform.checkpoint.moves import read_tensor
-from platform.checkpoint.storage.catalogue import attempts, verify
 from platform.launch import compose, main
 from platform.monitor import JsonLines, MetricsLog
 from platform.optimizer.learning_rate import learning_rate

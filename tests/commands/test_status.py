@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-from platform.monitor import Journal
-from platform.monitor.records import events
+from platform.monitor import Journal, events
 from platform.status import __main__ as status
 from tests.monitor.test_verdict import DIED, GOES, MESH, saved
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from platform.boundary.files.file_storage import open_storage
+from platform.boundary.storage import open_storage
+from platform.checkpoint import catalogue
 from platform.checkpoint.moves import read_tensor
-from platform.checkpoint.storage import catalogue
 from platform.monitor import JsonLines, MetricsLog
-from platform.weights.averages import with_averages
+from platform.weights.importing import with_averages
 from tests.harness.commands import QUICK, SMALL, in_this_process, refused, warm_command
 
 FIXED = (

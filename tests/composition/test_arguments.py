@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from platform.composition.arguments import rewrite, typed_values
+from platform.config.arguments import rewrite, typed_values
 from platform.launch import compose
 from tests.harness.commands import QUICK
 

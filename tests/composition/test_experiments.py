@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from platform.launch import CONF, compose
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
 from tests.harness.pairwise import cover, product
 from tests.harness.suite import suite
 from tests.weights.written import written

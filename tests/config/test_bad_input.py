@@ -13,11 +13,10 @@ import pytest
 from platform import launch
 from platform.boundary.refusals import ConfigError
 from platform.boundary.terminal import printable
-from platform.cluster.run.phases import Phases
-from platform.composition.composer import open_composer
-from platform.config import surroundings
-from platform.config.bounds import KEYS, LONGEST, flat_values
-from platform.config.fields import Config, Train
+from platform.cluster.shown_commands import Phases
+from platform.config import run_rules
+from platform.config.composition import open_composer
+from platform.config.fields import KEYS, LONGEST, Config, Train, flat_values
 from tests.config.bad_input_table import NUMBERS, REALS, TABLE
 from tests.fuzz.values import _again
 
@@ -175,9 +174,9 @@ def test_a_variable(refusal, monkeypatch, arguments, name, value, legal):
     assert line.startswith(f"{name}={printable(value)}: (environment) ") and legal in line
 
 
-@pytest.mark.parametrize("name", surroundings.TORCHRUN)
+@pytest.mark.parametrize("name", run_rules.TORCHRUN)
 def test_a_variable_of_torchrun(refusal, monkeypatch, name):
-    for each in surroundings.TORCHRUN:
+    for each in run_rules.TORCHRUN:
         monkeypatch.setenv(each, "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv(name, "²")
@@ -189,15 +188,15 @@ def test_variables_that_nothing_reads_may_be_anything(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "nosuch")
     monkeypatch.setenv("RAY_ADDRESS", "garbage")
     monkeypatch.setenv("NCCL_ALGO", "NVLS")
-    assert surroundings.violations_of_surroundings(Config()) == []
+    assert run_rules.violations_of_surroundings(Config()) == []
     deterministic = Config(train=Train(deterministic=True))
-    assert len(surroundings.violations_of_surroundings(deterministic)) == 1
+    assert len(run_rules.violations_of_surroundings(deterministic)) == 1
     for algorithm in ("^nvlstree,NVLS", "Ring", "allreduce:tree;allgather:ring"):
         monkeypatch.setenv("NCCL_ALGO", algorithm)
-        assert surroundings.violations_of_surroundings(deterministic) == []
+        assert run_rules.violations_of_surroundings(deterministic) == []
     monkeypatch.setenv("NCCL_ALGO", "NVLS")
     deterministic.cluster.device = "cpu"
-    assert surroundings.violations_of_surroundings(deterministic) == []
+    assert run_rules.violations_of_surroundings(deterministic) == []
 
 
 # Tables of schedules.

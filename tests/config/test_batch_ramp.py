@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from platform.config.groups.train_group import Train
-from platform.config.ramps.batch_ramp import batch_sizes, phases, samples_of
+from platform.config.groups import Train
+from platform.config.ramps import batch_sizes, phases, samples_of
 
 
 def ramp(full: int, start: int, by: int, samples: int) -> Train:

@@ -18,8 +18,7 @@ import pytest
 from platform import api
 from platform.api import Config, ConfigError
 from platform.cluster import driver
-from platform.config.bounds import KEYS
-from platform.config.fields import key_fields, violations_of_types
+from platform.config.fields import KEYS, key_fields, violations_of_types
 
 SMALL = ["data=synthetic", "model.layers=1", "model.d_model=16", "model.heads=2", "model.length=8", "model.vocab=32",
          "train.global_batch=4", "train.microbatch=2", "train.steps=1", "optimizer.warmup_steps=0", "eval.every=0",

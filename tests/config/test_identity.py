@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from platform.config.bounds import flat_values
-from platform.config.checks import violations_of_configuration
-from platform.config.fields import Config
+from platform.config.fields import Config, flat_values
 from platform.config.identity import FREE, MAY_CHANGE, differences, identity, violations_of_identity
+from platform.config.validation import violations_of_configuration
 
 
 def refused(allow, **changes):

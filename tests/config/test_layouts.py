@@ -2,7 +2,7 @@
 
 import pytest
 
-from platform.config.layout_map import parse_layout
+from platform.config.layout_rules import parse_layout
 from platform.launch import compose
 from tests.harness.commands import QUICK, mistakes
 

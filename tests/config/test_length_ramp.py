@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from platform.config.checks import violations_of_configuration
 from platform.config.fields import Config
-from platform.config.ramps.batch_ramp import samples_of
-from platform.config.ramps.length_ramp import at_length, length_at, lengths_from, phases_of
+from platform.config.ramps import at_length, length_at, lengths_from, phases_of, samples_of
+from platform.config.validation import violations_of_configuration
 from platform.launch import compose
 
 

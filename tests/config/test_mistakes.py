@@ -6,9 +6,8 @@ import sys
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.config.bounds import KEYS, flat_values
-from platform.config.checks import violations_of_configuration
-from platform.config.fields import Branch, Config, Tensor
+from platform.config.fields import KEYS, Branch, Config, Tensor, flat_values
+from platform.config.validation import violations_of_configuration
 from platform.launch import compose
 from tests.conftest import ROOT
 from tests.harness.commands import QUICK, mistakes

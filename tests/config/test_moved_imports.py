@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from platform.config.extending import moved_imports
-from platform.config.extending.extensions import load_extensions
+from platform.config import moved_imports
+from platform.config.extensions import load_extensions
 from tests.harness.commands import in_this_process
 
 TABLE = {

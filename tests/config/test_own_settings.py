@@ -20,10 +20,10 @@ from platform.api import (
     register_source,
 )
 from platform.boundary.refusals import ConfigError
-from platform.config.checks import violations_of_configuration
-from platform.config.extending.own_settings import CHOSEN, complete_settings, settings_key, with_settings
+from platform.config.extensions import CHOSEN, complete_settings, settings_key, with_settings
 from platform.config.fields import Config
 from platform.config.identity import identity, violations_of_identity
+from platform.config.validation import violations_of_configuration
 from tests.harness.registries import as_before
 
 

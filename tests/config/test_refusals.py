@@ -6,7 +6,7 @@ import pytest
 
 from platform import launch
 from platform.boundary.refusals import ConfigError
-from platform.cluster.run.phases import Phases
+from platform.cluster.shown_commands import Phases
 
 FOUND = [
     ("elastic.faults=[[5:kill:1]]", "elastic.faults=[[5:kill:1]]: "),

@@ -39,7 +39,7 @@ TYPED = {
 
 
 def refusal(tmp_path, group: str, text: str, *typed: str) -> str:
-    from platform.planning.make_plan import make_plan
+    from platform.predict.make_plan import make_plan
 
     (tmp_path / group).mkdir()
     (tmp_path / group / "own.yaml").write_text(text + "\n")

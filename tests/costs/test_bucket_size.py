@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from platform.costs.machine import Hardware
-from platform.costs.seconds import bucket_count, bucket_mebibytes
 from platform.launch import compose
-from platform.plan.core.buckets import BUCKET_MIB
-from platform.plan.core.plan import Plan
-from platform.planning.make_plan import make_plan
-from platform.planning.step_price import read_hardware, step_price
+from platform.plan.chunks import BUCKET_MIB
+from platform.plan.plan import Plan
+from platform.predict.hardware import Hardware
+from platform.predict.make_plan import make_plan
+from platform.predict.price import bucket_count, bucket_mebibytes
+from platform.predict.step_price import read_hardware, step_price
 
 GPT_2 = ("+experiment=one_gpu", "cluster.gpu=H100", "parallel.data=8")
 NODES = (*GPT_2[:2], "parallel.data=64", "train.global_batch=128")

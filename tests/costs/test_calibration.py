@@ -7,16 +7,21 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from platform.cluster.calibrate import TINY
-from platform.costs.calibrated import samples_by_kind, solution
-from platform.costs.calibration import Seen, as_file, calibration_rounds, hardware_of_rounds
-from platform.costs.machine import HardwareMistake, Link, hardware_of
-from platform.costs.price import price_of
-from platform.costs.seconds import group_seconds, message_seconds, product_seconds
-from platform.costs.work import FUSED_BACKWARD, Product
+from platform.cluster.calibration_run import TINY
 from platform.launch import compose
-from platform.planning.make_plan import make_plan
-from platform.planning.step_price import read_hardware, step_configs, work_of
+from platform.predict.calibration import (
+    Seen,
+    as_file,
+    calibration_rounds,
+    hardware_of_rounds,
+    samples_by_kind,
+    solution,
+)
+from platform.predict.hardware import HardwareMistake, Link, hardware_of
+from platform.predict.make_plan import make_plan
+from platform.predict.price import group_seconds, message_seconds, price_of, product_seconds
+from platform.predict.step_price import read_hardware, step_configs, work_of
+from platform.predict.work import FUSED_BACKWARD, Product
 
 CPU = read_hardware("cpu")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "rotate")

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from platform.launch import compose
-from platform.planning.make_plan import make_plan
-from platform.planning.measured.comparison import compare
-from platform.planning.measured.measured_runs import read_runs
-from platform.planning.search.best import search
-from platform.planning.step_price import read_hardware, step_price
+from platform.predict.make_plan import make_plan
+from platform.predict.measured_runs import compare, read_runs
+from platform.predict.search import search
+from platform.predict.step_price import read_hardware, step_price
 
 MEMORY = 80e9  # bytes of an H100
 SCHEMES = {

@@ -9,13 +9,13 @@ from itertools import pairwise
 import pytest
 
 from platform.config.fields import Config
-from platform.costs.price import StepPrice, price_of
 from platform.launch import compose
-from platform.plan.core.plan import Plan
-from platform.planning.make_plan import make_plan
-from platform.planning.measured.measured_runs import SYSTEMS, counted_flops
-from platform.planning.memory_budget import needed_bytes
-from platform.planning.step_price import read_hardware, work_of
+from platform.plan.plan import Plan
+from platform.predict.make_plan import make_plan
+from platform.predict.measured_runs import SYSTEMS, counted_flops
+from platform.predict.memory_budget import needed_bytes
+from platform.predict.price import StepPrice, price_of
+from platform.predict.step_price import read_hardware, work_of
 
 A100, SYSTEM = read_hardware("a100_80g"), SYSTEMS["megatron-2021"]
 # layers, d_model, heads of the models

@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from platform.composition.composer import CONF
+from platform.config.composition import CONF
 from platform.plan.__main__ import main
-from platform.planning.step_price import MOST_DRAWN, picture
+from platform.predict.step_price import MOST_DRAWN, picture
 from tests.costs.test_price import A100, planned
 
 STAGES = ["pipeline=interleaved", "pipeline.stages=2", "pipeline.chunks=2", "train.microbatch=4"]

@@ -7,21 +7,20 @@ from dataclasses import replace
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.costs.machine import HardwareMistake, hardware_of
-from platform.costs.price import PassTime, in_flight, price_of
-from platform.costs.seconds import collective_seconds, product_seconds, tiling
-from platform.costs.work import FUSED_BACKWARD, Product, chunk_work
 from platform.launch import compose
 from platform.model import build_model
-from platform.plan.communication.planned import Collective
-from platform.plan.language.mesh import Mesh
-from platform.plan.language.ops import Spec
+from platform.plan.layout import Mesh
+from platform.plan.model_types import Spec
+from platform.plan.operation_plan import Collective
 from platform.plan.operations.recorder import Symbol
-from platform.plan.schedule.simulate import simulate
-from platform.plan.schedule.table import Kind
-from platform.planning.choose_schedule import schedule_of
-from platform.planning.make_plan import make_plan
-from platform.planning.step_price import hardware_named, names_of_hardware, read_hardware, step_price, work_of
+from platform.plan.schedule import Kind
+from platform.plan.simulate import simulate
+from platform.predict.choose_schedule import schedule_of
+from platform.predict.hardware import HardwareMistake, hardware_of
+from platform.predict.make_plan import make_plan
+from platform.predict.price import PassTime, collective_seconds, in_flight, price_of, product_seconds, tiling
+from platform.predict.step_price import hardware_named, names_of_hardware, read_hardware, step_price, work_of
+from platform.predict.work import FUSED_BACKWARD, Product, chunk_work
 
 A100 = read_hardware("a100_80g")
 SMALL = ["+experiment=gpt_quick", "model.layers=4", "parallel.data=1", "tensor=serial", "train.global_batch=32"]

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from platform.costs.price import price_of
 from platform.launch import compose
 from platform.model import build_model
 from platform.plan.__main__ import main
-from platform.planning.measured.comparison import compare, leave_one_out, marked_runs
-from platform.planning.measured.measured_runs import read_runs
+from platform.predict.measured_runs import compare, leave_one_out, marked_runs, read_runs
+from platform.predict.price import price_of
 
 TABLES = Path(__file__).parent / "tables"
 SIZES = {"gpt_1_7b": 1.7, "gpt_3_6b": 3.6, "gpt_7_5b": 7.5, "gpt_18_4b": 18.4, "gpt_39_1b": 39.1, "gpt_76_1b": 76.1,
@@ -123,7 +122,7 @@ def test_models_under_fsdp(name, mean, p90):
 def test_without_the_bubble_the_tables_are_missed(monkeypatch):
     """Negative control: one of the causes less, and the fit is worse than what is demanded."""
     monkeypatch.setattr(
-        "platform.costs.price._makespan", lambda w, f, b, busy, i: w.plan.microbatches * busy[i].seconds
+        "platform.predict.price._makespan", lambda w, f, b, busy, i: w.plan.microbatches * busy[i].seconds
     )
     scores = leave_one_out(table(1)).scores(fitted=False)
     assert scores.mean > 0.016 or scores.largest > 0.036

@@ -2,12 +2,12 @@
 
 import pytest
 
-from platform.costs.parts import measurable
-from platform.costs.price import price_of
-from platform.costs.refit import times_longer
 from platform.launch import compose
-from platform.planning.make_plan import make_plan
-from platform.planning.step_price import read_hardware, work_of
+from platform.plan.plan_summary import measurable
+from platform.predict.calibration import times_longer
+from platform.predict.make_plan import make_plan
+from platform.predict.price import price_of
+from platform.predict.step_price import read_hardware, work_of
 
 CPU = read_hardware("cpu")
 SIZES = ["+experiment=gpt_quick", "tensor=1d", "tensor.axes.t=2", "parallel.data=2"]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from platform.monitor.records.metrics import wandb_names
-from platform.monitor.sinks.services.wandb_sink import NEWEST
+from platform.monitor.metrics import wandb_names
+from platform.monitor.sinks.wandb_sink import NEWEST
 from platform.report.panel_table import panel_table
 from tests.harness.offline_run import history, records
 
@@ -26,8 +26,8 @@ from platform.config.fields import Config
 from dataclasses import replace
 from tests.harness.happenings import EXAMPLES
 from platform.monitor import MetricsRow, open_monitor
-from platform.train.protocol.replies import GAUGES
-from platform.train.step.trainer import SECTIONS
+from platform.train.replies import GAUGES
+from platform.train.trainer import SECTIONS
 config = Config()
 config.monitor.kind = "wandb"
 config.train.steps = 4321

@@ -1,7 +1,7 @@
 import pytest
 
 from platform.config.fields import Data
-from platform.data.sources.source_kind import KINDS
+from platform.data.source_kind import KINDS
 
 
 @pytest.fixture

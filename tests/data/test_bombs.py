@@ -13,7 +13,7 @@ import zlib
 
 import pytest
 
-from platform.data.reading import data_files
+from platform.data import data_files
 
 ZSTD = b"\x28\xb5\x2f\xfd"
 WINDOW = 128 << 20  # bytes, 2 ** 27: the largest window of a zstd frame that the library opens
@@ -23,8 +23,8 @@ READ = """
 import json, resource, sys
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
-from platform.data.reading import data_files
-from platform.data.sources import texts
+from platform.data import data_files
+from platform.data import text_sources as texts
 import pyarrow
 data_files.LINE, data_files.UNPACKED = 1 << 20, int(sys.argv[1])
 for name in sys.stdin.read().split():

@@ -11,9 +11,9 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
+from platform.data import cache
 from platform.data.corpus import open_corpus
-from platform.data.sources.source_kind import SourceKind
-from platform.data.tokens import cache
+from platform.data.source_kind import SourceKind
 
 SIZES = {"length": 32, "vocab": 400, "seed": 0}
 

@@ -16,8 +16,8 @@ from platform.config.fields import Data
 from platform.data import tokenizer
 from platform.data.corpus import open_corpus
 from platform.data.data_checks import violations_of_sources
-from platform.data.sources.source_kind import held_out
-from platform.data.vocabulary import own_files, vocabulary_of
+from platform.data.source_kind import held_out
+from platform.data.tokenizer import own_files, vocabulary_of
 
 END_OF_TEXT = 0
 LENGTH, VOCAB = 32, 400

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from platform.data.tokens.even_rows import RANKS, evened, imbalance
-from platform.data.tokens.packing import best_fit
-from platform.data.tokens.streams import PackedStream
-from platform.plan.language.layout import LEAST_PIECE, MOST_ROUNDS, consecutive
+from platform.data.packing import RANKS, best_fit, evened, imbalance
+from platform.data.streams import PackedStream
+from platform.plan.layout import LEAST_PIECE, MOST_ROUNDS, consecutive
 
 LENGTH = 32768
 

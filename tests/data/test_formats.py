@@ -9,10 +9,10 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
+from platform.data import data_files
 from platform.data.corpus import open_corpus
 from platform.data.data_checks import violations_of_sources
-from platform.data.reading import data_files
-from platform.data.sources.texts import read_documents, text_files
+from platform.data.text_sources import read_documents, text_files
 
 TEXTS = [f"document {i}: {i * i} sheep, Käfer 🪲\n" * (i % 7 + 1) for i in range(700)]
 

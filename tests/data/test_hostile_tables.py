@@ -7,15 +7,15 @@ import struct
 
 import pytest
 
-from platform.boundary import confined
+from platform.boundary import confinement
 from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed
 from platform.config.fields import Data
-from platform.data.sources import texts
+from platform.data import text_sources
 
 pa = pytest.importorskip("pyarrow")
 ipc, parquet = pytest.importorskip("pyarrow.ipc"), pytest.importorskip("pyarrow.parquet")
-TABLES = "platform.data.parsers.table_parser:answer_table"
+TABLES = "platform.data.parsers:answer_table"
 
 
 def stream(path, table, **options):
@@ -52,7 +52,7 @@ REFUSED = {
 
 def refusal(path) -> str:
     with pytest.raises(ConfigError) as caught:
-        for _ in texts.read_documents([path], Data(kind="text", path=str(path))):
+        for _ in text_sources.read_documents([path], Data(kind="text", path=str(path))):
             pass
     [line] = caught.value.violations
     assert line.startswith(f"data.path={path}: ") and line.isprintable() and len(line) < 500
@@ -69,19 +69,19 @@ def test_a_hostile_table_is_refused(tmp_path, name):
 def test_columns_that_are_not_read_are_not_unpacked(tmp_path):
     packed(tmp_path / "a.arrow", "more")
     data = Data(kind="text", path=str(tmp_path / "a.arrow"))
-    assert list(texts.read_documents([tmp_path / "a.arrow"], data)) == [(0, "a")]
+    assert list(text_sources.read_documents([tmp_path / "a.arrow"], data)) == [(0, "a")]
 
 
 def test_a_child_that_dies_is_one_line_and_the_next_file_is_read(tmp_path):
     for name in ("a.parquet", "b.parquet"):
         parquet.write_table(pa.table({"text": [f"row {i}" for i in range(2000)]}), tmp_path / name)
-    pieces = texts.read_documents([tmp_path / "a.parquet"], Data(kind="text", path=str(tmp_path / "a.parquet")))
+    pieces = text_sources.read_documents([tmp_path / "a.parquet"], Data(kind="text", path=str(tmp_path / "a.parquet")))
     next(pieces)
-    [parser] = [p for p in confined.living_parsers() if p.name == TABLES]
+    [parser] = [p for p in confinement.living_parsers() if p.name == TABLES]
     os.kill(parser.pid, signal.SIGSEGV)
     with pytest.raises(ConfigError, match=r"a.parquet: its parser died \(SIGSEGV\)"):
         list(pieces)
-    found = texts.read_documents([tmp_path / "b.parquet"], Data(kind="text", path=str(tmp_path / "b.parquet")))
+    found = text_sources.read_documents([tmp_path / "b.parquet"], Data(kind="text", path=str(tmp_path / "b.parquet")))
     assert len(list(found)) == 2000
 
 
@@ -90,17 +90,17 @@ def test_children_are_used_again(tmp_path):
     data = Data(kind="text", path=str(tmp_path / "a.parquet"))
     pids = set()
     for _ in range(5):
-        assert list(texts.read_documents([tmp_path / "a.parquet"], data)) == [(0, "a")]
-        pids |= {p.pid for p in confined.living_parsers() if p.name == TABLES}
+        assert list(text_sources.read_documents([tmp_path / "a.parquet"], data)) == [(0, "a")]
+        pids |= {p.pid for p in confinement.living_parsers() if p.name == TABLES}
     assert len(pids) == 1
 
 
 def test_a_child_knows_neither_secrets_nor_torch(tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush-hush")
-    parser = confined.Parser(TABLES)
+    parser = confinement.Parser(TABLES)
     with pytest.raises(Malformed):
         parser.ask(
-            {"do": "open", "form": "arrow", "size": 0, "columns": []}, b"", confined.limits(1 << 29, 10, 1 << 20)
+            {"do": "open", "form": "arrow", "size": 0, "columns": []}, b"", confinement.limits(1 << 29, 10, 1 << 20)
         )
     with open(f"/proc/{parser.pid}/environ") as environment, open(f"/proc/{parser.pid}/maps") as maps:
         assert "hush" not in environment.read() and "torch" not in maps.read()

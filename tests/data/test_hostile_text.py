@@ -14,11 +14,9 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
+from platform.data import cache, data_files, text_sources
 from platform.data.corpus import open_corpus
-from platform.data.reading import data_files
-from platform.data.sources import pairs, texts
-from platform.data.sources.source_kind import kind_of
-from platform.data.tokens import cache
+from platform.data.source_kind import kind_of
 
 SIZES = {"length": 32, "vocab": 400, "seed": 0}
 PAIRS = {**SIZES, "length": 4, "objective": "pairs"}
@@ -64,7 +62,11 @@ def test_text_that_is_none_is_refused(tmp_path, small, name, read):
     file = tmp_path / name
     file.write_bytes(FILES[name])
     data = Data(kind="pairs" if read == "pairs" else "text", path=str(file))
-    reader = pairs.read_pairs(pairs.pair_files(data), data) if read == "pairs" else texts.read_documents([file], data)
+    reader = (
+        text_sources.read_pairs(text_sources.pair_files(data), data)
+        if read == "pairs"
+        else text_sources.read_documents([file], data)
+    )
     with pytest.raises(ConfigError) as caught:
         consume(reader, 1 << 24)
     [line] = caught.value.violations
@@ -80,7 +82,7 @@ def test_two_files_of_pairs(tmp_path, small, content, key, name):
         (tmp_path / file).write_bytes(content if file == name else b"a\nb\n")
     data = Data(kind="pairs", path=str(tmp_path / "a"), target_path=str(tmp_path / "b"))
     with pytest.raises(ConfigError, match=f"{key}={tmp_path}/{name}: "):
-        consume(pairs.read_pairs(pairs.pair_files(data), data), 1 << 28)
+        consume(text_sources.read_pairs(text_sources.pair_files(data), data), 1 << 28)
 
 
 @pytest.mark.parametrize(("key", "name"), [("data.path", "a"), ("data.target_path", "b")])
@@ -97,11 +99,14 @@ def test_lines_end_at_line_feeds(tmp_path):
     (tmp_path / "a").write_bytes(text.encode())
     (tmp_path / "b").write_bytes(text.encode())
     data = Data(kind="pairs", path=str(tmp_path / "a"), target_path=str(tmp_path / "b"))
-    found = [a for a, _ in pairs.read_pairs(pairs.pair_files(data), data)]
+    found = [a for a, _ in text_sources.read_pairs(text_sources.pair_files(data), data)]
     assert found == ["a", "b", "c\rd\x0be\u2028f", "g"]
     file = tmp_path / "x.jsonl"
     file.write_text('{"text": "a,[{", "score": NaN}\n{"text": "b", "n": 1e999, "n": 2}\n')
-    assert [piece for _, piece in texts.read_documents([file], Data(kind="text", path=str(file)))] == ["a,[{", "b"]
+    assert [piece for _, piece in text_sources.read_documents([file], Data(kind="text", path=str(file)))] == [
+        "a,[{",
+        "b",
+    ]
 
 
 def entry(data) -> Path:

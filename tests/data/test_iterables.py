@@ -10,8 +10,8 @@ from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
 from platform.data.corpus import open_corpus
 from platform.data.data_checks import violations_of_sources
-from platform.data.sources import register_documents
-from platform.data.sources.source_kind import KINDS
+from platform.data.source_kind import KINDS
+from platform.data.text_sources import register_documents
 
 SHAPE = {"length": 16, "vocab": 300, "seed": 0}
 TEXTS = [f"{i} sheep and {i + 1} wolves\n" for i in range(300)]

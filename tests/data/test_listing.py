@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from platform.boundary.files.protocols import violation_of_protocol
+from platform.boundary.local_files import violation_of_protocol
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
+from platform.data import data_files
 from platform.data.data_checks import violations_of_sources
-from platform.data.reading import listing
-from platform.data.reading.listing import find_files
+from platform.data.data_files import find_files
 
 NAMES = st.sampled_from(["a", "b", "a-b", ".h", "a.txt", "b.txt", ".h.txt", "[x]"])
 PARTS = st.sampled_from(["a", "b", "*", "**", "a*", "*.txt", ".*", "[ab]", "?.txt", "..", "a-b", "[[]x]"])
@@ -51,7 +51,7 @@ def test_a_pattern_names_the_files_that_glob_finds(place, files, parts, absolute
     os.chdir(root)
     try:
         wanted = str(root / pattern) if absolute else pattern
-        found = listing._matching(Path(wanted))
+        found = data_files._matching(Path(wanted))
         assert [p for p in found if p.is_file()] == sorted(
             {Path(p) for p in glob.glob(wanted, recursive=True) if os.path.isfile(p)}
         )
@@ -62,7 +62,7 @@ def test_a_pattern_names_the_files_that_glob_finds(place, files, parts, absolute
 @pytest.fixture
 def many(tmp_path, monkeypatch):
     """A folder with more names than are looked at, and a link that leads in circles."""
-    monkeypatch.setattr(listing, "MOST", 200)
+    monkeypatch.setattr(data_files, "MOST", 200)
     folder = tmp_path / "many"
     folder.mkdir()
     for i in range(150):

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from platform.boundary.refusals import ConfigError
-from platform.config.bounds import set_value
-from platform.config.fields import Config, Data
+from platform.config.fields import Config, Data, set_value
 from platform.data.corpus import Corpus, SourceTokens, open_corpus
 from platform.data.data_checks import violations_of_sources
 from platform.data.mixture import DataSource, paths_of, shares_of, sources_of, turns

@@ -10,14 +10,14 @@ import torch
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
+from platform.data import packing
 from platform.data.corpus import open_corpus
 from platform.data.objectives import Causal
-from platform.data.tokenizers.specials import SpecialIds
-from platform.data.tokens import even_rows
-from platform.data.tokens.packing import best_fit
-from platform.data.tokens.streams import DocumentStream, PackedStream
-from platform.parallel.communicator.base import SingleRank
-from platform.planning.make_plan import make_plan
+from platform.data.packing import best_fit
+from platform.data.special_tokens import SpecialIds
+from platform.data.streams import DocumentStream, PackedStream
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import SingleRank
 from tests.harness import reference_transformer
 from tests.harness.oracle import configure, trainer_of
 
@@ -154,7 +154,7 @@ def test_rows_in_the_cache_are_checked(records):
 def test_documents_of_a_row_change_places_only_where_they_are_kept_apart(records, monkeypatch):
     """Rows are of the same documents, in an order of their own; those whose tokens see other documents stay."""
     backwards = lambda pieces, rows, length: np.concatenate([p[::-1] for p in np.split(pieces, rows[1:-1])])  # noqa: E731
-    monkeypatch.setattr(even_rows, "evened", backwards)
+    monkeypatch.setattr(packing, "evened", backwards)
     plain, apart = (open_corpus(replace(records, document_mask=mask), length=LENGTH, vocab=61, seed=1)
                     for mask in (False, True))  # fmt: skip
     [old, new] = (c.batch("train", 0, c.samples["train"])["tokens"] for c in (plain, apart))

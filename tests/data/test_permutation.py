@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from platform.data.permutation import mix, order
+from platform.data.mixture import mix, order
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 10**6), st.integers(1, 3000))

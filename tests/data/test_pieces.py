@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from platform.config.fields import Config, Data
-from platform.config.ramps.batch_ramp import samples_of
-from platform.config.ramps.length_ramp import length_at
+from platform.config.ramps import length_at, samples_of
 from platform.data.corpus import Corpus, open_corpus
-from platform.data.tokens.pieces import cut, pieces_of
+from platform.data.streams import cut, pieces_of
 
 LENGTH = 12
 

@@ -8,7 +8,7 @@ from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
 from platform.data.corpus import open_corpus
 from platform.data.data_checks import violations_of_sources
-from platform.data.sources.texts import read_documents, stdlib_files, text_files
+from platform.data.text_sources import read_documents, stdlib_files, text_files
 
 
 def read(data):

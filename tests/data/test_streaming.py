@@ -13,11 +13,11 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
+from platform.data import cache_entries
 from platform.data.corpus import open_corpus
 from platform.data.data_checks import violations_of_sources
-from platform.data.sources import register_documents
-from platform.data.sources.source_kind import KINDS, SourceKind
-from platform.data.tokens import streamed
+from platform.data.source_kind import KINDS, SourceKind
+from platform.data.text_sources import register_documents
 
 SHAPE = {"length": 16, "vocab": 300, "seed": 5}
 BLOCK = 2000
@@ -56,7 +56,7 @@ def written(monkeypatch):
 @pytest.fixture
 def no_thread(monkeypatch):
     """Keeps streams from making blocks ahead."""
-    monkeypatch.setattr(streamed, "Thread", lambda **_: threading.Thread())
+    monkeypatch.setattr(cache_entries, "Thread", lambda **_: threading.Thread())
 
 
 def divided(texts, size=BLOCK):
@@ -86,7 +86,7 @@ def samples(corpus, start, end):
 def test_each_epoch_has_every_sample_of_every_block_once(source):
     corpus = open_corpus(source, **SHAPE)
     blocks = [rows_of(corpus, texts) for texts in divided(TEXTS)]
-    assert len(blocks) > streamed.KEPT + 2
+    assert len(blocks) > cache_entries.KEPT + 2
     place, epochs = 0, []
     for _ in range(2):
         epochs.append([samples(corpus, (place := place + len(b)) - len(b), place) for b in blocks])
@@ -114,7 +114,7 @@ def test_a_run_that_resumes_tokenises_the_block_that_it_is_in(source, no_thread,
     first = [texts[0] for texts in divided(TEXTS)]
     assert written == first[: len(written)] and len(written) > 9
     blocks = sorted(corpus.entry.parent.glob("*/block-*"))
-    assert len(blocks) == streamed.KEPT
+    assert len(blocks) == cache_entries.KEPT
     for block in blocks:
         shutil.rmtree(block)
     reached, written[:] = written[-1], []
@@ -153,7 +153,7 @@ def test_a_block_is_tokenised_once_by_many(source, written):
 
 def test_a_block_that_one_process_is_done_with_is_there_for_the_others(source, monkeypatch):
     """One deletes what the others open, or make again for the next epoch."""
-    monkeypatch.setattr(streamed, "KEPT", 1)
+    monkeypatch.setattr(cache_entries, "KEPT", 1)
     wanted = samples(open_corpus(source, **SHAPE), 0, 1500)
     corpora = [open_corpus(source, **SHAPE) for _ in range(4)]
     with ThreadPoolExecutor(len(corpora)) as threads:

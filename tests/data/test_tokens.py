@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
+from platform.data import token_files
 from platform.data.corpus import open_corpus
 from platform.data.data_checks import violations_of_sources
-from platform.data.sources import token_files
-from platform.data.sources.token_files import WRITERS, locate
-from platform.data.tokens.streams import DocumentStream, JoinedTokens, beginnings, documents
+from platform.data.streams import DocumentStream, JoinedTokens, beginnings, documents
+from platform.data.token_files import WRITERS, locate
 
 SIZES = {"length": 16, "vocab": 400, "seed": 0}
 DOCUMENTS = [np.arange(7 + 3 * i) * 13 % 400 for i in range(60)]

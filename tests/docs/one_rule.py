@@ -13,8 +13,8 @@ from contextlib import redirect_stdout
 from unittest.mock import patch
 
 from platform.plan.__main__ import main
-from platform.plan.communication.rule import COLLECTIVES, Conversion, Step, contract, partial_axes
-from platform.plan.language.layout import Layout
+from platform.plan.layout import Layout
+from platform.plan.rule import COLLECTIVES, Conversion, Step, contract, partial_axes
 from tests.conftest import ROOT
 
 PAGE = ROOT / "docs" / "one-rule.md"

@@ -23,19 +23,18 @@ from tokenizers.models import BPE
 
 from platform import doctor, launch
 from platform.checkpoint.__main__ import main as inspect_checkpoint
-from platform.cluster import calibrate, driver
-from platform.cluster.run import resources
-from platform.cluster.run.devices import device_of, refuse_lack_of_memory
+from platform.cluster import calibration_run, driver, resources
+from platform.cluster.resources import device_of, refuse_lack_of_memory
 from platform.data.__main__ import main as prepare_data
 from platform.evaluate import main as measure
 from platform.generate import main as write_answers
 from platform.jobs.__main__ import main as write_job
 from platform.monitor.sinks.__main__ import main as send_run
 from platform.plan.__main__ import main as explain_plan
-from platform.plan.reports.describe import describe
-from platform.plan.schedule.simulate import simulate
-from platform.plan.schedule.table import table
-from platform.planning.choose_schedule import schedule_of
+from platform.plan.plan_summary import describe
+from platform.plan.schedule import table
+from platform.plan.simulate import simulate
+from platform.predict.choose_schedule import schedule_of
 from platform.report.__main__ import main as write_page
 from platform.status.__main__ import main as tell_status
 from platform.weights.__main__ import main as convert_weights
@@ -118,7 +117,7 @@ def launches(typed: Typed, arguments: str, bench: Bench) -> None:
 
 
 def plans(typed: Typed, arguments: str, bench: Bench) -> None:
-    bench.monkeypatch.setattr(calibrate, "calibration", lambda *_: "# what workers measure\n")
+    bench.monkeypatch.setattr(calibration_run, "calibration", lambda *_: "# what workers measure\n")
     bench.monkeypatch.setattr("sys.argv", ["platform.plan", *shlex.split(arguments)])
     answers(explain_plan(), typed, bench)
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from platform.config.bounds import KEYS
+from platform.config.fields import KEYS
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()

@@ -5,9 +5,9 @@ from xml.etree import ElementTree
 
 from docs import figure
 from platform.launch import compose
-from platform.plan.core.plan_data import plan_summary
-from platform.plan.reports.describe import describe
-from platform.planning.make_plan import make_plan
+from platform.plan.plan_data import plan_summary
+from platform.plan.plan_summary import describe
+from platform.predict.make_plan import make_plan
 from tests.docs.pages import README, ROOT
 
 

@@ -10,8 +10,8 @@ import pytest
 from platform.boundary.refusals import ConfigError
 from platform.launch import compose
 from platform.model import build_model
-from platform.plan.reports.explain import explain
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
+from platform.predict.plan_report import explain
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "schemes.md").read_text()

@@ -26,35 +26,35 @@ LONGER: dict[str, int] = {"A sample, from file to metrics": 14}  # walks that ar
 # made the plan, a rank reads it; it has made the same one by the same function, or `Worker.form` fails on its digest.
 FROM_DATA = {
     "A layout, from YAML to the collective": [
-        "platform/plan/operations/tables/lookup.py:LookupOp.run",
-        "platform/parallel/communicator/torch_distributed.py:ProcessGroups._start",
+        "platform/plan/operations/lookup.py:LookupOp.run",
+        "platform/runtime/process_groups.py:ProcessGroups._start",
     ]
 }
-TYPED = "platform/composition/composer.py:Composer.load"
+TYPED = "platform/config/composition.py:Composer.load"
 POINTS = {  # walk -> the calls that it leads through
-    "A layout, from YAML to the collective": [TYPED, "platform/plan/communication/rule.py:contract"],
+    "A layout, from YAML to the collective": [TYPED, "platform/plan/rule.py:contract"],
     "A sample, from file to metrics": [
         "platform/data/objectives.py:Causal.batch",
-        "platform/train/step/step_report.py:Combiner.together",
-        "platform/cluster/control/metrics_row.py:metrics_row",
-        "platform/monitor/records/metrics.py:MetricsLog.write",
+        "platform/train/step_report.py:Combiner.together",
+        "platform/cluster/control/evaluations.py:metrics_row",
+        "platform/monitor/metrics.py:MetricsLog.write",
     ],
     "A failure, from SIGKILL to the next step": [
-        "platform/cluster/crew/base/failures.py:WorkerFailed.__init__",
-        "platform/train/recovery/source.py:find_source",
+        "platform/cluster/crew/failures.py:WorkerFailed.__init__",
+        "platform/train/state_recovery.py:find_source",
         "platform/train/worker.py:Worker.recover",
-        "platform/train/step/trainer.py:Trainer.step",
+        "platform/train/trainer.py:Trainer.step",
     ],
     "A typed key, to the update": [TYPED, "platform/optimizer/learning_rate.py:learning_rate"],
     "A prompt, to the first token": [
-        "platform/cluster/generation/asked_model.py:Reader.ids",
-        "platform/plan/operations/attention/cached.py:RememberOp.run",
-        "platform/train/generation/generator.py:choose",
+        "platform/cluster/asked_model.py:Reader.ids",
+        "platform/plan/operations/attention.py:RememberOp.run",
+        "platform/train/generator.py:choose",
     ],
     "`model=from_hf`, to weights on ranks": [
         "platform/weights/importing.py:complete_model",
         "platform/weights/importing.py:importable",
-        "platform/weights/folder.py:SavedModel.fetch",
+        "platform/weights/model_folder.py:SavedModel.fetch",
     ],
 }
 

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from platform.boundary.files.local_files import Local
+from platform.boundary.local_files import Local
 from platform.cluster.control import controller
 from platform.data.corpus import Corpus
-from platform.monitor.records.metrics import MetricsLog
-from platform.train.step.stage_passes import StagePasses
-from platform.train.step.trainer import Trainer
+from platform.monitor.metrics import MetricsLog
+from platform.train.stage_passes import StagePasses
+from platform.train.trainer import Trainer
 from platform.train.worker import Worker
 
 LONG, LAZY = 1000.0, 0.4  # seconds

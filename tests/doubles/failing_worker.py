@@ -3,7 +3,7 @@
 import os
 import signal
 
-from platform.parallel import pipeline
+from platform.runtime import pipeline
 from platform.train.worker import Worker
 
 STEP = 2

@@ -7,21 +7,22 @@ from collections import defaultdict
 from dataclasses import replace
 
 from platform.boundary.refusals import refusal_in
-from platform.checkpoint.storage.file_report import FileReport
-from platform.cluster.crew.base.crew import ByRank, Crew, arguments, call_text
-from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
-from platform.train.protocol.asked import Scored, Written
-from platform.train.protocol.replies import (
+from platform.checkpoint.manifest import FileReport
+from platform.cluster.crew.crew import ByRank, Crew, arguments, call_text
+from platform.cluster.crew.failures import Failure, Member, WorkerFailed
+from platform.train.environment_proof import proof
+from platform.train.replies import (
     Built,
     Copied,
     Differences,
     Findings,
     Joined,
+    Scored,
     SlowRank,
     StepReport,
     Unrestored,
+    Written,
 )
-from platform.train.recovery.proof import proof
 
 
 class Dead(Exception):

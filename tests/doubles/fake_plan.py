@@ -3,7 +3,7 @@
 from functools import cache
 from unittest.mock import patch
 
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
 from tests.harness.oracle import configure
 
 
@@ -20,5 +20,5 @@ def run_fake(config, size, worker):
     from platform.cluster.driver import run
 
     unplanned = patch.object(driver, "violations_of_asking", lambda *_: [])
-    with unplanned, patch("platform.cluster.run.devices.device_of", lambda *_: None):
+    with unplanned, patch("platform.cluster.resources.device_of", lambda *_: None):
         return run(config, fake_plan(size), experiment="quick", worker=f"tests.doubles.fake_worker:{worker}")

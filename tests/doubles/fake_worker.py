@@ -13,11 +13,10 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore, TCPStore
 
-from platform.checkpoint.storage.file_report import FileReport
+from platform.checkpoint.manifest import FileReport
 from platform.config.fields import SentConfig
-from platform.parallel.communicator.progress import PROGRESS
-from platform.train.protocol.asked import AskedTexts, Written
-from platform.train.protocol.replies import Built, Copied, Joined, StepReport, Taken
+from platform.runtime.progress import PROGRESS
+from platform.train.replies import AskedTexts, Built, Copied, Joined, StepReport, Taken, Written
 
 
 def faults_again():
@@ -37,7 +36,7 @@ class FakeWorker:
         self.device, self.threads, self.config = device, threads, config
 
     def prove(self, probe):
-        from platform.train.recovery.proof import proof
+        from platform.train.environment_proof import proof
 
         return proof(self.config, self.run_dir, probe)
 

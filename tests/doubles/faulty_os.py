@@ -1,4 +1,4 @@
-"""The operating system as `platform.boundary.files.local_files` sees it, failing where a test wants it to."""
+"""The operating system as `platform.boundary.local_files` sees it, failing where a test wants it to."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from platform.parallel.communicator.progress import PROGRESS
-from platform.train.protocol.replies import Joined
+from platform.runtime.progress import PROGRESS
+from platform.train.replies import Joined
 
 
 class GlooWorker:

@@ -19,11 +19,11 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from platform.boundary.files import local_files
-from platform.boundary.files.local_files import Local
-from platform.checkpoint.in_memory import snapshots
-from platform.checkpoint.storage.image import Image
-from platform.train.generation.generator import RankPass
+from platform.boundary import local_files
+from platform.boundary.local_files import Local
+from platform.checkpoint import snapshots
+from platform.checkpoint.buffer import Image
+from platform.train.generator import RankPass
 from platform.train.worker import Worker
 
 FOLDER, DONE = "KILLER", ".done"
@@ -59,7 +59,7 @@ def moment(name: str, last_words: Callable[[], Any] = lambda: None) -> None:
 
 
 class _Os:
-    """Stands for the module `os` in `platform.boundary.files.local_files`: every operation is a moment."""
+    """Stands for the module `os` in `platform.boundary.local_files`: every operation is a moment."""
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(os, name)

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from platform.checkpoint.in_memory.shared_memory import SharedMemory
+from platform.checkpoint.snapshots import SharedMemory
 from platform.train.worker import Worker
 
 STEP, SECONDS = 4, 3.0

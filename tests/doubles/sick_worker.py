@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from platform.parallel.communicator.torch_distributed import ProcessGroups
-from platform.train.health import measure
+from platform.runtime.process_groups import ProcessGroups
+from platform.train import measurements
 from platform.train.worker import Worker
 
 SLOWER, LATE, LAG = 30, 100.0, 0.25  # times, seconds, seconds
@@ -41,12 +41,12 @@ def storage() -> None:
         def write(self, path: str, chunks: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    measure.open_storage = lambda url: Full()  # type: ignore[assignment, return-value]
+    measurements.open_storage = lambda url: Full()  # type: ignore[assignment, return-value]
 
 
 def forgetful() -> None:
     """What it reads from storage is not what it wrote."""
-    opened = measure.open_storage
+    opened = measurements.open_storage
 
     class Forgetful:
         def __init__(self, url: str):
@@ -56,7 +56,7 @@ def forgetful() -> None:
         def read(self, path: str) -> bytearray:
             return self.inner.read(path)[:-1] + b"?"
 
-    measure.open_storage = Forgetful  # type: ignore[assignment]
+    measurements.open_storage = Forgetful  # type: ignore[assignment]
 
 
 def clock() -> None:

@@ -5,10 +5,10 @@ import signal
 import time
 from dataclasses import dataclass, replace
 
-from platform.cluster.crew.base import remote
-from platform.cluster.crew.base.job import assign
-from platform.cluster.crew.base.launcher import Launcher
-from platform.cluster.crew.base.remote import RemoteCrew
+from platform.cluster.crew import remote_crew
+from platform.cluster.crew.crew import Launcher
+from platform.cluster.crew.job import assign
+from platform.cluster.crew.remote_crew import RemoteCrew
 from tests.doubles.simulated_worker import node
 
 EXIT_SECONDS = 3.0
@@ -54,7 +54,7 @@ class SimulatedCrew(RemoteCrew):
         return self._noted(super().call, method, method, args, keywords)
 
     def lead(self, step, *args, **keywords):
-        if self.job.world_size < remote.FOLLOWED:
+        if self.job.world_size < remote_crew.FOLLOWED:
             return super().lead(step, *args, **keywords)  # which calls
         return self._noted(super().lead, "step", step, args, keywords)
 

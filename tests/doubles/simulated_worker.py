@@ -9,14 +9,14 @@ import time
 import zlib
 
 from platform.boundary import schema
-from platform.cluster.crew.launchers.host import serve
+from platform.cluster.crew.worker_host import serve
 from platform.config.fields import SentConfig
-from platform.parallel.communicator.progress import PROGRESS
-from platform.plan.language.mesh import Mesh
-from platform.train.protocol.replies import Built, Findings, Joined, StepReport, Taken
-from platform.train.recovery.proof import proof
-from platform.train.recovery.source import Source
-from platform.train.step.faults import Fault, strike
+from platform.plan.layout import Mesh
+from platform.runtime.progress import PROGRESS
+from platform.train.environment_proof import proof
+from platform.train.faults import Fault, strike
+from platform.train.replies import Built, Findings, Joined, StepReport, Taken
+from platform.train.state_recovery import Source
 
 LATE_STEP = 1  # in which everybody takes long, and so is asked for beats; a first step may last
 MOVED = ("all_gather/data", "all_reduce/data", "all_reduce/t", "reduce_scatter/data", "send/stage")

@@ -2,7 +2,7 @@
 
 import torch
 
-from platform.train.recovery.source import Source
+from platform.train.state_recovery import Source
 from platform.train.worker import Worker
 
 

@@ -30,9 +30,9 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from platform.parallel.communicator import host_memory, torch_distributed
-from platform.parallel.communicator.torch_distributed import ProcessGroups, join
-from platform.plan.language.mesh import Mesh
+from platform.plan.layout import Mesh
+from platform.runtime import host_memory, process_groups
+from platform.runtime.process_groups import ProcessGroups, join
 from tests.harness.threads import summed
 
 GPU = torch.device("cuda", 0)
@@ -467,11 +467,11 @@ def run_strictly(
     tensors on the CPU. Return the world and the results by rank. Raises the first failure of any rank."""
     world = World(mesh.size, connections, early)
     monkeypatch.setattr(torch.UntypedStorage, "resize_", resize_to_no_number)
-    for module in (host_memory, torch_distributed):
+    for module in (host_memory, process_groups):
         monkeypatch.setattr(module, "dist", world.dist)
-    monkeypatch.setattr(torch_distributed, "_all_gather", world.all_gather)
-    monkeypatch.setattr(torch_distributed, "_reduce_scatter", world.reduce_scatter)
-    monkeypatch.setattr(torch_distributed, "ThreadPoolExecutor", world.threads_of_rank)
+    monkeypatch.setattr(process_groups, "_all_gather", world.all_gather)
+    monkeypatch.setattr(process_groups, "_reduce_scatter", world.reduce_scatter)
+    monkeypatch.setattr(process_groups, "ThreadPoolExecutor", world.threads_of_rank)
     results: list[Any] = [None] * mesh.size
 
     def main(rank: int) -> None:

@@ -12,17 +12,16 @@ from tempfile import TemporaryDirectory
 
 import yaml
 
-from platform.boundary.files.file_storage import open_storage
 from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed
-from platform.checkpoint.storage import catalogue
-from platform.checkpoint.storage.catalogue import find, verify
-from platform.checkpoint.storage.lease import Lease
-from platform.cluster.run import traces
-from platform.cluster.run.directory import RunDirectory
+from platform.boundary.storage import open_storage
+from platform.checkpoint import catalogue
+from platform.checkpoint.catalogue import Lease, find, verify
+from platform.cluster import run_directory
+from platform.cluster.run_directory import RunDirectory
 from platform.config.fields import Config
 from platform.monitor import Journal, MetricsLog, cost_line, goodput
-from platform.monitor.records.records import JOURNAL, METRICS
+from platform.monitor.json_records import JOURNAL, METRICS
 from tests.fuzz import mutations
 from tests.fuzz.world import World, broken, changed, told
 
@@ -48,8 +47,8 @@ def checked(world: World) -> bool:
         return False
     finally:
         assert sorted(os.listdir(world.run)) == before, "something was written"
-    assert 0 <= traces.steps(world.run) <= 10**15
-    cost_line(goodput(traces.journal(world.run)))
+    assert 0 <= run_directory.steps(world.run) <= 10**15
+    cost_line(goodput(run_directory.journal(world.run)))
     with suppress(Malformed, FileNotFoundError):  # the launch looks at the end of the metrics alone
         MetricsLog.read(world.run / "metrics.jsonl")
     Journal(world.run / "journal.jsonl").close()
@@ -95,15 +94,15 @@ def configuration(world: World, draw: Random) -> None:
         raw = draw.choice([mutations.damaged, mutations.cut])(draw, path.read_bytes())
     with changed(path, raw):
         if checked(world):
-            there = traces.configuration(world.run)
+            there = run_directory.configuration(world.run)
             assert there is None or Config.from_dict(there.to_dict()) == there or "nan" in str(there)
 
 
 def kinds(world: World, draw: Random) -> None:
     """A file of a run directory that is something else."""
-    name = draw.choice([traces.CONFIG, traces.PLAN, JOURNAL, METRICS, traces.LOCK])
+    name = draw.choice([run_directory.CONFIG, run_directory.PLAN, JOURNAL, METRICS, run_directory.LOCK])
     path = world.run / name
-    with changed(path, b"") if name == traces.PLAN else changed(path, path.read_bytes()):
+    with changed(path, b"") if name == run_directory.PLAN else changed(path, path.read_bytes()):
         kept = path.with_name("kept")
         path.rename(kept)
         try:

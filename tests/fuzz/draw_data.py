@@ -13,8 +13,8 @@ import numpy as np
 
 from platform.config.fields import Config, Data
 from platform.data.corpus import corpus_of
+from platform.data.mixture import mix
 from platform.data.objectives import Causal, Ints, Keys, SampleShape
-from platform.data.permutation import mix
 from platform.data.tokenizer import SMALLEST
 from tests.harness.oracle import Tokens
 

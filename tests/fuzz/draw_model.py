@@ -7,7 +7,7 @@ from math import lcm
 from random import Random
 
 from platform.config.fields import Model
-from platform.plan.language.numbers import divisors
+from platform.plan.layout import divisors
 
 
 def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool, experts: float) -> Model:

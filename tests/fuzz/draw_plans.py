@@ -10,11 +10,11 @@ from random import Random
 from typing import Any
 
 from platform.config.fields import Branch, Config, Parallel, Pipeline, Tensor
-from platform.config.rules.mesh_rules import ranks_of_experts, rounds_of_context, slices_heads
-from platform.plan.language.numbers import divisors
-from platform.plan.language.scheme import NESTED, ROLES, compose_scheme
-from platform.planning.choose_schedule import count_microbatches
-from platform.planning.make_plan import context_axes
+from platform.config.layout_rules import ranks_of_experts, rounds_of_context, slices_heads
+from platform.plan.layout import divisors
+from platform.plan.scheme import NESTED, ROLES, compose_scheme
+from platform.predict.choose_schedule import count_microbatches
+from platform.predict.make_plan import context_axes
 from tests.fuzz.draw_data import draw_data
 from tests.fuzz.draw_model import draw_model, draw_uneven
 from tests.fuzz.draw_training import draw_optimizer, draw_training

@@ -8,10 +8,10 @@ from random import Random
 from typing import Any
 
 from platform.config.fields import Config, objective_of
-from platform.config.rules.train_rules import CUT
+from platform.config.training_rules import CUT
 from platform.model import build_model
 from platform.optimizer.optimizers import OPTIMIZERS
-from platform.plan.language.numbers import divisors
+from platform.plan.layout import divisors
 
 OWN_LOSSES: dict[str, Any] = {
     "focal": lambda of: -((1 - of.log_probability.exp()) ** 2) * of.log_probability,

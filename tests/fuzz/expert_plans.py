@@ -11,9 +11,9 @@ from random import Random
 import torch
 
 from platform.config.fields import Config
-from platform.parallel.communicator.base import Communicator, SingleRank
-from platform.plan.core.plan import Plan
-from platform.plan.reports.replayed import replayed
+from platform.plan.plan import Plan
+from platform.predict.plan_report import replayed
+from platform.runtime.communicator import Communicator, SingleRank
 from tests.fuzz import plans
 from tests.fuzz.draw_data import open_data
 from tests.fuzz.plans import CLASSES

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from platform.cluster.crew.base.job import worker_environment
+from platform.cluster.crew.job import worker_environment
 from platform.config.fields import Config
-from platform.parallel.communicator.base import Communicator
-from platform.plan.core.plan import Plan
-from platform.plan.core.step_collectives import process_groups
-from platform.plan.language.layout import at_zero
-from platform.train.step.trainer import Trainer
+from platform.plan.layout import at_zero
+from platform.plan.plan import Plan
+from platform.plan.step_collectives import process_groups
+from platform.runtime.communicator import Communicator
+from platform.train.trainer import Trainer
 from tests.doubles.strict_nccl import CONNECTIONS, run_strictly
 from tests.fuzz import plans
 from tests.fuzz.draw_data import open_data

@@ -15,10 +15,9 @@ from contextlib import closing, contextmanager, suppress
 from time import monotonic
 from typing import Any, NamedTuple
 
-from platform.cluster.wire import secret, switchboard
-from platform.cluster.wire.channel import Unframer, encode
-from platform.cluster.wire.messages import Answer, Hello
-from platform.cluster.wire.switchboard import Switchboard
+from platform.cluster.crew import channel, switchboard
+from platform.cluster.crew.channel import Answer, Hello, Unframer, encode
+from platform.cluster.crew.switchboard import Switchboard
 
 MEMBER = 0  # who is served all the while
 EXPECTED = range(1, 9)  # for whom the driver waits, and who never comes
@@ -97,9 +96,9 @@ class Target(NamedTuple):
 
 def greeting(to: Target, claimed: int, token: str | None = None, **changes: Any) -> bytes:
     """A greeting, with the token of the claimed number unless another is given."""
-    nonce, token = secret.new(), to.board.token(claimed) if token is None else token
+    nonce, token = channel.new_nonce(), to.board.token(claimed) if token is None else token
     fields = {"number": claimed, "node": "here", "pid": os.getpid(), "nonce": nonce}
-    fields["proof"] = secret.proof(token, secret.MEMBER, to.challenge, nonce)
+    fields["proof"] = channel.proof_of(token, channel.MEMBER, to.challenge, nonce)
     return framed(json.dumps({"hello": fields | changes}).encode())
 
 
@@ -160,8 +159,8 @@ def of_nobody(draw: random.Random, to: Target) -> bytes:
 
 
 def of_guesses(draw: random.Random, to: Target) -> bytes:
-    other = secret.token(to.board.session, to.board.session, 1)
-    return greeting(to, draw.choice(EXPECTED), draw.choice((secret.new(), "", other)))
+    other = channel.member_token(to.board.session, to.board.session, 1)
+    return greeting(to, draw.choice(EXPECTED), draw.choice((channel.new_nonce(), "", other)))
 
 
 Claim = Callable[[random.Random, Target], bytes]
@@ -305,7 +304,9 @@ class Listener:
         """More at once than there may be; the member is served in their midst."""
         crowd = [self.connect() for _ in range(STRANGERS + draw.randint(1, 40))]
         for connection in draw.sample(crowd, 20):
-            connection.sendall(draw.choice(list(CLAIMS.values()))(draw, Target(self.board, secret.new()))[:LIMIT])
+            connection.sendall(
+                draw.choice(list(CLAIMS.values()))(draw, Target(self.board, channel.new_nonce()))[:LIMIT]
+            )
         self.serve()
         assert len(self.board._strangers) <= STRANGERS
         for connection in [*crowd, *self.silent]:

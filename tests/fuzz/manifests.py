@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
+from platform.checkpoint import manifest as manifests
 from platform.checkpoint.__main__ import summary
-from platform.checkpoint.blocks.placement import ITEMSIZE
+from platform.checkpoint.blocks import ITEMSIZE
+from platform.checkpoint.catalogue import find, verify
+from platform.checkpoint.manifest import Manifest, Refused
 from platform.checkpoint.moves import read_tensor
-from platform.checkpoint.storage import manifest as manifests
-from platform.checkpoint.storage.catalogue import find, verify
-from platform.checkpoint.storage.manifest import Manifest, Refused
 from tests.fuzz import directories, mutations, texts
 from tests.fuzz.world import SHAPES, World, told
 

@@ -14,10 +14,9 @@ from tempfile import TemporaryDirectory
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
-from platform.data.sources import texts
-from platform.data.tokenizers import chat, confined_tokenizer
-from platform.data.tokenizers.chat import CHATML, ChatTemplate
-from platform.data.vocabulary import given_vocabulary
+from platform.data import chat_templates, text_sources
+from platform.data.chat_templates import CHATML, ChatTemplate
+from platform.data.tokenizer import given_vocabulary
 from tests.fuzz import mutations
 
 FORMATS = ("parquet", "stream", "file", "packed stream", "tokenizer.json", "sentencepiece", "ranks", "template")
@@ -39,14 +38,14 @@ PIECES = (
 @contextmanager
 def opened() -> Iterator[Callable[[int], str]]:
     """Yield the function that draws and checks a case. What a case may take is small, so that many are tried."""
-    kept = chat._SECONDS, confined_tokenizer._SECONDS, confined_tokenizer._MEMORY
-    chat._SECONDS, confined_tokenizer._SECONDS, confined_tokenizer._MEMORY = 1, 2, 64 << 20
+    kept = chat_templates._CHAT_SECONDS, chat_templates._SECONDS, chat_templates._MEMORY
+    chat_templates._CHAT_SECONDS, chat_templates._SECONDS, chat_templates._MEMORY = 1, 2, 64 << 20
     try:
         with TemporaryDirectory() as folder:
             good = originals(Path(folder))
             yield lambda seed: attempt(Path(folder), good, Random(seed))
     finally:
-        chat._SECONDS, confined_tokenizer._SECONDS, confined_tokenizer._MEMORY = kept
+        chat_templates._CHAT_SECONDS, chat_templates._SECONDS, chat_templates._MEMORY = kept
 
 
 def attempt(root: Path, good: dict[str, bytes], draw: Random) -> str:
@@ -72,7 +71,7 @@ def tried(root: Path, form: str, raw: bytes) -> None:
     elif form in TABLES:
         path = root / f"a{TABLES[form]}"
         path.write_bytes(raw)
-        for _ in texts.read_documents([path], Data(kind="text", path=str(path))):
+        for _ in text_sources.read_documents([path], Data(kind="text", path=str(path))):
             pass
     else:
         path = root / {"sentencepiece": "a.model", "ranks": "a.tiktoken"}.get(form, "tokenizer.json")

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from platform.boundary.files.file_storage import open_storage
-from platform.checkpoint.in_memory.snapshots import RankSnapshots
-from platform.checkpoint.storage.catalogue import begin, commit, load_manifest
-from platform.checkpoint.storage.manifest import Meta
+from platform.boundary.storage import open_storage
+from platform.checkpoint.catalogue import begin, commit, load_manifest
+from platform.checkpoint.manifest import Meta
+from platform.checkpoint.snapshots import RankSnapshots
 from platform.config.fields import Config
-from platform.config.ramps.batch_ramp import samples_of
-from platform.parallel.communicator.base import Communicator
-from platform.plan.core.plan import Plan
-from platform.plan.language.mesh import Mesh
-from platform.train.recovery.source import Formation, find_source
-from platform.train.step.trainer import Trainer
-from platform.train.step.training_state import State
+from platform.config.ramps import samples_of
+from platform.plan.layout import Mesh
+from platform.plan.plan import Plan
+from platform.runtime.communicator import Communicator
+from platform.train.state_recovery import Formation, find_source
+from platform.train.trainer import Trainer
+from platform.train.training_state import State
 from tests.harness.memories import opened, take
 from tests.harness.seats import seated
 from tests.harness.threads import run_threads

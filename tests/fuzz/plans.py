@@ -20,18 +20,17 @@ import torch
 from torch import Tensor
 
 from platform.boundary.refusals import ConfigError
-from platform.config.checks import violations_of_configuration
 from platform.config.fields import Config
-from platform.config.ramps.batch_ramp import batch_of, samples_of
-from platform.config.ramps.length_ramp import length_at
+from platform.config.ramps import batch_of, length_at, samples_of
+from platform.config.validation import violations_of_configuration
 from platform.data.objectives import register_objective
 from platform.model.losses import register_loss
-from platform.parallel.communicator.base import Communicator, SingleRank
-from platform.plan.core.plan import Plan
-from platform.planning.make_plan import make_plan
-from platform.train.generation.generator import Generator
-from platform.train.protocol.asked import AskedTexts
-from platform.train.step.trainer import Trainer
+from platform.plan.plan import Plan
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import Communicator, SingleRank
+from platform.train.generator import Generator
+from platform.train.replies import AskedTexts
+from platform.train.trainer import Trainer
 from tests.fuzz.draw_data import KINDS, WEIGHED, open_data, weighed, write_files
 from tests.fuzz.draw_plans import EXPERTS, RANKS, SCHEDULES, SCHEMES, changed, draw_case
 from tests.fuzz.draw_training import OWN_LOSSES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from platform.plan.schedule.table import Action, Kind, Schedule, needs, result
+from platform.plan.schedule import Action, Kind, Schedule, needs, result
 
 LATE = (0.0, 0.5, 0.9)  # how likely a weight gradient is put off once more
 SPLIT = (0.0, 0.5, 1.0, 1.0)  # share of the backward passes that are split

@@ -2,9 +2,9 @@
 
 import pytest
 
-from platform.cluster.wire import secret
-from platform.cluster.wire.channel import Garbled
-from platform.cluster.wire.switchboard import Switchboard
+from platform.cluster.crew import channel
+from platform.cluster.crew.channel import Garbled
+from platform.cluster.crew.switchboard import Switchboard
 from tests.fuzz import listener
 from tests.fuzz.runner import run
 
@@ -32,17 +32,21 @@ class Credulous(Switchboard):
             self._events.append((connection.number or 0, message))
 
 
-hear, proof = Switchboard._hear, secret.proof
+hear, proof = Switchboard._hear, channel.proof_of
 CARELESS = {
     "every member has the same token": (
         Switchboard,
         "token",
-        lambda self, number: secret.token(self._key, self.session, 0),
+        lambda self, number: channel.member_token(self._key, self.session, 0),
     ),
     "a flood is let in": (Switchboard, "_make_room", lambda self: False),
     "members may say anything": (Switchboard, "_hear", Credulous._hear),
     "who is gone is kept": (Switchboard, "_lose", lambda self, connection: None),
-    "a greeting opens any connection": (secret, "proof", lambda own, who, challenge, nonce: proof(own, who, "", nonce)),
+    "a greeting opens any connection": (
+        channel,
+        "proof_of",
+        lambda own, who, challenge, nonce: proof(own, who, "", nonce),
+    ),
 }
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from platform.checkpoint.storage import manifest as checkpoint_manifest
+from platform.checkpoint import manifest as checkpoint_manifest
 from tests.fuzz import manifests
 from tests.fuzz.runner import run
 

@@ -9,10 +9,10 @@ import pytest
 
 from platform.config.fields import Config, objective_of
 from platform.optimizer.optimizers import OPTIMIZERS
-from platform.parallel.sharding.flat import FlatBucket
-from platform.train.step import trainer
-from platform.train.step.rank_parameters import Weights
-from platform.train.step.training_state import State
+from platform.runtime.flat_buffers import FlatBucket
+from platform.train import trainer
+from platform.train.rank_parameters import Weights
+from platform.train.training_state import State
 from tests.fuzz import expert_plans, plans
 from tests.fuzz.draw_data import SOURCES, TEXTUAL
 from tests.fuzz.draw_training import OWN_LOSSES, SETTINGS

@@ -18,11 +18,10 @@ from typing import Any
 from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed
 from platform.checkpoint.interchange import import_safetensors
-from platform.checkpoint.storage.manifest import Refused
+from platform.checkpoint.manifest import Refused
 from platform.config.fields import Data
-from platform.data.sources import pairs, texts
-from platform.data.tokens import cache
-from platform.data.tokens.entry import read_entry
+from platform.data import cache, text_sources
+from platform.data.cache_entries import read_entry
 from tests.fuzz import mutations
 from tests.fuzz.world import SIZES, World, told
 
@@ -71,7 +70,11 @@ def text(world: World, draw: Random, kind: str) -> None:
         raw = lines_of(draw)
         path.write_bytes(gzip.compress(raw) if draw.random() < 0.3 else raw)
     data = Data(kind="text", path=str(path))
-    consumed(pairs.read_pairs(pairs.pair_files(data), data) if kind == "pairs" else texts.read_documents([path], data))
+    consumed(
+        text_sources.read_pairs(text_sources.pair_files(data), data)
+        if kind == "pairs"
+        else text_sources.read_documents([path], data)
+    )
 
 
 def tokens(world: World, draw: Random) -> None:

@@ -19,11 +19,10 @@ from unittest import mock
 
 from platform import launch
 from platform.boundary.refusals import ConfigError
-from platform.cluster.run.phases import Phases
-from platform.composition.composer import open_composer
-from platform.config import bounds
-from platform.config.bounds import flat_values
-from platform.config.fields import Config
+from platform.cluster.shown_commands import Phases
+from platform.config import fields
+from platform.config.composition import open_composer
+from platform.config.fields import Config, flat_values
 from platform.config.key import Key
 
 SECONDS = 3.0  # of this thread's CPU, beside those of a plan
@@ -72,7 +71,7 @@ def _nested(r: random.Random, depth: int = 0) -> str:
 EASY = ("data.field", "data.target_field", "run.dir", "monitor.project", "data.cache", "checkpoint.url")
 WELL_FORMED = ("extend=[]", "elastic.faults=[5:kill:1,7:stop:0]", "optimizer.betas=[0.5,0.9]", "tensor.axes={t: 2}",
                "resume.allow=[]", "branch.only=[]", "model={layers: 1}", "train={steps: 20, spike: 3}")  # fmt: skip
-CHOICES = [key.choices for key in bounds.KEYS.values() if key.choices]
+CHOICES = [key.choices for key in fields.KEYS.values() if key.choices]
 KINDS: dict[str, Callable[[random.Random], str]] = {
     "huge": _huge,
     "tiny": lambda r: r.choice(["1e-300", "5e-324", "1e-9", "0.0001", "0", "0.0"]),
@@ -103,7 +102,7 @@ def _value(r: random.Random, kind: str, key: str) -> str:
     if kind != "bound":
         return KINDS[kind](r)
     key = re.sub(r"(axes)\..*", r"\1", key)
-    legal = bounds.KEYS.get(key, Key(""))
+    legal = fields.KEYS.get(key, Key(""))
     most = legal.most
     least = [int(float(b.split()[1])) for b in (legal.bounds or ">= 0").split(" and ") if b[0] == ">"]
     return str(r.choice([*least, *(n - 1 for n in least), most, most + 1]))

@@ -9,17 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
-from platform.boundary.files.file_storage import open_storage
 from platform.boundary.refusals import ConfigError
+from platform.boundary.storage import open_storage
+from platform.checkpoint import manifest as manifests
+from platform.checkpoint.catalogue import verify
 from platform.checkpoint.interchange import export_safetensors
 from platform.checkpoint.moves import read_tensor
-from platform.checkpoint.storage import manifest as manifests
-from platform.checkpoint.storage.catalogue import verify
-from platform.cluster.run.directory import RunDirectory
+from platform.cluster.run_directory import RunDirectory
 from platform.config.fields import Config, Data
 from platform.data.corpus import open_corpus
-from platform.monitor import Journal, MetricsLog
-from platform.monitor.records import events
+from platform.monitor import Journal, MetricsLog, events
 from tests.harness.storage_job import Job, values
 
 SHAPES = {"a": (6, 4), "b": (5,), "c": (), "d": (2, 3, 4)}

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from platform.config.fields import Config
-from platform.parallel.communicator.base import Aborted, Communicator
-from platform.plan.core.plan import Plan
-from platform.planning.make_plan import make_plan
+from platform.plan.plan import Plan
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import Aborted, Communicator
 from tests.gpu.test_one_gpu import on_host
 from tests.harness.oracle import MODELS, Result, compute, configure, examine
 from tests.harness.pool import Pool

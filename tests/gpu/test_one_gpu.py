@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from platform.config.fields import Config
-from platform.parallel.communicator.base import SingleRank
-from platform.plan.core.buckets import ADDS_WIDE
-from platform.planning.make_plan import make_plan
-from platform.planning.memory_budget import footprints
+from platform.plan.chunks import ADDS_WIDE
+from platform.predict.make_plan import make_plan
+from platform.predict.memory_budget import footprints
+from platform.runtime.communicator import SingleRank
 from tests.harness.oracle import MODELS, Result, compare, compute, configure, serial, trainer_of, validation_loss
 from tests.harness.wide_sums import errors
 

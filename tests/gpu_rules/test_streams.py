@@ -17,21 +17,18 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from platform.checkpoint.blocks import buffer
-from platform.checkpoint.in_memory.memory_map import MemoryMap
-from platform.checkpoint.in_memory.shared_memory import SharedMemory
-from platform.checkpoint.in_memory.snapshots import RankSnapshots, Snapshot
-from platform.parallel.communicator import clock
-from platform.parallel.communicator.base import Communicator
-from platform.parallel.communicator.torch_distributed import join
-from platform.parallel.sharding.residency import Residency
-from platform.train.generation import generator
-from platform.train.protocol.asked import AskedTexts, Choice
-from platform.train.recovery.verify import COPIES, _restless, differing
-from platform.train.step import rank_parameters
-from platform.train.step.rank_parameters import Weights
-from platform.train.step.trainer import Trainer
-from platform.train.step.training_state import State
+from platform.checkpoint import buffer
+from platform.checkpoint.snapshots import MemoryMap, RankSnapshots, SharedMemory, Snapshot
+from platform.runtime import clock
+from platform.runtime.communicator import Communicator
+from platform.runtime.process_groups import join
+from platform.runtime.residency import Residency
+from platform.train import generator, rank_parameters
+from platform.train.rank_parameters import Weights
+from platform.train.replies import AskedTexts, Choice
+from platform.train.state_recovery import COPIES, _restless, differing
+from platform.train.trainer import Trainer
+from platform.train.training_state import State
 from platform.train.worker import Worker
 from tests.harness import suite
 from tests.harness.card import CARD
@@ -410,22 +407,22 @@ WAITS = {"wait", "wait_stream", "wait_event", "synchronize", "proceed", "copied"
 # Waits for a device that no case makes; those of gloo, and for what is no device, are not looked at
 PASSED_ON = {"self._handle.wait()", "self.proceed()", "flat.proceed()"}
 OF_THE_HOST = {
-    "parallel/communicator/meeting.py", "parallel/communicator/point_to_point.py", "train/health/gpu_state.py",
-    "parallel/communicator/torch_distributed.py", "parallel/communicator/host_memory.py", "checkpoint/storage/saver.py",
+    "runtime/process_groups.py", "train/gauges.py",
+    "runtime/host_memory.py", "checkpoint/saver.py",
 }  # fmt: skip
 COMPILED = "in a graph that torch compiles, which runs on no card"
 NEVER = "of the shipped schemes none moves the operands of panels"
 ELSEWHERE = {
-    "checkpoint/in_memory/snapshots.py: futures.wait([begun.passed_on], ABANDONED)": "a thread whose transfer failed",
-    'parallel/communicator/base.py: self.launch("all_reduce", flag, axes).wait()': "reads a number at once",
-    'parallel/communicator/traced.py: launch(op, x, axes.split("+"), dim, joined, reduce=reduce).wait()': COMPILED,
-    "parallel/kernels/chunked/loss.py: leaving.wait()": COMPILED,
-    "parallel/kernels/chunked/loss.py: arriving.wait()": COMPILED,
-    "parallel/kernels/in_panels/summa.py: c.wait()": NEVER,
-    "parallel/parallel_ops.py: left.wait()": "no pass of these leaves out an operation",
-    "train/health/link.py: communicator.launch(op, block, (TOGETHER,)).wait()": "before a run: reads numbers",
-    "train/health/link.py: torch.cuda.synchronize()": "before a run",
-    "train/health/measure.py: last.synchronize()": "before a run",
+    "checkpoint/snapshots.py: futures.wait([begun.passed_on], ABANDONED)": "a thread whose transfer failed",
+    'runtime/communicator.py: self.launch("all_reduce", flag, axes).wait()': "reads a number at once",
+    'runtime/communicator.py: launch(op, x, axes.split("+"), dim, joined, reduce=reduce).wait()': COMPILED,
+    "runtime/chunked_loss.py: leaving.wait()": COMPILED,
+    "runtime/chunked_loss.py: arriving.wait()": COMPILED,
+    "runtime/products.py: c.wait()": NEVER,
+    "runtime/parallel_ops.py: left.wait()": "no pass of these leaves out an operation",
+    "train/measurements.py: communicator.launch(op, block, (TOGETHER,)).wait()": "before a run: reads numbers",
+    "train/measurements.py: torch.cuda.synchronize()": "before a run",
+    "train/measurements.py: last.synchronize()": "before a run",
     "train/worker.py: futures.wait([self._written], seconds)": "a thread that writes",
     "train/worker.py: torch.cuda.synchronize()": "at the end of a generation",
 }

@@ -364,7 +364,7 @@ def _compile(call: Call, launched: list[Any]) -> Compiled:
     """Calls the region, and differentiates it where autograd follows; then builds what was launched."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from platform.parallel.compiled import region
+    from platform.runtime.compilation import region
     from tests.harness import one_attention  # noqa: F401  which traced blocks call
 
     torch._dynamo.reset()

@@ -3,7 +3,7 @@
 resnext   cardinality branches of bottleneck projections, summed, with a residual connection (Xie et al. 2017)
 mixed     the same with a function of its own in every branch
 grouped   branches that read slices of x and are concatenated: a grouped projection
-heads     multi-head attention as branches over the dim `heads`: equal to platform.model.blocks.Attention
+heads     multi-head attention as branches over the dim `heads`: equal to platform.model.attention.Attention
 summed    a linear layer cut into slices and summed: the SUMMA remark of paper 002
 """
 
@@ -13,11 +13,11 @@ from typing import Any
 
 from platform.config.fields import Model as ModelConfig
 from platform.model import register_model
-from platform.model.blocks import Attention
+from platform.model.attention import Attention
 from platform.model.branches import Branches, pointwise_per_branch
 from platform.model.layers import STD, Layer, StackSpecs, dim_sizes
 from platform.model.transformer import Embedding, Head, embedding_table
-from platform.plan.language.ops import Spec
+from platform.plan.model_types import Spec
 
 FUNCTIONS = ("gelu", "relu", "silu", "tanh")
 INNER = Spec.of("mlp", "length batch branch d_branch")
@@ -96,7 +96,7 @@ class Heads(Branched):
 
 
 class Plain(Branched):
-    """What `heads` is equal to: the attention of platform.model.blocks, alone."""
+    """What `heads` is equal to: the attention of platform.model.attention, alone."""
 
     def block(self, c):
         return Attention("layers.0.attention", c, StackSpecs(), causal=True)

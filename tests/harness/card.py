@@ -29,15 +29,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 from platform.config.fields import Config
-from platform.parallel.communicator.base import Communicator, SingleRank
-from platform.parallel.communicator.torch_distributed import ProcessGroups
-from platform.parallel.kernels.chunked.loss import Classes, Targets, loss_and_gradient
-from platform.plan.core.buckets import ADDS_WIDE
-from platform.plan.core.plan import Plan
-from platform.plan.core.step_collectives import process_groups
-from platform.planning.make_plan import make_plan
-from platform.train.recovery.verify import AT_ONCE
-from platform.train.step.trainer import Trainer
+from platform.plan.chunks import ADDS_WIDE
+from platform.plan.plan import Plan
+from platform.plan.step_collectives import process_groups
+from platform.predict.make_plan import make_plan
+from platform.runtime.chunked_loss import Classes, Targets, loss_and_gradient
+from platform.runtime.communicator import Communicator, SingleRank
+from platform.runtime.process_groups import ProcessGroups
+from platform.train.state_recovery import AT_ONCE
+from platform.train.trainer import Trainer
 from tests.harness.launches import launched, moved
 from tests.harness.one_attention import OneAttention
 from tests.harness.oracle import Tokens, trainer_of

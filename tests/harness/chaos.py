@@ -17,13 +17,13 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-from platform.cluster.crew.base.job import WORKER
+from platform.cluster.crew.job import WORKER
 from platform.cluster.driver import run
 from platform.config.fields import Branch, Config, Parallel, Pipeline
 from platform.config.fields import Tensor as TensorConfig
 from platform.monitor import JsonLines, MetricsLog
-from platform.planning.choose_schedule import schedule_of
-from platform.planning.make_plan import make_plan
+from platform.predict.choose_schedule import schedule_of
+from platform.predict.make_plan import make_plan
 from tests.harness.oracle import configure
 from tests.harness.process_tree import descendants, gone, parents
 

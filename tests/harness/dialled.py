@@ -5,8 +5,8 @@ import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
 
-from platform.cluster.wire import secret
-from platform.cluster.wire.channel import Unframer, dial
+from platform.cluster.crew import channel
+from platform.cluster.crew.channel import Unframer, dial
 
 
 def frame(payload):
@@ -38,7 +38,7 @@ def knocked(board, **how):
 
 def greeting(token, number, challenge, **changes):
     """The frame with which who has this token answers a challenge as this member; `changes`: to what it says."""
-    nonce = secret.new()
+    nonce = channel.new_nonce()
     fields = {"number": number, "node": "here", "pid": 9, "nonce": nonce}
-    fields |= {"proof": secret.proof(token, secret.MEMBER, challenge, nonce)}
+    fields |= {"proof": channel.proof_of(token, channel.MEMBER, challenge, nonce)}
     return frame(json.dumps({"hello": fields | changes}).encode())

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from platform.monitor.records import events
+from platform.monitor import events
 
 EXAMPLES: dict[str, dict[str, Any]] = {  # kind -> its own fields, as they are in the file
     "timing": {

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.chain import chains_of, shares
-from platform.plan.core.plan import Plan
-from platform.train.step.trainer import Trainer
-from platform.train.step.training_state import State
+from platform.checkpoint.blocks import Box, chains_of, shares
+from platform.plan.plan import Plan
+from platform.train.trainer import Trainer
+from platform.train.training_state import State
 
 
 def check_held(trainer: Trainer) -> None:

@@ -11,7 +11,7 @@ from platform.config.fields import Model as ModelConfig
 from platform.model import register_model
 from platform.model.layers import dim_sizes
 from platform.model.transformer import LOGITS
-from platform.plan.language.ops import Parameter, Spec
+from platform.plan.model_types import Parameter, Spec
 
 OWN = {"topic": 4, "width": 4}  # dims that no other model has; topic x width = d_model
 FUNCTIONS = ("gelu", "relu", "tanh", "identity")

@@ -1,4 +1,4 @@
-"""Bytes of the storages that live on one rank: what `platform.planning.memory_budget.needed_bytes` predicts, counted.
+"""Bytes of the storages that live on one rank: what `platform.predict.memory_budget.needed_bytes` predicts, counted.
 
 A rank is a thread (`tests.harness.threads`), and so is the mode that sees its operations.
 """
@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from platform.config.fields import Config
-from platform.parallel.communicator.base import Communicator, SingleRank
-from platform.parallel.sharding.flat import FlatBucket
-from platform.plan.core.plan import Plan
-from platform.train.generation.generator import Generator
-from platform.train.protocol.asked import AskedTexts, Choice
+from platform.plan.plan import Plan
+from platform.runtime.communicator import Communicator, SingleRank
+from platform.runtime.flat_buffers import FlatBucket
+from platform.train.generator import Generator
+from platform.train.replies import AskedTexts, Choice
 from tests.harness.oracle import trainer_of
 from tests.harness.threads import run_threads
 

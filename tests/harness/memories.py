@@ -6,9 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from platform.checkpoint.in_memory.copies import peers_of
-from platform.checkpoint.in_memory.snapshots import RankSnapshots
-from platform.train.step.training_state import all_gather_values
+from platform.checkpoint.snapshots import RankSnapshots, peers_of
+from platform.train.training_state import all_gather_values
 
 
 def opened(state, nodes, communicator, shared: bool = True, divided: bool = True) -> RankSnapshots:

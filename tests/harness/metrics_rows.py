@@ -2,13 +2,12 @@
 
 from typing import Any
 
-from platform.monitor import MetricsRow
-from platform.monitor.records import records
+from platform.monitor import MetricsRow, json_records
 
 
 def line(step: int, **changes: Any) -> dict[str, Any]:
     """Return a row as it is in the file."""
-    return records.plain(row(step, **changes))
+    return json_records.plain(row(step, **changes))
 
 
 def row(step: int, **changes: Any) -> MetricsRow:

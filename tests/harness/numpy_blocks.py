@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from platform.plan.communication.rule import Step
-from platform.plan.language.layout import Layout, at_zero, block
-from platform.plan.language.mesh import Mesh
+from platform.plan.layout import Layout, Mesh, at_zero, block
+from platform.plan.rule import Step
 
 Blocks = list[np.ndarray | None]  # by rank; None where the tensor does not exist
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import sys
 
-from platform.cluster.crew.base import job
-from platform.cluster.crew.launchers import processes
-from platform.cluster.run import devices, resources
+from platform.cluster import resources
+from platform.cluster.crew import forked_workers, job
 
 WORKERS = 8  # that one GPU stands for
 
@@ -26,9 +25,9 @@ def main(arguments: list[str]) -> int:
     from platform import launch
 
     count = WORKERS if job.gpu_count() else 0
-    for module in (job, resources, devices):
+    for module in (job, resources, resources):
         module.gpu_count = lambda: count  # type: ignore[attr-defined]
-    processes.one_gpu = as_a_machine
+    forked_workers.one_gpu = as_a_machine
     return launch.main(arguments)
 
 

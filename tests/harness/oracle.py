@@ -18,17 +18,17 @@ from torch import Tensor
 from platform.config.fields import WEIGHTED, Branch, Config, Pipeline, objective_of
 from platform.config.fields import Model as ModelConfig
 from platform.config.fields import Tensor as TensorConfig
-from platform.data.tokenizers.specials import SpecialIds
-from platform.parallel.communicator.base import Communicator, Launch, SingleRank
-from platform.plan.communication.traffic import label
-from platform.plan.core.plan import Plan
-from platform.plan.core.step_collectives import communication
-from platform.plan.reports.replayed import replayed
-from platform.plan.schedule.rows import stage_rows
-from platform.planning.choose_schedule import schedules_of
-from platform.planning.make_plan import make_plan
-from platform.train.protocol.replies import Differences
-from platform.train.step.trainer import Trainer
+from platform.data.special_tokens import SpecialIds
+from platform.plan.operation_plan import label
+from platform.plan.plan import Plan
+from platform.plan.simulate import stage_rows
+from platform.plan.step_collectives import communication
+from platform.predict.choose_schedule import schedules_of
+from platform.predict.make_plan import make_plan
+from platform.predict.plan_report import replayed
+from platform.runtime.communicator import Communicator, Launch, SingleRank
+from platform.train.replies import Differences
+from platform.train.trainer import Trainer
 from tests.harness.replay import replay
 from tests.harness.threads import run_threads
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 
-from platform.plan.communication.planned import PlannedOperation
-from platform.plan.communication.rule import JOIN, SPLIT, Conversion, Step
-from platform.plan.core.chunks import Chunk
-from platform.plan.core.plan import Plan
+from platform.plan.chunks import Chunk
+from platform.plan.operation_plan import PlannedOperation
+from platform.plan.plan import Plan
+from platform.plan.rule import JOIN, SPLIT, Conversion, Step
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice", "pad", "broadcast", "reduce")
 Change = Callable[[PlannedOperation], PlannedOperation]

@@ -8,7 +8,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-from platform.cluster.crew.base.job import CUDA_ENVIRONMENT
+from platform.cluster.crew.job import CUDA_ENVIRONMENT
 from tests.harness import warm
 from tests.harness.one_card import as_a_machine
 
@@ -23,9 +23,8 @@ def _serve(rank: int, pipe: Connection, port: int, device: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from platform.parallel.communicator.meeting import connected
-    from platform.parallel.communicator.torch_distributed import ProcessGroups
-    from platform.plan.core.step_collectives import process_groups
+    from platform.plan.step_collectives import process_groups
+    from platform.runtime.process_groups import ProcessGroups, connected
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)

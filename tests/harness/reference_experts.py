@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from platform.config.fields import Model
-from platform.parallel.kernels import random
+from platform.runtime import residual
 
 
 def feed_forward(c: Model, w: Mapping[str, Tensor], name: str, x: Tensor, expert: int | None = None) -> Tensor:
@@ -112,7 +112,7 @@ class Found(NamedTuple):
 
 def jitter(c: Model, name: str, shape: Sequence[int], step: int = 1) -> Tensor:
     """Factors [batch, length, d_model] of what the router of a layer reads in a step: by number of the element."""
-    bits = random.bits(random.key(0, "jitter", step, f"{name}.jitter"), torch.arange(prod(shape)).view(*shape))
+    bits = residual.bits(residual.key(0, "jitter", step, f"{name}.jitter"), torch.arange(prod(shape)).view(*shape))
     return 1 + c.router_jitter * (2 * (bits & 0xFFFFFFFF).double() / 2**32 - 1)
 
 

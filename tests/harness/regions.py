@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 
 from platform.launch import CONF, compose
-from platform.parallel import compiled_block, parallel_ops
-from platform.parallel.compiled import TracedFunction
+from platform.runtime import compiled_blocks, parallel_ops
+from platform.runtime.compilation import TracedFunction
 from tests.harness.ahead import Call, Traced, call_of
 from tests.harness.card import alone, ranks, shrunk
 from tests.harness.one_attention import OneAttention
@@ -45,12 +45,12 @@ def calls_of(run: str) -> tuple[Call, ...]:
     c.train.compile = "on"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel_ops, "region", region)
-        compiled_block._traced.cache_clear()
+        compiled_blocks._traced.cache_clear()
         for rank in ranks(c):
             with alone(c, rank, []) as trainer, OneAttention():
                 trainer.step(1)
                 validation_loss(trainer)
-        compiled_block._traced.cache_clear()
+        compiled_blocks._traced.cache_clear()
     return tuple(found)
 
 

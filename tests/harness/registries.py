@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from platform.config import bounds
-from platform.config.extending.own_settings import OWN_SETTINGS
+from platform.config import fields
+from platform.config.extensions import OWN_SETTINGS
 from platform.config.fields import LOSS_OF, OBJECTIVES, WEIGHTED
 from platform.data import objectives
 from platform.model.losses import LOSSES
@@ -15,7 +15,7 @@ from platform.optimizer.learning_rate import SCHEDULES
 from platform.optimizer.optimizers import OPTIMIZERS
 
 TABLES = (
-    *(LOSSES, LOSS_OF, OBJECTIVES, objectives.OBJECTIVES, bounds.KEYS),
+    *(LOSSES, LOSS_OF, OBJECTIVES, objectives.OBJECTIVES, fields.KEYS),
     *(OWN_SETTINGS, SCHEDULES, OPTIMIZERS),
 )
 

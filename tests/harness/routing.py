@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from platform.parallel.kernels.by_index import slots
+from platform.runtime import expert_rows
 
 
 def to_the_first(monkeypatch, experts: int, chosen: int, first: int = 0) -> None:
     """Every token chooses the experts from number `first` on, as many as it chooses, by its own scores otherwise."""
     bias = torch.zeros(experts, dtype=torch.float64)
     bias[first : first + chosen] = 20.0
-    route = slots.route
-    monkeypatch.setattr(slots, "route", lambda scores, *more: route(scores + bias.to(scores), *more))
+    route = expert_rows.route
+    monkeypatch.setattr(expert_rows, "route", lambda scores, *more: route(scores + bias.to(scores), *more))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from platform.plan.schedule.table import Schedule
+from platform.plan.schedule import Schedule
 
 
 def to_csv(schedule: Schedule, path: str | Path) -> None:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from platform.cluster.run.commands import Command
+from platform.cluster.shown_commands import Command
 from platform.monitor import JsonLines
 
 BOOM = ValueError("boom")

@@ -1,8 +1,8 @@
 """Seats of a new generation, on machines that are all alike."""
 
-from platform.cluster.control.forming.seat_plan import arrange
-from platform.plan.language.mesh import Mesh
-from platform.train.recovery.source import take_seats
+from platform.cluster.control.recruiter import arrange
+from platform.plan.layout import Mesh
+from platform.train.state_recovery import take_seats
 
 
 def seated(source, others, size):

@@ -2,8 +2,8 @@
 
 from functools import cache
 
-from platform.boundary.files import local_files as storage_module
-from platform.checkpoint.storage.catalogue import find
+from platform.boundary import local_files as storage_module
+from platform.checkpoint.catalogue import find
 from tests.doubles.faulty_os import FaultyOs
 from tests.harness.storage_job import Job, values
 

@@ -13,14 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from platform.boundary.files.file_storage import Storage
-from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.chain import shares
-from platform.checkpoint.blocks.placement import Block, HeldTensor
+from platform.boundary.storage import Storage
+from platform.checkpoint.blocks import Block, Box, HeldTensor, shares
+from platform.checkpoint.buffer import Image
+from platform.checkpoint.catalogue import begin, commit
+from platform.checkpoint.manifest import Meta
 from platform.checkpoint.moves import World, restore
-from platform.checkpoint.storage.catalogue import begin, commit
-from platform.checkpoint.storage.image import Image
-from platform.checkpoint.storage.manifest import Meta
 
 META = Meta(
     step=0, samples=0, seed=3, corpus="c0", identity={"seed": 3}, configuration="cf",

@@ -35,15 +35,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import platform
-from platform.checkpoint.blocks import buffer
+from platform.checkpoint import buffer
 from platform.config.fields import Config
-from platform.parallel.communicator.base import Communicator, Handle, SingleRank
-from platform.parallel.communicator.clock import Clock
-from platform.parallel.kept import offload
-from platform.parallel.sharding.convert import Pending
-from platform.plan.core.plan import Plan
-from platform.train.step import trainer as trainer_module
-from platform.train.step.trainer import Trainer
+from platform.plan.plan import Plan
+from platform.runtime import recompute
+from platform.runtime.clock import Clock
+from platform.runtime.communicator import Communicator, Handle, SingleRank
+from platform.runtime.conversion import Pending
+from platform.train import trainer as trainer_module
+from platform.train.trainer import Trainer
 from tests.harness.card import CARD, MODULE, AsOnNccl, alone
 from tests.harness.launches import FREE, arguments, is_view
 
@@ -518,7 +518,7 @@ def recorded(c: Config, rank: int, recorder: Recorder) -> Iterator[Trainer]:
         return SingleRank(plan.mesh, CARD) if plan.mesh.size == 1 else OnStreams(recorder, plan, rank)
 
     buffer._stream_of_copies.cache_clear()
-    offload._stream.cache_clear()
+    recompute._stream.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         recorder.stand_in(patch)
         with alone(c, rank, [], communicator) as trainer, recorder, pytest.MonkeyPatch.context() as within:
@@ -531,4 +531,4 @@ def recorded(c: Config, rank: int, recorder: Recorder) -> Iterator[Trainer]:
             within.setattr(Communicator, "read", noted)
             yield trainer
     buffer._stream_of_copies.cache_clear()
-    offload._stream.cache_clear()
+    recompute._stream.cache_clear()

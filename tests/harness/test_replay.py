@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from platform.parallel.communicator.base import Launch
+from platform.runtime.communicator import Launch
 from tests.harness.replay import replay
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from platform.parallel.communicator.base import Communicator
-from platform.plan.language.mesh import Mesh
+from platform.plan.layout import Mesh
+from platform.runtime.communicator import Communicator
 
 
 class _Meeting:

@@ -14,9 +14,9 @@ from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import mkstemp
 
-from platform.cluster.crew.base.job import Assignment
-from platform.cluster.crew.launchers import fork_server, processes
-from platform.cluster.crew.launchers.forks import ForkServer
+from platform.cluster.crew import fork_server, forked_workers
+from platform.cluster.crew.forked_workers import ForkServer
+from platform.cluster.crew.job import Assignment
 from platform.config.fields import Config
 
 # Of commands, of workers, and what the first optimizer imports
@@ -99,7 +99,7 @@ def _run(module: str, arguments: tuple[str, ...], cwd: Path, environment: dict[s
         with open(path, "wb") as file:
             os.dup2(file.fileno(), number)
     sys.argv = [module, *arguments]
-    processes.ForkServer = Forking  # type: ignore[misc]
+    forked_workers.ForkServer = Forking  # type: ignore[misc]
     if module.endswith(".py"):
         sys.path.insert(0, str(Path(module).resolve().parent))
         runpy.run_path(module, run_name="__main__")

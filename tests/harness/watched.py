@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from platform.monitor import JsonLines, MetricsLog, goodput
-from platform.monitor.records import events
+from platform.monitor import JsonLines, MetricsLog, events, goodput
 
 
 class Watched:

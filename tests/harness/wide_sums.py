@@ -9,12 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from platform.parallel.communicator.base import SingleRank
-from platform.parallel.kernels.leaves import add_computed
-from platform.parallel.kernels.products import local_einsum
-from platform.parallel.sharding.flat import bucket_of
-from platform.planning.make_plan import make_plan
-from platform.train.step.rank_parameters import DTYPES
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import SingleRank
+from platform.runtime.flat_buffers import bucket_of
+from platform.runtime.products import local_einsum
+from platform.runtime.statistics import add_computed
+from platform.train.rank_parameters import DTYPES
 from tests.harness.oracle import configure, trainer_of
 
 TOKENS = 64  # of a microbatch

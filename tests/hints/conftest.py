@@ -15,16 +15,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from platform import launch
 from platform.boundary.refusals import ConfigError
-from platform.cluster.generation import answer_memory
-from platform.cluster.run import resources
-from platform.cluster.run.phases import Phases
-from platform.composition.composer import Composer, open_composer
-from platform.config import bounds
+from platform.cluster import asked_model, resources
+from platform.cluster.shown_commands import Phases
+from platform.config import fields
+from platform.config.composition import Composer, open_composer
 from platform.jobs import planned_run
 from tests.commands.test_kept_runs import KEPT
 from tests.hints.command_rows import ALWAYS
 
-SHIPPED = dict(bounds.KEYS)  # other tests of this process register names of their own
+SHIPPED = dict(fields.KEYS)  # other tests of this process register names of their own
 WORDS = "the plan is data and every worker knows its place in mesh".split()
 MEMORY = 10e9  # bytes of the machine, whatever runs these tests
 REFUSED = 2  # exit status
@@ -75,7 +74,7 @@ def composers():
                 raise AssertionError(config_dir)
         yield made.setdefault(json.dumps(stored), Composer([], stored or {}))
 
-    with open_composer(None), mock.patch.dict(bounds.KEYS, SHIPPED):
+    with open_composer(None), mock.patch.dict(fields.KEYS, SHIPPED):
         yield again
 
 
@@ -90,7 +89,7 @@ def refused(places, composers, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(launch, "open_composer", composers)
     monkeypatch.setattr(planned_run, "open_composer", composers)
     monkeypatch.setattr(resources, "reserve_workers", accept)
-    monkeypatch.setattr(answer_memory, "machine_memory", lambda: MEMORY)
+    monkeypatch.setattr(asked_model, "machine_memory", lambda: MEMORY)
 
     def lines(typed):
         new = tmp_path / f"new{len(os.listdir(tmp_path))}"

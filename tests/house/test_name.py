@@ -182,12 +182,12 @@ PROBE = """
 import json, os, sys
 from pathlib import Path
 import platform
-import elastic_platform.launch, elastic_platform.plan.core
+import elastic_platform.launch, elastic_platform.plan.operations
 from elastic_platform.config.fields import Config
 
 assert "_platform_startup" not in sys.modules
 assert platform.system() == os.uname().sysname
-for name in ("launch", "plan", "plan.core", "config.fields"):
+for name in ("launch", "plan", "plan.operations", "config.fields"):
     assert sys.modules[f"elastic_platform.{name}"] is sys.modules[f"platform.{name}"], name
     assert sys.modules[f"platform.{name}"].__spec__.name == f"platform.{name}"
 home = platform.__spec__.submodule_search_locations[0]
@@ -225,7 +225,7 @@ def test_without_the_hook_a_process_its_children_and_commands_have_the_package(n
     assert "No module named 'elastic_platform.nosuch'" in run(no_hook, "-c", missing, cwd=elsewhere).stderr
     # The probe sees a module that is there twice, and a child that is told nothing has no package.
     late = "import elastic_platform, sys; sys.meta_path.append(sys.meta_path.pop(0)); import probe"
-    assert "AssertionError: plan.core" in run(no_hook, "-c", late, cwd=elsewhere).stderr
+    assert "AssertionError: plan.operations" in run(no_hook, "-c", late, cwd=elsewhere).stderr
     untold = child.replace("check=True", "check=True, env={}")
     assert "No module named 'platform.config'" in run(no_hook, "-c", untold, "-c", CHECK, cwd=elsewhere).stderr
     run_commands(no_hook, elsewhere)

@@ -1,32 +1,22 @@
-"""The tree can be held in the head: rooms are small, say what lives in them, and no name stands for two things."""
+"""The tree can be read: it has two levels of rooms, which say what lives in them, and no function is long."""
 
 from __future__ import annotations
 
 import ast
-from collections import Counter
 
 import pytest
 
-from tests.house.rooms import PACKAGE, ROOT, files, inside, rooms, says, tree
+from tests.house.rooms import PACKAGE, ROOT, rooms, says, tree
 
-MOST = 11  # files of a room, and files and rooms of it together
-LARGE = {"data": 15, "config": 13, "jobs": 12}  # rooms that hold more; these may only shrink
-ROOMS = 18  # at the root, with at most ROOT_FILES beside them
-ROOT_FILES = 7
+LEVELS = 2  # of rooms; how many files a room has, and lines a file, is for people to judge (`make house`)
 LONGEST = 60  # lines of a function
-TWICE = {"__main__.py"}  # names that say the same thing in every room
 
 
 @pytest.mark.parametrize("room", rooms()[1:], ids=lambda room: str(room.relative_to(PACKAGE)))
-def test_a_room_is_small_and_says_what_lives_there(room):
-    assert len(files(room)) <= MOST
+def test_a_room_says_what_lives_there(room):
     first = says(room).split("\n\n")[0]
     assert 0 < len(first.splitlines()) <= 3
-    assert len(files(room)) + len(inside(room)) <= LARGE.get(str(room.relative_to(PACKAGE)), MOST)
-
-
-def test_the_root_is_small():
-    assert len(inside(PACKAGE)) <= ROOMS and len(files(PACKAGE)) <= ROOT_FILES
+    assert len(room.relative_to(PACKAGE).parts) <= LEVELS
 
 
 def test_every_folder_with_code_is_a_room(tmp_path):
@@ -35,17 +25,6 @@ def test_every_folder_with_code_is_a_room(tmp_path):
     (tmp_path / "silent").mkdir()
     (tmp_path / "silent" / "a.py").touch()  # without an __init__, which import-linter does not see either
     assert rooms(tmp_path) == [tmp_path, tmp_path / "silent"] and says(tmp_path / "silent") == ""
-
-
-def test_no_name_stands_for_two_files():
-    names = Counter(name for room in rooms() for name in files(room) if name not in TWICE)
-    assert [name for name, count in names.items() if count > 1] == []
-
-
-def test_no_file_is_long():
-    long = {f"{room.name}/{name}" for room in rooms() for name in files(room)
-            if len((room / name).read_text().splitlines()) > 400}  # fmt: skip
-    assert long == set()
 
 
 def test_no_function_is_long():

@@ -63,7 +63,7 @@ def test_papers_are_named():
     assert numbered == []
 
 
-RECORDS = PACKAGE / "monitor" / "records" / "events.py"  # named like what they record: events.NAME
+RECORDS = PACKAGE / "monitor" / "events.py"  # named like what they record: events.NAME
 # Functions that do the same in two rooms: a reader who knows the one knows the other.
 SAME = {
     "main": "the entry point of a command",
@@ -71,7 +71,6 @@ SAME = {
     "run": "api and driver: a run from a configuration",
     "read": "plain data into a declared shape",
     "summary": "a text for people of what a file holds",
-    "proof": "evidence that the other side can check",
     "key": "what identifies a value: a field of the configuration, a stream of random numbers",
 }
 

@@ -5,9 +5,9 @@ import socket
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.cluster.wire.interface import addresses, interface_of
-from platform.jobs import allocation
-from platform.jobs.allocation import cpus_here, endpoint, free_port, gpus_here, own_address
+from platform.cluster.crew.channel import addresses, interface_of
+from platform.jobs import ray_node
+from platform.jobs.ray_node import cpus_here, endpoint, free_port, gpus_here, own_address
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_the_route_to_a_peer_chooses_the_address(monkeypatch):
 
 
 def test_without_a_route_one_node_is_on_loopback(monkeypatch):
-    monkeypatch.setattr(allocation, "_ANYWHERE", {4: "no.such.host.invalid", 6: "no.such.host.invalid"})
+    monkeypatch.setattr(ray_node, "_ANYWHERE", {4: "no.such.host.invalid", 6: "no.such.host.invalid"})
     assert (own_address(), own_address(version=6)) == ("127.0.0.1", "::1")
 
 

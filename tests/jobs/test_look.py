@@ -10,10 +10,8 @@ import time
 import pytest
 
 from platform.jobs.__main__ import main
-from platform.jobs.look.lives import status_lines
-from platform.jobs.look.logs import keep_ray_logs, log_lines
-from platform.monitor import Journal
-from platform.monitor.records import events
+from platform.jobs.job_state import keep_ray_logs, log_lines, status_lines
+from platform.monitor import Journal, events
 
 START = {"world_size": 2, "cluster": "ray", "device": "cpu"}
 WORKERS = [{"rank": rank, "node": f"n{rank}"} for rank in range(2)]
@@ -134,7 +132,7 @@ def test_what_ray_wrote_on_a_node_outlives_it(tmp_path):
 def test_ray_s_logs_are_kept_when_a_pod_is_told_to_end(tmp_path):
     logs = tmp_path / "tmp" / "ray" / "session_latest" / "logs"
     logs.mkdir(parents=True)
-    code = "from pathlib import Path; from platform.jobs.look import logs; import sys;"
+    code = "from pathlib import Path; from platform.jobs import job_state as logs; import sys;"
     code += " logs._RAY_PARENT = sys.argv[1]; print('there', flush=True); logs.keep_at_the_end(Path(sys.argv[2]))"
     command = [sys.executable, "-c", code, str(tmp_path / "tmp"), str(tmp_path / "run")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as keeper:

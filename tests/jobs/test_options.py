@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.config.durations import hms, job_seconds
+from platform.config.key import hms, job_seconds
 from platform.jobs.__main__ import main
+from platform.jobs.job_options import JobOptions, KubernetesOptions, SlurmOptions, options_page, take_options
 from platform.jobs.kubernetes import kubernetes_job
-from platform.jobs.options import JobOptions, KubernetesOptions, SlurmOptions, options_page, take_options
 from platform.jobs.slurm import slurm_job
 
 ONE = ["+experiment=one_gpu"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.cluster.crew.launchers import leftovers
+from platform.cluster.crew import leftovers
 from platform.jobs import ray_node
 from platform.jobs.ray_node import HEAD, NodeOptions, RayNode, drain_command, ray_command, ray_environment, run_head
 from platform.jobs.supervisor import Supervision

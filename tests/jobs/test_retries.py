@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from platform.boundary.schema import Malformed
-from platform.jobs.retries import DRIVERS, DriverEnd, read_drivers, spent, verdict
+from platform.jobs.supervisor import DRIVERS, DriverEnd, read_drivers, spent, verdict
 
 TERM, USR1, KILL = signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL
 AGAIN = None

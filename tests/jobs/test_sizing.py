@@ -3,10 +3,10 @@
 import pytest
 import yaml
 
-from platform.jobs.options import JobOptions
-from platform.jobs.sizing import GIB, job_size
+from platform.jobs.job_options import JobOptions
+from platform.jobs.planned_run import GIB, job_size
 from platform.launch import compose
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
 from tests.jobs.examples import JOBS
 
 

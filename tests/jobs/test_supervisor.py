@@ -12,16 +12,15 @@ from pathlib import Path
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.cluster.run.traces import NOTICE
+from platform.cluster.run_directory import NOTICE
 from platform.jobs import supervisor
 from platform.jobs.__main__ import main
-from platform.jobs.retries import DRIVERS
-from platform.jobs.supervisor import Supervision, Supervisor, end_ray_job, ray_job
+from platform.jobs.supervisor import DRIVERS, Supervision, Supervisor, end_ray_job, ray_job
 
 # Stands in for `python -m platform.launch`: the n-th one does the n-th thing of LIVES, after doing a step or not.
 DRIVER = """
 import json, os, signal, sys, time
-from platform.cluster.crew.base.signals import stop_reason
+from platform.cluster.crew.signals import stop_reason
 here, lives = os.getcwd(), json.loads(os.environ["LIVES"])
 with open("started", "a") as file:
     print(json.dumps([sys.argv[1:], os.environ.get("RAY_ADDRESS")]), file=file)

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from platform.api import Config, Plan, compose, plan
-from platform.boundary.files.file_storage import open_storage
-from platform.checkpoint.blocks.placement import planned_tensors
+from platform.boundary.storage import open_storage
+from platform.checkpoint.blocks import planned_tensors
+from platform.checkpoint.catalogue import attempts, verify
 from platform.checkpoint.moves import read_tensor
-from platform.checkpoint.storage.catalogue import attempts, verify
-from platform.monitor.records import events
-from platform.monitor.records.metrics import MetricsLog
-from platform.plan.core import plan_data
+from platform.monitor import events
+from platform.monitor.metrics import MetricsLog
+from platform.plan import plan_data
 from platform.report import __main__ as report
 from platform.status import __main__ as status_command
 from tests.harness.commands import in_this_process, warm_command

@@ -11,12 +11,12 @@ import pytest
 from platform.config.fields import Data
 from platform.data import objectives
 from platform.data.corpus import open_corpus
-from platform.data.own_objective import word_of_objective
-from platform.monitor.records import events
-from platform.monitor.records.journal_event import EVENTS, JournalEvent
-from platform.plan.core import plan_data
+from platform.data.objectives import word_of_objective
+from platform.monitor import events
+from platform.monitor.events import EVENTS, JournalEvent
+from platform.plan import plan_data
 from platform.plan.operations.op import Op
-from platform.plan.operations.words import Ops
+from platform.plan.operations.registry import Ops
 
 KEPT = Path(__file__).parent
 JOURNAL = """

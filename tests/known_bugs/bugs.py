@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from platform.parallel.kernels.dropout import in_pieces
+from platform.runtime.residual import in_pieces
 from tests.harness.plan_mutants import other, twice, without
 from tests.known_bugs import mutants
 from tests.known_bugs.expert_bugs import EXPERT_BUGS

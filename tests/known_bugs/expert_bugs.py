@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from platform.plan.communication.planned import PlannedOperation
-from platform.plan.core.plan import Plan
+from platform.plan.operation_plan import PlannedOperation
+from platform.plan.plan import Plan
 from tests.harness.plan_mutants import other, with_operations, without
 from tests.known_bugs import expert_mutants as mutants
 from tests.known_bugs.known_bug import KnownBug, not_summed, steps, summed_over

@@ -11,19 +11,17 @@ import torch
 from pytest import MonkeyPatch
 from torch import Tensor
 
-from platform.parallel.kernels.by_index import slots
-from platform.parallel.parallel_ops import ParallelOps
-from platform.plan.core.plan import Plan
-from platform.plan.language.functions import Router
+from platform.plan.model_types import Router
 from platform.plan.operations.einsums import ProjectOp
-from platform.plan.operations.rows.shift import ShiftOp
-from platform.plan.operations.tables.dispatch import CombineOp, DispatchOp
-from platform.plan.operations.tables.dispatch_rows import CombineRowsOp
-from platform.plan.operations.tables.route import RouteOp
-from platform.train.step import rank_parameters
-from platform.train.step.trainer import Trainer
-from platform.train.step.training_state import State
-from platform.weights import names
+from platform.plan.operations.experts import CombineOp, CombineRowsOp, DispatchOp, RouteOp
+from platform.plan.operations.pointwise import ShiftOp
+from platform.plan.plan import Plan
+from platform.runtime import expert_rows
+from platform.runtime.parallel_ops import ParallelOps
+from platform.train import rank_parameters
+from platform.train.trainer import Trainer
+from platform.train.training_state import State
+from platform.weights import tensor_names
 from tests.known_bugs.mutants import Mutant, mutant
 
 Routed = Callable[..., tuple[Tensor, ...]]
@@ -54,7 +52,7 @@ def on_ranks(change: Callable[..., tuple[Tensor, ...]]) -> Mutant:
 
     def put(patch: MonkeyPatch) -> None:
         mutant(RouteOp, "run")(run_route)(patch)
-        mutant(slots, "_routed")(routed)(patch)
+        mutant(expert_rows, "_routed")(routed)(patch)
 
     return put
 
@@ -100,19 +98,19 @@ def capacity_of_all_sequences_of_a_rank(compute, scores, real, *more):
     return weights.view(real.shape[1], real.shape[0], -1).transpose(0, 1).contiguous(), auxiliary, counts
 
 
-@mutant(slots, "_routed")
+@mutant(expert_rows, "_routed")
 def padding_is_routed(compute, scores, real, *more):
     return compute(scores, torch.ones_like(real), *more)
 
 
-@mutant(slots, "_routed")
+@mutant(expert_rows, "_routed")
 def losses_without_gradient(compute, *given):
     weights, auxiliary, counts = compute(*given)
     return weights, auxiliary.detach() + 0 * auxiliary, counts
 
 
 def _of_router(**fields: Any) -> Mutant:
-    return mutant(slots, "_routed")(
+    return mutant(expert_rows, "_routed")(
         lambda compute, scores, real, router, *more: compute(scores, real, replace(router, **fields), *more)
     )
 
@@ -121,12 +119,12 @@ weights_are_not_normalised = _of_router(normalised=False)
 weights_of_the_chosen_alone = _of_router(normalised=True)
 
 
-@mutant(slots, "_routed")
+@mutant(expert_rows, "_routed")
 def scaled_where_not_normalised(compute, scores, real, router, *more):
     return compute(scores, real, replace(router, scale=1.0) if router.normalised else router, *more)
 
 
-@mutant(slots, "_routed")
+@mutant(expert_rows, "_routed")
 def scores_in_16_bits(compute, scores, *more):
     return compute(scores.bfloat16().to(scores.dtype), *more)
 
@@ -138,14 +136,14 @@ class Unmasked(Tensor):
         return self.as_subclass(Tensor)
 
 
-@mutant(slots, "products_of_rows")
+@mutant(expert_rows, "products_of_rows")
 def slots_of_no_token_give_a_gradient(products, rows, at, factors):
     return products(rows, at.clamp_min(0), factors).as_subclass(Unmasked)
 
 
-@mutant(slots, "dispatch")
+@mutant(expert_rows, "dispatch")
 def empty_slots_are_not_numbers(dispatch, x, weights, *more):
-    held, _ = slots._places(weights, *more)
+    held, _ = expert_rows._places(weights, *more)
     return dispatch(x, weights, *more).masked_fill((held < 0).unsqueeze(-1), torch.nan)
 
 
@@ -246,12 +244,12 @@ def tokens_take_slots_on_every_rank(run, self, ops, found, name, x, spec, weight
     return run(self, ops, found, name, x, spec, weights, *more) * ops.plan.mesh.extent(ops.plan.layout(spec)["length"])
 
 
-@mutant(names, "_part_of_one")
+@mutant(tensor_names, "_part_of_one")
 def every_expert_is_the_first(part, p, shape, expert):
     return part(p, shape, 0)
 
 
-@mutant(names, "_part_of_one")
+@mutant(tensor_names, "_part_of_one")
 def gate_and_up_change_places(part, p, shape, expert):
     found, other = part(p, shape, expert), {"gate": "up", "up": "gate"}
     layer, _, last = found.name.rpartition(".")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from platform.plan.core.plan import Plan
+from platform.plan.plan import Plan
 from tests.harness.plan_mutants import Steps, with_reductions, with_steps_where
 from tests.known_bugs.mutants import Mutant
 

@@ -7,21 +7,18 @@ from collections.abc import Callable
 import torch
 from pytest import MonkeyPatch
 
-from platform.config.ramps.batch_ramp import samples_of
-from platform.parallel.communicator import buffers
-from platform.parallel.communicator.base import Communicator
-from platform.parallel.communicator.traced import Arrived
-from platform.parallel.kernels import dropout, loss
-from platform.parallel.kernels.in_panels import panels
-from platform.parallel.parallel_ops import ParallelOps
-from platform.parallel.sharding.flat import FlatBucket
-from platform.plan.core import counted
-from platform.plan.core.plan import Plan
-from platform.plan.language.stretches import Stretch
-from platform.plan.operations.rows.shift import ShiftOp
-from platform.train.step import trainer
-from platform.train.step.stage_passes import StagePasses
-from platform.train.step.training_state import State
+from platform.config.ramps import samples_of
+from platform.plan import step_collectives
+from platform.plan.layout import Stretch
+from platform.plan.operations.pointwise import ShiftOp
+from platform.plan.plan import Plan
+from platform.runtime import chunked_loss, communicator, panels, residual
+from platform.runtime.communicator import Arrived, Communicator
+from platform.runtime.flat_buffers import FlatBucket
+from platform.runtime.parallel_ops import ParallelOps
+from platform.train import trainer
+from platform.train.stage_passes import StagePasses
+from platform.train.training_state import State
 
 Mutant = Callable[[MonkeyPatch], None]
 OUT = ("output_bias", "down_bias")  # of products whose contracted dim ranks split
@@ -40,18 +37,18 @@ def mutant(owner: object, name: str) -> Callable[[Callable[..., object]], Mutant
     return made
 
 
-@mutant(loss, "_merged")
+@mutant(chunked_loss, "_merged")
 def smoothing_of_a_shard(merged, found, mine, communicator, over):
     return torch.cat((merged(found, mine, communicator, over)[:2], found[2:] * communicator.mesh.extent(over)))
 
 
-@mutant(loss, "_merged")
+@mutant(chunked_loss, "_merged")
 def vocab_counted_by_every_rank(merged, found, mine, communicator, over):
     out = merged(found, mine, communicator, over)
     return torch.cat((out[:1] + torch.tensor(communicator.mesh.extent(over)).log(), out[1:]))
 
 
-@mutant(loss, "loss_and_gradient")
+@mutant(chunked_loss, "loss_and_gradient")
 def gradient_of_the_label_s_shard_alone(compute, logits, targets, communicator, classes, gradient):
     out = compute(logits, targets, communicator, classes, gradient)
     if classes.over and gradient:
@@ -60,7 +57,7 @@ def gradient_of_the_label_s_shard_alone(compute, logits, targets, communicator, 
     return out
 
 
-@mutant(loss, "loss_and_gradient")
+@mutant(chunked_loss, "loss_and_gradient")
 def mean_of_each_rank_s_tokens(compute, logits, targets, communicator, classes, gradient):
     out = compute(logits, targets, communicator, classes, gradient)
     if communicator.mesh.size == 1:
@@ -125,14 +122,14 @@ def rows_as_wide_as_this_rank_s(widths, ops, *given):
     return [found[ops.communicator.index(given[-1])]] * len(found)
 
 
-@mutant(buffers, "closed")
+@mutant(communicator, "closed")
 def blocks_as_long_as_of_the_last_rank(closed, x, dim, parts):
     return closed(x, dim, parts._replace(extents=parts.extents[::-1]))
 
 
-@mutant(counted, "counts_gradient")
+@mutant(step_collectives, "counts_gradient")
 def norm_counts_tied_copies(counts, plan, at, p):
-    return counts(plan, at, p) or (p.name in plan.tied and counted.counts_at(at, plan.split_over(p)))
+    return counts(plan, at, p) or (p.name in plan.tied and step_collectives.counts_at(at, plan.split_over(p)))
 
 
 @mutant(trainer, "sum_tied")
@@ -160,7 +157,7 @@ def another_mask_in_the_backward_pass(patch: MonkeyPatch) -> None:
         counters, start, rate = ctx.drawing
         return ctx.draw(gradient, counters, start + 1, rate), None, None
 
-    patch.setattr(dropout._Dropout, "backward", staticmethod(backward))
+    patch.setattr(residual._Dropout, "backward", staticmethod(backward))
 
 
 @mutant(State, "restore")

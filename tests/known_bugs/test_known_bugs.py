@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from platform.plan.check.plan_check import unsound
-from platform.plan.core.plan import Plan
+from platform.plan.plan import Plan
+from platform.plan.plan_check import unsound
 from tests.conftest import THINNED
 from tests.harness import oracle
 from tests.harness.thinned import kept, values_of

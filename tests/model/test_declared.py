@@ -12,10 +12,10 @@ from platform.config.fields import Model
 from platform.model import build_model
 from platform.model.layers import STD
 from platform.model.transformer import embedding_table
-from platform.plan.core.step_collectives import communication
-from platform.plan.language.layout import DIMS
+from platform.plan.layout import DIMS
 from platform.plan.operations.recorder import Recorder
-from platform.planning.make_plan import make_plan
+from platform.plan.step_collectives import communication
+from platform.predict.make_plan import make_plan
 from tests.conftest import ROOT
 from tests.harness.oracle import MODELS, configure
 

@@ -9,8 +9,8 @@ import pytest
 
 from platform.config.fields import WEIGHTED
 from platform.model.losses import LOSSES
-from platform.parallel.communicator.base import SingleRank
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import SingleRank
 from tests.harness.oracle import Tokens, configure, trainer_of
 from tests.harness.pairwise import product
 from tests.harness.registries import as_before

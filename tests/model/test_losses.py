@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from platform.boundary.refusals import ConfigError
-from platform.config.checks import violations_of_configuration
 from platform.config.fields import loss_of
+from platform.config.validation import violations_of_configuration
 from platform.data.objectives import Causal, register_objective
 from platform.model.losses import register_loss
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
 from tests.harness.oracle import configure
 from tests.harness.registries import as_before
 

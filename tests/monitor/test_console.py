@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from platform.monitor.console import Console, _duration
+from platform.monitor.monitor import Console, _duration
 from tests.harness.metrics_rows import row
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from platform.boundary.schema import Malformed
-from platform.monitor import Journal, JsonLines, MetricsRow
-from platform.monitor.records import events
+from platform.monitor import Journal, JsonLines, MetricsRow, events
 from tests.harness.happenings import EXAMPLES
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ import pytest
 
 from platform.config.fields import Config
 from platform.monitor import MetricsLog, MetricsRow, open_monitor
-from platform.monitor.records.metrics import for_wandb, wandb_names
-from platform.monitor.sinks.services.wandb_sink import histogram
+from platform.monitor.metrics import for_wandb, wandb_names
+from platform.monitor.sinks.wandb_sink import histogram
 from tests.harness.metrics_rows import line, row
 from tests.harness.offline_run import history
 

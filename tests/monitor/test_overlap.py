@@ -11,10 +11,10 @@ import pytest
 
 from platform.monitor import Timeline
 from platform.monitor.timeline import lanes
-from platform.plan.communication.traffic import label
-from platform.plan.schedule.lowering import lower
-from platform.planning.choose_schedule import schedule_of
-from platform.planning.make_plan import make_plan
+from platform.plan.operation_plan import label
+from platform.plan.simulate import lower
+from platform.predict.choose_schedule import schedule_of
+from platform.predict.make_plan import make_plan
 from tests.harness.oracle import configure, trainer_of
 
 LAYERS = [f"layers.{i}" for i in range(3)]

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from platform.monitor.records.live import Live, SeenLink, SeenWorker
+from platform.monitor.journal import Live, SeenLink, SeenWorker
 from platform.monitor.verdict import Evidence, verdict_on
 from platform.monitor.verdict.evidence import ALIVE
-from platform.parallel.communicator.progress import Activity, Wait
+from platform.runtime.progress import Activity, Wait
 from tests.monitor.test_verdict import GOES, WORKERS, saved, stamped
 
 NOW = 1000.0
@@ -15,7 +15,7 @@ SUM = Wait("all_reduce", "gradients", ["data"])
 
 
 def beat(section="exposed_comm", waiting=True, seconds=5.0, busy=0.0, wait=SUM, **more):
-    stack = ["train/step/trainer.py:7 in _forward_backward"]
+    stack = ["train/trainer.py:7 in _forward_backward"]
     return Activity(
         "step(5)", section, waiting, seconds, busy=busy, wait=wait if waiting else None, stack=stack, **more
     )
@@ -156,7 +156,7 @@ def test_a_whole_node_is_named():
 def test_witnesses_and_stack():
     verdict = verdict_on(known(live(workers(beat("backward", False, 5.0)))))
     assert verdict.details == ["seen: ranks 0, 1 and 2 waiting in all_reduce over data (gradients)"]
-    assert verdict.stack == ["train/step/trainer.py:7 in _forward_backward"] and verdict.since == NOW - 6.0
+    assert verdict.stack == ["train/trainer.py:7 in _forward_backward"] and verdict.since == NOW - 6.0
 
 
 def test_a_silent_driver_is_named():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from platform.costs.parts import measurable
 from platform.monitor.step_parts import cause, parts_table, typical
+from platform.plan.plan_summary import measurable
 
 PREDICTED = {"computing": 1.0, "waiting for t": 0.2, "bubble": 0.0, "optimizer": 0.1}
 

@@ -2,8 +2,8 @@
 
 from math import nan
 
-from platform.monitor.records import events
-from platform.monitor.story import story
+from platform.monitor import events
+from platform.monitor.goodput import story
 from tests.harness.happenings import happening
 
 JOURNAL = [

@@ -9,14 +9,13 @@ import pytest
 from platform.cluster.driver import run
 from platform.monitor import JsonLines, MetricsLog, Timeline
 from platform.monitor.timeline import KEPT_STEPS, StepForecast, bubble, executed
-from platform.parallel.communicator.clock import Clock
-from platform.plan.schedule.generators import generate
-from platform.plan.schedule.lowering import lower
-from platform.plan.schedule.simulate import simulate
-from platform.plan.schedule.table import COMPUTE, RECEIVES
-from platform.planning.choose_schedule import schedule_of
-from platform.planning.make_plan import make_plan
-from platform.train.protocol.replies import RankTimeline
+from platform.plan.generators import generate
+from platform.plan.schedule import COMPUTE, RECEIVES
+from platform.plan.simulate import lower, simulate
+from platform.predict.choose_schedule import schedule_of
+from platform.predict.make_plan import make_plan
+from platform.runtime.clock import Clock
+from platform.train.replies import RankTimeline
 from tests.harness.oracle import configure, trainer_of
 from tests.harness.threads import run_threads
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from platform.monitor.records import events
+from platform.monitor import events
 from platform.monitor.verdict import Evidence, verdict_on
 from platform.monitor.verdict.evidence import ALIVE, GONE, STOPPED
 

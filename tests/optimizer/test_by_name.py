@@ -8,19 +8,16 @@ import pytest
 import torch
 
 from platform.boundary.refusals import ConfigError
-from platform.config.checks import violations_of_configuration
 from platform.config.fields import Config
-from platform.optimizer.optimizers import kept_numbers
-from platform.optimizer.parameter_groups import find_matrices
-from platform.parallel.communicator.base import SingleRank
-from platform.parallel.sharding.factors import Factors
-from platform.parallel.sharding.flat import FlatBucket
-from platform.parallel.sharding.matrices import Matrices
-from platform.plan.core.factored import sides
-from platform.plan.core.step_collectives import communication
-from platform.plan.memory.worker_bytes import weight_bytes
-from platform.planning.make_plan import make_plan
-from platform.train.step.training_state import State
+from platform.config.validation import violations_of_configuration
+from platform.optimizer.optimizers import find_matrices, kept_numbers
+from platform.plan.step_collectives import communication, sides
+from platform.predict.footprint import weight_bytes
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import SingleRank
+from platform.runtime.flat_buffers import FlatBucket
+from platform.runtime.matrices import Factors, Matrices
+from platform.train.training_state import State
 from tests.harness.oracle import compare, configure, counted, prove, run, serial, trainer_of
 from tests.harness.threads import run_threads
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from platform.boundary.files.file_storage import open_storage
+from platform.boundary.storage import open_storage
+from platform.checkpoint import catalogue
 from platform.checkpoint.moves import read_tensor
-from platform.checkpoint.storage import catalogue
 from platform.monitor import MetricsLog
 from tests.harness.commands import QUICK, SMALL, command, in_this_process
 

@@ -7,9 +7,9 @@ import torch
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
-from platform.optimizer import whole
+from platform.optimizer import optimizers
 from platform.optimizer.optimizers import register_optimizer
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
 from tests.harness.oracle import compare, configure, run
 from tests.harness.registries import as_before
 
@@ -86,15 +86,15 @@ def test_padded_rows_are_no_part_of_a_tensor():
 
 
 def test_what_is_not_declared_is_found_by_trying():
-    assert whole.need_of(configured(None).optimizer) == "tensor"
+    assert optimizers.need_of(configured(None).optimizer) == "tensor"
     o = Config().optimizer
     for name, elementwise in {"plain": torch.optim.SGD, "rms": torch.optim.RMSprop, "adam": torch.optim.Adam}.items():
         register_optimizer(name, lambda groups, o, kind=elementwise: kind(groups, o.lr), 1)
         o.kind = name
-        assert whole.need_of(o) == "element"
+        assert optimizers.need_of(o) == "element"
     register_optimizer("factor", lambda groups, o: torch.optim.Adafactor(groups, o.lr), 1)
     o.kind = "factor"
-    assert whole.need_of(o) == "tensor"
+    assert optimizers.need_of(o) == "tensor"
 
 
 def test_groups_that_an_optimizer_forgets_are_refused():

@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
 from platform.config.identity import default_directory, identity, violations_of_identity
-from platform.parallel.communicator.base import SingleRank
-from platform.parallel.sdpa import in_kernel, lacking
-from platform.plan.core.fused import fused_attentions, settled, traits_of
-from platform.plan.core.plan_data import digest, plan_summary
-from platform.plan.language.attention_kernels import AUTO, KERNELS, MATH, AttentionTraits, chosen, reason_against
-from platform.plan.reports.describe import describe
-from platform.planning.make_plan import make_plan
+from platform.plan.model_types import AUTO, KERNELS, MATH, AttentionTraits, chosen, reason_against
+from platform.plan.plan_data import digest, plan_summary
+from platform.plan.plan_summary import describe
+from platform.plan.step_collectives import fused_attentions, settled, traits_of
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import SingleRank
+from platform.runtime.compilation import in_kernel, lacking
 from tests.harness.oracle import MODELS, compare, configure, run, serial, trainer_of
 
 # what torch calls for one attention

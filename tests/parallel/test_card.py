@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from platform.config.fields import Config
 from platform.launch import CONF, compose
-from platform.plan.core.buckets import ADDS_WIDE
-from platform.plan.core.plan import Plan
-from platform.plan.memory.hardware import memory_of
-from platform.planning.make_plan import make_plan
-from platform.planning.memory_budget import needed_bytes
+from platform.plan.accelerators import memory_of
+from platform.plan.chunks import ADDS_WIDE
+from platform.plan.plan import Plan
+from platform.predict.make_plan import make_plan
+from platform.predict.memory_budget import needed_bytes
 from tests.harness.card import CARD, Counted, KernelCounter, alone, per_layer, ranks, shrunk
 from tests.harness.oracle import validation_loss
 

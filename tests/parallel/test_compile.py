@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
 from tests.harness.oracle import MODELS, configure, trainer_of
 
 
@@ -52,7 +52,7 @@ def test_negative_control_a_small_gradient_is_wrong(wrong):
     "model", ["gpt", *(pytest.param(m, marks=pytest.mark.full) for m in ("t5", "llama", "bert", "original"))]
 )
 def test_one_process(model):
-    from platform.parallel.communicator.base import SingleRank
+    from platform.runtime.communicator import SingleRank
 
     c = configure(**MODELS[model])
     plan = make_plan(c)

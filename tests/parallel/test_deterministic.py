@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
 from platform.launch import compose
-from platform.parallel.communicator.base import Communicator
-from platform.parallel.communicator.point_to_point import Messages
-from platform.parallel.deterministic import deterministic
-from platform.plan.core.plan import Plan
-from platform.planning.make_plan import make_plan
+from platform.plan.plan import Plan
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import Communicator
+from platform.runtime.compilation import deterministic
+from platform.runtime.process_groups import Messages
 from platform.train.worker import Worker
 from tests.harness.card import alone
 from tests.harness.one_attention import OneAttention

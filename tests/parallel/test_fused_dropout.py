@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from platform.parallel.communicator.base import SingleRank
-from platform.parallel.parallel_ops import PassPosition
-from platform.plan.core.step_collectives import communication
-from platform.planning.make_plan import make_plan
+from platform.plan.step_collectives import communication
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import SingleRank
+from platform.runtime.parallel_ops import PassPosition
 from tests.harness.oracle import configure, counted, run, trainer_of
 
 

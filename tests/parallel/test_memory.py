@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from platform.model import build_model
-from platform.parallel.communicator.base import SingleRank
-from platform.parallel.parallel_ops import PassPosition
-from platform.plan.memory.worker_bytes import saved_for_backward, weight_bytes
-from platform.planning.make_plan import make_plan
-from platform.train.step.trainer import Trainer
+from platform.predict.footprint import saved_for_backward, weight_bytes
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import SingleRank
+from platform.runtime.parallel_ops import PassPosition
+from platform.train.trainer import Trainer
 from tests.harness.oracle import MODELS, configure, trainer_of
 from tests.harness.routing import to_the_first
 from tests.harness.threads import run_threads

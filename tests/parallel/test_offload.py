@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from platform.config.fields import Config
-from platform.parallel.kept.offload import Offload
-from platform.plan.communication.away import Away
-from platform.planning.make_plan import make_plan
+from platform.plan.operation_plan import Away
+from platform.predict.make_plan import make_plan
+from platform.runtime.recompute import Offload
 from tests.harness.oracle import MODELS, configure, prove, run, trainer_of
 from tests.harness.threads import run_threads
 
@@ -58,7 +58,7 @@ def test_negative_control_memory_that_is_given_to_two(monkeypatch):
 
 @pytest.mark.parametrize("name", ["1f1b, bf16", "encoder and decoder, dropout"])
 def test_the_memory_there_is_what_is_planned_and_is_used_again(name):
-    from platform.planning.memory_budget import footprints
+    from platform.predict.memory_budget import footprints
 
     c = offloading(**CASES[name])
     plan = make_plan(c)

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from platform.config.fields import Config
 from platform.launch import compose
-from platform.plan.communication.traffic import TRAFFIC
-from platform.plan.core.plan import Plan
-from platform.plan.core.step_collectives import staged_collectives
-from platform.planning.make_plan import make_plan
+from platform.plan.operation_plan import TRAFFIC
+from platform.plan.plan import Plan
+from platform.plan.step_collectives import staged_collectives
+from platform.predict.make_plan import make_plan
 from tests.harness.card import alone
 from tests.harness.one_attention import OneAttention
 

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.buffer import Buffer
-from platform.checkpoint.blocks.placement import HeldTensor, Share
-from platform.parallel.kept.pinned import pinned_bytes
+from platform.checkpoint.blocks import Box, HeldTensor, Share
+from platform.checkpoint.buffer import Buffer
+from platform.runtime.pinned_memory import pinned_bytes
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import torch
 
-from platform.checkpoint.blocks import buffer
-from platform.checkpoint.blocks.buffer import Buffer
-from platform.parallel import compiled
-from platform.parallel.communicator.progress import PROGRESS
+from platform.checkpoint import buffer
+from platform.checkpoint.buffer import Buffer
+from platform.runtime import compilation
+from platform.runtime.progress import PROGRESS
 from platform.train.worker import Worker
 from tests.harness.oracle import configure
 
@@ -19,7 +19,7 @@ THREADS = """
 import torch._dynamo  # as worker processes import it, before anything is compiled
 from torch._inductor import config
 before = config.compile_threads
-from platform.parallel.compiled import uncompiled
+from platform.runtime.compilation import uncompiled
 uncompiled("on", "cpu")
 print(before, config.compile_threads)
 """
@@ -33,17 +33,17 @@ def test_no_pool_of_processes_compiles_beside_a_worker():
 
 def test_a_heartbeat_says_that_a_function_is_being_compiled(monkeypatch):
     seen = []
-    monkeypatch.setattr(compiled, "BACKEND", lambda graph, inputs: seen.append(PROGRESS.beat()) or graph)
-    compiled.region.cache_clear()
+    monkeypatch.setattr(compilation, "BACKEND", lambda graph, inputs: seen.append(PROGRESS.beat()) or graph)
+    compilation.region.cache_clear()
     PROGRESS.begin("step(1)")
-    doubled = compiled.region(_doubled)
+    doubled = compilation.region(_doubled)
     assert doubled(torch.ones(3)).tolist() == [2.0] * 3
     assert doubled(torch.ones(3)).tolist() == [2.0] * 3
     [beat] = seen
     assert (beat.section, beat.preparing, beat.waiting) == ("compile _doubled", True, False)
     assert not PROGRESS.beat().preparing
     PROGRESS.begin("")
-    compiled.region.cache_clear()
+    compilation.region.cache_clear()
 
 
 def test_products_of_16_bits_add_in_fp32(tmp_path):

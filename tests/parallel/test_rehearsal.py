@@ -11,10 +11,10 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
-from platform.parallel import compiled, compiled_block
-from platform.parallel.communicator.base import SingleRank
-from platform.parallel.pipeline import StageFailed
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
+from platform.runtime import compilation, compiled_blocks
+from platform.runtime.communicator import SingleRank
+from platform.runtime.pipeline import StageFailed
 from platform.train.worker import Worker
 from tests.harness import oracle
 from tests.harness.oracle import MODELS, compute, configure, examine, trainer_of, validation_loss
@@ -28,21 +28,21 @@ def refused(*_: Any) -> None:
 @contextmanager
 def compiling(backend: Any = "aot_eager", broken: str = "") -> Iterator[None]:
     """Graphs without kernels, that of the function `broken` alone cannot be had."""
-    before, compile_, graph_for = compiled.BACKEND, torch.compile, compiled._graph_for
+    before, compile_, graph_for = compilation.BACKEND, torch.compile, compilation._graph_for
 
     def counted(function, arguments):
         counters["stats"]["unique_graphs"] += 1
         return refused if function.__name__ == broken else graph_for(function, arguments)
 
-    compiled.region.cache_clear()
+    compilation.region.cache_clear()
     torch._dynamo.reset()
-    compiled.BACKEND, compiled._graph_for = backend, counted
+    compilation.BACKEND, compilation._graph_for = backend, counted
     torch.compile = lambda f, **how: refused if f.__name__ == broken else compile_(f, **how)
     try:
         yield
     finally:
-        compiled.BACKEND, compiled._graph_for, torch.compile = before, graph_for, compile_
-        compiled.region.cache_clear()
+        compilation.BACKEND, compilation._graph_for, torch.compile = before, graph_for, compile_
+        compilation.region.cache_clear()
         torch._dynamo.reset()
 
 
@@ -175,7 +175,7 @@ def test_a_backward_pass_that_does_not_compile_is_found():
 def test_a_block_that_cannot_be_traced_is_found(broken, monkeypatch):
     c = configured(evaluates=False, layers=1, **MODELS["llama"])
     plan = make_plan(c)
-    monkeypatch.setattr(compiled_block, broken, refused)
+    monkeypatch.setattr(compiled_blocks, broken, refused)
     with compiling():
         trainer = trainer_of(c, plan, SingleRank(plan.mesh))
         assert trainer.rehearse(1).endswith(": ValueError: the compiler is broken") and not trainer.ops.compiles

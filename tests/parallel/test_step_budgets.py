@@ -12,10 +12,10 @@ import torch
 from platform.config.fields import Config
 from platform.launch import compose
 from platform.optimizer import optimizers
-from platform.parallel.kernels.chunked.loss import Classes
-from platform.parallel.sharding import gradients
-from platform.parallel.sharding.flat import FlatBucket
-from platform.train.step.trainer import Trainer
+from platform.runtime import flat_buffers
+from platform.runtime.chunked_loss import Classes
+from platform.runtime.flat_buffers import FlatBucket
+from platform.train.trainer import Trainer
 from tests.harness.card import CARD, Counted, alone, of_an_update, of_the_loss
 from tests.harness.launches import moved
 from tests.harness.oracle import configure
@@ -146,7 +146,7 @@ CONTROLS: Controls = {
         "optimizer", lambda patch: patch.setattr(FlatBucket, "refresh", one_by_one)
     ),
     "gradients that are widened before they are squared": (
-        "reduce", lambda patch: patch.setattr(gradients, "_at_once", lambda found: torch.stack(
+        "reduce", lambda patch: patch.setattr(flat_buffers, "_at_once", lambda found: torch.stack(
             [x.double().square().sum() for x in found]
         ).sum())
     ),

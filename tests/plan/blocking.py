@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from platform.plan.schedule.table import COMPUTE, SENDS, Action, Kind, Rows, Schedule, ScheduleError, needs, result
+from platform.plan.schedule import COMPUTE, SENDS, Action, Kind, Rows, Schedule, ScheduleError, needs, result
 
 
 def replay_blocking(rows: Rows) -> None:

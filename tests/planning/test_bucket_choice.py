@@ -10,13 +10,13 @@ import yaml
 
 from platform.boundary.refusals import ConfigError
 from platform.launch import compose, prepare
-from platform.plan.core.buckets import BUCKET_MIB
-from platform.plan.core.plan import Plan
-from platform.plan.core.plan_data import digest, from_dict, plan_summary, to_dict
-from platform.plan.core.step_collectives import step_collectives
-from platform.planning.make_plan import make_plan
-from platform.planning.replan import replan
-from platform.planning.step_price import file_of_hardware
+from platform.plan.chunks import BUCKET_MIB
+from platform.plan.plan import Plan
+from platform.plan.plan_data import digest, from_dict, plan_summary, to_dict
+from platform.plan.step_collectives import step_collectives
+from platform.predict.make_plan import make_plan
+from platform.predict.replan import replan
+from platform.predict.step_price import file_of_hardware
 from tests.harness.oracle import configure, counted, examine, run
 
 TWO = ("+experiment=one_gpu", "parallel.data=2")

@@ -4,9 +4,9 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config, Pipeline, Train
-from platform.plan.schedule.generators import SCHEDULES, generate
-from platform.plan.schedule.table import ScheduleError, table
-from platform.planning.choose_schedule import register_pipeline, schedule_of
+from platform.plan.generators import SCHEDULES, generate
+from platform.plan.schedule import ScheduleError, table
+from platform.predict.choose_schedule import register_pipeline, schedule_of
 from tests.harness.schedule_files import to_csv
 
 
@@ -65,8 +65,8 @@ def test_a_schedule_in_a_file(tmp_path):
 
 
 def test_a_registered_schedule(monkeypatch):
-    monkeypatch.setattr("platform.planning.choose_schedule.SCHEDULES", SCHEDULES)
-    monkeypatch.setattr("platform.planning.choose_schedule.admit", lambda *_: None)
+    monkeypatch.setattr("platform.predict.choose_schedule.SCHEDULES", SCHEDULES)
+    monkeypatch.setattr("platform.predict.choose_schedule.admit", lambda *_: None)
 
     def pairs(stages, chunks, microbatches):
         if microbatches % 2:

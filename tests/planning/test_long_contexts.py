@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 
 from platform.launch import compose
-from platform.plan.memory.footprint import Footprint
-from platform.plan.memory.hardware import memory_of
-from platform.planning.make_plan import make_plan
-from platform.planning.memory_budget import footprints, needed_bytes
+from platform.plan.accelerators import memory_of
+from platform.predict.footprint import Footprint
+from platform.predict.make_plan import make_plan
+from platform.predict.memory_budget import footprints, needed_bytes
 
 LLAMA = ["+experiment=one_gpu", "model=llama_8b", "train.microbatch=1", "train.global_batch=1", "recompute=full"]
 OF_32 = ["model.length=1_000_000", "parallel.context=32", "parallel.context_kind=heads", "parallel.zero=3"]

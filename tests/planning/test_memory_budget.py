@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from platform.jobs.options import JobOptions
-from platform.jobs.sizing import job_size
+from platform.jobs.job_options import JobOptions
+from platform.jobs.planned_run import job_size
 from platform.launch import compose
-from platform.parallel.communicator.base import SingleRank
-from platform.plan.memory.hardware import CONTEXT, GROUP, LINE, ROUNDING
-from platform.planning.make_plan import make_plan
-from platform.planning.memory_budget import MemoryForecast, footprints
-from platform.planning.replan import MemoryBudget
-from platform.planning.search.remedies import Device, lack_of_memory
+from platform.plan.accelerators import CONTEXT, GROUP, LINE, ROUNDING
+from platform.predict.make_plan import make_plan
+from platform.predict.memory_budget import MemoryForecast, footprints
+from platform.predict.remedies import Device, lack_of_memory
+from platform.predict.replan import MemoryBudget
+from platform.runtime.communicator import SingleRank
 from tests.harness.oracle import configure, trainer_of
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {

@@ -7,12 +7,13 @@ import re
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.cluster.run.demonstration import demonstration
+from platform.cluster.callbacks import demonstration
 from platform.launch import CONF, compose, main
-from platform.plan.memory.hardware import memory_of
-from platform.planning.make_plan import make_plan
-from platform.planning.memory_budget import footprints, needed_bytes
-from platform.planning.search.remedies import SHOWN, Device, fitting_changes, lack_of_host_memory, lack_of_memory
+from platform.plan.accelerators import memory_of
+from platform.predict.make_plan import make_plan
+from platform.predict.memory_budget import footprints, needed_bytes
+from platform.predict.remedies import REMEDIES_SHOWN as SHOWN
+from platform.predict.remedies import Device, fitting_changes, lack_of_host_memory, lack_of_memory
 from tests.harness.oracle import configure
 
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))

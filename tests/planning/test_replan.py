@@ -13,14 +13,14 @@ from math import inf, prod
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.config.checks import violations_of_configuration
 from platform.config.identity import identity
+from platform.config.validation import violations_of_configuration
 from platform.launch import compose
-from platform.plan.core.step_collectives import communication
-from platform.plan.schedule.generators import generate
-from platform.planning.make_plan import make_plan
-from platform.planning.memory_budget import needed_bytes
-from platform.planning.replan import replan, shrinking
+from platform.plan.generators import generate
+from platform.plan.step_collectives import communication
+from platform.predict.make_plan import make_plan
+from platform.predict.memory_budget import needed_bytes
+from platform.predict.replan import replan, shrinking
 from tests.harness.oracle import configure
 from tests.harness.schedule_files import to_csv
 
@@ -56,7 +56,7 @@ def test_a_cube_of_tensor_stage_and_data_loses_its_workers(workers, mesh, reason
 @pytest.fixture(autouse=True)
 def _terse(monkeypatch):
     """A refusal looks for meshes to name: thousands of them take long."""
-    monkeypatch.setattr("platform.planning.make_plan._legal_meshes", lambda *_: iter(()))
+    monkeypatch.setattr("platform.predict.make_plan._legal_meshes", lambda *_: iter(()))
 
 
 def every_plan(c, workers: int, need=lambda *_: 0.0) -> list[tuple[int, int, float]]:
@@ -186,8 +186,8 @@ SCRIPT = """
 import json
 from platform.config.identity import identity
 from platform.launch import compose
-from platform.plan.core.step_collectives import communication
-from platform.planning.replan import shrinking
+from platform.plan.step_collectives import communication
+from platform.predict.replan import shrinking
 c = compose(["+experiment=gpt_quick", "model.layers=1", "branch=dsp", "branch.axes.g=2"])
 print(json.dumps([[n, found.reason, found.config.to_dict(), communication(found.plan)] for n, found in shrinking(c)]))
 """

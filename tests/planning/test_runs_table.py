@@ -9,15 +9,14 @@ import pytest
 from hydra._internal.utils import get_args_parser
 
 from platform import launch
-from platform.cluster.run.phases import Phases
-from platform.cluster.run.resources import Supply
-from platform.composition.composer import CONF
+from platform.cluster.resources import Supply
+from platform.cluster.shown_commands import Phases
+from platform.config.composition import CONF
 from platform.launch import compose
 from platform.plan.__main__ import main
-from platform.plan.core.plan_data import digest
-from platform.planning.make_plan import make_plan
-from platform.planning.measured.measured_runs import overrides_of
-from platform.planning.measured.runs_table import TrainedRun, row_of, write_table
+from platform.plan.plan_data import digest
+from platform.predict.make_plan import make_plan
+from platform.predict.measured_runs import TrainedRun, overrides_of, row_of, write_table
 from tests.harness.commands import command
 
 PAPERS = sorted(path.stem for path in (CONF / "experiment" / "paper").glob("*.yaml") if path.stem != "base")
@@ -111,7 +110,7 @@ def test_a_sweep_with_files_of_the_users_own_ends_with_its_table(tmp_path):
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n.endswith("15") else pytest.mark.full) for n in PAPERS])
 def test_sweeps_of_the_papers_are_legal(name, workers, monkeypatch):
     """Plans have both workers, and of eight as many as four heads and four layers can use."""
-    monkeypatch.setattr("platform.cluster.run.resources._supply", lambda *_: Supply(0, workers, "here"))
+    monkeypatch.setattr("platform.cluster.resources._supply", lambda *_: Supply(0, workers, "here"))
     arguments = get_args_parser().parse_intermixed_args(["-m", f"+experiment=paper/{name}", "cluster=processes"])
     jobs = launch._planned(arguments, Phases())
     assert len(jobs) > 1

@@ -9,11 +9,10 @@ from dataclasses import replace
 import pytest
 
 from platform.launch import compose, prepare
-from platform.monitor import Journal
-from platform.monitor.records import events, records
+from platform.monitor import Journal, events, json_records
 from platform.plan.__main__ import main
-from platform.planning.make_plan import make_plan
-from platform.planning.snapshot_price import (
+from platform.predict.make_plan import make_plan
+from platform.predict.recovery_price import (
     WORKER_HOURS,
     Known,
     OwnCosts,
@@ -23,8 +22,8 @@ from platform.planning.snapshot_price import (
     settle_rhythms,
     snapshot_price,
 )
-from platform.planning.step_price import read_hardware, step_price
-from platform.train.step.training_state import State
+from platform.predict.step_price import read_hardware, step_price
+from platform.train.training_state import State
 from tests.harness.memories import opened, take
 from tests.harness.metrics_rows import row
 from tests.harness.oracle import configure, trainer_of
@@ -165,7 +164,7 @@ def test_a_run_s_own_costs_are_read_from_its_rows_and_journal(tmp_path):
         for step in range(1, 10)
     ]
     rows[5].seconds["checkpoint"] = 0.25  # of step 6, after a checkpoint of step 5: no snapshot was taken in it
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(records.plain(r)) + "\n" for r in rows))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(json_records.plain(r)) + "\n" for r in rows))
     journal = Journal(tmp_path / "journal.jsonl")
     journal.write(events.Checkpoint(step=5, directory="step-5", bytes=10, seconds=7.0))
     assert own_costs(tmp_path, 2) == OwnCosts(step=1.06, snapshot=0.5, stall=0.25, saving=7.0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from platform.monitor.events import JournalEvent, named
 from platform.monitor.goodput import goodput
-from platform.monitor.records.events import JournalEvent, named
 from platform.report.account import account_of, goes_on, shown_events, time_shares
 
 

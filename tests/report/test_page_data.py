@@ -11,7 +11,7 @@ import pytest
 
 from platform.report.page import page_html
 from platform.report.page_data import WatchedRun, page_data
-from platform.status.facts import clock_text
+from platform.status.run_facts import clock_text
 
 KEPT = next(Path(__file__).parents[1].glob("commands/kept_runs/*/run"))
 

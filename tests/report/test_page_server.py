@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from platform.monitor.records import events, journal
+from platform.monitor import events, journal
 from platform.report.__main__ import main
 from platform.report.page_data import WatchedRun
 from platform.report.page_server import LivePage, PageServer

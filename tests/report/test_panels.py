@@ -6,10 +6,9 @@ import re
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from platform.monitor.records.columns import Columns
-from platform.monitor.records.metrics import MetricsLog, MetricsRow
+from platform.monitor.metrics import Columns, MetricsLog, MetricsRow
 from platform.report.panel_table import STATIC, all_panels, panel_table, shows
-from platform.train.protocol.replies import GAUGES
+from platform.train.replies import GAUGES
 
 ENDS = {"min": 0.25, "median": 0.5, "max": 0.75}
 GAUGED = [*GAUGES, "bandwidth/inside a node"]

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tests.testbed.links import INTERFACE, Links
 
 if TYPE_CHECKING:
-    from platform.parallel.communicator.base import Communicator
-    from platform.plan.core.plan import Plan
+    from platform.plan.plan import Plan
+    from platform.runtime.communicator import Communicator
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 900  # seconds
@@ -84,8 +84,8 @@ def measure_steps(
     import torch
     import torch.distributed as dist
 
-    from platform.planning.choose_schedule import schedule_of
-    from platform.planning.make_plan import make_plan
+    from platform.predict.choose_schedule import schedule_of
+    from platform.predict.make_plan import make_plan
     from tests.harness.oracle import configure, trainer_of
 
     torch.set_num_threads(1)
@@ -116,9 +116,9 @@ def measure_steps(
 
 def communicator(name: str, plan: Plan, rank: int) -> Communicator:
     """Connect a rank for a plan, one of several in this process: `name` keeps apart what they say in their store."""
-    from platform.parallel.communicator import host_memory
-    from platform.parallel.communicator.torch_distributed import ProcessGroups
-    from platform.plan.core.step_collectives import process_groups
+    from platform.plan.step_collectives import process_groups
+    from platform.runtime import host_memory
+    from platform.runtime.process_groups import ProcessGroups
 
     class Named(ProcessGroups):
         def _group(self, group: str, timeout: timedelta) -> Any:

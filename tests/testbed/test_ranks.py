@@ -6,10 +6,9 @@ from functools import cache
 
 import pytest
 
-from platform.plan.core.step_collectives import communication
-from platform.plan.language.tiers import Tiers
-from platform.plan.reports.tier_traffic import tier_traffic
-from platform.planning.make_plan import make_plan
+from platform.plan.step_collectives import communication
+from platform.predict.make_plan import make_plan
+from platform.predict.tier_traffic import Tiers, tier_traffic
 from tests.harness.oracle import configure, serial
 from tests.testbed.links import Links, why_not
 from tests.testbed.ranks import on_nodes

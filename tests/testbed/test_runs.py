@@ -12,9 +12,8 @@ import time
 import pytest
 
 from platform.launch import compose
-from platform.plan.language.tiers import Tiers
-from platform.plan.reports.tier_traffic import tier_traffic
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
+from platform.predict.tier_traffic import Tiers, tier_traffic
 from tests.testbed.links import Links, why_not
 from tests.testbed.ray_nodes import RayNodes
 from tests.testbed.runs import CLUSTER, SMALL, lost_steps, same_as_alone, seats, stopped, world

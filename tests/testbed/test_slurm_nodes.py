@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from platform.cluster.crew.base.signals import _ECHO_SECONDS
+from platform.cluster.crew.signals import _ECHO_SECONDS
 from platform.jobs.slurm import slurm_job
 from tests.harness.commands import QUICK
 from tests.testbed.slurm_nodes import SlurmNodes, until, what_lacks

@@ -5,11 +5,11 @@ import weakref
 
 import pytest
 
-from platform.parallel.communicator.base import Handle
-from platform.parallel.communicator.clock import Clock
-from platform.parallel.communicator.progress import PROGRESS
-from platform.plan.schedule.rows import stage_rows
-from platform.planning.choose_schedule import schedules_of
+from platform.plan.simulate import stage_rows
+from platform.predict.choose_schedule import schedules_of
+from platform.runtime.clock import Clock
+from platform.runtime.communicator import Handle
+from platform.runtime.progress import PROGRESS
 from platform.train.worker import Worker
 from tests.harness.oracle import configure
 

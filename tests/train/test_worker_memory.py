@@ -11,16 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from platform.checkpoint.blocks import buffer
-from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import Block, HeldTensor, Share
-from platform.checkpoint.in_memory import snapshots
-from platform.cluster.crew.base.watch import Watch
+from platform.checkpoint import buffer, snapshots
+from platform.checkpoint.blocks import Block, Box, HeldTensor, Share
+from platform.cluster.crew.heartbeats import Watch
 from platform.config.fields import Config
-from platform.parallel.communicator.progress import PROGRESS
-from platform.plan.schedule.rows import stage_rows
-from platform.planning.choose_schedule import schedules_of
-from platform.train.recovery.source import Formation, find_source
+from platform.plan.simulate import stage_rows
+from platform.predict.choose_schedule import schedules_of
+from platform.runtime.progress import PROGRESS
+from platform.train.state_recovery import Formation, find_source
 from platform.train.worker import Worker
 from tests.harness.oracle import configure
 from tests.harness.seats import seated

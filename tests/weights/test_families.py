@@ -13,26 +13,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from platform.boundary.files.local_files import Local
-from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.storage import catalogue
+from platform.boundary.local_files import Local
+from platform.checkpoint import catalogue
+from platform.checkpoint.blocks import Box
 from platform.config.fields import Config, Model
-from platform.parallel.communicator.base import SingleRank
-from platform.parallel.parallel_ops import PassPosition
-from platform.planning.make_plan import make_plan
-from platform.train.protocol.replies import Differences
-from platform.train.step.training_state import State
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import SingleRank
+from platform.runtime.parallel_ops import PassPosition
+from platform.train.replies import Differences
+from platform.train.training_state import State
+from platform.weights import families
 from platform.weights.exporting import export_model, exportable
-from platform.weights.families import known
 from platform.weights.importing import import_model, importable
-from platform.weights.names import stored_tensors
-from platform.weights.translate import family_of, model_keys
+from platform.weights.tensor_names import family_of, model_keys, stored_tensors
 from tests.harness.oracle import Tokens, configure, trainer_of
 from tests.weights import peer
 
 FAMILIES = list(peer.MODELS)
 EVERY = [*FAMILIES, *(pytest.param(name, marks=pytest.mark.full) for name in peer.MORE)]
-FORMS = [(name, False) for name in FAMILIES] + [(name, True) for name in FAMILIES if known.FAMILIES[name].fused]
+FORMS = [(name, False) for name in FAMILIES] + [(name, True) for name in FAMILIES if families.FAMILIES[name].fused]
 FORMS += [pytest.param(name, "moe" in name, marks=pytest.mark.full) for name in peer.MORE]
 
 
@@ -145,8 +144,8 @@ RELEASED: dict[str, tuple[dict[str, Any], int, int]] = {
 def test_released_models_have_as_many_tensors_and_parameters(name):
     config, tensors, parameters = RELEASED[name]
     model = Model(**model_keys(config, ["lm_head.weight"]))
-    for fused in (False, True) if known.FAMILIES[name].fused else (False,):
-        found = stored_tensors(model, known.FAMILIES[name], fused)
+    for fused in (False, True) if families.FAMILIES[name].fused else (False,):
+        found = stored_tensors(model, families.FAMILIES[name], fused)
         assert sum(prod(t.shape) for t in found) == parameters
         assert fused or len(found) == tensors
 

@@ -10,13 +10,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from platform.launch import main
-from platform.weights import folder
-from platform.weights.folder import SavedModel
+from platform.weights import model_folder
+from platform.weights.model_folder import SavedModel
 from tests.weights.written import written
 
 COUNTING = """
 import os
-from platform.weights import folder
+from platform.weights import model_folder as folder
 def counting(storage, file, read=folder.read_header):
     with open(os.environ["NOTED"], "a") as notes:
         notes.write(f"{os.getpid()} {file}\\n")
@@ -32,7 +32,9 @@ def test_a_process_of_a_run_reads_each_header_once(cluster, tmp_path, monkeypatc
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("NOTED", str(tmp_path / "notes"))
-    monkeypatch.setattr(folder, "read_header", folder.read_header)  # what the extension replaces is put back
+    monkeypatch.setattr(
+        model_folder, "read_header", model_folder.read_header
+    )  # what the extension replaces is put back
     assert main([
         "+experiment=gpt_quick", f"extend=[counting_{cluster}]", "model=from_hf", f"model.source={tmp_path}/hf",
         "data=synthetic", f"cluster={cluster}", "cluster.device=cpu", "tensor=serial", "eval.every=0",

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from platform.boundary.files import local_files
+from platform.boundary import local_files
 from platform.checkpoint.__main__ import main as checkpoint
 from platform.launch import main as launch
 from platform.weights.__main__ import main as weights
-from platform.weights.folder import SavedModel, is_saved
+from platform.weights.model_folder import SavedModel, is_saved
 
 TINY = ("+experiment=gpt_quick cluster=inline tensor=serial parallel.data=1 model.layers=1 model.d_model=32 "
         "model.heads=2 model.length=32 model.vocab=300 train.steps=1 train.global_batch=2 train.microbatch=2 "
@@ -44,7 +44,7 @@ def trained(tmp_path_factory):
 
 
 class Mortal:
-    """Stands for the module `os` in `platform.boundary.files.local_files`: the `number`-th operation is the last, and
+    """Stands for the module `os` in `platform.boundary.local_files`: the `number`-th operation is the last, and
     a write that is gets half of its bytes out."""
 
     def __init__(self, number: int):

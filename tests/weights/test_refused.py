@@ -14,11 +14,10 @@ import torch
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Model
 from platform.weights.__main__ import main
-from platform.weights.families.keys import Free
-from platform.weights.families.known import COMMON, FAMILIES
-from platform.weights.importing import importable
-from platform.weights.initial import initial_weights
-from platform.weights.translate import config_of, meaning, model_keys
+from platform.weights.config_keys import Free
+from platform.weights.families import COMMON, FAMILIES
+from platform.weights.importing import importable, initial_weights
+from platform.weights.tensor_names import config_of, meaning, model_keys
 from tests.harness.commands import refused
 from tests.harness.oracle import configure
 from tests.weights import peer

@@ -10,19 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from platform.boundary.files.local_files import Local
+from platform.boundary.local_files import Local
+from platform.checkpoint import catalogue
 from platform.checkpoint.moves import read_tensor
-from platform.checkpoint.storage import catalogue
 from platform.config.fields import Config, Model
-from platform.parallel.communicator.base import Communicator
-from platform.planning.make_plan import make_plan
-from platform.train.step.training_state import State
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import Communicator
+from platform.train.training_state import State
 from platform.weights.__main__ import main
+from platform.weights.deepseek import DEEPSEEK_V3
 from platform.weights.exporting import Exportable
-from platform.weights.families.deepseek import DEEPSEEK_V3
-from platform.weights.importing import import_model, importable
-from platform.weights.initial import _differences, initial_weights
-from platform.weights.names import parameters_of
+from platform.weights.importing import _differences, import_model, importable, initial_weights
+from platform.weights.tensor_names import parameters_of
 from tests.harness.commands import QUICK, in_this_process
 from tests.harness.oracle import Result, assemble, configure, trainer_of
 from tests.harness.suite import suite

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from platform.cluster.generation.prompts import ends_of
-from platform.cluster.generation.trained import find_trained
-from platform.data.tokenizer import train_tokenizer
-from platform.data.vocabulary import open_vocabulary
+from platform.cluster.asked_model import ends_of
+from platform.cluster.session import find_trained
+from platform.data.tokenizer import open_vocabulary, train_tokenizer
 from platform.generate import main as write_answers
 from platform.weights.__main__ import main
-from platform.weights.beside import vocabulary_in
+from platform.weights.model_folder import vocabulary_in
 from tests.data.tokenizers.texts import sources
 from tests.weights.test_start import trained
 from tests.weights.written import written

@@ -11,9 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from platform.config.fields import Model
-from platform.weights.families.known import FAMILIES
-from platform.weights.names import stored_tensors
-from platform.weights.translate import config_of
+from platform.weights.families import FAMILIES
+from platform.weights.tensor_names import config_of, stored_tensors
 
 SMALL: dict[str, Any] = {"layers": 2, "d_model": 16, "heads": 4, "length": 12, "vocab": 61}
 LLAMA: dict[str, Any] = {**SMALL, "kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu", "positions": "rope",

@@ -2,37 +2,134 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from array import array
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import asdict
 from enum import Enum
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any
 
 from platform.boundary.terminal import tolerated
-from platform.cluster.control.damage import check_replicas
-from platform.cluster.control.evaluations import Evaluations
-from platform.cluster.control.forecast import Forecast
-from platform.cluster.control.forming.context import Generation, RunContext
-from platform.cluster.control.forming.former import Former
-from platform.cluster.control.forming.reform_advisor import ReformAdvisor
-from platform.cluster.control.metrics_row import metrics_row
-from platform.cluster.control.pace import Pace
-from platform.cluster.control.profiling.profiles import Profiles
-from platform.cluster.control.spikes import Spikes
-from platform.cluster.crew.base.crew import Crew
-from platform.cluster.crew.base.failures import GaveUp, Reform, WorkerFailed
-from platform.cluster.crew.base.watch import FIRST_STEP_SECONDS
-from platform.cluster.run.traces import NOTICE
-from platform.monitor import MetricsRow
-from platform.monitor.patience import learned_out
-from platform.monitor.records import events
-from platform.plan.language.numbers import count_of
-from platform.plan.reports.tier_traffic import tier_traffic, traffic_line
-from platform.planning.search.remedies import more_room
-from platform.train.protocol.replies import StepReport
-from platform.train.step.faults import Faults
+from platform.cluster.control.evaluations import Evaluations, Forecast, metrics_row
+from platform.cluster.control.former import Former, SnapshotLedger
+from platform.cluster.control.profiles import Profiles
+from platform.cluster.control.recruiter import ReformAdvisor
+from platform.cluster.control.run_context import Generation, RunContext
+from platform.cluster.crew.crew import Crew
+from platform.cluster.crew.failures import Failure, GaveUp, Member, Reform, WorkerFailed
+from platform.cluster.crew.heartbeats import FIRST_STEP_SECONDS
+from platform.cluster.run_directory import NOTICE
+from platform.monitor import Journal, MetricsRow, events
+from platform.monitor.goodput import learned_out
+from platform.plan.layout import count_of
+from platform.predict.remedies import more_room
+from platform.predict.tier_traffic import tier_traffic, traffic_line
+from platform.train.faults import Faults
+from platform.train.replies import StepReport
+
+# Damaged memory of workers, which their replicas show: those ranks fail, and recover from the others.
+
+
+def check_replicas(
+    crew: Crew, generation: Generation, report: StepReport, ledger: SnapshotLedger, journal: Journal
+) -> None:
+    """Raise WorkerFailed naming the ranks whose weights or optimizer state `report` shows to be damaged, so that they
+    are restored from replicas; no snapshot of theirs is used. Raise GaveUp if replicas differ and nothing shows which
+    is right. `Trainer.step` has updated nothing in either case."""
+    step = report.step
+    if unknown := report.differences.undecided:
+        ranks, tensor = unknown[0]
+        names = " and ".join(generation.job.name(rank) for rank in ranks)
+        more = f" and {len(unknown) - 1} more" if unknown[1:] else ""
+        journal.write(events.Undecided(step=step, tensors=unknown))
+        why = "differ, and nothing tells who is right: their memory is damaged"
+        raise GaveUp(f"before step {step} was done, {tensor}{more} of {names} {why}")
+    damaged: dict[int, list[str]] = {}
+    for rank, tensor in report.differences.damaged:
+        damaged.setdefault(rank, []).append(tensor)
+    if not damaged:
+        return
+    ledger.distrust(generation.number, [generation.seats[rank] for rank in damaged])
+    journal.write(events.Damaged(step=step, ranks=list(damaged.items())))
+    raise WorkerFailed([_damage(crew, generation, step, *item) for item in damaged.items()])
+
+
+def _damage(crew: Crew, generation: Generation, step: int, rank: int, tensors: Sequence[str]) -> Failure:
+    """Return the failure of the rank whose worker's memory is damaged: its `tensors` differ from its replicas'."""
+    number, job = generation.seats[rank], generation.job
+    more = f" and {len(tensors) - 1} more" if tensors[1:] else ""
+    cause = f"its {tensors[0]}{more} is not what its replicas hold"
+    member = crew.members.get(number, Member(number, "", 0))
+    return Failure(member, "damaged", f"step({step})", cause, rank, job.name(rank), job.coordinates[rank])
+
+
+# Durations of committed steps: the usual time of a step, and the time lost when steps are taken back.
+
+USUAL_STEPS = 32  # steps that `Pace.usual` takes the median over
+
+
+class Pace:
+    """Durations of the consecutive training steps that this driver has committed and that were not rolled back; its
+    length is their number."""
+
+    def __init__(self) -> None:
+        """Initialise the durations of a run's training steps, of which none is recorded yet."""
+        self._before = 0  # the step before the first one recorded
+        self._seconds = array("d")
+
+    def __len__(self) -> int:
+        """Return the number of the run's training steps whose durations are recorded."""
+        return len(self._seconds)
+
+    def add(self, step: int, seconds: float) -> None:
+        """Append the duration of the run's step `step`, which must follow the last one added and not taken back."""
+        if not self._seconds:
+            self._before = step - 1
+        assert step == self._before + len(self._seconds) + 1, f"step {step} does not follow"
+        self._seconds.append(seconds)
+
+    def take_back(self, step: int) -> float:
+        """Forget the durations of the run's steps after `step`, which are rolled back; return their sum in seconds."""
+        kept = max(0, step - self._before)
+        lost = sum(self._seconds[kept:])
+        del self._seconds[kept:]
+        return lost
+
+    def usual(self, since: int) -> float | None:
+        """Return the median seconds of the run's last USUAL_STEPS steps after step `since`; None without any."""
+        known = self._seconds[max(0, since - self._before) :][-USUAL_STEPS:]
+        return median(known) if known else None
+
+
+# Detection of loss spikes (`train.spike`), by the driver once for all ranks; `train.on_spike` says what follows.
+
+RECENT_LOSSES = 32  # losses that the median is taken over
+_FEWEST = 8  # fewer losses than this: nothing is a spike, as a run's first losses say little
+
+
+class Spikes:
+    """Tracks the losses of recent training steps, to detect a loss spike. `factor`: train.spike, how many times their
+    median a loss may be; 0: any."""
+
+    def __init__(self, factor: float):
+        """Prepare to detect a run's loss spikes; none is known. `factor`: train.spike, in medians of recent losses."""
+        self._factor = factor
+        self._losses: deque[float] = deque(maxlen=RECENT_LOSSES)
+
+    @property
+    def limit(self) -> float:
+        """Return the run's highest loss that is no spike: `factor` x the recent median; inf if few or factor is 0."""
+        return self._factor * median(self._losses) if self._factor and len(self._losses) >= _FEWEST else inf
+
+    def add(self, loss: float) -> None:
+        """Add the loss of the run's committed step to the recent ones, by which spikes are judged, if it is finite."""
+        if isfinite(loss):
+            self._losses.append(loss)
+
 
 COLD = 4  # times the usual: for a generation's first step, as the mesh may have shrunk and buffers are allocated
 HUNG_AFTER = 3  # usual durations that a step may last before a worker that is blocked in it counts as hung

@@ -1,22 +1,144 @@
-"""Evaluations of a run: losses on held-out data, texts that the model makes of prompts, scores by tasks."""
+"""Forecast of a run's training steps: the parts of a step in predicted seconds, beside the measured ones."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from math import inf
+from math import inf, log
 from typing import Any
 
-from platform.cluster.control.forming.context import RunContext
-from platform.cluster.crew.base.crew import Crew
-from platform.cluster.generation.asked_model import Ask, AskedModel, as_prompt
-from platform.cluster.generation.run_tasks import NotScored
-from platform.monitor.records import events
-from platform.plan.core.passes import rows_at_once
-from platform.plan.core.plan import Plan
-from platform.plan.language.layout import padded
-from platform.plan.language.numbers import count_of
-from platform.train.protocol.asked import Choice
+from platform.boundary.documents import error_line
+from platform.cluster.asked_model import Ask, AskedModel, as_prompt
+from platform.cluster.control.recruiter import Recruiter, ReformProposal
+from platform.cluster.control.run_context import Generation, RunContext
+from platform.cluster.crew.crew import Crew
+from platform.cluster.eval_tasks import NotScored
+from platform.config.fields import Config
+from platform.config.ramps import length_at
+from platform.monitor import MetricsRow, events
+from platform.monitor.step_parts import parts_table, replanning_line, typical
+from platform.monitor.timeline import StepForecast
+from platform.plan.generation_passes import rows_at_once
+from platform.plan.layout import count_of, padded
+from platform.plan.plan import Plan
+from platform.plan.plan_summary import REST, measurable
+from platform.predict.calibration import times_longer
+from platform.predict.hardware import Hardware
+from platform.predict.price import StepPrice, price_of, simulated
+from platform.predict.step_price import hardware_of_device, step_price, work_of
+from platform.predict.work import StepWork
+from platform.train.replies import Choice, RankRange, StepReport
+
+WINDOW = 50  # last steps that are compared with their prediction
+FEWEST = 10  # of which a comparison is worth a word
+LEFT = 0.2  # share of a prediction by which steps differ that have left it
+WORTH = 0.05  # share of a step by which another plan must be quicker: predictions are no better
+FITTED = ", fitted"  # at the end of a hardware's name
+AGAIN = 500  # steps between two changes of the plan
+
+
+class Forecast:
+    """Forecast of the steps of a run's generation: predicted once its first step is done, and compared with the full
+    steps that follow, of the final batch size and length. `parts`: predicted seconds by part, empty if no file
+    describes the hardware; `of_step`: all that is predicted of a step of the generation, None if nothing is."""
+
+    def __init__(self, run: RunContext):
+        """Prepare to predict the steps of a run's generations."""
+        self._run = run
+        self._steps: deque[dict[str, float]] = deque(maxlen=WINDOW)
+        self.parts: dict[str, float] = {}
+        self.of_step: StepForecast | None = None
+        self._hardware: Hardware | None = None
+        self._work: StepWork | None = None
+        self._fitted: Hardware | None = None  # to the run's own steps
+        self._first = 0.0  # seconds of the generation's first step
+        self._again = 0  # step before which no other plan is taken
+        self._proposal: ReformProposal | None = None  # of a better plan, until the mesh re-forms
+
+    def predict(self, generation: Generation, row: MetricsRow) -> None:
+        """Predict the steps of a generation, in the journal and for its timeline, if their parts are measured. Done
+        after its first step, with that `row`, as it may take a second, which no recovery is to pay."""
+        config, run = generation.formed.config, self._run
+        self._steps.clear()
+        self.of_step = None
+        self.parts, self._first, self._proposal = {}, row.step_seconds, None
+        if not row.parts:
+            return
+        try:
+            fitted = self._fitted
+            self._hardware = fitted or hardware_of_device(config, run.places.device, generation.device)
+            self._work = work_of(config, generation.plan) if self._hardware else None
+        except Exception as error:  # a run needs no forecast
+            return run.monitor.say(f"WARNING: steps cannot be predicted ({error_line(error)})")
+        if not (self._hardware and self._work):
+            return
+        seconds, name = self._set_price(generation, price_of(self._work, self._hardware)), self._hardware.name
+        run.journal.write(events.PredictedStep(hardware=name, seconds=seconds, parts=self.parts))
+        self.of_step = StepForecast(name, self.parts, partial(simulated, self._work, self._hardware))
+        if generation.timeline:
+            generation.timeline.forecast = self.of_step
+
+    def add(self, row: MetricsRow) -> None:
+        """Note a committed step, if it was predicted."""
+        if row.predicted_seconds and row.parts and not row.skipped:
+            self._steps.append(row.parts)
+
+    def better_plan(self, crew: Crew, recruiter: Recruiter, generation: Generation, done: int) -> ReformProposal | None:
+        """Propose to re-form the mesh by a better plan (elastic.replan) if the last WINDOW steps have left their
+        prediction: the hardware is fitted to them, and a plan is chosen for it as after a failure. Return None if none
+        pays; journal the finding in either case. `done`: steps of the run that are done."""
+        able = self._run.config.elastic.replan and crew.elastic and len(self._steps) == WINDOW
+        if not (able and self._hardware and self._work):
+            return self._proposal
+        predicted = sum(self.parts.values())
+        found = typical(self._steps)
+        measured = {name: found[name] for name in self.parts if name in found}
+        seconds = sum(measured.values())
+        if abs(seconds - predicted) <= LEFT * predicted or done < self._again:
+            return self._proposal
+        times = times_longer(self._work, self._hardware, measured)
+        name = self._hardware.name.removesuffix(FITTED) + FITTED
+        self._fitted = self._hardware = replace(self._hardware.taking(times), name=name)
+        recruiter.fit_to(self._fitted)
+        now = self._set_price(generation, price_of(self._work, self._fitted))
+        self._steps.clear()
+        self._again = done + WINDOW
+        best = recruiter.best(len(recruiter.usable(crew)))
+        if not best or best.plan.mesh.size < generation.size:
+            return None
+        then = step_price(best.config, best.plan, self._fitted).seconds
+        gain, cost = (now - then) * (self._run.steps - done), generation.seconds + max(0.0, self._first - seconds)
+        pays = then < (1 - WORTH) * now and gain > cost
+        event = events.Replanning(
+            step=done, predicted=predicted, measured=seconds, times=times, chosen=best.reason, now=now, then=then,
+            gain=gain, cost=cost, reforms=pays,
+        )  # fmt: skip
+        self._run.journal.write(event)
+        self._run.monitor.say(replanning_line(event))
+        if not pays:
+            return None
+        self._again = done + AGAIN
+        self._proposal = ReformProposal(f"another plan is quicker: {best.reason}")
+        return self._proposal
+
+    def _set_price(self, generation: Generation, price: StepPrice) -> float:
+        """Note the price of a full step of the generation that runs, and return its seconds."""
+        self.parts, generation.predicted_seconds = measurable(price.parts), price.seconds
+        return price.seconds
+
+    def report(self) -> None:
+        """Report a typical step of the last generation, part by part, to journal and user, if it had enough steps."""
+        if len(self._steps) < FEWEST or not self._hardware:
+            return
+        measured, count = typical(self._steps), len(self._steps)
+        event = events.MeasuredStep(steps=count, seconds=sum(measured.values()), parts=measured)
+        self._run.journal.write(event)
+        self._run.monitor.say("\n".join(parts_table(self.parts, measured, self._hardware.name, count)))
+
+
+# Evaluations of a run: losses on held-out data, texts that the model makes of prompts, scores by tasks.
 
 PROMPT = "def "  # that the sample at the end of a run continues
 TEMPERATURE = 0.8  # of the texts that a run shows, which `platform.generate` gives too, with the run's seed
@@ -91,3 +213,103 @@ class Evaluations:
             self._journal.write(events.NotScored(step=step, reason=str(missing)))
             self._monitor.say(f"after step {step}: eval.tasks gives no scores: {missing}")
             return None
+
+
+# Conversion of a step's report into a row of metrics.jsonl (docs/run-directory.md).
+
+
+def metrics_row(
+    report: StepReport,
+    generation: Generation,
+    wall_seconds: float,
+    *,
+    config: Config,
+    stalled: float,
+    bubble: dict[str, float] | None,
+    val_losses: dict[str, float] | None,
+    task_scores: dict[str, float] | None,
+    recovery_seconds: float | None,
+) -> MetricsRow:
+    """Convert rank 0's report on a committed training step, which covers all ranks (see
+    `platform.train.step_report`), into its row of metrics.jsonl.
+
+    `step_seconds` is `wall_seconds`, the driver's time from sending the step out to the last rank's answer, so that
+    dispatch counts; `seconds` are means over the ranks, `comm_bytes` sums, `peak_memory_bytes` maxima. Throughput
+    counts this step's tokens; `parts` add up to its seconds; `mfu` is relative to the peak of a worker, None if that is
+    unknown. `config`: the run's. `stalled`: seconds for which saving has held up the run since the step before;
+    `bubble`: planned and measured pipeline bubble, None without timeline or pipeline; `val_losses`: losses by source of
+    the data, "" being all of them, None if no evaluation followed the step; `task_scores`: likewise, by TASK/METRIC;
+    `recovery_seconds`: time since the first failure since the step before, None if there was none.
+    """
+    first, end = report.samples
+    tokens_per_second = (end - first) * config.model.length / wall_seconds
+    plan = generation.plan.of_length(length_at(config, report.step))
+    flops_per_worker = tokens_per_second * plan.flops_per_token / report.world_size
+    seconds = report.seconds
+    return MetricsRow(
+        step=report.step,
+        loss=report.loss,
+        grad_norm=report.grad_norm,
+        lr=report.lr,
+        tokens=report.tokens,
+        samples=[first, end],
+        seconds=seconds | {"checkpoint": seconds["checkpoint"] + stalled} if stalled else seconds,
+        peak_memory_bytes=report.peak_memory_bytes,
+        world_size=report.world_size,
+        step_seconds=wall_seconds,
+        tokens_per_second=tokens_per_second,
+        tflops_per_worker=flops_per_worker / 1e12,
+        mfu=flops_per_worker / generation.peak_flops if generation.peak_flops else None,
+        comm_bytes=dict(sorted(report.comm_bytes.items())),
+        generation=generation.number,
+        **_spreads(report.workers),
+        skipped=report.skipped or None,
+        loss_scale=report.loss_scale,
+        length=plan.sizes["length"] if config.train.length_ramp else None,
+        **_parts_of_step(report, generation, wall_seconds, config),
+        bubble=bubble,
+        val_loss=None if val_losses is None else val_losses[""],
+        val_losses={name: loss for name, loss in (val_losses or {}).items() if name} or None,
+        task_scores=task_scores,
+        recovery_seconds=recovery_seconds,
+        layer_grad_norms=report.layer_gradients or None,
+        layer_rms=report.layer_activations or None,
+        experts=_load(report.routed) if any(report.routed) else None,
+        expert_load=report.routed[: len(report.routed) // 2] if any(report.routed) else None,
+    )
+
+
+def _parts_of_step(report: StepReport, generation: Generation, wall_seconds: float, config: Config) -> dict[str, Any]:
+    """Return what a row says of the parts of a step, if they were measured: their seconds, which add up to
+    `wall_seconds`, and the seconds predicted of a full step, if it is one."""
+    if not report.parts:
+        return {}
+    first, end = report.samples
+    full = end - first == config.train.global_batch and length_at(config, report.step) == config.model.length
+    rest = wall_seconds - sum(report.parts.values())
+    return {
+        "parts": {**report.parts, REST: rest},
+        "predicted_seconds": generation.predicted_seconds if full else None,
+    }
+
+
+def _spreads(workers: Mapping[str, RankRange]) -> dict[str, Any]:
+    """Return what a row says of the spreads over the workers of a step: their numbers, and the ranks at the ends."""
+    if not workers:
+        return {}
+    numbers: dict[str, float] = {}
+    ranks: dict[str, int] = {}
+    for name, spread in workers.items():
+        numbers |= {f"{name}/min": spread.least, f"{name}/median": spread.median, f"{name}/max": spread.most}
+        ranks |= {f"{name}/min": spread.least_rank, f"{name}/max": spread.most_rank}
+    return {"workers": numbers, "worker_ranks": ranks}
+
+
+def _load(routed: Sequence[int]) -> dict[str, float]:
+    """Return how even the load of experts was in a step, and how much of it was dropped, from `StepReport.routed`."""
+    experts = len(routed) // 2
+    chosen, taken = sum(routed[:experts]), sum(routed[experts:])
+    shares = [n / chosen for n in routed[:experts]]
+    entropy = -sum(share * log(share) for share in shares if share)
+    evenness = entropy / log(experts) if experts > 1 else 1.0
+    return {"dropped": 1 - taken / chosen, "entropy": evenness, "largest": max(shares) * experts}

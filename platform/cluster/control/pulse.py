@@ -11,11 +11,11 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from platform.boundary.files.local_files import replace_text
+from platform.boundary.local_files import replace_text
 from platform.boundary.redaction import redact
-from platform.cluster.crew.base.outlook import LOOK_SECONDS, Outlook
-from platform.monitor.records.live import LIVE, Live
-from platform.parallel.communicator.progress import stack_of
+from platform.cluster.crew.heartbeats import LOOK_SECONDS, Outlook
+from platform.monitor.journal import LIVE, Live
+from platform.runtime.progress import stack_of
 
 PULSE_SECONDS = 1.0  # between two writes
 

@@ -3,4 +3,6 @@
 The driver starts these processes and knows nothing else of them (`sink_process`). A process reads `metrics.jsonl` and
 `journal.jsonl` as they grow (`follower`), and remembers in `RUN_DIR/sinks/` up to where it has sent them: so a service
 that is slow, fails or is away costs the run nothing, and gets later what it has missed.
+
+Its files in reading order: follower, sink_process, alerts, wandb_sink, other_sinks.
 """

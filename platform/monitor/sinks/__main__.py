@@ -22,14 +22,13 @@ from typing import Any
 
 import yaml
 
-from platform.boundary.command_line import DONE, command_line, run_command
 from platform.boundary.redaction import register_environment
-from platform.boundary.refusals import ConfigError, closest, refuse_all, violation
-from platform.monitor.records.records import METRICS
+from platform.boundary.refusals import DONE, ConfigError, closest, command_line, refuse_all, run_command, violation
+from platform.monitor.json_records import METRICS
+from platform.monitor.sinks.alerts import SinkRun
 from platform.monitor.sinks.follower import Follower, alone
-from platform.monitor.sinks.services.sink import SinkRun
-from platform.monitor.sinks.sink_table import SINKS, lack_of_package
-from platform.plan.language.numbers import count_of
+from platform.monitor.sinks.sink_process import SINKS, lack_of_package
+from platform.plan.layout import count_of
 
 EVERY_SECONDS = 3.0  # a run's files are read: as late as people bear, since services take many steps at once for less
 _TRIES = 20  # of a write that Linux takes ten times a second

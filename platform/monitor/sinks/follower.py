@@ -13,14 +13,39 @@ from pathlib import Path
 from time import monotonic, time
 from typing import Any
 
-from platform.boundary.files.local_files import replace_text
+from platform.boundary import documents
+from platform.boundary.local_files import replace_text
 from platform.boundary.schema import Malformed
-from platform.monitor.records import events
-from platform.monitor.records.metrics import named_numbers, read_row
-from platform.monitor.records.records import JOURNAL, METRICS
-from platform.monitor.sinks.new_lines import new_lines
-from platform.monitor.sinks.services.alerts import Alerts
-from platform.monitor.sinks.services.sink import RESUMABLE, Numbers, Sink, SinkRun
+from platform.monitor import events, json_records
+from platform.monitor.json_records import JOURNAL, METRICS
+from platform.monitor.metrics import named_numbers, read_row
+from platform.monitor.sinks.alerts import RESUMABLE, Alerts, Numbers, Sink, SinkRun
+
+# The lines that a run's metrics or journal got since they were last read, while they may be in use.
+
+_BLOCK = 4 << 20  # bytes that are read at once
+
+
+def new_lines(path: Path, place: int) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """Yield the objects on the whole lines of a run's metrics or journal from the byte `place` on, each with the places
+    of its first byte and behind its last; lines that are no objects are passed over. A file that has become shorter is
+    another one, and is read from its start."""
+    with suppress(FileNotFoundError, NotADirectoryError), documents.open_regular(path) as file:
+        if file.seek(0, 2) < place:
+            place = 0
+        file.seek(place)
+        rest = b""
+        while block := file.read(_BLOCK):
+            *whole, rest = (rest + block).split(b"\n")
+            for line in whole:
+                start, place = place, place + len(line) + 1
+                with suppress(ValueError, RecursionError):
+                    if isinstance(found := json.loads(line), dict):
+                        named = b'NaN"' in line or b'Infinity"' in line  # rarely: a look at each number takes longer
+                        yield json_records.with_numbers(found) if named else found, start, place
+            if len(rest) > json_records.LARGEST:
+                place, rest = place + len(rest), b""
+
 
 FOLDER = "sinks"  # in the run directory: how far each service is
 MOST_HELD = 1000  # steps that are held back for a service that cannot replace them

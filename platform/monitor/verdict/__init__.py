@@ -1,7 +1,9 @@
 """The culprit of a run that ended, stalls or is slow: who, in what, since when, seen from whom, and why: a pure
 function of a run's own records.
+
+Its files in reading order: evidence, ended_runs, live_runs.
 """
 
 from platform.monitor.verdict.evidence import Evidence as Evidence
-from platform.monitor.verdict.judge import verdict_on as verdict_on
-from platform.monitor.verdict.verdict import Verdict as Verdict
+from platform.monitor.verdict.evidence import Verdict as Verdict
+from platform.monitor.verdict.live_runs import verdict_on as verdict_on

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
 from typing import Any, TypeVar
 
-from platform.monitor.records import events
-from platform.monitor.records.journal_event import End, JournalEvent
-from platform.monitor.records.live import Live
+from platform.monitor import events, json_records
+from platform.monitor.events import End, JournalEvent
+from platform.monitor.journal import Live
+from platform.runtime.progress import Activity, Wait
 
 Kind = TypeVar("Kind", bound=JournalEvent)
 
@@ -111,3 +113,109 @@ PHASES: dict[type[JournalEvent], str] = {
     events.Released: "re-forming",
 }
 _DONE = (events.FirstStep, events.Checkpoint, events.Restored, events.RolledBack, End)
+
+
+# Causes of failures as errors' texts show them.
+
+_MEMORY = re.compile(r"OutOfMemoryError|out of memory|t allocate memory|\bMemoryError\b")
+_OTHERS = re.compile(r"DistBackendError|DistNetworkError|DistStoreError|/gloo/|by peer")
+_TOO_FEW = re.compile(r"workers? there, and elastic\.min_workers|^there is no legal plan for")
+_FRAME = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$')
+_KEPT = 8  # frames of a stack, the innermost
+
+
+def is_out_of_memory(error: str) -> bool:
+    """Return True if a failed worker's error says that its device or machine had no memory left."""
+    return bool(_MEMORY.search(error))
+
+
+def blames_others(error: str) -> bool:
+    """Return True if a failed worker's error is one of communication, as when another rank is gone."""
+    return bool(_OTHERS.search(error))
+
+
+def is_too_few(error: str) -> bool:
+    """Return True if an error ended a run because too few workers were left."""
+    return bool(_TOO_FEW.search(error))
+
+
+def last_line(error: str) -> str:
+    """Return the last line of a failed worker's error, which names it."""
+    return error.strip().rpartition("\n")[2].strip()
+
+
+def frames(error: str) -> list[str]:
+    """Return the innermost frames of the traceback in a failed worker's error, the innermost last."""
+    found = [match for line in error.splitlines() if (match := _FRAME.match(line))]
+    return [f"{match[1]}:{match[2]} in {match[3]}" for match in found][-_KEPT:]
+
+
+# Words for what workers are seen to do, in the verdict on a run.
+
+
+def activity_text(beat: Activity) -> str:
+    """Format what a worker does, by its heartbeat, as "waiting in all_reduce over data"."""
+    if not beat.waiting:
+        where = f"in {beat.section}" if beat.section else f"in {beat.call}"
+        return f"preparing {where}" if beat.preparing else f"at work {where}"
+    return f"waiting in {wait_text(beat.wait) if beat.wait else beat.section}"
+
+
+def doings_text(doings: Iterable[tuple[int, Activity]]) -> list[str]:
+    """Format what workers do, by (rank, heartbeat), as a line for each activity, the most frequent first."""
+    found: dict[str, list[int]] = {}
+    for rank, beat in doings:
+        found.setdefault(activity_text(beat), []).append(rank)
+    ordered = sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
+    return [f"{ranks_text(ranks)} {text}" for text, ranks in ordered]
+
+
+def wait_text(wait: Wait) -> str:
+    """Format the collective or message that a worker waits for."""
+    if wait.peer >= 0:
+        return f"{wait.op} {'to' if wait.op == 'send' else 'from'} rank {wait.peer}"
+    name = f" ({wait.name})" if wait.name not in ("", wait.op) else ""
+    return f"{wait.op} over {'+'.join(wait.axes)}{name}"
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Format ranks for people: "rank 3", "ranks 0 and 2", "ranks 0, 1, 2 and 61 more"."""
+    found = [str(rank) for rank in sorted(ranks)]
+    if len(found) == 1:
+        return f"rank {found[0]}"
+    more = [f"{len(found) - 3} more"] if len(found) > 4 else found[-1:]
+    first = found[:3] if len(found) > 4 else found[:-1]
+    return f"ranks {', '.join(first)} and {more[0]}"
+
+
+# The verdict on a run: one line that names the culprit, and what it follows from.
+
+# how sure a verdict is, by its evidence
+CERTAIN = "certain"  # the run itself recorded it
+LIKELY = "likely"  # it follows from what was measured
+GUESS = "guess"  # nothing else is known to do this
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Verdict on a run. `why`: a word of the table in docs/troubleshooting.md; `line`: all of it in one line;
+    `attention`: True if a person should act. `rank`, `number` and `node`: of the worker to blame, None or "" if none
+    is; `since`: seconds since the epoch; `details`: further lines; `stack`: frames of the culprit itself, the innermost
+    last.
+    """
+
+    why: str
+    line: str
+    attention: bool = True
+    rank: int | None = None
+    number: int | None = None
+    node: str = ""
+    step: int | None = None
+    since: float | None = None
+    sure: str = CERTAIN
+    details: list[str] = field(default_factory=list)
+    stack: list[str] = field(default_factory=list)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the fields of the verdict on a run as plain data; fields that are None are left out."""
+        return json_records.plain(self)

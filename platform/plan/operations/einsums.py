@@ -9,7 +9,9 @@ from functools import partial
 from math import lcm, prod
 from typing import Any
 
-from platform.plan.communication.planned import (
+from platform.plan.layout import Layout, Mesh
+from platform.plan.model_types import Parameter
+from platform.plan.operation_plan import (
     JOINS_GRADIENTS,
     Collective,
     Einsum,
@@ -18,14 +20,10 @@ from platform.plan.communication.planned import (
     PlannedOperation,
     shapes,
 )
-from platform.plan.communication.planner import Planner
-from platform.plan.communication.rule import Contraction, Conversion
-from platform.plan.language.layout import Layout
-from platform.plan.language.mesh import Mesh
-from platform.plan.language.mistakes import ModelMistake
-from platform.plan.language.ops import Parameter
-from platform.plan.operations.op import Op, extents
-from platform.plan.operations.storages import Gradients, MeteredStorage, Saved, Value
+from platform.plan.operations.op import Gradients, MeteredStorage, Op, Saved, Value, extents
+from platform.plan.planner import Planner
+from platform.plan.rule import Contraction, Conversion
+from platform.plan.scheme import ModelMistake
 
 
 class _Products(Op):
@@ -130,7 +128,7 @@ class ProjectOp(_Products):
 def _by_group(ops, planned, x, operands, outs, biases=(), deferred=None, counts=None):
     """Return the results, of the types `outs`, of the planned einsums of activation x with `operands` (parameters or
     one activation), which are computed or metered group by group. `biases`, `deferred`, `counts`: see
-    `platform.parallel.kernels.einsum.einsums`."""
+    `platform.runtime.einsum.einsums`."""
     of_group = _run_group if ops.method == "run" else _meter_group
     results: dict[int, Any] = {}
     for number, group in enumerate(planned.groups):
@@ -227,7 +225,7 @@ def meter_group(
     ops, planned, number: int, x: Value, operands, biases, deferred, *, outs=(), scaled: bool = False
 ) -> list[Value]:
     """Count the memory of group `number` of an operation's einsums of x with `operands`, as
-    `platform.parallel.kernels.einsum._Einsums` computes it: gather, multiply, add `biases`, convert the results;
+    `platform.runtime.einsum._Einsums` computes it: gather, multiply, add `biases`, convert the results;
     return them, of the types `outs` if they may be left out. `scaled`: gradients of operands are products of a multiple
     of x, and if reduced, added with others."""
     group, use = planned.groups[number], (planned.operation.kind, planned.operation.name, number)
@@ -319,7 +317,7 @@ def _follow(ops, operands: Sequence[Value]) -> bool:
 
 
 def _meter_panels(ops, group: EinsumGroup, x: Value, operands: Sequence[Value], outs) -> list[Value]:
-    """Count the memory of one group of einsums that SUMMA computes (`platform.parallel.kernels.in_panels.summa`):
+    """Count the memory of one group of einsums that SUMMA computes (`platform.runtime.products`):
     current and next panel of both operands, and a product; return the results."""
     einsums, panels, mesh = group.einsums, group.panels, ops.plan.mesh
     assert panels

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from platform.plan.core.plan import Plan
-from platform.plan.language.numbers import factorizations
-from platform.plan.language.tiers import Tiers
-from platform.plan.reports.tier_traffic import TierTraffic, tier_traffic
-from platform.planning.choose_schedule import schedule_of
-from platform.planning.make_plan import is_legal, make_plan
+from platform.plan.layout import factorizations
+from platform.plan.plan import Plan
+from platform.predict.choose_schedule import schedule_of
+from platform.predict.make_plan import is_legal, make_plan
+from platform.predict.tier_traffic import Tiers, TierTraffic, tier_traffic
 from tests.harness.oracle import configure
 
 RANKS = 8

@@ -11,12 +11,11 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from platform.plan.language.tiers import Tiers
-from platform.plan.reports.tier_traffic import tier_traffic
-from platform.plan.schedule.stage_messages import StageMessages, makespan_with
-from platform.plan.schedule.table import Kind
-from platform.planning.choose_schedule import schedule_of
-from platform.planning.make_plan import make_plan
+from platform.plan.schedule import Kind
+from platform.plan.simulate import StageMessages, makespan_with
+from platform.predict.choose_schedule import schedule_of
+from platform.predict.make_plan import make_plan
+from platform.predict.tier_traffic import Tiers, tier_traffic
 from tests.harness.oracle import configure
 from tests.testbed.links import Links, bits_per_second
 from tests.testbed.ranks import on_nodes

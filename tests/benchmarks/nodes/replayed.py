@@ -15,8 +15,8 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from platform.plan.reports.tier_traffic import transfers
-from platform.train.protocol.replies import CollectiveSpan
+from platform.predict.tier_traffic import transfers
+from platform.train.replies import CollectiveSpan
 from tests.benchmarks.nodes.cases import DEALT, Case
 from tests.benchmarks.nodes.measured import Steps, counted, measure, seconds
 from tests.testbed.links import bits_per_second

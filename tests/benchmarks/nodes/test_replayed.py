@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from platform.plan.communication.traffic import moved_bytes
-from platform.plan.core.step_collectives import staged_collectives
-from platform.train.protocol.replies import CollectiveSpan
+from platform.plan.operation_plan import moved_bytes
+from platform.plan.step_collectives import staged_collectives
+from platform.train.replies import CollectiveSpan
 from tests.benchmarks.nodes.replayed import bytes_on_link, cases, replay
 
 

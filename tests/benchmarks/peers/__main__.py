@@ -20,7 +20,7 @@ from dataclasses import replace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from platform.planning.make_plan import make_plan  # noqa: E402
+from platform.predict.make_plan import make_plan  # noqa: E402
 from tests.benchmarks.peers import environment, ray_train  # noqa: E402
 from tests.benchmarks.peers.pairs import OURS, PEER, Comparison, Job, alternate, compare, peak_bytes  # noqa: E402
 from tests.benchmarks.peers.rows import ROWS, Row, compiling, configured  # noqa: E402

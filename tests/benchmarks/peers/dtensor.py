@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from platform.config.fields import Config
-from platform.parallel.communicator.base import Communicator
+from platform.runtime.communicator import Communicator
 from tests.benchmarks.peers.gpt import Batches, Gpt, compile_blocks, groups_of, mean_loss, settings_of
 from tests.benchmarks.peers.norms import clip
 

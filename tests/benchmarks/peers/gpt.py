@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from platform.config.fields import Config, Model
-from platform.parallel.communicator.base import SingleRank
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import SingleRank
 from tests.harness.oracle import configure, trainer_of
 from tests.harness.reference_model import Block, ReferenceModel
 

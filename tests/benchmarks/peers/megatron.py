@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from platform.config.fields import Config
-from platform.parallel.communicator.base import Communicator
+from platform.runtime.communicator import Communicator
 from tests.benchmarks.peers.gpt import Batches, settings_of
 from tests.benchmarks.peers.norms import clip
 from tests.benchmarks.peers.pipelined import split_of

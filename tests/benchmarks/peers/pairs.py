@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from platform.config.fields import Config
-from platform.parallel.communicator.base import Communicator, SingleRank
-from platform.plan.core.plan import Plan
+from platform.plan.plan import Plan
+from platform.runtime.communicator import Communicator, SingleRank
 from tests.benchmarks.peers import environment
 from tests.benchmarks.peers.gpt import Recurring, initial_weights
 from tests.harness.oracle import trainer_of

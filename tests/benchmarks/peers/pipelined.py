@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from platform.config.fields import Config
-from platform.parallel.communicator.base import Communicator
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import Communicator
 from tests.benchmarks.peers.gpt import Batches, Gpt, adamw, compile_blocks, mean_loss
 from tests.benchmarks.peers.norms import clip
 

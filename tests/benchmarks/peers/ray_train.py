@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from platform.config.fields import Config
-from platform.parallel.communicator.base import Communicator
-from platform.plan.core.plan import Plan
+from platform.plan.plan import Plan
+from platform.runtime.communicator import Communicator
 from tests.benchmarks.peers import environment
 from tests.benchmarks.peers.gpt import adamw
 from tests.benchmarks.peers.replicated import Step, clipped, loop, replica
@@ -33,8 +33,8 @@ def on_worker(given: dict[str, Any]) -> None:
     """Run in a process of Ray Train's, which has formed the gloo group: do the work, and write what it returns."""
     import torch.distributed as dist
 
-    from platform.parallel.communicator.torch_distributed import ProcessGroups
-    from platform.plan.core.step_collectives import process_groups
+    from platform.plan.step_collectives import process_groups
+    from platform.runtime.process_groups import ProcessGroups
 
     work, job, plan = pickle.loads(given["pickled"])
     communicator = ProcessGroups(plan.mesh, dist.get_rank(), process_groups(plan))
@@ -50,7 +50,7 @@ def launch(work: Callable[..., Any], job: Any, plan: Plan) -> list[Any]:
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    from platform.cluster.crew.launchers.ray_session import Embedded
+    from platform.cluster.crew.ray_session import Embedded
 
     size = plan.mesh.size
     session = Embedded(size + 1, gpus=False)  # one more for the trainer's own actor

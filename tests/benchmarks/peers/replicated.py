@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from platform.config.fields import Config
-from platform.parallel.communicator.base import Communicator
+from platform.runtime.communicator import Communicator
 from tests.benchmarks.peers.gpt import Batches, Gpt, Language, adamw, compile_blocks, groups_of, settings_of
 
 Step = Callable[[int], float]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
 from tests.benchmarks.peers.contexts.block import Size, configured, given
 from tests.benchmarks.peers.contexts.plain import WAYS
 from tests.benchmarks.peers.contexts.turns import Job, build, difference, floor, sent

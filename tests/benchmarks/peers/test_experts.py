@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
 from tests.benchmarks.peers.experts.layer import RANKS, Given, Size, configured, floor, given, leaving
 from tests.benchmarks.peers.experts.turns import Job, build, difference
 from tests.benchmarks.peers.pairs import OURS, PEER

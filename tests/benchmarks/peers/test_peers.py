@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from platform.config.fields import Model
-from platform.parallel.communicator.base import SingleRank
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import SingleRank
 from tests.benchmarks.peers.__main__ import APART, line, verdict
 from tests.benchmarks.peers.pairs import OURS, PEER, Job, Seen, alternate, bootstrap, compare
 from tests.benchmarks.peers.rows import ROWS, configured

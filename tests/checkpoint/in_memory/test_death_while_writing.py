@@ -11,11 +11,8 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import Block, HeldTensor
-from platform.checkpoint.in_memory.memory_map import MemoryMap
-from platform.checkpoint.in_memory.shared_memory import SharedMemory
-from platform.checkpoint.in_memory.snapshots import RankSnapshots, Snapshot
+from platform.checkpoint.blocks import Block, Box, HeldTensor
+from platform.checkpoint.snapshots import MemoryMap, RankSnapshots, SharedMemory, Snapshot
 from tests.harness import warm
 from tests.harness.memories import take
 

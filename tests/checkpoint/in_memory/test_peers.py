@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.chain import LARGEST_ROW
-from platform.checkpoint.blocks.placement import HeldTensor, planned_tensors
-from platform.checkpoint.in_memory.memory_map import MemoryMap
-from platform.checkpoint.in_memory.recover import is_recoverable, keepers, lost_to
-from platform.planning.make_plan import make_plan
+from platform.checkpoint.blocks import LARGEST_ROW, Box, HeldTensor, planned_tensors
+from platform.checkpoint.memory_recovery import is_recoverable, keepers, lost_to
+from platform.checkpoint.snapshots import MemoryMap
+from platform.predict.make_plan import make_plan
 from tests.checkpoint.moves.test_plans import KINDS, PLANS
 from tests.harness.oracle import configure
 from tests.harness.storage_job import Job, values
@@ -27,7 +25,7 @@ ROW = 16
 @pytest.fixture
 def small_rows(monkeypatch):
     """Small tensors are cut as large ones are."""
-    monkeypatch.setattr("platform.checkpoint.blocks.chain.LARGEST_ROW", ROW)
+    monkeypatch.setattr("platform.checkpoint.blocks.LARGEST_ROW", ROW)
 
 
 def failing(held: MemoryMap, nodes: Sequence, shared: bool = False, divided: bool = True) -> list:

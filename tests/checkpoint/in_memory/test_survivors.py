@@ -9,16 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from platform.checkpoint.blocks.chain import Chain, chains_of
-from platform.checkpoint.blocks.placement import Block
-from platform.checkpoint.in_memory.memory_map import MemoryMap
-from platform.checkpoint.in_memory.recover import is_recoverable, keepers, lost_to, recover, surviving
-from platform.checkpoint.in_memory.shared_memory import SharedMemory, open_node
-from platform.checkpoint.in_memory.snapshots import NodeSnapshot, RankSnapshots
+from platform.checkpoint.blocks import Block, Chain, chains_of
+from platform.checkpoint.memory_recovery import is_recoverable, keepers, lost_to, recover, surviving
 from platform.checkpoint.moves import World
-from platform.parallel.communicator.base import SingleRank
-from platform.plan.language.mesh import Mesh
-from platform.train.step.training_state import all_gather_values
+from platform.checkpoint.snapshots import MemoryMap, NodeSnapshot, RankSnapshots, SharedMemory, open_node
+from platform.plan.layout import Mesh
+from platform.runtime.communicator import SingleRank
+from platform.train.training_state import all_gather_values
 from tests.checkpoint.in_memory.test_peers import SHAPES
 from tests.harness.memories import opened, take
 from tests.harness.storage_job import Job, values
@@ -30,8 +27,8 @@ DOMAINS = st.lists(st.integers(0, 3), min_size=1, max_size=6)
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Small tensors are cut as large ones are."""
-    monkeypatch.setattr("platform.checkpoint.in_memory.recover.LARGEST_BLOCK", 64)
-    monkeypatch.setattr("platform.checkpoint.blocks.chain.LARGEST_ROW", 16)
+    monkeypatch.setattr("platform.checkpoint.memory_recovery.LARGEST_BLOCK", 64)
+    monkeypatch.setattr("platform.checkpoint.blocks.LARGEST_ROW", 16)
 
 
 def on_all(world_size: int, work) -> list:

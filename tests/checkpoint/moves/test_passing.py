@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import Block, HeldTensor, Piece
+from platform.checkpoint.blocks import Block, Box, HeldTensor, Piece
+from platform.checkpoint.manifest import Corrupt
 from platform.checkpoint.moves import ALONE, World, pass_on
-from platform.checkpoint.storage.manifest import Corrupt
 
 ROWS = [Box((0, 0), (2, 6)), Box((2, 0), (3, 6))]  # of a tensor [5, 6], as pieces
 TYPES = {"whole": torch.float32, "columns": torch.float32, "strided": torch.float32, "another type": torch.float64}

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from platform.boundary.files.file_storage import Storage, open_storage
-from platform.checkpoint.blocks.chain import shares
-from platform.checkpoint.blocks.placement import local_blocks, planned_tensors
-from platform.checkpoint.storage.catalogue import load_manifest
-from platform.checkpoint.storage.manifest import Manifest
+from platform.boundary.storage import Storage, open_storage
+from platform.checkpoint.blocks import local_blocks, planned_tensors, shares
+from platform.checkpoint.catalogue import load_manifest
+from platform.checkpoint.manifest import Manifest
 from platform.config.fields import Config
-from platform.plan.core.plan import Plan
-from platform.planning.make_plan import make_plan
+from platform.plan.plan import Plan
+from platform.predict.make_plan import make_plan
 from tests.harness.oracle import configure
 from tests.harness.storage_job import Counting, Job
 
@@ -139,7 +138,7 @@ def test_a_restore_says_how_far_it_is(saved, monkeypatch):
 @pytest.mark.parametrize("name", PLANS)
 def test_a_worker_writes_its_part_of_what_it_shares(monkeypatch, model, name):
     """1/n of the bytes that it and n - 1 others have alike, but for a row; so 1/n of all where all are replicas."""
-    monkeypatch.setattr("platform.checkpoint.blocks.chain.LARGEST_ROW", 64)
+    monkeypatch.setattr("platform.checkpoint.blocks.LARGEST_ROW", 64)
     state, size = job(model, name).state, plan(model, name).mesh.size
     common: Counter[tuple[int, ...]] = Counter()
     for held in state:

@@ -6,16 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from platform.boundary.files.file_storage import open_storage
-from platform.checkpoint.blocks.box import Box, gaps, stretch
-from platform.checkpoint.blocks.chain import shares
-from platform.checkpoint.blocks.placement import Block, HeldTensor
+from platform.boundary.storage import open_storage
+from platform.checkpoint.blocks import Block, Box, HeldTensor, gaps, shares, stretch
+from platform.checkpoint.buffer import Image
+from platform.checkpoint.catalogue import find, load_manifest
+from platform.checkpoint.manifest import Corrupt, Refused, check_against
 from platform.checkpoint.moves import read_tensor, restore
-from platform.checkpoint.storage.catalogue import find, load_manifest
-from platform.checkpoint.storage.image import Image
-from platform.checkpoint.storage.manifest import Corrupt, Refused, check_against
-from platform.plan.language.layout import Layout, block, padded
-from platform.plan.language.mesh import Mesh
+from platform.plan.layout import Layout, Mesh, block, padded
 from tests.harness.storage_job import Counting, Job, values
 
 SHAPES = {"a": (13, 6), "b": (5, 4, 7), "c": (31,), "d": (), "e": (3, 17), "f": (9, 2), "g": (1, 1, 23)}
@@ -24,9 +21,9 @@ SHAPES = {"a": (13, 6), "b": (5, 4, 7), "c": (31,), "d": (), "e": (3, 17), "f": 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Small tensors are cut as large ones are."""
-    for name in ("checkpoint.blocks.chain", "boundary.files.sealed", "checkpoint.moves"):
+    for name in ("checkpoint.blocks", "boundary.sealed_blocks", "checkpoint.moves"):
         monkeypatch.setattr(f"platform.{name}.LARGEST_BLOCK", 64)
-    monkeypatch.setattr("platform.checkpoint.blocks.chain.LARGEST_ROW", 16)
+    monkeypatch.setattr("platform.checkpoint.blocks.LARGEST_ROW", 16)
 
 
 @settings(max_examples=40, deadline=None)

@@ -4,11 +4,10 @@ import threading
 
 import pytest
 
-from platform.boundary.files.file_storage import open_storage
-from platform.boundary.files.local_files import Local
-from platform.checkpoint.storage.catalogue import attempts, find
-from platform.checkpoint.storage.lease import Lease, Superseded
-from platform.checkpoint.storage.saver import Saver
+from platform.boundary.local_files import Local
+from platform.boundary.storage import open_storage
+from platform.checkpoint.catalogue import Lease, Superseded, attempts, find
+from platform.checkpoint.saver import Saver
 from tests.harness.storage_job import Job, meta, values
 
 

@@ -5,12 +5,11 @@ import threading
 
 import pytest
 
-from platform.boundary.files.file_storage import Remote, open_storage
-from platform.checkpoint.storage import catalogue, manifest
-from platform.checkpoint.storage.catalogue import find, load_manifest, verify
-from platform.checkpoint.storage.lease import Lease
-from platform.checkpoint.storage.manifest import Refused
-from platform.checkpoint.storage.saver import Saver
+from platform.boundary.storage import Remote, open_storage
+from platform.checkpoint import catalogue, manifest
+from platform.checkpoint.catalogue import Lease, find, load_manifest, verify
+from platform.checkpoint.manifest import Refused
+from platform.checkpoint.saver import Saver
 from tests.harness.storage_job import Job, meta, values
 
 SHAPES = {"a": (6, 4), "b": (5,)}
@@ -146,7 +145,7 @@ def test_an_entry_that_vanishes_between_the_listing_and_the_look(storage, monkey
                 yield entry
 
     (storage.root / "gone").touch()
-    monkeypatch.setattr("platform.boundary.files.local_files.os.scandir", Vanishing)
+    monkeypatch.setattr("platform.boundary.local_files.os.scandir", Vanishing)
     assert len(storage.list("")) == 2
 
 

@@ -11,12 +11,12 @@ from functools import cache
 import pytest
 from aiobotocore.client import AioBaseClient
 
-from platform.boundary.files.file_storage import open_storage
-from platform.checkpoint.storage import catalogue
-from platform.checkpoint.storage import manifest as manifests
-from platform.checkpoint.storage.catalogue import find, load_manifest, verify
-from platform.checkpoint.storage.manifest import Refused
-from platform.checkpoint.storage.saver import Saver
+from platform.boundary.storage import open_storage
+from platform.checkpoint import catalogue
+from platform.checkpoint import manifest as manifests
+from platform.checkpoint.catalogue import find, load_manifest, verify
+from platform.checkpoint.manifest import Refused
+from platform.checkpoint.saver import Saver
 from tests.harness.storage_job import Job, meta, values
 
 SHAPES = {"a": (6, 4), "b": (5,), "c": ()}

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from platform.boundary.files.file_storage import open_storage
 from platform.boundary.redaction import bare_url
 from platform.boundary.refusals import ConfigError
-from platform.checkpoint.storage import catalogue
-from platform.checkpoint.storage.catalogue import find, load_manifest
+from platform.boundary.storage import open_storage
+from platform.checkpoint import catalogue
+from platform.checkpoint.catalogue import find, load_manifest
 from tests.harness.storage_job import Counting, Job, values
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from platform.boundary.files.file_storage import open_storage
+from platform.boundary.storage import open_storage
+from platform.checkpoint import manifest as manifests
 from platform.checkpoint.__main__ import main
-from platform.checkpoint.storage import manifest as manifests
-from platform.checkpoint.storage.catalogue import find, load_manifest, verify
-from platform.checkpoint.storage.manifest import Corrupt, Manifest, Refused
+from platform.checkpoint.catalogue import find, load_manifest, verify
+from platform.checkpoint.manifest import Corrupt, Manifest, Refused
 from tests.harness.storage_job import Job, meta, values
 
 SHAPES = {"a": (6, 4), "b": (5,), "c": ()}

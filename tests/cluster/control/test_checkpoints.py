@@ -4,18 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from platform.boundary.files.file_storage import open_storage
 from platform.boundary.refusals import ConfigError
-from platform.checkpoint.storage.catalogue import begin, commit
-from platform.checkpoint.storage.file_report import FileReport
-from platform.checkpoint.storage.manifest import Meta
-from platform.cluster.control.saving.cadence import Cadence
-from platform.cluster.control.saving.checkpoints import Checkpoints
-from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
-from platform.cluster.run.origin import origin
+from platform.boundary.storage import open_storage
+from platform.checkpoint.catalogue import begin, commit
+from platform.checkpoint.manifest import FileReport, Meta
+from platform.cluster.control.checkpoints import Cadence, Checkpoints
+from platform.cluster.crew.failures import Failure, Member, WorkerFailed
+from platform.cluster.origin import origin
 from platform.config.identity import identity
 from platform.monitor import Journal, JsonLines
-from platform.train.protocol.replies import Copied, Unrestored, Unwritten
+from platform.train.replies import Copied, Unrestored, Unwritten
 from tests.doubles.fake_plan import fake_plan
 
 
@@ -45,8 +43,8 @@ def said():
 
 @pytest.fixture
 def checkpoints(config, said, monkeypatch, tmp_path):
-    monkeypatch.setattr("platform.checkpoint.storage.saver.time.sleep", lambda seconds: None)
-    monkeypatch.setattr("platform.checkpoint.storage.catalogue._check", lambda storage, directory, manifest: None)
+    monkeypatch.setattr("platform.checkpoint.saver.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("platform.checkpoint.catalogue._check", lambda storage, directory, manifest: None)
     return Checkpoints(config, fake_plan(2), origin(config), Journal(tmp_path / "journal.jsonl"), said.append)
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from platform.cluster import driver
-from platform.cluster.crew.base import remote
-from platform.cluster.wire.channel import encode
+from platform.cluster.crew import remote_crew
+from platform.cluster.crew.channel import encode
 from platform.launch import compose
 from platform.monitor import JsonLines, MetricsLog
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
 from tests.doubles.simulated_crew import SimulatedCrew
 from tests.doubles.simulated_worker import LATE_STEP, report
 
@@ -26,8 +26,8 @@ def answers(call, step, world_size, told):
 def test_a_step_of_many_is_one_report_and_a_lost_node_costs_no_step(tmp_path, monkeypatch, followed):
     """Where the others follow rank 0, the driver sends and gets one message."""
     crews = []
-    monkeypatch.setattr(remote, "FOLLOWED", followed)
-    monkeypatch.setattr(remote, "CALM_SECONDS", HANG)
+    monkeypatch.setattr(remote_crew, "FOLLOWED", followed)
+    monkeypatch.setattr(remote_crew, "CALM_SECONDS", HANG)
 
     def open_crew(kind, job, spares):
         crews.append(SimulatedCrew(job, spares, per_node=PER_NODE))

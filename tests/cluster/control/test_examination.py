@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from platform.cluster.control.forming import examination
-from platform.cluster.control.forming.examination import examine
-from platform.cluster.crew.open import open_crew
-from platform.train.health.partners import groups_by_check
-from platform.train.health.symptoms import symptoms
+from platform.cluster.control import examination
+from platform.cluster.control.examination import examine
+from platform.cluster.crew.launchers import open_crew
+from platform.train.health import groups_by_check, symptoms
 
 pytestmark = pytest.mark.usefixtures("warm_server")
 SICK = "tests.doubles.sick_worker:SickWorker"

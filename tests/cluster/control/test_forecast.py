@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from platform.cluster import driver
-from platform.cluster.control import forecast
+from platform.cluster.control import evaluations
 from platform.monitor import JsonLines, MetricsLog
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
 from tests.harness.chaos import differences
 from tests.harness.oracle import configure
 
@@ -34,8 +34,8 @@ def links(monkeypatch):
     """What the fit finds, of few steps."""
 
     def found(times):
-        monkeypatch.setattr(forecast, "times_longer", lambda work, hardware, measured: times)
-        monkeypatch.setattr(forecast, "WINDOW", 5)
+        monkeypatch.setattr(evaluations, "times_longer", lambda work, hardware, measured: times)
+        monkeypatch.setattr(evaluations, "WINDOW", 5)
 
     return found
 

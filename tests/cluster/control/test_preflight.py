@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from platform.boundary.files.file_storage import open_storage
 from platform.boundary.refusals import ConfigError
-from platform.cluster.control.forming import preflight
-from platform.cluster.crew.open import open_crew
+from platform.boundary.storage import open_storage
+from platform.cluster.control import examination
+from platform.cluster.crew.launchers import open_crew
 from platform.config.fields import Config, Train
-from platform.train.protocol.replies import Proof
-from platform.train.recovery.proof import proof, source_digest, versions
+from platform.train.environment_proof import proof, source_digest, versions
+from platform.train.replies import Proof
 from tests.doubles.fake_plan import run_fake
 from tests.harness.process_tree import descendants, gone
 
@@ -35,7 +35,7 @@ def other(**changes):
 
 
 def test_equal_proofs_say_nothing():
-    assert preflight.disagreements(OWN, other(), Config()) == []
+    assert examination.disagreements(OWN, other(), Config()) == []
 
 
 @pytest.mark.parametrize(
@@ -53,24 +53,26 @@ def test_equal_proofs_say_nothing():
 def test_one_line_per_disagreement(key, value, line):
     config = Config()
     config.run.dir, config.checkpoint.url = "/r", "s3://user:secret@b/c"
-    assert preflight.disagreements(OWN, other(**{key: value}), config) == [line]
+    assert examination.disagreements(OWN, other(**{key: value}), config) == [line]
 
 
 def test_a_worker_that_cannot_compile_as_asked():
     lacking = replace(OWN, node="n1", lacks={"train.compile": "there is no C++ compiler"})
     line = "train.compile=on: there is no C++ compiler on node n1; nearest legal: auto, off"
-    assert preflight.disagreements(OWN, lacking, Config(train=Train(compile="on"))) == [line]
+    assert examination.disagreements(OWN, lacking, Config(train=Train(compile="on"))) == [line]
 
 
 def test_a_worker_whose_device_lacks_the_kernel():
     lacking = replace(OWN, node="n1", lacks={"train.attention_kernel": "Flash attention only supports sm80"})
     line = "train.attention_kernel=flash: Flash attention only supports sm80 on node n1; nearest legal: auto, math"
     config = Config(train=Train(attention_kernel="flash"))
-    assert preflight.disagreements(OWN, lacking, config) == [line]
+    assert examination.disagreements(OWN, lacking, config) == [line]
 
 
 def test_all_at_once():
-    lines = preflight.disagreements(OWN, other(code__platform="x", versions__torch="y", versions__python="z"), Config())
+    lines = examination.disagreements(
+        OWN, other(code__platform="x", versions__torch="y", versions__python="z"), Config()
+    )
     assert [line.split(":")[1] for line in lines] == [" code of platform", " versions of python", " versions of torch"]
 
 
@@ -121,18 +123,18 @@ def test_a_run_on_nodes_that_disagree_is_refused_and_leaves_nothing_behind(confi
 def test_probes_are_gone_whether_it_agrees_or_fails(config, job, tmp_path, monkeypatch):
     config.checkpoint.every = 1
     with open_crew("inline", job(1)) as crew:
-        assert preflight.violations_of_workers(crew, config, tmp_path) == {}
+        assert examination.violations_of_workers(crew, config, tmp_path) == {}
         assert not list(tmp_path.rglob(".probe-*"))
         seen = []
         monkeypatch.setattr(crew, "call", lambda *a: seen.append(list(tmp_path.rglob(".probe-*"))) or 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            preflight.violations_of_workers(crew, config, tmp_path)
+            examination.violations_of_workers(crew, config, tmp_path)
         assert len(seen[0]) == 2 and not list(tmp_path.rglob(".probe-*"))
 
 
 def test_a_local_run_that_saves_nothing_proves_no_storage(config, job, tmp_path):
     config.checkpoint.on_stop = False
     with open_crew("inline", job(1)) as crew:
-        assert preflight.violations_of_workers(crew, config, tmp_path) == {}
+        assert examination.violations_of_workers(crew, config, tmp_path) == {}
         assert proof(config, tmp_path, "x").sees.keys() == {"run.dir"}
     assert open_storage(str(tmp_path)).list("checkpoints") == {} and not Path(config.run.dir, "checkpoints").exists()

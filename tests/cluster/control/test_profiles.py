@@ -6,14 +6,22 @@ from itertools import pairwise
 
 import pytest
 
-from platform.cluster.control.profiling.profile_trace import StepNote, merge_parts, predicted_spans, write_step_note
+from platform.cluster.control.profiles import StepNote, merge_parts, predicted_spans, write_step_note
 from platform.cluster.driver import run
 from platform.monitor import JsonLines
-from platform.plan.schedule.lowering import lower
-from platform.planning.choose_schedule import schedule_of
-from platform.planning.make_plan import make_plan
-from platform.train.protocol.profile_part import PartHead, PartName, longest, nested, write_part
-from platform.train.protocol.replies import CollectiveSpan, RankTimeline, SectionSpan
+from platform.plan.simulate import lower
+from platform.predict.choose_schedule import schedule_of
+from platform.predict.make_plan import make_plan
+from platform.train.replies import (
+    CollectiveSpan,
+    PartHead,
+    PartName,
+    RankTimeline,
+    SectionSpan,
+    longest,
+    nested,
+    write_part,
+)
 from tests.harness.oracle import configure
 from tests.harness.trace_check import faults, read_trace
 

@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from platform.cluster.control.forming.seat_plan import arrange, places, tiers_of
-from platform.cluster.crew.base.failures import Member
-from platform.cluster.crew.base.topology import tiers_here
-from platform.plan.language.mesh import Mesh
+from platform.cluster.control.recruiter import arrange, places, tiers_of
+from platform.cluster.crew.failures import Member
+from platform.cluster.crew.job import tiers_here
+from platform.plan.layout import Mesh
 
 
 def cluster(sizes):

@@ -2,7 +2,7 @@
 
 from math import inf, nan
 
-from platform.cluster.control.spikes import RECENT_LOSSES, Spikes
+from platform.cluster.control.controller import RECENT_LOSSES, Spikes
 
 
 def test_the_limit_follows_the_median():

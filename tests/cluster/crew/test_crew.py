@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from platform.cluster.crew.base.crew import ByRank
-from platform.cluster.crew.base.failures import WorkerFailed
-from platform.cluster.crew.open import open_crew
+from platform.cluster.crew.crew import ByRank
+from platform.cluster.crew.failures import WorkerFailed
+from platform.cluster.crew.launchers import open_crew
 from tests.harness.process_tree import descendants, gone
 
 KINDS = ["processes", pytest.param("local", marks=pytest.mark.ray)]
@@ -95,7 +95,7 @@ def test_a_worker_that_cannot_start(job):
 
 
 def test_a_stopped_worker_does_not_keep_the_crew_from_closing(job, monkeypatch):
-    monkeypatch.setattr("platform.cluster.crew.base.remote.CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr("platform.cluster.crew.remote_crew.CLOSE_SECONDS", 0.5)
     with open_crew("processes", job(2)) as crew:
         pids = [member.pid for member in crew.members.values()]
         os.kill(pids[1], signal.SIGSTOP)
@@ -107,9 +107,9 @@ def test_workers_end_when_their_driver_is_killed(kind, job, tmp_path):
     script = """
 import os, signal
 from pathlib import Path
-from platform.cluster.crew.base.crew import ByRank
-from platform.cluster.crew.open import open_crew
-from platform.cluster.crew.base.job import Job
+from platform.cluster.crew.crew import ByRank
+from platform.cluster.crew.launchers import open_crew
+from platform.cluster.crew.job import Job
 from platform.config.fields import Config
 if __name__ == "__main__":
     job = Job(Config(), [{"data": 0}, {"data": 1}], "cpu", Path("."), "tests.doubles.fake_worker:FakeWorker")

@@ -7,12 +7,12 @@ import pytest
 
 from platform.cluster.driver import run
 from platform.monitor import JsonLines
-from platform.parallel.communicator.progress import stacks
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
+from platform.runtime.progress import stacks
 from platform.status.__main__ import status_text
 from platform.status.seen_run import look
-from platform.train.health.flight_records import flight_records
-from platform.train.protocol.dumped import KEPT, new_folder, summarize
+from platform.train.gauges import flight_records
+from platform.train.replies import KEPT, new_folder, summarize
 from tests.harness.oracle import configure
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from platform.cluster.crew.base.job import (
+from platform.cluster.crew import ray_session
+from platform.cluster.crew.job import (
     ALSO,
     CUDA_ENVIRONMENT,
     DETERMINISTIC_ENVIRONMENT,
@@ -20,7 +21,6 @@ from platform.cluster.crew.base.job import (
     Job,
     assign,
 )
-from platform.cluster.crew.launchers import ray_session
 from platform.config.fields import Config, Parallel, Tensor, Train
 
 PAGE = Path(__file__).parents[3] / "docs" / "doctor.md"
@@ -44,7 +44,7 @@ def entered(place, **own) -> dict[str, str]:
     """What a new process finds in its environment when it imports torch, if it had `own` there before."""
     code = (
         "import os, sys\n"
-        "from platform.cluster.crew.base.job import Assignment\n"
+        "from platform.cluster.crew.job import Assignment\n"
         f"Assignment('', {{}}, 0, 'cuda', '', 1, defaults={place.defaults!r}).enter_environment()\n"
         "assert 'torch' not in sys.modules\n"
         "import json; print(json.dumps(dict(os.environ)))\n"

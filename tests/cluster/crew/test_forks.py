@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from platform.cluster.crew.base.job import assign
-from platform.cluster.crew.launchers.forks import ForkServer
-from platform.cluster.crew.open import open_crew
+from platform.cluster.crew.forked_workers import ForkServer
+from platform.cluster.crew.job import assign
+from platform.cluster.crew.launchers import open_crew
 from tests.harness.process_tree import descendants, gone, parents
 
 WORKER = "tests.doubles.fake_worker:FakeWorker"
@@ -117,8 +117,8 @@ def test_stopped_processes_end_with_the_driver(tmp_path):
     script = f"""
 import os, signal
 from pathlib import Path
-from platform.cluster.crew.open import open_crew
-from platform.cluster.crew.base.job import Job
+from platform.cluster.crew.launchers import open_crew
+from platform.cluster.crew.job import Job
 from platform.config.fields import Config
 job = Job(Config(), [{{"data": 0}}], "cpu", Path("."), {WORKER!r})
 with open_crew("processes", job) as crew:

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from platform.cluster.crew.base.crew import ByRank
-from platform.cluster.crew.base.failures import WorkerFailed
-from platform.cluster.crew.open import open_crew
+from platform.cluster.crew.crew import ByRank
+from platform.cluster.crew.failures import WorkerFailed
+from platform.cluster.crew.launchers import open_crew
 from tests.harness.process_tree import descendants, gone
 
 pytestmark = pytest.mark.usefixtures("warm_server")

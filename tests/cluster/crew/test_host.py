@@ -11,12 +11,13 @@ from types import MethodType
 import pytest
 
 from platform.boundary.schema import Malformed
-from platform.cluster.crew.base.job import Assignment
-from platform.cluster.crew.launchers.host import _Host, typed
-from platform.cluster.wire.channel import Unframer, text
+from platform.cluster.crew.channel import Unframer, text
+from platform.cluster.crew.job import Assignment
+from platform.cluster.crew.worker_host import _Host, typed
 from platform.config.fields import Config
-from platform.train.protocol import replies
-from platform.train.protocol.replies import (
+from platform.train import replies
+from platform.train.faults import Fault
+from platform.train.replies import (
     CollectiveSpan,
     Damage,
     Differences,
@@ -26,8 +27,7 @@ from platform.train.protocol.replies import (
     SlowRank,
     StepReport,
 )
-from platform.train.recovery.source import Formation, Source
-from platform.train.step.faults import Fault
+from platform.train.state_recovery import Formation, Source
 from platform.train.worker import Worker
 
 
@@ -92,7 +92,7 @@ def test_a_process_keeps_freed_memory_unless_the_user_has_told_malloc_otherwise(
     """The first two are the control of what `test_crew.py` sees of workers."""
     code = (
         "import os\n"
-        "from platform.cluster.crew.launchers.host import _keep_freed_memory\n"
+        "from platform.cluster.crew.worker_host import _keep_freed_memory\n"
         "from tests.doubles.fake_worker import faults_again\n"
         "found = [faults_again()]\n"
         "os.environ['MALLOC_TRIM_THRESHOLD_'] = '131072'; _keep_freed_memory(); found.append(faults_again())\n"

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from platform.cluster.crew.launchers import near_gpu
-from platform.cluster.crew.launchers.near_gpu import cores_near, keep_near_gpu
+from platform.cluster.crew import worker_host
+from platform.cluster.crew.worker_host import cores_near, keep_near_gpu
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_worker_is_bound_where_that_leaves_it_some_cores(monkeypatch, usable, 
     set_to = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(usable))
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: set_to.append(cores))
-    monkeypatch.setattr(near_gpu, "cores_near", lambda gpu: near if gpu == "3" else {99})
+    monkeypatch.setattr(worker_host, "cores_near", lambda gpu: near if gpu == "3" else {99})
     assert keep_near_gpu({"CUDA_VISIBLE_DEVICES": "3,4"}) == bound
     assert set_to == ([bound] if bound else [])
     assert keep_near_gpu({}) == set()
@@ -63,7 +63,7 @@ def test_the_real_call_binds_this_process(monkeypatch):
     if len(cores) < 2:
         pytest.skip("needs two cores")
     one = {min(cores)}
-    monkeypatch.setattr(near_gpu, "cores_near", lambda gpu: one)
+    monkeypatch.setattr(worker_host, "cores_near", lambda gpu: one)
     try:
         assert keep_near_gpu({"CUDA_VISIBLE_DEVICES": "0"}) == one == os.sched_getaffinity(0)
     finally:

@@ -10,13 +10,12 @@ import pytest
 
 from platform.cluster.control import pulse
 from platform.cluster.control.pulse import Pulse
-from platform.cluster.crew.base import outlook
-from platform.cluster.crew.base.failures import Member
-from platform.cluster.crew.base.outlook import Outlook
-from platform.monitor.records.live import Live, read_live
-from platform.parallel.communicator import sockets
-from platform.parallel.communicator.progress import PROGRESS, Activity, Progress
-from platform.parallel.communicator.sockets import TcpLink, links
+from platform.cluster.crew import heartbeats
+from platform.cluster.crew.failures import Member
+from platform.cluster.crew.heartbeats import Outlook
+from platform.monitor.journal import Live, read_live
+from platform.runtime import progress
+from platform.runtime.progress import PROGRESS, Activity, Progress, TcpLink, links
 from platform.train.worker import Worker
 
 RANKS, HOST = {7: 0, 8: 1}, socket.gethostname()
@@ -29,7 +28,7 @@ def waits(seconds=1.0, **more):
 
 @pytest.fixture
 def sight(monkeypatch):
-    monkeypatch.setattr(outlook, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(heartbeats, "LOOK_SECONDS", 0.0)
     found = Outlook()
     found.pending = {7, 8}
     found.begin_call("step", "step(5)", RANKS, MEMBERS, {7, 8})
@@ -79,7 +78,7 @@ def test_a_heartbeat_says_where_a_worker_stands_still(monkeypatch):
     thread.start()
     up.wait()
     assert progress.beat().stack == []
-    monkeypatch.setattr("platform.parallel.communicator.progress.STILL_SECONDS", 0.0)
+    monkeypatch.setattr("platform.runtime.progress.STILL_SECONDS", 0.0)
     assert any(frame.endswith("in stand_still") for frame in progress.beat().stack)
     held.set()
     thread.join()
@@ -99,7 +98,7 @@ def test_links_are_counted_by_the_kernel(monkeypatch):
                 if found.sent >= 1000 and not found.queued:
                     break
             assert (found.there, found.queued) == ("127.0.0.1", 0) and found.sent >= 1000
-    monkeypatch.setattr(sockets, "open_sockets", lambda: {99999: 0})
+    monkeypatch.setattr(progress, "open_sockets", lambda: {99999: 0})
     assert links() == []
 
 
@@ -147,5 +146,5 @@ def test_how_far_a_call_is_by_its_heartbeats():
 
 
 def test_what_is_shown_are_calls_of_a_worker():
-    shown = outlook._SHOWN.keys() | outlook._FAR.keys()
+    shown = heartbeats._SHOWN.keys() | heartbeats._FAR.keys()
     assert [method for method in shown if not callable(getattr(Worker, method, None))] == []

@@ -5,10 +5,10 @@ import time
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.cluster.crew.base.crew import ByRank
-from platform.cluster.crew.open import open_crew
-from platform.cluster.run import resources
-from platform.config.groups.execution_group import Cluster
+from platform.cluster import resources
+from platform.cluster.crew.crew import ByRank
+from platform.cluster.crew.launchers import open_crew
+from platform.config.groups import Cluster
 from tests.harness.process_tree import descendants, gone
 from tests.harness.ray_machines import drain, private_cluster
 

@@ -7,11 +7,11 @@ import time
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.cluster.crew.base.failures import NoPlaces
-from platform.cluster.crew.launchers import ray_actors, ray_session
-from platform.cluster.crew.launchers.ray_demand import Bundle, Demand, bundle_of
-from platform.cluster.run import resources
-from platform.config.groups.execution_group import Cluster
+from platform.cluster import resources
+from platform.cluster.crew import ray_actors, ray_session
+from platform.cluster.crew.failures import NoPlaces
+from platform.cluster.crew.ray_actors import Bundle, Demand, bundle_of
+from platform.config.groups import Cluster
 from tests.harness.ray_machines import private_cluster
 
 pytestmark = pytest.mark.ray
@@ -100,7 +100,7 @@ def test_a_runtime_environment_reaches_the_workers(zones, joined, job):
     joined(runtime_env={"env_vars": {"HABIT": "own"}})
     told = ray.remote(num_cpus=1)(lambda: (os.environ["HABIT"], os.environ["PYTHONPATH"]))
     habit, path = ray.get(told.remote())
-    assert habit == "own" and str(ray_session.Path(ray_session.__file__).parents[4]) in path.split(os.pathsep)
+    assert habit == "own" and str(ray_session.Path(ray_session.__file__).parents[3]) in path.split(os.pathsep)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from platform.cluster.crew.launchers import leftovers, ray_session
-from platform.cluster.crew.open import open_crew
+from platform.cluster.crew import leftovers, ray_session
+from platform.cluster.crew.launchers import open_crew
 from tests.harness.process_tree import descendants
 
 pytestmark = pytest.mark.ray

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.cluster.crew.launchers import ray_session
-from platform.cluster.crew.launchers.ray_demand import LEASE_SECONDS, Bundle, DemandLedger, Hysteresis
-from platform.cluster.crew.launchers.ray_session import job_config, runtime_env, selects
+from platform.cluster.crew import ray_session
+from platform.cluster.crew.ray_actors import LEASE_SECONDS, Bundle, DemandLedger, Hysteresis
+from platform.cluster.crew.ray_session import job_config, runtime_env, selects
 from platform.launch import compose
 
 CPU, GPU = Bundle({"CPU": 1.0}, {}), Bundle({"CPU": 1.0, "GPU": 1.0}, {"zone": "a"})
@@ -57,7 +57,7 @@ def test_selectors(selector, chosen):
 
 def test_workers_of_a_package_that_is_not_installed_find_it(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
-    root = str(ray_session.Path(ray_session.__file__).parents[4])
+    root = str(ray_session.Path(ray_session.__file__).parents[3])
     assert runtime_env({}, {}, installed=True) == {}
     assert runtime_env({}, {}, installed=False) == {"env_vars": {"PYTHONPATH": f"{root}:/mine"}}
     own = {"env_vars": {"PYTHONPATH": "/theirs", "A": "1"}, "pip": ["x"]}

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from platform.cluster.crew.base.failures import NoPlaces
-from platform.cluster.crew.launchers import ray_actors
+from platform.cluster.crew import ray_actors
+from platform.cluster.crew.failures import NoPlaces
 
 
 @pytest.fixture

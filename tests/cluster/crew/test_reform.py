@@ -4,14 +4,14 @@ import time
 
 import pytest
 
-from platform.cluster.crew.base.crew import ByRank
-from platform.cluster.crew.base.failures import WorkerFailed
-from platform.cluster.crew.base.job import Job
-from platform.cluster.crew.open import open_crew
-from platform.plan.schedule.rows import stage_rows
-from platform.planning.choose_schedule import schedule_of
-from platform.planning.make_plan import make_plan
-from platform.train.protocol.replies import Taken
+from platform.cluster.crew.crew import ByRank
+from platform.cluster.crew.failures import WorkerFailed
+from platform.cluster.crew.job import Job
+from platform.cluster.crew.launchers import open_crew
+from platform.plan.simulate import stage_rows
+from platform.predict.choose_schedule import schedule_of
+from platform.predict.make_plan import make_plan
+from platform.train.replies import Taken
 from tests.cluster.crew.test_generations import fails, form
 from tests.harness.oracle import configure
 

@@ -11,13 +11,11 @@ import pytest
 from torch.distributed import TCPStore
 
 from platform.boundary.refusals import ConfigError
-from platform.cluster.crew.base.crew import ByRank
-from platform.cluster.crew.launchers import torchrun
-from platform.cluster.crew.open import open_crew
-from platform.cluster.wire import secret
-from platform.cluster.wire.channel import Line, encode
-from platform.cluster.wire.messages import Challenge, Welcome
-from platform.cluster.wire.switchboard import Switchboard
+from platform.cluster.crew import channel, torchrun
+from platform.cluster.crew.channel import Challenge, Line, Welcome, encode
+from platform.cluster.crew.crew import ByRank
+from platform.cluster.crew.launchers import open_crew
+from platform.cluster.crew.switchboard import Switchboard
 from tests.harness.dialled import dialled
 
 
@@ -109,7 +107,7 @@ def test_whoever_writes_another_address_into_the_store_learns_nothing_and_comman
         follower = threading.Thread(target=follow)
         follower.start()
         connection = Line(stranger.accept()[0])
-        connection.send(encode(Challenge(secret.new())))
+        connection.send(encode(Challenge(channel.new_nonce())))
         heard = next(connection.messages())
         assert board.token(1) not in str(heard) and key not in str(heard)
         connection.send(encode(Welcome(heard["hello"]["proof"], {"worker": "os:system"})))

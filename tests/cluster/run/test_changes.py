@@ -2,13 +2,12 @@
 
 import copy
 
-from platform.checkpoint.storage.manifest import Meta
-from platform.cluster.run.changes import changes, report, report_code
+from platform.checkpoint.manifest import Meta
+from platform.cluster.origin import changes, report, report_code
 from platform.config.identity import identity
 from platform.launch import compose
-from platform.monitor import Journal, JsonLines
-from platform.monitor.records import events
-from platform.train.recovery.proof import code_of
+from platform.monitor import Journal, JsonLines, events
+from platform.train.environment_proof import code_of
 
 QUICK = "+experiment=gpt_quick"
 MESH = {"stage": 1, "data": 2, "t": 2}

@@ -5,35 +5,35 @@ import sys
 
 import pytest
 
-from platform.cluster.run import devices
-from platform.cluster.run.devices import device_of
+from platform.cluster import resources
+from platform.cluster.resources import device_of
 from platform.config.fields import Cluster, Config
-from platform.planning.search.remedies import Device
+from platform.predict.remedies import Device
 
 LISTED = "NVIDIA H100 80GB HBM3, 81559\nNVIDIA A100-SXM4-40GB, 40960\nNVIDIA T4, [N/A]\n"
 
 
 @pytest.fixture
 def config(monkeypatch):
-    monkeypatch.setattr(devices, "gpu_count", lambda: 3)
+    monkeypatch.setattr(resources, "gpu_count", lambda: 3)
     return Config(cluster=Cluster(kind="processes", gpu="A30"))
 
 
 def test_the_smallest_gpu_counts(config, monkeypatch):
-    monkeypatch.setattr(devices, "_QUERY", [sys.executable, "-c", f"print({LISTED!r})"])
+    monkeypatch.setattr(resources, "_QUERY", [sys.executable, "-c", f"print({LISTED!r})"])
     assert device_of(config, "cuda", 2) == Device(40960 * 2**20, "NVIDIA A100-SXM4-40GB")
 
 
 @pytest.mark.parametrize("command", [["/no/such/nvidia-smi"], [sys.executable, "-c", "exit(9)"], ["sleep", "60"]])
 def test_where_the_driver_does_not_say_the_named_gpu_counts(config, monkeypatch, command):
-    monkeypatch.setattr(devices, "_QUERY", command)
-    monkeypatch.setattr(devices, "_SECONDS", 0.5)
+    monkeypatch.setattr(resources, "_QUERY", command)
+    monkeypatch.setattr(resources, "_SECONDS", 0.5)
     assert device_of(config, "cuda", 2) == Device(24e9, "A30")
 
 
 def test_a_gpu_that_is_hidden_does_not_count(config, monkeypatch):
     """A small one for the screen, say: the command is asked for the GPUs that CUDA shows."""
-    monkeypatch.setattr(devices, "_QUERY", ["sh", "-c", 'echo "GPU $0, 100"'])
+    monkeypatch.setattr(resources, "_QUERY", ["sh", "-c", 'echo "GPU $0, 100"'])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
     assert device_of(config, "cuda", 2) == Device(100 * 2**20, "GPU --id=1,3")
 
@@ -41,7 +41,7 @@ def test_a_gpu_that_is_hidden_does_not_count(config, monkeypatch):
 def test_cuda_is_not_started_for_it():
     code = """
 import sys
-from platform.cluster.run import devices
+from platform.cluster import resources as devices
 from platform.config.fields import Cluster, Config
 devices.gpu_count = lambda: 1
 devices._QUERY = [sys.executable, "-c", "print('NVIDIA L4, 23034')"]

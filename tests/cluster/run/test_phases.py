@@ -2,19 +2,21 @@ import subprocess
 import sys
 from time import monotonic
 
-from platform.cluster.run import phases
-from platform.cluster.run.phases import PHASES, Phases
-from platform.monitor.records import events
+from platform.cluster import shown_commands
+from platform.cluster.shown_commands import PHASES, Phases
+from platform.monitor import events
 
 
 def test_every_phase_has_a_field_and_every_event_of_one_exists():
     assert list(events.Timing(**dict.fromkeys(PHASES, 1.0)).own()) == list(PHASES)
-    assert phases._EVENTS.keys() <= events.EVENTS.keys() and set(phases._EVENTS.values()) <= PHASES.keys()
+    assert (
+        shown_commands._EVENTS.keys() <= events.EVENTS.keys() and set(shown_commands._EVENTS.values()) <= PHASES.keys()
+    )
 
 
 def test_the_first_time_counts_and_of_the_last_step_the_last(monkeypatch):
     clock = iter(range(100, 200))
-    monkeypatch.setattr(phases, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(shown_commands, "monotonic", lambda: float(next(clock)))
     found = Phases(99.0)
     found.reach("composed")
     found.reach("first_process", 100.5)
@@ -26,7 +28,7 @@ def test_the_first_time_counts_and_of_the_last_step_the_last(monkeypatch):
         "composed": 1.0, "first_process": 1.5, "ready": 2.0, "formed": 3.0, "running": 4.0, "first_step": 5.0,
         "last_step": 9.0,
     }  # fmt: skip
-    shown = phases.phase_table(found.seconds).splitlines()
+    shown = shown_commands.phase_table(found.seconds).splitlines()
     assert [line.split()[:3] for line in shown[1:3]] == [
         ["1.00", "1.00", "composed:"],
         ["0.50", "1.50", "first_process:"],
@@ -35,7 +37,10 @@ def test_the_first_time_counts_and_of_the_last_step_the_last(monkeypatch):
 
 
 def test_a_command_starts_with_its_process():
-    code = "import time; time.sleep(0.5); from platform.cluster.run.phases import command_start; print(command_start())"
+    code = (
+        "import time; time.sleep(0.5); from platform.cluster.shown_commands import command_start; "
+        "print(command_start())"
+    )
     before = monotonic()  # Linux has one such clock for all processes
     start = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     assert before - 0.05 <= start and monotonic() - start > 0.45, "the kernel counts in hundredths"

@@ -3,10 +3,10 @@ import math
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.cluster.crew.base.failures import NoPlaces
-from platform.cluster.run import resources
-from platform.cluster.run.resources import Supply, available_workers, reserve_workers
-from platform.config.groups.execution_group import Cluster
+from platform.cluster import resources
+from platform.cluster.crew.failures import NoPlaces
+from platform.cluster.resources import Supply, available_workers, reserve_workers
+from platform.config.groups import Cluster
 
 
 @pytest.fixture

@@ -5,12 +5,11 @@ import sys
 import pytest
 import yaml
 
-from platform.boundary.files.file_storage import open_storage
 from platform.boundary.refusals import ConfigError
-from platform.cluster.run.directory import RunDirectory
+from platform.boundary.storage import open_storage
+from platform.cluster.run_directory import RunDirectory
 from platform.config.fields import Config, Eval
-from platform.monitor import Journal
-from platform.monitor.records import events
+from platform.monitor import Journal, events
 
 
 @pytest.fixture
@@ -126,8 +125,8 @@ def test_one_driver_at_a_time(directory, config):
 def test_the_lock_of_a_dead_driver_is_taken_over(directory, config):
     script = """
 import os, signal, sys
-from platform.boundary.files.file_storage import open_storage
-from platform.cluster.run.directory import RunDirectory
+from platform.boundary.storage import open_storage
+from platform.cluster.run_directory import RunDirectory
 from platform.config.fields import Config
 with RunDirectory(sys.argv[1]).claim(Config(), {}):
     os.kill(os.getpid(), signal.SIGKILL)

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from platform.cluster.run.time_limit import seconds_left
-from platform.config.groups.execution_group import Run
+from platform.cluster.callbacks import seconds_left
+from platform.config.groups import Run
 from platform.config.key import SECONDS
 
 SLURM = {"SLURM_JOB_END_TIME": "5000"}

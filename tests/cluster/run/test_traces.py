@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from platform.boundary.files.file_storage import open_storage
 from platform.boundary.refusals import ConfigError
-from platform.checkpoint.storage.catalogue import begin, commit
-from platform.checkpoint.storage.manifest import Meta
-from platform.cluster.control.saving.checkpoints import Checkpoints
-from platform.cluster.run.directory import RunDirectory
-from platform.cluster.run.origin import origin
+from platform.boundary.storage import open_storage
+from platform.checkpoint.catalogue import begin, commit
+from platform.checkpoint.manifest import Meta
+from platform.cluster.control.checkpoints import Checkpoints
+from platform.cluster.origin import origin
+from platform.cluster.run_directory import RunDirectory
 from platform.config.identity import identity
-from platform.monitor import Journal, MetricsLog
-from platform.monitor.records import events
+from platform.monitor import Journal, MetricsLog, events
 from tests.doubles.fake_plan import fake_plan
 
 

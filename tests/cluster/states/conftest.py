@@ -5,10 +5,10 @@ import signal
 import pytest
 
 from platform.cluster import driver
-from platform.cluster.control.forming import recruiter
-from platform.cluster.control.saving.checkpoints import Checkpoints
-from platform.cluster.crew.base.signals import StopSignals
-from platform.planning.make_plan import make_plan
+from platform.cluster.control import recruiter
+from platform.cluster.control.checkpoints import Checkpoints
+from platform.cluster.crew.signals import StopSignals
+from platform.predict.make_plan import make_plan
 from tests.doubles.fake_crew import FakeCrew
 from tests.harness.oracle import configure
 from tests.harness.scripted_run import TYPED
@@ -28,8 +28,8 @@ def config(tmp_path):
 def drive(config, monkeypatch, capsys):
     """Runs it with this script; afterwards `drive.out` is what was said, `drive.crew` who did it."""
     monkeypatch.setattr(recruiter, "LOOK_SECONDS", 0.001)
-    monkeypatch.setattr("platform.cluster.control.saving.checkpoints.POLL_SECONDS", 0.001)
-    monkeypatch.setattr("platform.checkpoint.storage.catalogue._check", lambda storage, directory, manifest: None)
+    monkeypatch.setattr("platform.cluster.control.checkpoints.POLL_SECONDS", 0.001)
+    monkeypatch.setattr("platform.checkpoint.catalogue._check", lambda storage, directory, manifest: None)
 
     def drive(script=None, prepare=lambda crew: None, nodes=1):
         def open_crew(kind, job, spares):

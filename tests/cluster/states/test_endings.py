@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.checkpoint.storage.saver import Saver
-from platform.cluster.crew.open import open_crew
+from platform.checkpoint.saver import Saver
+from platform.cluster.crew.launchers import open_crew
 from platform.monitor import MetricsLog
 from tests.doubles.fake_crew import Dead
 from tests.harness.disks import small_disk
@@ -134,13 +134,13 @@ def test_a_file_of_the_run_that_is_something_else_is_refused(config, drive, file
 BEFORE_THE_JOURNAL = ("platform.cluster.driver.corpus_of", "platform.cluster.driver.open_monitor")
 PLACES = {  # where it happens -> (the last step done, the newest saved)
     "platform.cluster.driver.corpus_of": (0, 0),
-    "platform.cluster.control.saving.checkpoints.Checkpoints.__init__": (0, 0),
+    "platform.cluster.control.checkpoints.Checkpoints.__init__": (0, 0),
     "platform.cluster.driver.open_monitor": (0, 0),
-    "platform.cluster.control.forming.former.Former.form": (0, 0),
+    "platform.cluster.control.former.Former.form": (0, 0),
     "platform.cluster.control.controller.metrics_row": (3, 2),
-    "platform.cluster.control.saving.checkpoints.Checkpoints.advance": (3, 2),
-    "platform.cluster.control.forming.reform_advisor.ReformAdvisor.needed_reform": (4, 4),
-    "platform.monitor.console.Console.step": (4, 2),
+    "platform.cluster.control.checkpoints.Checkpoints.advance": (3, 2),
+    "platform.cluster.control.recruiter.ReformAdvisor.needed_reform": (4, 4),
+    "platform.monitor.monitor.Console.step": (4, 2),
 }
 
 
@@ -208,7 +208,7 @@ def test_a_timeline_that_cannot_be_written(config, drive, monkeypatch):
         def write(self, directory):
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("platform.cluster.control.forming.former.Timeline", lambda *args: Timeline())
+    monkeypatch.setattr("platform.cluster.control.former.Timeline", lambda *args: Timeline())
     config.monitor.timeline = True
 
     assert drive() == 0 and "the timeline could not be written: [Errno 28]" in drive.out
@@ -233,11 +233,11 @@ def test_workers_on_a_full_disk(job, tmp_path):
 
 
 def test_lines_are_kept_within_a_bound(tmp_path, monkeypatch, capsys):
-    from platform.monitor.records import json_lines
+    from platform.monitor import json_records
 
-    monkeypatch.setattr(json_lines, "KEPT_BYTES", 100, raising=False)
+    monkeypatch.setattr(json_records, "KEPT_BYTES", 100, raising=False)
     with small_disk(tmp_path / "small") as disk:
-        lines = json_lines.JsonLines(disk.path / "x.jsonl")
+        lines = json_records.JsonLines(disk.path / "x.jsonl")
         lines.append({"n": 0})
         disk.cover()
         for n in range(1, 100):
@@ -245,14 +245,14 @@ def test_lines_are_kept_within_a_bound(tmp_path, monkeypatch, capsys):
         assert len(lines.unwritten) == 10
         disk.uncover()
         lines.append({"n": 100})
-        found = [row["n"] for row in json_lines.JsonLines.read(disk.path / "x.jsonl")]
+        found = [row["n"] for row in json_records.JsonLines.read(disk.path / "x.jsonl")]
         lines.close()
     assert found == [0, *range(90, 101)] or found[0] == 0 and found[-1] == 100 and len(found) <= 12
     assert capsys.readouterr().out.count("cannot be written") == 1
 
 
 def test_a_torn_line_is_cut_once_that_is_possible(tmp_path, monkeypatch):
-    from platform.monitor.records.json_lines import JsonLines
+    from platform.monitor.json_records import JsonLines
 
     lines = JsonLines(tmp_path / "x.jsonl")
     lines.append({"n": 0})

@@ -6,15 +6,15 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.cluster import driver
-from platform.cluster.crew.base.failures import NoPlaces
-from platform.planning.make_plan import make_plan
+from platform.cluster.crew.failures import NoPlaces
+from platform.predict.make_plan import make_plan
 from tests.doubles.fake_crew import Dead
 from tests.harness.oracle import configure
 from tests.harness.scripted_run import TYPED, events
 
 
 def test_a_small_device_gets_no_plan_that_it_has_no_room_for(config, drive):
-    from platform.planning.memory_budget import needed_bytes
+    from platform.predict.memory_budget import needed_bytes
 
     config.tensor, config.parallel.data = configure(tensor="1d", axes={"t": 4}).tensor, 1
     config.elastic.replace = False

@@ -114,7 +114,7 @@ def test_storage_that_fails_in_the_last_resort_ends_the_run_with_its_name(config
         def no(*args, **keywords):
             raise OSError("the disk is gone")
 
-        monkeypatch.setattr("platform.cluster.run.origin.find", no)
+        monkeypatch.setattr("platform.cluster.origin.find", no)
         return {0: Dead}
 
     assert drive({"step(4)": [fail]}) == 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from platform.monitor import MetricsLog
-from platform.train.protocol.replies import Damage, Differences, Dispute
+from platform.train.replies import Damage, Differences, Dispute
 from tests.doubles.fake_crew import Dead, Hung
 from tests.harness.scripted_run import events, once_each, seats, steps
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from platform.checkpoint.storage.saver import Saver
-from platform.cluster.crew.base.signals import REASON, Stopped, StopSignals
+from platform.checkpoint.saver import Saver
+from platform.cluster.crew.signals import REASON, Stopped, StopSignals
 from tests.doubles.fake_crew import Dead
 from tests.harness.scripted_run import events, names, once_each, steps
 
@@ -187,7 +187,7 @@ def test_a_stop_in_the_last_step_is_the_end_of_the_run(config, drive, stop):
 
 
 def test_a_stop_that_cannot_be_saved(config, drive, stop, monkeypatch):
-    from platform.boundary.files.local_files import Local
+    from platform.boundary.local_files import Local
 
     def full(self, path, chunks):
         raise OSError(28, "No space left on device")
@@ -209,7 +209,7 @@ def test_a_stop_that_cannot_be_saved(config, drive, stop, monkeypatch):
 def test_a_duration_between_checkpoints(config, drive, monkeypatch, at_once):
     """By the clock since the one before, whatever the steps take."""
     now = [1000.0]
-    monkeypatch.setattr("platform.cluster.control.saving.cadence.monotonic", lambda: now[0])
+    monkeypatch.setattr("platform.cluster.control.checkpoints.monotonic", lambda: now[0])
     config.checkpoint.every, config.train.steps = "1h30m", 8
 
     def later(minutes):
@@ -226,7 +226,7 @@ def test_a_duration_between_checkpoints(config, drive, monkeypatch, at_once):
     + [("90", None), ("0", None)],
 )
 def test_what_a_duration_is(text, seconds):
-    from platform.cluster.control.saving.cadence import Cadence
+    from platform.cluster.control.checkpoints import Cadence
 
     cadence = Cadence(text)
     assert cadence.seconds == seconds

@@ -11,12 +11,11 @@ from functools import partial
 
 import pytest
 
-from platform.cluster.crew.base.watch import Watch
-from platform.cluster.wire import secret
-from platform.cluster.wire.channel import Garbled, Unframer, encode
-from platform.cluster.wire.messages import Answer, Hello
-from platform.cluster.wire.switchboard import Switchboard
-from platform.parallel.communicator.progress import SYNCHRONIZE, Activity, Progress
+from platform.cluster.crew import channel
+from platform.cluster.crew.channel import Answer, Garbled, Hello, Unframer, encode
+from platform.cluster.crew.heartbeats import Watch
+from platform.cluster.crew.switchboard import Switchboard
+from platform.runtime.progress import SYNCHRONIZE, Activity, Progress
 from tests.harness.dialled import dialled, frame, greeting, knocked
 
 
@@ -95,7 +94,7 @@ def test_strangers_are_cut_off_and_harm_nobody(board, monkeypatch):
         "garbage": os.urandom(3000),
         "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         "deep": frame(b"[" * 3000),
-        "the proof for another challenge": greeting(board.token(1), 1, secret.new()),
+        "the proof for another challenge": greeting(board.token(1), 1, channel.new_nonce()),
         "no greeting": frame(b'{"answer": 0}'),
     }
     for what, data in hostile.items():
@@ -106,7 +105,7 @@ def test_strangers_are_cut_off_and_harm_nobody(board, monkeypatch):
             assert stranger.recv(1) == b"", what
         except ConnectionResetError:
             pass
-    monkeypatch.setattr("platform.cluster.wire.switchboard._GREETING_SECONDS", 0.3)
+    monkeypatch.setattr("platform.cluster.crew.switchboard._GREETING_SECONDS", 0.3)
     silent, _ = knocked(board)
     assert board.poll(0.1) == board.poll(0.5) == board.poll(0.1) == []
     assert silent.recv(1) == b"" and board.refused == len(hostile) + 1
@@ -133,8 +132,8 @@ def test_many_connections_from_one_process(board):
     board.expect(range(count))
     script = """
 import sys
-from platform.cluster.wire.channel import dial, encode
-from platform.cluster.wire.descriptors import allow_many_files
+from platform.cluster.crew.channel import dial, encode
+from platform.cluster.crew.switchboard import allow_many_files
 allow_many_files()
 port, tokens = int(sys.argv[1]), sys.stdin.read().split()
 lines = [dial(("127.0.0.1", port), token, number) for number, token in enumerate(tokens)]

@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from platform.cluster.wire import interface
-from platform.cluster.wire.interface import interface_of
+from platform.cluster.crew import channel
+from platform.cluster.crew.channel import interface_of
 from tests.testbed.links import Links, why_not
 
 
@@ -30,14 +30,14 @@ def test_addresses_that_others_reach(tmp_path):
         "fd000000000000000000000000000002 02 40 00 80     eth0\n"
         "00000000000000000000000000000001 01 80 10 80       lo\n"
     )
-    assert interface._ipv6(table) == [("eth0", "fd00::2"), ("lo", "::1")]
-    assert interface._ipv6(tmp_path / "none") == []
+    assert channel._ipv6(table) == [("eth0", "fd00::2"), ("lo", "::1")]
+    assert channel._ipv6(tmp_path / "none") == []
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 def test_the_way_to_another_node():
     """Both to itself and to the other one."""
-    ask = "import sys; from platform.cluster.wire.interface import interface_of as f; print(f(sys.argv[1]))"
+    ask = "import sys; from platform.cluster.crew.channel import interface_of as f; print(f(sys.argv[1]))"
     import sys
 
     with Links(nodes=2, rate=None) as links:

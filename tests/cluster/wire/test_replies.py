@@ -6,14 +6,14 @@ import threading
 import pytest
 
 from platform.boundary.schema import Malformed
-from platform.cluster.crew.base.failures import WorkerFailed
-from platform.cluster.crew.base.job import assign
-from platform.cluster.crew.base.launcher import Launcher
-from platform.cluster.crew.base.remote import RemoteCrew
-from platform.cluster.crew.launchers.host import serve
-from platform.cluster.wire.channel import text
-from platform.train.protocol import replies
-from platform.train.protocol.replies import Taken
+from platform.cluster.crew.channel import text
+from platform.cluster.crew.crew import Launcher
+from platform.cluster.crew.failures import WorkerFailed
+from platform.cluster.crew.job import assign
+from platform.cluster.crew.remote_crew import RemoteCrew
+from platform.cluster.crew.worker_host import serve
+from platform.train import replies
+from platform.train.replies import Taken
 from tests.doubles.simulated_worker import SimulatedWorker, report
 
 RIGHT = json.loads(text(report(1, 2)))

@@ -13,12 +13,10 @@ from contextlib import ExitStack, closing, suppress
 
 import pytest
 
-from platform.cluster.crew.base.rendezvous import open_store
-from platform.cluster.wire import channel, switchboard
-from platform.cluster.wire.channel import dial, encode
-from platform.cluster.wire.descriptors import OWN, PER_MEMBER
-from platform.cluster.wire.messages import Answer
-from platform.cluster.wire.switchboard import Switchboard
+from platform.cluster.crew import channel, switchboard
+from platform.cluster.crew.channel import Answer, dial, encode
+from platform.cluster.crew.job import open_store
+from platform.cluster.crew.switchboard import OWN, PER_MEMBER, Switchboard
 from tests.harness.dialled import dialled, frame, greeting, knocked
 
 
@@ -216,7 +214,7 @@ def test_the_store_of_a_generation_outlives_what_strangers_send():
 
 JUNK = """
 import random, socket, time
-from platform.cluster.crew.base.rendezvous import open_store
+from platform.cluster.crew.job import open_store
 store, r = open_store("127.0.0.1"), random.Random(0)
 for kind in [*range(20), *range(20)]:
     with socket.create_connection(("127.0.0.1", store.port)) as stranger:

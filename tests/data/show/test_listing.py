@@ -11,13 +11,9 @@ import pytest
 
 from platform.config.fields import Config
 from platform.data.corpus import corpus_of
-from platform.data.show.html_page import page_of
-from platform.data.show.pieces_of_text import BORDER, HIDDEN, LEARNED, READ, TOKENS, lines_of
-from platform.data.show.step_view import StepView
-from platform.data.show.terminal_list import listed
-from platform.data.show.token_table import table_of_tokens
-from platform.data.show.token_texts import TokenTexts
-from platform.planning.make_plan import make_plan
+from platform.data.step_listing import BORDER, HIDDEN, LEARNED, READ, TOKENS, lines_of, listed, page_of, table_of_tokens
+from platform.data.step_view import StepView, TokenTexts
+from platform.predict.make_plan import make_plan
 from tests.data.show.test_step_view import configured, folder, shown  # noqa: F401
 
 HOSTILE = '<script>alert(1)</script> \x1b[31m \x07 \u202e "&quot; <img src=x onerror=alert(2)> 😀 é\n'

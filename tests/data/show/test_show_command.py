@@ -12,9 +12,9 @@ import yaml
 
 from platform.data.__main__ import main
 from platform.launch import compose
-from platform.plan.core.plan_data import digest
-from platform.planning.make_plan import make_plan
-from platform.planning.replan import replan
+from platform.plan.plan_data import digest
+from platform.predict.make_plan import make_plan
+from platform.predict.replan import replan
 from tests.data.show.test_step_view import folder  # noqa: F401
 from tests.harness.commands import QUICK, SMALL
 

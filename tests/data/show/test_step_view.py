@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 
 from platform.config.fields import Config, Data
-from platform.config.ramps.batch_ramp import samples_of
-from platform.config.ramps.length_ramp import length_at
+from platform.config.ramps import length_at, samples_of
 from platform.data.corpus import corpus_of
-from platform.data.show.step_view import ReadingRanks, StepView, TakenStep, ranges, reader_in_words
-from platform.data.show.terminal_list import heading
-from platform.plan.core.plan import Plan
-from platform.planning.make_plan import make_plan
-from platform.train.step import stage_passes
-from platform.train.step.stage_passes import StagePasses
+from platform.data.step_listing import heading
+from platform.data.step_view import ReadingRanks, StepView, TakenStep, ranges, reader_in_words
+from platform.plan.plan import Plan
+from platform.predict.make_plan import make_plan
+from platform.train import stage_passes
+from platform.train.stage_passes import StagePasses
 from tests.harness.oracle import configure, trainer_of
 from tests.harness.threads import run_threads
 

@@ -6,8 +6,8 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
-from platform.data.tokenizers.chat import CHATML, ChatTemplate, conversation
-from platform.data.vocabulary import given_vocabulary, template_of
+from platform.data.chat_templates import CHATML, ChatTemplate, conversation
+from platform.data.tokenizer import given_vocabulary, template_of
 from tests.harness.peers import peer
 
 LLAMA3 = (

@@ -3,8 +3,8 @@
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.data.tokenizers import chat
-from platform.data.tokenizers.chat import CHATML, ChatTemplate
+from platform.data import chat_templates
+from platform.data.chat_templates import CHATML, ChatTemplate
 
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 DOUBLED = (
@@ -34,7 +34,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_is_refused(monkeypatch, name):
-    monkeypatch.setattr(chat, "_SECONDS", 1)
+    monkeypatch.setattr(chat_templates, "_CHAT_SECONDS", 1)
     text, wanted = HOSTILE[name]
     with pytest.raises(ConfigError, match=wanted) as caught:
         list(ChatTemplate(text, {}, []).parts(TALK))
@@ -43,7 +43,7 @@ def test_a_hostile_template_is_refused(monkeypatch, name):
 
 
 def test_after_a_hostile_conversation_the_next_is_written(monkeypatch):
-    monkeypatch.setattr(chat, "_SECONDS", 1)
+    monkeypatch.setattr(chat_templates, "_CHAT_SECONDS", 1)
     text = "{% for i in range(messages[0].content | int) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x"
     template = ChatTemplate(text, {}, [])
     with pytest.raises(ConfigError, match="takes more than"):

@@ -7,9 +7,8 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
-from platform.data import vocabulary
-from platform.data.tokenizers import confined_tokenizer
-from platform.data.tokenizers.confined_tokenizer import ConfinedTokenizer
+from platform.data import chat_templates, tokenizer
+from platform.data.chat_templates import ConfinedTokenizer
 from tests.data.tokenizers import texts
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -86,12 +85,12 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_tokenizer_is_refused(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(confined_tokenizer, "_SECONDS", 2)
-    monkeypatch.setattr(confined_tokenizer, "_MEMORY", 64 << 20)
+    monkeypatch.setattr(chat_templates, "_SECONDS", 2)
+    monkeypatch.setattr(chat_templates, "_MEMORY", 64 << 20)
     write, wanted = HOSTILE[name]
     write(tmp_path)
     with pytest.raises(ConfigError, match=wanted or "data.tokenizer") as caught:
-        given = vocabulary.given_vocabulary(Data(tokenizer=str(tmp_path)))
+        given = tokenizer.given_vocabulary(Data(tokenizer=str(tmp_path)))
         given.encode("a zebra" if "without" in name else "a")
     [line] = caught.value.violations
     assert line.startswith("data.tokenizer") and line.isprintable() and len(line) < 500
@@ -104,7 +103,7 @@ def test_a_special_token_that_is_no_text_is_refused(tmp_path, role, beside):
     for token in ("x\ud800", {"content": "x\ud800"}):
         (tmp_path / beside).write_text(json.dumps({"eos_token": "</s>", f"{role}_token": token}))
         with pytest.raises(ConfigError) as caught:
-            vocabulary.given_vocabulary(Data(tokenizer=str(tmp_path)))
+            tokenizer.given_vocabulary(Data(tokenizer=str(tmp_path)))
         [line] = caught.value.violations
         assert line.startswith(
             f"data.tokenizer={tmp_path}: {role}_token is no text: it has U+D800, half a character, at"
@@ -131,7 +130,7 @@ def test_it_does_as_the_library(tmp_path):
     made.train_from_iterator(given, trainer)
     made.add_tokens(["plain"])
     raw = made.to_str().encode()
-    theirs, ours = vocabulary.parse_tokenizer(raw), ConfinedTokenizer(raw)
+    theirs, ours = tokenizer.parse_tokenizer(raw), ConfinedTokenizer(raw)
     for _ in range(2):
         some = [*given, "", "</s> plain \U0001f600"]
         wanted, found = theirs.encode_batch(some, add_special_tokens=False), ours.encode_batch(some)

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from platform.boundary.schema import Malformed
-from platform.data.tokenizers.sentencepiece_model import NEEDS, read_model
-from platform.data.tokenizers.tokenizer_files import read_files
-from platform.data.vocabulary import vocabulary_of
+from platform.data.tokenizer import vocabulary_of
+from platform.data.tokenizer_files import NEEDS, read_files, read_model
 from tests.data.tokenizers.texts import sources, texts
 
 OPTIONS = {

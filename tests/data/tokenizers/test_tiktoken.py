@@ -8,9 +8,8 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed
-from platform.data.tokenizers.tiktoken_ranks import KNOWN, WORDS, read_ranks
-from platform.data.tokenizers.tokenizer_files import read_files
-from platform.data.vocabulary import vocabulary_of
+from platform.data.tokenizer import vocabulary_of
+from platform.data.tokenizer_files import KNOWN, WORDS, read_files, read_ranks
 from tests.data.tokenizers.texts import texts
 from tests.harness.peers import peer
 

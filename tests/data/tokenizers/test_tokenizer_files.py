@@ -11,9 +11,8 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
-from platform.data.tokenizer import train_tokenizer
-from platform.data.tokenizers.tokenizer_files import read_files
-from platform.data.vocabulary import given_vocabulary, open_vocabulary, vocabulary_of
+from platform.data.tokenizer import given_vocabulary, open_vocabulary, train_tokenizer, vocabulary_of
+from platform.data.tokenizer_files import read_files
 from tests.data.tokenizers.texts import sources, texts
 from tests.harness.peers import peer
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from platform.monitor.records.columns import Columns
-from platform.monitor.records.metrics import MetricsLog, valid_rows
+from platform.monitor.metrics import Columns, MetricsLog, valid_rows
 
 
 def lines(*rows: object) -> str:

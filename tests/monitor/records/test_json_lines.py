@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from platform.monitor import Journal, MetricsLog
-from platform.monitor.records import events
-from platform.monitor.records.json_lines import JsonLines, _end_of_last_line
+from platform.monitor import Journal, MetricsLog, events
+from platform.monitor.json_records import JsonLines, _end_of_last_line
 from tests.harness.metrics_rows import line, row
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from platform.config.fields import Config
+from platform.monitor.sinks.alerts import SinkRun
 from platform.monitor.sinks.follower import Follower, alone
-from platform.monitor.sinks.services.sink import SinkRun
-from platform.monitor.sinks.sink_table import SINKS
+from platform.monitor.sinks.sink_process import SINKS
 from tests.harness.happenings import EXAMPLES
 from tests.harness.metrics_rows import line
 

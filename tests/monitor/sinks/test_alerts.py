@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from platform.monitor.sinks.services.alerts import GRACE_SECONDS, Alerts
+from platform.monitor.sinks.alerts import GRACE_SECONDS, Alerts
 from tests.harness.happenings import happening
 from tests.monitor.sinks.a_run import ARun
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from platform.monitor.sinks.alerts import Sink, SinkRun
 from platform.monitor.sinks.follower import MOST_HELD, Follower
-from platform.monitor.sinks.services.sink import Sink, SinkRun
 from tests.monitor.sinks.a_run import ONCE, ARun, rewound_twice, rounded
 
 
@@ -49,10 +49,10 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> typ
 
 
 def use(kind: type[Seen], monkeypatch: pytest.MonkeyPatch) -> None:
-    from platform.monitor.sinks import sink_table
+    from platform.monitor.sinks import sink_process
 
     monkeypatch.setattr(Seen, "got", [])
-    monkeypatch.setitem(sink_table.SINKS, "seen", sink_table.SinkKind("Seen", "", lambda m: True, kind))
+    monkeypatch.setitem(sink_process.SINKS, "seen", sink_process.SinkKind("Seen", "", lambda m: True, kind))
 
 
 def steps() -> list[tuple[int, float]]:

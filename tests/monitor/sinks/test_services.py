@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from platform.monitor.sinks.services.mlflow_sink import MlflowSink
-from platform.monitor.sinks.services.tensorboard_sink import TensorboardSink
+from platform.monitor.sinks.other_sinks import MlflowSink, TensorboardSink
 from tests.monitor.sinks.a_run import ONCE, ARun, rewound_twice, rounded
 
 
@@ -122,7 +121,7 @@ def test_what_mlflow_refuses_is_in_no_table_when_it_is_tried_again(tmp_path: Pat
 
 @pytest.mark.full
 def test_a_table_of_another_form_is_left_to_mlflow(tmp_path: Path, mlflow, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.monitor.sinks.services.mlflow_sink._INSERT", "INSERT INTO metrics (other) VALUES (?)")
+    monkeypatch.setattr("platform.monitor.sinks.other_sinks._INSERT", "INSERT INTO metrics (other) VALUES (?)")
     run = ARun(tmp_path / "run")
     rewound_twice(run, "mlflow")
     found = mlflow.MlflowClient().get_metric_history(run.state("mlflow")["run"], "train/loss")

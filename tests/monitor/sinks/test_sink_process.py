@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from platform.config.fields import Config
-from platform.monitor.sinks import sink_process, sink_table
+from platform.monitor.sinks import sink_process
 from platform.monitor.sinks.sink_process import SinkProcess
 
 
@@ -93,14 +93,14 @@ def test_an_alert_s_command_gives_no_way(tmp_path: Path, config: Config) -> None
 
 
 def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sink_table, "find_spec", lambda name: None)
+    monkeypatch.setattr(sink_process, "find_spec", lambda name: None)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     config = Config()
     config.monitor.tensorboard = config.monitor.mlflow = config.monitor.trackio = True
-    assert list(sink_table.missing_for_sinks(config)) == [
+    assert list(sink_process.missing_for_sinks(config)) == [
         f"monitor={name}: needs the package {name}: pip install {name}" for name in ("tensorboard", "mlflow", "trackio")
     ]
-    monkeypatch.setattr(sink_table, "find_spec", lambda name: None if name == "sqlalchemy" else object())
-    assert "mlflow-skinny needs the URL of a server" in list(sink_table.missing_for_sinks(config))[0]
+    monkeypatch.setattr(sink_process, "find_spec", lambda name: None if name == "sqlalchemy" else object())
+    assert "mlflow-skinny needs the URL of a server" in list(sink_process.missing_for_sinks(config))[0]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://there")
-    assert list(sink_table.missing_for_sinks(config)) == []
+    assert list(sink_process.missing_for_sinks(config)) == []

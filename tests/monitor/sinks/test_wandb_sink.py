@@ -81,7 +81,7 @@ def test_the_summary_has_the_newest_step_at_once(parts: list[Path]) -> None:
 @pytest.mark.full
 def test_what_is_sent_at_once_is_there_twice(tmp_path: Path) -> None:
     """The negative control."""
-    at_once = "from platform.monitor.sinks.services.wandb_sink import WandbSink\nWandbSink.replaces = True\n"
+    at_once = "from platform.monitor.sinks.wandb_sink import WandbSink\nWandbSink.replaces = True\n"
     env = os.environ | {"WANDB_MODE": "offline"}
     script = SCRIPT.replace("exec(", at_once + "exec(")
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "run"), FIRST], env=env, check=True)

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from platform.parallel.communicator.base import Handle
-from platform.parallel.communicator.clock import Clock
-from platform.parallel.communicator.progress import PROGRESS, SYNCHRONIZE
+from platform.runtime.clock import Clock
+from platform.runtime.communicator import Handle
+from platform.runtime.progress import PROGRESS, SYNCHRONIZE
 
 
 class Event:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from platform.parallel.communicator.torch_distributed import ABORTED, ProcessGroups
+from platform.runtime.process_groups import ABORTED, ProcessGroups
 
 
 class Forgotten:

@@ -15,14 +15,14 @@ from typing import NamedTuple
 import pytest
 import torch.distributed as dist
 
-from platform.cluster.crew.base.job import GLOO_ENVIRONMENT
+from platform.cluster.crew.job import GLOO_ENVIRONMENT
 from platform.launch import compose
-from platform.parallel.communicator import host_memory, torch_distributed
-from platform.parallel.communicator.host_memory import connect_timeout
-from platform.parallel.communicator.torch_distributed import ProcessGroups, disjoint
-from platform.parallel.communicator.tree import BRANCHES, relatives
-from platform.plan.core.step_collectives import communicators, process_groups
-from platform.planning.make_plan import make_plan
+from platform.plan.step_collectives import communicators, process_groups
+from platform.predict.make_plan import make_plan
+from platform.runtime import host_memory
+from platform.runtime import process_groups as torch_distributed
+from platform.runtime.host_memory import BRANCHES, connect_timeout, relatives
+from platform.runtime.process_groups import ProcessGroups, disjoint
 
 TRILLION = [
     "model=gpt_1t", "pipeline.stages=64", "pipeline.chunks=2", "parallel.data=6", "train.global_batch=3072",
@@ -117,9 +117,9 @@ COUNTED = """
 import os, sys, threading
 from datetime import timedelta
 import torch, torch.distributed as dist
-from platform.parallel.communicator.host_memory import HostMemory
-from platform.parallel.communicator.sockets import open_sockets
-from platform.plan.language.mesh import Mesh
+from platform.runtime.host_memory import HostMemory
+from platform.runtime.progress import open_sockets
+from platform.plan.layout import Mesh
 held, lock, read, written = dist.HashStore(), threading.Lock(), [0], [0]
 def add(total, value):
     with lock: total[0] += len(value)

@@ -11,13 +11,12 @@ from itertools import count
 import pytest
 import torch
 
-from platform.parallel.communicator import host_memory
-from platform.parallel.communicator.base import Aborted
-from platform.parallel.communicator.host_memory import PATIENCE, HostMemory
-from platform.parallel.communicator.sockets import open_sockets
-from platform.parallel.communicator.tree import relatives
-from platform.plan.language.mesh import Mesh
-from platform.planning.make_plan import make_plan
+from platform.plan.layout import Mesh
+from platform.predict.make_plan import make_plan
+from platform.runtime import host_memory
+from platform.runtime.communicator import Aborted
+from platform.runtime.host_memory import PATIENCE, HostMemory, relatives
+from platform.runtime.progress import open_sockets
 from tests.harness.oracle import configure
 
 RANKS = 8
@@ -78,7 +77,7 @@ def test_texts_and_numbers_of_all_ranks(pool, monkeypatch):
 def told_in_twos(config, plan, communicator) -> bool:
     """The same in a tree of several levels."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("platform.parallel.communicator.tree.BRANCHES", 2)
+        patched.setattr("platform.runtime.host_memory.BRANCHES", 2)
         memory = HostMemory(plan.mesh, communicator.rank, torch.distributed.PrefixStore("twos", communicator._store))
         assert len(memory._relatives.peers) <= 3
         return told(config, plan, memory)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from platform.plan.communication.traffic import TRAFFIC
-from platform.planning.make_plan import make_plan
+from platform.plan.operation_plan import TRAFFIC
+from platform.predict.make_plan import make_plan
 from tests.harness.oracle import configure
 
 

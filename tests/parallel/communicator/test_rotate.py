@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from platform.parallel.communicator import torch_distributed
-from platform.plan.communication.traffic import TRAFFIC
-from platform.plan.language.mesh import Mesh
-from platform.plan.reports.tier_traffic import transfers
-from platform.planning.make_plan import make_plan
+from platform.plan.layout import Mesh
+from platform.plan.operation_plan import TRAFFIC
+from platform.predict.make_plan import make_plan
+from platform.predict.tier_traffic import transfers
+from platform.runtime import process_groups
 from tests.doubles.strict_nccl import Stuck, run_strictly
 from tests.harness.oracle import configure
 from tests.harness.threads import run_threads
@@ -63,11 +63,11 @@ def test_two_messages_one_after_the_other_are_stuck(monkeypatch):
     """The negative control: where all send first, nobody receives."""
 
     def apart(given, out, members, me, group):
-        there = torch_distributed.dist.isend(given, members[(me + 1) % len(members)], group)
-        here = torch_distributed.dist.irecv(out, members[me - 1], group)
+        there = process_groups.dist.isend(given, members[(me + 1) % len(members)], group)
+        here = process_groups.dist.irecv(out, members[me - 1], group)
         return lambda: [there.wait(), here.wait()]
 
-    monkeypatch.setattr(torch_distributed, "_rotate", apart)
+    monkeypatch.setattr(process_groups, "_rotate", apart)
     with pytest.raises(Stuck):
         run_strictly(monkeypatch, MESHES[1], rotated, [("data",)])
 

@@ -8,14 +8,14 @@ from math import nan
 import pytest
 import torch
 
-from platform.parallel.communicator import torch_distributed
-from platform.parallel.communicator.base import Aborted, Communicator
-from platform.parallel.communicator.torch_distributed import ProcessGroups, join
-from platform.parallel.sharding.flat import FlatBucket
-from platform.plan.core.step_collectives import process_groups
-from platform.plan.language.mesh import Mesh
-from platform.planning.make_plan import make_plan
-from platform.train.step.rank_parameters import Weights
+from platform.plan.layout import Mesh
+from platform.plan.step_collectives import process_groups
+from platform.predict.make_plan import make_plan
+from platform.runtime import process_groups as torch_distributed
+from platform.runtime.communicator import Aborted, Communicator
+from platform.runtime.flat_buffers import FlatBucket
+from platform.runtime.process_groups import ProcessGroups, join
+from platform.train.rank_parameters import Weights
 from tests.doubles.strict_nccl import GPU, Stuck, World, run_strictly
 from tests.harness.oracle import compute, configure, examine, prove
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from platform.parallel.communicator.sockets import open_sockets
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
+from platform.runtime.progress import open_sockets
 from tests.harness.oracle import configure
 
 LARGE = 3_000_000  # bytes: more than a connection's buffers take

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from platform.parallel.kernels import products
+from platform.runtime import products
 
 SIZES = {"experts": 3, "batch": 2, "slots": 5, "d_model": 4, "d_ff": 6}
 UP = ("experts batch slots d_model", "experts d_ff d_model", "experts batch slots d_ff")

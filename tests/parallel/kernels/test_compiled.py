@@ -11,12 +11,11 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 
-from platform.parallel import compiled
-from platform.parallel.communicator.base import SingleRank
-from platform.parallel.compiled import region, uncompiled
-from platform.parallel.kernels import loss, random, residual
-from platform.parallel.kernels.dropout import Drawing, dropped
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
+from platform.runtime import chunked_loss, compilation, residual
+from platform.runtime.communicator import SingleRank
+from platform.runtime.compilation import region, uncompiled
+from platform.runtime.residual import Drawing, dropped
 from tests.harness.oracle import MODELS, configure, prove, trainer_of, validation_loss
 
 LLAMA = MODELS["llama"]
@@ -33,7 +32,7 @@ def traced(monkeypatch):
     """Graphs without kernels: traced and differentiated as others are, and run as they are, without a compiler."""
     region.cache_clear()
     torch._dynamo.reset()
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
     counters.clear()
     yield counters["stats"]
     region.cache_clear()
@@ -140,8 +139,8 @@ def test_the_gradient_in_one_function_is_the_one_in_steps(dtype, factors):
     shift, share, whole, every = torch.randn(4, 6, 1, dtype=wide)
     more = (whole, every) if factors else (None, None)
     once, stepwise = logits.clone(), logits.clone()
-    loss._differentiated(once, shift, column, share, *more)
-    loss._differentiate(stepwise, shift, column, share, *more)
+    chunked_loss._differentiated(once, shift, column, share, *more)
+    chunked_loss._differentiate(stepwise, shift, column, share, *more)
     torch.testing.assert_close(once, stepwise, rtol=1e-6 if dtype != torch.bfloat16 else 1e-2, atol=1e-6)
 
 
@@ -156,7 +155,9 @@ def test_bytes_per_element_in_bf16(function, most):
     loss reads a logit twice, and its gradient is written in the logit's place: 6 bytes in all."""
     block = [(0, 64), (0, 8), (0, 256)]
     drawing = Drawing(
-        random.counters([torch.arange(i, i + n) for i, n in block], (256, 64 * 256, 1)), random.start(1, 0, "cpu"), 0.1
+        residual.counters([torch.arange(i, i + n) for i, n in block], (256, 64 * 256, 1)),
+        residual.start(1, 0, "cpu"),
+        0.1,
     )
     x, y = torch.randn(2, 64, 8, 256, dtype=torch.bfloat16)
     gain = torch.ones(256, dtype=torch.bfloat16)
@@ -165,8 +166,8 @@ def test_bytes_per_element_in_bf16(function, most):
         "dropped": (dropped, x, *drawing),
         "sum": (residual._sum, x, y, drawing),
         "sum and norm": (residual._sum_and_norm, x, y, gain, gain, drawing, True, 1e-5),
-        "loss": (loss._statistics, logits, column, False),
-        "its gradient": (loss._differentiated, logits, shift, column, shift, None, None),
+        "loss": (chunked_loss._statistics, logits, column, False),
+        "its gradient": (chunked_loss._differentiated, logits, shift, column, shift, None, None),
     }
     kernels, nbytes = launched(*work[function])
     assert kernels == 1 and nbytes <= most
@@ -174,18 +175,18 @@ def test_bytes_per_element_in_bf16(function, most):
 
 def test_without_a_compiler(monkeypatch):
     """`auto` says nothing on CPU, where it compiles nothing, and imports no compiler to find that out."""
-    compiled._lacking.cache_clear()
-    monkeypatch.setattr(compiled, "which", lambda name: None)
-    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
+    compilation._lacking.cache_clear()
+    monkeypatch.setattr(compilation, "which", lambda name: None)
+    monkeypatch.setattr(compilation, "find_spec", lambda name: None)
     assert uncompiled("on", "cpu") == "there is no C++ compiler"
     assert uncompiled("auto", "cuda") == uncompiled("on", "cuda") == "triton is not installed"
     assert uncompiled("auto", "cpu") == "train.compile=auto" and uncompiled("off", "cuda") == "train.compile=off"
-    compiled._lacking.cache_clear()
+    compilation._lacking.cache_clear()
 
 
 def test_a_compiler_that_fails_is_found_by_trying(monkeypatch):
-    compiled._lacking.cache_clear()
-    monkeypatch.setattr(compiled, "which", lambda name: "/bin/true")
-    monkeypatch.setattr(compiled.torch, "compile", lambda *a, **k: lambda x: 1 / 0)
+    compilation._lacking.cache_clear()
+    monkeypatch.setattr(compilation, "which", lambda name: "/bin/true")
+    monkeypatch.setattr(compilation.torch, "compile", lambda *a, **k: lambda x: 1 / 0)
     assert uncompiled("on", "cpu") == "ZeroDivisionError: division by zero"
-    compiled._lacking.cache_clear()
+    compilation._lacking.cache_clear()

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from platform.parallel.kernels import einsum
-from platform.parallel.parallel_ops import PassPosition
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
+from platform.runtime import einsum
+from platform.runtime.parallel_ops import PassPosition
 from tests.harness.live import Live
 from tests.harness.oracle import MODELS, configure, trainer_of
 from tests.harness.threads import run_threads

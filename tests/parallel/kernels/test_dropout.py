@@ -8,21 +8,21 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from platform.parallel.kernels import random
-from platform.parallel.kernels.dropout import DRAWN_AT_ONCE, Drawing, dropout, dropped, in_pieces, jitter, pieces
+from platform.runtime import residual
+from platform.runtime.residual import DRAWN_AT_ONCE, Drawing, dropout, dropped, in_pieces, jitter, pieces
 
 BLOCK, STRIDES, RATE = [(3, 12), (1, 4), (0, 20)], (20, 700, 1), 0.3
-KEY = random.key(0, "dropout", 1, "layers.0.mlp.residual")
+KEY = residual.key(0, "dropout", 1, "layers.0.mlp.residual")
 
 
 def drawing(first: int = 0) -> Drawing:
     return Drawing(
-        random.counters([torch.arange(i, i + n) for i, n in BLOCK], STRIDES), random.start(KEY, first, "cpu"), RATE
+        residual.counters([torch.arange(i, i + n) for i, n in BLOCK], STRIDES), residual.start(KEY, first, "cpu"), RATE
     )
 
 
 def by_elements(x: torch.Tensor, first: int = 0) -> torch.Tensor:
-    mask = (random.bits(KEY, random.elements(BLOCK, STRIDES) + first) & 0xFFFFFFFF) >= int(RATE * 2**32)
+    mask = (residual.bits(KEY, residual.elements(BLOCK, STRIDES) + first) & 0xFFFFFFFF) >= int(RATE * 2**32)
     return torch.where(mask, x * (1 / (1 - RATE)), 0)
 
 
@@ -80,8 +80,8 @@ def test_integers_stay_in_the_cache():
     block = [(0, 64), (0, 16), (0, 512)]
     shape = torch.Size(n for _, n in block)
     d = Drawing(
-        random.counters([torch.arange(i, i + n) for i, n in block], (512, 64 * 512, 1)),
-        random.start(KEY, 0, "cpu"),
+        residual.counters([torch.arange(i, i + n) for i, n in block], (512, 64 * 512, 1)),
+        residual.start(KEY, 0, "cpu"),
         RATE,
     )
     x = torch.randn(shape)
@@ -97,7 +97,7 @@ def test_jitter_is_drawn_by_elements_too(dtype, at_once, monkeypatch):
     """Uniform in 1 - rate to 1 + rate; the gradient has the factors of the forward pass."""
     monkeypatch.setitem(DRAWN_AT_ONCE, "cpu", at_once)
     x = torch.randn(12, 4, 20, dtype=dtype).requires_grad_()
-    half = (random.bits(KEY, random.elements(BLOCK, STRIDES)) & 0xFFFFFFFF).double() / 2**32
+    half = (residual.bits(KEY, residual.elements(BLOCK, STRIDES)) & 0xFFFFFFFF).double() / 2**32
     factors = 1 + RATE * (2 * half - 1)
     y = jitter(x, drawing())
     assert torch.allclose(y.double(), x.double() * factors, rtol=2 * torch.finfo(dtype).eps, atol=0)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from platform.parallel.kernels.chunked import hidden_rows
-from platform.plan.operations.rows.mlp import MlpOp
+from platform.plan.operations.pointwise import MlpOp
+from platform.runtime import chunked_loss
 from tests.harness.oracle import MODELS, configure, prove
 
 T: dict[str, Any] = {"axes": {"t": 2}}
@@ -35,11 +35,11 @@ def chunks(monkeypatch):
     """The number of rows in each chunk that a backward pass computes."""
     found: list[int] = []
 
-    def gradients(self, x, *more, compute=hidden_rows.HiddenRows.gradients):
+    def gradients(self, x, *more, compute=chunked_loss.HiddenRows.gradients):
         found.append(len(x))
         return compute(self, x, *more)
 
-    monkeypatch.setattr(hidden_rows.HiddenRows, "gradients", gradients)
+    monkeypatch.setattr(chunked_loss.HiddenRows, "gradients", gradients)
     return found
 
 
@@ -62,10 +62,10 @@ def test_more_chunks_than_rows(chunks):
 
 
 def test_negative_control_a_chunk_that_overwrites_the_sums(monkeypatch):
-    def forgets(into, x, y, fresh, add=hidden_rows.add_product):
+    def forgets(into, x, y, fresh, add=chunked_loss.add_product):
         add(into, x, y, True)
 
-    monkeypatch.setattr(hidden_rows, "add_product", forgets)
+    monkeypatch.setattr(chunked_loss, "add_product", forgets)
     with pytest.raises(AssertionError, match="gradient of"):
         prove(configure(mlp_chunks=2))
 
@@ -83,8 +83,8 @@ def test_in_16_bits_it_is_the_whole_within_rounding():
     found = []
     for chunk in (40, 7):
         leaves = [t.clone().requires_grad_() for t in (x, w, v)]
-        layer = hidden_rows.HiddenRows(torch.tanh, leaves[1:2], [], leaves[2], None, chunk)
-        hidden_rows.by_chunks(layer, leaves[0]).square().sum().backward()
+        layer = chunked_loss.HiddenRows(torch.tanh, leaves[1:2], [], leaves[2], None, chunk)
+        chunked_loss.by_chunks(layer, leaves[0]).square().sum().backward()
         found.append([t.grad for t in leaves])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=0.05 * float(one.abs().max()))

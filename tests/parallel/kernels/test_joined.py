@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from platform.parallel.kernels import einsum
-from platform.parallel.sharding.neighbours import Neighbours
-from platform.plan.communication import planned
+from platform.plan import operation_plan
+from platform.runtime import einsum
+from platform.runtime.flat_buffers import Neighbours
 from tests.harness import oracle
 from tests.harness.oracle import compare, configure, run, serial
 
@@ -47,7 +47,7 @@ def test_equals_a_product_for_each(name, copies, joined, monkeypatch):
     c = configure(**PLANS[name])
     expected = apart(c, monkeypatch)
     assert not joined
-    monkeypatch.setitem(planned.JOINS_GRADIENTS, "cpu", copies)
+    monkeypatch.setitem(operation_plan.JOINS_GRADIENTS, "cpu", copies)
     compare(c, *run(c), expected)
     assert 3 in joined and (2 in joined) == (c.model.activation in ("swiglu", "geglu"))
 
@@ -62,7 +62,7 @@ def test_what_lies_elsewhere_is_not_joined(joined):
 def test_negative_control_weights_in_another_order(copies, monkeypatch):
     c = configure(**PLANS["gpt"])
     expected = apart(c, monkeypatch)
-    monkeypatch.setitem(planned.JOINS_GRADIENTS, "cpu", copies)
+    monkeypatch.setitem(operation_plan.JOINS_GRADIENTS, "cpu", copies)
     values = Neighbours.values.fget
     monkeypatch.setattr(Neighbours, "values", property(lambda self: torch.roll(values(self), 1)))
     with pytest.raises(AssertionError):

@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from platform.model import build_model
-from platform.parallel.kernels import loss
-from platform.parallel.kernels.chunked.loss import Classes, Likelihood, Targets
-from platform.plan.communication import loss_chunks as chunks
-from platform.plan.communication.loss_chunks import chunk_rows, gradients_at_once
-from platform.plan.language.mesh import Mesh
-from platform.plan.memory.worker_bytes import saved_for_backward
-from platform.planning.make_plan import make_plan
-from platform.planning.memory_budget import needed_bytes
+from platform.plan import operation_plan as chunks
+from platform.plan.layout import Mesh
+from platform.plan.operation_plan import chunk_rows, gradients_at_once
+from platform.predict.footprint import saved_for_backward
+from platform.predict.make_plan import make_plan
+from platform.predict.memory_budget import needed_bytes
+from platform.runtime import chunked_loss
+from platform.runtime.chunked_loss import Classes, Likelihood, Targets
 from tests.harness.live import count
 from tests.harness.oracle import configure, prove, run
 from tests.harness.threads import run_threads
@@ -54,7 +54,9 @@ def test_split_vocab(smoothing, dtype, small_chunks):
             over = ("t",) if ranks > 1 else ()
             mine = logits.chunk(ranks, 1)[communicator.rank].clone().requires_grad_()
             first = communicator.rank * mine.shape[1]
-            value = loss.cross_entropy(mine, Targets(labels), communicator, Classes(over, first, VOCAB, smoothing))
+            value = chunked_loss.cross_entropy(
+                mine, Targets(labels), communicator, Classes(over, first, VOCAB, smoothing)
+            )
             (2 * value).backward()
             return value.detach(), mine.grad
 
@@ -96,7 +98,7 @@ def test_a_loss_of_ones_own(name, weighted, small_chunks):
             mine = logits[:, : 16 * max(ranks, 4)].chunk(ranks, 1)[communicator.rank].clone().requires_grad_()
             over, first = ("t",) if ranks > 1 else (), communicator.rank * mine.shape[1]
             classes = Classes(over, first, VOCAB, loss=OWN[name])
-            value = loss.cross_entropy(mine, Targets(labels, weights), communicator, classes)
+            value = chunked_loss.cross_entropy(mine, Targets(labels, weights), communicator, classes)
             (2 * value).backward()
             return value.detach(), mine.grad
 
@@ -111,7 +113,7 @@ def test_a_loss_of_ones_own(name, weighted, small_chunks):
 
 
 def _alone():
-    from platform.parallel.communicator.base import SingleRank
+    from platform.runtime.communicator import SingleRank
 
     return SingleRank(Mesh.of({}))
 
@@ -129,8 +131,8 @@ def test_gradients_at_once_equal_those_kept(tied, more, small_chunks, monkeypatc
     c = configure(**{**LARGE, "vocab": 61, "tied": tied, **more})
     plan = make_plan(c)
     calls = []
-    at_once = loss._by_chunks
-    monkeypatch.setattr(loss, "_by_chunks", lambda *given: calls.append(given[-1]) or at_once(*given))
+    at_once = chunked_loss._by_chunks
+    monkeypatch.setattr(chunked_loss, "_by_chunks", lambda *given: calls.append(given[-1]) or at_once(*given))
     prove(c)
     assert calls and all(g is not None for g in calls)
     assert gradients_at_once(
@@ -144,7 +146,7 @@ def _product(tied: bool) -> tuple[str, str]:
 
 def test_a_wrong_chunk_shows(small_chunks, monkeypatch):
     """Negative control: a table's gradient without the first chunk's."""
-    right = loss._by_chunks
+    right = chunked_loss._by_chunks
 
     def wrong(x, table, bias, targets, communicator, classes, gradients):
         value = right(x, table, bias, targets, communicator, classes, gradients)
@@ -152,7 +154,7 @@ def test_a_wrong_chunk_shows(small_chunks, monkeypatch):
         right(x[8:], table, bias, later, communicator, classes, (gradients[0][8:].clone(), *gradients[1:]))
         return value
 
-    monkeypatch.setattr(loss, "_by_chunks", wrong)
+    monkeypatch.setattr(chunked_loss, "_by_chunks", wrong)
     c = configure(**LARGE, vocab=61, data=2)
     with pytest.raises(AssertionError, match="gradient of"):
         prove(c)
@@ -201,8 +203,10 @@ def test_many_logits_are_not_kept_in_16_bits_either(precision, small_chunks, mon
     """Of gradients that add up in fp32, chunk by chunk, no digit is lost to those of kept logits."""
     wanted = direction(configure(**LARGE, vocab=61))
     errors, calls = [], []
-    by_chunks = loss._by_chunks
-    monkeypatch.setattr(loss, "_by_chunks", lambda *given: calls.append(given[-1][1].dtype) or by_chunks(*given))
+    by_chunks = chunked_loss._by_chunks
+    monkeypatch.setattr(
+        chunked_loss, "_by_chunks", lambda *given: calls.append(given[-1][1].dtype) or by_chunks(*given)
+    )
     for kept in (2**31, 1):
         monkeypatch.setattr(chunks, "_KEPT", kept)
         errors.append((direction(configure(**LARGE, vocab=61, precision=precision)) - wanted).norm())

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from platform.parallel.communicator.base import SingleRank
-from platform.parallel.kernels import statistics
-from platform.plan.language.mesh import Mesh
+from platform.plan.layout import Mesh
+from platform.runtime import statistics
+from platform.runtime.communicator import SingleRank
 
 GAINS = {"rows": (8,), "heads": (4,), "all heads": (2, 4)}
 

@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from platform.parallel.communicator.base import SingleRank
-from platform.parallel.kernels.dropout import Drawing, dropped
-from platform.parallel.kernels.in_panels import document_pairs, panels, scores
-from platform.parallel.kernels.in_panels.panels import Hiding, PanelAttention, attend_panels
-from platform.parallel.kernels.random import counters
-from platform.plan.language.mesh import Mesh
-from platform.plan.language.stretches import DIAGONAL, MASKED, WHOLE, Pair, Stretch, pairs
+from platform.plan.layout import DIAGONAL, MASKED, WHOLE, Mesh, Pair, Stretch, pairs
+from platform.runtime import attention_pairs, panels
+from platform.runtime.communicator import SingleRank
+from platform.runtime.panels import Hiding, PanelAttention, attend_panels
+from platform.runtime.residual import Drawing, counters, dropped
 from tests.harness.threads import run_threads
 
 LENGTH, BATCH, HEADS, SCALE, RATE = 24, 2, 4, 0.3, 0.25
@@ -186,8 +184,8 @@ def test_gathered_keys_equal_one_softmax(name, monkeypatch):
 @pytest.mark.parametrize("name", ["causal", "sink", "causal, padding", "one head of keys"])
 def test_diagonals_in_parts_equal_one_softmax(name, monkeypatch):
     """As a kernel does that computes scores which it then hides; the rows of a part have others before and behind."""
-    kernel = scores.FUSED["cpu", "flash"]
-    monkeypatch.setitem(scores.FUSED, ("cpu", "flash"), kernel._replace(halves=range(3, LENGTH + 1)))
+    kernel = attention_pairs.FUSED["cpu", "flash"]
+    monkeypatch.setitem(attention_pairs.FUSED, ("cpu", "flash"), kernel._replace(halves=range(3, LENGTH + 1)))
     for n, pieces, ring in ((2, zigzag, False), (1, contiguous, False), (3, zigzag, True)):
         found = compared(CASES[name], n, pieces, ring)
         assert max(found.values()) < 1e-12, (n, ring, found)
@@ -226,8 +224,8 @@ DOCUMENTS = ["drawn", "at the borders of blocks", "of one token", "alike", "one 
 def test_what_documents_hide_is_left_out(kind, short, monkeypatch):
     """Whatever the documents are, alone or with others in a mask, in pieces on several ranks and in windows."""
     with_documents(monkeypatch, kind, short)
-    kernel = scores.FUSED["cpu", "flash"]
-    monkeypatch.setitem(scores.FUSED, ("cpu", "flash"), kernel._replace(halves=range(5, 9)))
+    kernel = attention_pairs.FUSED["cpu", "flash"]
+    monkeypatch.setitem(attention_pairs.FUSED, ("cpu", "flash"), kernel._replace(halves=range(5, 9)))
     monkeypatch.setattr(panels, "BLOCK", 5)
     for n, pieces, ring in ((2, zigzag, True), (2, zigzag, False), (3, contiguous, True), (1, contiguous, False)):
         for case in ("documents", "documents, window, math"):
@@ -260,7 +258,7 @@ def test_scores_are_those_that_documents_leave(kind, monkeypatch):
 
 def early(change):
     """The mistake: documents begin, for what is left out, elsewhere than they do."""
-    cut = document_pairs._cut
+    cut = attention_pairs._cut
     return lambda *given: [(rows, q, change(q, begins)) for rows, q, begins in cut(*given)]
 
 
@@ -273,28 +271,28 @@ def early(change):
 def test_negative_control_a_wrong_border(change, kind, monkeypatch):
     with_documents(monkeypatch, kind, 8)
     assert max(compared(CASES["documents"], 2, zigzag, True).values()) < 1e-12
-    monkeypatch.setattr(document_pairs, "_cut", early(change))
+    monkeypatch.setattr(attention_pairs, "_cut", early(change))
     assert max(compared(CASES["documents"], 2, zigzag, True).values()) > 1e-3
 
 
 def test_documents_are_read_once_where_they_came_from(monkeypatch):
     """Numbers of a device are known on the host from before, and pairs are made once for all layers."""
     made = []
-    monkeypatch.setattr(document_pairs, "_cuts", lambda *given: made.append(given) or iter(()))
+    monkeypatch.setattr(attention_pairs, "_cuts", lambda *given: made.append(given) or iter(()))
     begins = torch.zeros(LENGTH, BATCH, dtype=torch.int64, device="meta")  # which has no numbers to give
-    document_pairs.remember(begins, torch.zeros(LENGTH, BATCH, dtype=torch.int64))
+    attention_pairs.remember(begins, torch.zeros(LENGTH, BATCH, dtype=torch.int64))
     for _ in range(2):
-        assert document_pairs.pairs_of(begins, [Stretch(0, LENGTH)], 8, "key", lambda *_: []) == []
-    assert len(made) == 1 and begins in document_pairs._KNOWN
+        assert attention_pairs.pairs_of(begins, [Stretch(0, LENGTH)], 8, "key", lambda *_: []) == []
+    assert len(made) == 1 and begins in attention_pairs._KNOWN
     del begins, made[:]
-    assert not len(document_pairs._KNOWN)
+    assert not len(attention_pairs._KNOWN)
 
 
 def test_one_rank_is_one_call(monkeypatch):
     calls = []
-    kernel = scores.FUSED["cpu", "flash"]
+    kernel = attention_pairs.FUSED["cpu", "flash"]
     forward = lambda *given: calls.append(given) or kernel.forward(*given)  # noqa: E731
-    monkeypatch.setitem(scores.FUSED, ("cpu", "flash"), kernel._replace(forward=forward))
+    monkeypatch.setitem(attention_pairs.FUSED, ("cpu", "flash"), kernel._replace(forward=forward))
     found, _ = on_a_rank(CASES["causal"], contiguous(1), contiguous(1), (), SingleRank(Mesh.of({"context": 1})))
     assert torch.allclose(found["out"], one_softmax(CASES["causal"])["out"], rtol=0, atol=1e-13)
     [(_, what)] = calls
@@ -312,7 +310,7 @@ def test_narrow_types_are_merged_in_the_type_of_statistics():
         for i in range(count):
             part = [x[0], *(t.narrow(2, i * size, size) for t in x[1:])]
             pair = Pair(queries[0], Stretch(i * size, size), WHOLE, 0, i * size)
-            whole.add(pair, *reader.kernel.forward(part, scores.Scores(SCALE)))
+            whole.add(pair, *reader.kernel.forward(part, attention_pairs.Scores(SCALE)))
         out, lse = whole.close(None)
         assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
         s = SCALE * x[0].double() @ x[1].double().repeat_interleave(2, 1).mT
@@ -419,7 +417,7 @@ def test_kernels_of_gpus_take_what_they_are_given(name, masked):
     make = partial(torch.empty, device="meta", dtype=torch.bfloat16)
     given = make(2, 4, 40, 24), make(2, 4, 48, 24), make(2, 4, 48, 24)
     hidden = torch.empty(40, 48, device="meta", dtype=torch.bool) if masked else None
-    kernel, what = scores.FUSED["cuda", name], scores.Scores(SCALE, False, hidden)
+    kernel, what = attention_pairs.FUSED["cuda", name], attention_pairs.Scores(SCALE, False, hidden)
     out, lse = kernel.forward(given, what)
     assert (out.shape, lse.shape) == (given[0].shape, (2, 4, 40))
     found = kernel.backward(make(out.shape), given, (out, lse), what)

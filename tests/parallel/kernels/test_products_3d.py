@@ -11,12 +11,11 @@ from math import prod
 import pytest
 import torch
 
-from platform.parallel.kernels.einsum import einsums
-from platform.parallel.sharding.operands import Operands
-from platform.plan.communication.planned import Einsum, EinsumGroup
-from platform.plan.communication.rule import contract
-from platform.plan.language.layout import Layout, block
-from platform.plan.language.mesh import Mesh
+from platform.plan.layout import Layout, Mesh, block
+from platform.plan.operation_plan import Einsum, EinsumGroup
+from platform.plan.rule import contract
+from platform.runtime.einsum import einsums
+from platform.runtime.residency import Operands
 from tests.harness.threads import run_threads
 
 SIZES = {"m": 18 * 4, "n": 18 * 2, "k": 36}  # every block of a (2,2,2) or (3,3,3) cube is a whole one

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from platform.parallel.kernels.by_index import slots
-from platform.plan.language.functions import Router
+from platform.plan.model_types import Router
+from platform.runtime import expert_rows
 from tests.weights.peer import in_double, transformers
 
 LENGTH, BATCH, EXPERTS, CHOSEN, WIDTH = 7, 5, 12, 3, 8
@@ -50,7 +50,7 @@ def test_equals_transformers(name):
             scores, weights, best = theirs(x)
     expected = torch.zeros(LENGTH * BATCH, EXPERTS, dtype=torch.float64).scatter_(1, best, weights)
     real = torch.ones(LENGTH, BATCH, dtype=torch.bool)
-    ours, _, _ = slots.route(scores.view(LENGTH, BATCH, EXPERTS), real, router, LENGTH)
+    ours, _, _ = expert_rows.route(scores.view(LENGTH, BATCH, EXPERTS), real, router, LENGTH)
     assert torch.allclose(ours.flatten(0, 1), expected, rtol=1e-12, atol=0)
     assert (ours > 0).sum() == CHOSEN * LENGTH * BATCH
     if router.groups > 1:
@@ -63,7 +63,7 @@ def test_loads_are_shares_in_the_type_of_the_scores():
     draw = torch.Generator().manual_seed(0)
     scores = torch.randn(LENGTH, BATCH, EXPERTS, generator=draw, dtype=torch.float64)
     router = Router("softmax", CHOSEN, balance=1.0)
-    _, found, _ = slots.route(scores, torch.ones(LENGTH, BATCH, dtype=torch.bool), router, LENGTH)
+    _, found, _ = expert_rows.route(scores, torch.ones(LENGTH, BATCH, dtype=torch.bool), router, LENGTH)
     shares = scores.softmax(-1)
     chosen = torch.zeros_like(scores).scatter_(-1, shares.topk(CHOSEN, -1).indices, 1.0)
     wanted = (chosen.mean(0) * shares.mean(0)).sum(-1) * EXPERTS / CHOSEN

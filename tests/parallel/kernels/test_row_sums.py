@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from platform.parallel.kernels.by_index.row_sums import products_of_rows, sum_of_rows
+from platform.runtime.expert_rows import products_of_rows, sum_of_rows
 
 TYPES = [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)]
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from platform.parallel.kernels import products
-from platform.plan.core.buckets import ADDS_WIDE
-from platform.planning.make_plan import make_plan
+from platform.plan.chunks import ADDS_WIDE
+from platform.predict.make_plan import make_plan
+from platform.runtime import products
 from tests.harness.oracle import MODELS, assemble, configure, run
 from tests.harness.wide_sums import errors, kernels_on_cpus
 

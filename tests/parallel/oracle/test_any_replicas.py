@@ -7,19 +7,19 @@ from math import prod
 import pytest
 import torch
 
-from platform.boundary.files.file_storage import open_storage
-from platform.checkpoint.storage.catalogue import begin, commit, load_manifest
-from platform.checkpoint.storage.manifest import Meta
-from platform.parallel.communicator.base import SingleRank
-from platform.parallel.parallel_ops import ParallelOps
-from platform.plan.reports.describe import describe
-from platform.plan.schedule.generators import SCHEDULES
-from platform.plan.schedule.table import ScheduleError
-from platform.planning.choose_schedule import count_microbatches, schedule_of
-from platform.planning.make_plan import make_plan
-from platform.planning.replan import replan
-from platform.train.step.stage_passes import StagePasses
-from platform.train.step.training_state import State
+from platform.boundary.storage import open_storage
+from platform.checkpoint.catalogue import begin, commit, load_manifest
+from platform.checkpoint.manifest import Meta
+from platform.plan.generators import SCHEDULES
+from platform.plan.plan_summary import describe
+from platform.plan.schedule import ScheduleError
+from platform.predict.choose_schedule import count_microbatches, schedule_of
+from platform.predict.make_plan import make_plan
+from platform.predict.replan import replan
+from platform.runtime.communicator import SingleRank
+from platform.runtime.parallel_ops import ParallelOps
+from platform.train.stage_passes import StagePasses
+from platform.train.training_state import State
 from tests.harness.oracle import MODELS, compare, configure, prove, run, serial, trainer_of
 from tests.harness.pairwise import cover, product
 from tests.harness.suite import suite

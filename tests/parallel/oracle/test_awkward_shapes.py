@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from platform.boundary.refusals import ConfigError
-from platform.plan.core.step_collectives import communication
-from platform.planning.make_plan import make_plan
+from platform.plan.step_collectives import communication
+from platform.predict.make_plan import make_plan
 from tests.harness.oracle import compare, configure, counted, run, serial
 
 SEQUENCE = {"microbatch": 1, "global_batch": 1}

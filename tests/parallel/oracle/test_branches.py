@@ -7,8 +7,8 @@ import torch
 
 from platform.boundary.refusals import ConfigError
 from platform.model import build_model
-from platform.plan.memory.worker_bytes import saved_for_backward
-from platform.planning.make_plan import make_plan
+from platform.predict.footprint import saved_for_backward
+from platform.predict.make_plan import make_plan
 from tests.harness import branch_models
 from tests.harness.oracle import STEPS, Tokens, configure, prove, run
 from tests.parallel.test_memory import measured

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from platform.plan.core.step_collectives import step_collectives
 from platform.plan.operations import recorder
-from platform.planning.make_plan import make_plan
+from platform.plan.step_collectives import step_collectives
+from platform.predict.make_plan import make_plan
 from tests.harness.oracle import MODELS, configure, prove
 
 SCHEMES = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from platform.config.fields import Config
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
 from tests.fuzz import passages, plans
 from tests.harness.oracle import configure
 from tests.harness.suite import suite

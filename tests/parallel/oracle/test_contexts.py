@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.parallel.sharding import convert
-from platform.plan.check.plan_check import unsound
-from platform.plan.communication.planner import Planner
-from platform.plan.core.plan import Plan
-from platform.plan.core.step_collectives import communication
-from platform.plan.language.layout import consecutive, zigzag
-from platform.plan.language.stretches import Stretch
-from platform.planning.make_plan import make_plan
+from platform.plan.layout import Stretch, consecutive, zigzag
+from platform.plan.plan import Plan
+from platform.plan.plan_check import unsound
+from platform.plan.planner import Planner
+from platform.plan.step_collectives import communication
+from platform.predict.make_plan import make_plan
+from platform.runtime import conversion
 from tests.harness.oracle import MODELS, compare, configure, prove, run, serial
 from tests.harness.pairwise import cover, product
 from tests.harness.suite import suite
@@ -133,7 +132,7 @@ def test_negative_controls(mutant, monkeypatch):
     c = configure(context=2, context_kind="gather", context_pieces=pieces, positions="rope", tied=False)
     expected = serial(c)
     half, of_tensor, lying = Stretch(0, c.model.length // 2), Plan.stretches, Planner.stretches
-    in_order = convert.in_order
+    in_order = conversion.in_order
     if mutant == "offset":  # each rank's queries are at the first positions
         monkeypatch.setattr(Plan, "stretches", lambda *given: [half] if given[2] == "length" else of_tensor(*given))
     elif mutant == "straight":  # pieces in zigzag are taken for consecutive ones
@@ -142,9 +141,9 @@ def test_negative_controls(mutant, monkeypatch):
         monkeypatch.setattr(Planner, "stretches", lambda *_: [half])
         monkeypatch.setattr(Plan, "stretches", lambda p, t, d, at: lying(p.planner, d, *places(p, t, d), at))
     elif mutant == "unfolded":
-        monkeypatch.setattr(convert, "in_order", lambda x, *_: x)
+        monkeypatch.setattr(conversion, "in_order", lambda x, *_: x)
     else:  # pieces that two rounds have dealt are joined as those of one
-        monkeypatch.setattr(convert, "in_order", lambda x, dim, ranks, _: in_order(x, dim, ranks, 1))
+        monkeypatch.setattr(conversion, "in_order", lambda x, dim, ranks, _: in_order(x, dim, ranks, 1))
     with pytest.raises(AssertionError):
         compare(c, *run(c), expected)
 

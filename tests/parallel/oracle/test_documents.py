@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from platform.parallel.kernels.in_panels import document_pairs, panels
-from platform.plan.operations.attention import fused_attention
-from platform.planning.make_plan import make_plan
-from platform.planning.memory_budget import training
+from platform.plan.operations import fused_attention
+from platform.predict.make_plan import make_plan
+from platform.predict.memory_budget import training
+from platform.runtime import attention_pairs, panels
 from tests.harness import oracle
 from tests.harness.live import count
 from tests.harness.oracle import Tokens, compare, configure, prove, run, serial
@@ -87,8 +87,8 @@ def test_memory_is_as_planned(name, precision):
 
 @pytest.mark.parametrize("name", ["one rank", "gather", "ring"])
 def test_negative_control_a_block_that_its_last_query_sees(name, drawn, monkeypatch):
-    c, cut = drawn(name, 4), document_pairs._cut
-    monkeypatch.setattr(document_pairs, "_cut", lambda *x: [(rows, q, (last, last)) for rows, q, (_, last) in cut(*x)])
+    c, cut = drawn(name, 4), attention_pairs._cut
+    monkeypatch.setattr(attention_pairs, "_cut", lambda *x: [(rows, q, (last, last)) for rows, q, (_, last) in cut(*x)])
     with pytest.raises(AssertionError):
         compare(c, *run(c), serial(c))
 

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from platform.parallel.kernels import products
-from platform.parallel.kernels.by_index import expert_rows, slots
-from platform.parallel.kernels.products import grouped_einsum
-from platform.plan.check.plan_check import unsound
-from platform.plan.core.step_collectives import communication
-from platform.plan.reports.replayed import replayed
-from platform.planning.make_plan import make_plan
+from platform.plan.plan_check import unsound
+from platform.plan.step_collectives import communication
+from platform.predict.make_plan import make_plan
+from platform.predict.plan_report import replayed
+from platform.runtime import expert_rows, products
+from platform.runtime.products import grouped_einsum
 from tests.harness.oracle import MODELS, compare, compute, configure, counted, examine, prove, run, with_operations
 from tests.harness.routing import to_the_first
 
@@ -83,8 +82,8 @@ def test_a_token_of_weight_zero_is_not_sent(monkeypatch):
         weights, *others = whole(*arguments)
         return weights * (torch.arange(len(weights)) % 3 > 0).view(-1, 1, 1), *others
 
-    whole = slots.route
-    monkeypatch.setattr(slots, "route", route)
+    whole = expert_rows.route
+    monkeypatch.setattr(expert_rows, "route", route)
     c = configured(**PLANS["two ranks"])
     plan, results = run(c)
     compare(c, plan, results, run(configured())[1][0])

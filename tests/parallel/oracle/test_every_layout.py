@@ -16,7 +16,7 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
 from tests.harness.oracle import configure, prove
 
 DIMS = ("batch", "length", "memory_length", "heads", "d_kv", "d_ff", "vocab", "d_model")

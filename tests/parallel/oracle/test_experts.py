@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from platform.parallel.communicator.base import SingleRank
-from platform.parallel.kernels.by_index import slots
-from platform.plan.core.plan_data import plan_summary
-from platform.plan.core.step_collectives import step_collectives
-from platform.planning.make_plan import make_plan
-from platform.train.protocol.replies import Differences
-from platform.train.step import trainer
+from platform.plan.plan_data import plan_summary
+from platform.plan.step_collectives import step_collectives
+from platform.predict.make_plan import make_plan
+from platform.runtime import expert_rows
+from platform.runtime.communicator import SingleRank
+from platform.train import trainer
+from platform.train.replies import Differences
 from tests.harness import oracle
 from tests.harness.oracle import MODELS, Tokens, compare, configure, prove, run, serial, trainer_of, with_operations
 from tests.harness.pairwise import cover, product
@@ -287,16 +287,16 @@ def test_negative_control_gradients_of_other_experts():
 def test_losses_of_a_source_count_as_the_labels_of_its_target(monkeypatch):
     """The mean over a source's tokens is a loss of each token of its target: what is added to the loss is computed here
     from what each router says of its own tokens."""
-    c, found, route = configured("both stacks", global_batch=4, microbatch=4), [], slots.route
+    c, found, route = configured("both stacks", global_batch=4, microbatch=4), [], expert_rows.route
 
     def noted(scores, real, *more):
         weights, auxiliary, counts = route(scores, real, *more)
         found.append((auxiliary.detach(), real))
         return weights, auxiliary, counts
 
-    monkeypatch.setattr(slots, "route", noted)
+    monkeypatch.setattr(expert_rows, "route", noted)
     _, (ours,) = run(c)
-    monkeypatch.setattr(slots, "route", route)
+    monkeypatch.setattr(expert_rows, "route", route)
     c.model.balance_loss = c.model.z_loss = 0.0
     _, (without,) = run(c)
     labels = torch.from_numpy(Tokens(c).batch("train", 0, 4)["labels"]).t() >= 0  # [length, batch]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from platform.plan.core.step_collectives import communication
-from platform.planning.make_plan import make_plan
+from platform.plan.step_collectives import communication
+from platform.predict.make_plan import make_plan
 from tests.harness.oracle import MODELS, compare, compute, configure, counted, examine, run, serial
 from tests.harness.pairwise import cover, product
 from tests.harness.suite import suite

@@ -13,12 +13,12 @@ import torch
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
-from platform.config.layout_map import parse_layout
+from platform.config.layout_rules import parse_layout
 from platform.model import build_model
-from platform.plan.communication.rule import Conversion
-from platform.plan.memory.worker_bytes import saved_for_backward
 from platform.plan.operations.recorder import Recorder
-from platform.planning.make_plan import make_plan
+from platform.plan.rule import Conversion
+from platform.predict.footprint import saved_for_backward
+from platform.predict.make_plan import make_plan
 from tests.harness.language_model import OWN, Language, reference
 from tests.harness.oracle import Tokens, compare, configure, prove, run, serial, with_operations
 from tests.parallel.test_memory import measured
@@ -179,8 +179,8 @@ def test_the_model_uses_every_word():
 
 def test_a_maximum_that_several_ranks_hold_shares_its_gradient():
     """As in torch.amax: equal rows of the embedding would show a gradient that is counted twice."""
-    from platform.parallel.kernels import statistics
-    from platform.plan.language.mesh import Mesh
+    from platform.plan.layout import Mesh
+    from platform.runtime import statistics
     from tests.harness.threads import run_threads
 
     x = torch.tensor([[3.0, 1.0, 3.0, 3.0], [0.0, 2.0, 1.0, 2.0]], dtype=torch.float64)

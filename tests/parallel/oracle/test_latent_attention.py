@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from platform.plan.core.step_collectives import communication
-from platform.planning.make_plan import make_plan
+from platform.plan.step_collectives import communication
+from platform.predict.make_plan import make_plan
 from tests.harness.oracle import MODELS, compare, configure, counted, prove, run, serial, with_operations
 from tests.harness.pairwise import cover, product
 from tests.harness.suite import suite

@@ -14,15 +14,15 @@ import torch
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
-from platform.config.ramps.length_ramp import length_at
-from platform.data.tokens import pieces
-from platform.parallel.communicator.base import Communicator, SingleRank
-from platform.plan.check.plan_check import unsound
-from platform.plan.core.plan import Plan
-from platform.plan.core.step_collectives import communication
-from platform.planning.make_plan import make_plan
-from platform.train.protocol.replies import StepReport
-from platform.train.step import stage_passes
+from platform.config.ramps import length_at
+from platform.data import streams
+from platform.plan.plan import Plan
+from platform.plan.plan_check import unsound
+from platform.plan.step_collectives import communication
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import Communicator, SingleRank
+from platform.train import stage_passes
+from platform.train.replies import StepReport
 from tests.fuzz import plans
 from tests.harness import reference_transformer
 from tests.harness.oracle import MODELS, Result, Tokens, compare, configure, trainer_of
@@ -98,7 +98,7 @@ def test_negative_control_pieces_that_are_no_neighbours(monkeypatch):
         return {name: rows.reshape(len(rows), -1, count).swapaxes(1, 2).reshape(len(rows) * count, -1)
                 for name, rows in samples.items()}  # fmt: skip
 
-    monkeypatch.setattr(pieces, "cut", strided)
+    monkeypatch.setattr(streams, "cut", strided)
     with pytest.raises(AssertionError, match="step 1"):
         check_reference(growing(global_batch=4, microbatch=3))
 
@@ -213,7 +213,7 @@ def test_parameters_that_depend_on_the_length_are_refused():
 
 
 def test_memory_is_that_of_the_length_that_needs_most():
-    from platform.planning.memory_budget import training
+    from platform.predict.memory_budget import training
 
     c = growing("1d", {"t": 2}, layers=1, dropout=0.1)
     plan = make_plan(c)

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from platform.config.checks import violations_of_configuration
-from platform.parallel.sharding import lending
-from platform.plan.check.plan_check import unsound
-from platform.plan.language.lent import dealt, lent_experts
-from platform.plan.reports.replayed import replayed
-from platform.planning.make_plan import make_plan
+from platform.config.validation import violations_of_configuration
+from platform.plan.plan_check import unsound
+from platform.plan.scheme import dealt, lent_experts
+from platform.predict.make_plan import make_plan
+from platform.predict.plan_report import replayed
+from platform.runtime import conversion
 from tests.harness.oracle import compare, configure, run, serial, trainer_of
 from tests.harness.threads import run_threads
 
@@ -117,8 +117,8 @@ def test_a_gradient_that_stays_is_found(monkeypatch):
         self.sent.clear()
         return whole(self)
 
-    whole = lending.Lending.wait
-    monkeypatch.setattr(lending.Lending, "wait", forgetful)
+    whole = conversion.Lending.wait
+    monkeypatch.setattr(conversion.Lending, "wait", forgetful)
     c = configured(1, **PLANS["serial"])
     plan, results = run(c)
     with pytest.raises(AssertionError):

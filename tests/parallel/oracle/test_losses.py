@@ -11,10 +11,10 @@ import torch
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import WEIGHTED
 from platform.model.losses import LOSSES
-from platform.parallel.kernels import loss
-from platform.parallel.kernels.chunked.loss import LogitDerivatives
-from platform.planning.make_plan import make_plan
-from platform.planning.memory_budget import needed_bytes
+from platform.predict.make_plan import make_plan
+from platform.predict.memory_budget import needed_bytes
+from platform.runtime import chunked_loss
+from platform.runtime.chunked_loss import LogitDerivatives
 from tests.harness.live import count
 from tests.harness.oracle import MODELS, configure, prove, serial, trainer_of
 from tests.harness.pairwise import cover, product
@@ -96,7 +96,7 @@ def test_one_process_gives_what_autograd_does(monkeypatch, weighted):
 
     c = build({**CASE, "plan": "zero 3", "weighted": bool(weighted)}, data=1, zero=0, microbatch=8)
     wanted = serial(c)
-    monkeypatch.setattr(loss, "linear_cross_entropy", plainly)
+    monkeypatch.setattr(chunked_loss, "linear_cross_entropy", plainly)
     prove(c)
     (total, share), *_ = totals
     assert wanted.loss == pytest.approx(total / share, rel=1e-12)
@@ -105,7 +105,7 @@ def test_one_process_gives_what_autograd_does(monkeypatch, weighted):
 @pytest.mark.parametrize("forgotten", ["whole", "label", "every", "weights"])
 def test_a_wrong_derivative_shows(monkeypatch, forgotten):
     """Negative control: on ranks of a split vocab alone."""
-    judged = loss._judged
+    judged = chunked_loss._judged
     c = build({**CASE, "loss": "smoothed"})
     serial(c)
 
@@ -116,9 +116,9 @@ def test_a_wrong_derivative_shows(monkeypatch, forgotten):
             derivatives = LogitDerivatives(**{**given, forgotten: torch.zeros_like(derivatives.label)})
         return losses, derivatives
 
-    monkeypatch.setattr(loss, "_judged", wrong)
+    monkeypatch.setattr(chunked_loss, "_judged", wrong)
     if forgotten == "weights":
-        monkeypatch.setattr("platform.train.step.trainer.share_of", lambda plan, corpus, first, end: 100.0)
+        monkeypatch.setattr("platform.train.trainer.share_of", lambda plan, corpus, first, end: 100.0)
     with pytest.raises(AssertionError, match="gradient of"):
         prove(c)
 

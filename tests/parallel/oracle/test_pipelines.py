@@ -10,13 +10,13 @@ from math import prod
 import pytest
 from torch.autograd.graph import get_gradient_edge
 
-from platform.parallel.communicator.base import SingleRank
-from platform.parallel.pipeline import PipelineExecutor
-from platform.plan.core.step_collectives import communication
-from platform.plan.schedule.simulate import simulate
-from platform.planning.choose_schedule import schedule_of
-from platform.planning.make_plan import make_plan
-from platform.train.step.stage_passes import StagePasses
+from platform.plan.simulate import simulate
+from platform.plan.step_collectives import communication
+from platform.predict.choose_schedule import schedule_of
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import SingleRank
+from platform.runtime.pipeline import PipelineExecutor
+from platform.train.stage_passes import StagePasses
 from tests.harness.oracle import MODELS, compare, configure, counted, prove, run, serial, trainer_of, validation_loss
 from tests.harness.pairwise import cover, product
 from tests.harness.suite import suite, title
@@ -120,7 +120,7 @@ def test_pairwise_cover_of_every_value(case):
 def test_negative_control_forgotten_tied_gradient(monkeypatch):
     """Where the head's gradient of a tied embedding does not reach the first stage, the oracle must fail."""
     c = configure(pipeline="1f1b", stages=2, microbatch=2)
-    monkeypatch.setattr("platform.train.step.trainer.sum_tied", lambda *_: None)
+    monkeypatch.setattr("platform.train.trainer.sum_tied", lambda *_: None)
     plan, results = run(c)
     assert plan.tied == {"embedding": (0, 1)}
     with pytest.raises(AssertionError, match="embedding"):
@@ -179,8 +179,8 @@ def test_an_output_is_freed_when_it_was_sent(monkeypatch):
         alive.extend([sum(reference() is not None for reference in made)] if mine() else [])
         input_gradient(self, action)
 
-    monkeypatch.setattr("platform.parallel.pipeline.get_gradient_edge", edge)
-    monkeypatch.setattr("platform.parallel.pipeline.SENDS_IN_FLIGHT", 0)
+    monkeypatch.setattr("platform.runtime.pipeline.get_gradient_edge", edge)
+    monkeypatch.setattr("platform.runtime.pipeline.SENDS_IN_FLIGHT", 0)
     monkeypatch.setattr(ThreadGroups, "send", sending)
     monkeypatch.setattr(PipelineExecutor, "_input_gradient", beginning)
     run_threads(plan.mesh, lambda communicator: trainer_of(c, plan, communicator).compute_gradients(1))

@@ -9,12 +9,12 @@ import pytest
 
 from platform.launch import compose
 from platform.model import build_model
-from platform.parallel.kernels.in_panels import panels
-from platform.plan.check.plan_check import unsound
-from platform.plan.core.step_collectives import communication
-from platform.plan.language.scheme import NESTED as KINDS_OF_NESTED
-from platform.plan.memory.worker_bytes import saved_for_backward
-from platform.planning.make_plan import make_plan
+from platform.plan.plan_check import unsound
+from platform.plan.scheme import NESTED as KINDS_OF_NESTED
+from platform.plan.step_collectives import communication
+from platform.predict.footprint import saved_for_backward
+from platform.predict.make_plan import make_plan
+from platform.runtime import panels
 from tests.harness.card import alone, shrunk
 from tests.harness.oracle import MODELS, configure, prove
 from tests.harness.plan_mutants import with_operations

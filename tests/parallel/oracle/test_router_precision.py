@@ -9,17 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from platform.parallel.communicator.base import SingleRank
-from platform.parallel.kernels import einsum
-from platform.parallel.kernels.by_index import slots
-from platform.parallel.sharding.operands import Operands
-from platform.plan.core.step_collectives import communication
-from platform.plan.language.functions import Router
-from platform.plan.language.mistakes import ModelMistake
-from platform.plan.language.ops import Parameter, Spec
-from platform.plan.language.scheme import Scheme
+from platform.plan.model_types import Parameter, Router, Spec
 from platform.plan.operations.recorder import Recorder, Symbol
-from platform.planning.make_plan import make_plan
+from platform.plan.scheme import ModelMistake, Scheme
+from platform.plan.step_collectives import communication
+from platform.predict.make_plan import make_plan
+from platform.runtime import einsum, expert_rows
+from platform.runtime.communicator import SingleRank
+from platform.runtime.residency import Operands
 from tests.harness.oracle import MODELS, configure, counted, run
 from tests.harness.replay import replay
 
@@ -44,7 +41,7 @@ class Seen:
     def __init__(self, monkeypatch):
         self.products: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.routed: dict[int, list[tuple[torch.Tensor, ...]]] = defaultdict(list)
-        compute, route = einsum.einsums, slots.route
+        compute, route = einsum.einsums, expert_rows.route
 
         def einsums(coming, x, operands, *more, **options):
             if coming.group.wide:
@@ -57,7 +54,7 @@ class Seen:
             return found
 
         monkeypatch.setattr(einsum, "einsums", einsums)
-        monkeypatch.setattr(slots, "route", routed)
+        monkeypatch.setattr(expert_rows, "route", routed)
 
 
 def weights_of(c, scores: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,9 @@ from math import prod
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.parallel.communicator.base import Launch
-from platform.plan.communication.rule import Conversion
-from platform.planning.make_plan import make_plan
+from platform.plan.rule import Conversion
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import Launch
 from tests.harness.oracle import MODELS, compare, configure, prove, run, serial, with_operations
 from tests.harness.pairwise import cover, product
 from tests.harness.replay import replay

@@ -7,10 +7,10 @@ from math import prod
 
 import pytest
 
-from platform.parallel.communicator.base import SingleRank
-from platform.plan.communication.rule import Conversion
-from platform.plan.core.step_collectives import communication
-from platform.planning.make_plan import make_plan
+from platform.plan.rule import Conversion
+from platform.plan.step_collectives import communication
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import SingleRank
 from tests.harness.oracle import (
     MODELS,
     compare,

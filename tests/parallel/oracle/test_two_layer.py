@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from platform.launch import compose, main
-from platform.plan.core.step_collectives import WORLD_SUMS, communication
-from platform.planning.make_plan import make_plan
+from platform.plan.step_collectives import WORLD_SUMS, communication
+from platform.predict.make_plan import make_plan
 from tests.harness.oracle import compare, configure, counted, prove, run, serial
 
 B, IO, H = 16, 8, 24

@@ -9,12 +9,12 @@ from random import Random
 import pytest
 
 from platform.config.fields import Config
-from platform.parallel.parallel_ops import ParallelOps
-from platform.plan.check.plan_check import unsound
-from platform.plan.core.step_collectives import communication
-from platform.plan.reports.tier_traffic import pair_traffic
-from platform.planning.make_plan import make_plan
-from platform.planning.replan import replan
+from platform.plan.plan_check import unsound
+from platform.plan.step_collectives import communication
+from platform.predict.make_plan import make_plan
+from platform.predict.replan import replan
+from platform.predict.tier_traffic import pair_traffic
+from platform.runtime.parallel_ops import ParallelOps
 from tests.fuzz import plans
 from tests.harness.oracle import MODELS, configure, prove
 from tests.harness.plan_mutants import other, with_operations, with_steps

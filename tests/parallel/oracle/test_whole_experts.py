@@ -7,10 +7,10 @@ from math import prod
 
 import pytest
 
-from platform.config.rules.mesh_rules import ranks_of_experts
-from platform.plan.language.layout import Layout
-from platform.plan.operations.tables.dispatch_rows import Ends
-from platform.planning.make_plan import make_plan
+from platform.config.layout_rules import ranks_of_experts
+from platform.plan.layout import Layout
+from platform.plan.operations.experts import Ends
+from platform.predict.make_plan import make_plan
 from tests.harness.oracle import configure, prove
 from tests.harness.pairwise import cover, product
 from tests.harness.suite import suite

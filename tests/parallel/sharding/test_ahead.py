@@ -7,9 +7,9 @@ from itertools import accumulate, pairwise
 
 import pytest
 
-from platform.parallel.kernels import einsum
-from platform.plan.core.ahead import fetches
-from platform.planning.make_plan import make_plan
+from platform.plan.gather_order import fetches
+from platform.predict.make_plan import make_plan
+from platform.runtime import einsum
 from tests.harness.oracle import MODELS, configure, examine, run, trainer_of
 from tests.harness.pairwise import product
 from tests.harness.suite import suite

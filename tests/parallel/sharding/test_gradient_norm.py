@@ -7,12 +7,12 @@ from math import inf, nan, sqrt
 import pytest
 import torch
 
-from platform.parallel.communicator.base import SingleRank
-from platform.parallel.sharding import gradients
-from platform.plan.core.buckets import SQUARED_AT_ONCE
-from platform.plan.core.counted import counted_stretches
-from platform.planning.make_plan import make_plan
-from platform.train.step.rank_parameters import DTYPES
+from platform.plan.chunks import SQUARED_AT_ONCE
+from platform.plan.step_collectives import counted_stretches
+from platform.predict.make_plan import make_plan
+from platform.runtime import flat_buffers
+from platform.runtime.communicator import SingleRank
+from platform.train.rank_parameters import DTYPES
 from tests.harness.oracle import configure, trainer_of
 from tests.harness.threads import run_threads
 
@@ -48,7 +48,7 @@ def norm_of(layout: str, scale: float, vocab: int, precision: str) -> tuple[floa
 
     def squares(communicator):
         mine = {bucket.parameters[0].name: flat(bucket, communicator) for bucket in plan.buckets}
-        return gradients.squared_norm(communicator, counted_stretches(plan, communicator.coordinates), mine).item()
+        return flat_buffers.squared_norm(communicator, counted_stretches(plan, communicator.coordinates), mine).item()
 
     found = [squares(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, squares)
     return sqrt(sum(found)), sqrt(sum(g.double().square().sum().item() for g in whole.values()))
@@ -70,7 +70,7 @@ def test_long_stretches_are_summed_in_rows(layout, monkeypatch):
     found, exact = norm_of(layout, 1.0, 9_001, "fp32")
     assert found == pytest.approx(exact, rel=2e-8, abs=0)
     assert found != pytest.approx(exact, rel=1e-12, abs=0)
-    monkeypatch.setattr(gradients, "ROW", 1 << 16)
+    monkeypatch.setattr(flat_buffers, "ROW", 1 << 16)
     assert norm_of(layout, 1.0, 9_001, "fp32")[0] != pytest.approx(exact, rel=2e-8, abs=0)
 
 
@@ -80,7 +80,7 @@ def test_a_stretch_may_mix_all_sizes(few):
     for rest in (1.0, 0.0):
         x = torch.full((2 * SQUARED_AT_ONCE + 7,), rest)
         x[[3, 1000, -1]] = few
-        found = gradients.squared_norm(SingleRank(make_plan(configure()).mesh), {"x": [slice(0, len(x))]}, {"x": x})
+        found = flat_buffers.squared_norm(SingleRank(make_plan(configure()).mesh), {"x": [slice(0, len(x))]}, {"x": x})
         assert found.dtype == torch.float64
         assert found.item() == pytest.approx(x.double().square().sum().item(), rel=1e-7, abs=0, nan_ok=True)
 
@@ -107,7 +107,7 @@ def test_a_gpu_squares_in_fp64(scale, monkeypatch):
     """By the calls that a GPU gets, on tensors of the CPU; a norm in fp32 is the control."""
     parts = [torch.randn(n) * scale for n in (70_001, 1, 300)]
     exact = sum(x.double().square().sum().item() for x in parts)
-    assert gradients._at_once(parts).item() == pytest.approx(exact, rel=1e-12, abs=0)
+    assert flat_buffers._at_once(parts).item() == pytest.approx(exact, rel=1e-12, abs=0)
     norm = torch._foreach_norm
     monkeypatch.setattr(torch, "_foreach_norm", lambda x, order, dtype: [y.double() for y in norm(x, order)])
-    assert gradients._at_once(parts).item() != pytest.approx(exact, rel=1e-12, abs=0)
+    assert flat_buffers._at_once(parts).item() != pytest.approx(exact, rel=1e-12, abs=0)

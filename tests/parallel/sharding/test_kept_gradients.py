@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from platform.config.fields import Config
-from platform.parallel.communicator.base import SingleRank
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import SingleRank
 from tests.harness.oracle import MODELS, assemble, configure, prove, serial, trainer_of
 from tests.harness.threads import run_threads
 

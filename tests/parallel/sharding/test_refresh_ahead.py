@@ -10,18 +10,17 @@ import pytest
 import torch
 
 from platform.config.fields import Config
-from platform.parallel.sharding.flat import FlatBucket
-from platform.parallel.sharding.residency import Residency
-from platform.planning.make_plan import make_plan
-from platform.train.generation.generator import Generator
-from platform.train.protocol.asked import AskedTexts, Choice
-from platform.train.recovery.verify import differing
-from platform.train.step import rank_parameters
-from platform.train.step.faults import Fault
-from platform.train.step.loss_scale import LossScale
-from platform.train.step.rank_parameters import Weights
-from platform.train.step.trainer import Trainer
-from platform.train.step.training_state import State
+from platform.predict.make_plan import make_plan
+from platform.runtime.flat_buffers import FlatBucket
+from platform.runtime.residency import Residency
+from platform.train import rank_parameters
+from platform.train.faults import Fault
+from platform.train.generator import Generator
+from platform.train.rank_parameters import LossScale, Weights
+from platform.train.replies import AskedTexts, Choice
+from platform.train.state_recovery import differing
+from platform.train.trainer import Trainer
+from platform.train.training_state import State
 from tests.harness.card import alone
 from tests.harness.oracle import MODELS, configure, prove, run, trainer_of, validation_loss
 from tests.harness.threads import run_threads

@@ -13,13 +13,13 @@ import torch
 
 from platform.boundary.refusals import ConfigError
 from platform.launch import compose
-from platform.parallel.communicator.base import SingleRank
-from platform.parallel.sharding import share
-from platform.plan.core.buckets import SHARD_UNIT
-from platform.plan.core.step_collectives import communication
-from platform.plan.language.layout import padded
-from platform.plan.memory.worker_bytes import weight_bytes
-from platform.planning.make_plan import make_plan
+from platform.plan.chunks import SHARD_UNIT
+from platform.plan.layout import padded
+from platform.plan.step_collectives import communication
+from platform.predict.footprint import weight_bytes
+from platform.predict.make_plan import make_plan
+from platform.runtime import conversion
+from platform.runtime.communicator import SingleRank
 from tests.harness.held import check_held, check_stages
 from tests.harness.oracle import (
     MODELS,
@@ -239,9 +239,9 @@ def test_large_shards_begin_where_whole_vectors_do(data, zero):
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
 def test_a_block_comes_back_from_its_chunks(shape, parts):
     block = torch.randn(shape)
-    flat = share.flatten_padded(block, padded(block.numel(), parts))
+    flat = conversion.flatten_padded(block, padded(block.numel(), parts))
     assert flat.numel() % parts == 0 and flat.numel() - block.numel() < parts
-    assert torch.equal(share.unflatten_padded(flat, shape), block)
+    assert torch.equal(conversion.unflatten_padded(flat, shape), block)
 
 
 def test_one_replica_has_nothing_to_share():

@@ -6,11 +6,10 @@ from collections import Counter
 from typing import Any
 
 from platform.config.fields import Config
-from platform.plan.check.operations_check import Walk
-from platform.plan.check.plan_check import unsound
-from platform.plan.check.spreads import Unsound
-from platform.plan.core.plan import Plan
-from platform.planning.make_plan import make_plan
+from platform.plan.operation_forms import Unsound
+from platform.plan.plan import Plan
+from platform.plan.plan_check import Walk, unsound
+from platform.predict.make_plan import make_plan
 from tests.harness.oracle import configure
 from tests.harness.pairwise import cover, product
 from tests.harness.plan_mutants import conversions, every_reading, every_reduction, every_step

@@ -11,15 +11,13 @@ import pytest
 
 from platform.launch import compose
 from platform.plan import __main__ as command
-from platform.plan.check.forms import FORMS
-from platform.plan.check.operations_check import Walk
-from platform.plan.check.plan_check import unsound
-from platform.plan.check.spreads import Unsound
-from platform.plan.communication.planned import Collective
-from platform.plan.core.plan import Plan
+from platform.plan.operation_forms import FORMS, Unsound
+from platform.plan.operation_plan import Collective
 from platform.plan.operations.op import Op
-from platform.plan.operations.words import Ops
-from platform.planning.make_plan import make_plan
+from platform.plan.operations.registry import Ops
+from platform.plan.plan import Plan
+from platform.plan.plan_check import Walk, unsound
+from platform.predict.make_plan import make_plan
 from tests.fuzz import plans
 from tests.harness.oracle import CONF, MODELS, configure
 from tests.harness.plan_mutants import (

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from platform.plan.communication.rule import Conversion, Step, contract, enter, partial_axes, relayout_steps
-from platform.plan.language.layout import Layout
-from platform.plan.language.mesh import Mesh
+from platform.plan.layout import Layout, Mesh
+from platform.plan.rule import Conversion, Step, contract, enter, partial_axes, relayout_steps
 from tests.harness.numpy_blocks import equal, execute, layouts, split, whole
 
 MESHES = [Mesh.of({"a": 2, "b": 2}), Mesh.of({"a": 2, "b": 3}), Mesh.of({"a": 2, "b": 2, "c": 2})]

@@ -10,8 +10,8 @@ from fractions import Fraction
 
 import pytest
 
-from platform.plan.communication.traffic import TRAFFIC, moved_bytes
-from platform.planning.make_plan import make_plan
+from platform.plan.operation_plan import TRAFFIC, moved_bytes
+from platform.predict.make_plan import make_plan
 from tests.harness.oracle import configure
 
 B, S, H = 16, 32, 64

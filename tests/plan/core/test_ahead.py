@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from platform.plan.core.ahead import Ahead, fetches
-from platform.planning.make_plan import make_plan
+from platform.plan.gather_order import Ahead, fetches
+from platform.predict.make_plan import make_plan
 from tests.harness.oracle import MODELS, configure
 
 

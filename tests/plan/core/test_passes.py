@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from platform.plan.core.passes import pass_groups, rows_at_once
-from platform.planning.answering import answering_model
-from platform.planning.make_plan import make_plan
+from platform.plan.generation_passes import pass_groups, rows_at_once
+from platform.predict.choose_schedule import answering_model
+from platform.predict.make_plan import make_plan
 from tests.harness.oracle import MODELS, configure
 
 EXPERTS = {**MODELS["experts"], "layers": 1, "data": 4, "experts_of": 4}

@@ -11,11 +11,11 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
-from platform.plan.core.buckets import common_name
-from platform.plan.core.plan import Plan
-from platform.plan.core.step_collectives import communication
-from platform.plan.reports.describe import describe
-from platform.planning.make_plan import make_plan
+from platform.plan.chunks import common_name
+from platform.plan.plan import Plan
+from platform.plan.plan_summary import describe
+from platform.plan.step_collectives import communication
+from platform.predict.make_plan import make_plan
 from tests.harness.oracle import configure
 
 B, S, H, T = 4, 16, 32, 4  # sequences per microbatch, tokens, d_model, tensor ranks
@@ -181,8 +181,8 @@ def test_repeated_work_is_warned_of():
 SCRIPT = """
 import json, sys
 from platform.launch import compose
-from platform.plan.core.plan_data import digest, to_dict
-from platform.planning.make_plan import make_plan
+from platform.plan.plan_data import digest, to_dict
+from platform.predict.make_plan import make_plan
 plan = make_plan(compose(sys.argv[1:]))
 print(json.dumps([to_dict(plan), digest(plan)]))
 assert not {"torch", "ray", "wandb"} & set(sys.modules)

@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from platform.launch import compose
-from platform.plan.core.plan_data import digest, from_dict, plan_summary, to_dict
-from platform.planning.make_plan import make_plan
+from platform.plan.plan_data import digest, from_dict, plan_summary, to_dict
+from platform.predict.make_plan import make_plan
 from tests.fuzz.draw_data import write_files
 from tests.fuzz.draw_plans import SCHEDULES, SCHEMES, draw_case
 from tests.fuzz.plans import opened, planned

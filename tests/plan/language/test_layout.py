@@ -3,8 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from platform.plan.language.layout import Layout, block, local_shape, prefix
-from platform.plan.language.mesh import Mesh
+from platform.plan.layout import Layout, Mesh, block, local_shape, prefix
 from tests.harness.numpy_blocks import layouts
 
 MESHES = [Mesh.of({"a": 2, "b": 3}), Mesh.of({"a": 2, "b": 2, "c": 2}), Mesh.of({"a": 1, "b": 4})]

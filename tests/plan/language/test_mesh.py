@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from platform.plan.language.mesh import Mesh
+from platform.plan.layout import Mesh
 
 MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(
     lambda sizes: Mesh(tuple((f"a{i}", n) for i, n in enumerate(sizes)))

@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from platform.config.fields import Branch, Config, Tensor
-from platform.plan.language.layout import DIMS, Layout
-from platform.plan.language.scheme import REGIONS, ROLES, Scheme, compose_scheme
+from platform.plan.layout import DIMS, Layout
+from platform.plan.scheme import REGIONS, ROLES, Scheme, compose_scheme
 from tests.conftest import ROOT
 
 

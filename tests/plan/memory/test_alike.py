@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from platform.plan.core.fused import settled
-from platform.plan.memory import footprint
-from platform.plan.memory.alike import likeness
-from platform.planning.make_plan import make_plan
-from platform.planning.memory_budget import training
+from platform.plan.step_collectives import settled
+from platform.predict import footprint
+from platform.predict.footprint import likeness
+from platform.predict.make_plan import make_plan
+from platform.predict.memory_budget import training
 from tests.harness.oracle import MODELS, configure
 
 CASES = {

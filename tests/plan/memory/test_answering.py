@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from platform.planning.make_plan import make_plan
-from platform.planning.memory_budget import needed_bytes
+from platform.predict.make_plan import make_plan
+from platform.predict.memory_budget import needed_bytes
 from tests.harness.live import count_answering
 from tests.harness.oracle import MODELS, configure
 

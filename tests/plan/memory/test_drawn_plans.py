@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.config.checks import violations_of_configuration
 from platform.config.fields import Config
-from platform.plan.memory.footprint import Footprint
-from platform.planning.make_plan import make_plan
-from platform.planning.memory_budget import answering_memory, training
+from platform.config.validation import violations_of_configuration
+from platform.predict.footprint import Footprint
+from platform.predict.make_plan import make_plan
+from platform.predict.memory_budget import answering_memory, training
 from tests.fuzz.draw_training import SETTINGS
 from tests.harness.live import count, count_answering
 from tests.harness.oracle import MODELS, configure

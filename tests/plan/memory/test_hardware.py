@@ -1,6 +1,6 @@
 import pytest
 
-from platform.plan.memory.hardware import ACCELERATORS, accelerator, dense_bf16_peak
+from platform.plan.accelerators import ACCELERATORS, accelerator, dense_bf16_peak
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from platform.optimizer.optimizers import OPTIMIZERS
-from platform.plan.communication.planned import JOINS_GRADIENTS
-from platform.plan.core.buckets import ADDS_WIDE
-from platform.planning.make_plan import make_plan
-from platform.planning.memory_budget import footprints, needed_bytes
+from platform.plan.chunks import ADDS_WIDE
+from platform.plan.operation_plan import JOINS_GRADIENTS
+from platform.predict.make_plan import make_plan
+from platform.predict.memory_budget import footprints, needed_bytes
 from tests.harness.live import count
 from tests.harness.oracle import MODELS, configure
 from tests.harness.routing import to_the_first

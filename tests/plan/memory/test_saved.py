@@ -11,8 +11,8 @@ from math import prod
 import pytest
 
 from platform.model import build_model
-from platform.plan.memory.worker_bytes import saved_for_backward
-from platform.planning.make_plan import make_plan
+from platform.predict.footprint import saved_for_backward
+from platform.predict.make_plan import make_plan
 from tests.harness.oracle import configure
 
 B, S, H, HEADS = 8, 16, 32, 8

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from platform.parallel.kernels.positions import unseen
-from platform.plan.language.stretches import Stretch
-from platform.plan.reports.attention_work import attention_work, seen_by, unevenness
-from platform.plan.reports.describe import describe
-from platform.planning.make_plan import make_plan
+from platform.plan.layout import Stretch
+from platform.plan.plan_summary import attention_work, describe, seen_by, unevenness
+from platform.predict.make_plan import make_plan
+from platform.runtime.positions import unseen
 from tests.harness.oracle import MODELS, configure
 
 EVEN = 1.02

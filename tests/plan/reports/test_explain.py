@@ -10,11 +10,11 @@ from collections import Counter
 import pytest
 
 from platform.model import build_model
-from platform.plan.core.step_collectives import communication, step_collectives
-from platform.plan.language.layout import at_zero
-from platform.plan.reports.describe import describe
-from platform.plan.reports.explain import bytes_per_layer, explain, render
-from platform.planning.make_plan import make_plan
+from platform.plan.layout import at_zero
+from platform.plan.plan_summary import describe
+from platform.plan.step_collectives import communication, step_collectives
+from platform.predict.make_plan import make_plan
+from platform.predict.plan_report import bytes_per_layer, explain, render
 from tests.harness.oracle import compare, configure, counted, run, serial
 
 CASES = [

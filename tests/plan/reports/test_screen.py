@@ -9,10 +9,10 @@ import pytest
 
 from platform.launch import compose
 from platform.plan.__main__ import main
-from platform.plan.reports.screen import LINES
-from platform.planning.make_plan import make_plan
-from platform.planning.memory_budget import needed_bytes
-from platform.planning.step_price import step_price, usual_hardware
+from platform.predict.make_plan import make_plan
+from platform.predict.memory_budget import needed_bytes
+from platform.predict.plan_screen import LINES
+from platform.predict.step_price import step_price, usual_hardware
 
 SMALL = "+experiment=gpt_quick model.layers=2 model.d_model=64 model.length=64 train.global_batch=8 train.microbatch=2"
 PARTS = ("plan  ", "  parameters ", "  step ", "memory of the worker", "  total ", "a step on ", "  altogether ")

@@ -6,11 +6,10 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from platform.plan.core.step_collectives import communication, step_collectives
-from platform.plan.language.mesh import Mesh
-from platform.plan.language.tiers import Tiers
-from platform.plan.reports.tier_traffic import count_messages, pair_traffic, tier_traffic, transfers, with_axes_moved
-from platform.planning.make_plan import make_plan
+from platform.plan.layout import Mesh
+from platform.plan.step_collectives import communication, step_collectives
+from platform.predict.make_plan import make_plan
+from platform.predict.tier_traffic import Tiers, count_messages, pair_traffic, tier_traffic, transfers, with_axes_moved
 from tests.harness.oracle import MODELS, configure, run
 
 

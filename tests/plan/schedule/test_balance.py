@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from platform.plan.schedule.balance import place_layers
+from platform.plan.schedule import place_layers
 
 
 def sums(costs, ranges):

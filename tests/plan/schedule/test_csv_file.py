@@ -2,9 +2,8 @@
 
 import pytest
 
-from platform.plan.schedule.csv_file import from_csv
-from platform.plan.schedule.generators import generate
-from platform.plan.schedule.table import ScheduleError
+from platform.plan.generators import from_csv, generate
+from platform.plan.schedule import ScheduleError
 from tests.harness.schedule_files import to_csv
 
 

@@ -4,10 +4,10 @@ import xml.etree.ElementTree as xml
 
 import pytest
 
-from platform.plan.schedule.gantt import BARS, COLOURS, LEFT, RIGHT, WIDTH, Bar, gantt_svg, joined
-from platform.plan.schedule.generators import generate
-from platform.plan.schedule.simulate import TimedAction, simulate
-from platform.plan.schedule.table import Action, Kind
+from platform.plan.gantt import BARS, COLOURS, LEFT, RIGHT, WIDTH, Bar, gantt_svg, joined
+from platform.plan.generators import generate
+from platform.plan.schedule import Action, Kind
+from platform.plan.simulate import TimedAction, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 

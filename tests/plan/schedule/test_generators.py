@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from platform.plan.schedule.generators import SCHEDULES, SHIPPED, generate, legal_microbatches
-from platform.plan.schedule.lowering import validate
-from platform.plan.schedule.table import Action, Kind, ScheduleError, table
+from platform.plan.generators import SCHEDULES, SHIPPED, generate, legal_microbatches
+from platform.plan.schedule import Action, Kind, ScheduleError, table
+from platform.plan.simulate import validate
 from tests.plan.blocking import forward_only
 
 GOLDEN = """\

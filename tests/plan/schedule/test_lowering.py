@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from platform.plan.schedule.generators import generate
-from platform.plan.schedule.lowering import lower, validate
-from platform.plan.schedule.table import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule, ScheduleError
+from platform.plan.generators import generate
+from platform.plan.schedule import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule, ScheduleError
+from platform.plan.simulate import lower, validate
 from tests.plan.blocking import forward_only, replay_blocking
 
 

@@ -4,10 +4,9 @@ import itertools
 
 import pytest
 
-from platform.plan.schedule.generators import generate
-from platform.plan.schedule.lowering import lower
-from platform.plan.schedule.simulate import NOMINAL, simulate
-from platform.plan.schedule.table import Kind, Schedule, ScheduleError
+from platform.plan.generators import generate
+from platform.plan.schedule import Kind, Schedule, ScheduleError
+from platform.plan.simulate import NOMINAL, lower, simulate
 from tests.plan.blocking import replay_blocking
 
 UNIT = dict.fromkeys(NOMINAL, 1.0)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from platform.launch import compose
-from platform.plan.schedule.generators import generate
-from platform.plan.schedule.simulate import makespan, simulate
-from platform.plan.schedule.stage_messages import StageMessages, makespan_with
-from platform.plan.schedule.table import Kind
-from platform.planning.make_plan import make_plan
-from platform.planning.step_price import read_hardware, step_price
+from platform.plan.generators import generate
+from platform.plan.schedule import Kind
+from platform.plan.simulate import StageMessages, makespan, makespan_with, simulate
+from platform.predict.make_plan import make_plan
+from platform.predict.step_price import read_hardware, step_price
 
 # Mbit/s -> seconds of a message of 256 KiB, measured seconds of 1F1B and interleaved (tests/benchmarks/RESULTS.md)
 MEASURED = {25: (0.0839, 8.656, 9.535), 100: (0.0210, 6.115, 5.249), 1000: (0.0021, 5.614, 4.807)}

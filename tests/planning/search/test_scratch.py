@@ -7,12 +7,12 @@ import pytest
 
 from platform.launch import compose
 from platform.model import forget_models
-from platform.plan.core.build import forget_planned
 from platform.plan.operations.recorder import Recorder
-from platform.planning.make_plan import make_plan
-from platform.planning.memory_budget import needed_bytes
-from platform.planning.search.best import Finalist, search
-from platform.planning.step_price import read_hardware, step_price
+from platform.plan.plan_builder import forget_planned
+from platform.predict.make_plan import make_plan
+from platform.predict.memory_budget import needed_bytes
+from platform.predict.search import Finalist, search
+from platform.predict.step_price import read_hardware, step_price
 
 TINY = ("model.layers=4", "model.d_model=64", "model.d_ff=128", "model.length=32", "model.vocab=256", "data=synthetic")
 OPEN = ("tensor=auto", "pipeline=auto", "parallel.data=-1", "recompute=auto")

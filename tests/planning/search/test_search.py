@@ -10,19 +10,18 @@ from math import prod
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.cluster.run import devices, resources
-from platform.cluster.run.commands import Command
-from platform.config.checks import violations_of_configuration
+from platform.cluster import resources
+from platform.cluster.shown_commands import Command
+from platform.config.validation import violations_of_configuration
 from platform.jobs.__main__ import main as write_job
 from platform.launch import compose
-from platform.planning.make_plan import make_plan, plan_quickly
-from platform.planning.memory_budget import MemoryForecast, needed_bytes
-from platform.planning.replan import replan
-from platform.planning.search import best as ranking
-from platform.planning.search.best import Field, search
-from platform.planning.search.choice import Contender, Space
-from platform.planning.search.chosen import choose_plan, ranked_table
-from platform.planning.step_price import read_hardware, step_price, usual_hardware
+from platform.predict import search as ranking
+from platform.predict.contenders import Contender, Space
+from platform.predict.make_plan import make_plan, plan_quickly
+from platform.predict.memory_budget import MemoryForecast, needed_bytes
+from platform.predict.replan import replan
+from platform.predict.search import Field, choose_plan, ranked_table, search
+from platform.predict.step_price import read_hardware, step_price, usual_hardware
 
 TINY = ("model.layers=2", "model.d_model=64", "model.d_ff=128", "model.length=32", "model.vocab=256", "data=synthetic")
 LARGE = 1e12  # bytes
@@ -205,10 +204,10 @@ def test_narrow_experts_are_left_whole():
 
 def test_a_refusal_for_want_of_gpus_ends_with_a_command_that_runs(monkeypatch):
     monkeypatch.setattr(resources, "_supply", lambda *_: resources.Supply(2, 4, "on this machine"))
-    monkeypatch.setattr(devices, "_seen", lambda: devices.Device(80e9, "NVIDIA H100 80GB HBM3"))
+    monkeypatch.setattr(resources, "_seen", lambda: resources.Device(80e9, "NVIDIA H100 80GB HBM3"))
     given = ["+experiment=gpt_quick", *TINY, "cluster.device=cuda", "pipeline=1f1b", "pipeline.stages=2"]
     with pytest.raises(ConfigError) as refused:
-        devices.reserve_or_suggest(compose(given), Command(given), 8, print, spares=0, least=0)
+        resources.reserve_or_suggest(compose(given), Command(given), 8, print, spares=0, least=0)
     (line,) = refused.value.violations
     assert line.startswith("cluster.device=cuda: needs 8 GPUs, 2 there")
     start, _, typed = line.partition("; the best plan for 2 GPUs: python -m platform.launch ")
@@ -219,15 +218,15 @@ def test_a_refusal_for_want_of_memory_ends_with_a_command_that_runs():
     given = ["+experiment=gpt_quick", *TINY, "parallel.data=2", "tensor=serial"]
     config = compose(given)
     plan = make_plan(config)
-    device = devices.Device(needed_bytes(config, plan) - 1, "it")
+    device = resources.Device(needed_bytes(config, plan) - 1, "it")
     with pytest.raises(ConfigError) as refused:
-        devices.refuse_lack_of_memory(config, plan, device, Command(given))
+        resources.refuse_lack_of_memory(config, plan, device, Command(given))
     (line,) = refused.value.violations
     assert line.startswith("cluster.memory=refuse: a worker needs")
     start, _, typed = line.partition("; the best plan for 2 workers: python -m platform.launch ")
     other = compose(shlex.split(typed))
     assert make_plan(other).mesh.size == 2 and needed_bytes(other, make_plan(other)) <= device.memory
-    devices.refuse_lack_of_memory(other, make_plan(other), device, Command(given))
+    resources.refuse_lack_of_memory(other, make_plan(other), device, Command(given))
 
 
 def test_only_finalists_up_to_the_first_that_fits_are_measured(monkeypatch):

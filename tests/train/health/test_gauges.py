@@ -11,9 +11,9 @@ from typing import Any
 import pynvml
 import pytest
 
-from platform.train.health import gauges
-from platform.train.health.gauges import Gauges, Nvml, Process, Processors, gauge_sources
-from platform.train.protocol.replies import GAUGES
+from platform.train import gauges
+from platform.train.gauges import Gauges, Nvml, Process, Processors, gauge_sources
+from platform.train.replies import GAUGES
 
 
 class StandIn:

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from platform.config.fields import Config
-from platform.plan.language.mesh import Mesh
-from platform.train.health import gpu_state
-from platform.train.health.gpu_state import GpuQuery
-from platform.train.health.link import CONNECTIONS, TOGETHER
-from platform.train.health.measure import FULL, MEASURES, QUICK, Bench, findings, look_at_gpu
-from platform.train.health.symptoms import BY_NAME, symptoms
-from platform.train.protocol.replies import Findings
+from platform.plan.layout import Mesh
+from platform.train import gauges
+from platform.train.gauges import GpuQuery
+from platform.train.health import BY_NAME, symptoms
+from platform.train.measurements import CONNECTIONS, FULL, MEASURES, QUICK, TOGETHER, Bench, findings, look_at_gpu
+from platform.train.replies import Findings
 from tests.doubles import sick_worker
 from tests.harness.threads import run_threads
 
@@ -129,7 +128,7 @@ NEW = {**SICK, "gpu driver": "570.1", "gpu recovery": "Reset"}
 )
 def test_what_nvidia_smi_says(tmp_path, monkeypatch, script, readings, facts):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: type("Device", (), {"uuid": "c0ffee"}))
-    monkeypatch.setattr(gpu_state, "_SECONDS", 0.2 if script == "sleep 60" else 30.0)
+    monkeypatch.setattr(gauges, "_SECONDS", 0.2 if script == "sleep 60" else 30.0)
     command = tmp_path / "nvidia-smi"
     if script:
         command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n{script}\n')
@@ -142,7 +141,7 @@ def test_what_nvidia_smi_says(tmp_path, monkeypatch, script, readings, facts):
     if script:
         asked = (tmp_path / "asked").read_text().splitlines()
         assert all("--id=GPU-c0ffee" in line for line in asked)
-        assert script != "sleep 60" or len(asked) == len(gpu_state.FIELDS), "who does not answer is not asked again"
+        assert script != "sleep 60" or len(asked) == len(gauges.FIELDS), "who does not answer is not asked again"
 
 
 @pytest.mark.parametrize(("check", "measure"), CONNECTIONS.items())

@@ -3,12 +3,12 @@ from itertools import combinations
 
 import pytest
 
-from platform.train.health import gpu_state, partners
-from platform.train.health.partners import groups_by_check, rounds
+from platform.train import gauges, health
+from platform.train.health import groups_by_check, rounds
 
 
 def test_examples():
-    for module in (partners, gpu_state):
+    for module in (health, gauges):
         assert doctest.testmod(module).failed == 0
 
 

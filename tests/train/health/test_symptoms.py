@@ -6,8 +6,8 @@ from statistics import median
 
 import pytest
 
-from platform.train.health.symptoms import BY_NAME, CHECKS, EXACT, _median_beside, best_of, symptoms
-from platform.train.protocol.replies import Findings
+from platform.train.health import BY_NAME, CHECKS, EXACT, _median_beside, best_of, symptoms
+from platform.train.replies import Findings
 
 USUAL = {"gemm": 1e12, "wrong": 0.0, "memory": 1e11, "link": 1e9, "write": 1e9, "read": 2e9, "clock": 0.0}
 

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from platform.checkpoint.blocks.placement import Block
-from platform.checkpoint.in_memory.snapshots import RankSnapshots
-from platform.parallel.communicator.base import Communicator, SingleRank
-from platform.plan.language.mesh import Mesh
-from platform.planning.make_plan import make_plan
-from platform.train.recovery.source import Formation, Source, find_source
-from platform.train.step import rank_parameters as weights
-from platform.train.step.training_state import State
+from platform.checkpoint.blocks import Block
+from platform.checkpoint.snapshots import RankSnapshots
+from platform.plan.layout import Mesh
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import Communicator, SingleRank
+from platform.train import rank_parameters as weights
+from platform.train.state_recovery import Formation, Source, find_source
+from platform.train.training_state import State
 from tests.harness.memories import opened, take
 from tests.harness.oracle import trainer_of
 from tests.harness.pairwise import cover, product

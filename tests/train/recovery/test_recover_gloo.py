@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from platform.checkpoint.in_memory.snapshots import RankSnapshots
+from platform.checkpoint.snapshots import RankSnapshots
 from platform.config.fields import Config
-from platform.planning.make_plan import make_plan
-from platform.train.recovery.source import Formation, Source, find_source
-from platform.train.step.training_state import State
+from platform.predict.make_plan import make_plan
+from platform.train.state_recovery import Formation, Source, find_source
+from platform.train.training_state import State
 from tests.harness.memories import opened, take
 from tests.harness.oracle import trainer_of
 from tests.harness.seats import seated

@@ -10,15 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from platform.boundary.files.file_storage import open_storage
-from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import Block
-from platform.checkpoint.storage.catalogue import begin, commit, load_manifest
-from platform.checkpoint.storage.manifest import Meta
+from platform.boundary.storage import open_storage
+from platform.checkpoint.blocks import Block, Box
+from platform.checkpoint.catalogue import begin, commit, load_manifest
+from platform.checkpoint.manifest import Meta
 from platform.config.fields import Config
-from platform.parallel.communicator.base import Communicator, SingleRank
-from platform.planning.make_plan import make_plan
-from platform.train.step.training_state import State
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import Communicator, SingleRank
+from platform.train.training_state import State
 from tests.harness.oracle import configure, trainer_of
 from tests.harness.threads import run_threads
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from platform.config.fields import Config
-from platform.planning.make_plan import make_plan
-from platform.train.protocol.replies import Damage, Differences, Dispute
-from platform.train.recovery.verify import checksum, differing
-from platform.train.step.faults import Fault
-from platform.train.step.training_state import State
+from platform.predict.make_plan import make_plan
+from platform.train.faults import Fault
+from platform.train.replies import Damage, Differences, Dispute
+from platform.train.state_recovery import checksum, differing
+from platform.train.training_state import State
 from tests.harness.memories import opened, take
 from tests.harness.oracle import MODELS, configure, trainer_of
 from tests.harness.threads import run_threads

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from platform.checkpoint.in_memory.recover import lost
-from platform.train.recovery.source import Formation, Source, find_source
+from platform.checkpoint.memory_recovery import lost
+from platform.train.state_recovery import Formation, Source, find_source
 from tests.harness.oracle import configure
 from tests.harness.seats import seated
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from platform.optimizer.optimizers import kept_numbers
-from platform.parallel.communicator.base import SingleRank
-from platform.plan.memory.worker_bytes import weight_bytes
-from platform.planning.make_plan import make_plan
-from platform.train.step.training_state import State
+from platform.predict.footprint import weight_bytes
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import SingleRank
+from platform.train.training_state import State
 from tests.harness.oracle import assemble, configure, trainer_of, validation_loss
 from tests.harness.threads import run_threads
 

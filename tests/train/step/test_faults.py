@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from platform.train.step.faults import Fault, Faults, Injected, armed, strike
+from platform.train.faults import Fault, Faults, Injected, armed, strike
 
 
 def test_each_strikes_once():

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from platform.planning.make_plan import make_plan
-from platform.train.step.inputs import place, stretches
+from platform.predict.make_plan import make_plan
+from platform.train.stage_passes import place, stretches
 from tests.harness.oracle import Tokens, configure
 
 

@@ -7,11 +7,11 @@ from collections import defaultdict
 import pytest
 import torch
 
-from platform.parallel.communicator.base import SingleRank
-from platform.parallel.watched import Watched
-from platform.plan.core.buckets import layer_of
-from platform.planning.make_plan import make_plan
-from platform.train.step.step_report import Combiner
+from platform.plan.chunks import layer_of
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import SingleRank
+from platform.runtime.parallel_ops import Watched
+from platform.train.step_report import Combiner
 from tests.harness.oracle import configure, trainer_of
 from tests.harness.threads import run_threads
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from platform.boundary import schema
-from platform.boundary.files.file_storage import open_storage
 from platform.boundary.schema import Malformed
-from platform.checkpoint.blocks.chain import chains_of
-from platform.checkpoint.storage.catalogue import begin, commit, load_manifest
-from platform.checkpoint.storage.manifest import Meta, Refused
+from platform.boundary.storage import open_storage
+from platform.checkpoint.blocks import chains_of
+from platform.checkpoint.catalogue import begin, commit, load_manifest
+from platform.checkpoint.manifest import Meta, Refused
 from platform.config.fields import Config, LossScaling
-from platform.parallel.communicator.base import SingleRank
-from platform.planning.make_plan import make_plan
-from platform.train.step.loss_scale import LARGEST, LossScale
-from platform.train.step.training_state import State
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import SingleRank
+from platform.train.rank_parameters import LARGEST, LossScale
+from platform.train.training_state import State
 from tests.harness.memories import opened, take
 from tests.harness.oracle import assemble, configure, run, serial, trainer_of
 from tests.harness.threads import run_threads

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from platform.optimizer.learning_rate import learning_rate
-from platform.parallel.communicator.base import SingleRank
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import SingleRank
 from tests.harness.oracle import MODELS, STEPS, Tokens, configure, run, trainer_of
 from tests.harness.reference_transformer import loss as reference_loss
 

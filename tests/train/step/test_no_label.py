@@ -8,8 +8,8 @@ import pytest
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
 from platform.data.corpus import open_corpus
-from platform.plan.language.functions import LABEL_WEIGHTS
-from platform.train.step.inputs import share_of
+from platform.plan.model_types import LABEL_WEIGHTS
+from platform.train.stage_passes import share_of
 
 
 @pytest.fixture

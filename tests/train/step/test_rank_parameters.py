@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from platform.planning.make_plan import make_plan
+from platform.predict.make_plan import make_plan
 from tests.harness.oracle import MODELS, Result, assemble, configure, run, serial
 
 LAYOUTS = {
@@ -18,7 +18,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_initial_weights_are_those_of_one_process(layout, precision):
     """Bit for bit, in the precision of the master copies; tests/harness/oracle.py compares those of fp64 everywhere."""
-    from platform.train.step.rank_parameters import DTYPES, Weights
+    from platform.train.rank_parameters import DTYPES, Weights
     from tests.harness.threads import run_threads
 
     c = configure(*LAYOUTS[layout], precision=precision, **MODELS["llama"])

@@ -7,14 +7,13 @@ from math import nan
 
 import torch
 
-from platform.parallel.communicator.base import Communicator
-from platform.plan.language.tiers import Tiers
-from platform.plan.reports.tier_traffic import reach_of
-from platform.planning.make_plan import make_plan
-from platform.train.protocol.replies import RankRange, StepReport
-from platform.train.step.rank_ranges import Bandwidths, rank_ranges
-from platform.train.step.step_report import Combiner
-from platform.train.step.trainer import SECTIONS
+from platform.predict.make_plan import make_plan
+from platform.predict.tier_traffic import Tiers, reach_of
+from platform.runtime.communicator import Communicator
+from platform.train.rank_parameters import Bandwidths, rank_ranges
+from platform.train.replies import RankRange, StepReport
+from platform.train.step_report import Combiner
+from platform.train.trainer import SECTIONS
 from tests.harness.oracle import configure
 from tests.harness.threads import run_threads
 

@@ -8,11 +8,11 @@ from statistics import fmean
 
 import pytest
 
-from platform.parallel.communicator.base import SingleRank
-from platform.planning.make_plan import make_plan
-from platform.train.protocol.replies import SlowRank, StepReport, Taken
-from platform.train.step.step_report import OWN_WORK, Combiner
-from platform.train.step.trainer import SECTIONS
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import SingleRank
+from platform.train.replies import SlowRank, StepReport, Taken
+from platform.train.step_report import OWN_WORK, Combiner
+from platform.train.trainer import SECTIONS
 from tests.harness.oracle import configure, trainer_of
 from tests.harness.threads import run_threads
 

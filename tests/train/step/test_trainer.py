@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from platform.config.fields import Config
-from platform.parallel.communicator.base import SingleRank
-from platform.plan.core.step_collectives import process_groups
-from platform.planning.make_plan import make_plan
-from platform.train.step.faults import Fault
-from platform.train.step.trainer import SECTIONS
+from platform.plan.step_collectives import process_groups
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import SingleRank
+from platform.train.faults import Fault
+from platform.train.trainer import SECTIONS
 from tests.harness.oracle import Tokens, configure, trainer_of, validation_loss
 from tests.harness.threads import run_threads
 

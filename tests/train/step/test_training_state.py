@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from platform.parallel.communicator.base import SingleRank
-from platform.planning.make_plan import make_plan
-from platform.train.step.training_state import State
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import SingleRank
+from platform.train.training_state import State
 from tests.harness.memories import opened, take
 from tests.harness.oracle import configure, trainer_of
 

@@ -23,7 +23,7 @@ from dataclasses import replace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from platform.planning.make_plan import make_plan  # noqa: E402
+from platform.predict.make_plan import make_plan  # noqa: E402
 from tests.benchmarks.peers.contexts.block import RANKS, Size, configured  # noqa: E402
 from tests.benchmarks.peers.contexts.plain import WAYS  # noqa: E402
 from tests.benchmarks.peers.contexts.turns import Found, Job, alternate, peak_bytes  # noqa: E402

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from platform.config.fields import Config
-from platform.model.blocks import TransformerBlock
+from platform.model.attention import TransformerBlock
 from platform.model.layers import StackSpecs
-from platform.parallel.communicator.base import Communicator
-from platform.parallel.parallel_ops import ParallelOps
-from platform.plan.language.layout import zigzag
-from platform.planning.make_plan import make_plan
-from platform.train.step.rank_parameters import Weights
+from platform.plan.layout import zigzag
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import Communicator
+from platform.runtime.parallel_ops import ParallelOps
+from platform.train.rank_parameters import Weights
 from tests.benchmarks.peers.experts.layer import _forget
 from tests.harness.oracle import configure
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
 
-from platform.parallel.communicator.base import Communicator
+from platform.runtime.communicator import Communicator
 from tests.benchmarks.peers.contexts.block import RANKS, Block, Given, Size, in_zigzag
 from tests.benchmarks.peers.gpt import rotated
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from platform.cluster.crew.launchers.host import _keep_freed_memory
-from platform.parallel.communicator.base import Communicator
-from platform.plan.core.plan import Plan
+from platform.cluster.crew.worker_host import _keep_freed_memory
+from platform.plan.plan import Plan
+from platform.runtime.communicator import Communicator
 from tests.benchmarks.peers.contexts.block import RANKS, Block, Given, Size, floor, given, ours
 from tests.benchmarks.peers.contexts.plain import peer
 from tests.benchmarks.peers.pairs import OURS, PEER, Seen, grown, take_turns

@@ -21,7 +21,7 @@ from dataclasses import replace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from platform.planning.make_plan import make_plan  # noqa: E402
+from platform.predict.make_plan import make_plan  # noqa: E402
 from tests.benchmarks.peers import environment  # noqa: E402
 from tests.benchmarks.peers.experts.layer import Size, configured  # noqa: E402
 from tests.benchmarks.peers.experts.turns import PEERS, Found, Job, alternate, peak_bytes  # noqa: E402

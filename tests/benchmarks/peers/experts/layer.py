@@ -17,10 +17,10 @@ from torch import Tensor
 from platform.config.fields import Config
 from platform.model.feed_forward import Experts
 from platform.model.layers import StackSpecs
-from platform.parallel.communicator.base import Communicator
-from platform.parallel.parallel_ops import ParallelOps
-from platform.planning.make_plan import make_plan
-from platform.train.step.rank_parameters import Weights
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import Communicator
+from platform.runtime.parallel_ops import ParallelOps
+from platform.train.rank_parameters import Weights
 from tests.harness.oracle import configure
 
 RANKS = 2

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from platform.parallel.communicator.base import Communicator
+from platform.runtime.communicator import Communicator
 from tests.benchmarks.peers import environment
 from tests.benchmarks.peers.experts.layer import BALANCE, RANKS, Given, Layer, Size
 

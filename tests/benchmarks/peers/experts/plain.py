@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from platform.parallel.communicator.base import Communicator
+from platform.runtime.communicator import Communicator
 from tests.benchmarks.peers.experts.layer import BALANCE, RANKS, Given, Layer, Size
 
 

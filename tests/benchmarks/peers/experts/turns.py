@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from platform.cluster.crew.launchers.host import _keep_freed_memory
-from platform.parallel.communicator.base import Communicator
-from platform.plan.core.plan import Plan
+from platform.cluster.crew.worker_host import _keep_freed_memory
+from platform.plan.plan import Plan
+from platform.runtime.communicator import Communicator
 from tests.benchmarks.peers.experts.layer import Given, Layer, Size, floor, given, leaving
 from tests.benchmarks.peers.pairs import OURS, PEER, Seen, grown, take_turns
 

@@ -7,8 +7,8 @@ from shutil import copytree
 
 import pytest
 
-from platform.boundary.files import local_files as storage_module
-from platform.boundary.files.file_storage import Storage, open_storage
+from platform.boundary import local_files as storage_module
+from platform.boundary.storage import Storage, open_storage
 from tests.doubles.faulty_os import FaultyOs
 from tests.harness.small_storage import job
 
@@ -17,7 +17,7 @@ from tests.harness.small_storage import job
 def small_and_fast(monkeypatch):
     """No real fsync; and small tensors are cut as large ones are."""
     monkeypatch.setattr(storage_module, "os", FaultyOs())
-    monkeypatch.setattr("platform.checkpoint.blocks.chain.LARGEST_ROW", 16)
+    monkeypatch.setattr("platform.checkpoint.blocks.LARGEST_ROW", 16)
 
 
 @pytest.fixture

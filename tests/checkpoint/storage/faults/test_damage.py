@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from platform.checkpoint.storage import catalogue
-from platform.checkpoint.storage import manifest as manifests
-from platform.checkpoint.storage.catalogue import find, load_manifest
-from platform.checkpoint.storage.manifest import Corrupt, Manifest
+from platform.checkpoint import catalogue
+from platform.checkpoint import manifest as manifests
+from platform.checkpoint.catalogue import find, load_manifest
+from platform.checkpoint.manifest import Corrupt, Manifest
 from tests.harness.small_storage import job, newest
 
 

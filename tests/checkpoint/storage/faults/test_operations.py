@@ -11,11 +11,11 @@ from threading import BrokenBarrierError
 
 import pytest
 
-from platform.boundary.files import local_files as storage_module
-from platform.checkpoint.storage import catalogue
-from platform.checkpoint.storage.catalogue import find, load_manifest, verify
-from platform.checkpoint.storage.manifest import Manifest, Refused
-from platform.checkpoint.storage.saver import Saver
+from platform.boundary import local_files as storage_module
+from platform.checkpoint import catalogue
+from platform.checkpoint.catalogue import find, load_manifest, verify
+from platform.checkpoint.manifest import Manifest, Refused
+from platform.checkpoint.saver import Saver
 from tests.doubles import faulty_os
 from tests.doubles.faulty_os import FaultyOs, Killed
 from tests.harness.small_storage import faulty, job, newest

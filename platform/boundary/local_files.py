@@ -1,0 +1,262 @@
+"""Files of this machine and of network file systems: replaced in one step, so that no reader finds half of one."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from platform.boundary.documents import open_regular
+from platform.boundary.refusals import ConfigError, violation
+
+UNKNOWN = -1  # size of an entry that cannot be inspected: a dangling link, no permission
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # no more may be written
+
+
+def write_whole(path: Path, chunks: Iterable[bytes | memoryview], mode: int = 0o666, durable: bool = False) -> None:
+    """Write a file by a draft beside it that takes its place in one step; `durable`: it survives a loss of power.
+    Raises OSError, having removed the draft."""
+    made = draft = path.with_name(_draft_name())
+    try:
+        file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        try:
+            for chunk in chunks:
+                left = memoryview(chunk)
+                while left:  # os.write may take less than it is given
+                    left = left[os.write(file, left) :]
+            if durable:
+                os.fsync(file)
+        finally:
+            os.close(file)
+        os.replace(draft, path)
+        made = path
+        if durable:
+            _synchronise(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(made)
+        raise
+
+
+def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write a text file in one step, by a draft that takes its place (`write_whole`); `mode`: its permissions."""
+    write_whole(path, [text.encode(errors="surrogateescape")], mode)
+
+
+@contextmanager
+def drafted(folder: Path, names: Sequence[str] = ()) -> Iterator[Path]:
+    """Yield the path for a new hidden directory, which becomes `folder` after the block, or whose files `names`
+    (default: all) move into `folder` in this order if it exists already. A failure leaves nothing of it. It is on the
+    same file system, so that nothing is copied."""
+    there, name = folder.is_dir(), _draft_name()
+    draft = folder / name if there else folder.with_name(f".{folder.name}{name}")
+    try:
+        yield draft
+        if not there:
+            os.rename(draft, folder)  # fails if somebody else has made it meanwhile
+            return _synchronise(folder.parent)
+        names = names or sorted(os.listdir(draft))
+        try:
+            for name in names:
+                os.replace(draft / name, folder / name)
+        except BaseException:
+            for name in names:
+                with suppress(OSError):
+                    Local(folder).delete(name)
+            raise
+        os.rmdir(draft)
+        _synchronise(folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _draft_name() -> str:
+    """Return a random name for a hidden draft, a file that takes the place of another once it is complete."""
+    return f".draft-{secrets.token_hex(4)}"
+
+
+@contextmanager
+def writing_to(key: str, place: object) -> Iterator[None]:
+    """Raise ConfigError in place of the OSError of a full or read-only disk within the context; other errors pass.
+    `key`: the configuration key or argument that names the folder or file `place`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL and not (error.errno is None and "requested and" in str(error)):  # as NumPy says it
+            raise
+        why = error.strerror or os.strerror(errno.ENOSPC)
+        raise ConfigError(violation(key, place, f"cannot be written: {why}", ["another place"])) from None
+
+
+class Local:
+    """Storage (see `platform.boundary.storage`) in a directory on a local or network file system (`root`):
+    durable writes survive a loss of power."""
+
+    def __init__(self, root: Path | str):
+        """Construct the storage in the local directory `root`, which need not exist yet; ~ is expanded."""
+        self.root = Path(root).expanduser()
+        self.url = str(self.root)
+
+    def write(self, path: str, chunks: Iterable[bytes | memoryview], durable: bool = True) -> None:
+        """Write a file of this local storage by a draft that takes its place; make missing directories."""
+        _make_directory((self.root / path).parent)
+        write_whole(self.root / path, chunks, 0o644, durable)
+
+    def read(self, path: str, start: int = 0, end: int | None = None) -> bytearray:
+        """Return bytes [start, end) of a regular file of this local storage."""
+        with open_regular(self.root / path) as raw, io.BufferedReader(raw) as file:
+            there = os.fstat(raw.fileno()).st_size
+            data = bytearray(max(0, min(there, there if end is None else end) - start))
+            file.seek(start)
+            del data[file.readinto(data) :]  # less only if the file became shorter
+        return data
+
+    def open(self, path: str, start: int, end: int) -> io.FileIO:
+        """Open a regular file of this local storage at byte `start`; its end is not limited to `end`."""
+        file = open_regular(self.root / path)
+        file.seek(start)
+        return file
+
+    def list(self, path: str) -> dict[str, int]:
+        """Map the names in a directory of this local storage to their sizes in bytes, without entries that have been
+        deleted meanwhile."""
+        place = self.root / path
+        try:
+            with os.scandir(place) as entries:
+                found = {entry.name: _size(entry) for entry in entries}
+        except FileNotFoundError:
+            if os.path.lexists(place):  # a dangling link: the directory is out of reach, not empty
+                raise
+            return {}
+        return {name: size for name, size in found.items() if size is not None}
+
+    def version(self, path: str) -> str:
+        """Return device, inode, size and modification time of a file as a text that changes when the file does."""
+        found = os.stat(self.root / path)
+        return f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns}"
+
+    def delete(self, path: str, durable: bool = True) -> None:
+        """Delete a file of this local storage, or a directory with everything in it; a link itself, not its target."""
+        target = self.root / path
+        with suppress(FileNotFoundError):
+            if target.is_dir() and not target.is_symlink():
+                for name in os.listdir(target):
+                    self.delete(f"{path}/{name}", durable)
+                os.rmdir(target)
+            else:
+                os.unlink(target)
+            if durable:
+                _synchronise(target.parent)
+
+
+def _size(entry: os.DirEntry[str]) -> int | None:
+    """Return the size in bytes of a file found in a directory of a storage, UNKNOWN if it cannot be inspected, None if
+    it has been deleted meanwhile."""
+    with suppress(OSError):
+        return entry.stat().st_size
+    try:
+        entry.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    except OSError:
+        pass
+    return UNKNOWN
+
+
+def _make_directory(path: Path) -> None:
+    """Create a directory and its missing parents, so that they survive a loss of power."""
+    if not path.is_dir():
+        _make_directory(path.parent)
+        with suppress(FileExistsError):  # another worker was faster; the second one synchronises too
+            os.mkdir(path, 0o700)  # weights are private; an existing directory keeps its mode
+        _synchronise(path.parent)
+
+
+def _synchronise(directory: Path) -> None:
+    """Flush a directory to disk, so that files created in it, renamed or deleted stay so after a loss of power."""
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# Protocols of the URLs at which files may lie, judged without connecting to anything.
+
+# fsspec protocols under which a file appears only when it is committed, as checkpoints need.
+WRITABLE = tuple("file local memory s3 s3a gs gcs abfs abfss az adl sftp ssh oci oss obs cos tos hf dbfs".split())
+
+
+def violation_of_protocol(url: str, writing: bool = True) -> str:
+    """Return why checkpoints cannot be saved at a path or URL, judging by its protocol alone; "" if they can.
+
+    With `writing` False, returns why a file there cannot be read.
+    """
+    protocol, separator, rest = url.partition("://")
+    if not separator:
+        return ""
+    if not rest.strip("/"):
+        return "cannot be used: names no place in the storage"
+    if special := _special_file(url):
+        return f"cannot be used: {special} is a pipe or a device, and a regular file or a folder is needed"
+    if "::" in url:
+        return "cannot be used: nothing can be saved through a chain of storages" if writing else ""
+    if protocol in WRITABLE:
+        return ""
+    import fsspec
+    from fsspec.registry import known_implementations
+
+    if protocol in known_implementations:
+        return f"cannot be used: nothing can be saved through {protocol}" if writing else ""
+    if protocol not in fsspec.registry:  # a module in `extend` may have registered one
+        return f"cannot be used: no storage is known by {protocol}"
+    return ""
+
+
+def _special_file(url: str) -> str:
+    """Return the path of a pipe, socket or device of this machine that a file's URL, or a part of its chain, names; ""
+    if none does."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    for part in url.split("::"):
+        if part.partition("://")[0] in ("file", "local") or "://" not in part:
+            path = LocalFileSystem._strip_protocol(part)
+            with suppress(OSError, ValueError):  # who reads it says what is wrong
+                mode = os.stat(path).st_mode
+                if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                    return path
+    return ""
+
+
+# Removal of directories and files that were made for a run which is then refused, so that it leaves nothing behind.
+
+
+def missing_directories(path: Path) -> list[Path]:
+    """List the directories that creating `path` would create, deepest first, to remove them if the run is refused."""
+    return [p for p in (path, *path.parents) if not p.exists()]
+
+
+def remove_empty(directories: Iterable[Path]) -> None:
+    """Remove the directories that were made for a refused run, in order, up to the first that is not empty; that one
+    and the rest stay. One that is gone already counts as removed."""
+    with suppress(OSError):
+        for directory in directories:
+            with suppress(FileNotFoundError):
+                directory.rmdir()
+
+
+def remove_files(directory: Path, names: Iterable[str]) -> None:
+    """Remove the files and folders `names` in `directory`, made for a refused run, if they exist; ignore errors."""
+    for path in (directory / name for name in names):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink()

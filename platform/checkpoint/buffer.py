@@ -1,0 +1,157 @@
+"""A buffer of host memory that holds parts of global tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, cached_property
+
+import torch
+from torch import Tensor
+
+from platform.boundary.sealed_blocks import LARGEST_BLOCK, THREADS
+from platform.boundary.storage import Storage
+from platform.checkpoint.blocks import ITEMSIZE, Block, Box, Share
+from platform.checkpoint.manifest import BlockReport, FileReport
+from platform.runtime.pinned_memory import pinned_bytes
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
+
+Places = list[tuple[Share, int, int]]  # parts of global tensors, and where each begins and ends in a buffer
+
+
+class LiveBlocks(list[Block]):
+    """Blocks of a process's live tensors that buffers are filled from again and again, while they are these tensors."""
+
+    def __init__(self, blocks: Iterable[Block]):
+        """Collect the blocks of a process's live tensors, of which checkpoints and snapshots are filled."""
+        super().__init__(blocks)
+        self._known: list[tuple[Places, list[Tensor]]] = []
+
+    def parts(self, places: Places) -> list[Tensor]:
+        """Return the parts of global tensors in a checkpoint's buffer, listed as `places` (part, first byte, last), as
+        views of the live tensors; they are looked up only at the first call for these very `places`."""
+        if (known := next((parts for asked, parts in self._known if asked is places), None)) is None:
+            found: dict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
+            for name, box, tensor in self:
+                found[name].append((box, tensor))
+            known = []
+            for (held, box), _, _ in places:
+                outer, tensor = next((b, t) for b, t in found[held.name] if b.overlap(box) == box)
+                known.append(tensor[box.within(outer)])
+            self._known.append((places, known))
+        return known
+
+
+class Buffer:
+    """Host memory that holds the bytes of `parts` of global tensors, one after the other without a gap: `places` says
+    where each begins and ends in `data` (uint8 [bytes]). `pinned`: page-locked, for asynchronous copies from tensors on
+    a GPU. Its memory is new, zeros, unless it is given as `data`, which may be longer."""
+
+    def __init__(self, parts: Iterable[Share], pinned: bool = False, data: Tensor | None = None):
+        """Place `parts` of global tensors, of a checkpoint or a snapshot, one after the other in host memory: new
+        zeros, or `data` (uint8 [bytes] or more). `pinned`: page-locked, for copies from a GPU."""
+        self.places: Places = []
+        self._at: dict[str, list[tuple[Box, int, int]]] = defaultdict(list)
+        at = 0
+        for part in parts:
+            end = at + part.nbytes
+            self.places.append((part, at, end))
+            self._at[part.tensor.name].append((part.box, at, end))
+            at = end
+        self._pinned = pinned
+        if data is None:
+            data = pinned_bytes(at) if pinned else torch.zeros(at, dtype=torch.uint8)
+        self.data = data
+
+    @classmethod
+    def aligned(cls, parts: Sequence[Share], pinned: bool = False, data: Tensor | None = None) -> Buffer:
+        """Make a checkpoint's buffer of parts sorted by element type, largest first, so that each is aligned."""
+        return cls(sorted(parts, key=lambda part: -part.tensor.itemsize), pinned, data)
+
+    def fill(self, blocks: Sequence[Block]) -> None:
+        """Copy every part of this checkpoint's buffer out of the live tensors `blocks`, which may change afterwards."""
+        self.start(blocks)()
+
+    def start(self, blocks: Sequence[Block]) -> Callable[[], None]:
+        """Start copying every part of this checkpoint's or snapshot's buffer out of the live tensors `blocks`, which
+        must not change before the returned function has been called: it waits until all is copied. Out of tensors on a
+        GPU the copies run in a stream of their own, after all work queued by now and beside later work; several threads
+        may wait for them."""
+        if not self._pinned:
+            self._copy(blocks)
+            return lambda: None
+        stream = _stream_of_copies()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._copy(blocks)
+        return stream.record_event(torch.cuda.Event(blocking=True)).synchronize  # who waits leaves the core to others
+
+    @torch.no_grad()
+    def _copy(self, blocks: Sequence[Block]) -> None:
+        """Copy every part of this checkpoint's buffer out of live tensors `blocks`; without waiting if it is pinned."""
+        if self.places:
+            live = blocks if isinstance(blocks, LiveBlocks) else LiveBlocks(blocks)
+            torch._foreach_copy_(self._targets, live.parts(self.places), non_blocking=self._pinned)
+
+    @cached_property
+    def _targets(self) -> list[Tensor]:
+        """List the memory of every part of this checkpoint's buffer as a tensor of its type and shape, in order."""
+        return [self.data[at:end].view(DTYPES[held.dtype]).view(box.extent) for (held, box), at, end in self.places]
+
+    def read(self, part: Share) -> Tensor | None:
+        """Return a view of the bytes of a tensor's `part` in this checkpoint's buffer, uint8 [*extent, bytes of an
+        element]; None if no one part contains it."""
+        for outer, at, end in self._at.get(part.tensor.name, ()):
+            if part.box.overlap(outer) == part.box:
+                return self.data[at:end].view(*outer.extent, part.tensor.itemsize)[part.box.within(outer)]
+        return None
+
+
+@cache
+def _stream_of_copies() -> torch.cuda.Stream:
+    """Return this process's CUDA stream in which buffers of checkpoints and snapshots are filled."""
+    return torch.cuda.Stream()  # torch hands out 32 in turn: of many, some would be the streams of collectives
+
+
+# A worker's file of a checkpoint: copied into host memory, then hashed while it is written.
+
+
+class Image:
+    """Bytes of one worker's block file, copied from the live tensors by `fill`, which is all that a step waits for.
+
+    The buffer is reused from save to save. Stored blocks follow each other without a gap.
+    """
+
+    def __init__(self, rank: int, parts: Sequence[Share], pinned: bool = False):
+        """Allocate memory for the block file of `rank` in checkpoints; `pinned`: page-locked, for copies from a GPU."""
+        assert sys.byteorder == "little", "blocks are stored little-endian"
+        self.file = f"blocks-{rank:05d}.bin"
+        self._buffer = Buffer.aligned(parts, pinned)
+
+    def fill(self, blocks: Sequence[Block]) -> None:
+        """Copy this rank's part of a checkpoint out of its live tensors `blocks`, which may change afterwards."""
+        self._buffer.fill(blocks)
+
+    def write(self, storage: Storage, directory: str) -> FileReport:
+        """Write this rank's block file into the checkpoint's `directory`, hashing it meanwhile; return the report for
+        the driver. Raises OSError."""
+        view = memoryview(self._buffer.data.numpy().data)
+        with ThreadPoolExecutor(THREADS, "checkpoint-hash") as pool:
+            hashes = [pool.submit(hashlib.sha256, view[at:end]) for _, at, end in self._buffer.places]
+            try:
+                storage.write(
+                    f"{directory}/{self.file}",
+                    (view[i : i + LARGEST_BLOCK] for i in range(0, len(view), LARGEST_BLOCK)),
+                )
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+            blocks = [
+                BlockReport(held.name, held.dtype, held.shape, box, at, digest.result().hexdigest())
+                for ((held, box), at, _), digest in zip(self._buffer.places, hashes, strict=True)
+            ]
+        return FileReport(self.file, len(view), blocks)

@@ -1,0 +1,412 @@
+"""The checkpoints on a storage: making new ones, finding the newest that can be trusted, and deleting old ones."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Annotated, NamedTuple
+
+from platform.boundary import schema
+from platform.boundary.local_files import UNKNOWN
+from platform.boundary.redaction import bare_url, redact
+from platform.boundary.schema import Malformed, Many, Text
+from platform.boundary.sealed_blocks import FileRange, hashes_of
+from platform.boundary.storage import Storage, open_storage, read_note, write_note
+from platform.boundary.terminal import phase
+from platform.checkpoint import manifest as manifests
+from platform.checkpoint.blocks import Piece
+from platform.checkpoint.manifest import NAME, Corrupt, FileReport, Manifest, Meta, OtherFormat, Refused, StoredBlock
+
+# The lease on a storage: only the newest driver of a run may write, not an older one that is still alive.
+#
+# A driver that starts writes `lease-EPOCH-TOKEN`, with an epoch above all that it finds there. The highest name holds
+# the lease, at any moment and for everybody who looks, so neither clocks nor renaming are needed. An older driver
+# notices when it is about to commit, and stops. At that moment it may still write an attempt directory of its own,
+# which harms no other: see `platform.checkpoint.catalogue`.
+
+_NAME = r"lease-([0-9]{6,18})-([0-9a-f]{8})"
+
+
+class Superseded(Exception):
+    """Signals that another driver has taken the lease on the run's checkpoints: this one may write no more."""
+
+
+class Lease:
+    """Lease of one driver on one storage, from `take` on. `epoch` rises with every driver."""
+
+    def __init__(self, storage: Storage, name: str, epoch: int, owner: str):
+        """Construct the lease that the file `name` on a storage of checkpoints stands for; `take` writes that file."""
+        self._storage, self._name, self.epoch, self._owner = storage, name, epoch, owner
+
+    @classmethod
+    def take(cls, storage: Storage, owner: str) -> Lease:
+        """Take the lease on a storage of checkpoints, superseding its holder. `owner`: text for people that names this
+        driver. Raises OSError."""
+        older = _found(storage)
+        epoch = max((int(match[1]) for match in older), default=0) + 1
+        lease = cls(storage, f"lease-{epoch:06d}-{secrets.token_hex(4)}", epoch, owner)
+        if not re.fullmatch(_NAME, lease._name):
+            raise OSError(f"{storage.url}: no lease is above {max(m[0] for m in older)}, which no driver wrote")
+        write_note(storage, lease._name, owner)
+        for match in older:
+            with suppress(OSError):
+                read_note(storage, match[0])  # raises unless it is a file; else it is no lease
+                storage.delete(match[0])
+        return lease
+
+    def check(self) -> None:
+        """Raise Superseded if another driver holds the lease on the storage of checkpoints now, OSError if the storage
+        does not say. If its file was removed, take it again."""
+        if not _found(self._storage):
+            write_note(self._storage, self._name, self._owner)
+        newest = max(_found(self._storage), key=lambda match: (int(match[1]), match[2]), default=None)
+        if newest is None or newest[0] != self._name:
+            there = "nobody" if newest is None else self._holder(newest[0])
+            raise Superseded(f"this driver's lease (epoch {self.epoch}) on {self._storage.url} is held by {there} now")
+
+    def _holder(self, name: str) -> str:
+        """Return the driver that a lease file on the checkpoints' storage names, with the file, or the file alone."""
+        with suppress(OSError):
+            return f"{read_note(self._storage, name)} ({name})"
+        return name
+
+
+def _found(storage: Storage) -> list[re.Match[str]]:
+    """Return the matches of all names of lease files on a storage of checkpoints: (epoch, token) each."""
+    found = (re.fullmatch(_NAME, name) for name in storage.list(""))
+    return [match for match in found if match and match[1] == f"{int(match[1]):06d}"]
+
+
+# Files that a checkpoint carries beside its tensors, such as the tokenizer of its model.
+#
+# They lie in its directory, and its manifest has their hashes among the values that are no tensors. A run goes on
+# without them, so that damage to them does not make a checkpoint corrupt; a reader of them gets Refused.
+
+VALUE = "files"  # of `Meta.values`: name of a file -> its SHA-256
+_LARGEST = 1 << 30  # bytes of a file that is read
+_File = Annotated[str, Text(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", "the name of a carried file")]
+_Hash = Annotated[str, Text(r"[0-9a-f]{64}", "a SHA-256")]
+
+CarriedFiles = Mapping[str, bytes]
+
+
+def hashes(files: CarriedFiles) -> dict[str, dict[str, str]]:
+    """Return {"files": {name: SHA-256}} of the files that a checkpoint carries, for its metadata; {} for none."""
+    return {VALUE: {name: sha256(raw).hexdigest() for name, raw in files.items()}} if files else {}
+
+
+def write_carried(storage: Storage, directory: str, files: CarriedFiles) -> None:
+    """Write the files that the checkpoint in `directory` carries. Raises OSError."""
+    for name, raw in files.items():
+        storage.write(f"{directory}/{name}", [memoryview(raw)])
+
+
+def read_carried(storage: Storage, directory: str, manifest: Manifest) -> dict[str, bytes]:
+    """Read the files that a checkpoint carries, by name. Raises Refused if one has changed, OSError."""
+    try:
+        kind = Annotated[dict[_File, _Hash], Many(0, 100)]
+        wanted = schema.read(kind, manifest.meta.values.get(VALUE, {}))
+    except Malformed as error:
+        raise Refused(f"{directory}: its {VALUE}: {error}") from None
+    sizes, found = storage.list(directory) if wanted else {}, {}
+    for name, digest in wanted.items():
+        if sizes.get(name, 0) > _LARGEST:
+            raise Refused(f"{directory}/{name} has {sizes[name]} bytes, more than any that is written")
+        found[name] = bytes(storage.read(f"{directory}/{name}", 0, _LARGEST))
+        if sha256(found[name]).hexdigest() != digest:
+            raise Refused(f"{directory}/{name} is not what was written")
+    return found
+
+
+# Reading stored blocks, each verified by its SHA-256, in large contiguous ranges.
+
+
+def stored_pieces(manifest: Manifest, names: Iterable[str] | None = None) -> list[Piece[StoredBlock]]:
+    """Return the stored blocks of the tensors `names` of a checkpoint (default: of all) as pieces to read, each as a
+    whole, ordered by file and by place in it."""
+    chosen = [manifest.tensors[name] for name in (manifest.tensors if names is None else names)]
+    found = [Piece(t.name, t.dtype, block.box, block) for t in chosen for block in t.blocks]
+    return sorted(found, key=lambda piece: (piece.source.file, piece.source.at, piece.nbytes))
+
+
+def read_pieces(
+    storage: Storage,
+    directory: str,
+    wanted: Sequence[Piece[StoredBlock]],
+    into: Sequence[memoryview] = (),
+    count: Callable[[int], None] = lambda nbytes: None,
+) -> None:
+    """Read stored blocks of a checkpoint, in the order of `stored_pieces`, into the memory given for each, and verify
+    them; without memory nothing is kept. `count`: function that gets the bytes of each block once it is read. Raises
+    Corrupt if they are not the written bytes, Refused if the checkpoint is deleted meanwhile, OSError if the storage
+    fails; the memory is then undefined."""
+    spans = [FileRange(f"{directory}/{piece.source.file}", piece.source.at, piece.nbytes) for piece in wanted]
+    done = 0
+    try:
+        with closing(hashes_of(storage, spans, into)) as found:
+            for piece, digest in zip(wanted, found, strict=True):
+                block, done = piece.source, done + 1
+                if digest != block.sha256:
+                    place = f"bytes {block.at} to {block.at + piece.nbytes}"
+                    raise Corrupt(f"{block.file}: {place} ({piece.name} {piece.box}) are not what was written")
+                count(piece.nbytes)
+    except FileNotFoundError:
+        if NAME not in storage.list(directory):
+            raise Refused("it was deleted while it was read") from None
+        raise Corrupt(f"{wanted[done].source.file} is missing") from None
+
+
+_DIRECTORY = r"step-([0-9]{8,15})-([0-9]{6,15})-([0-9a-f]{6})"
+_LOOKS = 5  # times that a storage is listed if it changes while it is read
+SAVED = "; a run saves some with checkpoint.every=STEPS, its last step among them"
+BAD = "BAD.txt"  # holds the reason in a quarantined checkpoint. Removing it by hand lifts the quarantine
+
+
+class Attempt(NamedTuple):
+    """Directory `step-STEP-NUMBER-TOKEN` of one attempt at a checkpoint. Numbers only grow, so they order attempts
+    independently of clocks and of the step from which a run resumed; the token distinguishes two writers at once."""
+
+    number: int
+    step: int
+    token: str
+
+    @property
+    def directory(self) -> str:
+        """Return the name of the directory of this attempt at a checkpoint: step-STEP-NUMBER-TOKEN."""
+        return f"step-{self.step:08d}-{self.number:06d}-{self.token}"
+
+
+def attempts(storage: Storage) -> list[Attempt]:
+    """List the attempts at a checkpoint on the storage, complete or not, newest first; skip other names."""
+    found = (re.fullmatch(_DIRECTORY, name) for name in storage.list(""))
+    named = ((m[0], Attempt(int(m[2]), int(m[1]), m[3])) for m in found if m)
+    return sorted((attempt for name, attempt in named if attempt.directory == name), reverse=True)
+
+
+def split_url(url: str) -> tuple[str, str | None]:
+    """Split a checkpoint's URL into (URL of its storage, directory); return (url, None) for the URL of a storage."""
+    folder, _, name = url.rstrip("/").rpartition("/")
+    return (folder or ".", name) if re.fullmatch(_DIRECTORY, name) else (url, None)
+
+
+def select(url: str, key: str = "url", none: str = "") -> tuple[Storage, str, Manifest]:
+    """Return the storage, directory and manifest of the checkpoint that a URL names, or of the newest good one in the
+    storage that it names. Quarantines nothing. Raises ConfigError, naming the configuration key `key`, for a URL that
+    no storage has; Refused where there is no checkpoint, with the reason `none`, by default that the URL holds none;
+    OSError."""
+    at, name = split_url(url)
+    storage = open_storage(at, key)
+    if name:
+        return storage, name, load_manifest(storage, name)
+    found = find(storage, deep=False, mark=False)
+    if found.directory is None or found.manifest is None:
+        reasons = "; ".join(f"{directory}: {reason}" for directory, reason in found.refused)
+        none = none or f"{bare_url(url)}: holds no checkpoint"
+        raise Refused(f"{none}{f' that can be read: {reasons}' if reasons else SAVED}")
+    return storage, found.directory, found.manifest
+
+
+def begin(storage: Storage, step: int) -> str:
+    """Choose the name of the directory for a new attempt at a checkpoint of training step `step`, numbered above all
+    that the storage has. Writes nothing. Raises OSError if no number is left."""
+    newest = next(iter(attempts(storage)), Attempt(0, 0, ""))
+    name = Attempt(newest.number + 1, step, secrets.token_hex(3)).directory
+    if not re.fullmatch(_DIRECTORY, name):
+        raise OSError(f"{storage.url}: no number is above that of {newest.directory}, which no driver wrote")
+    return name
+
+
+def commit(
+    storage: Storage,
+    directory: str,
+    tensors: Mapping[str, Sequence[int]],
+    reports: Sequence[FileReport],
+    meta: Meta,
+    guard: Callable[[], None] = lambda: None,
+) -> Manifest:
+    """Make a checkpoint of what the workers wrote, if it is complete: the manifest is written last.
+
+    `tensors`: name -> global shape of everything that belongs in it; `reports`: the results of `Image.write`. `guard`
+    is called just before the manifest is written, and raises if it must not be.
+    Raises Refused with the reason (a hole, an overlap, a file that differs from its report), OSError.
+    """
+    manifest = Manifest.of(meta, reports)
+    manifests.check_against(manifest, tensors)
+    if extra := sorted(manifest.tensors.keys() - tensors.keys()):
+        raise Refused(f"the workers wrote {extra[0]}, which is no part of the state")
+    manifest = replace(manifest, tensors={name: manifest.tensors[name] for name in tensors})  # in the model's order
+    encoded = manifest.encode()
+    Manifest.decode(encoded)  # refuse now what no reader would accept, while an older checkpoint still exists
+    _check(storage, directory, manifest)
+    guard()
+    storage.write(f"{directory}/{manifests.NAME}", [memoryview(encoded)])
+    return manifest
+
+
+def load_manifest(storage: Storage, directory: str) -> Manifest:
+    """Read the manifest of the checkpoint in `directory`, and check everything about the checkpoint that can be checked
+    without reading its blocks.
+
+    Raises Refused if it cannot be used, and its subclass Corrupt only if it was not being deleted meanwhile; OSError if
+    the storage fails.
+    """
+    names = storage.list(directory)
+    if BAD in names:
+        raise Refused(f"quarantined: {read_note(storage, f'{directory}/{BAD}')}")
+    if manifests.NAME not in names:
+        raise Refused(f"incomplete, or not a checkpoint: it has no {manifests.NAME}")
+    if names[manifests.NAME] > manifests.LARGEST:
+        raise Corrupt(f"{manifests.NAME} has {names[manifests.NAME]} bytes, more than any that is written")
+    manifest = Manifest.decode(bytes(storage.read(f"{directory}/{manifests.NAME}", 0, manifests.LARGEST + 1)))
+    try:
+        _check(storage, directory, manifest)
+        if (named := re.fullmatch(_DIRECTORY, directory)) and int(named[1]) != manifest.meta.step:
+            raise Refused(f"{manifests.NAME} is of step {manifest.meta.step}, its directory of another")
+    except Refused as error:
+        if manifests.NAME not in storage.list(directory):  # `discard` deletes it first
+            raise Refused("it was deleted while it was read") from None
+        raise Corrupt(str(error)) from None
+    return manifest
+
+
+def verify(storage: Storage, directory: str) -> Manifest:
+    """Verify every byte of the checkpoint in `directory`, after the checks of `load_manifest`; return its manifest."""
+    manifest = load_manifest(storage, directory)
+    with phase(f"verifying {directory}", manifest.nbytes, "B") as shown:
+        read_pieces(storage, directory, stored_pieces(manifest), count=shown.add)
+    return manifest
+
+
+def _check(storage: Storage, directory: str, manifest: Manifest) -> None:
+    """Raise Refused if a manifest contradicts itself, or a block file that it lists is missing or of another size;
+    OSError if a file cannot be inspected."""
+    manifests.refuse_faults(manifest.faults())
+    there = storage.list(directory)
+    for name, size in manifest.files.items():
+        if there.get(name) != size:
+            if there.get(name) == UNKNOWN:
+                raise OSError(f"{directory}/{name} cannot be looked at")
+            raise Refused(
+                f"{name} has {there[name]} bytes instead of {size}" if name in there else f"{name} is missing"
+            )
+
+
+def quarantine(storage: Storage, directory: str, reason: str) -> None:
+    """Mark a checkpoint as unusable, for `reason`. Deletes nothing: people may want to look at it."""
+    write_note(storage, f"{directory}/{BAD}", redact(reason))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Checkpoint of a storage that can be trusted, or none; and the newer ones that were refused: (directory, reason).
+
+    `sound`: the refused directories that may be undamaged: they are of another format, or the storage failed.
+    """
+
+    storage: Storage
+    directory: str | None
+    manifest: Manifest | None
+    refused: tuple[tuple[str, str], ...] = ()
+    sound: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """Return the number of updates in the selected checkpoint, 0 if there is none."""
+        return self.manifest.meta.step if self.manifest else 0
+
+    @property
+    def url(self) -> str:
+        """Return the URL of the selected checkpoint: its directory in the storage."""
+        return f"{self.storage.url}/{self.directory}"
+
+
+def find(storage: Storage, *, deep: bool = True, mark: bool = True) -> Selection:
+    """Find the newest intact checkpoint; quarantine newer ones that are corrupt.
+
+    `deep`: read and verify every byte now; else that is left to `restore`, which verifies what it reads. `mark`:
+    quarantine, which only the driver with the lease may do. Checkpoints that are incomplete, of another format or
+    unreadable today are skipped and not marked. Raises OSError if the storage cannot be listed.
+    """
+    for _ in range(_LOOKS):
+        there = attempts(storage)
+        found = _first_good(storage, there, deep, mark)
+        if found.manifest or attempts(storage) == there:
+            break  # else the listed ones were superseded and deleted while they were read: look again
+    return found
+
+
+def _first_good(storage: Storage, there: Sequence[Attempt], deep: bool, mark: bool) -> Selection:
+    """Select the first of the attempts `there` whose checkpoint can be trusted, with the reasons against earlier ones.
+    `deep`: read and verify every byte; `mark`: quarantine corrupt checkpoints."""
+    refused: list[tuple[str, str]] = []
+    sound: list[str] = []
+    for attempt in there:
+        directory = attempt.directory
+        try:
+            manifest = (verify if deep else load_manifest)(storage, directory)
+            return Selection(storage, directory, manifest, tuple(refused), tuple(sound))
+        except Corrupt as error:
+            refused.append((directory, str(error)))
+            if mark:
+                with suppress(OSError):  # the storage may be read-only
+                    quarantine(storage, directory, str(error))
+        except (Refused, OSError) as error:
+            refused.append((directory, str(error)))
+            sound += [directory] if isinstance(error, OtherFormat | OSError) else []
+    return Selection(storage, None, None, tuple(refused), tuple(sound))
+
+
+def lowest(complete: Sequence[Attempt], losses: Mapping[int, float]) -> list[Attempt]:
+    """Return the complete checkpoint at the lowest validation loss, as a list; `losses`: step -> loss; [] for none."""
+    known = [attempt for attempt in complete if attempt.step in losses]
+    return sorted(known, key=lambda attempt: (losses[attempt.step], attempt.step))[:1]
+
+
+def dispensable(
+    complete: Sequence[Attempt], last: int, every: int, losses: Mapping[int, float] | None = None
+) -> list[Attempt]:
+    """Return the complete checkpoints (newest first) that may be deleted: all but the `last` newest (at least one), the
+    newest at every step that is a multiple of `every` (0: none), and the checkpoint that is the `lowest` by `losses`.
+    """
+    keep = {*complete[: max(1, last)], *lowest(complete, losses or {})}
+    if every:
+        keep |= set({a.step: a for a in reversed(complete) if a.step % every == 0}.values())
+    return [a for a in complete if a not in keep]
+
+
+def prune(storage: Storage, last: int, every: int = 0, losses: Mapping[int, float] | None = None) -> list[str]:
+    """Delete the storage's checkpoints that are neither among the newest `last` nor at a step that is a multiple of
+    `every` (0: no such step) nor the `lowest` by `losses`, and the remains of attempts that never became one; return
+    their names.
+
+    Only checkpoints that `load_manifest` accepts are counted, so that a damaged one never displaces a good one.
+    Quarantined ones stay, and attempts newer than the newest complete one, which may be under way. Raises OSError,
+    having deleted nothing, if any cannot be inspected.
+    """
+    complete, torn = [], []
+    for attempt in attempts(storage):
+        names = storage.list(attempt.directory)
+        if BAD in names:
+            continue
+        if manifests.NAME not in names:
+            torn.append(attempt)
+            continue
+        try:
+            load_manifest(storage, attempt.directory)
+            complete.append(attempt)
+        except Refused:
+            continue
+    old = [a for a in torn if complete and a < complete[0]] + dispensable(complete, last, every, losses)
+    for attempt in old:
+        discard(storage, attempt.directory)
+    return [a.directory for a in old]
+
+
+def discard(storage: Storage, directory: str) -> None:
+    """Delete a checkpoint from its storage, manifest first: a crash in between leaves an incomplete one."""
+    storage.delete(f"{directory}/{manifests.NAME}")
+    storage.delete(directory)

@@ -1,0 +1,210 @@
+"""Table of losses: per token, word and byte of each held-out text, and as perplexities."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from types import TracebackType
+from typing import Any
+
+from platform.boundary.documents import one_line
+from platform.boundary.local_files import replace_text
+from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.terminal import phase
+from platform.cluster.asked_model import Ask, AskedModel
+from platform.data.corpus import Corpus
+from platform.data.streams import PairStream
+from platform.train.replies import Choice
+
+AT_ONCE = 64  # samples whose text is counted at a time
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Loss of a model on a text: `nats`, the sum over its predicted `tokens`, which are `words` and `bytes`; 0 of these
+    if the text has no tokenizer."""
+
+    source: str
+    nats: float
+    tokens: int
+    words: int
+    size: int
+    samples: int
+
+    def plain(self) -> dict[str, Any]:
+        """Return a row of the table of a model's losses as plain data: source, samples, loss, the numbers of tokens,
+        words and bytes, the perplexity per each, and bits per byte; None where words or bytes are unknown."""
+        per = {"token": self.tokens, "word": self.words, "byte": self.size}
+        found: dict[str, Any] = {"source": self.source, "samples": self.samples, "loss": self.nats / self.tokens}
+        for unit, count in per.items():
+            found[f"{unit}s"] = count or None
+            found[f"perplexity_per_{unit}"] = _perplexity(self.nats, count) if count else None
+        found["bits_per_byte"] = self.nats / math.log(2) / self.size if self.size else None
+        return found
+
+
+def _perplexity(nats: float, count: int) -> float | None:
+    """Return the perplexity e^(nats / count) of a trained model on a text, None if that is no finite number."""
+    try:
+        return math.exp(nats / count)
+    except OverflowError:
+        return None
+
+
+def measure_losses(ask: Ask, corpus: Corpus, splits: Mapping[str, str], most: int) -> list[Measured]:
+    """Measure a trained model's loss on held-out text. `ask`: calls its workers; `splits`: source -> split of the
+    corpus; `most`: samples of each split to evaluate, 0 for all."""
+    samples = {split: min(there := corpus.samples_of(split), most or there) for split in splits.values()}
+    losses, rows = ask("evaluate", samples)[0], []
+    for name, split in splits.items():
+        tokens = corpus.predicted(split, 0, samples[split])
+        units = units_of(corpus, split, samples[split])
+        rows.append(Measured(name, losses[split] * tokens, tokens, *units, samples[split]))
+    return rows
+
+
+def units_of(corpus: Corpus, split: str, samples: int) -> tuple[int, int]:
+    """Count the words, between spaces, and the bytes of the held-out text on which a model's loss is measured: what the
+    labels of a split's first samples spell, without special tokens; zeros if the corpus has no tokenizer."""
+    vocabulary = corpus.vocabulary
+    if vocabulary is None:
+        return 0, 0
+    apart = isinstance(next(iter(corpus.parts[0].streams.values())), PairStream)
+    words = size = 0
+    inside = False  # a word goes on from the samples before
+    with phase("counting words", samples, "sequences") as shown:
+        for first in shown.each(range(0, samples, AT_ONCE), lambda first: min(AT_ONCE, samples - first)):
+            labels = corpus.batch(split, first, min(first + AT_ONCE, samples))["labels"]
+            texts = [corpus.decode(row[row >= 0].tolist()) for row in (labels if apart else [labels.reshape(-1)])]
+            text = ("\n" if apart else "").join(texts)
+            spelled = text
+            for token in vocabulary.special_tokens:
+                text, spelled = text.replace(token, ""), spelled.replace(token, "\n")
+            size += len(text.encode(errors="replace")) - apart * (len(texts) - 1)
+            words += len(spelled.split()) - (inside and bool(spelled) and not spelled[0].isspace())
+            inside = not apart and (not spelled[-1].isspace() if spelled else inside)
+    return words, size
+
+
+def print_losses(rows: Sequence[Measured], say: Callable[[str], None]) -> None:
+    """Print the table of a model's losses and perplexities per token, word and byte, a row per held-out text."""
+    say(
+        f"{'source':<20} {'tokens':>12} {'loss':>9} {'per token':>11} {'per word':>12} {'per byte':>9} {'bits/byte':>9}"
+    )
+    for row in rows:
+        found = row.plain()
+        cells = [found[f"perplexity_per_{unit}"] for unit in ("token", "word", "byte")]
+        token, word, byte = ("-" if x is None else f"{x:.5g}" for x in cells)
+        bits = "-" if found["bits_per_byte"] is None else f"{found['bits_per_byte']:.4f}"
+        head = f"{row.source or '-':<20} {row.tokens:>12,} {found['loss']:>9.4f}"
+        say(f"{head} {token:>11} {word:>12} {byte:>9} {bits:>9}")
+
+
+# Translations of held-out pairs, compared with the given ones: BLEU, as sacrebleu computes it.
+
+
+def bleu(asked: AskedModel, corpus: Corpus, split: str, samples: int, beams: int) -> dict[str, Any]:
+    """Let a trained model translate the first `samples` texts of a split of pairs, by a beam search, and return the
+    BLEU of the translations: "bleu", its "signature" as sacrebleu gives it, and "pairs", their number. `beams`: texts
+    that the search keeps. Raises ConfigError for data that are no pairs of texts."""
+    from sacrebleu.metrics import BLEU
+
+    if not corpus.vocabulary or not isinstance(next(iter(corpus.parts[0].streams.values())), PairStream):
+        raise ConfigError(violation("--bleu", "", "compares translations, and the data are no pairs", ["data=pairs"]))
+    found = corpus.batch(split, 0, samples)
+    sources = [row[row >= 0].tolist() for row in found["source"]]
+    wanted = [_text(corpus, row[row >= 0].tolist()) for row in found["labels"]]
+    how = Choice(corpus.vocabulary.size, beams=beams)
+    tokens = min(asked.model.length - 1, max((found["labels"] >= 0).sum(1).max() * 2, 8))
+    written = [_text(corpus, answer.ids) for _, answer in asked.write(sources, int(tokens), how, [asked.end])]
+    metric = BLEU()
+    score = metric.corpus_score(written, [wanted])
+    return {"bleu": score.score, "signature": str(metric.get_signature()), "pairs": samples}
+
+
+def _text(corpus: Corpus, ids: list[int]) -> str:
+    """Decode the token ids of a model's translation to text, without the id that ends it."""
+    return corpus.decode([i for i in ids if i != corpus.special.end])
+
+
+# Files for the results of a command: refused before a model is loaded if they cannot be written, and never left with
+# half a line.
+
+
+class Lines:
+    """New file at `path`, which the option `flag` names, that lines are added to. If one cannot be written, its part in
+    the file is taken back; a file without a line is removed at the end. Raises ConfigError if it cannot be made."""
+
+    def __init__(self, path: str, flag: str):
+        """Create the file for a model's answers at `path`, which an option `flag` names. Raises ConfigError."""
+        self._path, self._flag, self._whole = path, flag, 0
+        with _named(flag, path):
+            self._file = open(path, "xb", buffering=0)
+
+    def add(self, text: str) -> None:
+        """Append a line to the file of a model's answers. Raises ConfigError, naming the option, if that fails."""
+        raw = memoryview(f"{text}\n".encode())
+        with _named(self._flag, self._path):
+            while raw:
+                raw = raw[self._file.write(raw) :]
+        self._whole = self._file.tell()
+
+    def __enter__(self) -> Lines:
+        """Return this file of a model's answers, which `__exit__` closes."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Close the file of a model's answers, cut after its last whole line, and remove it if it has none."""
+        with suppress(OSError):
+            self._file.truncate(self._whole)
+        self._file.close()
+        if not self._whole:
+            with suppress(OSError):
+                os.unlink(self._path)
+
+
+class WholeFile:
+    """File at `path`, which the option `flag` names, that is replaced as a whole by the text that `write` gets; without
+    it, the old contents stay. Raises ConfigError if it cannot be written."""
+
+    def __init__(self, path: str, flag: str):
+        """Check that the file for a model's results at `path`, which a command's option `flag` names, can be written,
+        and leave its contents. Raises ConfigError if it cannot."""
+        self._path, self._flag, self._target = Path(path), flag, Path(os.path.realpath(path))
+        with _named(flag, path):
+            if self._path.is_dir():
+                raise IsADirectoryError("Is a directory")
+            if self._special:
+                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+                return
+            with suppress(FileNotFoundError):  # a name that is too long
+                os.lstat(self._target)
+            with TemporaryFile(dir=self._target.parent):
+                pass
+
+    @property
+    def _special(self) -> bool:
+        """Return True if the file for a model's results is a device or pipe, which is written to, not replaced."""
+        return self._path.exists() and not self._path.is_file()
+
+    def write(self, text: str) -> None:
+        """Replace the file of a model's results by the text as a whole; write it to a device. Raises ConfigError."""
+        with _named(self._flag, self._path):
+            if self._special:
+                self._path.write_text(text)
+            else:
+                replace_text(self._target, text)
+
+
+@contextmanager
+def _named(flag: str, path: str | Path) -> Iterator[None]:
+    """Raise ConfigError, naming the option `flag`, for an OSError on the file of a model's answers in the block."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(violation(flag, path, f"cannot be written: {one_line(error.strerror or error)}")) from None

@@ -1,0 +1,318 @@
+"""Model that is asked: prompts as token ids, texts in batches of like length, and the workers' answers on them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import Any, TypeVar
+
+from platform.boundary import documents
+from platform.boundary.refusals import ConfigError, as_refusal, violation
+from platform.boundary.schema import Malformed
+from platform.cluster.crew.job import gpu_count
+from platform.cluster.resources import machine_memory
+from platform.config.fields import Config, Model
+from platform.data.chat_templates import conversation
+from platform.data.special_tokens import SpecialIds
+from platform.data.tokenizer import Vocabulary
+from platform.plan.accelerators import memory_of
+from platform.plan.generation_passes import ROOM
+from platform.plan.layout import count_of, padded
+from platform.plan.plan import Plan
+from platform.train.replies import AskedTexts, Choice, Scored, Written
+
+# Prompts: texts, conversations or token ids that a model is to continue, as it reads them.
+
+LARGEST = 1 << 28  # bytes of a file of prompts
+KINDS = ("prompt", "messages", "ids")  # fields of a line of .jsonl, one of which says what is to be continued
+_IDS = 1 << 53  # no model has as many
+_TURNS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")  # that end a message of a conversation
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Prompt as it was given: one of a text, a conversation (`messages`) and token ids, under its name in `given`.
+    `where`: a name of it for refusals."""
+
+    given: Mapping[str, Any]
+    where: str
+
+
+def read_prompts(path: str) -> list[Prompt]:
+    """Read the prompts that a model is to continue from a file: one per line of text, or per object of .jsonl, by
+    `prompt`, `messages` or `ids`. Raises ConfigError, naming the line."""
+    try:
+        text = documents.read_bytes(Path(path), LARGEST).decode()
+    except (OSError, Malformed, UnicodeDecodeError) as error:
+        raise ConfigError(violation("--prompts", path, f"cannot be read: {documents.one_line(error)}")) from None
+    lines = [(n, line.removesuffix("\r")) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise ConfigError(violation("--prompts", path, "holds no prompt"))
+    if not path.endswith(".jsonl"):
+        return [Prompt({"prompt": line}, f"{path}:{n}") for n, line in lines]
+    return [Prompt(_object(line, f"{path}:{n}"), f"{path}:{n}") for n, line in lines]
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
+    """Parse a line of a .jsonl file of prompts; return its object. Raises ConfigError if that is no prompt."""
+    with as_refusal("--prompts", where, Malformed, why="no JSON: {}"):
+        found = documents.from_json(line.encode())
+    kinds = [kind for kind in KINDS if isinstance(found, dict) and kind in found]
+    if len(kinds) != 1:
+        raise ConfigError(violation("--prompts", where, f"an object with one of {', '.join(KINDS)} is needed"))
+    return found
+
+
+def ends_of(vocabulary: Vocabulary | None, generation: bytes) -> list[int]:
+    """Return the token ids that end a model's answer: of documents, chat messages, or in generation_config.json."""
+    found = set(_said(generation))
+    if vocabulary is not None:
+        found.add(vocabulary.special.end)
+        found |= {i for token in _TURNS if (i := vocabulary.tokenizer.token_to_id(token)) is not None}
+    return sorted(found)
+
+
+def _said(generation: bytes) -> Iterator[int]:
+    """Yield the token ids by which a generation_config.json ends a model's answer; none if it is not readable."""
+    try:
+        found = documents.from_json(generation or b"{}").get("eos_token_id")
+    except (Malformed, AttributeError):
+        return
+    yield from (i for i in (found if isinstance(found, list) else [found]) if type(i) is int and 0 <= i < _IDS)
+
+
+def room(rows: Sequence[Sequence[int]], model: Model) -> int:
+    """Return how many tokens of a model's length the longest prompt of `rows` leaves for an answer; 1 or more."""
+    read = 1 if model.kind == "encoder_decoder" else max(map(len, rows))
+    return max(1, model.length - read)
+
+
+def too_long(prompts: Sequence[Prompt], rows: Sequence[Sequence[int]], model: Model, tokens: int) -> Iterator[str]:
+    """Yield a refusal line for each prompt that, with `tokens` of answer, does not fit into the model's length."""
+    for prompt, ids in zip(prompts, rows, strict=True):
+        if model.kind == "encoder_decoder":
+            most = model.source_length or model.length
+            if len(ids) > most:
+                yield violation(
+                    "prompt", prompt.where, f"has {count_of(len(ids), 'token')}, and its encoder reads {most}"
+                )
+        elif len(ids) + tokens > model.length:
+            room = model.length - len(ids)
+            why = f"has {count_of(len(ids), 'token')}, and with --tokens={tokens} more than model.length={model.length}"
+            yield violation("prompt", prompt.where, why, [f"--tokens={room}"] if room > 0 else [])
+    if model.kind == "encoder_decoder" and tokens + 1 > model.length:
+        yield violation(
+            "--tokens", tokens, f"is more than model.length={model.length} has room for", [model.length - 1]
+        )
+
+
+T = TypeVar("T")
+Ids = Sequence[int]
+Ask = Callable[..., list[Any]]  # `Crew.call` of a crew whose workers answer, or what stands before it
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads prompts as a model does. `vocabulary`: None for one without a tokenizer, which reads ids alone. `chat`: a
+    text is the message of a user. `bare`: nothing is put in front of a text, else the token that begins a document."""
+
+    model: Model
+    vocabulary: Vocabulary | None
+    chat: bool = False
+    bare: bool = False
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt for a trained model. Raises ConfigError if the model cannot read it."""
+        kind = next(kind for kind in KINDS if kind in prompt.given)
+        value = prompt.given[kind]
+        found = self._of_ids(value, prompt.where) if kind == "ids" else self._of_text(kind, value, prompt.where)
+        if not found:
+            raise ConfigError(violation("prompt", prompt.where, "is empty"))
+        return found
+
+    def _encoded(self, text: str, where: str) -> list[int]:
+        """Return the token ids of a prompt's text, or of one that a chat template made of it. Raises ConfigError."""
+        assert self.vocabulary
+        return self.vocabulary.encode(_whole(text, where))
+
+    def _of_ids(self, value: Any, where: str) -> list[int]:
+        """Return a prompt given as token ids unchanged. Raises ConfigError unless all are ids of the vocabulary."""
+        most = self.model.vocab
+        if not isinstance(value, list) or not all(type(i) is int and 0 <= i < most for i in value):
+            raise ConfigError(violation("prompt", where, f"ids are a list of integers from 0 to {most - 1}"))
+        return value
+
+    def _of_text(self, kind: str, value: Any, where: str) -> list[int]:
+        """Return the token ids of a prompt. `kind`: "prompt" if `value` is a text, "messages" if it is a conversation.
+        Raises ConfigError, naming `where` the prompt is from, if it cannot be tokenised."""
+        vocabulary = self.vocabulary
+        if vocabulary is None:
+            reason = "there is none beside the model, and a text needs one"
+            raise ConfigError(violation("data.tokenizer", "", reason, ["data.tokenizer=PATH", "a prompt of ids"]))
+        if kind == "prompt" and not isinstance(value, str):
+            raise ConfigError(violation("prompt", where, "is no text"))
+        messages = value if kind == "messages" else [{"role": "user", "content": value}] if self.chat else None
+        if messages is None:
+            ids = self._encoded(value, where)
+            return ids if self.bare else as_prompt(ids, self.model, vocabulary.special)
+        if (talk := conversation(messages)) is None:
+            raise ConfigError(violation("prompt", where, "messages are a list of objects with a role"))
+        for text in _texts(talk):
+            _whole(text, where)
+        found: list[int] = []
+        for text, special in vocabulary.chat.prompt_parts(talk):
+            number = vocabulary.tokenizer.token_to_id(text) if special else None
+            found += self._encoded(text, where) if number is None else [number]
+        ends = self.model.kind == "encoder_decoder" and not self.bare
+        return [*found, vocabulary.special.end] if ends else found
+
+
+def as_prompt(ids: Ids, model: Model, special: SpecialIds) -> list[int]:
+    """Return a prompt's token ids with the token that begins a document in front or, in an encoder, its end behind."""
+    if model.kind == "encoder_decoder":
+        return [*ids, special.end]
+    return [special.begin, *ids] if special.begin >= 0 else [*ids]
+
+
+def _whole(text: str, where: str) -> str:
+    """Return a prompt's text unchanged. Raises ConfigError if it has half a character, which no tokenizer reads."""
+    if half := documents.half_character(text):
+        raise ConfigError(violation("prompt", where, f"is no text: it has {half}"))
+    return text
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all strings in a conversation, a prompt, as plain data: in lists, and keys and values of mappings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        parts = [*value, *value.values()] if isinstance(value, Mapping) else value
+        yield from (text for part in parts for text in _texts(part))
+
+
+class AskedModel:
+    """Model whose workers answer the calls of `ask` (`Worker.continue_texts`, `Worker.score_texts`). `vocabulary`: None
+    if it has none; `batch`: texts at a time; `special`: the ids that begin and end texts, by default the
+    vocabulary's."""
+
+    def __init__(self, ask: Ask, model: Model, vocabulary: Vocabulary | None, batch: int = 16, special: Any = None):
+        """Prepare to ask a trained model's workers, by calls of `ask`, in batches of `batch` texts."""
+        self._ask, self._batch, self.model, self.vocabulary = ask, batch, model, vocabulary
+        self.pairs = self.model.kind == "encoder_decoder"
+        special = special or (vocabulary.special if vocabulary else SpecialIds())
+        self.start, self.begin, self.end = special.start, special.begin, special.end
+
+    def _batches(self, texts: Sequence[T]) -> Iterator[Sequence[T]]:
+        """Divide the texts to ask a model about, in order, into batches of the size that it takes at a time."""
+        return (texts[first : first + self._batch] for first in range(0, len(texts), self._batch))
+
+    def write(self, prompts: Sequence[Ids], tokens: int, how: Choice, ends: Ids) -> Iterator[tuple[int, Written]]:
+        """Yield the number of each prompt with the model's continuation, of `tokens` at most, in batches in the given
+        order. `prompts`: token ids; `how`: rule by which tokens are chosen; `ends`: ids that end a continuation.
+        Prompts and texts may be longer than the model: a text that has filled its length goes on from its last half,
+        and an encoder reads the end of its prompt."""
+        most, read, going = self.model.length, self.model.source_length or self.model.length, dict(enumerate(prompts))
+        written: dict[int, list[int]] = {n: [] for n in going}
+        for turn in range(tokens):
+            alike: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)  # by the tokens that fit behind them
+            for n, prompt in going.items():
+                row = [*([self.start] if self.pairs else prompt), *written[n]]
+                row = row if len(row) <= most else row[-max(1, most // 2) :]
+                alike[min(tokens - len(written[n]), most + 1 - len(row))].append((n, row))
+            for room, some in [(room, some) for room, rows in alike.items() for some in self._batches(rows)]:
+                sources = [list(prompts[n][-read:]) for n, _ in some] if self.pairs else []
+                numbers = [n + (turn << 32) for n, _ in some]  # draws of another turn are others
+                texts = AskedTexts([row for _, row in some], sources, numbers)
+                answers = self._ask("continue_texts", texts, room, how, list(ends))[0]
+                for (n, _), found in zip(some, answers, strict=True):
+                    written[n] += found.ids
+                    if found.ended or len(written[n]) == tokens:
+                        del going[n]
+                        yield n, replace(found, ids=written[n])
+
+    def score(self, pairs: Sequence[tuple[Ids, Ids]]) -> list[Scored]:
+        """Return the log-probability that a trained model gives each text after its context, for `pairs` (context,
+        text) of token ids. Of a context the last tokens are read that fit; without one, or by a decoder that follows an
+        encoder, a text is scored after the token that begins a text."""
+        found: list[Scored | None] = [None] * len(pairs)
+        rows = [self._row(*pair) for pair in pairs]
+        for numbers in self._batches(sorted(range(len(rows)), key=lambda n: -len(rows[n][0]))):
+            ids, starts, sources = (list(column) for column in zip(*(rows[n] for n in numbers), strict=True))
+            texts = AskedTexts(ids, sources if self.pairs else [])
+            for number, scored in zip(numbers, self._ask("score_texts", texts, starts)[0], strict=True):
+                found[number] = scored
+        return [scored for scored in found if scored]
+
+    def _row(self, context: Ids, text: Ids) -> tuple[list[int], int, list[int]]:
+        """Return the input from which a trained model scores a text after a context: the decoder's ids, the index at
+        which the text begins there, and the encoder's ids, [] without an encoder."""
+        most = self.model.length + 1  # the last token is only predicted
+        if self.pairs:
+            read = self.model.source_length or self.model.length
+            return [self.start, *text][:most], 1, [*context[-(read - 1) :], self.end]
+        ids = [*(context or [self.begin]), *text]
+        ids = ids[-most:]
+        return ids, max(1, len(ids) - len(text)), []
+
+    def score_whole(self, texts: Sequence[Ids]) -> list[float]:
+        """Return the log-probability that a trained model gives each of several texts of any length, in nats: each
+        token once, after the token that begins a text or the tokens before it in its window, as long as the model."""
+        most = self.model.length
+        windows, owners = [], []
+        for number, ids in enumerate(texts):
+            whole = [self.begin, *ids]
+            for first in range(0, len(ids), most):
+                stop = min(first + most, len(ids))
+                begin = max(0, stop - most)  # the last window is full
+                windows.append((whole[begin : first + 1], whole[first + 1 : stop + 1]))
+                owners.append(number)
+        totals = [0.0] * len(texts)
+        for number, scored in zip(owners, self.score(windows), strict=True):
+            totals[number] += scored.log_probability
+        return totals
+
+
+# Memory that answers need at least, by the plan, and the memory that there is: a request that cannot be served is
+# refused before a model is loaded.
+
+_LOGIT = 8  # bytes: tokens are chosen in double precision
+
+
+def violations_of_memory(config: Config, plan: Plan, rows: int, tokens: int, beams: int) -> Iterator[str]:
+    """Yield a refusal line if the workers have too little memory together to generate `rows` texts at a time, each of
+    `tokens` with its answer and so many `beams`: weights, keys and values, and logits, each counted once."""
+    weights = plan.parameter_count * plan.itemsize["compute"]
+    row = _bytes_of_row(config.model, padded(tokens, ROOM), plan.itemsize["compute"])
+    needed, there = weights + row * rows * beams, _memory(config, plan.mesh.size)
+    if needed <= there:
+        return
+    fit = max(0, int((there - weights) // row))
+    wanted = f"{needed / 1e9:,.1f} GB for {count_of(rows, 'text')} at a time"
+    why = f"needs at least {wanted}, and there are {there / 1e9:,.1f} GB"
+    if beams > 1:
+        yield violation("--beams", beams, why, [fit // rows] if fit >= rows else ["--batch=1"] * (rows > 1))
+    elif rows > 1:
+        yield violation("--batch", rows, why, [fit] if fit else [])
+    else:
+        yield violation("CHECKPOINT", config.train.init, why, ["more workers"])
+
+
+def _bytes_of_row(model: Model, tokens: int, itemsize: int) -> int:
+    """Return the bytes that a text of so many `tokens` takes as a model generates it: keys, values and logits."""
+    d_kv = model.d_kv or model.d_model // model.heads
+    width = (model.kv_heads or model.heads) * (d_kv + (model.d_value or d_kv))
+    seen = tokens + (model.source_length or model.length) * (model.kind == "encoder_decoder")
+    return model.layers * seen * width * itemsize + model.vocab * _LOGIT
+
+
+def _memory(config: Config, workers: int) -> float:
+    """Return the bytes of memory that all workers have to generate texts; inf if unknown before they start."""
+    cluster = config.cluster
+    if cluster.gpu and (of_one := memory_of(cluster.gpu)):
+        return of_one * workers
+    if cluster.kind in ("inline", "processes") and cluster.device != "cuda" and not gpu_count():
+        return machine_memory()
+    return inf

@@ -1,0 +1,218 @@
+"""Examination of members of a crew by the doctor: each by itself, then with partners, then all beside each other."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from platform.boundary.redaction import redact
+from platform.boundary.refusals import as_refusal, violation
+from platform.boundary.storage import Storage, open_storage
+from platform.cluster.control.run_context import RunContext
+from platform.cluster.crew.crew import ByRank, Crew
+from platform.cluster.crew.failures import WorkerFailed
+from platform.cluster.crew.job import Job
+from platform.config.fields import Config, flat_values
+from platform.monitor import events
+from platform.train import environment_proof
+from platform.train.environment_proof import proof
+from platform.train.health import best_of, groups_by_check, symptoms
+from platform.train.replies import Findings, Proof
+
+PARTNERS = 3  # most partners of a member
+ATTEMPTS = 3  # at most: whoever looks bad is examined again, and is bad if it is every time
+EXAMINE_SECONDS = 120.0  # without progress, after which a member hangs
+LINK_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Examined:
+    """Outcome of the examination of a crew. `findings`: findings by member number; `bad`: symptoms of each unsound
+    member, check -> why; `shared`: symptoms of most members, and so not their own."""
+
+    findings: Mapping[int, Findings]
+    bad: Mapping[int, Mapping[str, str]]
+    shared: Mapping[str, str]
+
+    def reason(self, number: int) -> str:
+        """Return the symptoms that the doctor found on an unsound crew member, in one line for the user."""
+        return "; ".join(f"{name}: {why}" for name, why in self.bad[number].items())
+
+
+def examine(crew: Crew, job: Job, numbers: Sequence[int], *, thorough: bool) -> Examined:
+    """Examine the members `numbers`, in the order of their ranks, before they are seated: with small sizes and alone, a
+    fraction of a second, on GPUs also with one partner and with all of the node; or, if `thorough`, with large sizes
+    and several partners. If any is unsound, all are examined again, up to ATTEMPTS times and with several partners, and
+    the best findings count: other load on a machine passes, and the partner of a slow worker is not slow with others.
+    Raises WorkerFailed if one dies or hangs."""
+    found: dict[int, Findings] = {}
+    for attempt in range(ATTEMPTS):
+        crew.seat(replace(job, coordinates=[{"data": i} for i in range(len(numbers))]), numbers)
+        alone = _alone(crew, numbers, thorough)
+        crew.release()
+        partners = PARTNERS if thorough or attempt else 1
+        together = _together(crew, job, numbers, thorough, partners) if thorough or job.device == "cuda" else {}
+        for number in numbers:
+            one = _joined(alone[number], together.get(number, {}))
+            found[number] = best_of(found[number], one) if number in found else one
+        bad, shared = symptoms(found, job.device)
+        if not any(bad.values()) and not shared:
+            break
+    return Examined(found, {number: why for number, why in bad.items() if why}, shared)
+
+
+def _alone(crew: Crew, numbers: Sequence[int], thorough: bool) -> dict[int, Findings]:
+    """Return the doctor's findings on each seated worker by itself, by member number. Its clock is among them: the
+    seconds that it is behind the driver's clock before the call, or ahead of it after the call, however long that took.
+    `numbers`: the members, by rank."""
+    before = time.time()
+    clocks = crew.call("read_clock", within=EXAMINE_SECONDS)
+    after = time.time()
+    found = crew.call("examine", thorough, within=EXAMINE_SECONDS)
+    for findings, clock in zip(found, clocks, strict=True):
+        findings.readings["clock"] = max(0.0, before - clock, clock - after)
+    return dict(zip(numbers, found, strict=True))
+
+
+def _together(
+    crew: Crew, job: Job, numbers: Sequence[int], thorough: bool, partners: int
+) -> dict[int, dict[str, Findings]]:
+    """Return the doctor's findings on the network connections of each worker, by member number and check: with up to so
+    many `partners`, of which the best counts, and with its node. One round of groups is measured after the other. Of a
+    group that hangs all members have the error. `numbers`: the members, by rank."""
+    members = crew.members
+    nodes = [members[number].node if number in members else "" for number in numbers]
+    found: dict[int, dict[str, Findings]] = {number: {} for number in numbers}
+    for number_of_round, (check, groups) in enumerate(groups_by_check(nodes, partners, job.device == "cuda")):
+        seats = [numbers[rank] for group in groups for rank in group]
+        crew.seat(replace(job, coordinates=[{"data": i} for i in range(len(seats))]), seats)
+        index = ByRank(i for group in groups for i in range(len(group)))
+        sizes = ByRank(len(group) for group in groups for _ in group)
+        names = ByRank(f"{number_of_round}/{i}" for i, group in enumerate(groups) for _ in group)
+        try:
+            each = crew.call(
+                "examine_connection", check, index, sizes, names, crew.store, thorough, within=LINK_SECONDS
+            )
+        except WorkerFailed as failed:
+            if any(failure.kind != "hung" for failure in failed.failures):
+                raise
+            why = {failure.member.number: Findings(errors={check: failure.cause}) for failure in failed.failures}
+            each = [why.get(number, Findings()) for number in seats]
+        crew.release()
+        for number, one in zip(seats, each, strict=True):
+            its = found[number]
+            its[check] = best_of(its[check], one) if check in its else one
+    return found
+
+
+def _joined(alone: Findings, together: Mapping[str, Findings]) -> Findings:
+    """Merge the doctor's findings on a worker alone with those on its network connections, a map by check."""
+    joined = Findings(dict(alone.readings), dict(alone.errors), alone.facts)
+    for one in together.values():
+        wrong = joined.readings.get("wrong", 0.0) + one.readings.get("wrong", 0.0)
+        joined.readings.update(one.readings, wrong=wrong)
+        joined.errors.update(one.errors)
+    return joined
+
+
+class Doctor:
+    """Doctor of one run: examines members before they get a seat, as cluster.doctor says; by default where they have
+    GPUs of their own or are on several nodes."""
+
+    def __init__(self, run: RunContext):
+        """Prepare to examine the crew members of a run before they are seated; none is known yet."""
+        self._job, self._asked = run.job, run.config.cluster.doctor
+        self._journal, self._say = run.journal, run.monitor.say
+        self._known: set[int] = set()  # members examined before
+
+    def unsound(self, crew: Crew, members: Sequence[int]) -> dict[int, str]:
+        """Examine `members` if some of them are new; return the unsound new ones, each with its symptoms, and report
+        them to journal and user. Symptoms of most members are reported, and bar no member. Raises WorkerFailed if one
+        dies or hangs."""
+        new = [number for number in members if number not in self._known]
+        if not new or not self._examines(crew):
+            return {}
+        start, there = time.perf_counter(), crew.members
+        outcome = examine(crew, self._job, members, thorough=self._asked == "full")
+        self._known.update(new)
+        bad = {n: f"worker {n} on {there[n].node}: {outcome.reason(n)}" for n in new if n in outcome.bad}
+        self._journal.write(
+            events.Examined(
+                numbers=new,
+                unsound=list(bad),
+                reasons=list(bad.values()),
+                shared=[f"{check}: {why}" for check, why in outcome.shared.items()],
+                seconds=time.perf_counter() - start,
+            )
+        )
+        for line in bad.values():
+            self._say(f"doctor  {line}: it gets no seat")
+        for check, why in outcome.shared.items():
+            self._say(f"doctor  warning: most workers are alike in this, and none is left out: {check}: {why}")
+        return bad
+
+    def _examines(self, crew: Crew) -> bool:
+        """Return True if the doctor examines this crew: by cluster.doctor, or if auto, on GPUs or several nodes."""
+        if self._asked != "auto":
+            return self._asked != "off"
+        return self._job.device == "cuda" or len({member.node for member in crew.members.values()}) > 1
+
+
+# Checks before a run forms: every worker sees the driver's run directory and storage, and runs the same code.
+
+_ALWAYS = {"train.compile": ["auto", "off"], "train.attention_kernel": ["auto", "math"]}  # what every worker can do
+
+
+def violations_of_workers(crew: Crew, config: Config, run_dir: Path) -> dict[int, list[str]]:
+    """Return rank -> lines on how its environment differs from the driver's (storage, code, versions), for the ranks
+    that differ. The probe files that this writes to run directory and checkpoint storage are deleted afterwards. Raise
+    ConfigError if the driver itself cannot write them."""
+    storages = {"run.dir": open_storage(str(run_dir))}
+    if environment_proof.saves(config):
+        storages["checkpoint.url"] = open_storage(environment_proof.home(config))
+    with _probe(storages) as name:
+        own, found = proof(config, run_dir, name), crew.call("prove", name)
+    return {rank: lines for rank, its in enumerate(found) if (lines := disagreements(own, its, config))}
+
+
+@contextmanager
+def _probe(storages: Mapping[str, Storage]) -> Iterator[str]:
+    """Write a file of random bytes to each storage, for the workers to read, yield the file's name, and delete the
+    files at the end. `storages`: configuration key -> storage. Raise ConfigError, naming the key, for one that cannot
+    be written."""
+    name = f".probe-{secrets.token_hex(8)}"
+    try:
+        for key, storage in storages.items():
+            with as_refusal(key, storage.url, OSError, why="cannot be written to: {}"):
+                storage.write(name, [memoryview(secrets.token_bytes(16))], durable=False)
+        yield name
+    finally:
+        for storage in storages.values():
+            with suppress(OSError):
+                storage.delete(name, durable=False)
+
+
+def disagreements(own: Proof, its: Proof, config: Config) -> list[str]:
+    """Return one line for each difference between a worker's environment, `its`, and the driver's, `own` (storage,
+    hashes of code, versions of libraries), and for each feature that the worker lacks."""
+    where = {
+        "run.dir": config.run.dir,
+        "checkpoint.url": redact(environment_proof.home(config)),
+        "checkpoint.resume": redact(config.checkpoint.resume),
+    }
+    lines = []
+    for kind, name, value in ((k, n, v) for k in ("sees", "code", "versions") for n, v in getattr(own, k).items()):
+        if (there := getattr(its, kind).get(name)) != value:
+            how = f"{there} on node {its.node}, {value} at the driver"
+            if kind == "sees":
+                lines.append(violation(name, where[name], f"{how}; all nodes must see the same"))
+            else:
+                lines.append(f"cluster: {kind} of {name}: {how}; all nodes must run the same")
+    for key, legal in _ALWAYS.items():
+        if why := its.lacks.get(key):
+            lines.append(violation(key, flat_values(config)[key], f"{why} on node {its.node}", legal))
+    return lines

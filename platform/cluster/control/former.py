@@ -1,0 +1,264 @@
+"""The FORMING state: makes the live workers a mesh that continues from the run's newest state."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from time import perf_counter
+from typing import Any
+
+from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.terminal import phase, tolerated
+from platform.cluster.control import examination
+from platform.cluster.control.recruiter import Recruiter, arrange, places, tiers_of
+from platform.cluster.control.run_context import Generation, RunContext
+from platform.cluster.crew.crew import ByRank, Crew
+from platform.cluster.crew.failures import GaveUp, Member, Reform
+from platform.cluster.crew.job import Job
+from platform.monitor import Timeline, events
+from platform.plan.accelerators import dense_bf16_peak
+from platform.plan.layout import Mesh, count_of
+from platform.plan.plan import Plan
+from platform.plan.plan_data import digest, plan_summary
+from platform.plan.schedule import Schedule, table
+from platform.plan.simulate import simulate, stage_rows
+from platform.predict.choose_schedule import schedules_of
+from platform.predict.tier_traffic import reach_of
+from platform.runtime.compilation import may_compile
+from platform.train.replies import Unrestored
+from platform.train.state_recovery import Formation, Source, find_source, take_seats
+from platform.weights.importing import initial_weights
+
+# The driver's record of the run state that crew members hold in memory, kept from their answers.
+
+
+class SnapshotLedger:
+    """Ledger of the snapshots of the run's state that workers hold in memory, kept by the driver. Members keep a
+    generation's until the next generation takes its first step."""
+
+    def __init__(self) -> None:
+        """Initialise a ledger without any snapshot in workers' memory."""
+        self._newest: dict[int, tuple[Generation, int]] = {}  # by number: the newest step that all its members hold
+        self._distrusted: set[tuple[int, int]] = set()  # (generation, member)
+
+    def add(self, generation: Generation, step: int) -> None:
+        """Record that all members of a generation of workers hold a snapshot of the state after `step`."""
+        self._newest[generation.number] = generation, step
+
+    def distrust(self, generation: int, members: Collection[int]) -> None:
+        """Ignore from now on these members' snapshots of a generation of workers, as their memory is damaged."""
+        self._distrusted |= {(generation, member) for member in members}
+
+    def only(self, generation: int) -> None:
+        """Forget the snapshots of other generations of workers, which are dropped when this one takes a step."""
+        self._newest = {number: held for number, held in self._newest.items() if number == generation}
+
+    def source(self, alive: Collection[int], size: int) -> tuple[Source | None, list[str]]:
+        """Return the newest training state that the members `alive` hold whole in memory, for a new mesh of `size`
+        ranks, or None, and why newer states are not whole, a line each; see
+        `platform.train.state_recovery.find_source`."""
+        known = self._newest.items()
+        newest = {number: step for number, (_, step) in known}
+        formed = {number: generation.formed for number, (generation, _) in known}
+        plans = {number: generation.plan for number, (generation, _) in known}
+        return find_source(newest, formed, alive, size, self._distrusted, plans)
+
+
+_WIDTH = 300  # columns of a schedule table that is still shown
+
+
+class Former:
+    """Forms the generations of a run: seats workers as a mesh that goes on from the newest state. `recruiter` chooses
+    members and plan; `ledger` lists the snapshots in the workers' memory."""
+
+    def __init__(self, run: RunContext):
+        """Prepare to form the generations of a run's workers, one mesh after the other; no mesh has formed and no
+        snapshot in workers' memory is known."""
+        self._run, self._config, self._job = run, run.config, run.job
+        self._journal, self._monitor, self._checkpoints = run.journal, run.monitor, run.checkpoints
+        self._corpus = str(run.corpus.entry or "")
+        self.recruiter, self.ledger = Recruiter(run), SnapshotLedger()
+        self._proven: set[int] = set()
+        self._formed = self._tried = False  # a mesh was formed; a restore from storage was tried
+        self._shown = run.plan  # the plan that the user has seen
+
+    def form(self, crew: Crew) -> Generation:
+        """Form the next generation of workers: wait for workers, seat them, build their part of the model and bring it
+        to the newest state, from survivors' memory or from storage.
+
+        Raises WorkerFailed if a call on a worker fails; Reform if a new worker turns out to see other files or to run
+        other code than the driver, and was barred; GaveUp if too few workers come within elastic.wait seconds, none can
+        be hired, or no state can be had; Stopped if the run was asked to stop while too few were there; ConfigError in
+        a run's first generation, for what the user has to correct.
+        """
+        with phase("waiting for workers"):
+            members, found = self.recruiter.wait(crew)
+        start = perf_counter()
+        plan, size = found.plan, found.plan.mesh.size
+        schedules = schedules_of(found.config, plan.replicas)
+        schedule = schedules[-1]
+        number = self._journal.next_generation()
+        mesh, made = dict(plan.mesh.axes), digest(plan)
+        alive = len(members)
+        self._journal.write(events.Forming(world_size=size, mesh=mesh, plan=made, reason=found.reason, alive=alive))
+        self._show(plan, schedule, found.reason)
+        seats, source = self._seats(members, plan.mesh)
+        if source and source.gathered:
+            self._gather(crew, source, number)
+        job = replace(self._job, coordinates=[plan.mesh.coordinates(rank) for rank in range(size)])
+        crew.seat(job, seats)
+        self._prove(crew, seats)
+        stage_of = list(schedule.placement)
+        workers = crew.call("form", ByRank(range(size)), size, found.config, crew.store, number, stage_of, made)
+        numbered = [vars(worker) | {"number": number} for worker, number in zip(workers, seats, strict=True)]
+        self._journal.write(events.Formed(workers=numbered))
+        domains = [members[number].node for number in seats]
+        of_stage = stage_rows(schedules)
+        plain = [stage.plain() for stage in of_stage]
+        init = not source and self._config.train.init not in ("", "random")
+        fresh = not source and not self._checkpoints.step and not init
+        tiers = tiers_of(seats, places(members))
+        rows, reach = ByRank(plain[c["stage"]] for c in job.coordinates), reach_of(plan, tiers)
+        build = "build", rows, domains, self._corpus, reach, fresh
+        built = crew.call(*build)
+        self.recruiter.memory = min(self.recruiter.memory, *(b.memory or inf for b in built))
+        step = self._recover(crew, source) if source else self._restore(crew, build, fill=not init)
+        if init and not step:
+            self._begin(crew)
+        self._formed = True
+        if uncompiled := built[0].uncompiled or self._rehearse(crew, job, step + 1):
+            self._monitor.say(f"compile  off: {uncompiled}")
+        self._journal.write(
+            events.Running(step=step + 1, parameters_per_worker=built[0].parameters, uncompiled=uncompiled or None)
+        )
+        timeline = None
+        if self._config.monitor.timeline:
+            names, stages = [job.name(rank) for rank in range(size)], [c["stage"] for c in job.coordinates]
+            timeline = Timeline(schedules, [stage.steps for stage in of_stage], names, stages)
+        peak = dense_bf16_peak(built[0].device)
+        formed = Formation(found.config, stage_of, domains, seats, built[0].moments, built[0].shared)
+        device, seconds = built[0].device, perf_counter() - start
+        generation = Generation(number, plan, formed, tiers, step, device, peak, timeline, job, seconds)
+        if source or (step and self._config.elastic.interval):
+            self.ledger.add(generation, step)
+        return generation
+
+    def _seats(self, members: Mapping[int, Member], mesh: Mesh) -> tuple[list[int], Source | None]:
+        """Return the member at every rank of a new mesh, and the state in survivors' memory that they recover from;
+        None instead if no state in memory is whole or a checkpoint is newer. `members`: members that may be seated."""
+        paths = places(members)
+        source, reasons = self.ledger.source(members.keys(), mesh.size)
+        for reason in reasons:
+            self._journal.write(events.NotWhole(reason=reason))
+        if source is None or source.step < self._checkpoints.step:
+            return arrange(paths, mesh, {}), None
+        keep = dict(zip(source.kept, source.members(source.kept), strict=True))
+        found = take_seats(source, arrange(paths, mesh, keep))
+        if not found:  # what they hold is worth more than to be near each other
+            others = [number for number in members if number not in keep.values()]
+            enough = [*keep.values(), *others][: mesh.size]
+            found = take_seats(source, arrange({number: paths[number] for number in enough}, mesh, keep))
+        assert found
+        return found.seats, found
+
+    def _show(self, plan: Plan, schedule: Schedule, reason: str) -> None:
+        """Print the plan of the mesh of workers that forms, if it differs from the one shown last, and its pipeline
+        schedule; write plan.json."""
+        if plan is not self._shown:
+            self._monitor.say(reason or f"{count_of(plan.mesh.size, 'worker')}: as configured")
+            with tolerated(self._monitor.say, "plan.json"):
+                self._run.directory.write_plan(plan_summary(plan))
+        self._shown = self._checkpoints.plan = plan
+        if schedule.stages > 1:
+            self._monitor.say(_described(schedule))
+
+    def _gather(self, crew: Crew, source: Source, number: int) -> None:
+        """Let survivors that hold state in memory but get no seat in the new mesh send it to the seated ones, in a
+        temporary group of all holders. `number`: number of the next generation."""
+        order = source.members(source.gathered)
+        crew.seat(replace(self._job, coordinates=[{"data": i} for i in range(len(order))]), order)
+        crew.call("gather", source, ByRank(range(len(order))), crew.store, f"{number}/gather")
+        crew.release()
+
+    def _prove(self, crew: Crew, seats: Sequence[int]) -> None:
+        """Check that the seated members not checked before see the same storage and run the same code as the driver.
+        Raise ConfigError if one does not in the first generation; in a later one bar it, and raise Reform."""
+        new = set(seats) - self._proven
+        if not new:
+            return
+        try:
+            refused = examination.violations_of_workers(crew, self._config, self._job.run_dir)
+        except ConfigError as error:  # the driver itself cannot write, which does not tell against workers
+            if not self._proven:
+                raise
+            self._journal.write(events.NotProven(numbers=sorted(new), reasons=error.violations))
+            return
+        reasons = list(dict.fromkeys(line for lines in refused.values() for line in lines))
+        if refused and not self._proven:
+            raise ConfigError(reasons)
+        barred = {seats[rank] for rank in refused}
+        self._proven |= new - barred
+        if barred:
+            self.recruiter.barred |= barred
+            self._journal.write(events.Barred(numbers=sorted(barred), reasons=reasons))
+            raise Reform(f"a new worker gets no seat: {reasons[0]}")
+
+    def _recover(self, crew: Crew, source: Source) -> int:
+        """Let all ranks recover the state from survivors' memory, journal it, and return the step of that state."""
+        start = perf_counter()
+        crew.call("recover", source)
+        self._journal.write(events.Restored(step=source.step, source="memory", seconds=perf_counter() - start))
+        return source.step
+
+    def _begin(self, crew: Crew) -> None:
+        """Let all workers of a new generation start from the weights of train.init, and journal it. Raise GaveUp if
+        they cannot be read and a generation had formed before; ConfigError if none had."""
+        start = perf_counter()
+        try:
+            found = initial_weights(self._config)
+            failure: Unrestored | None = crew.call("begin")[0]
+            if failure:
+                raise ConfigError(violation("train.init", found.url, failure.reason))
+        except ConfigError as error:
+            if not self._formed:
+                raise
+            raise GaveUp(str(error)) from None
+        seconds, notes = perf_counter() - start, list(found.notes)
+        self._journal.write(events.Initialised(weights=found.url, differences=notes, seconds=seconds))
+        self._monitor.say("\n".join([f"weights  of {found.url}", *(f"         {line}" for line in notes)]))
+
+    def _rehearse(self, crew: Crew, job: Job, step: int) -> str:
+        """Let all workers compile the model, before steps have a deadline; return which cannot and why, "" for none."""
+        if not may_compile(self._config.train.compile, job.device):
+            return ""
+        failed = ((rank, why) for rank, why in enumerate(crew.call("rehearse", step)) if why)
+        return next((f"{job.name(rank)} cannot compile {why}" for rank, why in failed), "")
+
+    def _restore(self, crew: Crew, build: tuple[Any, ...], fill: bool) -> int:
+        """Restore the workers' state from storage, as nothing in memory is usable, or leave them at step 0 if there is
+        no checkpoint; return the step. `build`: the call that builds the workers' models, repeated after each corrupt
+        checkpoint; its last argument is True if it gives them initial values; `fill`: True if they need these when
+        there is no checkpoint. Raise GaveUp if storage cannot be read and a generation had formed before; ConfigError
+        or OSError if none had."""
+        try:
+            if self._tried:
+                self._checkpoints.look_again()
+            self._tried = True
+            while not self._checkpoints.restore(crew):
+                crew.call(*build)
+            if not self._checkpoints.step and fill and not build[-1]:  # the checkpoint that was there is gone
+                crew.call(*build[:-1], True)
+        except (ConfigError, OSError) as error:
+            if not self._formed:
+                raise
+            raise GaveUp(f"no state is whole in memory, and none can be read from storage: {error}") from None
+        return self._checkpoints.step
+
+
+def _described(schedule: Schedule) -> str:
+    """Describe a new mesh's pipeline schedule: size, simulated bubble, and its table unless wider than _WIDTH."""
+    bubble = simulate(schedule).bubble
+    title = f"schedule  {schedule.name}: {schedule.stages} stages x {schedule.chunks} chunks, {schedule.microbatches}"
+    lines = [f"{title} microbatches; bubble {bubble:.1%} of the work", *table(schedule.rows).splitlines()]
+    return "\n".join(lines[: None if max(map(len, lines)) <= _WIDTH else 1])

@@ -1,1 +1,0 @@
-"""Profiles of training steps: recorded by workers, merged into one trace"""

@@ -1,0 +1,460 @@
+"""Launcher of Ray actors, one per worker, in an embedded Ray on this machine or in the cluster at RAY_ADDRESS.
+
+In a cluster an actor's process is the worker. On this machine it has the worker forked (`forks`), because four
+processes that import torch take seconds longer than one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import replace
+from time import monotonic, sleep
+from typing import Any, NamedTuple
+
+from platform.cluster.crew import job as rendezvous
+from platform.cluster.crew.crew import Launcher
+from platform.cluster.crew.failures import Failure, Member, NoPlaces, WorkerFailed
+from platform.cluster.crew.forked_workers import ForkServer, order_worker
+from platform.cluster.crew.job import Assignment, Job, assign, tiers_here, usable_cores
+from platform.cluster.crew.ray_session import Embedded, Notices, free_nodes, join_cluster, selects
+from platform.cluster.crew.switchboard import Switchboard
+from platform.cluster.crew.worker_host import serve
+from platform.plan.layout import count_of
+
+# Demand of runs on the autoscaler of their Ray cluster, so that it starts machines for workers before there are any.
+#
+# Ray keeps one request for the whole cluster, a new one replaces it, and it outlives its driver. So one actor of the
+# cluster, the desk, takes the demand of every run, asks for all of it together, and forgets a run that does not renew
+# its demand. The desk ends with the last run.
+
+LEASE_SECONDS = 90.0  # after which a demand that is not renewed is dropped
+_RENEW_SECONDS = 10.0
+HOLD_SECONDS = 120.0  # for which a demand is held up that has fallen: lost workers are hired again within seconds
+_NAME, _NAMESPACE = "autoscaler-desk", "elastic-platform"
+
+
+class Bundle(NamedTuple):
+    """Resources that a worker needs together, by Ray's names, and labels that its node must have."""
+
+    needs: dict[str, float]
+    labels: dict[str, str]
+
+
+def bundle_of(device: str, labels: Mapping[str, str]) -> Bundle:
+    """Return the Ray bundle of a worker on a `device`, cpu | cuda: one CPU, for cuda also one GPU, and `labels`."""
+    return Bundle({"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {}), dict(labels))
+
+
+class Hysteresis:
+    """Number that follows another one up at once, and down only once that has been lower for `seconds`. Times are
+    readings of one clock."""
+
+    def __init__(self, seconds: float):
+        """Start at no wanted workers. `seconds`: time for which a higher number is kept after it has fallen."""
+        self._seconds = seconds
+        self._last = 0
+        self._before: list[tuple[int, float]] = []  # earlier numbers, and until when each was followed
+
+    def follow(self, wanted: int, now: float) -> int:
+        """Return the workers to ask Ray's autoscaler for: the highest number `wanted` in the `seconds` before `now`."""
+        earlier = [*self._before, (self._last, now)]
+        self._last, self._before = wanted, [pair for pair in earlier if pair[1] > now - self._seconds]
+        return max(wanted, *(number for number, _ in self._before))
+
+
+class DemandLedger:
+    """Demands of all runs: run -> how many of which bundle, and until when."""
+
+    def __init__(self) -> None:
+        """Initialise a ledger without any run's demand on the autoscaler."""
+        self._of: dict[str, tuple[int, Bundle, float]] = {}
+
+    def book(self, run: str, count: int, bundle: Bundle, now: float) -> None:
+        """Record that a run needs `count` Ray bundles, in place of its last demand, for LEASE_SECONDS; 0 ends it."""
+        self._of[run] = count, bundle, now + LEASE_SECONDS if count else now
+
+    def total(self, now: float) -> list[Bundle]:
+        """Return the Ray bundles that all runs need together; forget runs whose demand was not renewed by `now`."""
+        self._of = {run: demand for run, demand in self._of.items() if demand[2] > now}
+        return [bundle for run in sorted(self._of) for count, bundle, _ in [self._of[run]] for _ in range(count)]
+
+
+class Desk:
+    """Actor that passes the demands of all runs of its cluster on to the autoscaler."""
+
+    def __init__(self) -> None:
+        """Start the Ray actor that sums all runs' demands on the autoscaler, and a thread that drops expired ones."""
+        self._ledger, self._lock, self._asked = DemandLedger(), threading.Lock(), list[Bundle]()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def book(self, run: str, count: int, bundle: Bundle) -> int:
+        """Record a run's demand for `count` workers by `DemandLedger.book`; return the number of all runs' bundles."""
+        with self._lock:
+            self._ledger.book(run, count, bundle, monotonic())
+        return self._pass_on()
+
+    def _pass_on(self) -> int:
+        """Ask Ray's autoscaler for the bundles that all runs need now, if these have changed; return their number."""
+        with self._lock:
+            total = self._ledger.total(monotonic())
+            if total != self._asked:
+                request(total)
+                self._asked = total
+            return len(total)
+
+    def _watch(self) -> None:
+        """Drop the demands of runs that do not renew them; end this Ray actor once no run needs any worker."""
+        while True:
+            sleep(_RENEW_SECONDS)
+            with suppress(Exception):  # Ray does not answer: the next turn tries again
+                if not self._pass_on():
+                    os._exit(0)
+
+
+def request(bundles: list[Bundle]) -> None:
+    """Ask the joined Ray cluster's autoscaler to hold room for workers' `bundles`, in place of the last request."""
+    from ray.autoscaler.sdk import request_resources
+
+    labels = [bundle.labels for bundle in bundles]
+    request_resources(
+        bundles=[bundle.needs for bundle in bundles], bundle_label_selectors=labels if any(labels) else None
+    )
+
+
+class Demand:
+    """Demand of this process's run for workers that each need a `bundle`. `count`: function that returns how many it
+    wants now, called again and again by a thread, until `close`."""
+
+    def __init__(self, bundle: Bundle, count: Callable[[], int]):
+        """Start the thread that keeps Ray's autoscaler informed of the workers that this run wants, by `count()`."""
+        self._bundle, self._count, self._hysteresis = bundle, count, Hysteresis(HOLD_SECONDS)
+        self._run = f"{socket.gethostname()}/{os.getpid()}"
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="demand", daemon=True)
+        self._thread.start()
+
+    def close(self, *, withdraw: bool = True) -> None:
+        """Stop renewing this run's demand on Ray's autoscaler; if `withdraw`, end it now: else it holds until it
+        expires, or is taken up by another Demand of this process. Call it before ray.shutdown()."""
+        self._closed.set()
+        self._thread.join()
+        if withdraw:
+            with suppress(Exception):
+                import ray
+
+                ray.get(self._desk().book.remote(self._run, 0, self._bundle), timeout=_RENEW_SECONDS)
+
+    def _renew(self) -> None:
+        """Send the Ray actor of all demands the number of workers that this run wants, smoothed by `Hysteresis`, every
+        _RENEW_SECONDS until `close`."""
+        while True:
+            try:
+                count = self._hysteresis.follow(self._count(), monotonic())
+                self._desk().book.remote(self._run, count, self._bundle)
+            except Exception as error:  # the cluster's head is restarting, or gone: the crew finds that out by itself
+                _LOG.debug("the autoscaler is not asked: %s", error)
+            if self._closed.wait(_RENEW_SECONDS):
+                return
+
+    @staticmethod
+    def _desk() -> Any:
+        """Return the Ray cluster's `Desk`, the actor that takes all runs' demands, started if there is none."""
+        import ray
+
+        options: Mapping[str, Any] = {
+            "name": _NAME, "namespace": _NAMESPACE, "lifetime": "detached", "get_if_exists": True,
+            "num_cpus": 0, "max_restarts": -1,
+        }  # fmt: skip
+        return ray.remote(Desk).options(**options).remote()
+
+
+_LOG = logging.getLogger("platform.cluster")
+_PLACEMENT_SECONDS = 60.0  # at least, for Ray to grant resources that were free a moment ago
+_TURN_SECONDS = 10.0  # interval of the messages that say what is being waited for
+_REASON_SECONDS = 0.3  # for Ray to report how a process ended; the loss of a node it learns only much later
+
+
+class _Location(NamedTuple):
+    """Location of a worker's actor: its machine's Ray id and CPU cores, and its GPU, in an order by number."""
+
+    machine: str
+    gpu: tuple[int, str]
+    cores: int
+
+
+class RayActors(Launcher):
+    """Starts one actor per member, on nodes with cluster.labels. The initial members are placed as cluster.placement
+    says, and numbered by machine, within a machine by GPU. A hired member starts wherever Ray finds a place, as soon as
+    there is one; under placement=strict_pack on the machine of the others."""
+
+    def __init__(self, *, embedded: bool):
+        """Initialise a launcher of workers as Ray actors. `embedded`: in a Ray of our own on this machine, else in the
+        cluster at RAY_ADDRESS."""
+        super().__init__()
+        self._embedded = embedded
+        self._actors: dict[int, Any] = {}  # actors not killed yet, by member number
+        self._crowd = 0  # most initial members on one machine; 0 before the start
+        self._serving: dict[int, Any] = {}  # each actor's running `serve` call
+        self._notices: Notices | None = None
+        self._ray: Embedded | None = None
+        self._forks: ForkServer | None = None
+        self._path = ""  # where actors order workers of `_forks`
+        self._demand: Demand | None = None  # on the autoscaler
+
+    def open(self, job: Job, size: int) -> str:
+        """Start or join the crew's Ray cluster; return the address of this machine that its nodes can reach."""
+        if self._embedded:
+            growth = max(0, job.config.elastic.max_workers - job.world_size)
+            self._forks = ForkServer(assign(job, -1, local_rank=0, local_world_size=job.world_size, group_rank=0))
+            self._ray = Embedded(max(size, job.world_size) + growth, gpus=job.device == "cuda")
+            self._path = f"{self._ray.directory}/forks"
+            self._forks.listen(self._path)
+        else:
+            join_cluster(job.config.cluster)
+            if job.config.cluster.autoscale:
+                self._demand = Demand(_bundle(job), lambda: len(self._actors) or size)
+        import ray
+
+        self._notices = Notices()
+        self._here = ray.get_runtime_context().get_node_id()
+        return "127.0.0.1" if self._embedded else ray.util.get_node_ip_address()
+
+    def leaving(self, members: Mapping[int, Member]) -> Set[int]:
+        if self._notices is None or not (nodes := self._notices.nodes):
+            return frozenset()
+        everybody = self._here in nodes  # the driver's node is draining, and the run ends with it
+        return {number for number, member in members.items() if everybody or _node_id(member.node) in nodes}
+
+    def launch(self, job: Job, numbers: Sequence[int], board: Switchboard) -> None:
+        """Start Ray actors for the workers `numbers`: the initial ones together, hired ones where Ray has a place."""
+        if not self._crowd:
+            self._launch_together(job, numbers, board)
+            return
+        for number in numbers:
+            # Its node is not known yet: threads are sized as if it shared the most crowded initial machine.
+            place = assign(job, number, local_rank=0, local_world_size=self._crowd, group_rank=0)
+            self._serve(_actor(job, self._together(job)), place, board)
+
+    def _together(self, job: Job) -> str:
+        """Return the Ray node where a hired worker must start: the others' under strict_pack, else "" for any."""
+        living = [member.node for number, member in self.greeted.items() if number in self._actors]
+        return _node_id(living[0]) if living and job.config.cluster.placement == "strict_pack" else ""
+
+    def _launch_together(self, job: Job, numbers: Sequence[int], board: Switchboard) -> None:
+        """Start the initial members' actors where cluster.placement wants them, wait until all of them run, and number
+        them by machine, within a machine by GPU. Raises NoPlaces as `_wait`, WorkerFailed as `_located` does."""
+        import ray
+
+        size = len(numbers)
+        actors = [_actor(job, node) for node in _nodes(job, size)]
+        self._actors = dict(zip(numbers, actors, strict=True))
+        places = [actor.locate.remote() for actor in actors]
+        rendezvous.preload()  # while the actors start
+        _wait(job, lambda seconds: len(ray.wait(places, num_returns=size, timeout=seconds)[0]), size)
+        found = [_located(number, place) for number, place in zip(numbers, places, strict=True)]
+        machines = list(dict.fromkeys(where.machine for where in found))
+        order = sorted(range(size), key=lambda i: (machines.index(found[i].machine), found[i].gpu))
+        crowds = [[i for i in order if found[i].machine == machine] for machine in machines]
+        self._crowd = max(map(len, crowds))
+        for number, i in zip(numbers, order, strict=True):
+            machine = machines.index(found[i].machine)
+            crowd = crowds[machine]
+            where = {"local_rank": crowd.index(i), "local_world_size": len(crowd), "group_rank": machine}
+            self._serve(actors[i], assign(job, number, **where, cores=found[i].cores), board)
+
+    def _serve(self, actor: Any, place: Assignment, board: Switchboard) -> None:
+        """Order a Ray actor to serve the worker of `place`: it dials the driver's switchboard `board`."""
+        number = place.number
+        self._actors[number] = actor
+        self._serving[number] = actor.serve.remote(place, board.address, board.token(number), self._path)
+
+    def ended(self, number: int, seconds: float) -> str | None:
+        """Return how a worker's Ray actor ended, as Ray says of its `serve` call; None if no end is known in time."""
+        import ray
+        from ray.exceptions import RayActorError, RayError
+
+        serving = self._serving[number]
+        if not ray.wait([serving], timeout=min(seconds, _REASON_SECONDS))[0]:
+            return None
+        try:
+            return str(ray.get(serving))
+        except RayActorError as error:
+            return _reason(error)
+        except RayError as error:
+            return str(error)
+
+    def kill(self, number: int) -> None:
+        """Kill a worker's Ray actor, and its process if that is on this machine, where it takes no time."""
+        import ray
+
+        if not (actor := self._actors.pop(number, None)):
+            return  # killed before: its pid may belong to another process by now
+        ray.kill(actor, no_restart=True)
+        member = self.greeted.get(number)
+        if member and _node_id(member.node) == self._here:
+            with suppress(ProcessLookupError):  # on the driver's own machine: immediate, which ray.kill is not
+                os.kill(member.pid, signal.SIGKILL)
+
+    def dismiss(self, polite: bool) -> None:
+        """Kill all workers' Ray actors, and leave the Ray cluster, or end it if it is this run's own."""
+        import ray
+
+        if self._notices:
+            self._notices.close()
+        if self._demand:
+            self._demand.close()
+        if ray.is_initialized():
+            for number in list(self._actors):
+                self.kill(number)
+            if not self._ray:
+                ray.shutdown()  # only disconnects from a cluster
+        if self._forks:
+            self._forks.close()
+        if self._ray:
+            self._ray.close()
+
+
+class _Actor:
+    """Ray actor that holds the place of one member, and runs its worker. The driver asks where it runs before it
+    assigns the member a number."""
+
+    def __init__(self) -> None:
+        """Initialise the Ray actor of a worker whose member number is not known yet."""
+        self._name = "worker"
+
+    def __repr__(self) -> str:  # shown in Ray's own messages
+        """Return the worker's name, which Ray shows in its own messages about this actor."""
+        return self._name
+
+    def locate(self) -> _Location:
+        """Return where the Ray actor of a worker runs: node, GPU and usable CPU cores."""
+        import ray
+
+        context = ray.get_runtime_context()
+        gpus = context.get_accelerator_ids().get("GPU", [])
+        first = gpus[0] if gpus else "0"
+        return _Location(context.get_node_id(), (len(first), first), usable_cores())
+
+    def serve(self, place: Assignment, address: tuple[str, int], token: str, forks: str) -> str:
+        """Serve the member of `place` until the driver closes its connection, in this process or, if `forks` is the
+        address of a fork server, in a process that it forks, which dies with this one. Return how that ended, as a
+        phrase for the user."""
+        import ray
+
+        self._name = f"worker{place.number}"
+        context: Any = ray.get_runtime_context()
+        tiers = tiers_here(place.config.cluster.tiers, context.get_node_labels())
+        place = replace(place, node=f"{socket.gethostname()}/{context.get_node_id()}", tiers=tiers)
+        if forks:
+            return order_worker(forks, place, address, token).ended(None) or ""
+        serve(place, address, token)
+        return "the actor ended by itself"
+
+
+def _nodes(job: Job, size: int) -> list[str]:
+    """Return a Ray node id for each of the `size` workers of `job`, as cluster.placement and cluster.labels choose the
+    nodes on which all of them fit together; packed, in the innermost of cluster.tiers that has room for all. Raises
+    NoPlaces as `_wait` does.
+
+    A placement group finds them and is then removed. If the actors stayed in it, Ray would have to find room for all
+    places of a lost node together before it could replace any of them. It has a bundle for each worker: one for each
+    node would wait for a whole node where others have room, and Ray places thousands within seconds.
+    """
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+    bundle, strategy = _bundle(job), job.config.cluster.placement.upper()
+    labels = bundle.labels
+    if strategy == "PACK":
+        nodes = [(there, places) for there, places in free_nodes(bundle.needs) if selects(labels, there)]
+        labels = compact(job.config.cluster.tiers, nodes, size) | labels
+    chosen: dict[str, Any] = {"bundle_label_selector": [labels] * size} if labels else {}
+    group = placement_group([bundle.needs] * size, strategy=strategy, **chosen)
+    try:
+        _wait(job, lambda seconds: size if group.wait(seconds) else 0, size)
+        node_of = placement_group_table(group)["bundles_to_node_id"]
+    finally:
+        remove_placement_group(group)
+    return [node_of[i] for i in range(size)]
+
+
+def _bundle(job: Job) -> Bundle:
+    """Return the Ray resources and node labels that each worker of `job` needs."""
+    return bundle_of(job.device, job.config.cluster.labels)
+
+
+def compact(tiers: Sequence[str], nodes: Sequence[tuple[Mapping[str, str], int]], size: int) -> dict[str, str]:
+    """Return the labels of the smallest part of the cluster with room for `size` workers: an innermost one of `tiers`,
+    names of labels from outer to inner; {} for the whole cluster. `nodes`: the labels of each, and how many workers it
+    has room for."""
+    for depth in range(len(tiers), 0, -1):
+        room: Counter[tuple[tuple[str, str], ...]] = Counter()
+        for labels, places in nodes:
+            room[tuple((name, labels[name]) for name in tiers[:depth] if name in labels)] += places
+        fits = [(places, where) for where, places in room.items() if where and places >= size]
+        if fits:
+            return dict(min(fits)[1])
+    return {}
+
+
+def _wait(job: Job, ready: Callable[[float], int], size: int) -> None:
+    """Wait for Ray to start `size` workers of `job`: poll `ready` (seconds to wait -> how many are ready) until `size`
+    are. A busy machine is slow at this, and nodes come and go, so waiting is no error. Raises NoPlaces after the
+    longest of `elastic.wait`, `cluster.wait` and _PLACEMENT_SECONDS."""
+    wait = max(job.config.elastic.wait, job.config.cluster.wait, _PLACEMENT_SECONDS)
+    deadline = monotonic() + wait
+    while (there := ready(min(_TURN_SECONDS, max(0.0, deadline - monotonic())))) < size:
+        bundle, cluster = _bundle(job), job.config.cluster
+        where = f" on nodes with {bundle.labels}" if bundle.labels else ""
+        where += ", all on one node" if cluster.placement == "strict_pack" else ""
+        lack = f"Ray to start {count_of(size, 'time')} {bundle.needs}{where}, {there} of {size} there"
+        if monotonic() >= deadline:
+            raise NoPlaces(f"waited {wait:.0f} s for {lack}")
+        _LOG.info("waiting for %s, up to %.0f s", lack, deadline - monotonic())
+
+
+def _located(number: int, location: Any) -> _Location:
+    """Return where the Ray actor of worker `number` runs, given `location`, Ray's reference to the result of its
+    `locate`. Raises WorkerFailed if the actor died while starting."""
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        located: _Location = ray.get(location)
+        return located
+    except RayError as error:
+        member, name = Member(number, "", 0), f"worker{number}"
+        raise WorkerFailed([Failure(member, "died", "start()", _reason(error), name=name)]) from None
+
+
+def _actor(job: Job, node: str = "") -> Any:
+    """Create the Ray actor of one worker of `job` on the Ray node `node`; wherever Ray finds a place if `node` is "",
+    or has no room and cluster.placement does not insist."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    bundle, placement = _bundle(job), job.config.cluster.placement
+    cpus, gpus = bundle.needs["CPU"], bundle.needs.get("GPU", 0)
+    actor: Any = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_task_retries=0)(_Actor)
+    where = "SPREAD" if placement == "spread" else "DEFAULT"
+    strategy = NodeAffinitySchedulingStrategy(node, soft=placement != "strict_pack") if node else where
+    chosen = {"label_selector": bundle.labels} if bundle.labels else {}
+    return actor.options(scheduling_strategy=strategy, **chosen).remote()
+
+
+def _node_id(node: str) -> str:
+    """Extract Ray's node id from a member's node, HOST/ID, as its actor reports it to the driver."""
+    return node.rpartition("/")[2]
+
+
+def _reason(error: Exception) -> str:
+    """Reduce Ray's report of a worker actor's death to one line, without identifiers before and guesses after it."""
+    text = " ".join(str(error).split()).partition("Some common causes include")[0]
+    text = text[max(0, text.find("The actor is dead because")) :]
+    return text.partition(" Worker exit type: SYSTEM_ERROR")[0].strip()  # the rest only repeats that it died

@@ -1,0 +1,346 @@
+"""Resources for a run's workers: on which device they run, and how many of them there is room for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from time import monotonic, sleep
+from typing import NamedTuple
+
+from platform.boundary.refusals import ConfigError, violation
+from platform.cluster.crew import torchrun
+from platform.cluster.crew.failures import NoPlaces
+from platform.cluster.crew.job import gpu_count, usable_cores
+from platform.cluster.crew.switchboard import lack_of_files
+from platform.cluster.shown_commands import Command
+from platform.config.fields import Config
+from platform.config.groups import AUTO, Cluster
+from platform.config.layout_rules import OPEN
+from platform.plan.accelerators import memory_of
+from platform.plan.layout import count_of
+from platform.plan.plan import Plan
+from platform.predict.memory_budget import device_kind
+from platform.predict.remedies import Device, lack_of_memory
+
+_CROWDED = 4  # workers per core
+
+
+class TooFewGpus(ConfigError):
+    """Refusal of a run that needs more GPUs than there are."""
+
+
+@dataclass(frozen=True)
+class Supply:
+    """GPUs and CPUs that are free for workers, on this machine or in the Ray cluster (`where`, for messages). `cpus`
+    limits the number of workers only if `shared` (Ray); elsewhere workers share the cores."""
+
+    gpus: int
+    cpus: int
+    where: str
+    shared: bool = False
+
+
+class Places(NamedTuple):
+    """Device and number of the workers that a run can have.
+
+    Attributes:
+        members: how many to start now, ranks and spares.
+        limit: how many there can ever be; inf where the cluster may get more room.
+    """
+
+    device: str  # cpu | cuda
+    members: int
+    limit: float
+
+
+def crew_kind(cluster: Cluster) -> str:
+    """Return the kind of launcher of the workers: torchrun if it started this process, else `cluster.kind`."""
+    return "torchrun" if torchrun.present() else cluster.kind
+
+
+def spans_machines(cluster: Cluster) -> bool:
+    """Return True if the run's workers may run on other machines than this one."""
+    kind = crew_kind(cluster)
+    return kind == "ray" or (kind == "torchrun" and os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"])
+
+
+def available_workers(cluster: Cluster) -> int:
+    """Return how many workers the cluster has room for, from which `parallel.data=-1` is settled: one per GPU if GPUs
+    may be used, else one per core; under torchrun as many as it started."""
+    kind = crew_kind(cluster)
+    if kind == "inline":
+        return 1
+    if kind == "torchrun":
+        return int(os.environ["WORLD_SIZE"])
+    supply = _supply(kind, cluster)
+    return supply.gpus if _uses_gpus(cluster, supply) else supply.cpus
+
+
+def device_there(cluster: Cluster) -> str:
+    """Return the kind of device, cpu | cuda, that `available_workers` counts."""
+    return "cuda" if _uses_gpus(cluster, _supply(crew_kind(cluster), cluster)) else "cpu"
+
+
+def _uses_gpus(cluster: Cluster, supply: Supply) -> bool:
+    """Return True if workers get a GPU each where as many start as there is room for."""
+    return cluster.device == "cuda" or (cluster.device == "auto" and supply.gpus > 0)
+
+
+def reserve_workers(
+    cluster: Cluster, world_size: int, say: Callable[[str], None], spares: int = 0, least: int = 0
+) -> Places:
+    """Find room in the cluster for a run's `world_size` workers, or at least for `least` of them if that is not 0, and
+    for its `spares`; print the chosen device.
+
+    Spares are started if there is room now, and never waited for. Raises ConfigError if there is too little room, and
+    NoPlaces if there is still too little after waiting `cluster.wait` seconds.
+    """
+    kind = crew_kind(cluster)
+    _refuse_impossible(kind, world_size, spares)
+    needed = int(os.environ["LOCAL_WORLD_SIZE"]) if kind == "torchrun" else world_size  # the supply is of one machine
+    least = needed if kind == "torchrun" else min(least or needed, needed)
+    with _asked_for(kind, cluster, needed + spares):
+        supply, device, lack = _wait(kind, cluster, needed, least, say)
+    reason = f" ({count_of(supply.gpus, 'GPU')} {supply.where})" if cluster.device == "auto" else ""
+    room = supply.gpus if device == "cuda" else supply.cpus if supply.shared else inf
+    members = world_size + spares if kind == "torchrun" else int(min(needed + spares, room))
+    if lack:
+        say(f"{lack}: starts with {members}, as elastic.min_workers={least} allows, and grows")
+    elif members < world_size + spares:
+        found = f"{members - world_size} of {count_of(spares, 'spare')}"
+        say(f"{found} find a place now ({supply.where}){'; the others are called for' if supply.shared else ''}")
+    say(f"device: {device}{reason}")
+    if device == "cpu" and not supply.shared and members > _CROWDED * supply.cpus:
+        say(f"warning: {members} workers share {count_of(supply.cpus, 'core')}: this will be slow")
+    return Places(device, members, inf if supply.shared else room)
+
+
+@contextmanager
+def _asked_for(kind: str, cluster: Cluster, count: int) -> Iterator[None]:
+    """Ask Ray's autoscaler for `count` workers during the block, if cluster.autoscale says so; the demand outlives the
+    block, for the crew to take it up, unless that raises."""
+    if kind != "ray" or not cluster.autoscale:
+        yield
+        return
+    from platform.cluster.crew import ray_session
+    from platform.cluster.crew.ray_actors import Demand, bundle_of
+
+    ray_session.join_cluster(cluster)
+    demand, came = Demand(bundle_of(cluster.device, cluster.labels), lambda: count), False
+    try:
+        yield
+        came = True
+    finally:
+        demand.close(withdraw=not came)
+
+
+def _refuse_impossible(kind: str, world_size: int, spares: int) -> None:
+    """Raise ConfigError for a number of workers and spares that a launcher of this kind can never start, however long
+    the run waited, and for too low a limit on open files."""
+    if kind == "inline" and world_size != 1:
+        constraint = f"trains a world of one, and this plan has {count_of(world_size, 'worker')}"
+        raise ConfigError(violation("cluster", kind, constraint, ["cluster=processes", "cluster=local"]))
+    if kind == "torchrun" and world_size != (started := int(os.environ["WORLD_SIZE"])):
+        raise ConfigError(
+            f"torchrun: this plan has {count_of(world_size, 'worker')}, and torchrun has started {started}"
+        )
+    if kind == "torchrun":
+        torchrun.given_key()
+    if reason := lack_of_files(world_size + spares):
+        raise ConfigError(violation("cluster", kind, reason))
+    if kind == "torchrun" and spares:
+        raise ConfigError(
+            violation("elastic.spares", spares, "torchrun starts a process per worker and no others", [0])
+        )
+
+
+def _wait(kind: str, cluster: Cluster, needed: int, least: int, say: Callable[[str], None]) -> tuple[Supply, str, str]:
+    """Wait until the cluster has room for `needed` workers, at most `cluster.wait` seconds. Return the free supply, the
+    device (cpu | cuda) and, if there is room only for `least` or more, a message on the lack, else "". Raises as
+    `reserve_workers`."""
+    deadline, said = monotonic() + cluster.wait, ""
+    while True:
+        supply = _supply(kind, cluster)
+        device = _choose(cluster.device, needed, least, supply)
+        lack = _lack(device, needed, supply)
+        if not lack:
+            return supply, device, ""
+        what, there = ("GPU", supply.gpus) if device == "cuda" else ("CPU", supply.cpus)
+        waiting = f"{count_of(needed, what)}, {there} of {needed} there ({supply.where})"
+        if monotonic() >= deadline:
+            if not _lack(device, least, supply):
+                return supply, device, lack
+            if cluster.wait:
+                raise NoPlaces(f"waited {cluster.wait:g} s for {waiting}")
+            raise TooFewGpus(lack) if device == "cuda" else ConfigError(lack)
+        if waiting != said:
+            say(f"waiting for {waiting}, up to {cluster.wait:g} s")
+            said = waiting
+        sleep(min(1.0, max(0.0, deadline - monotonic())))
+
+
+def _supply(kind: str, cluster: Cluster) -> Supply:
+    """Return the GPUs and CPUs that a launcher of this kind could use for workers now: free ones of the Ray cluster for
+    "ray", on nodes with cluster.labels, else all of this machine."""
+    if kind != "ray":
+        return Supply(gpu_count(), usable_cores(), "on this machine")
+    from platform.cluster.crew import ray_session
+
+    ray_session.join_cluster(cluster)
+    free = ray_session.free_resources(cluster.labels)
+    where = "free in the Ray cluster" + (" on nodes with cluster.labels" if cluster.labels else "")
+    return Supply(int(free.get("GPU", 0)), int(free.get("CPU", 0)), where, shared=True)
+
+
+def _choose(device: str, needed: int, least: int, supply: Supply) -> str:
+    """Choose the workers' device, cpu | cuda: cluster.device; for "auto" cuda if the fewest workers get a GPU each."""
+    if device == "auto":
+        return "cuda" if supply.gpus >= min(needed, least) else "cpu"
+    return device
+
+
+def _lack(device: str, world_size: int, supply: Supply) -> str:
+    """Return a message on the GPUs or CPUs that `supply` lacks for `world_size` workers on a device; "" if none."""
+    if device == "cuda" and supply.gpus < world_size:
+        constraint = f"needs {count_of(world_size, 'GPU')}, {supply.gpus} there ({supply.where})"
+        return violation("cluster.device", device, constraint, ["cpu"])
+    if supply.shared and supply.cpus < world_size:
+        constraint = f"needs {count_of(world_size, 'CPU')}, {supply.cpus} there ({supply.where})"
+        return violation("cluster", "ray", constraint)
+    return ""
+
+
+# Memory of a worker's device, as far as the driver can know it before any worker starts, and a plan for it.
+
+_QUERY = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+_SECONDS = 10.0  # for it to answer
+_LIMIT = Path("/sys/fs/cgroup/memory.max")  # memory limit of the container, if this is one
+
+
+def device_of(config: Config, kind: str, workers: int) -> Device | None:
+    """Return the name and memory of the device that each of `workers` workers gets, as far as it is known before any
+    starts: from cluster.device_memory, the GPUs of this machine or cluster, cluster.gpu, or the workers' share of host
+    memory. None if unknown. `kind`: cpu | cuda."""
+    c = config.cluster
+    if c.device_memory:
+        return Device(c.device_memory * 1e9, f"cluster.device_memory={c.device_memory:g}: it")
+    if kind == "cuda":
+        return _seen() or _labelled(config) or _named(c.gpu)
+    if crew_kind(c) in ("inline", "local", "processes"):
+        return Device(machine_memory() / workers, f"its share of this machine, 1/{workers},")
+    return None
+
+
+def _seen() -> Device | None:
+    """Return the GPU of this machine that has the least memory, for the run's workers; None if there is no GPU. CUDA is
+    not started in this process, which would keep a context on a GPU for the whole run."""
+    if not gpu_count():
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # by number or UUID, as the command takes them
+    query = [*_QUERY, *([f"--id={visible}"] if visible else [])]
+    try:
+        shown = subprocess.run(query, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    rows = [line.rpartition(",") for line in shown.splitlines()]
+    found = [Device(int(mebibytes) * 2**20, name.strip()) for name, _, mebibytes in rows if mebibytes.strip().isdigit()]
+    return min(found, key=lambda device: device.memory, default=None)
+
+
+def _labelled(config: Config) -> Device | None:
+    """Return the accelerator model with the least memory among the labels of the Ray cluster's nodes; None if the
+    workers are not started by Ray, or no label is known."""
+    if crew_kind(config.cluster) != "ray":
+        return None
+    from platform.cluster.crew import ray_session
+
+    ray_session.join_cluster(config.cluster)
+    found = [device for name in ray_session.accelerators() if (device := _named(name))]
+    return min(found, key=lambda device: device.memory, default=None)
+
+
+def _named(gpu: str) -> Device | None:
+    """Return the accelerator of this model name, e.g. "H100", as a worker's device; None for an unknown model."""
+    memory = memory_of(gpu)
+    return Device(memory, f"{gpu}") if memory else None
+
+
+def machine_memory() -> int:
+    """Return the bytes of memory that this machine's workers share, or its container's limit if that is lower."""
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):
+        limit = min(limit, int(_LIMIT.read_text()))
+    return limit
+
+
+def settle_here(config: Config, say: Callable[[str], None]) -> None:
+    """Choose the open keys of a run's configuration, in place, for the workers and the memory that are there; print the
+    choice or, with plan.top, the best plans."""
+    if not config.plan.search:
+        return
+    from platform.predict.search import choice_line, choose_plan, ranked_table
+    from platform.predict.step_price import usual_hardware
+
+    workers, kind = available_workers(config.cluster), device_there(config.cluster)
+    device = device_of(config, kind, max(workers, 1))
+    gpu = device.name if device and kind == "cuda" else ""
+    found = choose_plan(config, workers, device.memory if device else 0.0, usual_hardware(config, gpu))
+    assert found, "a key is open"
+    for line in ranked_table(found, config.plan.top) if config.plan.top else [choice_line(found)]:
+        say(line)
+
+
+def settle_rhythms_here(config: Config, plan: Plan, say: Callable[[str], None]) -> None:
+    """Settle elastic.snapshot_every=auto and checkpoint.every=auto of a run's configuration, in place, by what its
+    directory shows of their costs, else by the plan; print the reasons."""
+    if AUTO not in (config.elastic.snapshot_every, config.checkpoint.every):
+        return
+    from platform.predict.recovery_price import NODE, Known, own_costs, settle_rhythms
+    from platform.predict.step_price import hardware_of_device
+
+    size, kind = plan.mesh.size, device_there(config.cluster)
+    device = device_of(config, kind, size)
+    hardware = hardware_of_device(config, kind, device.name if device and kind == "cuda" else config.cluster.gpu)
+    known = Known(kind, hardware, own_costs(Path(config.run.dir), size))
+    for line in settle_rhythms(config, plan, NODE if spans_machines(config.cluster) else size, known):
+        say(line)
+
+
+def reserve_or_suggest(config: Config, command: Command, size: int, say: Callable[[str], None], **more: int) -> Places:
+    """Find room as `reserve_workers` does; a refusal for want of GPUs ends with the best plan, as a `command`."""
+    try:
+        return reserve_workers(config.cluster, size, say, **more)
+    except TooFewGpus as error:
+        *lines, last = error.violations
+        workers = available_workers(config.cluster)
+        device = device_of(config, "cuda", workers) if workers > 0 else None
+        raise ConfigError([*lines, last + (_best_plan(config, command, workers, device) if device else "")]) from None
+
+
+def refuse_lack_of_memory(config: Config, plan: Plan, device: Device, command: Command) -> None:
+    """Refuse a plan that a device has no memory for, with the `command` of the best plan for as many workers."""
+    if line := lack_of_memory(config, plan, device):
+        raise ConfigError(line + _best_plan(config, command, plan.mesh.size, device))
+
+
+def _best_plan(config: Config, command: Command, workers: int, device: Device) -> str:
+    """Return the end of a refusal: the command of the best plan for so many workers, "" if none fits."""
+    from platform.predict.search import choose_plan
+    from platform.predict.step_price import usual_hardware
+
+    other = deepcopy(config)
+    other.plan.search = [
+        key for key in OPEN if key not in ("parallel.context", "tensor" if config.tensor.layout else "")
+    ]
+    with suppress(ConfigError):
+        if (found := choose_plan(other, workers, device.memory, usual_hardware(config, device.name))) and found.best:
+            typed = found.space.typed(found.best.choice)
+            kind = "GPU" if device_kind(config) == "cuda" else "worker"
+            return f"; the best plan for {count_of(workers, kind)}: {command.with_values(typed)}"
+    return ""

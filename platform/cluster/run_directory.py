@@ -1,0 +1,267 @@
+"""The run directory: it holds one run of one identity, driven by one driver at a time; foreign files are left alone."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from platform.boundary import documents, schema
+from platform.boundary.local_files import missing_directories, remove_empty, remove_files, replace_text
+from platform.boundary.redaction import redact
+from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
+from platform.boundary.schema import Malformed
+from platform.config.fields import Config, Eval
+from platform.config.identity import identity, violations_of_identity
+from platform.monitor import events, json_records, metrics
+from platform.monitor.goodput import learned_out
+from platform.monitor.journal import LIVE
+from platform.monitor.json_records import JOURNAL, METRICS
+
+# Reading of a run directory: its configuration, journal and metrics. The files are untrusted, so each one is validated
+# and a fault is reported in one line.
+
+NOTICE = "a notice that all workers are about to be taken away"
+CONFIG, PLAN, LOCK = "config.yaml", "plan.json", "driver.lock"
+_DONE = (events.FirstStep, events.Checkpoint, events.Restored, events.RolledBack, events.End)  # their step is done
+
+
+def configuration(directory: Path) -> Config | None:
+    """Return the last configuration of the run in a directory, None if it holds none. Raises Malformed, OSError."""
+    try:
+        return schema.read(Config, documents.from_yaml(documents.read_bytes(directory / CONFIG)))
+    except FileNotFoundError:
+        return None
+
+
+def faults(directory: Path) -> list[str]:
+    """Return one line for each file of a run directory (configuration, plan, journal, metrics, lock) that cannot be
+    read or is not what a run writes there."""
+    readers: dict[str, Callable[[Path], Any]] = {JOURNAL: lambda path: list(events.read(path)), METRICS: _last_rows}
+    lines = []
+    for name in (CONFIG, PLAN, JOURNAL, METRICS, LOCK):
+        try:
+            documents.open_regular(directory / name).close()
+            readers.get(name, str)(directory / name)
+        except (FileNotFoundError, NotADirectoryError):
+            if (directory / name).is_symlink():
+                lines.append(f"its {name} is a link to nothing")
+        except OSError as error:
+            lines.append(f"its {name} cannot be used ({error.strerror})")
+        except Malformed as error:
+            lines.append(f"its {name} is not a run's ({error})")
+    return lines
+
+
+def journal(directory: Path) -> Iterator[events.JournalEvent]:
+    """Yield the events in a run directory's journal.jsonl, none without that file. Raises Malformed, OSError."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        yield from events.read(directory / JOURNAL)
+
+
+def lives(found: Iterable[events.JournalEvent]) -> list[list[events.JournalEvent]]:
+    """Divide the events of a run's journal by driver process: a list for each start of the run, in order."""
+    drivers: list[list[events.JournalEvent]] = []
+    for event in found:
+        if isinstance(event, events.Starting) or not drivers:
+            drivers.append([])
+        drivers[-1].append(event)
+    return drivers
+
+
+def _last_life(directory: Path) -> list[events.JournalEvent]:
+    """Return the journal events of the driver that ran last in a run directory; [] if there was none."""
+    return next(reversed(lives(journal(directory))), [])
+
+
+def finished(directory: Path, steps: int, e: Eval) -> int:
+    """Return the updates with which the run in a run directory ended, if these are `steps` or more, or it ended early
+    as its evaluations no longer improved (`e`: eval.patience); else 0. Raises Malformed, OSError."""
+    done = max((event.step for event in journal(directory) if isinstance(event, events.Done)), default=0)
+    early = 0 < done < steps and e.patience and learned_out(metrics.MetricsLog.read(directory / METRICS), e)
+    return done if done >= steps or early else 0
+
+
+def noticed(directory: Path) -> bool:
+    """Return True if a run's last driver ended as its node, or all workers, were to go. Raises Malformed, OSError."""
+    return any(isinstance(event, events.Drained) and event.signal == NOTICE for event in _last_life(directory))
+
+
+def bereaved(directory: Path) -> bool:
+    """Return True if a run directory's last driver gave up because a worker's process died. Raises Malformed,
+    OSError."""
+    life = _last_life(directory)
+    failures = [event for event in life if isinstance(event, events.Failure)]
+    return any(isinstance(event, events.GaveUp) for event in life) and bool(failures) and failures[-1].kind == "died"
+
+
+def has_nothing_saved(directory: Path) -> bool:
+    """Return True if a run directory shows steps, and no checkpoint saved or restored. Raises Malformed, OSError."""
+    there = any(isinstance(e, events.Checkpoint) or getattr(e, "directory", None) for e in journal(directory))
+    return not there and steps(directory) > 0
+
+
+def steps(directory: Path) -> int:
+    """Return the last training step done by a run directory's journal or metrics, or 0. Raises Malformed, OSError."""
+    done = [max(e.step, getattr(e, "saved", None) or 0) for e in journal(directory) if isinstance(e, _DONE)]
+    with suppress(FileNotFoundError, NotADirectoryError):
+        done += [row["step"] for row in _last_rows(directory / METRICS)]
+    return max(done, default=0)
+
+
+def orphaned(directory: Path) -> int | None:
+    """Return the last training step that the last driver of a run directory had done, 0 for none, if it died without an
+    end; None if it ended, or there was none. Raises Malformed, OSError."""
+    life = _last_life(directory)
+    if not life or any(isinstance(event, events.End) for event in life):
+        return None
+    if any(isinstance(event, events.FirstStep) for event in life):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return next((int(row["step"]) for row in reversed(_last_rows(directory / METRICS))), 0)
+    return 0
+
+
+def _last_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the last rows of metrics in a run's metrics.jsonl."""
+    return json_records.last(path, metrics.read_row)
+
+
+# They may exist before the first step; see `claim`.
+OURS = (JOURNAL, METRICS, LOCK, LIVE, "sinks", "wandb", "tensorboard")
+
+
+class RunDirectory:
+    """Directory `path` of a run: holds its configuration, plan, journal, metrics and logs, and lets in one driver at a
+    time."""
+
+    def __init__(self, path: Path | str):
+        """Set the paths of the files in a run directory: nothing is read or created."""
+        self.path = Path(path)
+        self.journal = self.path / JOURNAL
+        self._config, self._plan, self._lock = (self.path / name for name in (CONFIG, PLAN, LOCK))
+
+    def check(self, config: Config) -> dict[str, Any] | None:
+        """Return the configuration that the run in this directory had last, as nested dicts; None if it holds no run.
+        Raises ConfigError if its files are not a run's, or if its run has another identity than `config`: the message
+        names each differing key, and keys freed by `resume.allow` do not count."""
+        why = "its config.yaml is not a run's configuration ({}); name another directory"
+        with self.usable(), as_refusal("run.dir", self.path, Malformed, why=why):
+            there = configuration(self.path)
+        cure = "move it away, or name another directory"
+        refuse_all(violation("run.dir", self.path, f"{fault}; {cure}") for fault in faults(self.path))
+        if there is None:
+            return None
+        what = "holds another run; name another directory"
+        refuse_all(violations_of_identity(identity(there), config, "run.dir", self.path, what))
+        return there.to_dict()
+
+    def finished(self, steps: int, e: Eval) -> int:
+        """Return the updates of a run that ended in this directory, else 0; raise ConfigError if it is unreadable."""
+        with self.usable():
+            return finished(self.path, steps, e)
+
+    def orphaned(self) -> int | None:
+        """Return the last step of a driver that died in this run directory, else None. Raises ConfigError."""
+        with self.usable():
+            return orphaned(self.path)
+
+    @contextmanager
+    def claim(self, config: Config, plan: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+        """Create the run directory, lock it for this driver, write `config.yaml` and `plan.json` (`plan`: its summary),
+        and yield the configuration that was there before, None if there was none. If a ConfigError ends the run, both
+        files get their previous contents back, and a new run that was refused before its first step leaves nothing
+        behind.
+
+        Raises ConfigError if the directory cannot be written, another driver is alive, or the identity differs.
+        """
+        made, own_logs = missing_directories(self.path), (self.path / "logs").exists()
+        try:
+            with self.usable():
+                self.path.mkdir(0o700, parents=True, exist_ok=True)  # an existing directory keeps its mode
+                (self.path / "logs").mkdir(0o700, exist_ok=True)
+                lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)  # no symlink: it is truncated
+        except ConfigError:
+            remove_empty([self.path / "logs", *made])
+            raise
+        try:
+            self._lock_or_refuse(lock)
+            there = self.check(config)  # again: another driver may have written since the first check
+            with self._left_as_found(made, own_logs), _as_they_were(self._config, self._plan):
+                with self.usable():
+                    replace_text(self._config, yaml.safe_dump(redact(config.to_dict()), sort_keys=False))
+                    self.write_plan(plan)
+                yield there
+        finally:
+            os.close(lock)
+
+    @contextmanager
+    def _left_as_found(self, made: list[Path], own_logs: bool) -> Iterator[None]:
+        """Remove the run directory's files and directories that this driver created, if a ConfigError ends a run that
+        had not begun before and took no step. `made`: directories that did not exist; `own_logs`: the user already had
+        a folder `logs` there."""
+        begun = self._config.exists() or self.journal.exists()
+        try:
+            yield
+        except ConfigError:
+            metrics = self.path / METRICS
+            if not begun and not (metrics.exists() and metrics.stat().st_size):
+                remove_files(self.path, OURS if own_logs else (*OURS, "logs"))
+                checkpoints = self.path / "checkpoints"
+                remove_files(checkpoints, [lease.name for lease in checkpoints.glob("lease-*")])
+                remove_empty([checkpoints])
+                remove_empty(made)
+            raise
+
+    def write_plan(self, plan: dict[str, Any]) -> None:
+        """Write the run directory's `plan.json`, the summary of the newest mesh's plan; the journal has each mesh."""
+        replace_text(self._plan, json.dumps(redact(plan), indent=1) + "\n")
+
+    def _lock_or_refuse(self, lock: int) -> None:
+        """Lock the run directory for this driver, by the open lock file `lock` (a descriptor), or raise ConfigError
+        naming the process that holds it. The kernel frees the lock of a process that dies, so no lock is ever stale."""
+        with self.usable():
+            owner = lock_or_owner(lock)
+        if owner:
+            constraint = f"in use by {owner}; wait for it, stop it, or name another directory"
+            raise ConfigError(violation("run.dir", self.path, constraint))
+
+    def usable(self) -> AbstractContextManager[None]:
+        """Raise ConfigError, for the user, where the run directory cannot be used inside the block."""
+        why = "cannot be used ({.strerror}); name a directory that you can write to"
+        return as_refusal("run.dir", self.path, OSError, why=why)
+
+
+def lock_or_owner(lock: int) -> str:
+    """Lock the lock file of a run directory for this process, by its descriptor, write this process's id and host into
+    it, and return ""; if another process has locked it, return that process's id and host. Raises OSError."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return documents.one_line(os.pread(lock, 1000, 0)) or "another process"
+    os.truncate(lock, 0)
+    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    return ""
+
+
+@contextmanager
+def _as_they_were(*files: Path) -> Iterator[None]:
+    """Restore the previous contents of `files`, the run's config.yaml and plan.json, if the body raises ConfigError: a
+    refused configuration must not stay on disk as the run's own."""
+    before = {file: file.read_bytes() if file.is_file() else None for file in files}
+    try:
+        yield
+    except ConfigError:
+        for file, text in before.items():
+            with suppress(OSError):  # the disk may be full, which may be why the run was refused
+                if text is None:
+                    file.unlink(missing_ok=True)
+                else:
+                    replace_text(file, text.decode(errors="surrogateescape"))
+        raise

@@ -1,0 +1,138 @@
+"""Session with the workers of a trained model: a crew that has formed and has its weights, for as long as it is
+asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from platform.boundary.redaction import bare_url, known_secrets
+from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, rephrasing, violation
+from platform.boundary.schema import Malformed
+from platform.boundary.storage import open_storage
+from platform.checkpoint import catalogue
+from platform.checkpoint.catalogue import read_carried
+from platform.checkpoint.manifest import Refused
+from platform.cluster import resources, run_directory
+from platform.cluster.crew.crew import ByRank, Crew
+from platform.cluster.crew.job import Job
+from platform.cluster.crew.launchers import open_crew
+from platform.config.fields import Config, Model
+from platform.config.groups import Data
+from platform.plan.plan import Plan
+from platform.plan.plan_data import digest
+from platform.plan.simulate import stage_rows
+from platform.predict.choose_schedule import answering_model, kernel_violations, schedule_of
+from platform.train import environment_proof
+from platform.weights.importing import initial_weights, keys_of
+from platform.weights.model_folder import CONFIG, GENERATION, SavedModel, beside
+from platform.weights.tensor_names import stored_model
+
+
+@contextmanager
+def open_session(
+    config: Config, plan: Plan, say: Callable[[str], None], *, corpus: str = "", writes: bool = True
+) -> Iterator[Crew]:
+    """Open a crew of workers under `plan` that hold the trained weights of train.init, to be asked, and close it after
+    the block. `corpus`: the folder of the tokens that they evaluate on; `writes`: they are asked to continue or score
+    texts. Raises ConfigError, before any process starts unless only workers can see it; WorkerFailed if one fails."""
+    if writes:
+        config = replace(config, monitor=replace(config.monitor, sample=1))  # as a run that asks its model
+        answering_model(config)
+    initial_weights(config)
+    places = resources.reserve_workers(config.cluster, plan.mesh.size, say)
+    here = replace(config, cluster=replace(config.cluster, device=places.device))
+    refuse_all(kernel_violations(here, plan))
+    size, schedule = plan.mesh.size, schedule_of(config, plan.replicas)
+    coordinates = [plan.mesh.coordinates(rank) for rank in range(size)]
+    with tempfile.TemporaryDirectory(prefix="answers-") as logs:
+        job = Job(config=config, coordinates=coordinates, device=places.device, run_dir=Path(logs),
+                  secrets=known_secrets())  # fmt: skip
+        with open_crew(resources.crew_kind(config.cluster), job) as crew:
+            crew.seat(job, list(range(size)))
+            stage_of = list(schedule.placement)
+            crew.call("form", ByRank(range(size)), size, config, crew.store, 1, stage_of, digest(plan))
+            rows = [stage.plain() for stage in stage_rows([schedule])]
+            crew.call("build", ByRank(rows[c["stage"]] for c in coordinates), None, corpus, None, False)
+            if failure := crew.call("begin")[0]:
+                raise ConfigError(violation("CHECKPOINT", config.train.init, failure.reason))
+            yield crew
+
+
+# Trained model that a command names: its weights, configuration and tokenizer.
+
+NAME = "CHECKPOINT"
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """Model whose weights are at `url` (for train.init). `data`: its training data, None if unknown; `files`: contents
+    of its tokenizer's files and others beside its weights, by name, {} if it has none."""
+
+    url: str
+    model: Model
+    data: Data | None = None
+    seed: int = 0
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def generation(self) -> bytes:
+        """Return the contents of generation_config.json beside the model's weights, b"" if there is none."""
+        return self.files.get(GENERATION, b"")
+
+
+def find_trained(given: str) -> TrainedModel:
+    """Find the trained model that `given` names: the directory of a run, a storage of checkpoints, which stands for its
+    newest, one checkpoint, or a folder that transformers saved; paths or URLs. Only documents are read. Raises
+    ConfigError."""
+    url = given if "://" in given else os.path.abspath(os.path.expanduser(given))
+    local = Path(url)
+    if url.endswith(".safetensors"):
+        return _of_folder(url)
+    if "://" not in url and (local / run_directory.CONFIG).is_file():
+        return _of_checkpoint(_of_run(local))
+    with as_refusal(NAME, bare_url(given), OSError, why="cannot be read: {}"):
+        found = open_storage(url, NAME).list("")
+    if not found:
+        legal = ["a run directory", "a checkpoint's URL", "a folder that transformers saved"]
+        raise ConfigError(violation(NAME, bare_url(given), "there is nothing", legal))
+    return _of_folder(url) if CONFIG in found else _of_checkpoint(url)
+
+
+def _of_run(directory: Path) -> str:
+    """Return the storage in which the run in a directory has its trained model's checkpoints. Raises ConfigError."""
+    with as_refusal(NAME, directory, OSError, Malformed, why="its config.yaml cannot be read ({})"):
+        config = run_directory.configuration(directory)
+        assert config
+    config.run.dir = str(directory)
+    return environment_proof.home(config)
+
+
+def _of_folder(url: str) -> TrainedModel:
+    """Return the trained model that transformers saved in the folder at `url`."""
+    saved = SavedModel(url, NAME)
+    files, _ = beside(saved, NAME)
+    ends = saved.config.get("eos_token_id")
+    if GENERATION not in files and isinstance(ends, list):  # as older models say it
+        files[GENERATION] = json.dumps({"eos_token_id": ends}).encode()
+    return TrainedModel(url, Model(**keys_of(saved)), files=files)
+
+
+def _of_checkpoint(url: str) -> TrainedModel:
+    """Return the trained model in a checkpoint, or in the newest good checkpoint of a storage."""
+    with as_refusal(NAME, bare_url(url), Refused, OSError):
+        storage, name, manifest = catalogue.select(url, NAME, none="holds no checkpoint")
+        identity = manifest.meta.identity
+        files = read_carried(storage, name, manifest)
+    with rephrasing(lambda line: violation(NAME, bare_url(url), line)):
+        model = stored_model(identity)
+    given = identity.get("data")
+    data = Config.from_dict({"data": given}).data if isinstance(given, dict) else None
+    return TrainedModel(
+        url if url.rstrip("/").endswith(name) else f"{url.rstrip('/')}/{name}", model, data, manifest.meta.seed, files
+    )

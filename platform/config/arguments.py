@@ -1,0 +1,256 @@
+"""Command-line syntax: rewrites what users type into Hydra's grammar, and Hydra's errors into one line each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from functools import lru_cache
+from itertools import accumulate, product
+from typing import TYPE_CHECKING, Any
+
+from platform.boundary.refusals import SHOWN, ConfigError, closest, violation
+from platform.boundary.terminal import printable
+from platform.config.fields import KEYS, Config, flat_values
+from platform.config.groups import AUTO
+from platform.config.key import nearest_rhythms
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+
+def rewrite(argument: str) -> str:
+    """Rewrite a command-line argument as users type it into Hydra's grammar.
+
+        experiment=gpt_quick      +experiment=gpt_quick      not in the defaults list
+        tensor.axes.t=2           ++tensor.axes.t=2          axes may be new keys
+        cluster.labels.zone=a     ++cluster.labels.zone=a    likewise
+        data.sources.web.path=a   ++data.sources.web.path=a  likewise
+        optimizer.settings.rho=1  ++optimizer.settings.rho=1 likewise
+        tensor.scheme=3d          tensor=3d                  the name of a scheme selects its table
+        pipeline=mine             pipeline.kind=mine         a registered name, which is in no file
+        tensor.layout=a:b;c:d     tensor.layout='a:b;c:d'    text
+        data.special_tokens=[<a>]  data.special_tokens=['<a>'] a list of texts that Hydra cannot parse
+        data.path=~/corpus        data.path='~/corpus'       any other value that Hydra cannot parse: text
+
+    Every other argument stays as it is.
+    """
+    key, equals, value = argument.partition("=")
+    name = key.lstrip("+")
+    if not equals or key.startswith("~"):
+        return argument
+    if name == "experiment":
+        return f"+experiment={value}"
+    if name in ("tensor.scheme", "branch.kind"):
+        return f"{name.split('.')[0]}={value}"
+    if _is_registered(name, value):
+        return f"{name}.kind={value}"
+    if re.fullmatch(r"(tensor|branch)\.axes(\.[^.]+)?", name):
+        return f"++{name}={value}"
+    if re.fullmatch(r"(cluster\.(labels|runtime_env)|data\.sources|\w+\.(\w+_)?settings)(\..+)?", name):
+        key, argument = f"++{name}", f"++{name}={value}"
+    if name == "tensor.layout":
+        return f"{name}={quote(value)}"
+    if _parse(argument):
+        return argument
+    if value[:1] == "[" and value[-1] == "]" and isinstance(flat_values(Config()).get(name), list):
+        return f"{key}=[{','.join(quote(item.strip()) for item in value[1:-1].split(','))}]"
+    return f"{key}={quote(value)}"
+
+
+def _is_registered(group: str, name: str) -> bool:
+    """Return True if a user's module registered `name` as a kind of `group`, such as "pipeline": it is a legal value of
+    the key `group`.kind, but no YAML file of that group."""
+    kind, files = f"{group}.kind", loader()
+    registered = kind in KEYS and name in KEYS[kind].choices and files is not None
+    return registered and name not in files.get_group_options(group)
+
+
+def quote(value: str) -> str:
+    """Quote the value of a command-line argument KEY=VALUE as a string in Hydra's grammar, unless it is quoted."""
+    if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+        return value
+    # Each run of backslashes is read once: begun anywhere in it, a search would take time in the square of its length.
+    escaped = re.sub(r"(?<!\\)(\\*+)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
+    return f"'{escaped}'"
+
+
+NOT_OURS = "Hydra's own keys do nothing here; own files go by --config-dir DIRECTORY"
+BASIC = {  # Hydra's plugin groups -> why only `basic` of them is honoured, and what to do instead
+    "launcher": "the jobs of a sweep run one after the other, each with all workers; or type one command per job",
+    "sweeper": "a sweep runs every combination of what is typed as KEY=A,B; or type the values to try",
+}
+
+
+def plugin_refusal(argument: str) -> str:
+    """Return why an argument that chooses or configures one of Hydra's launchers or sweepers is refused, "" if it names
+    neither, or Hydra's own basic one.
+
+    >>> plugin_refusal("hydra/launcher=basic")
+    ''
+    """
+    key, _, value = argument.lstrip("+").partition("=")
+    found = re.match(r"(?:override )?hydra[/.](launcher|sweeper)\b", key)
+    if not found or (key.endswith(found[1]) and value == "basic"):
+        return ""
+    return f"only Hydra's basic {found[1]} is there: {BASIC[found[1]]}"
+
+
+LONGEST = 20_000  # most characters of an argument that is given to Hydra's parser
+DEEPEST = 20  # deepest nesting of brackets in such an argument, those inside quotes included
+
+
+def parse(argument: str) -> Override:
+    """Parse a command-line argument into Hydra's Override. Raises HydraException if its grammar refuses it."""
+    return _grammar(rewrite(argument), loader())
+
+
+def _parse(argument: str) -> Override | None:
+    """Parse an argument that `rewrite` returned into Hydra's Override; None if Hydra's grammar refuses it."""
+    from hydra.errors import HydraException
+
+    try:
+        return _grammar(argument, loader())
+    except HydraException:
+        return None
+
+
+def loader() -> Any:
+    """Return Hydra's loader of the YAML files that a command line chooses; None while Hydra is not initialised."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    hydra = GlobalHydra.instance()
+    return hydra.config_loader() if hydra.is_initialized() else None
+
+
+@lru_cache(maxsize=4096)
+def _grammar(argument: str, loader: Any) -> Override:
+    """Parse an argument KEY=VALUE in Hydra's grammar; `loader` is Hydra's, which expands a glob(...) over a group's
+    files. Raises HydraException also for one that is too long or whose brackets are nested too deep."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    brackets = accumulate((c in "([{") - (c in ")]}") for c in argument)
+    if len(argument) > LONGEST or any(depth > DEEPEST for depth in brackets):
+        raise HydraException("too long, or brackets too deep")
+    try:
+        return OverridesParser.create(loader).parse_overrides([argument])[0]
+    except (ValueError, RecursionError) as error:  # such as an integer of 5,000 digits
+        raise HydraException(str(error)) from None
+
+
+def jobs_of(overrides: Sequence[str], multirun: bool) -> list[list[str]]:
+    """Return the arguments of each job (run) of a command with the arguments `overrides`: one job without `-m`, which
+    sets `multirun`, else Hydra's product of choices, ranges and globs.
+
+    Raises ConfigError if a sweep has no value.
+    """
+    choices = []
+    for override in overrides:
+        if multirun and (parsed := _parse(rewrite(override))) and parsed.is_discrete_sweep():
+            key, values = parsed.get_key_element(), list(parsed.sweep_string_iterator())
+            if not values:
+                reason = "a sweep over no value; glob(...) takes the files of a group"
+                raise ConfigError(violation(key, override.partition("=")[2], reason, ["a,b", "range(1,4)"]))
+            choices.append([f"{key}={value}" for value in values])
+        else:
+            choices.append([override])
+    return [list(job) for job in product(*choices)]
+
+
+def typed_values(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the configuration keys that the arguments of a command set, with their values; the members of
+    `tensor.axes={...}` count as typed too, as `tensor.axes.NAME`."""
+    typed: dict[str, Any] = {}
+    for argument in arguments:
+        if (parsed := _parse(rewrite(argument))) and not parsed.is_delete():
+            key, value = parsed.key_or_group, parsed.value()
+            typed[key] = value
+            if key in ("tensor.axes", "branch.axes") and isinstance(value, dict):
+                typed = {k: v for k, v in typed.items() if not k.startswith(f"{key}.")}
+                typed |= {f"{key}.{name}": size for name, size in value.items()}
+    return typed
+
+
+def experiment_of(arguments: Sequence[str]) -> str | None:
+    """Return the name of the experiment that the arguments of a run choose, to name its directory: "a", "a+b" for
+    `+experiment=[a,b]`, or None if none is chosen."""
+    value = typed_values(arguments).get("experiment")
+    names = [str(name) for name in (value if isinstance(value, list) else [value]) if name]
+    return "+".join(names).replace("/", "_") or None
+
+
+_KINDS = {"Integer": "an integer", "Float": "a number"}
+
+
+def translate_error(argument: str, error: Exception) -> str:
+    """Translate the error that Hydra or OmegaConf raised for one command-line argument into one refusal line for the
+    user."""
+    key, _, value = argument.lstrip("+").partition("=")
+    text = str(error) + (f"\n{error.__cause__}" if error.__cause__ else "")
+    if option := re.search(r"Could not (?:find|load) '(.+)/(.*?)'", text):
+        group, name = option.groups()
+        legal = loader().get_group_options(group)
+        kind = f"{group}.kind"
+        registered = [f"{kind}={name} where a module in extend=[MODULE] registers it"]
+        legal = [*closest(name, legal), *(registered if kind in KEYS and KEYS[kind].open else [])]
+        return violation(group, name, "unknown", legal)
+    if re.search("Error parsing override|Lexer|mismatched input|extraneous input|no viable", text) or key.startswith(
+        "~"
+    ):
+        return printable(f"{argument[:SHOWN]}: must be KEY=VALUE; nearest legal: +experiment=NAME, train.steps=100")
+    if "Ambiguous value" in text or "requires --multirun" in text:
+        return violation(key, value, "several values: a sweep needs -m, a list is written [a,b]")
+
+    if plugin := re.search(r"(hydra/(?:launcher|sweeper))=(\S+)", text):
+        return violation(plugin[1], plugin[2], plugin_refusal(f"{plugin[1]}={plugin[2]}"), ["basic"])
+    place = re.search(r"(?m)full_key: (\S+)|Could not override '(\S+)'|^([^\s=]+)=.*: unknown key", text)
+    where = next(filter(None, place.groups()), key) if place else key
+    within = "" if where.split("[")[0] == key.split("@")[0] else f"{where}: "  # the chosen file has the mistake
+    if key == "hardware":
+        constraint = f"no key of a run: --hardware {value} of python -m platform.plan, or cluster.hardware={value}"
+        return violation(key, value, constraint)
+    if single := isinstance(flat_values(Config()).get(key.rpartition(".")[0]), str | int):  # has no keys inside
+        where, within = key, ""
+    if single or re.search(r"' not in '|is not in struct|unknown key|Could not override", text):
+        return violation(key, value, f"{within}unknown key", _similar_keys(where))
+    if "incompatible with type hint 'Union[int, str]'" in text:
+        legal = nearest_rhythms(value) if where == "checkpoint.every" else [*_default(where), AUTO]
+        return violation(key, value, within + KEYS[where].constraint, legal)
+    if "is not a valid bool" in text:
+        return violation(key, value, f"{within}must be true or false", ["true", "false"])
+    if wrong := re.search(r"Value '(.*)' of type '(\w+)' could not be converted to (\w+)", text, re.S):
+        given, kind, wanted = wrong.groups()
+        whole = (kind, wanted) == ("float", "Integer") and float(given).is_integer()
+        legal = [str(int(float(given)))] if whole else _default(where)
+        return violation(key, value, f"{within}must be {_KINDS.get(wanted, wanted)}", legal)
+    if re.search("is not Optional|Missing mandatory value|Incompatible value 'None'", text):
+        return violation(key, value, f"{within}must be given", _default(where))
+    if re.search(r"Cannot assign .* to Dict\[", text):
+        return violation(key, value, f"{within}must be keys with values", [f"{key}.NAME=VALUE"])
+    if "is not a ListConfig" in text:
+        return violation(key, value, f"{within}must be a list", [f"[{value}]"])
+    if isinstance(error, RecursionError):
+        return violation(key, value, "includes itself, or holds itself")
+    if "group override must be a string" in text or "can only concatenate" in text or "sequence item" in text:
+        return violation(key, value, "must be a name, or a list of names")
+    first = text.split("\n    full_key")[0].removeprefix(f"Error merging override {rewrite(argument)}")
+    return violation(key, value, within + " ".join(first.split()))
+
+
+def _default(key: str) -> list[Any]:
+    """Return a key's default as a list of one value to suggest for a refused argument; [] without any."""
+    value = flat_values(Config()).get(key)
+    return [value] if value or value == 0 else []
+
+
+def _similar_keys(key: str) -> list[str]:
+    """Return up to three configuration keys or groups that the user may have meant by the unknown `key` of an argument:
+    similar as a whole, or in their last part."""
+    group, _, part = key.partition(".")
+    if group in ("tensor", "branch") and get_close_matches(part.partition(".")[0], ["axes"]) and "." in part:
+        return [f"{group}.axes.{part.rpartition('.')[2]}"]  # an axis may have any name
+    known = [*vars(Config()), *flat_values(Config())]
+    whole = get_close_matches(key, known, n=3, cutoff=0.7)
+    ends = get_close_matches(key.split(".")[-1], {name.split(".")[-1] for name in known}, n=3, cutoff=0.7)
+    return list(dict.fromkeys([*whole, *(name for name in known if name.split(".")[-1] in ends)]))[:3]

@@ -1,0 +1,239 @@
+"""Settings of the user's own code: the fields of a dataclass that is registered beside a function are keys of a run.
+
+They are set in a map beside the key that names the function: `optimizer.settings` beside `optimizer.kind`, and
+`optimizer.schedule_settings` beside `optimizer.schedule`. A field may be declared by `platform.config.key.key`, which
+gives it bounds or choices; its type alone is checked otherwise.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from functools import partial, reduce
+from math import inf
+from operator import attrgetter, or_
+from types import UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from platform.boundary.refusals import ConfigError, OwnCodeError, as_refusal, closest, own_code, refuse_all, violation
+from platform.boundary.schema import LARGEST, fits
+from platform.config.fields import KEYS, Config, allow, loss_of, objective_of, shown_value, violations_of_value
+from platform.config.key import WORDS, Key, type_in_words
+from platform.config.moved_imports import find_moved
+
+OWN_SETTINGS: dict[tuple[str, str], type] = {}  # (key, registered name) -> dataclass of its settings
+# keys by which a configuration chooses a function; the groups of Config have fields for its settings
+_NAMES = "model.kind data.kind data.objective train.loss optimizer.kind optimizer.schedule pipeline.kind"
+CHOSEN: dict[str, Callable[[Config], str]] = {  # key -> name of the function that a configuration chooses
+    **{key: attrgetter(key) for key in _NAMES.split()},
+    **{"data.objective": objective_of, "train.loss": loss_of},
+}
+_ANY = Key("", most=LARGEST)  # of a setting that declares no more than its type
+
+
+class Setting(NamedTuple):
+    """Field of a dataclass of settings: its type, its legal values, and its default (MISSING if it has none)."""
+
+    hint: Any
+    legal: Key
+    default: Any
+
+
+class _Given(NamedTuple):
+    """Settings in a configuration: the key that holds them, and the key and name of the function that they are of."""
+
+    place: str
+    key: str
+    name: str
+    values: dict[str, Any]
+
+
+def settings_key(key: str) -> str:
+    """Return the key that holds the settings of a user's function which the value of `key` names.
+
+    >>> settings_key("optimizer.kind"), settings_key("optimizer.schedule")
+    ('optimizer.settings', 'optimizer.schedule_settings')
+    """
+    group, name = key.split(".")
+    return f"{group}.settings" if name == "kind" else f"{group}.{name}_settings"
+
+
+def admit(key: str, name: str, settings: type | None, *functions: Any) -> None:
+    """Add `name`, of a user's function, to the legal values of a configuration key, as `platform.config.fields.allow`
+    does, with the dataclass of its settings, if it has some. Raises ConfigError for settings that are no dataclass of
+    plain values."""
+    allow(key, name, *functions)
+    OWN_SETTINGS.pop((key, name), None)
+    if settings is None:
+        return
+    if not (isinstance(settings, type) and is_dataclass(settings)):
+        raise ConfigError(
+            violation(key, name, f"its settings are {shown_value(settings)}, where a dataclass is needed")
+        )
+    for field, setting in _declared(settings).items():
+        if not _is_plain(setting.hint):
+            constraint = "no type of a setting: text, numbers, true or false, choices, lists and maps of texts are"
+            raise ConfigError(violation(f"{settings_key(key)}.{field}", setting.hint, constraint))
+    OWN_SETTINGS[key, name] = settings
+
+
+def with_settings(function: Callable[..., Any], key: str, name: str, values: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the user's function registered as `name` with its argument `settings` given: `values`, from a
+    configuration, and defaults. Raises ConfigError for illegal settings."""
+    if (kind := OWN_SETTINGS.get((key, name))) is None:
+        return function
+    refuse_all(_violations_of_settings(_Given(settings_key(key), key, name, dict(values))))
+    return partial(function, settings=_made(kind, values))
+
+
+def complete_settings(config: Config, typed: Mapping[str, Any]) -> None:
+    """Give every setting of the user's own code its value in a configuration, in place, the default where there is
+    none. Settings that a file made for another function than the one that is `typed` are dropped."""
+    for source in config.data.sources.values():
+        if isinstance(source, dict) and ("data.kind", source.get("kind")) in OWN_SETTINGS:
+            source.setdefault("settings", {})
+    for given in _given(config):
+        kind, group = OWN_SETTINGS.get((given.key, given.name)), given.key.split(".")[0]
+        other = typed.keys() & {given.key, group} and not any(f"{key}.".startswith(f"{given.place}.") for key in typed)
+        if kind is None:
+            kept = {} if other else dict(given.values)
+        else:
+            known = _declared(kind)
+            usual = {name: setting.default for name, setting in known.items() if setting.default is not MISSING}
+            kept = {name: value for name, value in given.values.items() if name in known or not other}
+            kept = {n: _as(known[n].hint, v) if n in known else v for n, v in (usual | kept).items()}
+        given.values.clear()
+        given.values.update(kept)
+
+
+def violations_of_settings(config: Config) -> Iterator[str]:
+    """Yield a refusal line per mistake in the settings of the user's own code: unknown, of another type, out of bounds,
+    not given, or refused by the dataclass itself."""
+    for given in _given(config):
+        yield from _violations_of_settings(given)
+
+
+def shown_settings(config: Config) -> dict[str, Any]:
+    """Return the settings of the user's own code that a configuration has, by their keys."""
+    return {f"{given.place}.{name}": value for given in _given(config) for name, value in given.values.items()}
+
+
+def _given(config: Config) -> Iterator[_Given]:
+    """Yield the settings of the user's own code in a configuration: one map for each function that it may name."""
+    for key, chosen in CHOSEN.items():
+        place = settings_key(key)
+        yield _Given(place, key, chosen(config), attrgetter(place)(config))
+    for name, source in config.data.sources.items():
+        if isinstance(source, dict) and isinstance(kind := source.get("kind", "text"), str):
+            if isinstance(values := source.get("settings", {}), dict):
+                yield _Given(f"data.sources.{name}.settings", "data.kind", kind, values)
+
+
+def _violations_of_settings(given: _Given) -> Iterator[str]:
+    """Yield a refusal line per mistake in the settings of one function of the user's own code."""
+    place, key, name, values = given
+    if name not in KEYS[key].choices:  # refused already
+        return
+    if (kind := OWN_SETTINGS.get((key, name))) is None:
+        for field, value in values.items():
+            legal = [f"{key}={n}" for (k, n), other in OWN_SETTINGS.items() if k == key and field in _declared(other)]
+            yield violation(f"{place}.{field}", value, f"{key}={name} has no settings", legal)
+        return
+    known = _declared(kind)
+    lines = [
+        *(line for field, value in values.items() for line in _violations_of_field(place, field, value, known)),
+        *(
+            violation(f"{place}.{field}", "", f"{key}={name} needs it")
+            for field, setting in known.items()
+            if setting.default is MISSING and field not in values
+        ),
+    ]
+    yield from lines
+    if lines:
+        return
+    try:
+        with own_code(place):
+            _made(kind, values)
+    except OwnCodeError as error:
+        yield violation(place, values, f"{key}={name} {error}")
+
+
+def _violations_of_field(place: str, field: str, value: Any, known: Mapping[str, Setting]) -> Iterator[str]:
+    """Yield a refusal line per mistake in the value of one setting of the user's own code."""
+    where = f"{place}.{field}"
+    if (setting := known.get(field)) is None:
+        yield violation(where, value, "unknown setting", [f"{place}.{name}" for name in closest(field, known)[:3]])
+    elif not fits(value, setting.hint):
+        default = [] if setting.default is MISSING else ["null" if setting.default is None else setting.default]
+        yield violation(where, value, f"must be {type_in_words(setting.hint)}", default)
+    elif not any(violations_of_value(where, value, _ANY)):  # refused with the whole map
+        yield from violations_of_value(where, value, setting.legal)
+
+
+def _declared(kind: type) -> dict[str, Setting]:
+    """Return the settings that a user's dataclass declares, by name. Raises ConfigError for an unreadable type."""
+    with as_refusal("settings", kind.__name__, Exception, why="a type cannot be read ({})"):
+        hints = get_type_hints(kind)
+    return {f.name: _setting(f, hints[f.name]) for f in fields(kind) if f.init}
+
+
+def _setting(f: Field[Any], hint: Any) -> Setting:
+    """Return the setting that a field of a user's dataclass declares, by its type and, if it has one, its `Key`."""
+    legal: Key = f.metadata.get("key") or _ANY
+    if get_origin(hint) is Literal:
+        legal, hint = replace(legal, choices=get_args(hint)), reduce(or_, map(type, get_args(hint)))
+    default = f.default if f.default_factory is MISSING else f.default_factory()
+    return Setting(hint, legal, default)
+
+
+def _is_plain(hint: Any) -> bool:
+    """Return True if a setting of the user's code may have this type: one that YAML writes and our own keys have."""
+    inner = get_args(hint)
+    if get_origin(hint) in (list, Union, UnionType):
+        return all(map(_is_plain, inner))
+    return _is_plain(inner[1]) and inner[0] is str if get_origin(hint) is dict else hint in WORDS
+
+
+def _as(hint: Any, value: Any) -> Any:
+    """Return the value of a setting of the user's code, an integer as a float where the setting's type is float."""
+    return float(value) if hint is float and type(value) is int else value
+
+
+def _made(kind: type, values: Mapping[str, Any]) -> Any:
+    """Construct the user's dataclass of settings from the values of a configuration."""
+    known = _declared(kind)
+    return kind(**{name: _as(known[name].hint, value) for name, value in values.items()})
+
+
+# Loading of the user's own code: the driver and every worker import the modules named in `extend=[my_module]`.
+#
+# While it is imported, such a module may call the `register_*` functions of `platform.api`. Tensor schemes are
+# configuration files, which `--config-dir` adds.
+
+
+def load_extensions(modules: Sequence[str]) -> list[str]:
+    """Import the user's modules that `extend` names, which register models, sources and the like; return one refusal
+    line for each that cannot be imported. It names the new import where a module uses a path of before."""
+    lines = []
+    for name in modules:
+        try:
+            with own_code(f"extend={name}"):
+                importlib.import_module(name)
+        except OwnCodeError as error:
+            if found := find_moved(error.__cause__):
+                lines.append(violation("extend", name, f"{found[0]}, which has moved", [found[1]]))
+                continue
+            lines.append(violation("extend", name, f"cannot be imported ({str(error).removeprefix('raises ')})"))
+    return lines
+
+
+@contextmanager
+def refusing_exits() -> Iterator[None]:
+    """Raise ConfigError in place of a SystemExit, or anything else that is no Exception, from the user's own code."""
+    try:
+        with own_code("extend", (Exception,), inf):
+            yield
+    except OwnCodeError as error:
+        raise ConfigError(f"extend: code of your own {error}") from error

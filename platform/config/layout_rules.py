@@ -1,0 +1,482 @@
+"""Rules that refuse the keys of groups parallel, tensor, branch and pipeline."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from math import gcd, prod
+from typing import Any
+
+import yaml
+
+from platform.boundary.refusals import ConfigError, closest, refuse_all, violation
+from platform.config.fields import KEYS, Branch, Config, Tensor, set_value
+from platform.config.groups import AUTO as MESH_RULES_AUTO
+from platform.config.groups import Rules
+from platform.config.key import WORKERS, refused
+from platform.config.ramps import phases_of
+from platform.plan.chunks import BUCKET_MIB
+from platform.plan.generators import NO_TABLE, ONE_CHUNK
+from platform.plan.layout import DIMS, divisors
+from platform.plan.scheme import NESTED, REGIONS, RESERVED, ROLES, axes_of_experts
+
+# Maps from tensor dims to mesh axes: the parser of `tensor.layout`, the axes that a scheme declares, and validation of
+# scheme tables (conf/tensor, conf/branch and the user's own files), as strict as for typed arguments.
+
+KNOWN_DIMS = list(DIMS)  # tensor dims that tensor.layout may name
+_REGIONS = (*REGIONS, "parameters")  # regions of tensor.layout and of branches
+_PARTS = {  # key -> (what its entries are called, their legal names)
+    "tensor.regions": ("region", REGIONS),
+    "tensor.parameters": ("role", ("all", *ROLES)),
+    "branch.append": ("region", _REGIONS),
+    "branch.prepend": ("region", _REGIONS),
+}
+
+
+def allow_dims(names: Iterable[str]) -> None:
+    """Add the dims of a user's model to the dims that the key `tensor.layout` and scheme tables may name."""
+    KNOWN_DIMS.extend(name for name in names if name not in KNOWN_DIMS)
+
+
+def axes_of(tensor: Tensor) -> list[str]:
+    """Return the configured mesh axes of a tensor scheme, outer to inner: `tensor.order`, else its tables'."""
+    tables = [*tensor.regions.values(), *tensor.parameters.values()]
+    return tensor.order or list(dict.fromkeys(a for table in tables for axes in table.values() for a in axes))
+
+
+def parse_layout(layout: str | Mapping[str, Any], axes: Iterable[str]) -> tuple[Rules, Rules]:
+    """Parse the configuration key `tensor.layout`, a user's own layout over the mesh axes `axes`, into its rules (of
+    regions, of parameters).
+
+    `layout` has one of three forms; the first two apply to every region and every parameter:
+        "batch:rows;heads:cols"        dims separated by `;`, `,`, `|` or spaces; two axes on one dim: "heads:a+b"
+        {dim: axis or list of axes}    the same as a map, or as YAML text that begins with `{`
+        {region: such a map}           one map per region, where `parameters` counts as a region
+    Raises ConfigError with one line for each unknown dim, region or axis, and each axis that splits a dim twice.
+    """
+    table = _read_layout(layout)
+    if not isinstance(table, Mapping):
+        raise ConfigError(violation("tensor.layout", layout, "must be dim:axis, or a map", ["batch:rows;heads:cols"]))
+    named = table if any(isinstance(v, Mapping) for v in table.values()) else dict.fromkeys(_REGIONS, table)
+    known = list(axes)
+    rules: Rules = {}
+    lines: list[str] = []
+    for region, part in named.items():
+        lines += _unknown("tensor.layout", [region], "region", _REGIONS)
+        rules[region] = {dim: _axis_list(dim, value) for dim, value in (part or {}).items()}
+        for dim, names in rules[region].items():
+            lines += _unknown("tensor.layout", [dim], "dim", KNOWN_DIMS)
+            if len(set(names)) < len(names):
+                legal = [f"{dim}:{'+'.join(dict.fromkeys(names))}"]
+                lines.append(violation("tensor.layout", f"{dim}:{'+'.join(names)}", "an axis splits a dim once", legal))
+            for name in (name for name in names if name not in known):
+                legal = closest(name, known) or ["tensor.axes.NAME=k makes one"]
+                lines.append(violation("tensor.layout", f"{dim}:{name}", "no such axis in tensor.axes", legal))
+    refuse_all(lines)  # a map shared by all regions repeats its mistakes
+    return rules, {"all": rules.pop("parameters", {})}
+
+
+def _read_layout(layout: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    """Read the configuration key `tensor.layout` as a map: a text "dim:axis;dim:axis+axis" becomes dim -> "axis+axis",
+    YAML is parsed, a map returned as it is. Raises ConfigError for a malformed text or a dim given twice."""
+    if isinstance(layout, str) and layout.lstrip().startswith("{"):
+        try:
+            layout = yaml.load(layout, _Strict)  # noqa: S506
+        except yaml.YAMLError as error:
+            raise ConfigError(violation("tensor.layout", layout, f"not YAML ({str(error).splitlines()[0]})")) from None
+    if not isinstance(layout, str):
+        return layout
+    words = re.sub(r"\s*([:+])\s*", r"\1", layout).replace(";", " ").replace(",", " ").replace("|", " ").split()
+    wrong = [word for word in words if not re.fullmatch(r"\w+:\w+(\+\w+)*", word)]
+    refuse_all(violation("tensor.layout", word, "must be dim:axis or dim:axis+axis") for word in wrong)
+    dims = [word.partition(":")[0] for word in words]
+    if twice := [dim for dim in dict.fromkeys(dims) if dims.count(dim) > 1]:
+        axes = {dim: [a for d, _, a in (w.partition(":") for w in words) if d == dim] for dim in twice}
+        legal = {dim: [f"{dim}:{'+'.join(dict.fromkeys(found))}"] for dim, found in axes.items()}
+        raise ConfigError([violation("tensor.layout", dim, "is given twice", legal[dim]) for dim in twice])
+    return dict(word.split(":") for word in words)
+
+
+def _axis_list(dim: str, value: Any) -> list[str]:
+    """Return the mesh axes that the configuration key `tensor.layout` gives for a dim as a list of names: `value` is
+    "a+b", a list, or None. Raises ConfigError for anything else."""
+    names = value.split("+") if isinstance(value, str) else [] if value is None else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            violation("tensor.layout", f"{dim}:{value}", "must be the name of an axis, or a list of names")
+        )
+    return list(names)
+
+
+def violations_of_tables(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each region, parameter role, dim or axis in the tables of the tensor scheme and the
+    branch scheme that is unknown or named twice, and for a table whose scheme has no name of its own."""
+    tensor, branch = config.tensor, config.branch
+    yield from _nameless(tensor, branch)
+    yield from _repeated("tensor.order", tensor.order)
+    yield from _repeated("branch.only", branch.only)
+    yield from _unknown("branch.only", branch.only, "region", _REGIONS)
+    for key, (what, legal) in _PARTS.items():
+        group, name = key.split(".")
+        table: Mapping[str, Any] = getattr(getattr(config, group), name)
+        yield from _unknown(key, table, what, legal)
+        for part, rules in table.items():
+            yield from _unknown(f"{key}.{part}", rules, "dim", KNOWN_DIMS)
+            if group == "branch":
+                yield from _repeated(f"{key}.{part}", rules)
+                continue
+            for dim, axes in rules.items():
+                yield from _repeated(f"{key}.{part}.{dim}", axes)
+    yield from _unordered(tensor)
+
+
+def _unordered(tensor: Tensor) -> Iterator[str]:
+    """Yield a refusal line for each axis that the tables of a tensor scheme name and its `tensor.order` lacks."""
+    places: dict[str, list[str]] = {}  # axis -> the keys that name it
+    for key in ("regions", "parameters"):
+        for part, rules in getattr(tensor, key).items():
+            for dim, axes in rules.items():
+                for axis in axes:
+                    places.setdefault(axis, []).append(f"tensor.{key}.{part}.{dim}")
+    whole = [*(a for a in tensor.order if a in places), *(a for a in places if a not in tensor.order)]
+    for axis, keys in places.items() if tensor.order else ():
+        if axis not in tensor.order:
+            other = [f"{keys[0]}=[{closest(axis, tensor.order)[0]}]"] if len(keys) == 1 else []
+            constraint = f"lacks {axis}, an axis of {keys[0]}" + (f" and {len(keys) - 1} more" if keys[1:] else "")
+            yield violation("tensor.order", _listed(tensor.order), constraint, [*other, _listed(whole)])
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Return names of axes or dims as the text that a user types in a configuration: joined by commas."""
+    return f"[{','.join(names)}]"
+
+
+def _nameless(tensor: Tensor, branch: Branch) -> Iterator[str]:
+    """Yield a refusal line if scheme `serial` or `none`, which split nothing, is configured with a table that does."""
+    constraint = "a table that splits something needs a name of its own"
+    if tensor.scheme == "serial" and (tensor.regions or tensor.parameters or tensor.order):
+        yield violation("tensor.scheme", tensor.scheme, constraint, ["a line `scheme: NAME` in its file"])
+    if branch.kind == "none" and (branch.append or branch.prepend or branch.only):
+        yield violation("branch.kind", branch.kind, constraint, ["a line `kind: NAME` in its file"])
+
+
+def _unknown(key: str, names: Iterable[str], what: str, legal: Sequence[str]) -> Iterator[str]:
+    """Yield a refusal line for each of configuration key `key`'s names not in `legal`; `what`: such as "region"."""
+    for name in names:
+        if name not in legal:
+            yield violation(key, name, f"no such {what}", closest(name, legal))
+
+
+def _repeated(key: str, names: Sequence[str]) -> Iterator[str]:
+    """Yield a refusal line for each name that occurs more than once in `names`, the value of a configuration key."""
+    for name in dict.fromkeys(name for name in names if list(names).count(name) > 1):
+        yield violation(key, name, "named twice; once is enough", [",".join(dict.fromkeys(names))])
+
+
+class _Strict(yaml.SafeLoader):
+    """YAML loader for `tensor.layout` that refuses a key given twice in one mapping."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Build a map of the YAML of `tensor.layout`; raises YAML's error for a key given twice."""
+        keys = [key.value for key, _ in node.value]
+        if twice := next((key for key in keys if keys.count(key) > 1), None):
+            raise yaml.constructor.ConstructorError(None, None, f"{twice} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+# Keys that the planner chooses, where a configuration has `auto` or -1: they are noted in `plan.search`, and have
+# legal values until a plan is chosen.
+
+AUTO, ALL = "auto", "all"
+# key that may be left open -> what stands there until the planner has chosen
+OPEN = {
+    "tensor": "serial",
+    "tensor.axes": 1,
+    "pipeline": "none",
+    "pipeline.stages": 1,
+    "pipeline.chunks": 1,
+    "parallel.data": -1,
+    "parallel.context": 1,
+    "parallel.experts": 1,
+    "parallel.zero": 0,
+    "parallel.tensor_experts": "split",
+    "train.microbatch": 1,
+    "recompute": "none",
+}
+
+
+def is_open(config: Config, key: str) -> bool:
+    """Return True if the planner chooses a configuration's key of OPEN, or the size `tensor.axes.NAME` of an axis."""
+    named = config.plan.search
+    group = key.rpartition(".")[0]
+    return ALL in named or key in named or group == "tensor.axes" and bool({"tensor", group} & {*named})
+
+
+def leave_open(config: Config, typed: Collection[str] = ()) -> None:
+    """Note in `plan.search` which keys a composed configuration leaves to the planner, and give them legal values. With
+    pipeline=auto stages and chunks are open too, unless they are among the keys that the user has `typed`.
+    parallel.data=-1, by itself as many replicas as the workers give, is open beside another open key."""
+    named = dict.fromkeys(config.plan.search)
+    tensor, pipeline, parallel = config.tensor, config.pipeline, config.parallel
+    if tensor.scheme == AUTO:
+        named["tensor"] = None
+        tensor.scheme = "serial"
+    for axis in dict.fromkeys([*axes_of(tensor), *(tensor.axes if tensor.scheme == "layout" else ())]):
+        if tensor.axes.get(axis) == -1:
+            named[f"tensor.axes.{axis}"] = None
+            tensor.axes[axis] = 1
+    if pipeline.kind == AUTO or (pipeline.kind == "none" and pipeline.stages == -1):
+        named["pipeline"] = None
+    for name in ("stages", "chunks"):
+        if pipeline.kind == AUTO and f"pipeline.{name}" not in typed:
+            setattr(pipeline, name, -1)
+    found = {
+        "pipeline.stages": pipeline.stages, "pipeline.chunks": pipeline.chunks, "parallel.context": parallel.context,
+        "parallel.experts": parallel.experts, "parallel.zero": parallel.zero,
+        "train.microbatch": config.train.microbatch,
+    }  # fmt: skip
+    for key in (key for key, value in found.items() if value == -1):
+        named[key] = None
+        set_value(config, key, OPEN[key])
+    if config.recompute == AUTO:
+        named["recompute"] = None
+        config.recompute = "none"
+    if parallel.tensor_experts == AUTO:
+        named["parallel.tensor_experts"] = None
+        parallel.tensor_experts = "split"
+    if pipeline.kind == AUTO:
+        stages = "none" if pipeline.stages == 1 else "1f1b"
+        pipeline.kind = stages if pipeline.chunks == 1 else "interleaved"
+    if named and parallel.data == -1:
+        named["parallel.data"] = None
+    config.plan.search = [*named]
+
+
+def violations_of_search(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each name in `plan.search` that is no key which may be left to the planner."""
+    for name in config.plan.search:
+        if name not in (ALL, *OPEN) and not name.startswith("tensor.axes."):
+            yield violation("plan.search", name, "no key that the planner chooses", closest(name, (*OPEN, ALL))[:3])
+
+
+def _replicas(config: Config) -> Iterator[str]:
+    """Yield a refusal line if parallel.data is neither a number of replicas nor -1, for as many as fit."""
+    if config.parallel.data == 0 or config.parallel.data < -1:
+        yield refused(config, "parallel.data", KEYS["parallel.data"].constraint, [1, -1])
+
+
+def too_many_workers(config: Config) -> Iterator[str]:
+    """Yield a refusal line, which names the longest axis, if the sizes of all mesh axes of a configuration (replicas,
+    stages, tensor, branch) multiply to more than WORKERS; `platform.config.fields` refuses an axis too long by
+    itself."""
+    sizes = {
+        "parallel.data": max(1, config.parallel.data),
+        "pipeline.stages": config.pipeline.stages,
+        "parallel.context": config.parallel.context,
+        **{f"tensor.axes.{name}": size for name, size in config.tensor.axes.items()},
+        **{f"branch.axes.{name}": size for name, size in config.branch.axes.items()},
+    }
+    if (product := prod(sizes.values())) > WORKERS:
+        longest = max(sizes, key=lambda key: sizes[key])
+        rest = product // sizes[longest]
+        what = " x ".join(f"{key}={size}" for key, size in sizes.items() if size > 1)
+        legal = [WORKERS // rest] if rest <= WORKERS else []
+        constraint = f"{what} are {product} workers, of which there may be {WORKERS}"
+        yield violation(longest, sizes[longest], constraint, legal)
+
+
+def _pipeline(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each number of stages or chunks that the pipeline schedule cannot have, and for a table
+    of a schedule that is missing or not read."""
+    p = config.pipeline
+    for key, size in (("pipeline.stages", p.stages), ("pipeline.chunks", p.chunks)):
+        if p.kind == "none" and size != 1:
+            yield refused(config, key, "pipeline=none has one", [1])
+    if p.kind in ONE_CHUNK and p.chunks != 1:
+        legal = [1, "pipeline=interleaved", "pipeline=zb_h1"]
+        yield refused(config, "pipeline.chunks", f"pipeline={p.kind} has one chunk per stage", legal)
+    if p.kind == "file" and not p.file:
+        yield refused(config, "pipeline.file", NO_TABLE, ["pipeline.file=FILE"])
+    elif p.kind != "file" and p.file:
+        yield refused(config, "pipeline.file", "only for pipeline=file", ["pipeline=file", ""])
+
+
+def _zero(config: Config) -> Iterator[str]:
+    """Yield a refusal line for a branch beside which ZeRO is not built, and for groups of too few replicas."""
+    if config.parallel.zero and config.branch.only:
+        reason = f"not built yet beside branch={config.branch.kind}, whose common parameters are on sub-grid 0 alone"
+        yield refused(config, "parallel.zero", reason, [0])
+    group, experts = config.parallel.zero_group, config.parallel.experts
+    if config.parallel.zero and 0 < group < experts:
+        yield refused(config, "parallel.zero_group", f"must be 0 or at least parallel.experts={experts}", [experts, 0])
+
+
+def _bucket_size(config: Config) -> Iterator[str]:
+    """Yield a refusal line if `parallel.bucket_mib` is a text other than `auto`."""
+    key, size = "parallel.bucket_mib", config.parallel.bucket_mib
+    if isinstance(size, str) and size != MESH_RULES_AUTO:
+        yield refused(config, key, KEYS[key].constraint, [MESH_RULES_AUTO, BUCKET_MIB])
+
+
+def cuts_experts(config: Config) -> bool:
+    """Return True if ranks may have numbers of experts that differ by one: of slots, not of rows."""
+    return config.tensor.uneven and config.model.capacity_factor > 0
+
+
+def ranks_of_experts(config: Config) -> dict[str, int]:
+    """Return the size of each axis of a tensor scheme or branch splitting that divides experts, if it is above 1."""
+    tensor, branch = config.tensor, config.branch
+    sizes = {**tensor.axes, **branch.axes}
+    table = {"axes": branch.axes, "append": branch.append, "prepend": branch.prepend}
+    axes = axes_of_experts(tensor.regions, table, config.parallel.tensor_experts)
+    return {axis: sizes[axis] for axis in axes if sizes.get(axis, 1) > 1}
+
+
+def _experts(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each number that parallel.experts does not divide: of experts, unless their slots may be
+    cut unevenly, and of replicas; and one for tensor ranks that cannot divide them."""
+    shared, experts, data = config.parallel.experts, config.model.experts, config.parallel.data
+    whole, inside = config.parallel.tensor_experts == "whole", ranks_of_experts(config)
+    ranks, uneven = prod(inside.values()), cuts_experts(config)
+    if not experts:
+        if shared > 1:
+            yield refused(config, "parallel.experts", "model.experts=0: the model has no experts", [1])
+        if whole:
+            yield refused(config, "parallel.tensor_experts", "model.experts=0: the model has no experts", ["split"])
+        return
+    if whole and (experts < ranks or experts % ranks and not uneven):
+        sizes = " x ".join(f"{axis}={n}" for axis, n in inside.items())
+        yield refused(config, "parallel.tensor_experts", f"{sizes} must divide model.experts={experts}", ["split"])
+        return
+    each, of = experts // ranks, f" / {'+'.join(inside)}={ranks}" if inside else ""
+    for key, number, cut in ((f"model.experts={experts}{of}", each, uneven), (f"parallel.data={data}", data, False)):
+        even = number % shared == 0 or cut and shared <= number
+        if shared > 1 and number > 0 and not even:
+            legal = closest(shared, divisors(gcd(each, data) if data > 0 else each))
+            yield refused(config, "parallel.experts", f"must divide {key}", legal)
+            return
+
+
+def _context(config: Config) -> Iterator[str]:
+    """Yield a refusal line for ranks that exchange heads where not all of parallel.context lie in groups of so many."""
+    ranks, inner, kind = config.parallel.context, config.parallel.context_heads, config.parallel.context_kind
+    if kind not in NESTED and inner:
+        yield refused(config, "parallel.context_heads", f"only for context_kind=nested, not {kind}", [0])
+    elif kind in NESTED and (inner < 2 or inner >= ranks or ranks % inner):
+        legal = closest(inner, [n for n in divisors(ranks) if 1 < n < ranks])
+        constraint = f"must divide parallel.context={ranks}, and be neither 1 nor all of it"
+        yield refused(config, "parallel.context_heads", constraint, legal or ["context_kind=auto"])
+
+
+def lengths_of(config: Config) -> dict[str, list[int]]:
+    """Return the lengths of all sequences that a run's ranks of a context share, by the key that sets them."""
+    source, phases = config.model.source_length, [phase.length for phase in phases_of(config)]
+    ramp = {"train.length_ramp": phases} if config.train.length_ramp else {}
+    return {"model.length": [config.model.length], **ramp, **({"model.source_length": [source]} if source else {})}
+
+
+def rounds_of_context(config: Config) -> list[int]:
+    """Return in how many rounds sequences can be dealt to a run's ranks of a context; [] if parts lie straight."""
+    whole, rest = divmod(gcd(*(n for found in lengths_of(config).values() for n in found)), 2 * config.parallel.context)
+    return [] if rest or not config.parallel.context_balance else divisors(whole)
+
+
+def _pieces(config: Config) -> Iterator[str]:
+    """Yield a refusal line for a number of pieces that cannot be dealt to each rank of a context."""
+    pieces, ranks, key = config.parallel.context_pieces, config.parallel.context, "parallel.context_pieces"
+    rounds = rounds_of_context(config) if ranks > 1 else []
+    legal = closest(pieces, [2 * n for n in rounds]) or [0]
+    if pieces % 2:
+        near = legal if rounds else [pieces - 1, pieces + 1]
+        yield refused(config, key, "must be even: a rank gets two pieces in each round", near)
+    elif pieces and not config.parallel.context_balance:
+        yield refused(config, key, "only for parallel.context_balance=true", [0])
+    elif pieces and ranks > 1 and pieces // 2 not in rounds:
+        blocks = pieces * ranks
+        name, n = next((k, n) for k, found in lengths_of(config).items() for n in found if n % blocks)
+        yield refused(config, key, f"x parallel.context={ranks}, {blocks} pieces, must divide {name}={n}", legal)
+
+
+def _lent(config: Config) -> Iterator[str]:
+    """Yield a refusal line for experts that are lent where none can be: within one group, or with a capacity."""
+    lent, shared, key = config.parallel.lent_experts, config.parallel.experts, "parallel.lent_experts"
+    inside = ranks_of_experts(config)
+    if lent and shared < 2:
+        yield refused(config, key, f"parallel.experts={shared}: every replica has all experts", [0])
+    elif lent and config.model.capacity_factor:
+        reason = f"model.capacity_factor={config.model.capacity_factor}: all experts have equally many slots"
+        yield refused(config, key, reason, [0])
+    elif lent and lent > (most := config.model.experts - config.model.experts // shared):
+        yield refused(config, key, f"must be <= {most}, the experts of others", [most])
+    elif lent and inside:
+        yield refused(config, key, f"not built beside experts that {'+'.join(inside)} splits", [0])
+
+
+def _scheme(config: Config) -> Iterator[str]:
+    """Yield a refusal line for a tensor scheme without its table, each size of an axis that it does not declare, and a
+    layout that it does not read."""
+    tensor, declared = config.tensor, axes_of(config.tensor)
+    if tensor.scheme not in ("serial", "layout") and not (tensor.regions or tensor.parameters):
+        yield refused(config, "tensor.scheme", "a scheme's name without its table; write tensor=NAME")
+    elif tensor.scheme != "layout":
+        for name, size in tensor.axes.items():
+            if name not in declared:
+                legal = [*(f"tensor.axes.{n}={size}" for n in closest(name, declared)), 1]
+                yield violation(f"tensor.axes.{name}", size, f"tensor={tensor.scheme} has no such axis", legal)
+        if tensor.layout is not None:
+            yield refused(config, "tensor.layout", "only for tensor=layout")
+
+
+def _branch(config: Config) -> Iterator[str]:
+    """Yield a refusal line for a branch scheme without its table, and for each branch axis that has no scheme or whose
+    name a tensor axis has."""
+    tensor, branch = config.tensor, config.branch
+    if branch.kind != "none" and not (branch.append or branch.prepend):
+        yield refused(config, "branch.kind", "a branch's name without its table; write branch=NAME")
+    for name, size in branch.axes.items():
+        if branch.kind == "none":
+            yield violation(f"branch.axes.{name}", size, "branch=none has no axes", [1, "branch=NAME"])
+        elif name in tensor.axes or name in axes_of(tensor):
+            yield violation(f"branch.axes.{name}", size, f"tensor={tensor.scheme} has an axis {name} already")
+
+
+def _slice_via(config: Config) -> Iterator[str]:
+    """Yield a refusal line if branch.slice_via is to replace the all-to-all of a branch that has none."""
+    if config.branch.slice_via != "all_to_all" and not slices_heads(config.branch):
+        constraint = f"branch={config.branch.kind} has no all-to-all that it would replace"
+        yield refused(config, "branch.slice_via", constraint, ["all_to_all"])
+
+
+def slices_heads(branch: Branch) -> bool:
+    """Return True if a configured branch scheme splits the batch in region `attention` and other dims in `core`, the
+    attention itself: it then slices heads by all-to-all, the collective that `branch.slice_via` may replace."""
+    return "core" in branch.append and "batch" in branch.append.get("attention", ())
+
+
+def _axis_names(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each tensor or branch axis whose name is reserved or no ASCII identifier."""
+    for group, axes in (("tensor", config.tensor.axes), ("branch", config.branch.axes)):
+        for name, size in axes.items():
+            if name in RESERVED:
+                yield violation(f"{group}.axes.{name}", size, f"the names {', '.join(RESERVED)} are reserved")
+            elif not (name.isascii() and name.isidentifier()):
+                yield violation(f"{group}.axes.{name}", size, "an axis is named by letters, digits and _")
+
+
+RULES = (
+    _replicas,
+    too_many_workers,
+    _pipeline,
+    _scheme,
+    violations_of_tables,
+    _branch,
+    _slice_via,
+    _zero,
+    _bucket_size,
+    _experts,
+    _context,
+    _pieces,
+    _lent,
+    _axis_names,
+    violations_of_search,
+)

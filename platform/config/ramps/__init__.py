@@ -1,1 +1,0 @@
-"""Ramps: how many sequences each training step takes, and how long they are, as functions of the step alone."""

@@ -1,0 +1,379 @@
+"""Listing of a step's sequences for a terminal or a pipe, folded to a screen unless all is wanted."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from html import escape
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+
+import numpy as np
+
+from platform.boundary.redaction import redact
+from platform.boundary.terminal import printable
+from platform.config.fields import objective_of
+from platform.data.html_head import allowed, html_head
+from platform.data.step_view import StepSequence, StepView, TokenTexts, reader_in_words
+from platform.data.streams import PADDING
+from platform.plan.layout import count_of
+from platform.plan.model_types import LABEL_WEIGHTS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+
+# Pieces of text that show a sequence: its tokens in order, and which of them are read alone and which are learned.
+
+LEARNED, READ, HIDDEN, BORDER, NOTE = "learned", "read", "hidden", "border", "note"
+TOKENS = (LEARNED, READ)  # kinds of a piece that is a token
+
+
+class Fragment(NamedTuple):
+    """Fragment of a line. `kind`: LEARNED for a predicted token, READ for one that is only read, HIDDEN for one that is
+    read in the place of the learned token behind it, BORDER where a document begins, NOTE for a remark; `about`:
+    more on a token, shown on request."""
+
+    text: str
+    kind: str
+    about: str = ""
+
+
+class _Token(NamedTuple):
+    """Token of a line: with the weight of its prediction, None if it is not learned; the token that is read in its
+    place, if it is another one; and True if a document begins with it."""
+
+    id: int
+    weight: float | None = None
+    instead: int | None = None
+    begins: bool = False
+
+
+def lines_of(sequence: StepSequence, texts: TokenTexts, begin: int) -> dict[str, list[Fragment]]:
+    """Return the pieces of a sequence: under "source" the encoder's, and under "" the pieces that are read and learned.
+    `begin`: the id of the token that begins documents."""
+    given, lines = sequence.tensors, {}
+    if "source" in given:
+        lines["source"] = [*_line_fragments([_Token(i) for i in given["source"].tolist()], texts)]
+    follow = np.append(given["tokens"][1:], PADDING) == given["labels"]
+    learned = given["labels"] >= 0
+    form = _one_text if 2 * (follow & learned).sum() >= learned.sum() else _in_place
+    return lines | {"": [*_line_fragments([*form(given, begin)], texts)]}
+
+
+def _label_weights(given: Mapping[str, Any]) -> list[float | None]:
+    """Return the weight in the loss of the label at each place of a sequence, None where none is predicted."""
+    weights = given.get(LABEL_WEIGHTS, np.ones(len(given["labels"])))
+    return [w if label >= 0 else None for label, w in zip(given["labels"].tolist(), weights.tolist(), strict=True)]
+
+
+def _borders(given: Mapping[str, Any], begin: int) -> list[bool]:
+    """Return True for each token of a sequence with which a document begins, as far as the sequence shows it."""
+    tokens, place = given["tokens"], np.arange(len(given["tokens"]))
+    if "source" in given:  # a decoder's, whose first token and last label are none of a document
+        return [False] * len(tokens)
+    found = (tokens == begin) & (begin >= 0)
+    if "begins" in given:
+        found |= (given["begins"] == place) & (place > 0) & (tokens >= 0)
+    return [bool(x) for x in found]
+
+
+def _one_text(given: Mapping[str, Any], begin: int) -> Iterator[_Token]:
+    """Yield the tokens of a sequence whose labels are the tokens that follow: both are one text. A label that is not
+    the next token, as at the end, stands between the two."""
+    labels, weights, borders = given["labels"].tolist(), _label_weights(given), _borders(given, begin)
+    ends = begin if "source" not in given else PADDING
+    wanted = PADDING
+    for i, token in enumerate(given["tokens"].tolist()):
+        if i and wanted != PADDING and wanted != token:
+            yield _Token(wanted, weights[i - 1], None, wanted == ends)
+        yield _Token(token, weights[i - 1] if i and wanted == token else None, None, borders[i])
+        wanted = labels[i]
+    if wanted != PADDING:
+        yield _Token(wanted, weights[-1], None, wanted == ends)
+
+
+def _in_place(given: Mapping[str, Any], begin: int) -> Iterator[_Token]:
+    """Yield the tokens of a sequence whose labels belong in the places of the tokens that are read there."""
+    values = given["tokens"].tolist(), given["labels"].tolist(), _label_weights(given), _borders(given, begin)
+    rows = zip(*values, strict=True)
+    for token, label, weight, begins in rows:
+        if weight is None:
+            yield _Token(token, begins=begins)
+        else:
+            yield _Token(label, weight, None if token == label else token, begins)
+
+
+def _line_fragments(tokens: Sequence[_Token], texts: TokenTexts) -> Iterator[Fragment]:
+    """Yield the pieces that show the tokens of a line; padding is counted alone."""
+    there = [token for token in tokens if token.id != PADDING]
+    spelled = texts.texts([token.id for token in there])
+    read = texts.texts([token.id if token.instead is None else token.instead for token in there])
+    weight: float | None = 1.0
+    for place, (token, text, instead) in enumerate(zip(there, spelled, read, strict=True)):
+        if token.begins:
+            yield Fragment("▌", BORDER, "a document begins")
+        if token.weight is not None and token.weight != weight:
+            yield Fragment(f"⟨weight {token.weight:g}⟩", NOTE)
+            weight = token.weight
+        about = f"token {token.id}, place {place}"
+        if token.instead is not None:
+            yield Fragment(instead, HIDDEN, f"token {token.instead} is read here")
+        if token.weight is None:
+            yield Fragment(text, READ, f"{about}: read, not learned")
+        else:
+            yield Fragment(text, LEARNED, f"{about}: learned, weight {token.weight:g}")
+    if padding := len(tokens) - len(there):
+        yield Fragment(f" ({padding} of padding)", NOTE)
+
+
+_STYLES = {  # of consecutive tokens in turn, so that it shows where one ends
+    LEARNED: ("default", "cyan"),
+    READ: ("dim", "dim cyan"),
+    HIDDEN: ("magenta strike",),
+    BORDER: ("bold yellow",),
+    NOTE: ("dim italic",),
+}
+_MARKS = {READ: ("‹", "›"), HIDDEN: ("⟦", "→⟧")}  # around a run of these, where there is no colour
+_NONE = ("", "")
+_LEGEND = {
+    True: "colours change from token to token; dim: read, not learned; struck: read in the place of what is learned",
+    False: "‹read, not learned›  ⟦read in the place of what is learned→⟧  ▌ a document begins",
+}
+_INDENT = "    "
+_AT_ONCE = 64  # sequences that are read at once
+_DOCUMENTS = 2  # that a line names on a screen
+_LEAST = 3  # lines of a sequence on a screen
+
+
+def heading(view: StepView) -> list[str]:
+    """Return the lines that say which step it is, and what it takes."""
+    c, (first, end) = view.taken.config, view.taken.samples
+    tokens = count_of(view.count * view.taken.length, "token", ",")
+    cut = f", each cut into {view.pieces}" if view.pieces > 1 else ""
+    lines = [
+        f"step {view.taken.step} of {c.train.steps} learns from {count_of(view.count, 'sequence', ',')}"
+        f" of {view.taken.length} tokens: samples {first:,} to {end - 1:,} of the run's order{cut}",
+        f"{tokens}, {view.labels:,} learned; data={c.data.kind}, data.objective={objective_of(c)}",
+    ]
+    if view.taken.plan:
+        plan = view.taken.plan
+        batch = count_of(plan.of_length(view.taken.length).sizes["batch"], "sequence", ",")
+        lines.append(f"plan {plan.mesh}: microbatches of {batch}, read by the ranks that each line names")
+        if view.busiest:
+            ranks = plan.mesh.extent([axis for axis, _ in plan.scheme.context])
+            share = f"{view.busiest:.2f} times the mean of attention's scores"
+            lines.append(f"work: the busiest of {ranks} ranks that share a sequence has {share}, documents counted")
+    return [*lines, *([view.taken.why] if view.taken.why else [])]
+
+
+def about(sequence: StepSequence, length: int, most: int | None = None) -> str:
+    """Return the line that says which sequence of a step it is, of which documents (at most `most`), and which ranks
+    read it."""
+    sample = f"sample {sequence.sample:,}" + (f", piece {sequence.piece + 1}" if sequence.piece else "")
+    named = [
+        *sequence.documents[:most],
+        *([f"{more} more"] if (more := len(sequence.documents[most:])) and most else []),
+    ]
+    parts = [sequence.source, sample, *named]
+    if sequence.microbatch is not None:
+        who = ", ".join(reader_in_words(reader, length) for reader in sequence.readers)
+        parts.append(f"microbatch {sequence.microbatch}, {who}")
+    return printable(f"{sequence.position:>3}  {'; '.join(filter(None, parts))}")
+
+
+def listed(view: StepView, stream: TextIO, whole: bool = False, only: int | None = None) -> Iterator[str]:
+    """Yield the lines of a step's listing, for the screen and colours of `stream`: a screen of lines, or the `whole`.
+    `only`: the position of the single sequence to show."""
+    width, height = shutil.get_terminal_size()
+    console = _console(stream, width)
+    coloured = console.color_system is not None
+    head = [*heading(view), _LEGEND[coloured]]
+    room = max(_LEAST, height - sum(_height(line, width) for line in head) - 2)  # and the last line, and the prompt
+    shown = range(view.count) if only is None else range(only, only + 1)
+    if not (whole := whole or only is not None):
+        shown = shown[: max(1, room // _LEAST)]
+    lines = None if whole else max(1, room // len(shown) - 1)
+    texts = TokenTexts(view.corpus)
+    yield from (_painted(console, line, "bold" if not i else "dim") for i, line in enumerate(head))
+    for start in range(shown.start, shown.stop, _AT_ONCE):
+        for sequence in view.sequences(start, min(start + _AT_ONCE, shown.stop)):
+            title = about(sequence, view.taken.length, None if whole else _DOCUMENTS)
+            yield _painted(console, title if whole else _cut_line(title, width), "bold")
+            found = lines_of(sequence, texts, view.corpus.special.begin)
+            of_each = lines and max(1, lines // len(found))
+            for name, pieces in found.items():
+                named = [Fragment(f"{name}: ", NOTE), *pieces] if name else pieces
+                yield from _folded(console, named, width - len(_INDENT), of_each)
+    if more := view.count - shown.stop if not whole else 0:
+        yield _painted(console, f"{count_of(more, 'more sequence', ',')}: --all, --sample N, --html FILE", "dim")
+
+
+def _console(stream: TextIO, width: int) -> Console:
+    """Return a console that writes into memory with the colours of `stream`: none into a pipe, or under NO_COLOR."""
+    from rich.console import Console
+
+    return Console(
+        file=io.StringIO(), force_terminal=stream.isatty(), width=width, highlight=False, markup=False, emoji=False,
+        no_color=None, legacy_windows=False, color_system="auto" if not os.environ.get("NO_COLOR") else None,
+    )  # fmt: skip
+
+
+def _painted(console: Console, line: str, style: str) -> str:
+    """Return a line in a style, as its console shows it."""
+    from rich.text import Text
+
+    return _characters(console, Text(line, style))
+
+
+def _characters(console: Console, text: Text) -> str:
+    """Return the characters by which a console shows a line."""
+    with console.capture() as captured:
+        console.print(text, soft_wrap=True, end="")
+    return captured.get()
+
+
+def _height(line: str, width: int) -> int:
+    """Return the lines of a screen that a line takes."""
+    return -(-max(1, len(line)) // width)
+
+
+def _cut_line(line: str, width: int) -> str:
+    """Cut a line to a width."""
+    return line if len(line) <= width else f"{line[: width - 1]}…"
+
+
+def _with_marks(pieces: Sequence[Fragment]) -> Iterator[Fragment]:
+    """Yield pieces with marks around the runs of kinds that differ by their colour otherwise."""
+    before = ""
+    for piece in [*pieces, Fragment("", NOTE)]:
+        if piece.kind != before or piece.kind == HIDDEN:
+            yield Fragment(_MARKS.get(before, _NONE)[1] + _MARKS.get(piece.kind, _NONE)[0], NOTE)
+        yield piece
+        before = piece.kind
+
+
+def _folded(console: Console, pieces: Sequence[Fragment], width: int, most: int | None) -> Iterator[str]:
+    """Yield the lines of `width` characters that show pieces, at most `most` of them; the last one then says how many
+    tokens it leaves out."""
+    pieces = pieces if console.color_system else [*_with_marks(pieces)]
+    lines = [*islice(_wrapped_lines(pieces, lambda _: width), most and most + 1)]
+    if most and len(lines) > most:
+        total = sum(piece.kind in TOKENS for piece in pieces)
+        more = " … {:,} more tokens"
+        lines = [*islice(_wrapped_lines(pieces, lambda n: width - (len(more) + 2) * (n == most - 1)), most)]
+        lines[-1][0].append(more.format(total - lines[-1][1]), "dim")
+    yield from (_characters(console, line) for line, _ in lines)
+
+
+def _wrapped_lines(pieces: Sequence[Fragment], width: Callable[[int], int]) -> Iterator[tuple[Text, int]]:
+    """Yield the lines that show pieces, each of at most `width(its number)` cells behind the indent, with the number of
+    tokens that end in it or before."""
+    from rich.cells import cell_len
+    from rich.text import Text
+
+    line, used, number, tokens = Text(_INDENT), 0, 0, 0
+    for piece in pieces:
+        styles = _STYLES[piece.kind]
+        style = styles[tokens % len(styles)]
+        for character in piece.text:
+            if used + (cells := cell_len(character)) > width(number):
+                yield line, tokens
+                line, used, number = Text(_INDENT), 0, number + 1
+            line.append(character, style)
+            used += cells
+        tokens += piece.kind in TOKENS
+    yield line, tokens
+
+
+# Table of a sequence's tokens, one a line, with all that a rank gets of each.
+
+_NAMES = {"labels": "learned", "label_weights": "weight"}
+
+
+def table_of_tokens(view: StepView, positions: range) -> Iterator[str]:
+    """Yield the lines of a table of the tokens of a step's sequences at `positions`, a column per data tensor."""
+    texts = TokenTexts(view.corpus)
+    yield from heading(view)
+    for position in positions:
+        for sequence in view.sequences(position, position + 1):
+            yield about(sequence, view.taken.length)
+            yield from _table_rows(sequence, texts)
+
+
+def _table_rows(sequence: StepSequence, texts: TokenTexts) -> Iterator[str]:
+    """Yield the lines of the table of one sequence: tensors of one length side by side."""
+    lengths = dict.fromkeys(map(len, sequence.tensors.values()))
+    for length in lengths:
+        columns = [["place", *map(str, range(length))]]
+        for name, values in sequence.tensors.items():
+            if len(values) == length:
+                columns.append([_NAMES.get(name, name), *("-" if v == -1 else f"{v:g}" for v in values.tolist())])
+                if name in ("tokens", "labels", "source"):
+                    spelled = iter(texts.texts([v for v in values.tolist() if v >= 0]))
+                    columns.append(["text", *(f"'{next(spelled)}'" if v >= 0 else "" for v in values.tolist())])
+        widths = [max(map(len, column)) for column in columns]
+        for row in zip(*columns, strict=True):
+            yield "  ".join(cell.ljust(n) if cell.startswith("'") or cell == "text" else cell.rjust(n)
+                            for cell, n in zip(row, widths, strict=True)).rstrip()  # fmt: skip
+
+
+# Page of a step's sequences: one file that loads nothing and runs nothing.
+
+MOST = 300_000  # tokens on a page, unless all are wanted
+_STYLE = """
+:root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --text: #1b1f24; --dim: #6a7581; --line: #e1e5ea;
+  --even: #e3eefb; --odd: #fdf0dc; --hidden: #b3261e; --border: #9a6700; }
+@media (prefers-color-scheme: dark) { :root { --page: #111418; --card: #1a1f25; --text: #e4e8ed; --dim: #8c98a5;
+  --line: #2b323a; --even: #1c3350; --odd: #43331a; --hidden: #ff8a80; --border: #e0b13c; } }
+body { margin: 0 auto; max-width: 1100px; padding: 16px; background: var(--page); color: var(--text);
+  font: 14px/1.5 system-ui, sans-serif; }
+h1 { font-size: 17px; margin: 0 0 4px; } p { margin: 2px 0; color: var(--dim); overflow-wrap: anywhere; }
+article { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 10px 12px;
+  margin: 12px 0; }
+h2 { font-size: 13px; font-weight: 600; margin: 0 0 6px; overflow-wrap: anywhere; }
+pre { margin: 4px 0; font: 13px/1.7 ui-monospace, monospace; white-space: break-spaces; overflow-wrap: anywhere; }
+.learned0 { background: var(--even); } .learned1 { background: var(--odd); }
+.learned0, .learned1 { border-radius: 3px; }
+.read0, .read1, .note { color: var(--dim); } .read1 { text-decoration: underline dotted; }
+.hidden { color: var(--hidden); text-decoration: line-through; } .border { color: var(--border); font-weight: 700; }
+"""
+_HTML_PAGE_LEGEND = (
+    Fragment("learned, ", LEARNED), Fragment("token by token; ", LEARNED), Fragment("read, not learned; ", READ),
+    Fragment("read in the place of what is learned", "hidden"), Fragment(" ▌", "border"),
+    Fragment("a document begins", "note"),
+)  # fmt: skip
+
+
+def page_of(view: StepView, whole: bool = False) -> Iterator[str]:
+    """Yield the parts of a page that shows the sequences of a step: as many as have MOST tokens, unless the `whole` is
+    wanted."""
+    title, *more = map(redact, heading(view))
+    yield html_head(title, f"default-src 'none'; style-src {allowed(_STYLE)}", _STYLE)
+    yield f"<h1>{escape(title)}</h1>\n" + "".join(f"<p>{escape(line)}</p>\n" for line in more)
+    yield f"<pre>{''.join(_spans(_HTML_PAGE_LEGEND))}</pre>\n"
+    shown = view.count if whole else min(view.count, max(1, MOST // view.taken.length))
+    texts, begin = TokenTexts(view.corpus), view.corpus.special.begin
+    for start in range(0, shown, 64):
+        for sequence in view.sequences(start, min(start + 64, shown)):
+            yield f"<article><h2>{escape(redact(about(sequence, view.taken.length)))}</h2>\n"
+            for name, pieces in lines_of(sequence, texts, begin).items():
+                label = f'<span class="note">{escape(name)}: </span>' if name else ""
+                yield f"<pre>{label}{''.join(_spans(pieces))}</pre>\n"
+            yield "</article>\n"
+    if shown < view.count:
+        yield f"<p>{count_of(view.count - shown, 'more sequence', ',')} of this step: --all puts them here.</p>\n"
+    yield "</html>\n"
+
+
+def _spans(pieces: list[Fragment] | tuple[Fragment, ...]) -> Iterator[str]:
+    """Yield the elements that show pieces: text alone, in which no markup of a corpus is any."""
+    tokens = 0
+    for piece in pieces:
+        name = f"{piece.kind}{tokens % 2}" if piece.kind in TOKENS else piece.kind
+        tokens += piece.kind in TOKENS
+        title = f' title="{escape(piece.about)}"' if piece.about else ""
+        yield f'<span class="{name}"{title}>{escape(piece.text)}</span>'

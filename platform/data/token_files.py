@@ -1,0 +1,360 @@
+"""Source of tokens made by other programs: .bin files, read where they lie (Megatron-LM's with its .idx, the plain ones
+of nanoGPT and llm.c), and records that hold lists of tokens."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from platform.boundary.documents import open_regular
+from platform.boundary.refusals import ConfigError, violation
+from platform.config.fields import Data
+from platform.data.data_files import (
+    ROWS,
+    DataFile,
+    RemoteFile,
+    content_hash,
+    ending,
+    find_files,
+    naming_file,
+    size_of,
+    stamp,
+)
+from platform.data.source_kind import (
+    KINDS,
+    Documents,
+    Encoded,
+    SourceKind,
+    check_largest,
+    held_files,
+    is_streamed,
+    splits_at,
+)
+from platform.data.tokenizer import Vocabulary
+from platform.plan.layout import count_of
+
+_MAGIC = b"MMIDIDX\0\0"  # of Megatron-LM's .idx
+_COUNTS = struct.Struct("<9sQBQQ")  # magic, version, code of the type, sequences, documents and one
+_CODES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_HEADER = 1024  # bytes of llm.c's header: 256 int32, of which the first are magic, version, tokens
+_MAGICS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # of llm.c: for GPT-2, for Llama 3
+_DTYPES = {"uint16": "<u2", "uint32": "<u4", "int32": "<i4", "int64": "<i8", "uint8": "|u1"}
+ENDINGS = [".bin", ".jsonl", ".parquet", ".arrow"]  # of the files of data=tokens in a folder
+_AT_ONCE = 1 << 22  # tokens that are read at once
+_STRETCHES = 16  # of a .bin that is not read as a whole: as many stretches of _AT_ONCE tokens
+_INDEX = 4 << 30  # most bytes of an .idx, which is held in memory
+Positions = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """Place of the tokens of a .bin file: `count` integers of type `dtype` from byte `offset` on. `starts`: the tokens
+    at which its documents begin, if an index says so."""
+
+    file: Path
+    dtype: str
+    offset: int
+    count: int
+    starts: Positions | None = None
+
+    def tokens(self) -> NDArray[np.integer]:
+        """Return the token ids of a .bin file as an array mapped into memory."""
+        if not self.count:
+            return np.empty(0, self.dtype)
+        return np.memmap(self.file, self.dtype, "r", self.offset, (self.count,)).view(np.ndarray)
+
+    def check(self, vocab: int, whole: bool) -> None:
+        """Raise ConfigError if a token in this .bin file is not in a vocabulary of `vocab` entries. `whole`: True to
+        check the whole file; False to check stretches of it, spread evenly from the first to the last token."""
+        tokens, most, at = self.tokens(), 0, 0
+        starts = range(0, self.count, _AT_ONCE)
+        if not whole and len(starts) > _STRETCHES:
+            starts = range(0, self.count - _AT_ONCE + 1, (self.count - _AT_ONCE) // (_STRETCHES - 1))
+        for start in starts:
+            part = tokens[start : start + _AT_ONCE]
+            check_ids(part, start)
+            if (here := int(part.max())) > most:
+                most, at = here, start + int(part.argmax())
+        check_ids(np.array([most]), at, vocab)
+
+
+@dataclass(frozen=True)
+class CheckedTokens:
+    """Tokens of a .bin file, mapped into memory, each of which is checked when it is read, as the file may be too long
+    to be read before, and may change. Raises ConfigError for one that a vocabulary of `vocab` entries does not have."""
+
+    tokens: NDArray[np.integer]
+    file: Path
+    vocab: int
+
+    def __len__(self) -> int:
+        """Return the number of tokens in the .bin file."""
+        return len(self.tokens)
+
+    def __getitem__(self, index: Positions) -> NDArray[np.integer]:
+        """Return the tokens of the .bin file at `index`. Raises ConfigError for one beyond the vocabulary."""
+        found = self.tokens[index]
+        with naming_file(self.file):
+            check_ids(found, index, self.vocab)
+        return found
+
+
+def check_ids(ids: NDArray[np.integer], place: Positions | int, vocab: int | None = None) -> None:
+    """Raise ConfigError for a negative token id, or one outside a vocabulary of `vocab` entries. `place`: the number of
+    each token in its file, or of the first."""
+    least, most = (int(ids.min()), int(ids.max())) if ids.size else (0, -1)
+    if least >= 0 and (vocab is None or most < vocab):
+        return
+    where = int(ids.argmin() if least < 0 else ids.argmax())
+    number = place + where if isinstance(place, int) else int(place.flat[where])
+    if least < 0:
+        raise ConfigError(f"token {number} is {least}: of another type; data.dtype says which")
+    raise ConfigError(f"token {number} is {most}, and the model has {vocab}; nearest legal: model.vocab={most + 1}")
+
+
+def token_files(data: Data) -> list[DataFile]:
+    """Find the files of data=tokens: .bin, or records with lists of tokens in `data.field`. Raises ConfigError."""
+    if not data.path:
+        raise ConfigError("data.path: data=tokens needs a file, a folder or a glob")
+    found = [file for file in find_files("data.path", data.path, ENDINGS) if not file.name.endswith(".idx")]
+    if is_streamed(data) and not all(ending(file) in ROWS for file in found):
+        reason = ".bin files are read where they lie, without a copy"
+        raise ConfigError(violation("data.streaming", True, reason, [False]))
+    return found
+
+
+def index_of(file: Path) -> Path | None:
+    """Return the path of Megatron-LM's .idx file beside a .bin file of tokens, None if there is none."""
+    found = file.with_suffix(".idx")
+    return found if found.is_file() else None
+
+
+def locate(file: DataFile, data: Data) -> TokenFile:
+    """Find where the tokens in a .bin file are: their type, offset and number. Raises ConfigError, naming the file, if
+    it is no such file, or not whole."""
+    with naming_file(file):
+        if isinstance(file, RemoteFile):
+            raise ConfigError("a .bin is read in place: copy it to a path, or mount its storage")
+        size, head = _size_and_head(file)
+    if index := index_of(file):
+        with naming_file(index):
+            return _megatron(file, index, size)
+    with naming_file(file):
+        if len(head) == 12 and (known := _MAGICS.get(int(np.frombuffer(head, "<i4")[0]))):
+            return _llm_c(file, np.frombuffer(head, "<i4"), *known, size)
+        dtype = np.dtype(_DTYPES[data.dtype])
+        if size % dtype.itemsize:
+            raise ConfigError(f"{size} bytes are no whole number of tokens of data.dtype={data.dtype}")
+        return TokenFile(file, dtype.str, 0, size // dtype.itemsize)
+
+
+def _size_and_head(file: Path) -> tuple[int, bytes]:
+    """Return the size of a .bin file of tokens in bytes, and its first 12 bytes, which show its format."""
+    with open_regular(file) as raw:
+        size = raw.seek(0, 2)
+        raw.seek(0)
+        return size, raw.read(12)
+
+
+def _llm_c(file: Path, header: NDArray[np.integer], version: int, dtype: str, size: int) -> TokenFile:
+    """Find the tokens in llm.c's .bin of `size` bytes. `header`: its first integers, magic, version and tokens."""
+    count = int(header[2])
+    if int(header[1]) != version:
+        raise ConfigError(f"version {header[1]} of llm.c's format is not known, {version} is")
+    if size != (wanted := _HEADER + count * np.dtype(dtype).itemsize):
+        raise ConfigError(f"{size} bytes, where {count} tokens of llm.c's format take {wanted}")
+    return TokenFile(file, dtype, _HEADER, count)
+
+
+def _megatron(file: Path, index: Path, size: int) -> TokenFile:
+    """Find the tokens of Megatron-LM's .bin of `size` bytes and where its documents begin, by its .idx. Raises
+    ConfigError if the two do not fit, or the sequences do not lie end to end."""
+    with open_regular(index) as raw:
+        head, there = raw.read(_COUNTS.size), raw.seek(0, 2)
+    if there > _INDEX:
+        raise ConfigError(f"{there} bytes of an index, and at most {_INDEX} are read; divide it, and its .bin")
+    if len(head) < _COUNTS.size or head[: len(_MAGIC)] != _MAGIC:
+        raise ConfigError("no index of Megatron-LM: its first bytes are others")
+    _, version, code, sequences, documents = _COUNTS.unpack(head)
+    if version != 1 or code not in _CODES:
+        raise ConfigError(f"version {version} and type {code} of Megatron-LM's format are not known")
+    itemsize, ends = np.dtype(_CODES[code]).itemsize, _COUNTS.size + 12 * sequences + 8 * documents
+    if there not in (ends, ends + sequences):  # the last part, of one byte each, is that of other modes
+        raise ConfigError(
+            f"{there} bytes, where {count_of(sequences, 'sequence')} and {count_of(documents, 'document')} take {ends}"
+        )
+    lengths = np.memmap(index, "<i4", "r", _COUNTS.size, (sequences,)) if sequences else np.empty(0, "<i4")
+    pointers, bounds = (
+        np.memmap(index, "<i8", "r", start, (n,)) if n else np.empty(0, "<i8")
+        for start, n in ((_COUNTS.size + 4 * sequences, sequences), (_COUNTS.size + 12 * sequences, documents))
+    )
+    first = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    if (lengths < 0).any() or not np.array_equal(pointers, first[:-1] * itemsize):
+        raise ConfigError("its sequences do not lie end to end in the .bin")
+    if size != first[-1] * itemsize:
+        raise ConfigError(f"it tells of {first[-1] * itemsize} bytes of tokens, and {file.name} has {size}")
+    if not documents or bounds[0] != 0 or bounds[-1] != sequences or (np.diff(bounds) < 0).any():
+        raise ConfigError("its documents are not made of its sequences")
+    return TokenFile(file, _CODES[code], 0, int(first[-1]), np.unique(first[bounds[:-1]]))
+
+
+def write_megatron(path: Path, documents: Iterable[NDArray[np.integer]], vocab: int) -> None:
+    """Write documents of tokens as PATH.bin and PATH.idx, as Megatron-LM reads them. Raises OSError."""
+    code = 8 if vocab <= 1 << 16 else 4
+    with path.with_name(f"{path.name}.bin").open("wb") as file:
+        sizes = np.array(_append(file, documents, _CODES[code]), "<i4")
+    pointers = (np.cumsum(sizes, dtype="<i8") - sizes) * np.dtype(_CODES[code]).itemsize
+    with path.with_name(f"{path.name}.idx").open("wb") as file:
+        file.write(_COUNTS.pack(_MAGIC, 1, code, len(sizes), len(sizes) + 1))
+        for part in (sizes, pointers.astype("<i8"), np.arange(len(sizes) + 1, dtype="<i8")):
+            file.write(part.tobytes())
+
+
+def write_nanogpt(path: Path, documents: Iterable[NDArray[np.integer]], vocab: int) -> None:
+    """Write documents of tokens end to end as PATH.bin, as nanoGPT reads it; a vocabulary above 65,536 entries, which
+    it cannot read, in llm.c's format for Llama 3. Raises OSError."""
+    with path.with_name(f"{path.name}.bin").open("wb") as file:
+        if vocab <= 1 << 16:
+            _append(file, documents, "<u2")
+            return
+        file.write(bytes(_HEADER))
+        if (count := sum(_append(file, documents, "<u4"))) >= 1 << 31:
+            raise ConfigError(f"{path}.bin: {count} tokens, of which llm.c's format may have {(1 << 31) - 1}")
+        file.seek(0)
+        file.write(np.array([20240801, 7, count], "<i4").tobytes())
+
+
+def _append(file: BinaryIO, documents: Iterable[NDArray[np.integer]], dtype: str) -> list[int]:
+    """Write documents, arrays of token ids, to a file as integers of `dtype`; return the number of tokens of each."""
+    lengths = []
+    for document in documents:
+        file.write(document.astype(dtype).tobytes())
+        lengths.append(len(document))
+    return lengths
+
+
+WRITERS = {"megatron": write_megatron, "nanogpt": write_nanogpt}
+
+
+_BATCH = 1024  # documents that are written at once
+_WHOLE = 8 << 30  # bytes of the .bin files of a source that are read as a whole before a run; of more, parts of each
+Ids = NDArray[np.int64]
+
+
+def _deciding_values(data: Data, files: Sequence[DataFile]) -> list[Any]:
+    """Return the values that name the cache entry of files of tokens: hashes of the files and of their indices, and how
+    they are read. Of .bin files too long to be read as a whole, sizes and samples are hashed."""
+    whole = _read_whole([*files, *(others := held_files(data, ENDINGS))])
+
+    def hashes(some: Sequence[DataFile]) -> list[list[Any]]:
+        """Return, for each file of tokens, its format and the hash of its content (or of samples), and its index's."""
+        each = [(file, [index] if isinstance(file, Path) and (index := index_of(file)) else []) for file in some]
+        content = {file: content_hash(file) if whole or ending(file) in ROWS else stamp(file) for file in some}
+        return [[*map(ending, [file, *index]), content[file], *map(content_hash, index)] for file, index in each]
+
+    return ["tokens", hashes(files), hashes(others), data.field, data.dtype]
+
+
+def _read_whole(files: Sequence[DataFile]) -> bool:
+    """Return True if .bin files of tokens are short enough to be checked as a whole before a run, not in training."""
+    return sum(size_of(file) for file in files if ending(file) not in ROWS) <= _WHOLE
+
+
+def _name(
+    folder: Path, files: Sequence[DataFile], others: Sequence[DataFile], data: Data, vocab: int
+) -> dict[str, Any]:
+    """Describe .bin files of tokens that stay where they are, for a cache entry: `files` to train on, `others` held
+    out. Without held-out files the end of the tokens is held out, from the beginning of a document on if an index has
+    the beginnings; these are written to starts.bin in `folder`."""
+    found = [locate(file, data) for file in (*files, *others)]
+    whole = _read_whole([*files, *others])
+    for file in found:
+        with naming_file(file.file):
+            file.check(vocab, whole)
+    ends = [0, *accumulate(file.count for file in found)]
+    starts = [file.starts + end for file, end in zip(found, ends, strict=False) if file.starts is not None]
+    known = np.concatenate(starts) if len(starts) == len(found) else np.empty(0, np.int64)
+    trained = ends[len(files)] if others else ends[-1] - round(ends[-1] * data.validation)
+    if len(known) and not others:
+        trained = int(known[np.searchsorted(known, trained)]) if trained <= known[-1] else ends[-1]
+    known.astype("<i8").tofile(folder / "starts.bin")
+    return {"arrays": [_place(file) for file in found], "splits": splits_at(trained, ends[-1])}
+
+
+def _place(file: TokenFile) -> dict[str, Any]:
+    """Describe where the tokens of a .bin file are, for a cache entry: path, type, offset, number, file size."""
+    size = file.file.stat().st_size
+    path = str(file.file.absolute())
+    return {"path": path, "dtype": file.dtype, "offset": file.offset, "count": file.count, "bytes": size}
+
+
+def read_tokens(
+    files: Sequence[DataFile], data: Data, key: str = "data.path", vocab: int = 1 << 31
+) -> Iterator[tuple[int, Ids]]:
+    """Yield (number, token ids) of each record in data files, from its field `data.field`; empty ones are left out. A
+    .bin, which is read in place, is only located. Raises ConfigError, naming the file, by the `key` that leads to it,
+    and the place, for a value that is no list of tokens of the vocabulary."""
+    number = 0
+    for file in files:
+        if ending(file) not in ROWS:
+            locate(file, data)
+            continue
+        with naming_file(file, key):
+            for place, values in ROWS[ending(file)](file, [data.field]):
+                if data.field not in values:
+                    raise ConfigError(f"data.field={data.field} is missing in {place}")
+                ids = _array(values[data.field])
+                if ids is None:
+                    raise ConfigError(f"data.field={data.field} is no list of tokens in {place}")
+                if len(ids) and int(ids.min()) < 0:
+                    raise ConfigError(f"data.field={data.field} has token {ids.min()} in {place}")
+                if len(ids):
+                    check_largest(int(ids.max()), vocab)
+                    yield number, ids
+                    number += 1
+
+
+def encode_tokens(vocabulary: Vocabulary | None, documents: Documents, characters: int) -> Iterator[Encoded]:
+    """Yield documents that are token ids already, batch by batch: the ids, and where each document begins."""
+    while batch := [ids for _, ids in islice(documents, _BATCH)]:
+        ends = np.cumsum([len(ids) for ids in batch])
+        yield Encoded(np.concatenate(batch), [0, *ends[:-1].tolist()])
+
+
+def _array(given: Any) -> Ids | None:
+    """Return a data record's list of token ids as an int64 array, None if it is no list of integers."""
+    if not isinstance(given, list) or not all(type(i) is int and abs(i) < 1 << 62 for i in given):
+        return None
+    return np.array(given, np.int64)
+
+
+class TokenKind(SourceKind):
+    """Kind of source of tokens made by other programs."""
+
+    def write_entry(
+        self, folder: Path, files: Sequence[DataFile], data: Data, vocab: int, given: Vocabulary | None
+    ) -> dict[str, Any]:
+        """Build the cache entry of files of tokens: starts.bin, where their documents begin (training ones first), and
+        tokens.bin for records; .bin files are only referred to. Return its description. Raises ConfigError, also for
+        tokens that a vocabulary of `vocab` entries does not have."""
+        others = self.held(data)
+        forms = {ending(file) in ROWS for file in (*files, *others)}
+        if len(forms) > 1:
+            raise ConfigError(f"data.path={data.path}: .bin files beside records of tokens; name either by a glob")
+        if True in forms:
+            kind = replace(self, read=partial(read_tokens, vocab=vocab))
+            return SourceKind.write_entry(kind, folder, files, data, vocab, given)
+        if given:
+            given.save(folder)
+        return _name(folder, files, others, data, vocab)
+
+
+KINDS["tokens"] = TokenKind(token_files, read_tokens, encode_tokens, _deciding_values, endings=ENDINGS, starts=True)

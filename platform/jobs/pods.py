@@ -1,0 +1,401 @@
+"""Pod of an Indexed Job: `python -m platform.jobs pod`, which every index of the job runs on a node of its own.
+
+The first pod has the supervisor of the run. For each driver it waits until all pods are there, announces a life of the
+run, and all start torchrun for it. A pod that was lost comes back as the Job starts it again, under the same index; the
+driver, which has gone on without it, saves then and makes way for a life with all. So every pod stays until the run is
+over, and ends with the run's own exit status: what ends with 0 before, a Job never starts again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from socket import gethostname
+from time import monotonic
+from typing import IO, Annotated, TypeVar
+
+from platform.boundary import documents, schema
+from platform.boundary.local_files import replace_text
+from platform.boundary.schema import Malformed, Span
+from platform.boundary.terminal import print_line
+from platform.cluster import run_directory
+from platform.cluster.crew import leftovers
+from platform.jobs.job_state import NodeLog
+from platform.jobs.rank import PID, STATUS
+from platform.jobs.ray_node import answers, free_port
+from platform.jobs.supervisor import TERMINATED, Supervision, Supervisor, seen
+from platform.launch import FAILED, STOPPED
+
+# Board on which the pods of a job report to each other: small files in a folder that all of them see.
+#
+# The first pod announces lives of the run, one per driver, and that the run is over; every other pod writes heartbeats.
+# All clocks are a reader's own: a pod is there while its heartbeat changes.
+
+_LIFE, _END = "life.json", "end.json"
+_PORTS = (1 << 16) - 1
+_SILENCE = 60.0  # seconds without a new word after which a pod counts as gone; shared storage may be slow to tell
+_Said = TypeVar("_Said")
+_Count = Annotated[int, Span(0, 1 << 53)]
+_Status = dict[str, Annotated[int, Span(0, 255)]]  # of the run, as its only value, in the file that ends a job
+
+
+@dataclass(frozen=True)
+class TorchrunLife:
+    """Life of the run: one driver, with one torchrun on every pod. `number`: counts from 1 over all first pods of the
+    job; `port`: port of torchrun's store on the first pod; `members`: the tokens of the pods that take part, by
+    index."""
+
+    number: _Count
+    port: Annotated[int, Span(1, _PORTS)]
+    members: list[str]
+
+
+@dataclass(frozen=True)
+class Word:
+    """Heartbeat of a pod. `token`: random id, drawn when its process began; `beat`: number of heartbeats so far;
+    `life`: the number of the last life that it joined, 0 for none; `runs`: its torchrun of that life runs; `leaving`:
+    it has a stop signal."""
+
+    token: str
+    beat: _Count = 0
+    life: _Count = 0
+    runs: bool = False
+    leaving: bool = False
+
+
+class Board:
+    """Reads and writes the files of a job's board; a file that is missing or broken reads as None."""
+
+    def __init__(self, folder: Path):
+        """Open the board, a folder of files by which a job's pods speak to each other, no heartbeat read yet."""
+        self._folder = folder
+        self._heard: dict[int, tuple[Word, float]] = {}  # the newest word of each pod, and when it was new
+
+    def announce(self, life: TorchrunLife) -> None:
+        """Write a life of the run (a driver with torchrun on all pods) to the board, for the other pods to join."""
+        self._write(_LIFE, life)
+
+    def life(self) -> TorchrunLife | None:
+        """Return the newest life of the run (a driver with torchrun on all pods) on the board; None before any."""
+        return self._read(TorchrunLife, _LIFE)
+
+    def end(self, status: int) -> None:
+        """Write to the board that the job is over, with this exit status, as its first pod."""
+        self._write(_END, {"status": status})
+
+    def ended(self) -> int | None:
+        """Return the exit status with which the job is over by the board, None while it is not."""
+        return (self._read(_Status, _END) or {}).get("status")
+
+    def say(self, index: int, word: Word) -> None:
+        """Write a heartbeat, `word`, of the job's pod number `index` to the board."""
+        self._write(f"pod-{index}.json", word)
+
+    def there(self, index: int) -> Word | None:
+        """Return the newest heartbeat of the job's pod number `index`; None if the pod counts as gone, as it has
+        written no heartbeat, or none that is new for _SILENCE seconds. A heartbeat from before the first look may be a
+        dead pod's."""
+        word, now = self._read(Word, f"pod-{index}.json"), monotonic()
+        before, since = self._heard.get(index, (word, -_SILENCE))
+        if word is None:
+            return before if before and now < since + _SILENCE else None
+        if word != before:
+            since = now
+        self._heard[index] = word, since
+        return word if now < since + _SILENCE else None
+
+    def _write(self, name: str, what: object) -> None:
+        """Write a file of the pods' board in one step, for this user alone."""
+        self._folder.mkdir(0o700, parents=True, exist_ok=True)
+        replace_text(self._folder / name, json.dumps(what, default=schema.fields_of), 0o600)
+
+    def _read(self, kind: type[_Said], name: str) -> _Said | None:
+        """Read a file of the pods' board as a `kind`, None if it is missing or broken."""
+        try:
+            return schema.read(kind, documents.json_file(self._folder / name))
+        except (OSError, Malformed):
+            return None
+
+
+# torchrun on the node of one pod: its command and its processes; what they say is kept in the run directory.
+
+
+@dataclass(frozen=True)
+class PodOptions:
+    """Options of a pod. `shared`: folder of the job's board; `index`: number of this pod, one of `pods` with `workers`
+    each; `first`: host name of the first pod; `address`: address of this pod; `drain`: seconds that its workers are
+    given to end."""
+
+    shared: Path
+    index: int
+    pods: int
+    workers: int
+    first: str
+    address: str
+    drain: int = 60
+
+
+def torch_command(o: PodOptions, address: str, port: int, life: int, folder: str, launch: Sequence[str]) -> list[str]:
+    """Return the command of torchrun on one pod, for a start (life) of it whose store is at `address` and `port`. It
+    never starts a worker again by itself (--max-restarts): the driver goes on without it, and the next life has it
+    back. Every line of a worker gets its rank and node before it; the lines of rank 0 are the run's own."""
+    shown = [f"{local}:3" for local in range(o.workers) if o.index or local]
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *(f"--nnodes={o.pods}", f"--node-rank={o.index}", f"--nproc-per-node={o.workers}"),
+        *("--rdzv-backend=static", f"--rdzv-id={life}", f"--master-addr={address}", f"--master-port={port}"),
+        *("--max-restarts=0", f"--shutdown-timeout={o.drain}", f"--log-dir={folder}/torchrun"),
+        *([f"--tee={','.join(shown)}"] if shown else []),
+        *("-m", "platform.jobs.rank", folder, *launch),
+    ]
+
+
+class TorchNode(leftovers.Marked):
+    """torchrun on this node, at most one at a time; a context that ends its processes and removes its files."""
+
+    def __init__(self, options: PodOptions, run_dir: Path):
+        """Prepare to run torchrun on this pod; nothing is started before the context is entered."""
+        super().__init__()
+        self._options, self._log = options, NodeLog(run_dir)
+        self._reader: threading.Thread | None = None
+
+    def start(self, address: str, port: int, life: int, launch: Sequence[str]) -> None:
+        """Start torchrun on this pod for a new life of the run, as `torch_command` says."""
+        self.end()
+        for name in (PID, STATUS):
+            Path(self.directory, name).unlink(missing_ok=True)
+        prefix = f"[rank${{rank}} {gethostname()}] "
+        environment = {**os.environ, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": prefix, "PYTHONUNBUFFERED": "1"}
+        command = torch_command(self._options, address, port, life, self.directory, launch)
+        torchrun = self.run(command, environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert torchrun.stdout
+        self._reader = threading.Thread(target=self._keep, args=(torchrun.stdout,), daemon=True)
+        self._reader.start()
+
+    def _keep(self, said: IO[bytes]) -> None:
+        """Print what torchrun and its workers print on this pod, and copy it to the run directory."""
+        with said:
+            for line in said:
+                with suppress(OSError):  # nobody listens
+                    os.write(1, line)
+                self._log.write(line)
+
+    def number(self, name: str) -> int | None:
+        """Return the number that the driver on this pod has left in its file PID or STATUS, None before it has."""
+        with suppress(OSError, ValueError):
+            return int(Path(self.directory, name).read_text())
+        return None
+
+    def end(self) -> None:
+        """End torchrun on this pod at once, with all that it has started, and read the rest of its output."""
+        super().end()
+        if self._reader:
+            self._reader.join(1.0)
+            self._reader = None
+
+
+_LOOK_SECONDS = 0.5
+_BEAT_SECONDS = 2.0  # between two words of a pod
+_LINGER_SECONDS = 15.0  # for torchrun to end once its driver has
+_REPORT_SECONDS = 60.0  # between two lines on what is waited for
+
+
+def run_pod(o: PodOptions, supervision: Supervision) -> int:
+    """Run one pod of a job to its end; return its exit status, the run's own, or 143 after a stop signal."""
+    return _run_first(o, supervision) if o.index == 0 else _run_other(o, supervision)
+
+
+class _Lives:
+    """Lives of a run, as led by its first pod: the pods of each, and those missing or back meanwhile."""
+
+    def __init__(self, o: PodOptions, board: Board):
+        """Continue to count a run's lives (starts of torchrun on all pods) from the newest one on the `board`."""
+        self._o, self._board = o, board
+        self._others = range(1, o.pods)
+        self._token = secrets.token_hex(8)
+        self._number = (board.life() or TorchrunLife(0, 1, [])).number
+        self.now: TorchrunLife | None = None  # the life that runs
+
+    def missing(self) -> list[int]:
+        """Return the indices of the job's pods that could not join torchrun if it were started anew now."""
+        there = {index: self._board.there(index) for index in self._others}
+        return [index for index, word in there.items() if word is None or word.leaving or word.runs]
+
+    def begin(self) -> TorchrunLife:
+        """Announce a new life of the run (torchrun started on all pods anew), with the pods that are there."""
+        words = [self._board.there(index) for index in self._others]
+        members = [self._token, *(word.token if word else "" for word in words)]
+        self.now = life = self._announce(free_port(self._o.address), members)
+        return life
+
+    def end(self) -> None:
+        """Announce that torchrun's present life is over, by one without members, so that other pods end it."""
+        self.now = None
+        self._announce(1, [])
+
+    def _announce(self, port: int, members: list[str]) -> TorchrunLife:
+        """Announce the run's next life (start of torchrun), with its store's port and its pods, and return it."""
+        self._number += 1
+        life = TorchrunLife(self._number, port, members)
+        self._board.announce(life)
+        return life
+
+    def changed(self) -> str:
+        """Return in words why torchrun should be started anew on all pods, "" if it should not: a pod of the job is
+        leaving, or a lost one has come back and takes no part in the present life."""
+        for index in self._others if self.now else ():
+            word = self._board.there(index)
+            if word and word.leaving:
+                return f"pod {index} is told to go"
+            if word and self.now and (word.token != self.now.members[index] or self._left(word, self.now)):
+                return f"pod {index} is there again"
+        return ""
+
+    @staticmethod
+    def _left(word: Word, life: TorchrunLife) -> bool:
+        """Return True if the pod of this heartbeat joined the `life` and has ended its torchrun since."""
+        return word.life == life.number and not word.runs
+
+
+class _TorchrunDriver:
+    """Driver of a run as the supervisor sees it: waits for all pods, then runs torchrun on the first one, whose rank 0
+    is the driver."""
+
+    def __init__(self, node: TorchNode, lives: _Lives, o: PodOptions, run_dir: Path, launch: Sequence[str]):
+        """Prepare the driver that torchrun on all pods, by arguments `launch`, will have as its rank 0."""
+        self._node, self._lives, self._o, self._run_dir, self._launch = node, lives, o, run_dir, launch
+        self._signal = 0  # to be sent to the driver
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit status of the driver that torchrun has started, None while it runs."""
+        return self._status
+
+    def send_signal(self, number: int) -> None:
+        """Set the signal to send to the driver once torchrun has started it; a start-up before that ends."""
+        self._signal = number
+
+    def wait(self) -> int:
+        """Run torchrun on all pods until its driver has ended; return the driver's status. One that gave up as workers
+        had died counts as stopped: the next start of torchrun has their pods again."""
+        if self._gather():
+            life = self._lives.begin()
+            self._node.start(self._o.address, life.port, life.number, self._launch)
+            self._attend()
+        status, begun = self._node.number(STATUS), self._node.number(PID) is not None
+        self._node.end()
+        self._lives.end()
+        if status is None:
+            status = -signal.SIGKILL if begun else STOPPED
+        if status == FAILED and seen(run_directory.bereaved, self._run_dir, False):
+            status = STOPPED
+        self._status = status
+        return status
+
+    def _gather(self) -> bool:
+        """Wait until all of the job's pods are there; return False if the job was signalled to stop meanwhile."""
+        due = time.monotonic() + _BEAT_SECONDS
+        while missing := self._lives.missing():
+            if self._signal:
+                return False
+            if time.monotonic() > due:
+                print_line(f"pod 0 on {gethostname()}: waiting for {_named(missing)}, of {self._o.pods} pods")
+                due = time.monotonic() + _REPORT_SECONDS
+            time.sleep(_LOOK_SECONDS)
+        return not self._signal
+
+    def _attend(self) -> None:
+        """Wait until torchrun and the driver in it have ended, and pass signals on to the driver."""
+        until = None
+        while self._node.runs and (until is None or time.monotonic() < until):
+            process = self._node.number(PID)
+            if self._signal and self._node.number(STATUS) is None:
+                if process is None:
+                    return  # nothing is done yet
+                with suppress(ProcessLookupError):
+                    os.kill(process, self._signal)
+                self._signal = 0
+            if until is None and self._node.number(STATUS) is not None:
+                until = time.monotonic() + _LINGER_SECONDS
+            time.sleep(_LOOK_SECONDS / 5)
+
+
+def _named(indices: Sequence[int]) -> str:
+    """Return the pods with these indices in words: at most 8 by number, then how many more."""
+    more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
+    return f"pod{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices[:8]))}{more}"
+
+
+def _run_first(o: PodOptions, supervision: Supervision) -> int:
+    """Run the supervisor of a run and torchrun in the job's first pod; announce the end, unless the pod restarts."""
+    board = Board(o.shared)
+    if (status := board.ended()) is not None:  # this pod was lost when all was done
+        return status
+    lives, over = _Lives(o, board), threading.Event()
+    with TorchNode(o, supervision.run_dir) as node:
+
+        def start(launch: Sequence[str], environment: Mapping[str, str]) -> _TorchrunDriver:
+            """Prepare a driver that torchrun on all pods starts, for the supervisor, which waits for its end."""
+            return _TorchrunDriver(node, lives, o, supervision.run_dir, launch)
+
+        supervisor = Supervisor(supervision, start=start)
+        watch = threading.Thread(target=_watch, args=(lives, supervisor, over), daemon=True)
+        watch.start()
+        try:
+            status = supervisor.run()
+        finally:
+            over.set()
+            watch.join()
+    if status != TERMINATED:
+        board.end(status)
+    return status
+
+
+def _watch(lives: _Lives, supervisor: Supervisor, over: threading.Event) -> None:
+    """Replace the driver when a new start of torchrun would get pods back, or a pod is leaving."""
+    reported: TorchrunLife | None = None
+    while not over.wait(_LOOK_SECONDS):
+        life = lives.now
+        if life and life is not reported and (why := lives.changed()):
+            reported = life
+            print_line(f"pod 0 on {gethostname()}: {why}: the run saves, and goes on with all pods")
+            supervisor.replace_driver()
+
+
+def _run_other(o: PodOptions, supervision: Supervision) -> int:
+    """Run torchrun in another pod than the first, at each start that has this pod, until the run or the pod ends."""
+    board, going, said = Board(o.shared), threading.Event(), 0.0
+    word = Word(secrets.token_hex(8))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: going.set())
+    with TorchNode(o, supervision.run_dir) as node:
+        while (status := board.ended()) is None:
+            life = board.life()
+            if life and node.runs and life.number > word.life:
+                node.end()  # that life is over, or its first pod was lost
+            elif life and life.number > word.life and o.index < len(life.members) and not going.is_set():
+                # until its store answers, the first pod's name may be that of a lost one
+                if life.members[o.index] == word.token and answers(
+                    o.first, life.port
+                ):  # till then the name may be a lost pod's
+                    node.start(o.first, life.port, life.number, supervision.launch)
+                    word = replace(word, life=life.number)
+            new = replace(word, runs=node.runs, leaving=going.is_set())
+            if new != word or time.monotonic() > said + _BEAT_SECONDS:
+                word, said = replace(new, beat=word.beat + 1), time.monotonic()
+                with suppress(OSError):  # of shared storage: the next word tries again
+                    board.say(o.index, word)
+            if word.leaving and not word.runs:
+                return TERMINATED
+            time.sleep(_LOOK_SECONDS)
+    return status

@@ -1,0 +1,330 @@
+"""MLflow: at MLFLOW_TRACKING_URI, or where MLflow keeps its data by default."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shlex
+import sqlite3
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict
+from functools import cache
+from itertools import compress
+from math import isfinite
+from time import time
+from typing import Any
+
+from platform.boundary.redaction import bare_url
+from platform.monitor import events
+from platform.monitor.events import JournalEvent
+from platform.monitor.json_records import JOURNAL
+from platform.monitor.sinks.alerts import RESUMABLE, Alert, Numbers, Sink, SinkRun
+
+_AT_ONCE = 900  # numbers in one request: MLflow takes 1,000
+_PARAMS_AT_ONCE, _LONGEST_PARAM = 100, 500
+_INSERT = "INSERT INTO metrics (key, value, timestamp, step, run_uuid, is_nan) VALUES (?, ?, ?, ?, ?, 0)"
+_STATUS = {0: "FINISHED", RESUMABLE: "KILLED"}
+
+
+class MlflowSink(Sink):
+    """MLflow run of a run directory, shared by all its processes. MLflow cannot replace a number."""
+
+    replaces = False
+
+    def __init__(self, run: SinkRun):
+        """Start or continue the MLflow run, in the experiment that monitor.project names."""
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        from mlflow import MlflowClient
+
+        self._of, self._client, monitor = run, MlflowClient(), run.monitor
+        if "run" not in run.state:
+            found = self._client.get_experiment_by_name(monitor["project"])
+            experiment = found.experiment_id if found else self._client.create_experiment(monitor["project"])
+            tags = dict.fromkeys(monitor.get("tags") or [], "true") | {"directory": str(run.directory)}
+            tags |= {"mlflow.note.content": monitor["notes"]} if monitor.get("notes") else {}
+            tags |= {"group": monitor["group"]} if monitor.get("group") else {}
+            made = self._client.create_run(experiment, run_name=run.directory.name, tags=tags)
+            run.state["run"] = made.info.run_id
+            self._log_configuration()
+        self._run: str = run.state["run"]
+        self._client.update_run(self._run, status="RUNNING")
+        self._database = _local_database()
+        self.where = f"run {self._run} of {monitor['project']} at {_mlflow_place()}"
+
+    def _log_configuration(self) -> None:
+        """Log the run's configuration as the parameters of the MLflow run, which cannot change any more."""
+        from mlflow.entities import Param
+
+        found = [
+            Param(_mlflow_name(key), str(value)[:_LONGEST_PARAM]) for key, value in _as_parameters(self._of.config)
+        ]
+        for first in range(0, len(found), _PARAMS_AT_ONCE):
+            self._client.log_batch(self._of.state["run"], params=found[first : first + _PARAMS_AT_ONCE])
+
+    def alert(self, alert: Alert) -> None:
+        """Note an alert as a tag of the MLflow run: the newest of its kind."""
+        self._client.set_tag(self._run, f"alert.{alert.kind}", f"{alert.title}: {alert.text}")
+
+    def steps(self, rows: Sequence[Numbers]) -> None:
+        """Log the numbers of committed steps at MLflow, which has no histograms."""
+        now = round(time() * 1000)
+        found = [
+            (_mlflow_name(name), float(value), now, int(row["step"]))  # type: ignore[arg-type]
+            for row in rows
+            for name, value in row.items()
+            if name != "step" and not isinstance(value, list)
+        ]
+        newest = {name: place for place, (name, *_) in enumerate(found)}  # MLflow shows these as the run's numbers
+        plain = [place != newest[name] and isfinite(value) for place, (name, value, *_) in enumerate(found)]
+        older = [*compress(found, plain)] if self._database else []
+        if older:
+            found = [number for number, inserted in zip(found, plain, strict=True) if not inserted]
+        # the client first: what it refuses is tried again, and must not be in the table then
+        self._log(found)
+        if older and not self._insert(older):
+            self._log(older)
+
+    def _log(self, numbers: Sequence[tuple[str, float, int, int]]) -> None:
+        """Log numbers by MLflow's client, in requests that it takes."""
+        from mlflow.entities import Metric
+
+        for first in range(0, len(numbers), _AT_ONCE):
+            self._client.log_batch(self._run, metrics=[Metric(*n) for n in numbers[first : first + _AT_ONCE]])
+
+    def _insert(self, numbers: Sequence[tuple[str, float, int, int]]) -> bool:
+        """Write older finite numbers into MLflow's own table; return False if that has an unknown form."""
+        try:  # MLflow's client makes objects for each number, which takes 20 times as long, on a processor of the run
+            with closing(sqlite3.connect(self._database)) as database, database:
+                database.executemany(_INSERT, [(*number, self._run) for number in numbers])
+        except sqlite3.Error:
+            self._database = ""
+        return bool(self._database)
+
+    def close(self, status: int | None) -> None:
+        """End the MLflow run as the launcher's exit status says, and give it the run's journal."""
+        journal = self._of.directory / JOURNAL
+        if journal.exists():
+            self._client.log_artifact(self._run, str(journal))
+        self._client.set_terminated(self._run, _STATUS.get(status, "FAILED") if status is not None else "FAILED")
+
+
+def _local_database() -> str:
+    """Return the file of this machine in which MLflow keeps its data, "" if it keeps them elsewhere."""
+    import mlflow
+
+    scheme, _, path = mlflow.get_tracking_uri().partition(":///")
+    return path if scheme == "sqlite" and "?" not in path else ""
+
+
+def _mlflow_place() -> str:
+    """Return where MLflow keeps its data, without secrets."""
+    import mlflow
+
+    return bare_url(mlflow.get_tracking_uri())
+
+
+@cache
+def _mlflow_name(name: str) -> str:
+    """Return the name of a metric or key with the characters that MLflow takes.
+
+    >>> _mlflow_name("comm/all_gather/data+t")
+    'comm/all_gather/data_t'
+    """
+    return re.sub(r"[^\w\-. :/]", "_", name)
+
+
+def _as_parameters(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each key of the run's configuration, joined by dots, and its value, for MLflow."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _as_parameters(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+# TensorBoard: files of events in the run directory; `tensorboard --logdir runs` shows all runs.
+
+
+class TensorboardSink(Sink):
+    """Files of TensorBoard of a run: curves, and texts of samples and alerts in a part of their own, as a step that is
+    trained again removes all that its own part has from that step on."""
+
+    def __init__(self, run: SinkRun):
+        """Begin new files of TensorBoard for a run; what older ones have stays."""
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder = run.directory / "tensorboard"
+        self._curves = EventFileWriter(str(folder / "steps"))
+        self._texts = EventFileWriter(str(folder / "texts"))
+        # of the newest step, by name, used again: making them takes five times as long
+        self._values: dict[str, Any] = {}
+        self._next = 0  # the step that the files have not; of earlier processes' it is not known
+        self.where = f"show it with `tensorboard --logdir {shlex.quote(str(folder))}`"
+
+    def event(self, event: JournalEvent) -> None:
+        """Write a text that the run's model made, for TensorBoard."""
+        if isinstance(event, events.Sampled):
+            self._text(f"samples/{event.prompt[:40]}", f"{event.prompt}\n\n{event.text}", event.step, event.time)
+
+    def alert(self, alert: Alert) -> None:
+        """Write an alert on the run as a text, for TensorBoard."""
+        self._text(f"alerts/{alert.kind}", f"{alert.title}: {alert.text}", alert.step, alert.time)
+
+    def _text(self, tag: str, text: str, step: int, time: float) -> None:
+        """Write a text of the run under its tag, as TensorBoard's plug-in for texts reads it."""
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+        quoted = "    " + text.replace("\n", "\n    ")  # shown as it is: it is read as Markdown
+        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        tensor = TensorProto(dtype=DT_STRING, string_val=[quoted.encode()])
+        self._add_values(self._texts, [Summary.Value(tag=tag, metadata=metadata, tensor=tensor)], step, time)
+
+    def steps(self, rows: Sequence[Numbers]) -> None:
+        """Write the numbers and histograms of committed steps by their names; one that comes again removes for
+        TensorBoard what the files have from it on."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        for row in rows:
+            step = int(row["step"])  # type: ignore[arg-type]
+            if step < self._next or not self._next:
+                self._curves.add_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
+            self._next = step + 1
+            self._add_values(self._curves, [self._value(name, x) for name, x in row.items() if name != "step"], step)
+
+    def _add_values(self, writer: Any, values: list[Any], step: int, time: float | None = None) -> None:
+        """Write values of one step of the run into a file of TensorBoard."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        writer.add_event(Event(step=step, wall_time=time or _now(), summary=Summary(value=values)))
+
+    def _value(self, name: str, value: float | list[int]) -> Any:
+        """Return TensorBoard's value of a metric: a number, or a histogram."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        if isinstance(value, list):
+            return _histogram(name, value)
+        if (found := self._values.get(name)) is None:
+            found = self._values[name] = Summary.Value(tag=name)
+        found.simple_value = float(value)
+        return found
+
+    def flush(self) -> None:
+        """Store the curves and texts of the run for TensorBoard on disk."""
+        self._curves.flush()
+        self._texts.flush()
+
+    def close(self, status: int | None) -> None:
+        """Close the files of TensorBoard, which know no end of a run."""
+        self._curves.close()
+        self._texts.close()
+
+
+def _now() -> float:
+    """Return the time that TensorBoard shows beside a step: as it is written."""
+    import time
+
+    return time.time()
+
+
+def _histogram(name: str, value: list[int]) -> Any:
+    """Make TensorBoard's histogram of a metric, with a bucket for each of a list's numbers."""
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+
+    count, total = sum(value), sum(n * x for n, x in enumerate(value))
+    squares, edges = sum(n * n * x for n, x in enumerate(value)), range(1, len(value) + 1)
+    shape = {"min": 0, "max": len(value), "num": count, "sum": total, "sum_squares": squares}
+    return Summary.Value(tag=name, histo=HistogramProto(**shape, bucket_limit=edges, bucket=value))
+
+
+# A command of the user's that each alert starts, with the alert as JSON at its input.
+
+SECONDS = 60.0  # that a command may take
+
+
+class CommandSink(Sink):
+    """Command of monitor.alert_command. It runs in the run directory, one alert after the other."""
+
+    takes_steps = False
+
+    def __init__(self, run: SinkRun):
+        """Prepare to start the run's command for alerts; nothing is started yet."""
+        self._of = run
+        self.where = "monitor.alert_command gets each alert"
+
+    def alert(self, alert: Alert) -> None:
+        """Start the command with an alert on the run, and wait for it; what it prints is in the log."""
+        text = json.dumps({"run": str(self._of.directory), **asdict(alert)}) + "\n"
+        command, place = ["/bin/sh", "-c", self._of.monitor["alert_command"]], self._of.directory
+        with suppress(subprocess.TimeoutExpired):  # the next alert gets its own
+            subprocess.run(command, input=text, text=True, timeout=SECONDS, cwd=place)
+
+
+# Histograms for services that show them with fewer bins than a run has counts.
+
+
+def binned(counts: list[int], most: int) -> tuple[Any, Any]:
+    """Return `counts` as a histogram of at most `most` bins, for services such as W&B, and the edges of its bins."""
+    import numpy as np
+
+    each = -(-len(counts) // most)
+    bins = [sum(counts[i : i + each]) for i in range(0, len(counts), each)]
+    return np.array(bins), np.array([*range(0, len(counts), each), len(counts)])
+
+
+# Trackio: on this machine, at TRACKIO_SERVER_URL, or in the Space that TRACKIO_SPACE_ID names.
+
+
+class TrackioSink(Sink):
+    """Trackio's run of a run directory, shared by all its processes. Trackio cannot replace a step that it has."""
+
+    replaces = False
+    stored_after = 2.0  # its thread writes twice a second
+
+    def __init__(self, run: SinkRun):
+        """Start or continue trackio's run, in the project that monitor.project names."""
+        import trackio
+
+        monitor = run.monitor
+        name = run.state.setdefault("run", f"{run.directory.name}-{secrets.token_hex(2)}")  # a project has each once
+        self._run: Any = trackio.init(
+            project=monitor["project"],
+            name=name,
+            group=monitor.get("group") or None,
+            config=run.config | {"tags": monitor.get("tags"), "notes": monitor.get("notes")},
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,  # the driver's machine is not where the work is
+            auto_log_cpu=False,
+        )
+        place = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
+        show = f"show it with `trackio show --project {monitor['project']}`"
+        self.where = f"run {name} at {bare_url(place)}" if place else f"run {name}; {show}"
+
+    def alert(self, alert: Alert) -> None:
+        """Send an alert by trackio, which shows it and posts it, as TRACKIO_WEBHOOK_URL says."""
+        from trackio import AlertLevel
+
+        self._run.alert(alert.title, alert.text, AlertLevel[alert.level], alert.step)
+
+    def steps(self, rows: Sequence[Numbers]) -> None:
+        """Log the numbers and histograms of committed steps with trackio."""
+        import trackio
+
+        for row in rows:
+            named = {name: value for name, value in row.items() if name != "step"}
+            shown = {
+                name: trackio.Histogram(np_histogram=binned(value, 512)) if isinstance(value, list) else value
+                for name, value in named.items()
+            }
+            self._run.log(shown, step=int(row["step"]))  # type: ignore[arg-type]
+
+    def close(self, status: int | None) -> None:
+        """End trackio's run, once all is stored."""
+        self._run.finish()

@@ -1,1 +1,0 @@
-"""Services, a file for each: how a run's numbers, events and alerts are sent to it by its own package."""

@@ -1,0 +1,270 @@
+"""Adafactor ("Adafactor: Adaptive Learning Rates with Sublinear Memory Cost"), with the choices of torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import sqrt
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from platform.config.fields import Optimizer
+
+ROWS, COLUMNS, WHOLE = "row_var", "col_var", "variance"  # names of its state
+
+
+class SumsOverRanks(Protocol):
+    """Sums what ranks have of the parameters of which they have parts; see `platform.runtime.matrices`."""
+
+    @property
+    def elements(self) -> Mapping[str, int]:
+        """Return parameter name -> number of its elements over all ranks, for Adafactor."""
+
+    def shape(self, name: str) -> tuple[int, int, int] | None:
+        """Return (number, rows, columns) of a parameter's matrices, None unless Adafactor factors their moments."""
+
+    def sides(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums of a parameter's squared gradient by row and column, of this rank's part, for Adafactor."""
+
+    def product(self, name: str, rows: Tensor, columns: Tensor, like: Tensor) -> Tensor:
+        """Return this rank's part of Adafactor's second moments: of `rows` times `columns`, laid out as `like`."""
+
+    def summed(self, found: Mapping[str, Sequence[Tensor]], totals: bool = False) -> dict[str, list[Tensor]]:
+        """Sum over ranks the sums of squares, `found`, that Adafactor needs of each parameter; `totals`: one each."""
+
+
+class Adafactor(torch.optim.Optimizer):
+    """Divides each gradient by the root of its second moments, of which it keeps a mean per row and per column of a
+    matrix; updates are clipped to a root mean square, and as large as the weights are.
+
+    `factors` sums over the ranks that have parts of a parameter; all ranks step together. Without it a step only makes
+    the state of each parameter, as of one that is no matrix.
+    """
+
+    factors: SumsOverRanks
+
+    def __init__(self, groups: list[dict[str, Any]], o: Optimizer):
+        """Construct Adafactor for the parameter `groups`, with lr and its other settings from config.optimizer `o`."""
+        super().__init__(groups, {"lr": o.lr, "weight_decay": 0.0})
+        self._o = o
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient by Adafactor. `closure` is not supported."""
+        assert closure is None, "gradients are there"
+        if not hasattr(self, "factors"):
+            for w in (w for group in self.param_groups for w in group["params"]):
+                self._begin(w, None)["step"] += 1
+            return
+        owned = {
+            name: (w, group)
+            for group in self.param_groups
+            for name, w in zip(group.get("names", ()), group["params"], strict=False)
+        }
+        found = {name: [*self._sides(name, w), _square(w)] for name, (w, _) in owned.items()}
+        sums = self.factors.summed(found)
+        found = {name: [self._divide(name, w, sums[name][:-1])] for name, (w, _) in owned.items()}
+        totals = self.factors.summed(found, totals=True)
+        for name, (w, group) in owned.items():
+            self._apply(w, group, self.factors.elements[name], sums[name][-1], totals[name][0])
+
+    def _sides(self, name: str, w: Tensor) -> tuple[Tensor, ...]:
+        """Return the sums by row and by column of this rank's squared gradient of a matrix; () for other parameters."""
+        assert w.grad is not None, "every part has a gradient"
+        return self.factors.sides(name, w.grad) if self.factors.shape(name) else ()
+
+    def _begin(self, w: Tensor, shape: tuple[int, int, int] | None) -> dict[str, Any]:
+        """Return the optimizer state of a parameter, which its first Adafactor update creates; `shape`: number, rows
+        and columns of matrices, None for other parameters."""
+        state = self.state[w]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=w.device)
+            if shape:
+                state[ROWS], state[COLUMNS] = (
+                    torch.zeros(shape[0] * n, dtype=w.dtype, device=w.device) for n in shape[1:]
+                )
+            else:
+                state[WHOLE] = torch.zeros_like(w, requires_grad=False)
+        return state
+
+    def _divide(self, name: str, w: Tensor, sides: Sequence[Tensor]) -> Tensor:
+        """Add the squares of a gradient to Adafactor's running second moments, and divide the gradient by their root,
+        in place; return the sum of squares of the divided gradient. `sides`: sums of squares by row and by column, over
+        all ranks (empty if `name` is no matrix)."""
+        gradient, shape = w.grad, self.factors.shape(name)
+        assert gradient is not None, "every part has a gradient"
+        state, eps = self._begin(w, shape), self._o.eps
+        state["step"] += 1
+        part = (state["step"].double() ** self._o.beta2_decay).to(w.dtype)
+        if shape:
+            rows, columns = state[ROWS], state[COLUMNS]
+            for moment, squares, others in ((rows, sides[0], shape[2]), (columns, sides[1], shape[1])):
+                moment.lerp_(squares / others, part)
+            by_matrix = rows.view(shape[0], -1)
+            relative = by_matrix / by_matrix.mean(1, keepdim=True).clamp(min=eps)
+            moments = self.factors.product(name, relative.view(-1), columns, gradient)
+        else:
+            moments = state[WHOLE].lerp_(gradient.square(), part).clone()
+        return _square(gradient.mul_(moments.clamp_(min=eps * eps).rsqrt_()))
+
+    def _apply(self, w: Tensor, group: Mapping[str, Any], elements: int, weights: Tensor, update: Tensor) -> None:
+        """Update a parameter by Adafactor from its gradient as `_divide` has left it, clipped to a root mean square.
+        `elements`: size of the whole parameter over all ranks; `weights`, `update`: sums of squares of its weights and
+        of its divided gradient."""
+        o, lr, step = self._o, group["lr"], self.state[w]["step"]
+        assert w.grad is not None, "every part has a gradient"
+        scale = (weights / elements).sqrt().clamp(min=o.least_scale) if o.scale_by_weight else torch.ones_like(weights)
+        rate = step.double().rsqrt().clamp(max=lr).to(w.dtype) if o.relative_step else lr
+        clipped = (update.sqrt() / (sqrt(elements) * o.update_clip)).clamp(min=1)
+        w.mul_(1 - lr * group["weight_decay"])
+        w.sub_(w.grad.mul_(rate * scale / clipped))
+
+
+def _square(x: Tensor) -> Tensor:
+    """Return the sum of the squares of a gradient or weight x, as a tensor of one element, for Adafactor."""
+    return torch.linalg.vector_norm(x).square().view(1)
+
+
+# Lion, an optimizer whose update is the sign of a momentum ("Symbolic Discovery of Optimization Algorithms").
+
+
+class Lion(torch.optim.Optimizer):
+    """Updates each element by the sign of a mean of its momentum and its gradient, with decoupled weight decay.
+
+    `betas`: the momentum's share in that mean, and its decay rate."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float]):
+        """Construct Lion for the parameter `groups`; `betas`: the momentum's share in an update, and its decay rate."""
+        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient by Lion. `closure` is not supported."""
+        assert closure is None, "gradients are there"
+        most = max(w.numel() for group in self.param_groups for w in group["params"])
+        for group in self.param_groups:
+            lr, (share, decay) = group["lr"], group["betas"]
+            for weights in _together([w for w in group["params"] if w.grad is not None], most):
+                gradients = [w.grad for w in weights if w.grad is not None]
+                momenta = [self._momentum(w) for w in weights]
+                torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+                signs = torch._foreach_lerp(momenta, gradients, 1 - share)
+                torch._foreach_sign_(signs)
+                torch._foreach_add_(weights, signs, alpha=-lr)
+                torch._foreach_lerp_(momenta, gradients, 1 - decay)
+                del signs  # before the next weights' are made
+
+    def _momentum(self, w: Tensor) -> Tensor:
+        """Return the momentum of a parameter, which its first Lion update creates."""
+        if not self.state[w]:
+            self.state[w]["exp_avg"] = torch.zeros_like(w, requires_grad=False)
+        momentum: Tensor = self.state[w]["exp_avg"]
+        return momentum
+
+
+def _together(weights: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+    """Yield lists of weights to update in the same launches, with no more than `most` elements unless one has more."""
+    found: list[Tensor] = []
+    for w in weights:
+        if found and sum(map(Tensor.numel, found)) + w.numel() > most:
+            yield found
+            found = []
+        found.append(w)
+    if found:
+        yield found
+
+
+# Muon ("Muon: An optimizer for hidden layers in neural networks", Jordan et al.): orthogonal updates of matrices.
+
+COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the quintic iteration, chosen by the reference for a steep start
+EPS = 1e-7
+
+# [rows, columns] of a matrix -> factor on the learning rate: that of the reference, or the one with which an update is
+# as large as AdamW's ("Muon is Scalable for LLM Training", 2.2)
+FACTORS: dict[str, Callable[[int, int], float]] = {
+    "original": lambda rows, columns: sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * sqrt(max(rows, columns)),
+}
+
+
+class WholeMatrices(Protocol):
+    """Gives whole matrices of which this rank has parts; see `platform.runtime.matrices.Matrices`."""
+
+    half: bool
+
+    def map(self, function: Callable[[Tensor], Tensor], parts: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, this rank's part of `function` of the whole matrix) for Muon, gathered from `parts`."""
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """Return the (rows, columns) of each whole weight matrix that the parameter `name` is, for Muon."""
+
+
+class Muon(torch.optim.AdamW):
+    """Updates parameters of groups with `matrix` by their orthogonalised momentum, and all others as AdamW does.
+
+    `matrices` gathers the whole of what this rank has parts of; all ranks step together. Momentum is kept as `exp_avg`.
+    """
+
+    matrices: WholeMatrices
+
+    def __init__(self, groups: list[dict[str, Any]], o: Optimizer):
+        """Construct Muon for the parameter `groups` (key `matrix`: True for matrices) by config.optimizer `o`."""
+        super().__init__(groups, o.lr, (o.betas[0], o.betas[1]), o.eps, fused=True)
+        self._o = o
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient by Muon. `closure` is not supported."""
+        assert closure is None, "gradients are there"
+        every = self.param_groups
+        of_matrices = [group for group in every if group.get("matrix")]
+        self.param_groups = [group for group in every if not group.get("matrix")]
+        try:
+            super().step()
+        finally:
+            self.param_groups = every
+        if hasattr(self, "matrices"):
+            self._update(of_matrices)
+
+    def _update(self, groups: list[dict[str, Any]]) -> None:
+        """Update the matrices of the parameter `groups` by their orthogonalised momentum, gathered from all ranks one
+        by one."""
+        o = self._o
+        owned = {name: (w, group) for group in groups for name, w in zip(group["names"], group["params"], strict=True)}
+        parts = {name: self._momentum(w) for name, (w, _) in owned.items()}
+
+        def made(whole: Tensor) -> Tensor:
+            """Return Muon's orthogonal update of whole matrices, computed in bf16 for a model in half precision."""
+            x = whole.bfloat16() if self.matrices.half else whole
+            return orthogonal(x, o.newton_schulz).to(whole.dtype)
+
+        for name, part in self.matrices.map(made, parts):
+            w, group = owned[name]
+            w.mul_(1 - group["lr"] * group["weight_decay"])
+            w.sub_(part.view_as(w), alpha=group["lr"] * FACTORS[o.matrix_lr](*self.matrices.shape(name)))
+            del part  # before the next matrix is made
+
+    def _momentum(self, w: Tensor) -> Tensor:
+        """Add the gradient of this rank's part of a matrix to Muon's momentum; return the update, not orthogonal."""
+        o, state = self._o, self.state[w]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=w.device)
+            state["exp_avg"] = torch.zeros_like(w, requires_grad=False)
+        state["step"] += 1
+        assert w.grad is not None, "every part of a matrix has a gradient"
+        momentum: Tensor = state["exp_avg"].lerp_(w.grad, 1 - o.momentum)
+        return w.grad.lerp(momentum, o.momentum) if o.nesterov else momentum
+
+
+def orthogonal(matrix: Tensor, iterations: int) -> Tensor:
+    """Return Muon's orthogonal update: a matrix with the singular vectors of `matrix` and singular values near 1, of
+    the same type, after so many `iterations` of Newton and Schulz; of [number, rows, columns] each matrix by itself."""
+    a, b, c = COEFFICIENTS
+    add, tall = torch.addmm if matrix.dim() == 2 else torch.baddbmm, matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if tall else matrix
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    for _ in range(iterations):
+        gram = x @ x.mT
+        x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).contiguous()

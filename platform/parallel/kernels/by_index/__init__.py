@@ -1,1 +1,0 @@
-"""Rows by index: of tables, and of tokens at the experts that compute them, in slots or packed"""

@@ -1,0 +1,159 @@
+"""Gathers ahead: in which order the parameters of a chunk are converted for their operations, and how early that
+starts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise, zip_longest
+from typing import Generic, NamedTuple, TypeVar
+
+from platform.plan.chunks import Chunk
+from platform.plan.model_types import Parameter
+from platform.plan.operation_plan import PlannedOperation
+from platform.plan.plan import Plan
+from platform.plan.rule import COLLECTIVES, Conversion
+
+T = TypeVar("T")
+Use = tuple[str, str, int]  # kind and name of an operation, number of its group of einsums
+Converted = Sequence[tuple[Parameter, Conversion]]
+
+
+class Fetch(NamedTuple):
+    """Conversion of the parameters `converted` for one `use` of them, in span number `span` of a chunk's forward pass.
+    `multiplies`: a matrix product follows, under which other conversions can hide; `again`: it is repeated in the
+    backward pass."""
+
+    use: Use
+    span: int
+    converted: Converted
+    multiplies: bool
+    again: bool
+
+
+def fetches(chunk: Chunk) -> Iterator[Fetch]:
+    """Yield the conversions (`Fetch`) of parameters that take collectives in the forward pass of a chunk, in its order.
+    Parameters that SUMMA broadcasts in panels are left out, as is the bias of a loss's logits, which the matrix product
+    itself adds."""
+    span = 0
+    for ((kind, name), planned), after in zip_longest(chunk.operations.items(), list(chunk.operations)[1:]):
+        names = {p.name for p in planned.operation.parameters}
+        span = next(i for i in range(span, len(chunk.spans)) if names.issubset(chunk.spans[i])) if names else span
+        if (kind, after and after[0]) == ("shift", "cross_entropy"):
+            continue
+        for number, converted, again in _converted(planned):
+            if any(step.op in COLLECTIVES for _, conversion in converted for step in conversion.forward):
+                yield Fetch((kind, name, number), span, converted, bool(planned.groups), again)
+
+
+def read_in(chunk: Chunk) -> list[set[str]]:
+    """Return the names of the parameters that each span of a model chunk's forward pass is the first to read. `Ahead`
+    starts some conversions of a later span in it."""
+    found, first, order = [set(names) for names in chunk.spans], 0, list(fetches(chunk))
+    for before, fetch in zip([None, *order], order, strict=False):
+        if before is None or before.multiplies:  # the batch that begins here is started under the product before
+            first = before.span if before else fetch.span
+        found[first] |= {p.name for p, _ in fetch.converted}
+    return found
+
+
+def _converted(planned: PlannedOperation) -> Iterator[tuple[int, Converted, bool]]:
+    """Yield the parameters that an operation converts, by group of einsums if it has any, as (number of the group,
+    parameters with their conversions, True if the backward pass converts them again)."""
+    operation = planned.operation
+    if not planned.groups:
+        yield 0, list(zip(operation.parameters, planned.conversions, strict=False)), False
+    for number, group in enumerate(planned.groups):
+        operands = [(operation.inputs[1 + e.index], e.operand) for e in group.einsums]
+        parameters = [(p, conversion) for p, conversion in operands if isinstance(p, Parameter)]
+        if parameters and not group.panels:
+            yield number, parameters, any(e.regathered for e in group.einsums)
+
+
+class Ahead(Generic[T]):
+    """Starts the conversions of parameters for the operations of a stage one matrix product ahead: while one product is
+    computed, those for all operations up to the next product are under way, and in the backward pass, where they are
+    converted again, those for the product before. All ranks of a stage run the same operations in the same order, and
+    so start the same conversions at the same places.
+
+    `start(parameter, conversion)` starts one and returns it under way; `on`: False starts each where it is used.
+    `again`: a stretch of the forward pass is run again for recomputation: nothing beyond it is started. Where shards
+    of parameters are whole span by span (ZeRO-3), nothing beyond a span is started either.
+    """
+
+    def __init__(self, plan: Plan, start: Callable[[Parameter, Conversion], T], on: bool = True):
+        """Construct the starter of parameter gathers for all chunks of one stage's `plan`; arguments as in the
+        class."""
+        self._start, self._coming = start, dict[tuple[Use, bool], list[T]]()
+        self.again = False
+        chunks = [list(fetches(chunk)) for chunk in plan.chunks]
+        times = Counter(fetch.use for found in chunks for fetch in found)  # chunks may share one (relative positions)
+        chunks = [[fetch for fetch in found if times[fetch.use] == 1] for found in chunks]
+        self._converted: Mapping[Use, Converted] = {f.use: f.converted for found in chunks for f in found}
+        alone = plan.zero == 3
+        self._forward = _Order.of(chunks, within=alone, on=on)
+        whole = plan.recompute.kind == "full"  # blocks; the inside of attention has no product of a parameter
+        self._within = _Order.of(chunks, within=True, on=on and whole)
+        products = [[f for f in reversed(found) if f.again] for found in chunks]
+        self._backward = _Order.of(products, within=alone or whole, on=on)
+
+    def __contains__(self, use: Use) -> bool:
+        """Return True if collectives convert parameters for this `use`, an operation or a group of its einsums."""
+        return use in self._converted
+
+    def begin(self) -> list[T]:
+        """Begin a forward pass: return, and forget, the parameter gathers of the pass before that were never used."""
+        left = [one for found in self._coming.values() for one in found]
+        self._coming.clear()
+        return left
+
+    def take(self, use: Use, back: bool = False) -> list[T]:
+        """Return the converted parameters for a `use` that is due, in flight since an earlier matrix product or started
+        now. `back`: True in the backward pass."""
+        self._fetch(self._order(back).together[use], back)
+        return self._coming.pop((use, back))
+
+    def onward(self, use: Use, back: bool = False) -> None:
+        """Start the parameter gathers to overlap with the matrix product of `use`, whose own operands have arrived."""
+        self._fetch(self._order(back).then.get(use, ()), back)
+
+    def _order(self, back: bool) -> _Order:
+        """Return the order of parameter gathers for the backward pass, a recomputed stretch, or the forward pass."""
+        return self._backward if back else self._within if self.again else self._forward
+
+    def _fetch(self, uses: Sequence[Use], back: bool) -> None:
+        """Start the gathers of parameters for `uses`, unless in flight already. `back`: True in the backward pass."""
+        for use in uses:
+            if (use, back) not in self._coming:
+                self._coming[use, back] = [self._start(p, conversion) for p, conversion in self._converted[use]]
+
+
+class _Order(NamedTuple):
+    """Order of conversions in one direction: use -> the uses started with it if they are not under way, itself first;
+    and use -> the uses started when it multiplies."""
+
+    together: Mapping[Use, Sequence[Use]]
+    then: Mapping[Use, Sequence[Use]]
+
+    @classmethod
+    def of(cls, chunks: Sequence[Sequence[Fetch]], within: bool, on: bool) -> _Order:
+        """Return the order in which parameters are gathered ahead of their use in several chunks. `within`: True to
+        start nothing beyond the span of the model (a block) that is running; `on`: False to start each gather only
+        where it is used."""
+        if not on:
+            return cls({f.use: (f.use,) for found in chunks for f in found}, {})
+        together: dict[Use, Sequence[Use]] = {}
+        then: dict[Use, Sequence[Use]] = {}
+        for found in chunks:
+            batches: list[list[Fetch]] = []
+            for before, fetch in pairwise([None, *found]):
+                assert fetch
+                if before is None or before.multiplies or (within and before.span != fetch.span):
+                    batches.append([])
+                batches[-1].append(fetch)
+            for batch in batches:
+                together |= {f.use: tuple(g.use for g in batch[i:]) for i, f in enumerate(batch)}
+            for batch, following in pairwise(batches):
+                if batch[-1].multiplies and not (within and batch[-1].span != following[0].span):
+                    then[batch[-1].use] = tuple(f.use for f in following)
+        return cls(together, then)

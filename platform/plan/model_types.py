@@ -1,0 +1,310 @@
+"""Types of what a model is written in: activations, parameters, and the operations that are recorded of it.
+
+A model's forward is written once against `platform.plan.operations.registry.Ops`. Run with
+`platform.plan.operations.recorder.Recorder` it yields the operations with their dims, which become part of the plan;
+run with `platform.runtime.parallel_ops.ParallelOps` it computes. The type of an activation is its `Spec`: its region
+and dims, from which a scheme derives its layout.
+
+Data tensors (token ids, labels) are named tensors of integers [length, batch] whose negative entries are padding.
+Every rank loads the block that an operation needs, so data never travels between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Type of an activation: its region and its dims in memory order.
+
+    `sizes`: sizes of the dims that differ from the model's, such as the length of an encoder's input. A layout
+    depends on the name of a dim alone, as in Mesh-TensorFlow. `dtype`: compute or accumulate, as in Collective; a
+    product whose result is of the latter is computed in it (a router's scores). `open`: its sums over ranks
+    are left to an operation that is linear in it: of its `value` to the reader, of its `gradient` to the maker.
+    """
+
+    region: str
+    dims: tuple[str, ...]
+    sizes: tuple[tuple[str, int], ...] = ()
+    dtype: str = "compute"
+    open: str = ""
+
+    @classmethod
+    def of(cls, region: str, dims: str, sizes: tuple[tuple[str, int], ...] = (), dtype: str = "compute") -> Spec:
+        """Build the type of an activation from its region and its dims in one text, such as "length batch d_model"."""
+        return cls(region, tuple(dims.split()), sizes, dtype)
+
+    def renamed(self, old: str, new: str) -> Spec:
+        """Return the type of the same activation with its dim `old` called `new`."""
+        sizes = tuple((new if d == old else d, n) for d, n in self.sizes)
+        return replace(self, dims=tuple(new if d == old else d for d in self.dims), sizes=sizes)
+
+    def __str__(self) -> str:
+        """Format this type of an activation as "region[dim dim ...]", then its dtype and `open`, if not the usual."""
+        dtype = f" {self.dtype}" if self.dtype != "compute" else ""
+        return f"{self.region}[{' '.join(self.dims)}]{dtype}" + (f" of open {self.open}" if self.open else "")
+
+
+# role of a parameter that no gradient updates -> kind of training state that it is (`KIND.NAME` in a checkpoint)
+STATES = {"choice": "model", "load": "state"}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Declaration of a parameter: its global name, dims and initialisation.
+
+    `role` selects the scheme's layout: `in` contracts d_model, `out` produces it, `vector` is a norm, bias or position
+    of d_model. Two more are states, which a step's load of experts updates in place of a gradient, whole on every rank
+    of their stage and in the type of master copies: `choice` is a bias for the choice of experts, `load` their load in
+    the step before, 1 where it is even. `init` is zeros, ones or normal (with `std`). `decay`: weight decay applies.
+    `sizes` as in Spec. `turned`: its initial values are drawn with its last dim first.
+    """
+
+    name: str
+    dims: tuple[str, ...]
+    role: str
+    init: str = "normal"
+    std: float = 0.0
+    decay: bool = False
+    sizes: tuple[tuple[str, int], ...] = ()
+    turned: bool = False
+
+    @property
+    def stacked(self) -> int:
+        """Return how many first dims number matrices, or vectors, of which each is one to an optimizer: experts."""
+        return int(self.dims[:1] == ("experts",))
+
+    @property
+    def row_dims(self) -> int:
+        """Return how many dims come before the columns of a matrix: its rows, and what numbers matrices."""
+        return len(self.dims) - 1 if self.role == "in" else self.stacked + 1
+
+    def matrices(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """Return (number, rows, columns) of the matrices in a block of `shape`: outputs are rows, inputs columns."""
+        return prod(shape[: self.stacked]), prod(shape[self.stacked : self.row_dims]), prod(shape[self.row_dims :])
+
+    @property
+    def is_state(self) -> bool:
+        """Return True if the routing of a step updates this parameter, in place of a gradient."""
+        return self.role in STATES
+
+
+def dtype_of(tensor: Spec | Parameter) -> str:
+    """Return the dtype (compute, accumulate) of an activation, or of a parameter as the forward pass reads it."""
+    return tensor.dtype if isinstance(tensor, Spec) else "compute"
+
+
+LOSSES = ("cross_entropy", "squared_error")  # kinds of operations that end the forward pass
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Operation of a model's recorded forward pass. `name` is unique within its kind; `reads` names the data tensors
+    that it takes beside its inputs, in one layout; `recomputed`: it runs again in the backward pass; `once`: all but
+    its result, which no gradient needs."""
+
+    kind: str
+    name: str
+    inputs: tuple[Spec | Parameter, ...]
+    outputs: tuple[Spec, ...]
+    attributes: tuple[tuple[str, Any], ...] = ()
+    reads: tuple[str, ...] = ()
+    recomputed: bool = False
+    once: bool = False
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Return the model parameters among the operation's inputs, without states."""
+        return tuple(t for t in self.inputs if isinstance(t, Parameter) and not t.is_state)
+
+    @property
+    def states(self) -> tuple[Parameter, ...]:
+        """Return the states among the operation's inputs: parameters without gradient."""
+        return tuple(t for t in self.inputs if isinstance(t, Parameter) and t.is_state)
+
+    @cached_property
+    def anonymous(self) -> tuple:
+        """Return a key of all, but names, on which the plan of a recorded operation depends: equal layers share it."""
+        inputs = ((t.dims, t.role, t.sizes) if isinstance(t, Parameter) else t for t in self.inputs)
+        return self.kind, tuple(inputs), self.outputs, self.attributes, self.reads, self.once
+
+    def __getitem__(self, attribute: str) -> Any:
+        """Return an attribute of the recorded operation by name, such as `scale`. Raises KeyError if unknown."""
+        return dict(self.attributes)[attribute]
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Selects the activations that the backward pass computes again instead of keeping: `none`; `selective`, the inside
+    of attention, whose memory grows with length^2 and whose work does not (Korthikanti et al. 2022); `full`, everything
+    between the inputs of every `every` blocks, which with `offload` are kept in host memory."""
+
+    kind: str = "none"
+    every: int = 1
+    offload: bool = False
+
+
+NO_RECOMPUTATION = Recompute()
+
+
+def scores_of(query: Spec, key: Spec) -> Spec:
+    """Return the type [batch heads length memory_length] of attention scores of queries and keys [.. length ..]."""
+    sizes = (*query.sizes, *key.renamed("length", "memory_length").sizes)
+    return Spec(query.region, ("batch", "heads", "length", "memory_length"), sizes)
+
+
+def resized(spec: Spec, dim: str, size: int) -> Spec:
+    """Return the type of an activation with another size of a dim, such as the length of all keys in a cache."""
+    return replace(spec, sizes=(*(pair for pair in spec.sizes if pair[0] != dim), (dim, size)))
+
+
+# Functions that the operations of a model apply, as data: pointwise ones by name, scalings of rotary angles, the
+# epsilon of norms, the loss of labels.
+
+# Pointwise functions by name, and how many activations each takes (platform/plan/operations/pointwise.py).
+# gelu_tanh: GELU by its approximation with tanh (Hendrycks, Gimpel 2016).
+POINTWISE = {"gelu": 1, "gelu_tanh": 1, "relu": 1, "silu": 1, "tanh": 1, "identity": 1, "absolute": 1, "sigmoid": 1}
+POINTWISE |= {"add": 2, "multiply": 2}
+POINTWISE |= {"gated_silu": 2, "gated_gelu": 2, "gated_gelu_tanh": 2, "gated_relu": 2}  # function(gate) * x
+POINTWISE |= {"gated_clamped": 2}  # GPT-OSS's (OpenAI 2025): gate * sigmoid(1.702 gate) * (x + 1), both within 7
+
+EPS = 1e-5  # what norms add to the variance, unless a model says otherwise
+
+
+@dataclass(frozen=True)
+class RotaryScaling:
+    """Scaling of the angles of rotary positions to sequences longer than a model was first trained on. `kind`:
+
+    - linear: positions are divided by `factor` (Chen et al. 2023);
+    - llama3 (Grattafiori et al. 2024, section 3.4), yarn (Peng et al. 2023): pairs that turn fewer than `low` times in
+      `original_length` tokens are divided by `factor`, pairs that turn more than `high` times are not, and between
+      these the share falls evenly: with the turns (llama3), or with the number of the pair (yarn), from and to whole
+      numbers if `truncate`. yarn multiplies all queries and keys by `magnitude`.
+    """
+
+    kind: str
+    factor: float
+    original_length: int = 0
+    low: float = 1.0
+    high: float = 1.0
+    magnitude: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class Router:
+    """Choice of experts for a token by their scores. `function`, softmax or sigmoid, makes probabilities of them. The
+    `chosen` experts with the largest ones, each plus a bias if there is one, compute the token; their weights are
+    their probabilities, divided by the sum of these if `normalised`, times `scale`. They are chosen within
+    `groups_kept` of the `groups` of consecutive experts (DeepSeek-AI 2024); the score of a group is the sum of its
+    `group_best` largest probabilities.
+
+    `balance` times a balance loss, and `z` times the square of the log-sum-exp of its scores, are what a token adds to
+    the loss. The balance loss of its sequence is the sum over experts of the share of tokens that chose it times its
+    mean probability, times experts / chosen: 1 where both are even. Where a layer remembers the load of the step
+    before, it is the sum over experts of that times their probability. After a step the bias of each expert rises by
+    `rate` if its load was below the mean, and falls if above (Wang et al. 2024).
+    """
+
+    function: str
+    chosen: int
+    normalised: bool = True
+    scale: float = 1.0
+    balance: float = 0.0
+    z: float = 0.0
+    groups: int = 1
+    groups_kept: int = 1
+    group_best: int = 1
+    rate: float = 0.0
+
+
+CROSS_ENTROPY = "cross_entropy"
+LABEL_WEIGHTS = "label_weights"  # data tensor of fp64 numbers: what each label counts
+
+
+@dataclass(frozen=True)
+class LabelLoss:
+    """Loss of labels in training: by name, cross-entropy or what takes its place; `weighted`: the data says what each
+    label counts."""
+
+    name: str = CROSS_ENTROPY
+    weighted: bool = False
+
+
+PLAIN = LabelLoss()
+
+
+# Kernels of fused attention by name, and which of them computes which attention on which kind of device.
+#
+# The rules follow scaled_dot_product_attention in torch 2.13 (aten/src/ATen/native/transformers, sdp_utils).
+# Statements about GPUs hold for the newest ones: an older GPU may take less, which its worker finds out before the run
+# forms.
+
+AUTO, MATH = "auto", "math"
+KERNELS = (AUTO, "flash", "cudnn", "efficient", MATH)
+PREFERRED = {"cpu": ("flash",), "cuda": ("cudnn", "flash", "efficient")}  # by torch under `auto`, first to last
+
+
+@dataclass(frozen=True)
+class AttentionTraits:
+    """All of one fused attention on which depends whether a kernel computes it. `bias`: a learned bias is added to the
+    scores; `mask`: padding, what lies before a window or in other documents is hidden; `dropout`: probability with
+    which the kernel drops; `grouped`: K and V come with fewer heads than Q; `deterministic`: sums are to be taken in a
+    fixed order; `d_value`: the d_kv of V if it is another, else 0."""
+
+    precision: str
+    d_kv: int
+    bias: bool = False
+    mask: bool = False
+    dropout: float = 0.0
+    grouped: bool = False
+    deterministic: bool = False
+    d_value: int = 0
+
+    @property
+    def wide(self) -> bool:
+        """Return True if the attention computes in a type of more than 16 bits."""
+        return self.precision in ("fp32", "fp64")
+
+
+# (kernels, kind of device, the attention that they refuse there, why)
+_REFUSED: tuple[tuple[tuple[str, ...], str, Callable[[AttentionTraits], object], str], ...] = (
+    (("cudnn", "efficient"), "cpu", lambda t: True, "does not run"),
+    (("flash",), "cpu", lambda t: t.dropout, "draws no dropout masks, as model.fused_dropout=true asks for"),
+    (("flash",), "cpu", lambda t: t.bias, "has no gradient for a learned bias, as of model.positions=relative"),
+    (("cudnn",), "cuda", lambda t: t.bias, "has no gradient for a learned bias, as of model.positions=relative"),
+    (("flash",), "cuda", lambda t: t.bias or t.mask, "takes neither a bias nor a mask of padding, window or documents"),
+    (("flash", "cudnn"), "cuda", lambda t: t.wide, "computes in 16 bits: precision=bf16 or fp16"),
+    (("efficient",), "cuda", lambda t: t.precision == "fp64", "does not compute in fp64"),
+    *((("flash",), kind, lambda t: t.d_value, "takes values as wide as keys: model.d_value=0") for kind in PREFERRED),
+    (("flash", "cudnn"), "cuda", lambda t: t.d_kv > 256, "takes a d_kv of at most 256"),
+    (("cudnn",), "cuda", lambda t: (t.d_kv | t.d_value) % 8, "takes a d_kv that is a multiple of 8"),
+    (
+        ("efficient",),
+        "cuda",
+        lambda t: (t.d_kv | t.d_value) % (4 if t.wide else 8),
+        "takes a d_kv that is a multiple of 8 (fp32: 4)",
+    ),
+    (("efficient",), "cuda", lambda t: t.grouped, "takes as many heads of K and V as of Q: model.kv_heads=0"),
+    (("cudnn",), "cuda", lambda t: t.dropout * 16 % 1, "drops with multiples of 1/16: model.dropout=0.0625 or 0.125"),
+    (("cudnn",), "cuda", lambda t: t.deterministic, "adds gradients in no fixed order: train.deterministic=true"),
+)
+
+
+def reason_against(kernel: str, device: str, traits: AttentionTraits) -> str:
+    """Return why a kernel cannot compute an attention on a kind of device (cpu, cuda), as a predicate; "" if it can, as
+    `auto` and `math` always do."""
+    rules = ((refuses, why) for kernels, where, refuses, why in _REFUSED if kernel in kernels and where == device)
+    return next((why for refuses, why in rules if refuses(traits)), "")
+
+
+def chosen(kernel: str, device: str, traits: AttentionTraits) -> str:
+    """Return the kernel that computes an attention on a kind of device: the named one, or torch's under `auto`."""
+    if kernel != AUTO:
+        return kernel
+    return next((k for k in PREFERRED[device] if not reason_against(k, device, traits)), MATH)

@@ -1,0 +1,272 @@
+"""Data types of an operation's plan: collectives, groups of einsums, conversions; and the shapes along their steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, TypeVar
+
+from platform.plan.layout import Cut, Layout, Mesh
+from platform.plan.model_types import Operation
+from platform.plan.rule import Conversion, Step
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Planned launch of a collective by every rank at index 0 of the axes `only`. `elements`: size of one rank's input;
+    for a scatter, of one rank's output.
+
+    `dtype` is `compute` (activations, weights), `accumulate` (statistics, a router's scores, summed gradients),
+    `integers` (numbers of rows) or `metrics` (fp64 sums of a step). `phase` is forward or backward inside an operation,
+    `reduce` or `update` at the end of a step. `rows`: the most rows that there can be, of a collective of experts'
+    rows, whose elements these are; else 0. `cuts`: cuts of the dims along which blocks of ranks of different groups
+    differ; `elements` is then the size of the largest.
+    """
+
+    op: str
+    axes: tuple[str, ...]
+    elements: int
+    dtype: str
+    phase: str
+    only: tuple[str, ...] = ()
+    rows: int = 0
+    cuts: tuple[Cut, ...] = ()
+
+    def elements_at(self, mesh: Mesh, coordinates: Mapping[str, int]) -> int:
+        """Return the elements that the rank at mesh `coordinates` gives to this collective, of rows the most."""
+        found = self.elements
+        for cut in self.cuts:
+            found = found // cut.longest() * cut.extent(mesh, coordinates)
+        return found
+
+
+@dataclass(frozen=True)
+class Einsum:
+    """Einsum of a group that shares its first operand x: the other operand, which has dims `dims` and is converted by
+    `operand`, times x gives the operation's output number `index`, which leaves by `output`.
+
+    `regathered`: the converted operand is not kept but converted again for the backward pass.
+    """
+
+    index: int
+    x_dims: tuple[str, ...]
+    dims: tuple[str, ...]
+    out_dims: tuple[str, ...]
+    operand: Conversion
+    output: Conversion
+    regathered: bool = False
+
+
+@dataclass(frozen=True)
+class Panels:
+    """Computation of an EinsumGroup by SUMMA, in place of two gathers: `dim`, which every einsum contracts, is split
+    over `x_axes` in x and over `operand_axes` in the operands (either may be empty), and comes in `count` panels, each
+    broadcast by its owners."""
+
+    dim: str
+    x_axes: tuple[str, ...]
+    operand_axes: tuple[str, ...]
+    count: int
+
+    def elements(self, local: int, axes: Sequence[str], mesh: Mesh) -> int:
+        """Return the elements of one SUMMA panel of a matrix split over mesh `axes`, `local` elements per rank."""
+        return local * mesh.extent(axes) // self.count
+
+
+# kind of device -> gradients of the results of joined weights are copied together, for one product instead of one each.
+# On a CPU two more products are faster than the copy (by 5 % of the backward pass of Q, K and V of width 256).
+JOINS_GRADIENTS = {"cpu": False}
+
+
+@dataclass(frozen=True)
+class EinsumGroup:
+    """Einsums of one operation that read x in one compute layout, so that they share one gather of x and one reduction
+    of its gradient.
+
+    With `panels`, the conversions leave out the gathers of the contracted dim and their adjoints. `regathered`: x is
+    converted again for the backward pass, as in `Einsum`.
+    """
+
+    x: Conversion
+    einsums: tuple[Einsum, ...]
+    panels: Panels | None = None
+    regathered: bool = False
+
+    @property
+    def wide(self) -> bool:
+        """Return True if the group's products are computed in the type of statistics, as the types of results say."""
+        return self.einsums[0].output.dtype == "accumulate"
+
+    @property
+    def x_dims(self) -> tuple[str, ...]:
+        """Return the dims of x, the first operand that all einsums of the group share."""
+        return self.einsums[0].x_dims
+
+    @cached_property
+    def local(self) -> bool:
+        """Return True if no operand or result of this einsum group is converted or broadcast, so that it is local."""
+        conversions = [self.x, *(c for e in self.einsums for c in (e.operand, e.output))]
+        return not self.panels and not any(c.forward or c.backward for c in conversions)
+
+    @cached_property
+    def joinable(self) -> bool:
+        """Return True if operands that lie one after another in memory are one matrix [.., contracted], and the results
+        parts of its product with x: no operand or result is converted."""
+        ends = (c for e in self.einsums for c in (e.operand, e.output))
+        straight = all(e.x_dims[-1] == e.dims[-1] and e.out_dims == e.x_dims[:-1] + e.dims[:-1] for e in self.einsums)
+        plain = len(self.einsums) > 1 and straight and not self.panels and not self.wide
+        return plain and not any(c.forward or c.backward for c in ends)
+
+
+@dataclass(frozen=True)
+class PlannedOperation:
+    """Layout and communication with which a rank executes one operation of a model, planned by the communication rule.
+
+    project and einsum have `groups`; other operations have `conversions`, one per parameter or moved operand. `over`:
+    the axes that split the dim over which a norm, softmax or cross-entropy takes statistics, a lookup its rows or a
+    reduce its result; partial results are merged over them. `tokens`: the layout over batch and length in which the
+    operation reads a data tensor, and `token_count` the integers in a rank's block of it. Only ranks at index 0 of the
+    axes `only` compute the operation. `once`: its result is left out where it is recomputed, with the collectives
+    `results` that convert it.
+    """
+
+    operation: Operation
+    collectives: tuple[Collective, ...] = ()
+    groups: tuple[EinsumGroup, ...] = ()
+    conversions: tuple[Conversion, ...] = ()
+    over: tuple[str, ...] = ()
+    tokens: Layout = Layout()
+    token_count: int = 0
+    compute_axes: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    once: bool = False
+    results: tuple[Collective, ...] = ()
+
+    @cached_property
+    def again(self) -> Counter[Collective]:
+        """Count the forward collectives of this planned operation that recomputation launches again."""
+        forward = Counter(c for c in self.collectives if c.phase == "forward" and self.operation.recomputed)
+        return forward - Counter(self.results)
+
+    def adds(self, shifts: Iterable[PlannedOperation]) -> bool:
+        """Return True if this planned operation's matrix products add its biases, planned as `shifts`, themselves."""
+        return self._stays and not any(s.converts for s in shifts)
+
+    @cached_property
+    def converts(self) -> bool:
+        """Return True if any conversion of this planned operation has a step."""
+        return any(c.forward or c.backward for c in self.conversions)
+
+    @cached_property
+    def _stays(self) -> bool:
+        """Return True if this operation's einsums are plain products in the compute type, not converted by the plan."""
+        outputs = [e.output for g in self.groups for e in g.einsums]
+        return not any(g.panels or g.wide for g in self.groups) and not any(c.forward or c.backward for c in outputs)
+
+
+def shapes(
+    steps: Sequence[Step], shape: tuple[int, ...], mesh: Mesh
+) -> Iterator[tuple[Step, tuple[int, ...], tuple[int, ...]]]:
+    """Yield the steps of a conversion with the local shapes before and after each; `shape`: the first of them."""
+    for step in steps:
+        before, shape = shape, step.after(shape, mesh.extent(step.axes))
+        yield step, before, shape
+
+
+# Bytes that each collective moves, by the counting conventions of docs/contract.md.
+
+# Elements moved by one group of n ranks if one rank's input has e elements. For a scatter e is one rank's output, so
+# that it moves as much as its adjoint, the gather. For an all_to_allv e is the most that a rank can send to others.
+TRAFFIC = {
+    "all_gather": lambda n, e: n * (n - 1) * e,
+    "reduce_scatter": lambda n, e: (n - 1) * e,
+    "all_to_all": lambda n, e: (n - 1) * e,
+    "all_to_allv": lambda n, e: n * e,
+    "all_reduce": lambda n, e: 2 * (n - 1) * e,
+    "broadcast": lambda n, e: (n - 1) * e,
+    "reduce": lambda n, e: (n - 1) * e,
+    "scatter": lambda n, e: (n - 1) * e,
+    "gather": lambda n, e: (n - 1) * e,
+    "rotate": lambda n, e: n * e,
+    "send": lambda n, e: n * e,  # each of the n stages sends
+}
+
+EVER = {"metrics": 8, "integers": 8}  # bytes per element of the types that are the same in every precision
+
+
+def label(op: str, axes: Iterable[str]) -> str:
+    """Return the key under which a collective is counted in `comm_bytes`, such as `all_reduce/data+t`."""
+    return f"{op}/{'+'.join(axes)}"
+
+
+def moved_bytes(c: Collective, mesh: Mesh, itemsize: dict[str, int]) -> int:
+    """Return the bytes that all workers together move in one launch of the planned collective `c`; `itemsize`: bytes
+    per element by `Collective.dtype`."""
+    n = mesh.extent(c.axes)
+    everywhere = c.elements * (mesh.size // n // mesh.extent(c.only))
+    for cut in c.cuts:  # the mean of what ranks have, as every combination of blocks occurs alike
+        everywhere = everywhere * cut.size // (cut.longest() * cut.blocks)
+    return TRAFFIC[c.op](n, everywhere) * {**EVER, **itemsize}[c.dtype]
+
+
+# Activations that are away: in host memory from the forward pass of a block to its backward pass.
+
+T = TypeVar("T")
+
+
+class Away(Generic[T]):
+    """Activation in host memory. `fetch()` starts to bring it back; `before`: the one that left before it in the same
+    pass, which the backward pass needs next, and which so travels while this one's block is computed."""
+
+    def __init__(self, fetch: Callable[[], T], before: Away[T] | None):
+        """Construct the place of an activation that has left for host memory; arguments as in the class."""
+        self._fetch: Callable[[], T] | None = fetch
+        self._before, self._coming = before, list[T]()
+
+    def start(self) -> None:
+        """Start to bring the activation back from host memory, unless it is on its way, or was."""
+        if self._fetch:
+            self._coming.append(self._fetch())
+            self._fetch = None
+
+    def take_back(self) -> T:
+        """Return the activation from host memory, once, and start to bring back that before it."""
+        self.start()
+        if self._before:
+            self._before.start()
+            self._before = None
+        return self._coming.pop()
+
+
+# Chunks of tokens in which a loss over vocab is computed, and whether its gradients are computed with it.
+
+_ELEMENTS = 2**20  # of logits in a chunk: 4 MB in fp32, which a core's caches hold (measured: 2**19 to 2**21 are alike)
+_CHUNKS = 8  # at most: each adds once to the gradient of the whole table, and costs a few dozen launches on a GPU
+_LARGEST = 2**28  # elements of logits in a chunk, of which there are then more: half a GB in 16 bits
+_KEPT = 2**31  # logits, from which on they are not kept in 16 bits: 4 GB
+
+
+def chunk_rows(rows: int, columns: int) -> int:
+    """Return how many of `rows` tokens one chunk of the loss has, if a rank has `columns` entries of vocab."""
+    return max(1, min(rows, max(_ELEMENTS // columns, min(-(-rows // _CHUNKS), _LARGEST // columns))))
+
+
+def gradients_at_once(
+    product: PlannedOperation, loss: PlannedOperation, rows: int, columns: int, width: int, wide: bool
+) -> bool:
+    """Return True if the forward pass of a product and the cross-entropy of its result (`rows` tokens, `columns` of
+    vocab; `width`: contracted elements) computes the gradients of both operands too, chunk by chunk, so that logits
+    never exist as a whole.
+
+    Else the gradient of the logits is kept, in the compute type: where a split vocab needs the statistics of all ranks
+    first, where operands or logits are converted, where the operands' gradients would not be smaller, and where the
+    compute type is no type to add up in (`wide` is false): but many logits are not kept, and the gradient of the table
+    adds up in the type of statistics.
+    """
+    (group,) = product.groups
+    (e,) = group.einsums
+    plain = group.local and e.x_dims[:-1] == e.out_dims[:-1] and len(e.dims) == 2
+    small = not wide and rows * columns < _KEPT
+    return plain and not loss.over and not small and (rows + columns) * width < rows * columns

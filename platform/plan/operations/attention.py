@@ -1,0 +1,410 @@
+"""Attention, in whichever operations the scheme allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, prod
+from typing import Any
+
+from platform.plan.layout import BLOCK, Layout, shared
+from platform.plan.model_types import Operation, Parameter, Spec, resized, scores_of
+from platform.plan.operations.op import BlockOp, Gradients, Op, Saved, Value, reading, with_vectors
+from platform.plan.planner import Planner
+from platform.plan.scheme import ModelMistake
+
+
+class AttentionOp(Op):
+    """softmax(scale q k^T + bias) v in the region of `spec` [length batch heads d_kv]; k and v are of type `kv`, of a
+    length of their own in cross-attention. With a `width`, v and the result have a d_kv of that size. Scores are
+    hidden, `bias` is added, and a parameter `sink` [heads] counts, as in softmax. Runs one fused kernel
+    (`fuses_attention`), which knows no sink, or two einsums and a softmax over split dims; `remember`s if causal.
+    Where length is split, keys and values go around its ranks (`rings`), or each rank gathers all of them, before they
+    are repeated; where it is whole, attention with a sink is a ring of one rank, whose panels merge with it. Ranks that
+    keep a part each of the keys of earlier passes attend to it, and their results merge."""
+
+    def compose(
+        self,
+        ops,
+        name,
+        q,
+        k,
+        v,
+        spec,
+        kv,
+        sink=None,
+        *,
+        scale,
+        causal,
+        width=0,
+        window=0,
+        mask=None,
+        begins=None,
+        bias=None,
+    ):
+        """Compose attention from one fused kernel's operation, or two einsums and a softmax, perhaps recomputed."""
+        values, out = (resized(t, "d_kv", width) if width else t for t in (kv, spec))
+        if causal:
+            k, v = ops.remember(name, k, v, kv, values)
+            kv, values = ops.remembered(kv), ops.remembered(values)
+        rings = ops.rings(name, spec, kv, sink is not None)
+        apart = "memory_length" in kv.dims and not ops.splits(spec, "d_kv")
+        parted = apart and all(t is None for t in (sink, bias, mask))
+        fused = parted or (sink is None and ops.fuses_attention(name, spec))
+        # the gradient of all positions' keys is left partial: it is summed as it is split over them again
+        gathered = not rings and not parted and (not fused or ops.splits(spec, "length"))
+        memory, read = (replace(t.renamed("length", "memory_length"), open="gradient") for t in (kv, values))
+        memory, read = (memory, read) if gathered else (kv, values)
+        dims = (spec.renamed("length", "memory_length") if "memory_length" in memory.dims else spec).dims
+        heads, of_values = (replace(t, dims=dims) for t in (memory, read))
+        sinks = () if sink is None else (sink,)
+        masks = bool(window) or not all(t is None for t in (mask, begins, bias))
+        grouped = rings or parted or (fused and not masks)  # other kernels that take masks want every head
+
+        def core(q, k, v, bias):
+            """Compute attention from q, k and v by one fused kernel or by einsums and a softmax."""
+            if gathered:
+                k, v = ops.relayout_each((f"{name}.key", k, kv, memory), (f"{name}.value", v, values, read))
+            if kv.dims != spec.dims:
+                k = ops.expand_kv(f"{name}.key", k, memory, heads, grouped=grouped)
+                v = ops.expand_kv(f"{name}.value", v, read, of_values, grouped=grouped)
+            hidden = {"causal": causal, "window": window, "mask": mask, "begins": begins, "bias": bias}
+            if rings:
+                more = {"scale": scale, "shared": kv.dims != spec.dims, **hidden}
+                return ops.ring_attention(name, q, k, v, spec, heads, of_values, out, *sinks, **more)
+            if fused:
+                return ops.fused_attention(name, q, k, v, spec, heads, of_values, out, scale=scale, **hidden)
+            scores = scores_of(spec, heads)
+            s = ops.einsum(f"{name}.scores", q, spec, k, heads, scores)
+            p = ops.softmax(name, s, scores, sink, scale=scale, **hidden)
+            p = ops.dropout(f"{name}.probabilities", p, scores)
+            return ops.einsum(f"{name}.context", p, scores, v, of_values, out)
+
+        return ops.recomputed("selective", name, core, spec, q, k, v, bias)
+
+
+# Keys and values from one pass to the next, where a text is written in several passes.
+
+
+@dataclass
+class KeyValueCache:
+    """Keys and values of the sequences under way: this rank's blocks [length, batch, ...] by the attention that reads
+    them, with room for `capacity` tokens under causal attention, of which ranks that share these have a part each.
+    `first`: the sequence at which each block begins."""
+
+    capacity: int
+    blocks: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    first: dict[str, int] = field(default_factory=dict)
+
+    def reorder(self, rows: Any) -> None:
+        """Let sequence i go on from the cached keys and values of sequence `rows[i]`, which lie on the same ranks."""
+        for name, first in self.first.items():
+            k, v = self.blocks[name]
+            mine = (rows[first : first + k.shape[1]] - first).to(k.device)
+            self.blocks[name] = k.index_select(1, mine), v.index_select(1, mine)
+
+
+class RememberOp(Op):
+    """Keys and values of all positions so far for the causal attention `name`, `Ops.remembered`: this pass's k and v,
+    of types `kv` and `values`, behind the keys and values of the passes before; k and v themselves in a pass that reads
+    a whole text, as in training."""
+
+    def record(self, ops, name, k, v, kv, values):
+        out = [ops.remembered(kv), ops.remembered(values)]
+        return ops.record(self.kind, name, [k, v], [kv, values], out) if ops.cache else (k, v)
+
+    def run(self, ops, name, k, v, kv, values):
+        """Append k and v to the key-value cache of the attention `name`, and return all that it holds."""
+        cache = ops.cache
+        if cache is None or ops.absent(k):
+            return k, v
+        if name not in cache.blocks:
+            shapes = [[n for _, n in ops.blocks[ops.remembered(t)]] for t in (kv, values)]
+            cache.blocks[name] = k.new_zeros(shapes[0]), v.new_zeros(shapes[1])
+            cache.first[name] = _first(ops, ops.remembered(kv))
+        pair, (begin, room) = cache.blocks[name], ops.blocks[ops.remembered(kv)][0]
+        first, end = max(ops.offset, begin), min(ops.offset + len(k), begin + room)
+        for mine, new in zip(pair, (k, v), strict=True):
+            if first < end:
+                mine[first - begin : end - begin].copy_(new[first - ops.offset : end - ops.offset])
+        return pair
+
+    def meter(self, ops, name, k, v, kv, values):
+        """Count the memory of all keys and values in the cache, allocated by the first use of the attention."""
+        if ops.cache is None or ops.absent(k):
+            return k, v
+        if name not in ops.cache.blocks:
+            ops.cache.blocks[name] = ops.block(ops.remembered(kv)), ops.block(ops.remembered(values))
+        return ops.cache.blocks[name]
+
+
+class RecallOp(Op):
+    """Keys and values of type `kv` of the cross-attention `name`: k and v, or where these are None, the pair of the
+    first of several passes with the same memory."""
+
+    def record(self, ops, name, k, v, kv):
+        given = [] if k is None else [k, v]
+        return ops.record(self.kind, name, given, [kv for _ in given], [kv, kv]) if ops.cache else (k, v)
+
+    def run(self, ops, name, k, v, kv):
+        """Store k and v of the cross-attention `name` in the cache, if given, and return the stored ones."""
+        if ops.cache and k is not None and not ops.absent(k):
+            ops.cache.first[name] = _first(ops, kv)
+        return self.meter(ops, name, k, v, kv)
+
+    def meter(self, ops, name, k, v, kv):
+        """Return k and v, cached if they are given, which takes no new memory."""
+        if ops.cache is None:
+            return k, v
+        if k is not None:
+            ops.cache.blocks[name] = k, v
+        return ops.cache.blocks[name]
+
+
+def _first(ops, kv) -> int:
+    """Return the global number of the first sequence in this rank's block of the key-value cache of type `kv`."""
+    assert kv.dims[1] == "batch"
+    return ops.blocks[kv][1][0]
+
+
+# Attributes and data of an attention that hide scores: causality, a window, padding, the borders of documents.
+
+
+def hides(name: str, causal: bool, window: int, mask: str | None, begins: str | None) -> dict[str, Any]:
+    """Return the attributes of the attention `name` on its mask. Raises ModelMistake for a window or
+    beginnings without causality, and for two data tensors."""
+    if (window or begins) and not causal:
+        raise ModelMistake(name, "a window, or where documents begin, hides what lies behind: with causal=True")
+    if mask and begins:
+        raise ModelMistake(name, "an attention reads one data tensor: a mask, or where documents begin")
+    return {"causal": causal, "window": window, "begins": begins is not None}
+
+
+def reads_of(
+    planner: Planner, operation: Operation, layout: Layout, memory: Spec | Parameter, length: str
+) -> dict[str, Any]:
+    """Return the fields `tokens` and `token_count` for the plan of an attention that computes in `layout`, by the data
+    tensor that it reads: where the documents of its queries begin, or a mask of the keys, whose length is split as
+    memory_length, and which is as long as dim `length` of `memory`."""
+    if operation["begins"]:
+        return reading(planner, operation.outputs[0], layout.restrict(("length", "batch")))
+    mask = Layout.of({"batch": layout["batch"], "length": layout["memory_length"]}, layout.only)
+    return reading(planner, memory, mask, length)
+
+
+# Softmax, of attention scores or over any dim.
+
+_PHASES = "forward", "backward"
+
+
+class SoftmaxOp(BlockOp):
+    """softmax(scale * x + bias) of an activation over `dim`. For attention scores [... length memory_length] only:
+    `causal` hides positions memory_length > length, and with it `window`, if not 0, those at or before length - window
+    (Beltagy et al. 2020), and `begins`, a data tensor [length, batch], those before the position that it gives; `mask`
+    is a data tensor [memory_length, batch] whose padding is hidden; `bias` comes from `relative_bias`. It reads `mask`
+    or `begins`, not both. A parameter `sink`, of dims of x other than `dim`, is one score more in the sum, whose own
+    probability is left out (Xiao et al. 2023): where a head attends to nothing."""
+
+    def record(
+        self, ops, name, x, spec, sink=None, *, dim="memory_length", scale=1.0, causal=False, window=0, mask=None,
+        begins=None, bias=None,
+    ):  # fmt: skip
+        """Record a softmax. Raises ModelMistake in a pass of generation if it is causal and `dim` lacks cached keys."""
+        ops.check(bias or x, spec)
+        if causal and ops.cache and dict(spec.sizes).get(dim) != ops.cache.capacity:
+            raise ModelMistake(name, "causal attention that is not of Ops.attention does not see the passes before")
+        hidden = hides(name, causal, window, mask, begins)
+        inputs = [spec] if sink is None else [spec, sink]
+        return ops.record(self.kind, name, [x], inputs, [spec], [mask, begins], dim=dim, scale=scale, **hidden)
+
+    def plan(self, planner, operation):
+        """Plan a softmax's collectives over a split dim: maximum and sum all-reduced forward, one sum backward."""
+        spec, dim = operation.inputs[0], operation["dim"]
+        layout, shape = planner.layout(spec), planner.shape(spec)
+        rows = prod(shape) // shape[spec.dims.index(dim)]
+        over, only = layout[dim], layout.only
+        cuts = planner.cuts_of(spec, layout, [d for d in spec.dims if d != dim])
+        forward, backward = (planner.statistics(over, only, rows, phase, cuts=cuts) for phase in _PHASES)
+        read = reads_of(planner, operation, layout, spec, "memory_length")
+        return with_vectors(planner, operation, [*forward * 2, *backward], over=over, **read)
+
+    def run(
+        self, ops, found, name, x, spec, sink=None, *, dim="memory_length", scale=1.0, causal=False, window=0,
+        mask=None, begins=None, bias=None,
+    ):  # fmt: skip
+        """Compute scaled, biased and masked scores, and their softmax over a dim that ranks may split."""
+        positions = ops.kernels.positions
+        x = x * scale
+        if bias is not None:
+            x = x + bias
+        if causal:
+            length, memory = (ops.positions(spec, d, x.device) for d in ("length", "memory_length"))
+            starts = None if begins is None else begins[self.kind, name]
+            x = x.masked_fill(positions.unseen(length, memory, window, starts), -inf)
+        if mask is not None:
+            x = x.masked_fill(positions.padding_mask(mask[self.kind, name]), positions.least_number(x.dtype))
+        x = ops.without_padding(x, spec, [dim], -inf)
+        if sink is not None:
+            (dims,) = (p.dims for p in found.operation.parameters)
+            sink = sink.view([n if d in dims else 1 for d, n in zip(spec.dims, x.shape, strict=True)])
+        return ops.kernels.statistics.softmax(x, spec.dims.index(dim), ops.communicator, found.over, sink)
+
+    def meter(
+        self, ops, found, name, x, spec, sink=None, *, dim="memory_length", causal=False, mask=None, begins=None,
+        bias=None, **_,
+    ):  # fmt: skip
+        """Count the memory of the scores that scaling, bias and masks make, and of the probabilities, which are
+        kept."""
+        n, shape = x.elements, dict(zip(spec.dims, ops.plan.local_shape(spec), strict=True))
+        x = ops.plain(ops.tensor(n), [x])  # scaled
+        if bias is not None:
+            x = ops.sum(ops.tensor(n), [x, bias])
+        if causal:
+            positions = shape["length"] * shape["memory_length"]
+            x = ops.plain(ops.tensor(n), [x], (ops.integers(positions * (1 if begins is None else shape["batch"]), 1),))
+        if mask is not None:
+            x = ops.plain(ops.tensor(n), [x], (ops.integers(shape["batch"] * shape["memory_length"], 1),))
+        own = found.over or sink is not None  # no function of torch
+        if own:
+            ops.new(n, ops.wide)
+        out = ops.block(spec)
+        if sink is None:
+            return ops.plain(out, [x], (out.storage,), n if own else 0)
+        share = ops.new(n // shape[dim], ops.wide)
+        return ops.plain(out, [x, sink], (out.storage, share), n)
+
+
+# Memory model of attention by kernel: one that is fused keeps a statistic per row of the scores, torch's math path the
+# probabilities, and under dropout what it multiplied them by and the product too.
+
+KEEP_ORDER = ("flash", "cudnn")  # kernels of CUDA whose gradients lie in memory as Q, K and V do
+
+
+@dataclass(frozen=True)
+class AttentionBlock:
+    """Extents of a worker's block of an attention (`d_value`: the d_kv of values), and what hides scores in it:
+    `causal`, `masked` (padding); `biased`: a learned bias is added to them."""
+
+    batch: int
+    heads: int
+    length: int
+    memory_length: int
+    d_kv: int
+    d_value: int
+    causal: bool
+    masked: bool
+    biased: bool
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows of scores in a worker's block of the attention: one per query and head."""
+        return self.batch * self.heads * self.length
+
+    @property
+    def scores(self) -> int:
+        """Return the number of attention scores in a worker's block."""
+        return self.rows * self.memory_length
+
+
+def permuted(ops, x: Value) -> Value:
+    """Return a stand-in for an operand of attention, in a memory forecast, whose gradient will lie in the kernel's
+    order of dims."""
+    out = Value(x.storage, x.elements)
+
+    def backward(gs: Gradients, _: Saved) -> Gradients:
+        """Mark the gradient as lying in the attention kernel's order of dims."""
+        if gs[0]:
+            gs[0].permuted = True
+        return gs
+
+    ops.note([out], [x], (), backward)
+    return out
+
+
+def hidden(ops, a: AttentionBlock, bias: Value | None) -> Value | None:
+    """Count the memory of the tensor added to the scores, as `platform.runtime.positions.attention_mask` makes
+    it; None without bias where only later positions are hidden, by the kernel itself."""
+    if bias is None and not a.masked:
+        return None
+    n = (a.batch if a.masked else 1) * (a.length if a.causal else 1) * a.memory_length
+    unseen = ops.integers(n, 1)
+    if bias is None:
+        seen = ops.integers(n, 1)
+        floats = Value(ops.new(n), n)  # torch makes floats of booleans
+        del seen
+        return floats
+    n = (a.batch if a.masked else 1) * bias.elements
+    return ops.plain(Value(ops.new(n), n), [bias], (unseen,), n if a.masked else 0)
+
+
+def in_one_kernel(ops, a: AttentionBlock, out: Value, operands: Sequence[Value], added: Value | None) -> Value:
+    """Count the memory of an attention of Q, K and V, the `operands`, that one kernel computes: it keeps these, its
+    result `out`, the log-sum-exp of each row and the tensor `added` to the scores."""
+    saved = [*(x.storage for x in operands), out.storage, ops.new(a.rows, ops.wide)]
+    if added is None:
+        return ops.plain(out, operands, tuple(saved))
+    ins = [*operands, added] if a.biased else operands
+    return ops.plain(out, ins, (*saved, added.storage), a.scores if a.biased else 0)
+
+
+def by_math(ops, a: AttentionBlock, operands: Sequence[Value], added: Value | None, dropout: float) -> Value:
+    """Count the bytes of an attention of Q, K and V, the `operands`, on torch's math path, operation by operation, in
+    the type of statistics; return the metered value of its result."""
+    narrow, (q, k, v) = ops.wide != ops.plan.itemsize["compute"], operands
+
+    def step(elements: int, ins: Sequence[Value], saved: Saved = (), *, keeps: bool = False) -> Value:
+        """Count an operation of attention with a result in the type of statistics, kept if it `keeps` it."""
+        out = ops.tensor(elements, ops.wide)
+        return ops.plain(out, ins, (*saved, out.storage) if keeps else saved)
+
+    if narrow:
+        q, k, v = (step(x.elements, [x]) for x in operands)
+    scaled = [step(q.elements, [q])]
+    ahead = [ops.new(a.length * a.memory_length, ops.wide)] if a.causal and not added else []
+    whole = a.batch * a.heads * a.memory_length
+    if k.elements < whole * a.d_kv:  # every head's own copy of K and V
+        k, v = step(whole * a.d_kv, [k]), step(whole * a.d_value, [v])
+    scaled.append(step(whole * a.d_kv, [k]))
+    scores = step(a.scores, scaled, tuple(x.storage for x in scaled))
+    if a.causal or added:
+        scores = ops.sum(ops.tensor(a.scores, ops.wide), [scores, added] if a.biased else [scores])
+    scores = step(a.scores, [scores], keeps=True)  # softmax
+    if dropout:
+        scores = step(a.scores, [scores], (ops.new(a.scores, ops.wide),))
+    # values that are a slice of a larger tensor do not lie as the products of several heads and sequences want them
+    sliced = not narrow and min(a.batch, a.heads) > 1 and v.storage is not None and v.storage.counted > v.elements
+    values = ops.new(v.elements) if sliced else v.storage
+    probabilities = ops.new(a.scores) if narrow else None  # which torch returns beside the result
+    out = step(a.rows * a.d_value, [scores, v], (scores.storage, values))
+    del ahead, probabilities
+    return ops.plain(ops.tensor(out.elements), [out]) if narrow else out
+
+
+def mask_of_pair(ops, a: AttentionBlock, window: int, documents: bool, math: bool) -> int:
+    """Return the elements of a mask of one pair in an attention, or of its scores in all heads if `math` makes them."""
+    most = shared(ops.device) if documents and not (window or math) else BLOCK
+    piece = min(most, a.length) * min(most, a.memory_length)
+    if math:
+        return piece * a.batch * a.heads
+    return piece * (a.batch if a.masked else 1) if window or a.masked else 0
+
+
+def pair_by_pair(ops, a: AttentionBlock, out: Value, operands: Sequence[Value], scratch: int) -> Value:
+    """Count the memory of an attention whose queries and keys are computed pair by pair, each with `scratch` elements
+    for itself: its result and one statistic a row are kept."""
+    rows = a.rows
+    held = [ops.new(out.elements, ops.wide), ops.new(scratch, ops.wide)]
+    lse = ops.new(rows, ops.wide)
+    del held
+    q, k, v = operands
+    sizes = [(x.elements, x.itemsize) for x in operands]
+
+    def backward(_: Gradients, __: Saved) -> Gradients:
+        """Allocate the gradients, summed over pairs in the type of statistics, while a pair's are there."""
+        held = [ops.new(n, ops.wide) for n in (q.elements, k.elements, v.elements, scratch)]
+        found = [ops.new(*n) for n in sizes] if ops.wide != ops.plan.itemsize["compute"] else held[:3]
+        del held
+        return found
+
+    ops.note([out], list(operands), (*(x.storage for x in operands), out.storage, lse), backward)
+    return out

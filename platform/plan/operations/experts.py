@@ -1,0 +1,418 @@
+"""The way of tokens to the experts that they choose, all of them and no others, as packed rows, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import takewhile
+from math import prod
+from typing import Any, NamedTuple
+
+from platform.plan.layout import Layout
+from platform.plan.model_types import Spec, dtype_of
+from platform.plan.operation_plan import Collective
+from platform.plan.operations.op import BlockOp, Gradients, MeteredStorage, Op, Saved, planned, reading
+from platform.plan.planner import Planner
+from platform.plan.rule import Conversion, Step
+from platform.plan.scheme import ModelMistake
+
+# Choice of the experts of each token, and what it adds to the loss (Shazeer et al. 2017; Fedus et al. 2021).
+
+TOKENS = ("length", "batch")
+
+
+class RouteOp(Op):
+    """Weights [length batch experts] with which experts compute each token, from the `scores` of all experts, of type
+    `spec`, both in the type of statistics; and the auxiliary loss of each token [length batch], None in generation.
+    `router`: a `platform.plan.model_types.Router`. An expert takes the first tokens of each sequence for which
+    it has slots; the weights of others, of experts that were not chosen, and of padding in the data tensor `tokens` are
+    0. All of this depends on one sequence at a time and on the `states` that the step before has left, so on no plan.
+    """
+
+    wide = "inputs", "outputs"
+
+    def record(self, ops, name, scores, spec, tokens, router, states=()):
+        if (spec.dims, spec.dtype) != ((*TOKENS, "experts"), "accumulate"):
+            raise ModelMistake(name, f"a router's scores are [length batch experts] accumulate, unlike {spec}")
+        of_tokens = Spec(spec.region, TOKENS, tuple(pair for pair in spec.sizes if pair[0] in TOKENS))
+        outs = [spec] if ops.cache else [spec, of_tokens]
+        found = ops.record(self.kind, name, [scores], [spec, *states], outs, [tokens], router=router)
+        return (found, None) if ops.cache else found
+
+    def plan(self, planner, operation):
+        """Plan the routing of whole sequences to all experts, whose scores are gathered; results are split again."""
+        spec = operation.inputs[0]
+        layout = planner.layout(spec).restrict(("batch",))
+        conversions = [planner.enter(spec, layout, layout.axes)]
+        conversions += [planner.split(out, layout) for out in operation.outputs]
+        return planned(planner, operation, layout, conversions, **reading(planner, spec, layout))
+
+    def run(self, ops, name, scores, spec, tokens, router, states=()):
+        """Compute the weights of experts and the tokens' auxiliary losses, these in the compute type in the end."""
+        enter, *leave = ops.planned(self.kind, name).conversions
+        scores = ops.apply(scores, enter)
+        if ops.absent(scores):
+            return scores, scores.to(ops.narrow) if len(leave) > 1 else None
+        real, sizes = tokens[self.kind, name] >= 0, ops.plan.planner.sizes_of(spec)
+        slots = sizes.get("slots", sizes["length"])  # where experts have rows, they take every token
+        rows = {p.role: ops.parameter(p) for p in states}
+        weights, auxiliary, counts = ops.kernels.expert_rows.route(scores, real, router, slots, rows)
+        ops.count_routed(name, counts, ops.planned(self.kind, name).compute_axes)
+        found = weights, auxiliary.to(ops.narrow)
+        results = ops.apply_each(found[: len(leave)], leave)
+        return results[0], results[1] if len(leave) > 1 else None
+
+    def meter(self, ops, name, scores, spec, tokens, router, states=()):
+        """Count the memory of weights and losses; scores are kept, and the choice, by which the backward pass weighs
+        them again."""
+        found = ops.planned(self.kind, name)
+        enter, *leave = found.conversions
+        scores = ops.apply(scores, enter)
+        if ops.absent(scores):
+            return scores, scores if len(leave) > 1 else None
+        n, rows = scores.elements, found.token_count
+
+        def backward(_: Gradients, __: Saved) -> Gradients:
+            """Count the weights, made again, and the gradient of the scores."""
+            numbers = 7 + router.normalised
+            held = ops.new(numbers * n, ops.wide), ops.integers(3 * n, 1)  # noqa: F841  (until the gradient is there)
+            return [ops.new(n, ops.wide)]
+
+        made = ops.new(3 * n, ops.wide)
+        numbers = ops.integers(n)  # of the tokens, in the order of each expert's
+        del numbers, made
+        weights, auxiliary = ops.tensor(n, ops.wide), ops.tensor(rows)
+        best = ops.integers(rows * router.chosen)
+        ops.note([weights, auxiliary], [scores], (scores.storage, best), backward)
+        results = ops.apply_each((weights, auxiliary)[: len(leave)], leave)
+        return results[0], results[1] if len(leave) > 1 else None
+
+
+class Ends(NamedTuple):
+    """Layout of `tokens` where they become rows, and are summed. Ranks along `held` have the same tokens and make rows
+    for other experts; ranks along `exchanged` have other tokens, and send rows to each other's experts."""
+
+    tokens: Layout
+    held: tuple[str, ...]
+    exchanged: tuple[str, ...]
+
+    @classmethod
+    def of(cls, planner: Planner, spec: Spec, out: Spec) -> Ends:
+        """Return the ends of the way of tokens of type `spec` to rows of type `out`. Raises ValueError if axes do not
+        divide the batch or the experts."""
+        d = out.dims[-1]
+        goal = planner.scheme.activation(out.region, ("experts", "batch", "length", d))
+        there = (*goal["experts"], *goal["batch"])
+        # as few axes as can be leave the batch: a token is smaller than its rows
+        kept = tuple(takewhile(lambda a: a in there, planner.layout(spec)["batch"]))
+        batch = (*kept, *(a for a in goal["batch"] if a not in kept))
+        for dim, axes in (("batch", batch), ("experts", goal["experts"])):
+            if planner.sizes[dim] % planner.mesh.extent(axes):
+                raise ValueError(f"{dim}={planner.sizes[dim]} would be split over {'+'.join(axes)}")
+        exchanged = tuple(a for a in goal["experts"] if a in kept)
+        held = tuple(a for a in goal["experts"] if a not in kept)
+        return cls(Layout.of({"length": goal["length"], "batch": batch, d: goal[d]}, goal.only), held, exchanged)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Return the axes that split the pairs of a token and an expert, and d_model, where rows are made."""
+        return (*self.tokens.axes, *self.held)
+
+    def conversion(self, planner: Planner, spec: Spec, out: Spec, chosen: int) -> Conversion:
+        """Return the conversion of rows of type `out` to their experts' ranks, in the sizes of the worst routing."""
+        length, batch, width = planner.shape(spec, self.tokens)
+        experts = planner.sizes["experts"] // planner.mesh.extent(self.held)
+        before, after = (length * batch * min(chosen, experts), width), planner.shape(out)
+        there = Step("all_to_allv", planner.mesh.ordered(self.exchanged), 0, 1, self.tokens.only, after)
+        steps = ((there,), (replace(there, dim=1, joined=0, shape=before),)) if self.exchanged else ((), ())
+        return Conversion(steps[0], steps[1], before, after, dtype_of(out), True)
+
+    def numbers(self, planner: Planner) -> list[Collective]:
+        """Return the collective that exchanges numbers of rows before the rows; [] without an exchange."""
+        axes = planner.mesh.ordered(self.exchanged)
+        seats = planner.scheme.lent * planner.mesh.extent(axes)
+        experts = planner.sizes["experts"] // planner.mesh.extent(self.held) + seats
+        return [Collective("all_to_all", axes, experts, "integers", "forward", self.tokens.only)] if axes else []
+
+    def seats(self, planner: Planner, out: Spec, rank: int) -> tuple[tuple[str, ...], tuple[int, ...], int]:
+        """Return the axes of a rank's exchange, the first expert of each rank there, and how many experts each has."""
+        mesh, over = planner.mesh, planner.picked(out)["experts"]
+        axes, each = mesh.ordered(self.exchanged), planner.sizes["experts"] // mesh.extent(over)
+        group = mesh.group(rank, axes) if axes else (rank,)
+        return axes, tuple(mesh.index(mesh.coordinates(member), over) * each for member in group), each
+
+
+def _check(name: str, spec: Spec, out: Spec) -> None:
+    """Raise ModelMistake if tokens of type `spec` are no rows of type `out`, or rows no tokens."""
+    if spec.dims[:2] != TOKENS or out.dims[:1] != ("rows",) or spec.dims[2:] != out.dims[1:] or len(out.dims) != 2:
+        raise ModelMistake(name, f"tokens [length batch d] are rows [rows d], unlike {spec} and {out}")
+
+
+class DispatchRowsOp(Op):
+    """Activation x of type `spec` [length batch d_model] as rows at its experts, of type `out` [rows d_model], expert
+    after expert and token after token; and the counts of the rows of each expert, which products and `combine_rows`
+    take. A token has a row for each expert whose weight, of type `of_weights`, is not 0: at most `chosen`. Tokens are
+    converted to the rows' other dims and copied; then rows are sent along axes that move from batch to experts. The
+    rows' gradient may be partial: it is summed as the tokens' gradient, which is smaller."""
+
+    wide = ("inputs",)
+    open = {"outputs": "gradient"}
+
+    def record(self, ops, name, x, spec, weights, of_weights, out, chosen):
+        _check(name, spec, out)
+        rows = ops.record(self.kind, name, [x, weights], [spec, of_weights], [out], chosen=chosen)
+        return rows, name
+
+    def plan(self, planner, operation):
+        """Plan where tokens become rows, and the largest exchange of rows; weights get no gradient from here."""
+        (spec, of_weights), (out,) = operation.inputs, operation.outputs
+        ends = Ends.of(planner, spec, out)
+        given = planner.enter(of_weights, ends.tokens.restrict(of_weights.dims), ends.axes)
+        rows = ends.conversion(planner, spec, out, operation["chosen"])
+        enter = planner.enter(spec, ends.tokens, (*ends.axes, *planner.layout(out).gradient))
+        conversions = [enter, replace(given, backward=()), rows]
+        return planned(planner, operation, ends.tokens, conversions, ends.numbers(planner), compute_axes=ends.axes)
+
+    def run(self, ops, name, x, spec, weights, of_weights, out, chosen):
+        """Copy this rank's tokens and send them to experts; return the rows of this rank's experts, and counts."""
+        found = ops.planned(self.kind, name)
+        enter, given, _ = found.conversions
+        x, weights = ops.apply_each((x, weights.detach()), (enter, given))
+        if ops.absent(x):
+            return x, None
+        kernel, ends = ops.kernels.expert_rows, Ends.of(ops.plan.planner, spec, out)
+        here, lent = ends.seats(ops.plan.planner, out, ops.communicator.rank), ops.plan.scheme.lent
+        place = ops.communicator.index(here[0]) if here[0] else 0
+        seats = kernel.Seats(*here, place, lent, ops.communicator.lent.get(name, ()))
+        counts = kernel.count(ops.communicator, weights, seats, chosen)
+        ops.sent(name, zip(seats.experts, counts.given, strict=True))
+        return kernel.to_experts(ops.communicator, x, counts), counts
+
+    def meter(self, ops, name, x, spec, weights, of_weights, out, chosen):
+        """Count the memory of rows by the worst routing; of their places integers are kept."""
+        enter, given, rows = ops.planned(self.kind, name).conversions
+        x, weights = ops.apply_each((x, weights), (enter, given))
+        if ops.absent(x):
+            return x, x
+        sent, there, n, tokens = prod(rows.before), prod(rows.after), x.elements, prod(enter.after[:2])
+        places = _places(ops, rows, tokens, weights.elements // tokens, chosen)
+        made = ops.tensor(sent)
+        made = _moved(ops, made, rows, there)
+
+        def backward(gradients: Sequence[Any], _: Any) -> Sequence[Any]:
+            """Count the rows on their way back, and the sum of each token's."""
+            back = _moved(ops, None, rows, sent)
+            total = ops.new(n)
+            del back
+            return [total]
+
+        ops.note([made], [x], (places,), backward)
+        return made, places
+
+
+class CombineRowsOp(Op):
+    """Sum over its experts of what they made of each token, the rows `y` of type `spec` [rows d_model] with their
+    `counts`, times their weights: `out` [length batch d_model], 0 for tokens without an expert. If `y` is
+    partial, so are these sums, which are smaller, and summed over ranks last."""
+
+    wide = ("inputs",)
+    open = {"inputs": "value"}
+
+    def record(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
+        _check(name, out, spec)
+        return ops.record(self.kind, name, [y, weights], [spec, of_weights], [out], chosen=chosen)
+
+    def plan(self, planner, operation):
+        """Plan the way back of rows to where their tokens were copied, and of sums, which are partial over ranks with
+        rows of other experts, to the result's layout."""
+        (spec, of_weights), (out,) = operation.inputs, operation.outputs
+        ends = Ends.of(planner, out, spec)
+        there = ends.conversion(planner, out, spec, operation["chosen"])
+        rows = replace(there, forward=there.backward, backward=there.forward, before=there.after, after=there.before)
+        partial = planner.layout(spec).partial
+        given = planner.enter(of_weights, ends.tokens.restrict(of_weights.dims), (*ends.axes, *partial))
+        summands = replace(ends.tokens, partial=(*ends.held, *partial))
+        conversions = [rows, given, planner.enter(out, planner.layout(out), (), source=summands)]
+        return planned(planner, operation, ends.tokens, conversions, compute_axes=ends.axes)
+
+    def run(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
+        """Send the rows of this rank's experts back, and add up the rows of its tokens."""
+        _, given, leave = ops.planned(self.kind, name).conversions
+        weights = ops.apply(weights, given)
+        if counts is None:
+            return ops.apply(ops.empty_of([y, weights]), leave)
+        return ops.apply(ops.kernels.expert_rows.from_experts(ops.communicator, y, weights, counts), leave)
+
+    def meter(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
+        """Count the memory of the weighted sum; rows, as they came back, and weights are kept."""
+        rows, given, leave = ops.planned(self.kind, name).conversions
+        weights = ops.apply(weights, given)
+        if ops.absent(y):
+            return ops.apply(ops.empty_of([y, weights]), leave)
+        sent, there, by_expert = prod(rows.after), prod(rows.before), weights.elements
+        back = _moved(ops, y, rows, sent)
+        total = ops.tensor(prod(leave.before))
+        n, itemsize = total.elements, ops.plan.itemsize[of_weights.dtype]
+        scratch = 0 if ops.wide == ops.plan.itemsize["compute"] else 2 * n  # rows of one place, in the wider type
+        ops.new(scratch, ops.wide)
+
+        def backward(gradients: Sequence[Any], _: Any) -> Sequence[Any]:
+            """Count the gradients of the weights, and of the rows on their way."""
+            of_weights = ops.new(by_expert, itemsize)
+            ops.new(scratch, ops.wide)
+            made = ops.tensor(sent)
+            return [_moved(ops, made, rows, there).storage, of_weights]
+
+        ops.note([total], [y, weights], (back.storage, weights.storage), backward)
+        return ops.apply(total, leave)
+
+
+def _moved(ops, rows, conversion: Conversion, elements: int):
+    """Count the memory of rows on their way; return what there is in the end, of `elements`."""
+    if not conversion.forward:
+        return rows if rows is not None else ops.tensor(elements)
+    there = ops.tensor(max(prod(conversion.before), prod(conversion.after)))
+    ordered = ops.tensor(elements)
+    del rows, there
+    return ordered
+
+
+def _places(ops, rows: Conversion, tokens: int, experts: int, chosen: int):
+    """Count the integers that say which rows are of which tokens, and where each token's lie."""
+    ops.integers(tokens * (experts + 6 * chosen))  # while they are sorted
+    if ops.plan.scheme.lent:
+        ops.integers(tokens * (2 * experts + 8 * chosen))
+    return ops.integers(2 * tokens * chosen + rows.before[0] + (2 * rows.after[0] if rows.forward else 0))
+
+
+# The way of tokens to the slots of their experts, and back.
+
+PLACES = ("experts", "batch", "slots")
+SUMMED = 3  # integers that a sum of rows takes for each: its index, where sums begin, and how many rows they have
+
+
+def _check_of_dispatch(name: str, spec, out) -> None:
+    """Raise ModelMistake if tokens of type `spec` do not go to places of type `out`, or back."""
+    wanted = (*TOKENS, *out.dims[3:])
+    if out.dims[:3] != PLACES or spec.dims != wanted or len(wanted) != 3 or spec.dtype != out.dtype:
+        raise ModelMistake(
+            name, f"tokens [length batch d] have places [experts batch slots d], unlike {spec} and {out}"
+        )
+
+
+class DispatchOp(BlockOp):
+    """Activation x of type `spec` [length batch d_model] in the slots of experts: `out` [experts batch slots d_model].
+    A token lies in the next free slot of each of its sequence's experts whose weight, of type `of_weights`, is not 0:
+    at most `chosen` of them; empty slots are 0. It computes where the sequences are, each of them whole; the result is
+    then converted, by an all-to-all where an axis moves from batch to experts. The slots' gradient may be partial: it
+    is summed as the tokens' gradient, which is smaller."""
+
+    wide = ("inputs",)
+    open = {"outputs": "gradient"}
+
+    def record(self, ops, name, x, spec, weights, of_weights, out, chosen):
+        _check_of_dispatch(name, spec, out)
+        return ops.record(self.kind, name, [x, weights], [spec, of_weights], [out], chosen=chosen)
+
+    def plan(self, planner, operation):
+        """Plan the gathers of whole sequences, and the conversion of the slots; weights get no gradient from here."""
+        (spec, of_weights), (out,) = operation.inputs, operation.outputs
+        goal = planner.layout(out)
+        layout = planner.layout(spec).restrict(spec.dims[1:]).without(goal.gradient)
+        given = planner.enter(of_weights, layout.restrict(of_weights.dims), layout.axes)
+        enter = planner.enter(spec, layout, (*layout.axes, *goal.gradient))
+        leave = planner.enter(out, goal, goal.axes, source=layout)
+        conversions = [enter, replace(given, backward=()), leave]
+        return planned(planner, operation, layout, conversions)
+
+    def run(self, ops, found, name, x, spec, weights, of_weights, out, chosen):
+        """Copy this rank's tokens to the slots of all experts."""
+        return ops.kernels.expert_rows.dispatch(x, weights.detach(), ops.plan.planner.sizes_of(out)["slots"], chosen)
+
+    def meter(self, ops, found, name, x, spec, weights, of_weights, out, chosen):
+        """Count the memory of the slots, with the numbers of each; where each token lies is kept."""
+        n, leave = x.elements, found.conversions[-1]
+        slots, places = prod(leave.before[:3]), weights.elements // leave.before[0] * chosen
+        held, lies = _places_of_dispatch(ops, slots, places, weights.elements)
+        read = _tokens(ops, slots), ops.new(slots), ops.integers(SUMMED * slots)
+        result = ops.inner(found, leave)
+        del held, read
+
+        def backward(_: Gradients, __: Saved) -> Gradients:
+            """Count the gradient of the tokens, each a sum over its slots."""
+            read = ops.new(places), ops.integers(SUMMED * places)  # noqa: F841  (until the sum is there)
+            return [ops.new(n)]
+
+        ops.note([result], [x], (lies,), backward)
+        return result
+
+
+class CombineOp(BlockOp):
+    """Sum over its experts of what they made of each token, `y` of type `spec` [experts batch slots d_model], times
+    their weights: `out` [length batch d_model], 0 for tokens without an expert. If `y` is partial, so are these sums,
+    which are smaller, and summed over ranks last."""
+
+    wide = ("inputs",)
+    open = {"inputs": "value"}
+
+    def record(self, ops, name, y, spec, weights, of_weights, out, chosen):
+        _check_of_dispatch(name, out, spec)
+        return ops.record(self.kind, name, [y, weights], [spec, of_weights], [out], chosen=chosen)
+
+    def plan(self, planner, operation):
+        """Plan the sum where the sequences are: the slots of all experts are converted to there."""
+        (spec, of_weights), (out,) = operation.inputs, operation.outputs
+        partial = planner.layout(spec).partial
+        layout = planner.layout(out).restrict(out.dims[1:]).without(partial)
+        enter = planner.enter(spec, replace(layout.restrict(spec.dims), partial=partial), layout.axes)
+        given = planner.enter(of_weights, layout.restrict(of_weights.dims), (*layout.axes, *partial))
+        leave = planner.split(out, replace(layout, partial=partial))
+        return planned(planner, operation, layout, [enter, given, leave])
+
+    def run(self, ops, found, name, y, spec, weights, of_weights, out, chosen):
+        """Add up what the experts made of this rank's tokens, in the type of statistics."""
+        return ops.kernels.expert_rows.combine(y, weights, chosen)
+
+    def meter(self, ops, found, name, y, spec, weights, of_weights, out, chosen):
+        """Count the memory of the weighted sum, with the numbers of each slot; slots, weights and places are kept."""
+        shape, by_expert, elements = found.conversions[0].after, weights.elements, y.elements
+        slots, places, dtype = prod(shape[:3]), by_expert // shape[0] * chosen, ops.plan.itemsize[of_weights.dtype]
+        held, lies = _places_of_dispatch(ops, slots, places, by_expert)
+        read = ops.new(places, ops.wide), ops.integers(SUMMED * places)
+        total = ops.inner(found, found.conversions[-1])
+        _rows(ops, total.elements)
+        del read
+
+        def backward(_: Gradients, __: Saved) -> Gradients:
+            """Count the gradients of slots, each of a token's, and of weights."""
+            of_places = ops.new(places, ops.wide), ops.integers(SUMMED * places)
+            of_each = ops.new(by_expert, dtype)
+            read = _tokens(ops, slots), ops.new(slots, dtype), ops.integers(SUMMED * slots)
+            _rows(ops, elements)
+            of_slots = ops.new(elements)
+            del of_places, read
+            return [of_slots, of_each]
+
+        ops.note([total], [y, weights], (y.storage, weights.storage, held, lies), backward)
+        return total
+
+
+def _places_of_dispatch(ops, slots: int, places: int, by_expert: int) -> tuple[MeteredStorage, MeteredStorage]:
+    """Count the integers that say which token lies in each of the `slots`, and in which `places` each token lies."""
+    held, lies = ops.integers(slots), ops.integers(places)
+    ops.integers(3 * by_expert)  # while tokens are numbered
+    return held, lies
+
+
+def _tokens(ops, slots: int) -> MeteredStorage:
+    """Count the numbers of the tokens in the `slots`, among all tokens of the rank."""
+    ops.integers(3 * slots)  # while they are computed
+    return ops.integers(slots)
+
+
+def _rows(ops, elements: int) -> None:
+    """Count what a sum of rows takes, of which each is cast to the type of statistics, unless it is that type."""
+    if ops.wide != ops.plan.itemsize["compute"]:
+        total = ops.new(elements, ops.wide)  # noqa: F841  (beside each row and its cast)
+        row = ops.new(elements)  # noqa: F841
+        ops.new(elements, ops.wide)

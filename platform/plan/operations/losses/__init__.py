@@ -1,1 +1,0 @@
-"""Operations that end the forward pass: losses of labels and of targets"""

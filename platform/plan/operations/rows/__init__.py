@@ -1,1 +1,0 @@
-"""Operations element by element or row by row: functions, norms, dropout, positions, recurrences"""

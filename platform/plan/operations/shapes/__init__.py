@@ -1,1 +1,0 @@
-"""Operations that move, join, cut or contract the dims of one activation"""

@@ -1,0 +1,144 @@
+"""Plans as plain data: the whole of one, its digest, and a summary for people.
+
+A plan is a tree of frozen dataclasses. As JSON has it, each is {"is": WORD, FIELD: value, ...}, a mapping is
+{"is": "map", "items": [[key, value], ...]}, a tuple a list, and everything else stands for itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from platform.plan.chunks import Chunk
+from platform.plan.layout import Cut, Layout, Mesh
+from platform.plan.model_types import Operation, Parameter, Recompute, RotaryScaling, Router, Spec
+from platform.plan.operation_plan import Collective, Einsum, EinsumGroup, Panels, PlannedOperation
+from platform.plan.plan import Plan
+from platform.plan.planner import Planner
+from platform.plan.rule import Conversion, Step
+from platform.plan.scheme import Scheme
+from platform.plan.step_collectives import communication
+
+# Word in the data -> class. Digests are of these words: another name of a class changes none.
+_CLASSES: dict[str, type] = {
+    "Chunk": Chunk, "Collective": Collective, "Conversion": Conversion, "Cut": Cut, "Einsum": Einsum,
+    "EinsumGroup": EinsumGroup, "Layout": Layout, "Mesh": Mesh, "Operation": Operation, "Panels": Panels,
+    "Parameter": Parameter, "Plan": Plan, "PlannedOperation": PlannedOperation, "Planner": Planner, "Recompute":
+    Recompute, "RotaryScaling": RotaryScaling, "Router": Router, "Scheme": Scheme, "Spec": Spec, "Step": Step,
+}  # fmt: skip
+_WORDS = {part: word for word, part in _CLASSES.items()}
+_FIELDS = {part: [f.name for f in fields(part) if f.init] for part in _WORDS}
+_DIGESTS: dict[int, str] = {}  # by identity, of plans that are alive
+
+
+def to_dict(plan: Plan) -> dict[str, Any]:
+    """Encode a whole plan as plain JSON-able data, from which `from_dict` rebuilds an equal plan."""
+    return _encoded(plan, {})
+
+
+def from_dict(data: Any) -> Plan:
+    """Rebuild the plan from which `to_dict` made `data`. Raises ValueError for anything else."""
+    try:
+        plan = _decoded(data)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"is no plan: {type(error).__name__}: {error}") from None
+    if not isinstance(plan, Plan):
+        raise ValueError("is no plan")
+    return plan
+
+
+def digest(plan: Plan) -> str:
+    """Return 16 hexadecimal digits that identify a plan: the same for equal plans in all processes and machines."""
+    if (known := _DIGESTS.get(id(plan))) is None:
+        text = json.dumps(to_dict(plan), sort_keys=True, separators=(",", ":"))
+        _DIGESTS[id(plan)] = known = hashlib.sha256(text.encode()).hexdigest()[:16]
+        weakref.finalize(plan, _DIGESTS.pop, id(plan), None)
+    return known
+
+
+def _encoded(value: Any, done: dict[int, Any]) -> Any:
+    """Encode a value that is part of a plan as plain data, recursively: dataclasses and mappings as described in the
+    module's text, tuples as lists. `done`: encoded dataclasses so far, by identity, as layers share them."""
+    kind = type(value)
+    if value is None or kind in (str, int, float, bool):
+        return value
+    if kind in (tuple, list):
+        return [_encoded(item, done) for item in value]
+    if kind in _FIELDS:
+        if (found := done.get(id(value))) is None:
+            done[id(value)] = found = {"is": _WORDS[kind]}
+            for name in _FIELDS[kind]:
+                found[name] = _encoded(getattr(value, name), done)
+        return found
+    assert isinstance(value, Mapping), f"{kind.__name__} in a plan: one of _CLASSES, if it is a dataclass"
+    return {"is": "map", "items": [[_encoded(key, done), _encoded(item, done)] for key, item in value.items()]}
+
+
+def _decoded(value: Any) -> Any:
+    """Rebuild one value of a plan from plain data made by `_encoded`, recursively. Raises KeyError, TypeError or
+    AttributeError for data that is no plan."""
+    if isinstance(value, list):
+        return tuple(map(_decoded, value))
+    if not isinstance(value, Mapping):
+        return value
+    given = dict(value)
+    if (kind := given.pop("is")) == "map":
+        return {_decoded(key): _decoded(item) for key, item in given["items"]}
+    return _CLASSES[kind](**{name: _decoded(item) for name, item in given.items()})
+
+
+def plan_summary(plan: Plan) -> dict[str, Any]:
+    """Return the summary of a plan that `plan.json` in the run directory holds for people, with its digest; too little
+    to rebuild the plan."""
+    return {
+        "digest": digest(plan),
+        "mesh": plan.mesh.axes,
+        "scheme": plan.scheme.name,
+        "precision": plan.precision,
+        "microbatches": plan.microbatches,
+        "sharded": list(plan.sharded),
+        "bucket_mib": plan.bucket_mib,
+        "storage": list(plan.sharded if plan.zero == 3 else ()),
+        "sizes": dict(plan.sizes),
+        "regions": {r: dict(layout) for r, layout in plan.regions.items()},
+        "only": {r: list(layout.only) for r, layout in plan.scheme.regions.items() if layout.only},
+        "parameters": [
+            {
+                "name": p.name,
+                "dims": list(p.dims),
+                "shape": list(plan.global_shape(p)),
+                "layout": dict(plan.layout(p)),
+                "only": list(plan.layout(p).only),
+                "reduce": list(plan.reductions[p.name]),
+            }
+            for p in plan.parameters
+        ],
+        **(
+            {"states": [{"name": p.name, "shape": list(plan.global_shape(p))} for p in plan.states]}
+            if plan.states
+            else {}
+        ),
+        "operations": [
+            {
+                "kind": kind,
+                "name": name,
+                **({"kernel": o.operation["kernel"]} if "kernel" in dict(o.operation.attributes) else {}),
+                "compute_axes": list(o.compute_axes),
+                "collectives": [_plain(c) for c in o.collectives],
+            }
+            for (kind, name), o in plan.operations.items()
+        ],
+        "communication": communication(plan),
+        "parameter_count": plan.parameter_count,
+        "parameters_per_worker": plan.local_parameter_count,
+        "flops_per_token": plan.flops_per_token,
+    }
+
+
+def _plain(c: Collective) -> dict[str, Any]:
+    """Return a planned collective as plain data for people."""
+    return {**vars(c), "axes": list(c.axes), "cuts": [f"{cut.size} over {'+'.join(cut.axes)}" for cut in c.cuts]}

@@ -1,0 +1,450 @@
+"""Simulation of a schedule: when each action starts and ends, the bubble, and how many activations are alive."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from math import inf
+
+from platform.plan.schedule import COMPUTE, PASS, RECEIVES, Action, Kind, Schedule, ScheduleError, needs, result
+
+# Durations in units of one chunk's forward pass of one microbatch.
+NOMINAL: Mapping[Kind, float] = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
+
+Tensor = tuple[str, int, int]  # a result: pass, chunk, microbatch
+Span = tuple[float, float]  # start, end of an action
+Times = Mapping[Kind, float] | Callable[[int, Action], float]  # seconds by kind, or by (stage, action)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedAction:
+    """Action of a pipeline stage with its start and end, planned or measured, in seconds from the start of the step."""
+
+    stage: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Result of simulating a pipeline schedule with `simulate`. `timeline` is ordered by end, then stage. `peak_live`:
+    most forward passes of each stage at once whose backward pass, or weight gradient if split off, is not done."""
+
+    timeline: tuple[TimedAction, ...]
+    makespan: float  # seconds
+    busy: tuple[float, ...]  # seconds that each stage computes
+    peak_live: tuple[int, ...]
+
+    @property
+    def bubble(self) -> float:
+        """Return the pipeline bubble: makespan / ideal - 1, where ideal is the busiest stage's time of computing."""
+        return self.makespan / max(self.busy) - 1
+
+
+def simulate(schedule: Schedule, times: Times = NOMINAL, transfer: float = 0.0) -> Simulation:
+    """Simulate one step of a pipeline schedule's compute table, in which every stage starts its next action as soon as
+    its inputs are there.
+
+    `times`: duration of an action by kind, or as a function of (stage, action), by default NOMINAL. `transfer`: seconds
+    between the end of an action and the start of one on another stage that needs its result; it keeps no stage busy.
+    Raises ScheduleError with the stuck actions if stages wait for each other.
+    """
+    return _nominal(schedule) if times is NOMINAL and not transfer else _simulated(schedule, times, transfer)
+
+
+@lru_cache(maxsize=4)
+def _nominal(schedule: Schedule) -> Simulation:
+    """Simulate a pipeline schedule with nominal times, once for the check, the lowering and the picture of it."""
+    return _simulated(schedule, NOMINAL, 0.0)
+
+
+def _simulated(schedule: Schedule, times: Times, transfer: float) -> Simulation:
+    """Simulate one step of a pipeline schedule action by action; arguments and errors as of `simulate`."""
+    seconds = times if callable(times) else (lambda stage, action: times[action.kind])
+    spans = _timed_rows(schedule, seconds, transfer)
+    events = [
+        TimedAction(stage, action, start, end)
+        for stage, (row, found) in enumerate(zip(schedule.rows, spans, strict=True))
+        for action, (start, end) in zip(row, found, strict=True)
+    ]
+    return Simulation(
+        timeline=tuple(sorted(events, key=lambda e: (e.end, e.stage, e.start))),
+        makespan=_last(spans),
+        busy=tuple(sum(seconds(stage, action) for action in row) for stage, row in enumerate(schedule.rows)),
+        peak_live=tuple(map(_peak_live, schedule.rows)),
+    )
+
+
+def makespan(schedule: Schedule, seconds: Callable[[int, Action], float]) -> float:
+    """Return the seconds of a schedule's step, as `simulate` does, from the seconds of (stage, action)."""
+    return _last(_timed_rows(schedule, seconds, 0.0))
+
+
+def _last(spans: Sequence[Sequence[Span]]) -> float:
+    """Return when the last action ends."""
+    return max((row[-1][1] for row in spans if row), default=0.0)
+
+
+def _timed_rows(schedule: Schedule, seconds: Callable[[int, Action], float], transfer: float) -> list[list[Span]]:
+    """Return by stage the start and the end of each action of its row; arguments and errors as of `simulate`."""
+    waits = _waits(schedule)
+    done: dict[int, tuple[float, int]] = {}  # by number of a result: its end and its stage
+    spans: list[list[Span]] = [[] for _ in waits]
+    progress = True
+    while progress:
+        progress = False
+        for stage, (row, found) in enumerate(zip(waits, spans, strict=True)):
+            now = found[-1][1] if found else 0.0
+            while len(found) < len(row):
+                action, inputs, made = row[len(found)]
+                start = now
+                for number in inputs:
+                    if (there := done.get(number)) is None:
+                        break
+                    when, origin = there
+                    start = max(start, when + transfer if origin != stage else when)
+                else:
+                    now = start + seconds(stage, action)
+                    found.append((start, now))
+                    done[made] = now, stage
+                    progress = True
+                    continue
+                break
+    if any(len(found) < len(row) for found, row in zip(spans, waits, strict=True)):
+        raise ScheduleError(f"deadlock: {'; '.join(_stuck(schedule, spans))}", schedule.rows)
+    return spans
+
+
+@lru_cache(maxsize=8)
+def _waits(schedule: Schedule) -> list[list[tuple[Action, tuple[int, ...], int]]]:
+    """Return the rows of a schedule, of each action the numbers of the results that it needs, and of its own."""
+    total, n = schedule.total_chunks, schedule.microbatches
+    first = {which: i * total for i, which in enumerate(dict.fromkeys(PASS.values()))}
+
+    def number(tensor: Tensor) -> int:
+        """Return the number of a result."""
+        which, chunk, microbatch = tensor
+        return (first[which] + chunk) * n + microbatch
+
+    return [[(a, tuple(map(number, needs(a, total))), number(result(a))) for a in row] for row in schedule.rows]
+
+
+def _stuck(schedule: Schedule, spans: Sequence[Sequence[Span]]) -> Iterator[str]:
+    """Yield a line per stage of the simulated schedule that is stuck: at which action, and why."""
+    pairs = list(zip(schedule.rows, spans, strict=True))
+    done = {result(action) for row, found in pairs for action in row[: len(found)]}
+    for stage, (row, found) in enumerate(pairs):
+        if len(found) < len(row):
+            missing = [r for r in needs(row[len(found)], schedule.total_chunks) if r not in done]
+            wanted = ", ".join(f"{chunk}{kind}{microbatch}" for kind, chunk, microbatch in missing)
+            yield f"stage {stage} is stuck at {row[len(found)]}, which waits for {wanted}"
+
+
+def _peak_live(row: tuple[Action, ...]) -> int:
+    """Return the most microbatches in flight in one stage's row of a pipeline schedule: forward done, backward not."""
+    steps = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: 0, Kind.WEIGHT: -1}
+    return max(accumulate(steps[a.kind] for a in row), default=0)
+
+
+# Lowering of a compute table to rows with sends and receives, and checks that they run.
+#
+# Every receive is placed together with its send: all stages' rows are then parts of one common order, in which each
+# send stands next to its receive. So no two stages can wait for each other, even if a send blocks until it is received,
+# and two stages that are each other's neighbour on both sides (two stages with several chunks) see their messages in
+# the same order.
+
+Message = tuple[tuple[int, Action], tuple[int, Action]]  # (stage, send), (stage, receive)
+
+
+@lru_cache(maxsize=16)
+def validate(schedule: Schedule) -> None:
+    """Raise ScheduleError with every violation of a pipeline schedule's compute table: counts, unknown or repeated
+    actions, order; if there is none of these, for a deadlock.
+
+    A table without any backward pass is legal: evaluation uses one.
+    """
+    if lines := list(_violations(schedule)):
+        raise ScheduleError(lines, schedule.rows)
+    simulate(schedule)  # raises ScheduleError on deadlock
+
+
+@lru_cache(maxsize=16)
+def lower(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+    """Lower a pipeline schedule: return each stage's row with sends and receives inserted, as its workers execute it.
+    Raises ScheduleError as `validate` does.
+
+    The common order is the order of the actions' ends in a simulation with nominal times: a receive stands before the
+    action during which its message is sent, so it is posted by then.
+    """
+    if not schedule.proven:
+        validate(schedule)
+    rows: list[list[Action]] = [[] for _ in schedule.rows]
+    for event in simulate(schedule).timeline:
+        rows[event.stage].append(event.action)
+        for stage, action in message(schedule, event.action) or ():
+            rows[stage].append(action)
+    return tuple(tuple(row) for row in rows)
+
+
+def message(schedule: Schedule, action: Action) -> Message | None:
+    """Return (sending stage, send action) and (receiving stage, receive action) of the result of a compute action in a
+    pipeline schedule; None if the result stays on its stage."""
+    forward, m, chunk = action.kind is Kind.FORWARD, action.microbatch, action.chunk
+    target = chunk + 1 if forward else chunk - 1
+    if action.kind is Kind.WEIGHT or not 0 <= target < schedule.total_chunks:
+        return None
+    source, sink = schedule.placement[chunk], schedule.placement[target]
+    send, receive = (Kind.SEND_F, Kind.RECV_F) if forward else (Kind.SEND_B, Kind.RECV_B)
+    pair = (source, Action(send, m, chunk, sink)), (sink, Action(receive, m, target, source))
+    return pair if source != sink else None
+
+
+def _violations(schedule: Schedule) -> Iterator[str]:
+    """Yield one message per rule that a pipeline schedule's compute table breaks: its number of rows, actions that are
+    unknown, repeated, missing or out of order, and chunks on several stages."""
+    if len(schedule.rows) != schedule.stages:
+        yield f"{schedule.name}: {len(schedule.rows)} rows for {schedule.stages} stages"
+    stages: dict[int, int] = {}  # chunk -> stage
+    counts: Counter[tuple[Kind, int, int]] = Counter()
+    place: dict[tuple[Kind, int, int], int] = {}  # action -> position in its row
+    size = f"{schedule.total_chunks} chunks and {schedule.microbatches} microbatches"
+    for stage, row in enumerate(schedule.rows):
+        for position, a in enumerate(row):
+            known = 0 <= a.chunk < schedule.total_chunks and 0 <= a.microbatch < schedule.microbatches
+            if a.kind not in COMPUTE or not known:
+                yield f"stage {stage}: {a} is no computation of {size}"
+            elif stages.setdefault(a.chunk, stage) != stage:
+                yield f"stage {stage}: {a}, but chunk {a.chunk} lives on stage {stages[a.chunk]}"
+            counts[key := (a.kind, a.chunk, a.microbatch)] += 1
+            place[key] = position
+    yield from (f"{c}{kind}{m} occurs {n} times" for (kind, c, m), n in counts.items() if n > 1)
+    trains = any(kind is not Kind.FORWARD for kind, _, _ in counts)
+    for chunk in range(schedule.total_chunks):
+        for m in range(schedule.microbatches):
+            here = {kind: place[kind, chunk, m] for kind in COMPUTE if (kind, chunk, m) in place}
+            yield from _pass_violations(here, chunk, m, trains)
+
+
+BEFORE = ((Kind.FORWARD, Kind.BACKWARD), (Kind.FORWARD, Kind.INPUT), (Kind.INPUT, Kind.WEIGHT))
+
+
+def _pass_violations(here: dict[Kind, int], chunk: int, m: int, trains: bool) -> Iterator[str]:
+    """Yield one message per missing, surplus or misordered action of one chunk on microbatch `m` in a pipeline
+    schedule; `here`: the positions of its actions in the stage's row. `trains`: the table has backward passes, so this
+    chunk must have its own."""
+    split = {Kind.INPUT, Kind.WEIGHT}
+    backward = split if split & here.keys() else {Kind.BACKWARD}
+    wanted = {Kind.FORWARD, *(backward if trains else ())}
+    yield from (f"{chunk}{kind}{m} is missing" for kind in COMPUTE if kind in wanted and kind not in here)
+    yield from (f"{chunk}{kind}{m} repeats {chunk}I{m} and {chunk}W{m}" for kind in here if kind not in wanted)
+    for first, second in BEFORE:
+        if first in here and second in here and here[second] < here[first]:
+            yield f"{chunk}{second}{m} stands before {chunk}{first}{m}"
+
+
+# Lowered rows that the driver sends to a stage's workers, and their plain-data form for the wire.
+
+_KINDS = list(Kind)
+
+
+@dataclass(frozen=True)
+class StageRows:
+    """Lowered schedule rows of one pipeline stage, which the driver sends to its workers. `forward`: a forward pass of
+    one microbatch, number 0, for evaluation and sampling; `steps`: a training step, for each number of microbatches
+    that a batch of the run has, ascending."""
+
+    forward: tuple[Action, ...]
+    steps: tuple[tuple[Action, ...], ...]
+
+    def step(self, microbatches: int) -> tuple[Action, ...]:
+        """Return this stage's schedule row for a training step of so many microbatches, the shortest with room."""
+        return next(row for row in self.steps if any(a.microbatch + 1 >= microbatches for a in row))
+
+    def plain(self) -> list[list[list[int]]]:
+        """Return a stage's schedule rows as lists of numbers, to be sent to workers: the actions' kinds, as positions
+        in `Kind`, microbatches, chunks, and peers, -1 for none."""
+        return [
+            [
+                [_KINDS.index(a.kind) for a in row],
+                [a.microbatch for a in row],
+                [a.chunk for a in row],
+                [-1 if a.peer is None else a.peer for a in row],
+            ]
+            for row in (self.forward, *self.steps)
+        ]
+
+    @classmethod
+    def from_plain(cls, rows: Sequence[Sequence[Sequence[int]]]) -> StageRows:
+        """Rebuild a stage's schedule rows from the lists of numbers made by `plain`. Raises ValueError if illegal."""
+        forward, *steps = (
+            tuple(
+                Action(_KINDS[kind], microbatch, chunk, None if peer < 0 else peer)
+                for kind, microbatch, chunk, peer in zip(*columns, strict=True)
+            )
+            for columns in rows
+        )
+        return cls(forward, tuple(steps))
+
+
+def stage_rows(schedules: Sequence[Schedule]) -> list[StageRows]:
+    """Lower the pipeline schedules of a run for the workers, one for each number of microbatches that its batches have,
+    ascending: return, by stage, the rows of a forward pass and of training steps, all with sends and receives."""
+    some = schedules[-1]
+    chunks = (some.chunks_of(stage) for stage in range(some.stages))
+    passes = tuple(tuple(Action(Kind.FORWARD, 0, chunk) for chunk in of_stage) for of_stage in chunks)
+    once = Schedule("forward", some.stages, some.chunks, 1, passes)
+    steps = zip(*map(lower, schedules), strict=True)
+    return [StageRows(forward, of_stage) for forward, of_stage in zip(lower(once), steps, strict=True)]
+
+
+# Messages between the stages of a schedule on links that they share: how long a step takes where links are busy.
+#
+# A message is under way from when its sender has computed it and its receiver has posted the receive, as transports ask
+# first. Messages under way at once have an equal share of the link of the stage that they leave, and of the one that
+# they enter; between one pair of stages they go one after the other. Stages of a node that share its adapters have one
+# link.
+
+NEVER = inf  # the end of what does not happen
+Key = tuple[str, int, int]  # a result, see `table.result`
+
+
+@dataclass(frozen=True)
+class StageMessages:
+    """Messages between the stages of a step: `seconds` of one from a stage to another that has its links for itself;
+    `link`: the name of a stage's link, the same for stages that share one; `early`: True if receives are posted a
+    computation earlier than a stage's row has them."""
+
+    seconds: Callable[[int, int], float]
+    link: Callable[[int], Hashable] = lambda stage: stage
+    early: bool = False
+
+
+def makespan_with(messages: StageMessages, schedule: Schedule, seconds: Callable[[int, Action], float]) -> float:
+    """Return the seconds of a schedule's step, given the seconds of (stage, action)."""
+    return _Step(messages, schedule, seconds).run()
+
+
+@dataclass
+class _Task:
+    """Computation in a stage's row; the receives posted when it `begins` and behind it (`posts`), and its `sends`, each
+    as (result, other stage)."""
+
+    action: Action | None
+    begins: list[Key] = field(default_factory=list)
+    posts: list[Key] = field(default_factory=list)
+    sends: list[tuple[Key, int]] = field(default_factory=list)
+
+
+@dataclass
+class _Message:
+    """Message under way, with the seconds that are left of it on a link of its own."""
+
+    key: Key
+    source: int
+    sink: int
+    left: float
+
+
+class _Step:
+    """Step of a schedule as it is simulated, from one end of a computation or message to the next."""
+
+    def __init__(self, messages: StageMessages, schedule: Schedule, seconds: Callable[[int, Action], float]):
+        """Begin a step."""
+        self.messages, self.seconds, self.total = messages, seconds, schedule.total_chunks
+        self.rows = [_lowered_tasks(row, messages.early) for row in lower(schedule)]
+        stages = range(len(self.rows))
+        self.at, self.ends, self.now = [0 for _ in stages], [NEVER for _ in stages], 0.0
+        self.there: list[set[Key]] = [set() for _ in stages]  # results that a stage has
+        self.posted: list[set[Key]] = [set() for _ in stages]
+        self.waiting: list[_Message] = []
+        self.moving: list[_Message] = []
+
+    def run(self) -> float:
+        """Run the step; return its seconds."""
+        last = 0.0
+        for stage in range(len(self.rows)):
+            self._begin_task(stage)
+        while True:
+            self._start_messages()
+            speeds = self._speeds_of_messages()
+            arrivals = [m.left / speed for m, speed in zip(self.moving, speeds, strict=True)]
+            soonest = min(self.ends)
+            took = min([soonest - self.now, *arrivals])
+            if took == NEVER:
+                return last
+            self.now += took
+            for m, speed in zip(self.moving, speeds, strict=True):
+                m.left -= took * speed
+            ended = [stage for stage, end in enumerate(self.ends) if end <= self.now + 1e-12]
+            for stage in ended:
+                last = self.now
+                self._end_task(stage)
+            for m in (m for m in self.moving if m.left <= 1e-12):
+                self.there[m.sink].add(m.key)
+                ended.append(m.sink)
+            self.moving = [m for m in self.moving if m.left > 1e-12]
+            for stage in ended:
+                self._begin_task(stage)
+
+    def _begin_task(self, stage: int) -> None:
+        """Begin a stage's next computation if what it needs is there."""
+        row, here = self.rows[stage], self.there[stage]
+        while self.ends[stage] == NEVER and self.at[stage] < len(row):
+            task = row[self.at[stage]]
+            if task.action is None:  # receives before any computation
+                self.posted[stage].update(task.posts)
+                self.at[stage] += 1
+                continue
+            if not all(key in here for key in needs(task.action, self.total)):
+                return
+            self.posted[stage].update(task.begins)
+            self.ends[stage] = self.now + self.seconds(stage, task.action)
+
+    def _end_task(self, stage: int) -> None:
+        """End a stage's computation: its result is there, and is sent."""
+        task = self.rows[stage][self.at[stage]]
+        assert task.action is not None
+        self.there[stage].add(result(task.action))
+        self.posted[stage].update(task.posts)
+        self.waiting += [_Message(key, stage, to, self.messages.seconds(stage, to)) for key, to in task.sends]
+        self.at[stage] += 1
+        self.ends[stage] = NEVER
+
+    def _start_messages(self) -> None:
+        """Start the messages whose receives are posted, one for each pair of stages, in the order of their sends."""
+        pairs = {(m.source, m.sink) for m in self.moving}
+        stay = []
+        for m in self.waiting:
+            if (m.source, m.sink) in pairs or m.key not in self.posted[m.sink]:
+                stay.append(m)
+            else:
+                pairs.add((m.source, m.sink))
+                self.moving.append(m)
+        self.waiting = stay
+
+    def _speeds_of_messages(self) -> list[float]:
+        """Return the share of its speed alone at which each message under way goes."""
+        link = self.messages.link
+        out, into = Counter(link(m.source) for m in self.moving), Counter(link(m.sink) for m in self.moving)
+        return [1 / max(out[link(m.source)], into[link(m.sink)]) for m in self.moving]
+
+
+def _lowered_tasks(row: tuple[Action, ...], early: bool) -> list[_Task]:
+    """Return a stage's row, lowered, as its computations and what goes with them."""
+    tasks = [_Task(None)]
+    for a in row:
+        last = tasks[-1]
+        if a.kind in COMPUTE:
+            tasks.append(_Task(a))
+        elif a.kind in RECEIVES:
+            forward = a.kind is Kind.RECV_F
+            key = ("F", a.chunk - 1, a.microbatch) if forward else ("B", a.chunk + 1, a.microbatch)
+            (last.begins if early and last.action else last.posts).append(key)
+        else:
+            assert a.peer is not None
+            last.sends.append((result(a), a.peer))
+    return tasks

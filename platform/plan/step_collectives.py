@@ -1,0 +1,299 @@
+"""Collectives of one training step: of operations, between stages, of gradient reductions and parameter updates."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from platform.plan.chunks import Bucket, Chunk, moves
+from platform.plan.model_types import AttentionTraits, Parameter, Spec, chosen
+from platform.plan.operation_plan import Collective, PlannedOperation, label
+from platform.plan.plan import Plan
+
+# Counting of what several ranks have alike in sums over all ranks: one of them counts it.
+
+Coordinates = Mapping[str, int]  # a rank's place: mesh axis -> index
+
+
+def counts_at(at: Coordinates, axes: Iterable[str]) -> bool:
+    """Return True if the rank at mesh coordinates `at` counts its part in a sum over all ranks (loss, gradient norm) of
+    a quantity split over `axes` and replicated over all other axes of its stage: of the replicas, the one at index 0
+    counts."""
+    split = {"stage", *axes}
+    return all(i == 0 for axis, i in at.items() if axis not in split)
+
+
+def counts_gradient(plan: Plan, at: Coordinates, p: Parameter) -> bool:
+    """Return True if the rank at mesh coordinates `at` counts its part of the gradient of `p` in a sum over all ranks:
+    one of the ranks that replicate it does, in the owner stage if it is tied; none does if it is frozen. `plan`: the
+    plan of the rank's stage."""
+    own = plan.stages_of[p.name][0] == at["stage"] and p.name not in plan.frozen
+    return own and counts_at(at, plan.split_over(p))
+
+
+def counted_stretches(plan: Plan, at: Coordinates) -> dict[str, list[slice]]:
+    """Return, by the name of each bucket's first parameter, the slices of the rank's flat gradients (one shard of the
+    bucket's buffer) that the rank at mesh coordinates `at` counts in the gradient norm (`counts_gradient`); adjacent
+    slices are joined. `plan`: the plan of the rank's stage."""
+    out: dict[str, list[slice]] = {}
+    for bucket in (plan.bucket_at(bucket, at) for bucket in plan.buckets):
+        before = plan.mesh.index(at, bucket.sharded) * bucket.shard_elements  # elements of other shards
+        stretches = out.setdefault(bucket.parameters[0].name, [])
+        for p in bucket.parameters:
+            start, stop = (bucket.ranges[p.name][0] + i - before for i in plan.shard_range(p, at))
+            if start < stop and counts_gradient(plan, at, p):
+                follows = stretches and stretches[-1].stop == start
+                stretches.append(slice(stretches.pop().start if follows else start, stop))
+    return out
+
+
+# Parameters as matrices, and the sums over ranks of which an optimizer with factored second moments makes its update
+# (Adafactor): squares by row and by column. Pure Python.
+
+
+def summed_sizes(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Return, by name of each trained parameter of a stage's plan, the sizes of the sums over ranks for an Adafactor
+    update: one sum of squared weights, (1,); in `Plan.factored` also squared gradients by row and column of all its
+    matrices, (rows, columns, 1)."""
+    trained = [p for p in plan.parameters if p.name not in plan.frozen]
+    return {p.name: (*sides(plan, p), 1) if p.name in plan.factored else (1,) for p in trained}
+
+
+def sides(plan: Plan, p: Parameter) -> tuple[int, int]:
+    """Return how many rows, and how many columns, all matrices of a parameter have together."""
+    number, rows, columns = p.matrices(plan.global_shape(p))
+    return number * rows, number * columns
+
+
+def summing_axes(plan: Plan) -> tuple[str, ...]:
+    """Return the mesh axes over which an Adafactor update sums: all but `stage` that have more than one rank."""
+    return plan.mesh.ordered(a for a, n in plan.mesh.axes.items() if n > 1 and a != "stage")
+
+
+def factor_collectives(plan: Plan) -> list[Collective]:
+    """List the collectives of a stage's Adafactor update, none without `Plan.factored`: an all-reduce of the sums of
+    `summed_sizes`, and one of the sums of squares of each parameter's update."""
+    axes, sizes = summing_axes(plan), summed_sizes(plan)
+    if not (plan.factored and axes and sizes):
+        return []
+    elements = sum(map(sum, sizes.values())), len(sizes)
+    return [Collective("all_reduce", axes, n, "accumulate", "update") for n in elements]
+
+
+def factors_at(plan: Plan, at: Mapping[str, int]) -> int:
+    """Return how many row and column second moments the worker at mesh coordinates `at` keeps for `Plan.factored`."""
+    here = [p for p in plan.at(at["stage"]).parameters if p.name in plan.factored and plan.present(p, at)]
+    ranges = [(p, *plan.shard_range(p, at)) for p in here]
+    return sum(sum(sides(plan, p)) for p, start, stop in ranges if start < stop)
+
+
+# fp64 numbers summed over the world once a step: loss and squared gradient norm, besides the loads of balanced experts
+WORLD_SUMS = 2
+
+
+def step_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
+    """List every collective of one training step under a plan as (place, collective, launches per rank); the place
+    names the operation, the pair of stages, or the part of the update.
+
+    Only the ranks of one stage launch the collectives of an operation, of gradients and of updates, or a send.
+    """
+    return [(place, c, launches) for place, c, launches, _ in staged_collectives(plan)]
+
+
+def staged_collectives(plan: Plan) -> Iterator[tuple[str, Collective, int, tuple[int, ...]]]:
+    """Yield (place, collective, launches per rank, stages) for every collective of one training step under a plan, as
+    `step_collectives` lists them, with the pipeline stages whose ranks launch it: for a send, the sending and the
+    receiving stage."""
+    for chunk in plan.chunks:
+        here = (chunk.stage,)
+        for (kind, name), o in chunk.operations.items():
+            again = Counter(o.again)
+            for c in o.collectives:
+                twice = again[c] > 0
+                again[c] -= twice
+                yield f"{kind} {name}", c, plan.microbatches * (2 if twice else 1), here
+        for spec, c in kept_gathers(plan, chunk):
+            yield f"kept {spec}", c, plan.microbatches, here
+    yield from _between_chunks(plan)
+
+
+def _between_chunks(plan: Plan) -> Iterator[tuple[str, Collective, int, tuple[int, ...]]]:
+    """Yield the collectives of `staged_collectives` between stages, and those once a step."""
+    for before, after in zip(plan.chunks, plan.chunks[1:], strict=False):
+        if before.stage != after.stage:
+            for name, spec in before.sends:
+                where = f"stage {before.stage} to {after.stage} {name}"
+                for c, stages in transfer(plan, spec, before.stage, after.stage):
+                    yield where, c, plan.microbatches, stages
+    for stage in dict.fromkeys(c.stage for c in plan.chunks):
+        for found in bucket_collectives(plan.at(stage)):
+            yield found.place, found.collective, found.launches, (stage,)
+        for c in factor_collectives(plan.at(stage)):
+            yield "factors", c, 1, (stage,)
+    for name, (owner, *others) in plan.tied.items():
+        bucket = plan.at(owner).bucket_of[name]
+        c = Collective("send", ("stage",), bucket.shard_elements, "accumulate", "reduce", bucket.only)
+        for other in others:
+            for stages in ((other, owner), (owner, other)):
+                yield f"tied {name}", c, 1, stages
+    if world := plan.mesh.ordered(plan.mesh.axes):
+        loads = len(plan.balanced) * plan.sizes.get("experts", 0)
+        c = Collective("all_reduce", world, WORLD_SUMS + loads, "metrics", "reduce")
+        yield "loss and norm", c, 1, tuple(range(plan.stages))
+
+
+def kept_gathers(plan: Plan, chunk: Chunk) -> Iterator[tuple[Spec, Collective]]:
+    """Yield the gathers of inputs that a chunk's ranks have kept in parts, for recomputation, each with its type."""
+    for spec in chunk.kept:
+        if axes := plan.kept_axes(spec):
+            n = plan.shared_elements(spec, axes)
+            yield spec, Collective("all_gather", axes, n, "compute", "backward", plan.layout(spec).only)
+
+
+class BucketCollective(NamedTuple):
+    """Collective of a stage's parameters, its launches per rank, and the `parameters` of `bucket` that it moves."""
+
+    place: str
+    collective: Collective
+    launches: int
+    bucket: Bucket
+    parameters: Sequence[Parameter]
+
+
+def bucket_collectives(plan: Plan) -> Iterator[BucketCollective]:
+    """Yield the collectives of one stage's parameters: the sums of gradients, and the gathers of compute copies, once a
+    step (ZeRO-1 and 2) or in every pass (ZeRO-3).
+
+    The collectives of updates made of whole matrices (`Plan.matrices`) are `matrices`. `plan`: the plan of that stage,
+    see `Plan.at`.
+    """
+    launches = plan.planner.launches
+    passes = Counter(id(b) for spans in plan.resident.values() for b in {id(b): b for s in spans for b in s}.values())
+    for b in plan.buckets:
+        each, last = plan.reduction(b)
+        shape = (b.shards, b.shard_elements)
+        for c in launches(each, shape, "backward", "compute"):
+            yield BucketCollective("gradients", c, plan.microbatches * passes[id(b)], b, b.parameters)
+        for c in launches(last, (1, shape[1]) if each else shape, "reduce", "accumulate"):
+            yield BucketCollective("gradients", c, 1, b, b.parameters)
+    for b in plan.buckets:
+        matrices = [p for p in b.parameters if p.name in plan.matrices]
+        if matrices:
+            for c in launches(plan.gathering(b), (b.shard_elements,), "update", "accumulate"):
+                yield BucketCollective("matrices", c, 1, b, b.parameters)
+        for p in matrices:
+            cuts = plan.planner.cuts(p, plan.layout(p))
+            for c in launches(plan.joining(p), plan.local_shape(p), "update", "accumulate", cuts=cuts):
+                yield BucketCollective("matrices", c, 1, b, [p])
+    gathered = [("update", b, 1) for b in plan.buckets if not b.stored]
+    for spans in plan.resident.values():
+        for phase, buckets in zip(("forward", "backward"), moves(spans, plan.turns), strict=True):
+            gathered += [(phase, b, plan.microbatches) for b in buckets if b.stored]
+    for phase, b, times in gathered:
+        for c in launches(plan.gathering(b), (b.shard_elements,), phase):
+            yield BucketCollective("parameters", c, times, b, b.parameters)
+
+
+def transfer(plan: Plan, spec: Spec, here: int, there: int) -> Iterator[tuple[Collective, tuple[int, ...]]]:
+    """Yield the collectives that send one activation of a microbatch from stage `here` to the next, `there`, and its
+    gradient back, with the gathers of its parts (scatter/gather optimization); and their stages, as
+    `staged_collectives` does."""
+    elements, axes, only = plan.sent_elements(spec), plan.shared_axes(spec), plan.layout(spec).only
+    cuts = () if axes else plan.planner.cuts_of(spec, plan.layout(spec), spec.dims)  # parts have the longest's room
+    for phase, (sender, receiver) in (("forward", (here, there)), ("backward", (there, here))):
+        yield Collective("send", ("stage",), elements, "compute", phase, only, 0, cuts), (sender, receiver)
+        if axes:
+            yield Collective("all_gather", axes, elements, "compute", phase, only), (receiver,)
+
+
+def communication(plan: Plan) -> dict[str, int]:
+    """Return the bytes that all workers together move in one training step of a plan, by `OP/AXES` such as
+    `all_reduce/data+t`, exactly as the run's counters will measure them."""
+    out: dict[str, int] = defaultdict(int)
+    for _, c, launches in step_collectives(plan):
+        out[label(c.op, plan.mesh.ordered(c.axes))] += launches * plan.moved_bytes(c)
+    return dict(sorted(out.items()))
+
+
+def communicators(plan: Plan) -> list[tuple[int, int]]:
+    """Return by pipeline stage in how many process groups along axes, the world included, and lines to other stages,
+    each of one direction, a worker of it is."""
+    if plan.mesh.size == 1:
+        return [(0, 0)]
+    groups = {plan.mesh.ordered(plan.mesh.axes), *process_groups(plan)}
+    return [(len(groups), 2 * sum(stage in pair for pair in plan.neighbours)) for stage in range(plan.stages)]
+
+
+def process_groups(plan: Plan) -> list[tuple[str, ...]]:
+    """Return the mesh axes of all process groups of the plan's training steps, in one order on all ranks."""
+    every = set[Collective]()
+    for of_length in plan.of_lengths:
+        planned = {id(o.collectives): o.collectives for chunk in of_length.chunks for o in chunk.operations.values()}
+        every.update(c for some in planned.values() for c in some)  # equal layers share them
+        every.update(c for chunk in of_length.chunks for _, c in kept_gathers(of_length, chunk))
+        every.update(c for _, c, _, _ in _between_chunks(of_length))
+    used = {plan.mesh.ordered(c.axes) for c in every if c.op != "send"}
+    return sorted(used, key=lambda axes: (len(axes), axes))
+
+
+# Fused attentions of a plan: what decides which kernels compute them, and the kernels that torch chooses itself.
+
+FUSED = ("fused_attention", "ring_attention")  # whose kernel is chosen
+
+
+def fused_attentions(plan: Plan) -> Iterator[PlannedOperation]:
+    """Yield the planned operations of all attentions that one kernel computes, in model order."""
+    return (o for (kind, _), o in plan.operations.items() if kind in FUSED)
+
+
+def kernels_of(plan: Plan) -> dict[str, int]:
+    """Count the attentions that one kernel computes, by the name of their kernel."""
+    return dict(Counter(o.operation["kernel"] for o in fused_attentions(plan)))
+
+
+def traits_of(plan: Plan, planned: PlannedOperation, dropout: float, deterministic: bool = False) -> AttentionTraits:
+    """Return the traits of a fused attention of the plan that decide which kernels can compute it. `dropout`: the
+    model's rate; `deterministic`: sums are to be taken in a fixed order."""
+    operation = planned.operation
+    query, _, value = operation.inputs[:3]
+    d_kv, d_value = (plan.local_shape(t)[t.dims.index("d_kv")] for t in (query, value))
+    return AttentionTraits(
+        precision=plan.precision,
+        d_kv=d_kv,
+        bias=operation["biased"],
+        mask=bool(operation.reads) or operation["window"] > 0,
+        dropout=dropout,
+        grouped=_grouped(plan, operation.name),
+        deterministic=deterministic,
+        d_value=0 if d_value == d_kv else d_value,
+    )
+
+
+def _grouped(plan: Plan, name: str) -> bool:
+    """Return True if the kernel of the fused attention `name` gets K and V with fewer heads than Q on every rank."""
+    if not (expanded := plan.operations.get(("expand_kv", f"{name}.key"))) or not expanded.operation["grouped"]:
+        return False
+    have, wanted = expanded.operation.inputs[0], expanded.operation.outputs[0]
+    assert isinstance(have, Spec)
+    groups = plan.local_shape(have)[have.dims.index("kv_heads")]
+    heads, each = plan.local_shape(wanted)[wanted.dims.index("heads")], plan.sizes["heads"] // plan.sizes["kv_heads"]
+    return each > 1 and heads == groups * each
+
+
+def settled(plan: Plan, device: str, dropout: float) -> Plan:
+    """Return the plan as it runs on a kind of device (cpu, cuda): each kernel `auto` is the one that torch chooses.
+    `dropout`: the model's rate."""
+
+    def with_kernel(planned: PlannedOperation) -> PlannedOperation:
+        """Return the planned operation with the name of the kernel that computes it, if it is a fused attention."""
+        operation = planned.operation
+        if operation.kind not in FUSED:
+            return planned
+        kernel = chosen(operation["kernel"], device, traits_of(plan, planned, dropout))
+        attributes = tuple((name, kernel if name == "kernel" else value) for name, value in operation.attributes)
+        return replace(planned, operation=replace(operation, attributes=attributes))
+
+    chunks = (replace(c, operations={key: with_kernel(o) for key, o in c.operations.items()}) for c in plan.chunks)
+    return replace(plan, chunks=tuple(chunks))

@@ -1,1 +1,0 @@
-"""Explaining a plan before it runs: all that is known of it, as data, and what a failure would cost"""

@@ -1,1 +1,0 @@
-"""Tables of measured runs: read, written from runs, and compared with predictions"""

@@ -1,0 +1,291 @@
+"""Choice of a run's pipeline schedule and number of microbatches from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from platform.boundary.refusals import ConfigError, refuse_all, violation
+from platform.config.extensions import admit, with_settings
+from platform.config.fields import Config, Pipeline
+from platform.config.layout_rules import rounds_of_context
+from platform.config.ramps import batch_sizes
+from platform.model import build_model
+from platform.plan.generation_passes import HEAD, pass_groups
+from platform.plan.generators import (
+    MOST_PASSES,
+    NO_TABLE,
+    ONE_CHUNK,
+    SCHEDULES,
+    SHIPPED,
+    Generator,
+    from_csv,
+    generate,
+    least_microbatches,
+    legal_microbatches,
+    representative_microbatches,
+)
+from platform.plan.layout import LEAST_PIECE, MOST_ROUNDS, count_of
+from platform.plan.model_types import AUTO, KERNELS, MATH, reason_against
+from platform.plan.operations.recorder import IllegalPlan
+from platform.plan.plan import Plan
+from platform.plan.plan_summary import unevenness
+from platform.plan.schedule import Schedule, ScheduleError, table
+from platform.plan.scheme import ModelMistake
+from platform.plan.step_collectives import fused_attentions, process_groups, traits_of
+
+MISTAKES_SHOWN = 20  # violations listed for a table from a file
+
+
+def register_pipeline(name: str, generator: Callable[..., Any], settings: type | None = None) -> None:
+    """Register a pipeline schedule as `pipeline.kind=NAME`: a function (stages, chunks per stage, microbatches) ->
+    compute rows, one row of actions per stage.
+
+    The generator refuses numbers that it cannot take by raising `platform.plan.schedule.ScheduleError`; the
+    nearest microbatch counts that it does take are then found by trying. `settings`: a dataclass of pipeline.settings,
+    which the generator gets as `settings`.
+    """
+    admit("pipeline.kind", name, settings, generator)
+    SCHEDULES[name] = generator
+
+
+def generator_of(pipeline: Pipeline) -> Generator | None:
+    """Return the function that generates the pipeline schedule of pipeline.kind; None for `none` and `file`."""
+    if pipeline.kind not in SCHEDULES:  # none, or a file
+        return None
+    return with_settings(SCHEDULES[pipeline.kind], "pipeline.kind", pipeline.kind, pipeline.settings)
+
+
+def count_microbatches(config: Config, data: int) -> int:
+    """Choose the number of microbatches of a run's plan, each spread over `data` replicas, of one global batch: the
+    fewest that hold the batch and that the configured pipeline schedule takes. Missing sequences are padding, which
+    weighs nothing. (A table in a file fixes its own number; `schedule_of` refuses any other.)
+
+    Raises ConfigError if the schedule's table would be too long to make.
+    """
+    pipeline, unit = config.pipeline, config.train.microbatch * data
+    kind, stages, chunks = pipeline.kind, pipeline.stages, pipeline.chunks
+    needed = -(-config.train.global_batch // unit)
+    if kind == "file":
+        return needed
+
+    def forward_passes(stages: int, microbatches: int) -> int:
+        """Return the number of forward passes of a pipeline schedule's stages over at least `microbatches`
+        microbatches: over as many as the schedule takes at least."""
+        least = least_microbatches(kind, stages, chunks, microbatches) if kind in SHIPPED else microbatches
+        return stages * chunks * least
+
+    if forward_passes(stages, 1) > MOST_PASSES:  # whatever the batch
+        constraint = (
+            f"with pipeline.chunks={chunks}, {count_of(forward_passes(stages, 1), 'pass')} at least, of which a"
+            f" schedule may have {MOST_PASSES}"
+        )
+        legal = [n for n in range(1, stages) if forward_passes(n, needed) <= MOST_PASSES]
+        raise ConfigError(violation("pipeline.stages", stages, constraint, legal[-1:]))
+    if (made := forward_passes(stages, needed)) > MOST_PASSES:
+        constraint = (
+            f"is {count_of(needed, 'microbatch')} on pipeline.stages={stages} x pipeline.chunks={chunks}:"
+            f" {made} passes, of which a schedule may have {MOST_PASSES}; more sequences per microbatch make fewer"
+        )
+        legal = [MOST_PASSES // (stages * chunks) * unit]
+        raise ConfigError(violation("train.global_batch", config.train.global_batch, constraint, legal))
+    if kind == "none":
+        return needed
+    return least_microbatches(kind, stages, chunks, needed, generator_of(pipeline))
+
+
+def schedule_of(config: Config, data: int) -> Schedule:
+    """Make the pipeline schedule that a configured run over `data` replicas follows: generated as pipeline.kind says,
+    or read from pipeline.file.
+
+    Without a pipeline it is 1F1B on one stage: each microbatch's backward pass right after its forward pass. Raises
+    ConfigError with every violation.
+    """
+    pipeline, batch = config.pipeline, config.train.global_batch
+    unit = config.train.microbatch * data  # sequences of one microbatch of all replicas
+    microbatches = count_microbatches(config, data)
+    if pipeline.kind == "file":
+        return _from_file(config, microbatches, unit)
+    kind = "1f1b" if pipeline.kind == "none" else pipeline.kind
+    generator = generator_of(pipeline)
+    try:
+        return generate(kind, pipeline.stages, pipeline.chunks, microbatches, generator)
+    except ScheduleError as error:
+        legal = legal_microbatches(kind, pipeline.stages, pipeline.chunks, microbatches, generator)
+        if not legal:  # no number of microbatches helps
+            raise ConfigError([violation("pipeline", kind, line) for line in error.violations]) from None
+        reason = f"is {count_of(microbatches, 'microbatch')}; {'; '.join(error.violations)}"
+        raise ConfigError(violation("train.global_batch", batch, reason, [m * unit for m in legal])) from None
+
+
+def short_schedule(config: Config, data: int, microbatches: int) -> Schedule:
+    """Make the schedule of a configured run, of fewer `microbatches` where stages and peak memory are as of so many."""
+    pipeline = config.pipeline
+    if pipeline.kind == "file":
+        return schedule_of(config, data)
+    kind = "1f1b" if pipeline.kind == "none" else pipeline.kind
+    few = representative_microbatches(kind, pipeline.stages, pipeline.chunks, microbatches)
+    return generate(kind, pipeline.stages, pipeline.chunks, few, generator_of(pipeline))
+
+
+def placement_of(config: Config, data: int) -> tuple[int, ...]:
+    """Return the pipeline stage of every chunk of a configured run, or refuse its schedule as `schedule_of` does."""
+    pipeline, microbatches = config.pipeline, count_microbatches(config, data)
+    stages, chunks = pipeline.stages, pipeline.chunks
+    taken = chunks == 1 or (pipeline.kind not in (*ONE_CHUNK, "none") and microbatches >= stages)
+    if pipeline.kind in ("none", *SHIPPED) and taken:
+        return tuple(chunk % stages for chunk in range(stages * chunks))  # as their generators deal them
+    return schedule_of(config, data).placement  # or says what is wrong
+
+
+def schedules_of(config: Config, data: int) -> list[Schedule]:
+    """Make the pipeline schedules of a configured run over `data` replicas, by number of microbatches, ascending: one
+    for each size of a batch that grows (`config.ramps.batch_ramp`); the last is `schedule_of`'s. Raises ConfigError
+    as `schedule_of` does."""
+    sizes = batch_sizes(config.train)
+    found = [schedule_of(replace(config, train=replace(config.train, global_batch=size)), data) for size in sizes]
+    return list({schedule.microbatches: schedule for schedule in found}.values())
+
+
+def _from_file(config: Config, microbatches: int, unit: int) -> Schedule:
+    """Return the pipeline schedule read from the table in pipeline.file. Raises ConfigError with its mistakes, the
+    first MISTAKES_SHOWN, or with every number of it that differs from the configuration's. `unit`: sequences of one
+    microbatch of all replicas."""
+    path = config.pipeline.file
+    if not path:
+        raise ConfigError(violation("pipeline.file", "", NO_TABLE, ["pipeline.file=FILE"]))
+    try:
+        schedule = from_csv(path)
+    except ScheduleError as error:
+        more = len(error.violations) - MISTAKES_SHOWN
+        shown = [*error.violations[:MISTAKES_SHOWN], *([f"and {count_of(more, 'more mistake')}"] if more > 0 else [])]
+        lines = [violation("pipeline.file", path, line) for line in shown]
+        raise ConfigError([*lines, *(table(error.rows).splitlines() if error.rows else [])]) from None
+    refuse_all(_mismatches(config, schedule, microbatches, unit))
+    return schedule
+
+
+def _mismatches(config: Config, schedule: Schedule, microbatches: int, unit: int) -> Iterator[str]:
+    """Yield a line per number (stages, chunks, microbatches) of a pipeline schedule from a file that differs from the
+    configuration's. `unit`: sequences of one microbatch of all replicas."""
+    for key, given, own in [
+        ("pipeline.stages", config.pipeline.stages, schedule.stages),
+        ("pipeline.chunks", config.pipeline.chunks, schedule.chunks),
+    ]:
+        if given != own:
+            yield violation(key, given, f"the table in pipeline.file has {own}", [own])
+    if microbatches != schedule.microbatches:
+        reason = f"is {count_of(microbatches, 'microbatch')}; the table in pipeline.file has {schedule.microbatches}"
+        yield violation("train.global_batch", config.train.global_batch, reason, [schedule.microbatches * unit])
+
+
+# Text that a run asks of its model: by which keys, of which model, and in which process groups its ranks give it.
+
+
+def asking_keys(config: Config) -> dict[str, tuple[Any, Any]]:
+    """Map each configuration key by which a run asks its model for text to (first request, value that turns it off)."""
+    found: dict[str, tuple[Any, Any]] = {"monitor.sample": (tokens, 0)} if (tokens := config.monitor.sample) else {}
+    lists = {"eval.prompts": config.eval.prompts, "eval.tasks": config.eval.tasks}
+    return found | {key: (asked[0], []) for key, asked in lists.items() if asked}
+
+
+def answering_model(config: Config, source: int = 0) -> Any:
+    """Build the model of a run as passes of generation run it: with the beginning of each sequence and positions as
+    inputs, as if sequences were documents. `source`: tokens that its encoder reads, 0: as configured. Raises
+    ConfigError for a model that writes no text from left to right, part by part up to its head."""
+    c = config.model
+    capacity = c.capacity_factor and float(c.experts)  # a slot for every token of a source
+    length = source or c.source_length or c.length
+    found = build_model(replace(c, within_documents=True, source_length=length, capacity_factor=capacity))
+    if HEAD in getattr(found, "units", ()) and getattr(found, "causal", True):
+        return found
+    raise ConfigError(violation("model.kind", c.kind, "generates no text", ["decoder", "encoder_decoder"]))
+
+
+def groups_of(config: Config, plan: Plan) -> list[tuple[str, ...]]:
+    """Return the mesh axes of the process groups that a run's plan needs: for steps and, if any, text generation."""
+    found = {*process_groups(plan)}
+    if asking_keys(config):
+        found |= pass_groups(plan, answering_model(config))
+    return sorted(found, key=lambda axes: (len(axes), axes))
+
+
+def violations_of_asking(config: Config, plan: Plan) -> Iterator[str]:
+    """Yield a refusal line for each configuration key that asks text of a model that generates none: a model that reads
+    in both directions, or a user's model whose generation cannot be planned."""
+    asked = asking_keys(config)
+    try:
+        if asked:
+            pass_groups(plan, answering_model(config))
+    except (ConfigError, ModelMistake, IllegalPlan, KeyError) as error:
+        why = f"model.kind={config.model.kind} generates no text"
+        why += f": {error.reason}" if isinstance(error, ModelMistake) else ""
+        for key, (value, nothing) in asked.items():
+            yield violation(key, value, why, [nothing])
+
+
+# Choices of attention: a kernel that can compute every attention of a plan, and how many pieces of each sequence each
+# rank of a context gets.
+
+EVEN = 1.02  # times the mean of attention's work, which the busiest rank may have
+OF_WINDOW = 16, 128  # rounds at most, and tokens of a piece at least, where they make a window's work even
+_WHERE = {"cpu": "on a CPU", "cuda": "on a GPU"}
+
+
+def kernel_violations(config: Config, plan: Plan) -> Iterator[str]:
+    """Yield a refusal line if train.attention_kernel names a kernel that cannot compute some attention of the plan on
+    the workers' devices, or if the plan has no fused attention at all. Where cluster.device is `auto`, only a kernel
+    that neither a CPU nor a GPU can run is refused."""
+    kernel, key = config.train.attention_kernel, "train.attention_kernel"
+    if kernel in (AUTO, MATH):
+        return
+    rate = config.model.dropout
+    traits = dict.fromkeys(traits_of(plan, o, rate, config.train.deterministic) for o in fused_attentions(plan))
+    if not traits:
+        yield violation(
+            key, kernel, f"no attention of this plan is computed by one kernel{_unfused(rate)}", [AUTO, MATH]
+        )
+        return
+    device = config.cluster.device
+    kinds = {kind: where for kind, where in _WHERE.items() if device in (kind, "auto")}
+    why = {
+        (kind, name): next(filter(None, (reason_against(name, kind, t) for t in traits)), "")
+        for kind in kinds
+        for name in KERNELS
+    }
+    legal = [name for name in KERNELS if not all(why[kind, name] for kind in kinds)]
+    if kernel not in legal:
+        reasons = (f"{where} it {why[kind, kernel]}" for kind, where in kinds.items())
+        yield violation(key, kernel, "; ".join(reasons), legal)
+
+
+def _unfused(dropout: float) -> str:
+    """Return the remark of an attention kernel refused for a plan that model.dropout may be why none fits; or ""."""
+    return " (model.dropout draws masks that no kernel draws; model.fused_dropout=true lets it)" if dropout else ""
+
+
+def given_rounds(config: Config) -> int:
+    """Return in how many rounds a configuration deals pieces to ranks of a context, 0 if parts lie straight."""
+    # another plan of the run has fewer pieces where they do not divide lengths
+    wanted = config.parallel.context_pieces // 2 or 1
+    return max((n for n in rounds_of_context(config) if n <= wanted), default=0)
+
+
+def even_rounds(config: Config, plan: Plan) -> int:
+    """Return the fewest rounds, of those left open by a configuration, by which attention is equal work for all ranks
+    of its plan's contexts; where documents hide keys, which only the data know, the most."""
+    planner = plan.planner
+    if config.parallel.context_pieces or not planner.scheme.zigzag:
+        return planner.scheme.rounds
+    documents = any(o.operation["begins"] for o in plan.attentions)
+    rounds, tokens = (MOST_ROUNDS, LEAST_PIECE) if documents else OF_WINDOW
+    most = max(1, min(rounds, config.model.length // (2 * config.parallel.context * tokens)))
+    legal, work = [n for n in rounds_of_context(config) if n <= most], dict[int, float]()
+    if documents:
+        return legal[-1]
+    for n in legal:
+        work[n] = unevenness(replace(plan, planner=replace(planner, scheme=replace(planner.scheme, rounds=n))))
+        if work[n] <= EVEN:
+            return n
+    return min(work, key=work.__getitem__)

@@ -1,0 +1,476 @@
+"""Estimate of many contenders at once, in closed form from a sketch: seconds of a step and bytes of a worker."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from math import log2, prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from platform.model import build_model
+from platform.plan.accelerators import ROUNDING, reserved_bytes
+from platform.plan.layout import Mesh, padded
+from platform.plan.model_types import Operation, Parameter, Recompute, Spec
+from platform.plan.operation_plan import Collective, Einsum, EinsumGroup, PlannedOperation
+from platform.plan.operations.recorder import Recorder, Symbol
+from platform.plan.operations.registry import flops, word_of
+from platform.plan.plan import ITEMSIZE
+from platform.plan.plan_builder import ALIGNED
+from platform.plan.planner import Planner
+from platform.plan.rule import partial_axes
+from platform.plan.scheme import CONTEXT, REPLICAS, Scheme
+from platform.predict.hardware import Hardware
+from platform.predict.price import (
+    MIB,
+    bucket_count,
+    bytes_seconds,
+    group_seconds,
+    message_seconds,
+    update_bytes,
+    with_hidden,
+)
+from platform.predict.work import (
+    ACCESSES,
+    FUNCTION,
+    FUSED_BACKWARD,
+    RESIDUAL,
+    USUAL,
+    share_in_use,
+    share_of_rows,
+    share_sent,
+)
+
+# Sketch of a model under a scheme: what a rank computes, moves and keeps, as monomials in the sizes of mesh axes.
+#
+# An operation is planned on a mesh whose axes all have two ranks, and once more with each of them doubled: a number
+# that halves with an axis has the exponent -1 in its size. So the communication rule itself says how its collectives
+# grow, and thousands of meshes are judged at once. Sizes that axes do not divide are judged by `splits`, as a plan
+# does.
+
+Columns = Mapping[str, NDArray[Any]]  # variable -> its value in each contender
+PASSING = ("shift", "relayout", "expand_kv", "cross_entropy")  # operations that keep nothing of their own
+FEW = 4  # layers of a model from whose last one deeper ones follow
+SEQUENCES = "microbatch"  # variable beside the sizes of axes
+BASE = 64  # sequences of a microbatch on a replica while numbers are found
+
+
+class Quantity(NamedTuple):
+    """Meaning of a number of an operation: `flops` of products or `fused` ones of attention; a product's `width`, its
+    shortest side, and the elements of weights `read` by it; elements that are `touched` so often in the forward and the
+    backward pass (`times`), `kept` for the latter, of the `stream` between blocks, of a `parameter`, or of a
+    `collective` (`op`, in a `phase`) over `axes`, which goes `ahead` if it is a weight's. `inside`: part of
+    attention, done again with recompute=selective."""
+
+    what: str
+    axes: tuple[str, ...] = ()
+    op: str = ""
+    phase: str = ""
+    times: tuple[float, float] = (0.0, 0.0)
+    inside: bool = False
+
+
+@dataclass(frozen=True)
+class Monomials:
+    """Numbers of a model under a scheme: `kinds`, the values at two ranks along each axis, their `exponents` by
+    variable, and how often each is in the model without its deepest layers (`once`), and in each of those (`layer`)."""
+
+    kinds: tuple[Quantity, ...]
+    variables: tuple[str, ...]
+    values: NDArray[np.float64]
+    exponents: NDArray[np.float64]
+    once: NDArray[np.float64]
+    layer: NDArray[np.float64]
+
+    def at(self, columns: Columns) -> NDArray[np.float64]:
+        """Return every number for every contender, [numbers, contenders]."""
+        base = {SEQUENCES: BASE}
+        logs = np.stack([np.log2(columns[v] / base.get(v, 2)) for v in self.variables])
+        return self.values[:, None] * np.exp2(self.exponents @ logs)
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """Model under a scheme: its numbers, and what axes must divide: `splits`, pairs of a size and axes, and the axes of
+    a replica's batch."""
+
+    numbers: Monomials
+    splits: tuple[tuple[int, tuple[str, ...]], ...]
+    batch: tuple[tuple[str, ...], ...]
+
+    def legal(self, columns: Columns) -> NDArray[np.bool_]:
+        """Return which contenders' axes divide what they split, but for the batch of a replica."""
+        ones = np.ones_like(columns["stage"])
+        found = ones > 0
+        for size, axes in self.splits:
+            found &= size % prod((columns[a] for a in axes), start=ones) == 0
+        return found
+
+    def takes(self, columns: Columns) -> NDArray[np.bool_]:
+        """Return which contenders' axes divide the batch of a replica."""
+        ones = np.ones_like(columns[SEQUENCES])
+        found = ones > 0
+        for axes in self.batch:
+            found &= columns[SEQUENCES] % prod((columns[a] for a in axes), start=ones) == 0
+        return found
+
+
+class _SketchRecorder(Recorder):
+    """Recorder that takes note of functions element by element too, of which nothing is planned, as operations."""
+
+    def pointwise(self, function: str, *x: Symbol) -> Symbol:
+        """Take note of a pointwise function of activations."""
+        if function != "identity":
+            inputs = tuple(a.spec for a in x)
+            self.operations.append(Operation("pointwise", function, inputs, inputs[:1], recomputed=self._recomputing))
+        return x[0]
+
+    def residual(self, name: str, x: Symbol, y: Symbol, spec: Spec) -> Symbol:
+        """Take note of a residual connection."""
+        self.operations.append(Operation("residual", name, (spec,), (spec,)))
+        return x
+
+
+def counted(config: Any, layers: int, scheme: Scheme) -> Counter[Operation]:
+    """Return the operations of a model with so many layers, equal ones counted together under one of them."""
+    model = build_model(replace(config, layers=layers))
+    recorder = _SketchRecorder(scheme, config.dropout, Recompute("selective"), config.fused_dropout)
+    model.forward(recorder, {name: name for name in model.inputs})
+    first: dict[tuple, Operation] = {}
+    return Counter(first.setdefault(o.anonymous, o) for o in recorder.operations)
+
+
+def sketched(config: Any, scheme: Scheme, axes: Sequence[str]) -> Sketch | None:
+    """Return the sketch of a configured model under a scheme whose `axes`, of replicas and contexts too, all have two
+    ranks; None if no plan of it is legal. `config`: the group model of a configuration."""
+    few = min(FEW, config.layers)
+    whole = counted(config, few, scheme)
+    less = counted(config, few - 1, scheme) if few > 1 else Counter[Operation]()
+    anonymous = {o.anonymous: n for o, n in less.items()}
+    variables = (*axes, SEQUENCES)
+    planners = [_grown_planner(config, scheme, axes, grown) for grown in (None, *variables)]
+    kinds, values, exponents, once, layer = [], [], [], [], []
+    try:
+        for o, n in whole.items():
+            found = [list(_quantities(planner, o)) for planner in planners]
+            for i, (kind, value) in enumerate(found[0]):
+                grown = [more[i][1] if len(more) == len(found[0]) else value for more in found[1:]]
+                kinds.append(kind._replace(inside=o.recomputed))
+                values.append(value)
+                exponents.append([round(log2(g / value)) if g and value else 0 for g in grown])
+                once.append(n)
+                layer.append(n - anonymous.get(o.anonymous, 0))
+    except ValueError:
+        return None
+    splits, batch = _divided_sizes(planners[0], whole)
+    if any(planners[0].layout(t).conflict() for o in whole for t in (*o.inputs, *o.outputs)):
+        return None
+    arrays = [np.array(given, dtype=float) for given in (values, exponents, once, layer)]
+    return Sketch(Monomials(tuple(kinds), variables, *arrays), splits, batch)
+
+
+def _grown_planner(config: Any, scheme: Scheme, axes: Sequence[str], grown: str | None) -> Planner:
+    """Return the planner of a model on a mesh of two ranks along each axis, four along the axis `grown`, or with twice
+    the sequences if `grown` is these."""
+    mesh = Mesh.of({"stage": 1, **{a: 4 if a == grown else 2 for a in axes}})
+    batch = BASE * (2 if grown == SEQUENCES else 1) * prod(mesh.axes[a] for a in axes if a in REPLICAS)
+    model = build_model(replace(config, layers=1))
+    own = dict(model.sizes)
+    sizes = {"memory_length": own["length"], **own, "batch": batch}
+    if "vocab" in sizes:
+        sizes["vocab"] = padded(sizes["vocab"], ALIGNED)
+    return Planner(mesh, scheme, sizes, {})
+
+
+def _quantities(planner: Planner, o: Operation) -> Iterator[tuple[Quantity, float]]:
+    """Yield the numbers of an operation on a rank, each with its kind; the same kinds on any mesh. Of experts' rows an
+    even routing's are computed and sent, and the worst one's kept, as a run must have room for them."""
+    out = o.outputs[0] if o.outputs else None
+    room = float(prod(planner.shape(out))) if out else 0.0
+    size = room * share_in_use(planner, out) if out else 0.0
+    if o.kind in ("pointwise", "residual"):
+        yield Quantity("touched", times=RESIDUAL if o.kind == "residual" else FUNCTION[len(o.inputs)]), size
+        yield Quantity("kept"), room
+        if o.kind == "residual":
+            yield Quantity("stream"), size
+        return
+    planned, mesh = word_of(o).plan(planner, o), planner.mesh
+    if work := flops(o, planner.sizes):
+        causal = 0.5 if dict(o.attributes).get("causal") else 1.0
+        yield Quantity("flops" if planned.groups else "fused"), causal * work / mesh.extent(planned.compute_axes)
+    if planned.groups:
+        even = share_of_rows(planner, o)
+        pairs = [(g, e) for g in planned.groups for e in g.einsums]
+        yield Quantity("width"), min(_shortest_side(g, e, even) for g, e in pairs)
+        yield Quantity("read"), sum(prod(e.operand.after) for _, e in pairs)
+    else:
+        yield Quantity("touched", times=ACCESSES.get(o.kind, USUAL)), size
+    if any(p.role == "in" for p in o.parameters) or not planned.groups and o.kind not in PASSING:
+        yield Quantity("kept"), sum(prod(planner.shape(t)) for t in o.outputs)
+    for p in o.parameters:
+        axes = mesh.ordered(partial_axes(planner.layout(p), planned.compute_axes))
+        yield Quantity("parameter", axes), prod(planner.shape(p))
+    ahead = Counter(_of_weights(planner, planned))
+    for c in planned.collectives:
+        ahead[c] -= (goes := ahead[c] > 0)
+        if c.dtype != "compute" or c.op == "rotate":
+            continue
+        elements = c.elements * share_sent(planner, o, c)
+        yield Quantity("ahead" if goes else "collective", mesh.ordered(c.axes), c.op, c.phase), elements
+        if c.op == "all_gather" and c.phase == "forward":
+            yield Quantity("kept"), c.elements * mesh.extent(c.axes)
+
+
+def _of_weights(planner: Planner, planned: PlannedOperation) -> Iterator[Collective]:
+    """Yield the collectives of a planned operation's weights, which go on beside the products before."""
+    for e in (e for group in planned.groups for e in group.einsums):
+        if isinstance(planned.operation.inputs[1 + e.index], Parameter):
+            yield from planner.collectives(e.operand, e.regathered)
+
+
+def _shortest_side(group: EinsumGroup, e: Einsum, even: float) -> float:
+    """Return the shortest side of a product on a rank: of each expert's rows, of which an `even` share is used."""
+    weights = dict(zip(e.dims, e.operand.after, strict=True))
+    experts = weights.pop("experts", 1) if "rows" in e.x_dims else 1
+    inner = prod(n for d, n in weights.items() if d not in e.out_dims)
+    rows = prod(group.x.after) * even / max(1, inner) / experts
+    return max(1.0, min(inner, prod(weights.values()) / max(1, inner), rows))
+
+
+def _divided_sizes(planner: Planner, operations: Mapping[Operation, int]) -> tuple[tuple, tuple]:
+    """Return the pairs of a size and the axes that must divide it, and the axes of a replica's batch, of operations."""
+    splits, batch = dict[tuple[int, tuple[str, ...]], None](), dict[tuple[str, ...], None]()
+    for t in (t for o in operations for t in (*o.inputs, *o.outputs)):
+        sizes = planner.sizes_of(t)
+        for dim, axes in {**planner.layout(t), **planner.picked(t)}.items():
+            if dim == "batch":
+                batch[tuple(a for a in axes if a not in REPLICAS)] = None
+            elif dim not in ("vocab", "kv_heads", "rows"):
+                splits[sizes[dim], axes] = None
+    return tuple(splits), tuple(axes for axes in batch if axes)
+
+
+Column = NDArray[np.float64]
+KEPT, DELAYED = 0.8, 1.6  # share of the results counted that plans keep; and times that, with delayed weight gradients
+GROUPS = 4  # process groups of a rank, about
+LEAST = 1e-9  # seconds, for groups of one rank
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """Circumstances of all contenders of a search: the `hardware`, the `precision`, the model's `layers`, how many its
+    sketch has (`few`), sequences of a step (`batch`), numbers of optimizer state (`moments`), whether collectives
+    of parameters go on beside computation (`overlap`), whether devices have libraries that reserve memory, and MiB of
+    gradients in a bucket, None if the links say (`bucket_mib`)."""
+
+    hardware: Hardware
+    precision: str
+    layers: int
+    few: int
+    batch: int
+    moments: int
+    overlap: bool
+    libraries: bool
+    bucket_mib: int | None
+
+
+class Mode(NamedTuple):
+    """Part of a contender that all contenders of one estimate share."""
+
+    kind: str
+    chunks: int
+    recompute: str
+    zero: int
+
+
+class Estimate(NamedTuple):
+    """Estimated `seconds` of a step and `memory` in bytes of the worker that needs most, of many contenders."""
+
+    seconds: Column
+    memory: Column
+
+
+class Estimator:
+    """Estimates contenders of one scheme, whose axes of more than one rank are the same: `columns` gives, by variable,
+    the values of each contender, `axes` the mesh axes, outer to inner."""
+
+    def __init__(self, sketch: Sketch, setting: Circumstances, axes: tuple[str, ...], columns: Columns):
+        """Evaluate all numbers of a sketch for all contenders."""
+        self.setting, self.axes, self.columns = setting, axes, columns
+        self.kinds, self.numbers = sketch.numbers.kinds, sketch.numbers.at(columns)
+        self.layer = sketch.numbers.layer
+        self.whole = sketch.numbers.once + (setting.layers - setting.few) * sketch.numbers.layer
+        self.ends = np.maximum(0.0, sketch.numbers.once - setting.few * sketch.numbers.layer)
+        self.size = ITEMSIZE[setting.precision]
+        self.stages = columns["stage"]
+
+    @cached_property
+    def _ranks(self) -> dict[str, tuple[Column, Column]]:
+        """Return by axis the number of ranks along it, and how many of these share a node, for each contender."""
+        found, stride = {}, np.ones_like(self.stages, dtype=float)
+        for axis in reversed(("stage", *self.axes)):
+            n = self.columns[axis].astype(float)
+            found[axis] = n, np.clip(np.floor(self.setting.hardware.ranks / stride), 1.0, n)
+            stride = stride * n
+        return found
+
+    def _extent(self, axes: tuple[str, ...]) -> Column:
+        """Return the number of ranks along some axes, for each contender."""
+        return prod((self._ranks[a][0] for a in axes), start=np.ones_like(self.stages, dtype=float))
+
+    def moved(self, op: str, axes: tuple[str, ...], size: Column) -> Column:
+        """Return the seconds of a collective on an input of `size` bytes; 0 along axes of one rank."""
+        here = prod((self._ranks[a][1] for a in axes), start=np.ones_like(size))
+        return group_seconds(op, size, self._extent(axes), here, self.setting.hardware)
+
+    @cached_property
+    def _passes(self) -> tuple[NDArray, NDArray, NDArray]:
+        """Return the seconds of each number, of computing, of waiting and of what goes on beside computing: arrays of
+        [forward and backward, numbers, contenders]."""
+        h, size = self.setting.hardware, self.size["compute"]
+        peak = h.peak(self.setting.precision)
+        speed = peak * h.reached.products
+        computing = np.zeros((2, *self.numbers.shape))
+        waiting, hidden = np.zeros_like(computing), np.zeros_like(computing)
+        for i, kind in enumerate(self.kinds):
+            number = self.numbers[i]
+            if kind.what == "flops":
+                width, read = self.numbers[i + 1], self.numbers[i + 2] * size
+                one = number / (speed * width / (width + h.fill))
+                one = with_hidden(one, bytes_seconds(read, h), h)
+                computing[0, i], computing[1, i] = one, 2 * one
+            elif kind.what == "fused":
+                one = number / (peak * h.reached.attention)
+                computing[0, i], computing[1, i] = one, FUSED_BACKWARD * one
+            elif kind.what == "touched":
+                one = bytes_seconds(number * size, h)
+                computing[0, i], computing[1, i] = kind.times[0] * one, kind.times[1] * one
+            elif kind.what == "collective":
+                waiting[int(kind.phase == "backward"), i] = self.moved(kind.op, kind.axes, number * size)
+            elif kind.what == "ahead":
+                into = hidden if self.setting.overlap else waiting
+                into[int(kind.phase == "backward"), i] = self.moved(kind.op, kind.axes, number * size)
+        return computing, waiting, hidden
+
+    def _both(self, weights: NDArray) -> tuple[Column, Column]:
+        """Return the seconds of both passes of the numbers, each so often as `weights` says."""
+        computing, waiting, hidden = (np.tensordot(part, weights, (1, 0)) for part in self._passes)
+        found = np.maximum(computing, hidden) + waiting
+        kernels = float(weights @ [kind.what in ("touched", "flops", "fused") for kind in self.kinds])
+        host = kernels * self.setting.hardware.launch
+        return with_hidden(found[0], host, self.setting.hardware), with_hidden(
+            found[1], 2 * host, self.setting.hardware
+        )
+
+    @cached_property
+    def _times(self) -> tuple[Column, Column, Column, Column]:
+        """Return the seconds of the passes, forward and backward, of a layer and of all around the layers."""
+        return (*self._both(self.layer), *self._both(self.ends))
+
+    @cached_property
+    def _again(self) -> Column:
+        """Return the seconds in which recompute=selective does the inside of attention again, of a layer."""
+        return self._both(self.layer * [kind.inside for kind in self.kinds])[0]
+
+    @cached_property
+    def _kept(self) -> tuple[Column, Column, Column]:
+        """Return the bytes kept for the backward pass: of a layer, of it without attention, and of all else."""
+        kept = np.array([kind.what == "kept" for kind in self.kinds]) * self.size["compute"]
+        outside = kept * [not kind.inside for kind in self.kinds]
+        return tuple(w @ self.numbers for w in (self.layer * kept, self.layer * outside, self.ends * kept))
+
+    @cache  # noqa: B019
+    def _parameters(self, zero: int) -> tuple[Column, Column, Column]:
+        """Return, of all parameters as if they were on one stage, the bytes of a worker's state, the seconds in which
+        gradients are summed and updated parameters gathered, and the elements that it updates."""
+        master, compute = self.size["master"], self.size["compute"]
+        memory, seconds, updated = (np.zeros_like(self.stages, dtype=float) for _ in range(3))
+        copies = compute if compute != master or zero in (1, 2) else 0
+        for axes in dict.fromkeys(kind.axes for kind in self.kinds if kind.what == "parameter"):
+            rows = self._rows(axes)
+            elements = self.whole[rows] @ self.numbers[rows]
+            shards = self._extent(tuple(a for a in axes if a in (*REPLICAS, *CONTEXT)))
+            state, summed, used = (shards if zero >= least else 1.0 for least in (1, 2, 3))
+            held = master * (1 + self.setting.moments) / state + master / summed + copies / used
+            memory += elements * held
+            updated += elements / state
+            buckets = np.minimum(self._buckets(axes), max(1.0, self.whole[rows].sum()))
+            one = elements * master / buckets
+            if zero:
+                seconds += buckets * self.moved("reduce_scatter", axes, one)
+                seconds += buckets * self.moved("all_gather", axes, one * compute / master / shards)
+            else:
+                seconds += buckets * self.moved("all_reduce", axes, one)
+        return memory, seconds, updated
+
+    def _rows(self, axes: tuple[str, ...]) -> list[int]:
+        """Return which numbers are of parameters whose gradients are summed over some axes."""
+        return [i for i, kind in enumerate(self.kinds) if kind == Quantity("parameter", axes, inside=kind.inside)]
+
+    @cache  # noqa: B019
+    def _buckets(self, axes: tuple[str, ...]) -> Column:
+        """Return in how many buckets all gradients that are summed over some axes are, wherever blocks end."""
+        size = self.whole[self._rows(axes)] @ self.numbers[self._rows(axes)] * self.size["master"]
+        if (mib := self.setting.bucket_mib) is not None:
+            return np.ceil(size / max(1, mib * MIB))
+        latency = self.moved("all_reduce", axes, np.zeros_like(size))
+        transfer = self.moved("all_reduce", axes, size) - latency
+        return bucket_count(transfer, np.maximum(LEAST, self.setting.hardware.interference * latency))
+
+    @cached_property
+    def _stream(self) -> Column:
+        """Return the elements of the activation between two layers, of which each rank keeps or sends its part."""
+        found = [i for i, kind in enumerate(self.kinds) if kind.what == "stream"]
+        found = found or [i for i, kind in enumerate(self.kinds) if kind.what == "kept"]
+        return self.numbers[max(found, key=lambda i: self.numbers[i].max(initial=0.0))]
+
+    @cached_property
+    def _sent(self) -> Column:
+        """Return the seconds in which a stage sends an activation to the next."""
+        return message_seconds(self._stream * self.size["compute"], self._ranks["stage"][1] > 1, self.setting.hardware)
+
+    @cached_property
+    def _microbatches(self) -> Column:
+        """Return the microbatches of a step."""
+        replicas = self._extent(tuple(a for a in self.axes if a in REPLICAS))
+        return np.ceil(self.setting.batch / (self.columns["microbatch"] * replicas))
+
+    def estimate(self, mode: Mode, rows: NDArray[np.intp]) -> Estimate:
+        """Estimate the contenders `rows` in one mode."""
+        s, stages, sent = self.setting, self.stages[rows], self._sent[rows]
+        m = np.maximum(self._microbatches[rows], stages if mode.chunks > 1 else 1)
+        there, back, ends_there, ends_back = (part[rows] for part in self._times)
+        again = {"full": self._times[0], "selective": self._again}.get(mode.recompute)
+        back = back if again is None else back + again[rows]
+        layer, ends = there + back, ends_there + ends_back
+        per = np.ceil(s.layers / (stages * mode.chunks))
+        slack = (stages * mode.chunks * per - s.layers) * layer
+        slowest = mode.chunks * per * layer + np.maximum(0.0, ends - slack)
+        average = (s.layers * layer + ends) / stages
+        lost = average * (there / layer if mode.kind == "zb_h1" else 1.0)
+        bubble = (stages - 1) * (lost / mode.chunks + 2 * sent)
+        handed = np.where(stages > 1, 4 * mode.chunks * sent, 0.0)
+        state, moved, updated = (part[rows] / stages for part in self._parameters(mode.zero))
+        hidden = (s.layers * back + ends_back) / stages / mode.chunks if s.overlap else 0.0
+        exposed = (m if mode.zero > 1 else 1.0) * np.maximum(0.1 * moved, moved - hidden)
+        update = bytes_seconds(updated * update_bytes(self.size, s.moments), s.hardware)
+        held = self._held(mode, rows, m, mode.chunks * per)
+        return Estimate(m * (slowest + handed) + bubble + exposed + update, self._reserved(state + held))
+
+    def _held(self, mode: Mode, rows: NDArray[np.intp], m: Column, layers: Column) -> Column:
+        """Return the bytes of activations in flight on a stage of so many `layers`, and of the layer at work."""
+        stages, (layer, outside, ends) = self.stages[rows], (part[rows] for part in self._kept)
+        more = (stages - 1) / mode.chunks if mode.chunks > 1 else 0.0
+        passes = m if mode.kind == "gpipe" else np.minimum(m, stages + more)
+        stream = self._stream[rows] * self.size["compute"]
+        kept = {"full": stream, "selective": outside}.get(mode.recompute, layer)
+        share = KEPT * (DELAYED if mode.kind == "zb_h1" else 1.0)
+        return share * passes * layers * kept + layer + ends / np.maximum(1, stages / 2)
+
+    def _reserved(self, memory: Column) -> Column:
+        """Return the bytes of a worker with what its device's libraries reserve."""
+        return memory * (1 + ROUNDING) + reserved_bytes(GROUPS, 0, 0) if self.setting.libraries else memory

@@ -1,0 +1,533 @@
+"""Peak memory of a worker: a walk along its row of the schedule in bytes, then the gradient reduction and the update.
+
+Passes are measured once for all chunks that are alike. The walk adds up passes in flight, buffers of sends and
+receives, and gradients as they come, in the order of `platform.runtime.pipeline`, then `platform.train`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from typing import Any
+
+from platform.plan.chunks import SQUARED_AT_ONCE, Bucket, Chunk, FlowSpecs, RecordableModel
+from platform.plan.layout import at_zero
+from platform.plan.model_types import Parameter
+from platform.plan.operation_plan import PlannedOperation
+from platform.plan.operations.op import GradientKey, MeteredStorage, Value
+from platform.plan.plan import Plan
+from platform.plan.schedule import SENDS_IN_FLIGHT, Action, Kind, with_completed
+from platform.plan.step_collectives import counted_stretches, factors_at, settled, sides
+from platform.predict.meter import Meter, MeteredSums
+
+# Chunks of a model that are alike, but for the numbers of their layers: their passes take the same bytes, so one of
+# them is measured for all.
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+class _Names:
+    """Names in a chunk with its layers numbered in their order there: layers.7.mlp.up is layers.#0.mlp.up in the chunk
+    whose first layer is number 7."""
+
+    def __init__(self) -> None:
+        """Begin with no layer."""
+        self.numbers: dict[str, str] = {}
+
+    def __call__(self, name: str) -> str:
+        """Return a name with its numbers as they count in the chunk."""
+        return _NUMBER.sub(lambda found: self.numbers.setdefault(found[0], f"#{len(self.numbers)}"), name)
+
+
+def likeness(plan: Plan, chunk: Chunk, buckets: Sequence[Bucket]) -> tuple:
+    """Return what decides the bytes of a chunk's passes: equal for chunks that are alike. `plan`: the stage's plan;
+    `buckets`: the buckets of it with parameters of the chunk."""
+    name = _Names()
+    times = Counter(key for one in plan.chunks for key in one.operations)  # an operation of several is not begun ahead
+    return (
+        tuple((_of_operation(plan, o, name), times[key]) for key, o in chunk.operations.items()),
+        chunk.functions,
+        chunk.receives,
+        chunk.sends,
+        chunk.kept,
+        tuple(tuple(map(name, names)) for names in chunk.spans),
+        tuple(_of_bucket(plan, bucket, name) for bucket in buckets),
+    )
+
+
+def _of_operation(plan: Plan, planned: PlannedOperation, name: _Names) -> tuple:
+    """Return what of a planned operation decides the bytes that it takes: all on which its plan depends."""
+    o = planned.operation
+    summed = tuple(plan.planner.reduced_at_use.get((o.name, o.kind, p.name), ()) for p in o.parameters)
+    inputs = tuple((name(t.name), t.dims, t.role, t.sizes) if isinstance(t, Parameter) else t for t in o.inputs)
+    attributes = tuple((key, name(value) if isinstance(value, str) else value) for key, value in o.attributes)
+    return o.kind, name(o.name), inputs, o.outputs, attributes, o.reads, o.recomputed, planned.once, summed
+
+
+def _of_bucket(plan: Plan, b: Bucket, name: _Names) -> tuple:
+    """Return what of a bucket decides the bytes of its sums of gradients."""
+    parameters = tuple((name(p.name), p.name in plan.shared) for p in b.parameters)
+    return b.axes, b.only, parameters, b.sizes, b.elements, b.sharded, b.shards, b.zero, b.held
+
+
+# Sizes on one worker: bytes of parameters, gradients and optimizer state, and elements that autograd saves.
+
+Coordinates = Mapping[str, int]  # a worker's place: mesh axis -> index
+
+
+def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dict[str, int]:
+    """Return the bytes of parameters, gradients and optimizer state on the worker at mesh coordinates `at`; default:
+    rank 0, which has a block of every tensor of the first stage. The optimizer keeps `moments` numbers of the master
+    type per element of a parameter that is not frozen; one less of matrices that it updates as a whole, and of those
+    whose second moments are factored, of which it keeps one per row and per column."""
+    at = at or plan.mesh.coordinates(0)
+    masters, buckets = plan.masters_at(at), plan.buckets_at(at)
+    states = sum(prod(plan.global_shape(p)) for p in plan.at(at["stage"]).states)
+    compute, master = plan.itemsize["compute"], plan.itemsize["master"]
+    apart = [b for b in buckets if compute != master or (b.sharded and not b.stored)]  # copies to compute with
+    less = plan.masters_of(plan.frozen, at) * moments + plan.masters_of((*plan.matrices, *plan.factored), at)
+    return {
+        "parameters": (masters + states) * master
+        + sum(b.shard_elements if b.stored else b.elements for b in apart) * compute,
+        "gradients": sum(b.shard_elements if b.zero >= 2 else b.elements for b in buckets) * master,
+        "optimizer": (masters * moments - less + factors_at(plan, at)) * master,
+    }
+
+
+def state_elements(plan: Plan, moments: int) -> int:
+    """Return how many numbers the optimizer keeps of the whole model, each once: `moments` per element of a parameter
+    that is not frozen; `moments` - 1 per element of a matrix that it updates as a whole; and where second moments are
+    factored, `moments` - 1 per element besides one number per row and per column."""
+    sizes = {p.name: prod(plan.global_shape(p)) for p in plan.parameters if p.name not in plan.frozen}
+    factors = sum(sum(sides(plan, p)) for p in plan.parameters if p.name in plan.factored)
+    return moments * sum(sizes.values()) - sum(sizes.get(n, 0) for n in (*plan.matrices, *plan.factored)) + factors
+
+
+@dataclass(frozen=True)
+class SavedElements:
+    """Elements that autograd saves per worker and microbatch, in distinct tensors: `activations`, and copies of
+    parameters that were gathered for an operation (`gathered`)."""
+
+    activations: int
+    gathered: int
+
+    @property
+    def total(self) -> int:
+        """Return all elements that autograd saves per worker and microbatch."""
+        return self.activations + self.gathered
+
+
+def saved_for_backward(
+    plan: Plan, model: RecordableModel, dropout: float = 0.0, at: Coordinates | None = None
+) -> SavedElements:
+    """Count the elements that autograd saves in one forward pass of a microbatch through `model` under `plan`, besides
+    the parameters themselves, on the worker at mesh coordinates `at`; default: rank 0, which has a block of every
+    tensor of the first stage. Several chunks are summed. `dropout`: its rate.
+
+    The count is what `platform.runtime.parallel_ops` and torch's CPU kernels keep in fp32 and fp64; index and mask
+    tensors of integers and booleans do not count, nor do copies that torch.einsum makes of permuted operands.
+    """
+    at = at or plan.mesh.coordinates(0)
+    plan = settled(plan, "cpu", dropout)
+    meter = Meter(plan, dropout, at)
+    for chunk in plan.at(at["stage"]).chunks:
+        run_chunk(meter, model, chunk, {name: meter.block(spec) for name, spec in chunk.receives})
+    saved = meter.tape.saved()
+    return SavedElements(*(sum(s.counted for s in saved if s.parameter == copies) for copies in (False, True)))
+
+
+def run_chunk(meter: Meter, model: RecordableModel, chunk: Chunk, flow: Mapping[str, Value]) -> dict[str, Value]:
+    """Run the forward pass of one chunk of the model on the memory meter, from the activations `flow` by name; return
+    its outputs by name, the last chunk's being the loss."""
+    inputs = {name: name for name in model.inputs}
+    if chunk.units:
+        return model.part(meter, inputs, flow, chunk.units)  # type: ignore[attr-defined]
+    return {"loss": model.forward(meter, inputs)}
+
+
+# Bytes that the passes of one chunk take on a worker, measured by running the model on its memory meter.
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Predicted bytes that the passes of one chunk over a microbatch take and keep on a worker.
+
+    `forward`, `backward`, `weights`: peak of the pass (forward, backward or input gradient, weight gradient) above the
+    memory before it; `kept`: bytes kept from forward to backward; `given`: bytes of outputs not among `kept`;
+    `pending`: bytes kept from the input gradient to the weight gradient where they are split; `returned`: bytes of the
+    inputs' gradients not among `pending`; `standing`: bytes that the first pass makes and all share; `left`: bytes of
+    an activation -> how many such are in host memory from forward to backward. By number of the
+    bucket, `begun` and `gradients`: sums of gradients that are there after the input gradient where they are split, and
+    in the end, and were not before; `parts`: shards of sums reduced in the end, 0 if one was there before.
+    """
+
+    forward: int
+    kept: int
+    given: int
+    backward: int
+    pending: int
+    returned: int
+    weights: int
+    begun: Mapping[int, int]
+    gradients: Mapping[int, int]
+    parts: Mapping[int, int]
+    standing: int
+    left: Counter[int]
+
+    def renumbered(self, numbers: Mapping[int, int]) -> Passes:
+        """Return the same bytes with the numbers of buckets replaced."""
+        begun, gradients, parts = (
+            {numbers[n]: size for n, size in sizes.items()} for sizes in (self.begun, self.gradients, self.parts)
+        )
+        return replace(self, begun=begun, gradients=gradients, parts=parts)
+
+
+Measured = MutableMapping[tuple, Passes]  # chunk's likeness and other circumstances -> its passes, with its own buckets
+
+
+def measure(
+    meter: Meter,
+    model: RecordableModel,
+    chunk: Chunk,
+    *,
+    splits: bool,
+    summed: Collection[int] = (),
+    reduced: Collection[int] = (),
+) -> Passes:
+    """Measure the bytes that the passes of one chunk take on the worker of a new `meter`, by running the model on it.
+    `splits`: weight gradients are separate passes, run later; `summed`, `reduced`: numbers of the buckets whose
+    gradients are being summed already, and of which there are shards of reduced sums."""
+    ledger = meter.ledger
+    meter.deferred = [] if splits else None
+    meter.leaves = sums = MeteredSums(meter, chunk, summed, reduced, early=not splits)
+    flow = {name: meter.block(spec) for name, spec in chunk.receives}
+    before = ledger.peak = ledger.now
+    out = _forward(meter, model, chunk, flow)
+    standing = sum(mask.nbytes for mask in meter.standing.values())
+    most, full, results = ledger.peak - before, ledger.now, [(v.key, v.elements) for v in out.values()]
+    del out
+    kept, given, left = ledger.now - before - standing, full - ledger.now, meter.left
+    coming: dict[GradientKey, MeteredStorage] = {key: meter.new(n) for key, n in results}
+    start = ledger.peak = ledger.now
+    inputs, received = {v.key for v in flow.values()}, sum(v.storage.nbytes for v in flow.values() if v.storage)
+    meter.back(chunk)
+    meter.tape.unwind(coming, sums)
+    meter.end()
+    meter.of_pass.clear()
+    found = {key: g for key, g in coming.items() if key in inputs}
+    coming.clear()
+    if splits:
+        sums.flush()
+    else:
+        sums.passed()
+    backward, begun = ledger.peak - start, sums.begun() if splits else {}
+    flow.clear()
+    whole = ledger.now
+    found.clear()
+    pending = ledger.now - (before - received) - standing - sum(s.nbytes for s in sums.held())
+    returned = whole - ledger.now
+    start = ledger.peak = ledger.now
+    while meter.deferred:
+        meter.deferred.pop(0)()
+    weights = ledger.peak - start
+    if splits:
+        sums.passed()
+    more = {n: size for n, size in sums.begun().items() if n not in begun}
+    return Passes(
+        most - standing, kept, given, backward, pending, returned, weights, begun, more, sums.parts(), standing, left
+    )
+
+
+def _forward(meter: Meter, model: RecordableModel, chunk: Chunk, flow: Mapping[str, Value]) -> dict[str, Value]:
+    """Run a chunk's forward pass on the memory `meter`, with the data that it reads, from the activations `flow` by
+    name; return its outputs by name."""
+    tokens = meter.data(chunk)
+    meter.begin(chunk)
+    out = run_chunk(meter, model, chunk, flow)
+    meter.turn()
+    del tokens
+    meter.of_pass.clear()
+    return out
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Predicted bytes of memory on one worker at its peak within a step. `activations`: kept by the `in_flight` forward
+    passes whose backward is not done; `working`: everything else, such as what an operation, its collectives, sends and
+    receives take; `reserved`: bytes that a GPU's own libraries take beside all tensors; `host`: bytes of host memory
+    that activations are kept in (recompute_offload), on a CPU among the `activations`."""
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    activations: int
+    working: int
+    in_flight: int
+    reserved: int = 0
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """Return the predicted bytes of a worker's memory at its peak: the sum of all parts."""
+        tensors = self.parameters + self.optimizer + self.gradients + self.activations + self.working
+        return tensors + self.reserved
+
+
+def footprint(
+    plan: Plan,
+    model: RecordableModel,
+    row: Iterable[Action],
+    stage: int,
+    moments: int,
+    dropout: float,
+    device: str = "cpu",
+    scratch: int = 0,
+    measured: Measured | None = None,
+) -> Footprint:
+    """Predict the peak memory of the worker of `stage` at index 0 of the other axes, which has a block of every tensor,
+    in any step but the first (which starts without optimizer state). `row`: the stage's row of the schedule with sends
+    and receives; `moments`: numbers that the optimizer keeps per parameter element; `dropout`: its rate; `device`: its
+    kind (cpu, cuda); `scratch`: bytes that the optimizer takes during the update; `measured`: passes of other stages
+    with the same arguments, to which this one's are added."""
+    at = {**plan.mesh.coordinates(0), "stage": stage}
+    walk = _Walk(plan.at(stage), model, at, dropout, device, {} if measured is None else measured)
+    sizes = weight_bytes(plan, moments, at)
+    gradients, activations, working, live = walk.run(list(row), scratch)
+    host = sum(size * n for size, n in walk.most_left.items())
+    activations += host if device == "cpu" else 0
+    return Footprint(sizes["parameters"], sizes["optimizer"], gradients, activations, working, live, host=host)
+
+
+class _Walk:
+    """Walk along one stage's row of the schedule that adds up bytes in use and notes the peak. `kept`: bytes that
+    forward passes keep; `held`: bytes by (what, chunk, microbatch that use it), buffers of sends apart."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: RecordableModel,
+        at: Mapping[str, int],
+        dropout: float,
+        device: str,
+        measured: Measured,
+    ):
+        """Begin a memory forecast of one stage's schedule row, on the worker at mesh coordinates `at`."""
+        self.plan, self.model, self.at, self.dropout, self.device = plan, model, at, dropout, device
+        self.kept = self.gradients = self.live = self.standing = 0
+        self.most = (0, 0, 0, 0)  # at the peak: gradients, activations, working, in flight
+        self.compute, self.master = plan.itemsize["compute"], plan.itemsize["master"]
+        self.chunks = {chunk.number: chunk for chunk in plan.chunks}
+        self.buckets = [b for b in plan.buckets if at_zero(b.only, at)]
+        self.sums: dict[int, int] = {}  # number of a bucket -> bytes of its gradients, being summed
+        self.parts: set[int] = set()  # numbers of the buckets with a shard of reduced sums
+        self.held: dict[tuple[str, int, int], int] = {}
+        self.left: Counter[int] = Counter()  # activations in host memory by their bytes, where memory is used again
+        self.most_left: Counter[int] = Counter()
+        self.sending: deque[int] = deque()
+        self._alike, self._measured = measured, dict[tuple, Passes]()
+        self._now: dict[int, Passes] = {}  # by chunk, as long as the same sums are there
+        self._likeness: dict[int, tuple] = {}
+        self._numbers: dict[int, dict[int, int]] = {}
+        self._blocks: dict[tuple, list[tuple[int, int]]] = {}
+
+    def run(self, row: Sequence[Action], scratch: int) -> tuple[int, int, int, int]:
+        """Account for the memory of all actions of a stage's schedule, for gradient reductions as they become possible,
+        and for the update, which takes `scratch` bytes; return (gradients, activations, working, forward passes in
+        flight) at the peak, the first three in bytes."""
+        self.splits = any(a.kind is Kind.WEIGHT for a in row)
+        incomplete = {completed for _, completed in with_completed(row) if completed is not None}
+        for action, completed in with_completed(row):
+            _COUNTS[action.kind](self, action)
+            if completed is not None:
+                incomplete.remove(completed)
+                self._reduce(completed, incomplete)
+        self._finish(scratch)
+        return self.most
+
+    def reach(self, extra: int = 0, kept: int = 0) -> None:
+        """Note a new peak of the predicted bytes if the bytes in use plus `extra` exceed it; `kept`: the bytes of
+        `extra` that are activations of one more forward pass."""
+        working = sum(self.held.values()) + sum(self.sending) + self.standing + extra - kept
+        if self.gradients + self.kept + kept + working > sum(self.most[:3]):
+            self.most = self.gradients, self.kept + kept, working, self.live + bool(kept)
+
+    def passes(self, chunk: int) -> Passes:
+        """Return the bytes that passes of a chunk take, given the buckets whose gradients are being summed."""
+        if chunk not in self._now:
+            here = self._buckets_of(chunk)
+            summed, reduced = (frozenset(here.keys() & numbers) for numbers in (self.sums.keys(), self.parts))
+            if (key := (chunk, summed, reduced)) not in self._measured:
+                found = self._of_alike(chunk, here, summed, reduced)
+                self._measured[key], self.standing = found, max(self.standing, found.standing)
+            self._now[chunk] = self._measured[key]
+        return self._now[chunk]
+
+    def _buckets_of(self, chunk: int) -> dict[int, int]:
+        """Map the numbers of the buckets with parameters of a chunk to their numbers among these."""
+        if chunk not in self._numbers:
+            names, buckets = self.chunks[chunk].parameters, enumerate(self.plan.buckets)
+            self._numbers[chunk] = {n: i for i, n in enumerate(n for n, b in buckets if not names.isdisjoint(b.ranges))}
+        return self._numbers[chunk]
+
+    def _of_alike(
+        self, chunk: int, here: Mapping[int, int], summed: Collection[int], reduced: Collection[int]
+    ) -> Passes:
+        """Return the bytes that passes of a chunk take, measured on the first chunk that is alike."""
+        one = self.chunks[chunk]
+        if chunk not in self._likeness:
+            self._likeness[chunk] = likeness(self.plan, one, [self.plan.buckets[n] for n in here])
+        begun = (frozenset(here[n] for n in numbers) for numbers in (summed, reduced))
+        if (key := (self._likeness[chunk], self.splits, *begun)) not in self._alike:
+            meter = Meter(self.plan, self.dropout, self.at, self.device)
+            found = measure(meter, self.model, one, splits=self.splits, summed=summed, reduced=reduced)
+            self._alike[key] = found.renumbered(here)
+        return self._alike[key].renumbered({i: n for n, i in here.items()})
+
+    # passes
+
+    def forward(self, a: Action) -> None:
+        """Account for the memory of a chunk's forward pass: its input, its peak, and what it keeps for the backward
+        pass."""
+        p, chunk = self.passes(a.chunk), self.chunks[a.chunk]
+        self._arrive("inputs", a, chunk.receives, self.held.pop(("flow", a.chunk, a.microbatch), None))
+        self.reach(p.forward, p.kept)
+        self.live += 1
+        self.kept += p.kept
+        self.left += p.left
+        self.most_left |= self.left
+        if chunk.sends:
+            self.held["flow", a.chunk + 1, a.microbatch] = p.given
+        self.reach()
+
+    def backward(self, a: Action) -> None:
+        """Account for the memory of a chunk's backward or input-gradient pass: its peak, what it frees, and the
+        gradient that it hands to the chunk before."""
+        p, chunk = self.passes(a.chunk), self.chunks[a.chunk]
+        self._arrive("outputs", a, chunk.sends, self.held.pop(("gradients", a.chunk, a.microbatch), None))
+        self.reach(p.backward)
+        del self.held["outputs", a.chunk, a.microbatch], self.held["inputs", a.chunk, a.microbatch]
+        self.kept += p.pending - p.kept
+        self.left -= p.left
+        if chunk.receives:
+            self.held["gradients", a.chunk - 1, a.microbatch] = p.returned
+        if a.kind is Kind.BACKWARD:
+            self.live -= 1
+            self._accumulate(p.gradients, p.parts)
+        else:
+            self._accumulate(p.begun, {})
+
+    def weights(self, a: Action) -> None:
+        """Account for the memory of a chunk's weight-gradient pass: its peak, what it frees, its sums of gradients."""
+        p = self.passes(a.chunk)
+        self.reach(p.weights)
+        self.kept -= p.pending
+        self.live -= 1
+        self._accumulate(p.gradients, p.parts)
+
+    def _accumulate(self, begun: Mapping[int, int], parts: Mapping[int, int]) -> None:
+        """Add to the memory forecast a pass's new gradient sums and reduced shards: bytes by number of the bucket."""
+        if not begun and not parts:
+            return
+        self._now.clear()
+        self.sums |= begun
+        self.gradients += sum(begun.values()) + sum(parts.values()) - sum(self.sums.pop(n, 0) for n in parts)
+        self.parts |= parts.keys()
+
+    # sends and receives
+
+    def blocks(self, flow: FlowSpecs) -> list[tuple[int, int]]:
+        """Return (bytes of the block, bytes of the part that this rank sends) for each activation of a flow between
+        chunks that is present on the worker; the part is 0 where the whole block is sent (no scatter/gather)."""
+        key = tuple(flow)
+        if key not in self._blocks:
+            found = []
+            for spec in (spec for _, spec in flow if self.plan.present(spec, self.at)):
+                part = self.plan.sent_elements(spec) if self.plan.shared_axes(spec) else 0
+                found.append((prod(self.plan.local_shape(spec)) * self.compute, part * self.compute))
+            self._blocks[key] = found
+        return self._blocks[key]
+
+    def receive(self, a: Action) -> None:
+        """Account for the memory of a receive: the parts that arrive, or whole blocks without scatter/gather."""
+        forward = a.kind is Kind.RECV_F
+        flow = self.chunks[a.chunk].receives if forward else self.chunks[a.chunk].sends
+        arriving = "arriving F" if forward else "arriving B", a.chunk, a.microbatch
+        self.held[arriving] = sum(part or whole for whole, part in self.blocks(flow))
+        self.reach()
+
+    def _arrive(self, what: str, a: Action, flow: FlowSpecs, local: int | None) -> None:
+        """Account for the memory of a pass's input, `what` being "inputs" (of a forward pass) or "outputs" (their
+        gradients, of a backward pass): `local` bytes from a chunk on this stage, or (None) a `flow` that was received
+        and is gathered from its parts."""
+        self.held.pop(("arriving F" if what == "inputs" else "arriving B", a.chunk, a.microbatch), None)
+        received = self.blocks(flow) if local is None else []
+        self.held[what, a.chunk, a.microbatch] = local or sum(whole for whole, _ in received)
+        self.reach(sum(part for _, part in received))
+
+    def send(self, a: Action) -> None:
+        """Account for the memory of a send: the result of the pass becomes buffers of at most SENDS_IN_FLIGHT sends,
+        the oldest of which are freed."""
+        forward = a.kind is Kind.SEND_F
+        key = ("flow", a.chunk + 1, a.microbatch) if forward else ("gradients", a.chunk - 1, a.microbatch)
+        for whole, part in self.blocks(self.chunks[a.chunk].sends if forward else self.chunks[a.chunk].receives):
+            if part:
+                self.reach(whole + part)  # the padded block, and the part that is sent
+            else:
+                part = min(whole, self.held[key])
+                self.held[key] -= part
+            self.sending.append(part)
+        del self.held[key]
+        while len(self.sending) > SENDS_IN_FLIGHT:
+            self.sending.popleft()
+
+    # once a step
+
+    def _reduce(self, completed: int, incomplete: Collection[int]) -> None:
+        """Account for the shards that ZeRO-1 leaves of buckets whose gradients chunk `completed` completes, as no chunk
+        in `incomplete` uses them."""
+        others = {p for chunk in incomplete for p in self.chunks[chunk].parameters}
+        done = self.chunks[completed].parameters - others
+        for n, b in enumerate(self.buckets):
+            if b.zero == 1 and not done.isdisjoint(b.ranges) and others.isdisjoint(b.ranges):
+                self.held["shard", n, 0] = b.shard_elements * self.master
+        self.reach()
+
+    def _finish(self, scratch: int) -> None:
+        """Account for the memory at the end of a step: sums of tied gradients over stages, and reduced gradients while
+        their norm is taken and during the update; updated shards are gathered in place."""
+        self.sending.clear()
+        each = {p.name: b.shard_elements * self.master for b in self.buckets for p in b.parameters}
+        self.reach(max((each[name] for name in self.plan.tied if name in each), default=0))
+        self.held.clear()
+        self.gradients = sum(b.shard_elements for b in self.buckets) * self.master
+        self.reach(max(self._squares(), scratch))
+
+    def _squares(self) -> int:
+        """Return the predicted bytes for summing the squares of a bucket's gradients (`sharding.gradients.squares`), of
+        the worker of the stage that needs most: next to none on a GPU, and on a CPU for many fp32 gradients, which are
+        summed row by row."""
+        if self.device != "cpu":
+            return 0
+        most, by_rows = SQUARED_AT_ONCE, self.master == 4
+        corners = product(*({0, n - 1} for axis, n in self.plan.mesh.shape if axis != "stage"))
+        axes = [axis for axis, _ in self.plan.mesh.shape if axis != "stage"]
+        places = [{**self.at, **dict(zip(axes, found, strict=True))} for found in corners]
+        stretches = (s for at in places for found in counted_stretches(self.plan, at).values() for s in found)
+        parts = {s.stop - s.start for s in stretches}
+        return max((8 * min(n, most) for n in parts if n <= most or not by_rows), default=0)
+
+
+_COUNTS: Mapping[Kind, Any] = {
+    Kind.FORWARD: _Walk.forward,
+    Kind.BACKWARD: _Walk.backward,
+    Kind.INPUT: _Walk.backward,
+    Kind.WEIGHT: _Walk.weights,
+    Kind.SEND_F: _Walk.send,
+    Kind.SEND_B: _Walk.send,
+    Kind.RECV_F: _Walk.receive,
+    Kind.RECV_B: _Walk.receive,
+}

@@ -1,0 +1,212 @@
+"""Hardware as numbers: the peaks of a device, the links between devices, and the shares of both that are reached."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from platform.plan.accelerators import accelerator
+from platform.plan.operation_plan import TRAFFIC
+
+LINK = ("bandwidth", "latency", "hop")
+
+
+@dataclass(frozen=True)
+class Link:
+    """Links of each device of a group to others of one tier: bytes/s per direction and device (`bandwidth`), seconds of
+    one collective beside its bytes (`latency`), and of each step around a ring or down a tree (`hop`). `kinds`: the
+    same for collectives that differ, as transports reach less of a link with some, by their operation."""
+
+    bandwidth: float
+    latency: float
+    hop: float
+    kinds: Mapping[str, Link] = field(default_factory=dict)
+
+    def for_kind(self, op: str) -> Link:
+        """Return the links as a collective of this operation finds them."""
+        return self.kinds.get(op, self)
+
+    def taking(self, times: float) -> Link:
+        """Return links that take so many times as long for everything."""
+        kinds = {op: link.taking(times) for op, link in self.kinds.items()}
+        return Link(self.bandwidth / times, self.latency * times, self.hop * times, kinds)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Shares of a device's peaks that large operations reach: the speed of matrix `products`, and of products inside
+    one kernel of `attention` (forward); the bandwidth of `memory`, of links inside a `node` and of the `network`
+    between nodes. Measurements settle these few numbers; data sheets give all others."""
+
+    products: float
+    memory: float
+    node: float
+    network: float
+    attention: float
+
+
+_SHARES = tuple(f.name for f in fields(Reached))
+ATTENTION = 0.75  # share of the speed of products that one kernel of attention reaches, where nothing else is said
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Devices of one kind and the links between them; `conf/hardware/` has one file for each.
+
+    `peaks`: dense FLOP/s by precision; `memory`: bytes; `bandwidth`: bytes/s of memory; `processors`: units over which
+    the tiles of a product are dealt out; `launch`: seconds of the host for one kernel; `ranks`: devices of a node;
+    `storage`: bytes/s of all nodes together. `fill`: length of the contracted dim at which a product reaches half of
+    its speed, for the time to fill and drain its pipelines. `interference`: share of a hidden collective's time by
+    which it slows what hides it, as it takes processors and memory (0.12 on A100 by Galvatron, 0.6 to 1 by the steps of
+    FSDP in llm-foundry's tables). `adapters`: most adapters of a node that one group uses at once. `tile`: longer edge
+    of the largest tile in which products are computed. `ahead`: True if the host launches kernels while the device
+    computes, and memory is read while it multiplies; a CPU does one after the other.
+    """
+
+    name: str
+    peaks: Mapping[str, float]
+    memory: float
+    bandwidth: float
+    processors: int
+    launch: float
+    ranks: int
+    node: Link
+    network: Link
+    storage: float
+    reached: Reached
+    fill: float = 64.0
+    interference: float = 0.4
+    adapters: float = 64.0
+    tile: float = 256.0
+    ahead: bool = True
+
+    def peak(self, precision: str) -> float:
+        """Return the dense FLOP/s of the device's matrix products in a precision of a plan."""
+        return self.peaks[precision]
+
+    def taking(self, times: Mapping[str, float]) -> Hardware:
+        """Return the hardware whose `device`, links of a `node` and of the `network` take so many times as long."""
+        device, reached = times["device"], self.reached
+        slower = {name: getattr(reached, name) / device for name in ("products", "attention", "memory")}
+        links = {name: getattr(self, name).taking(times[name]) for name in ("node", "network")}
+        return replace(self, launch=self.launch * device, reached=replace(reached, **slower), **links)
+
+    def with_constants(self, values: Mapping[str, float]) -> Hardware:
+        """Return the hardware with other values of some constants, by name: shares reached, or fields of its own."""
+        shares = {key: value for key, value in values.items() if key in _SHARES}
+        others: dict[str, Any] = {key: value for key, value in values.items() if key not in _SHARES}
+        return replace(self, reached=replace(self.reached, **shares), **others)
+
+
+class HardwareMistake(ValueError):
+    """Refusal of a description of hardware, `mistakes`: one line each."""
+
+    def __init__(self, name: str, mistakes: list[str]):
+        """Construct the refusal of the hardware called `name`."""
+        self.mistakes = mistakes
+        super().__init__("; ".join(f"hardware {name}: {line}" for line in mistakes))
+
+
+@dataclass
+class _Described:
+    """Reader of a description of hardware that collects its mistakes. `data`: a part of it; `path`: its place."""
+
+    data: Mapping[str, Any]
+    path: str = ""
+    mistakes: list[str] = field(default_factory=list)
+    known: set[str] = field(default_factory=set)
+
+    def number(self, key: str, default: float | None = None, most: float = float("inf")) -> float:
+        """Return the positive number of a key; a mistake is noted for anything else, and for a missing key."""
+        self.known.add(key)
+        value = self.data.get(key, default)
+        try:
+            found = float(value)
+            if 0 < found <= most:
+                return found
+        except (TypeError, ValueError):
+            pass
+        self.mistakes.append(
+            f"{self.path}{key}={value}: must be a number > 0" + (f" and <= {most:g}" if most < 1e9 else "")
+        )
+        return 1.0
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return the true or false of a key; a mistake is noted for anything else."""
+        self.known.add(key)
+        if isinstance(value := self.data.get(key, default), bool):
+            return value
+        self.mistakes.append(f"{self.path}{key}={value}: must be true or false")
+        return default
+
+    def link(self) -> Link:
+        """Return the links that this part describes, and under `kinds` the links of collectives that differ."""
+        kinds = self.part("kinds", {})
+        found = {op: kinds.part(op) for op in TRAFFIC if op in kinds.data}
+        made = {op: part._made_link({}) for op, part in found.items()}
+        for part in (kinds, *found.values()):
+            part.close()
+        return self._made_link(made)
+
+    def _made_link(self, kinds: Mapping[str, Link]) -> Link:
+        """Return the links that this part describes, and the links of some `kinds` of collectives."""
+        bandwidth, latency, hop = (self.number(key) for key in LINK)
+        return Link(bandwidth, latency, hop, kinds)
+
+    def part(self, key: str, default: Mapping[str, Any] | None = None) -> _Described:
+        """Return the reader of the mapping that a key has."""
+        self.known.add(key)
+        value = self.data.get(key, default)
+        if not isinstance(value, Mapping):
+            self.mistakes.append(f"{self.path}{key}: must have keys and values")
+            value = {}
+        return _Described(value, f"{self.path}{key}.", self.mistakes)
+
+    def close(self) -> None:
+        """Note a mistake for each key that nothing has read."""
+        unknown = sorted(str(key) for key in self.data.keys() - self.known)
+        self.mistakes.extend(f"{self.path}{key}: unknown key" for key in unknown)
+
+
+def hardware_of(name: str, data: Mapping[str, Any]) -> Hardware:
+    """Return the hardware that a file of `conf/hardware/` describes; what it does not say of an `accelerator`, its
+    memory and its peak in bf16, the table of accelerators does. Raises HardwareMistake with every mistake."""
+    reader = _Described(data)
+    reader.known.add("accelerator")
+    device = accelerator(str(data.get("accelerator") or "").replace("-", " "))
+    peaks = reader.part("peaks")
+    speeds = {str(precision): peaks.number(str(precision)) for precision in peaks.data}
+    if device and device.peak:
+        speeds = {"bf16": device.peak, **speeds}
+    if "bf16" not in speeds:
+        reader.mistakes.append("peaks.bf16: must be there for an accelerator without a known peak")
+    links = {key: reader.part(key) for key in ("node", "network")}
+    made = {key: part.link() for key, part in links.items()}
+    ranks = links["node"].number("ranks")
+    shares = reader.part("reached")
+    first = {name: shares.number(name, most=1.5) for name in _SHARES if name != "attention"}
+    attention = shares.number("attention", ATTENTION * first["products"], most=1.5)
+    reached = Reached(**first, attention=attention)
+    found = Hardware(
+        name=name,
+        peaks=speeds,
+        memory=reader.number("memory", device.memory if device else None),
+        bandwidth=reader.number("bandwidth"),
+        processors=int(reader.number("processors")),
+        launch=reader.number("launch"),
+        ranks=int(ranks),
+        storage=reader.number("storage"),
+        fill=reader.number("fill", Hardware.fill),
+        interference=reader.number("interference", Hardware.interference),
+        adapters=reader.number("adapters", Hardware.adapters),
+        tile=reader.number("tile", Hardware.tile),
+        ahead=reader.flag("ahead", Hardware.ahead),
+        reached=reached,
+        **made,
+    )
+    for part in (reader, *links.values(), shares):
+        part.close()
+    if reader.mistakes:
+        raise HardwareMistake(name, reader.mistakes)
+    return found

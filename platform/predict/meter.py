@@ -1,0 +1,474 @@
+"""The `Ops` of a memory forecast: a model's forward and backward pass on storages that only count bytes.
+
+Each operation counts in its `meter`, in the same steps as its `run` computes; the numbers follow torch's CPU kernels.
+Their common parts are here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from math import prod
+
+from platform.plan.chunks import Bucket, Chunk
+from platform.plan.gather_order import Ahead, Use
+from platform.plan.layout import at_zero
+from platform.plan.model_types import Parameter, Spec
+from platform.plan.operation_plan import Away, EinsumGroup, PlannedOperation, shapes
+from platform.plan.operations.attention import AttentionBlock
+from platform.plan.operations.op import (
+    INTEGER,
+    Backward,
+    GradientKey,
+    Gradients,
+    Leaves,
+    Ledger,
+    MeteredStorage,
+    Saved,
+    Tape,
+    Value,
+)
+from platform.plan.operations.registry import Ops
+from platform.plan.plan import Plan
+from platform.plan.rule import JOIN, LENDING, VANISH, Conversion, Step
+
+
+class Meter(Ops):
+    """Meter of one worker's memory: creates storages that only count bytes in `ledger` and converts their layouts, as
+    the worker at mesh coordinates `at` would. `tape`: recorded operations, for the backward pass; `leaves`: gradients
+    of parameters; `deferred`: pending computations of weight gradients, None unless the schedule splits them off;
+    `device`: kind of the worker's (cpu, cuda).
+
+    A tensor without elements stands for an absent block; operations pass it on.
+    """
+
+    method = "meter"
+    plan: Plan
+
+    def __init__(self, plan: Plan, dropout: float, at: Mapping[str, int], device: str = "cpu", *, ahead: bool = True):
+        """Construct the memory meter of the worker at mesh coordinates `at`; `device`: cpu or cuda, `dropout`: its
+        rate, `ahead`: parameters are gathered one matrix product ahead, see `Ahead`."""
+        self.plan, self.dropout_rate, self.recompute, self.at = plan, dropout, plan.recompute, at
+        self.device = device
+        self.ledger, self.tape = Ledger(), Tape()
+        self.leaves = Leaves()
+        self.deferred: list[Callable[[], None]] | None = None
+        self.wide = plan.itemsize["accumulate"]
+        self._spans: Sequence[tuple[Bucket, ...]] = []
+        self._span = 0  # stretch of the forward pass under way
+        self.ahead: Ahead[Value] = Ahead(plan, self._start, ahead)
+        self._whole: dict[int, MeteredStorage] = {}  # gathered buckets
+        # what hides scores, by window and positions: shared by all passes; by the layers of this one
+        self.standing: dict[tuple[int, int], MeteredStorage] = {}
+        self.of_pass: dict[tuple[int, int], MeteredStorage] = {}
+        self.grad = True
+        self.left: Counter[int] = Counter()  # bytes of an activation -> how many such are in host memory
+        self._last: Away[MeteredStorage] | None = None  # of these, in this pass
+
+    def _start(self, p: Parameter, conversion: Conversion) -> Value:
+        """Count the bytes of converting a parameter to an operation's layout; return the converted stand-in."""
+        return self.forward(self.parameter(p), conversion)
+
+    def new(self, elements: int, itemsize: int = 0, *, parameter: bool = False) -> MeteredStorage:
+        """Allocate a counted storage of `elements` floating-point numbers, of the plan's compute type unless `itemsize`
+        (bytes) is given; `parameter`: a gathered copy of a parameter."""
+        return MeteredStorage(self.ledger, elements * (itemsize or self.plan.itemsize["compute"]), elements, parameter)
+
+    def tensor(self, elements: int, itemsize: int = 0) -> Value:
+        """Allocate a counted stand-in for a tensor of `elements` numbers, with a storage as by `new`."""
+        return Value(self.new(elements, itemsize), elements)
+
+    Block = Value  # the meter's stand-in for a rank's block of an activation
+
+    @staticmethod
+    def absent(x: Value) -> bool:
+        """Return True if the metered worker has no block of the tensor that x stands for: no elements."""
+        return not x.elements
+
+    @staticmethod
+    def empty_of(blocks: Sequence[Value]) -> Value:
+        """Return the empty stand-in for a block that the metered worker lacks, made of the `blocks` given."""
+        return blocks[0]
+
+    def integers(self, elements: int, itemsize: int = INTEGER) -> MeteredStorage:
+        """Allocate a counted storage of `elements` integers or booleans, of `itemsize` bytes each."""
+        return MeteredStorage(self.ledger, elements * itemsize, 0)
+
+    def data(self, chunk: Chunk) -> MeteredStorage:
+        """Allocate counted bytes for the data tensors (ids, labels) that a chunk's operations read, one per layout."""
+        readers = ((name, o) for o in chunk.operations.values() for name in o.operation.reads)
+        return self.integers(sum({(name, o.tokens): o.token_count for name, o in readers}.values()))
+
+    def widened(self, x: MeteredStorage | None, elements: int) -> MeteredStorage | None:
+        """Count a cast of x to the type of statistics: a new storage only if that is not the compute type."""
+        return x if self.wide == self.plan.itemsize["compute"] else self.new(elements, self.wide)
+
+    def block(self, spec: Spec) -> Value:
+        """Allocate a counted storage for this worker's block of an activation; it is empty if the worker has none."""
+        elements = prod(self.plan.local_shape(spec)) * self.plan.present(spec, self.at)
+        return self.tensor(elements, self.plan.itemsize[spec.dtype])
+
+    def note(self, outs: Sequence[Value], ins: Sequence[Value], saved: Saved, backward: Backward) -> None:
+        """Record an operation on the memory meter's autograd tape, if gradients are wanted; as `Tape.note`."""
+        if self.grad:
+            self.tape.note(outs, ins, saved, backward)
+
+    def plain(self, out: Value, ins: Sequence[Value], saved: Saved = (), work: int = 0, itemsize: int = 0) -> Value:
+        """Record on the memory meter's autograd tape an operation with result `out` that keeps `saved`, and whose
+        backward pass allocates a gradient per input, of its type, while `work` elements of scratch are held (of the
+        compute type unless `itemsize` is given); return `out`."""
+        sizes = [(x.elements, x.itemsize) for x in ins]
+
+        def backward(_: Gradients, __: Saved) -> Gradients:
+            """Allocate the gradients of all inputs, while the scratch memory is held."""
+            held = self.new(work, itemsize) if work else None  # noqa: F841  (until all gradients are allocated)
+            return [self.new(*size) for size in sizes]
+
+        self.note([out], ins, saved, backward)
+        return out
+
+    def sum(self, out: Value, ins: Sequence[Value]) -> Value:
+        """Record the memory of a sum, which keeps nothing and hands its gradient to its inputs; return its result."""
+        n, sizes = out.elements, [x.elements for x in ins]
+        self.note([out], ins, (), lambda gs, _: [gs[0] if size == n else self.new(size) for size in sizes])
+        return out
+
+    def convert(
+        self,
+        storage: MeteredStorage | None,
+        elements: int,
+        steps: Sequence[Step],
+        shape: tuple[int, ...],
+        parameter: bool = False,
+        dtype: str = "compute",
+    ) -> tuple[MeteredStorage | None, int]:
+        """Count the memory of a conversion between layouts: return (storage, elements) of a tensor of local `shape`
+        after `steps`, taken as `platform.runtime.conversion` does on this worker; an absent tensor has 0
+        elements. A slice, but of pieces in zigzag, and a block without its padding, are views of the same storage; a
+        collective allocates a new one, except a broadcast on its root. `parameter`: the tensor is a copy of a
+        parameter; `dtype`: its type."""
+        for step, _, after in shapes(steps, shape, self.plan.mesh):
+            if not at_zero(step.only, self.at):
+                continue
+            index = self.plan.mesh.index(self.at, step.axes)
+            if step.op in VANISH and index:
+                storage, elements = self.new(0, parameter=parameter), 0
+                continue
+            elements = prod(after)
+            views = (
+                step.op == "drop" or (step.op == "slice" and step.zigzag < 0) or (step.op == "broadcast" and not index)
+            )
+            if not views:
+                storage = self._moved(elements, step, parameter, self.plan.itemsize[dtype])
+        return storage, elements
+
+    def _moved(self, elements: int, step: Step, parameter: bool, itemsize: int) -> MeteredStorage:
+        """Allocate a counted storage for the result of a collective `step`, of `elements` of `itemsize` bytes. A split
+        or joined dim that is not first in memory, or lies in zigzag, costs a copy, before or after. `parameter`: it is
+        a gathered copy of a parameter."""
+        if step.op in LENDING:
+            return self._lent(elements, step, parameter, itemsize)
+        last = step.joined if step.op == "all_to_all" else step.dim
+        before = step.op in ("reduce_scatter", "all_to_all", "scatter") and step.dim
+        after = step.op in ("all_gather", "gather", "all_to_all") and last
+        larger = self.plan.mesh.extent(step.axes) if step.op == "reduce_scatter" else 1
+        folds = step.op in ("reduce_scatter", "all_to_all") and step.zigzag == step.dim
+        copies = [self.new(elements * larger, itemsize) for copied in (folds, before) if copied]
+        out = self.new(elements, itemsize, parameter=parameter)
+        del copies
+        out = self.new(elements, itemsize, parameter=parameter) if after else out
+        unfolds = step.op in JOIN and step.zigzag == last
+        return self.new(elements, itemsize, parameter=parameter) if unfolds else out
+
+    def _lent(self, elements: int, step: Step, parameter: bool, itemsize: int) -> MeteredStorage:
+        """Allocate a counted storage for a block of experts after `step`, of `elements` of `itemsize` bytes; at most, a
+        rank lends to all others."""
+        lent, others = self.plan.scheme.lent, self.plan.mesh.extent(step.axes) - 1
+        width = elements // step.shape[0]
+        more = lent if step.op == "lend" else 0
+        moved = [self.new(n * width, itemsize) for n in (lent * others, more) if n]
+        out = self.new(elements + (0 if more else lent * width), itemsize, parameter=parameter)
+        del moved
+        return out
+
+    def forward(self, x: Value, conversion: Conversion) -> Value:
+        """Count the bytes of a conversion's forward steps of x, without a backward pass; return the result."""
+        steps, shape = conversion.forward, conversion.before
+        return Value(*self.convert(x.storage, x.elements, steps, shape, isinstance(x.key, str), conversion.dtype))
+
+    def backward(self, gradient: MeteredStorage | None, elements: int, conversion: Conversion) -> MeteredStorage | None:
+        """Count the memory of the backward steps of a conversion, for the gradient of its result, of `elements`."""
+        return self.convert(gradient, elements, conversion.backward, conversion.after, dtype=conversion.dtype)[0]
+
+    def apply(self, x: Value, conversion: Conversion, coming: Value | None = None) -> Value:
+        """Count the memory of a conversion of x to another layout, unless it is `coming`, and record its backward steps
+        on the autograd tape; return the converted tensor."""
+        if not conversion.forward and not conversion.backward:
+            return x
+        out = coming or self.forward(x, conversion)
+        size = out.elements
+        self.note([out], [x], (), lambda gs, _: [self.backward(gs[0], size, conversion)])
+        return out
+
+    def apply_each(self, blocks: Sequence[Value], conversions: Sequence[Conversion]) -> list[Value]:
+        """Count the memory of conversions of several blocks together, each of which is there until the last is done."""
+        return [self.apply(x, conversion) for x, conversion in zip(blocks, conversions, strict=True)]
+
+    def parameter(self, p: Parameter) -> Value:
+        """Return the stand-in of a parameter as this worker computes with it, whose bytes are counted elsewhere."""
+        return Value(None, prod(self.plan.local_shape(p)) * self.plan.present(p, self.at), p.name)
+
+    def converted(self, planned: PlannedOperation) -> list[Value]:
+        """Count the conversions of a planned operation's parameters, if it has no einsums; return the results."""
+        operation = planned.operation
+        use, parameters = (operation.kind, operation.name, 0), operation.parameters
+        coming = self.ahead.take(use) if use in self.ahead else [None] * len(parameters)
+        triples = zip(parameters, planned.conversions, coming, strict=False)
+        return [self.apply(self.parameter(p), conversion, c) for p, conversion, c in triples]
+
+    def in_place(self, key: GradientKey) -> bool:
+        """Return True if an operand is a parameter whose gradient is added in its bucket; count those bytes."""
+        return isinstance(key, str) and self.leaves.in_place(key)
+
+    def seen(self, a: AttentionBlock, window: int, documents: bool) -> Value:
+        """Count the memory of attention's mask for a `window` or for `documents`, made as `ParallelOps.seen` does: once
+        for all layers of a pass, and without documents once for all passes."""
+        made = self.of_pass if documents else self.standing
+        positions = a.length * a.memory_length
+        if (window, positions) not in made:
+            made[window, positions] = self.new(positions * (a.batch if documents else 1))
+        return Value(made[window, positions], positions)
+
+    def operands(self, use: Use, group: EinsumGroup, stored: Sequence[Value], back: bool = False) -> list[Value]:
+        """Return the operands of a group of einsums as converted for it, as `platform.runtime.residency` does;
+        in the backward pass (`back`), operands kept as converted are returned as they are."""
+        if any(e.operand.forward for e in group.einsums if e.regathered or not back) and use in self.ahead:
+            return self.ahead.take(use, back)
+        pairs = zip(stored, group.einsums, strict=True)
+        return [self.forward(w, e.operand) if e.regathered or not back else w for w, e in pairs]
+
+    def inner(self, planned: PlannedOperation, leave: Conversion) -> Value:
+        """Allocate the metered local result of an operation, before its conversion; empty if not on this worker."""
+        return self.tensor(prod(leave.before) * at_zero(planned.only, self.at), self.plan.itemsize[leave.dtype])
+
+    def begin(self, chunk: Chunk) -> None:
+        """Begin a metered forward pass of a chunk: count the parameters gathered for its first span (ZeRO-3)."""
+        self._spans = self._gathered(chunk)
+        self._span, self._last = 0, None
+        self.ahead.begin()
+        self._move(0, 1)
+
+    def _gathered(self, chunk: Chunk) -> Sequence[tuple[Bucket, ...]]:
+        """Return the buckets whose parameters are gathered for each span of a chunk (ZeRO-3); [] without."""
+        spans = self.plan.resident[chunk.number] if self.plan.zero == 3 else []
+        return [tuple(b for b in found if b.stored) for found in spans]
+
+    def turn(self) -> None:
+        """End a metered forward pass: free gathered parameters (ZeRO-3) unless the backward pass follows at once."""
+        if not self.plan.turns:
+            self.end()
+
+    def back(self, chunk: Chunk) -> None:
+        """Begin a metered backward pass of a chunk: count the parameters gathered for its last span (ZeRO-3)."""
+        self._spans = self._gathered(chunk)
+        self._move(len(self._spans) - 1, -1)
+
+    def end(self) -> None:
+        """End a metered pass: free the parameters that it gathered (ZeRO-3)."""
+        self._whole.clear()
+
+    def _enter(self, x: Value) -> Value:
+        """Count the move to the model's next span, whose parameters are gathered (ZeRO-3, as
+        `platform.runtime.residency` does), and back in the backward pass; return x."""
+        if not self._spans:
+            return x
+        before, out = self._span, Value(x.storage, x.elements)
+        self._span += 1
+        self._move(self._span, 1)
+
+        def backward(gs: Gradients, _: Saved) -> Gradients:
+            """Count the parameters of the model's span before as gathered again, in the backward pass."""
+            self._move(before, -1)
+            return gs
+
+        self.note([out], [x], (), backward)
+        return out
+
+    def _move(self, at: int, way: int) -> None:
+        """Count as gathered (ZeRO-3) the parameters of span `at` and of the next; `way`: 1 forward, -1 backward."""
+        if self._spans:
+            onwards = self._spans[at + 1 :] if way > 0 else self._spans[:at][::-1]
+            self._keep(self._spans[at])
+            self._keep((*self._spans[at], *next(filter(None, onwards), ())))
+
+    def _keep(self, buckets: Sequence[Bucket]) -> None:
+        """Count only the parameter `buckets` as gathered (ZeRO-3): free others' bytes, allocate missing ones."""
+        wanted = {id(b): b for b in buckets}
+        self._whole = {key: kept for key, kept in self._whole.items() if key in wanted}
+        self._whole |= {k: self.new(b.elements, parameter=True) for k, b in wanted.items() if k not in self._whole}
+
+    def recomputed(self, kind, name, function, spec, x, *more):
+        """Count function(x, *more), recomputed in the backward pass if activations of this `kind` are."""
+        if kind == "full":
+            found = self._recomputed(kind, function, spec, self._enter(x), *more)
+            return (self._enter(found[0]), *found[1:]) if isinstance(found, tuple) else self._enter(found)
+        return self._recomputed(kind, function, spec, x, *more)
+
+    def _recomputed(self, kind, function, spec, x, *more):
+        """Count the memory of function(x, *more), run again in the backward pass if this `kind` is recomputed."""
+        if kind != self.recompute.kind or not self.grad:
+            return function(x, *more)
+        given, elements, deferred = [v for v in (x, *more) if v], x.elements, self.deferred
+        axes = self.plan.kept_axes(spec) if elements else ()
+        kept = x.storage
+        if axes:
+            self.new(elements)  # padded, before it is cut
+            kept = self.new(self.plan.shared_elements(spec, axes))
+        away = self._leave(self.plan.shared_elements(spec, axes)) if self.recompute.offload and elements else None
+        self.grad = False
+        out = function(x, *more)
+        self.grad = True
+        sizes = [v and v.elements for v in more]
+
+        def backward(gs: Gradients, saved: Saved) -> Gradients:
+            """Count the memory of the recomputed forward pass and of its backward pass; return the inputs'
+            gradients."""
+            part, others = away.take_back() if away else saved[0], iter(saved[1:])
+            whole = Value(self.new(elements) if axes else part, elements)
+            arguments = [None if n is None else Value(next(others), n) for n in sizes]
+            before, self.tape, self.deferred = (self.tape, self.deferred), Tape(), deferred
+            self.ahead.again, again = True, self.ahead.again
+            out = function(whole, *arguments)
+            self.ahead.again = again
+            (self.tape, self.deferred), tape = before, self.tape
+            results = out if isinstance(out, tuple) else (out,)
+            gradients = {y.key: g for y, g in zip(results, gs, strict=True) if g}
+            tape.unwind(gradients, self.leaves)
+            for key, g in gradients.items():
+                if g.permuted:  # a leaf's gradient lies as the leaf does
+                    gradients[key] = g.like()
+            return [gradients.get(v.key) for v in (whole, *arguments) if v]
+
+        results = out if isinstance(out, tuple) else (out,)
+        self.note(results, given, (None if away else kept, *(v.storage for v in given[1:])), backward)
+        return out
+
+    def _leave(self, elements: int) -> Away[MeteredStorage]:
+        """Count an activation of `elements` as copied to host memory; taking it back allocates it again."""
+        self.left[elements * self.plan.itemsize["compute"]] += 1
+        self._last = Away(lambda: self.new(elements), self._last)
+        return self._last
+
+
+# Sums of gradients in the memory meter: what `platform.runtime.flat_buffers` allocates as gradients come.
+
+UNDER_WAY = 2  # reductions of ZeRO-2 and 3 whose buffers are kept
+
+
+class MeteredSums(Leaves):
+    """Takes the gradients of parameters in passes of `chunk` on the memory meter, and adds them to flat sums per
+    bucket. `summed`, `reduced`: numbers of the buckets with sums, and with shards of reduced ones, from earlier passes;
+    `early`: buckets are reduced as soon as all their gradients have come, where each pass does so (ZeRO-2 and 3)."""
+
+    def __init__(self, meter: Meter, chunk: Chunk, summed: Collection[int], reduced: Collection[int], *, early: bool):
+        """Construct the metered gradient sums of the buckets that `chunk` uses; arguments as in the class."""
+        self._meter, self._plan, self._early = meter, meter.plan, early
+        self._summed, self._reduced = summed, reduced
+        buckets = enumerate(meter.plan.buckets)
+        self._buckets = {n: b for n, b in buckets if at_zero(b.only, meter.at) and chunk.parameters & b.ranges.keys()}
+        self._number: dict[GradientKey, int] = {p.name: n for n, b in self._buckets.items() for p in b.parameters}
+        self._sums: dict[int, MeteredStorage] = {}
+        self._coming: dict[int, MeteredStorage] = {}  # gradients of the pass, where none can be added to sums at once
+        self._taken: dict[int, list[MeteredStorage]] = {}  # gradients that will be added together with others
+        self._came: dict[int, set[str]] = {n: set() for n in self._buckets}
+        self._reducing: list[tuple[int, MeteredStorage, MeteredStorage]] = []
+        self._parts: dict[int, MeteredStorage] = {}  # of buckets that passes have reduced: new shards
+
+    def setdefault(self, name: GradientKey, gradient: MeteredStorage) -> None:
+        """Count the addition of a parameter's gradient to its bucket's sums, after which it is freed."""
+        if gradient.nbytes:
+            self._taken.setdefault(self._number[name], []).append(gradient)
+            self._note(name)
+
+    def in_place(self, name: GradientKey) -> bool:
+        """Count a gradient that a kernel adds straight into the sums of its parameter's bucket; return True."""
+        if name in self._number:
+            self._add(self._number[name])
+            self._note(name)
+        return True
+
+    def _add(self, n: int) -> None:
+        """Count the bytes of the buffer into which a gradient of bucket number `n` is added when computed."""
+        if self._plan.adds_at_once(self._buckets[n], self._meter.device):
+            self._begin(n)
+        elif n not in self._coming:
+            self._coming[n] = self._meter.new(self._buckets[n].elements)
+
+    def _begin(self, n: int) -> None:
+        """Allocate the metered gradient sums of bucket number `n`, if no earlier pass has."""
+        if n not in self._sums:
+            wide = 0 if self._buckets[n].zero >= 2 else self._plan.itemsize["master"]
+            self._sums[n] = self._meter.new(0 if n in self._summed else self._buckets[n].elements, wide)
+
+    def _note(self, name: GradientKey) -> None:
+        """Note that a parameter's gradient has been computed; once its whole bucket is, count adding them to the
+        sums."""
+        assert isinstance(name, str)
+        n = self._number[name]
+        if name not in self._plan.shared:  # of which several parts come
+            self._came[n].add(name)
+        if len(self._came[n]) == len(self._buckets[n].parameters):
+            self._flush(n)
+            if self._early and self._buckets[n].zero >= 2:
+                self._reduce(n)
+
+    def _flush(self, n: int) -> None:
+        """Count the addition of the gradients of bucket number `n` to its sums, after which they are freed."""
+        if self._taken.get(n):
+            self._add(n)
+            self._taken.pop(n)
+        if n in self._coming:
+            self._begin(n)
+            del self._coming[n]
+
+    def _reduce(self, n: int) -> None:
+        """Count the reduction of a bucket's gradient sums into shards; the third reduction waits for the first."""
+        each = self._buckets[n].shard_elements
+        self._reducing.append((n, self._sums.pop(n), self._meter.new(each)))
+        self._came[n].clear()
+        while len(self._reducing) > UNDER_WAY:
+            self._settle()
+
+    def _settle(self) -> None:
+        """End the oldest gradient reduction: free its buffers, and keep the bucket's shard of the sums if it is new."""
+        n, _, part = self._reducing.pop(0)
+        if n in self._parts:
+            return
+        same = self._plan.itemsize["master"] == self._plan.itemsize["compute"]
+        each = 0 if n in self._reduced else self._buckets[n].shard_elements
+        self._parts[n] = part if same and each else self._meter.new(each, self._plan.itemsize["master"])
+
+    def flush(self) -> None:
+        """Count the bytes of adding every gradient that is not yet in its bucket's sums to these."""
+        for n in self._buckets:
+            self._flush(n)
+
+    def passed(self) -> None:
+        """End a metered backward pass: count its last gradients' sums and (ZeRO-2 and 3) their reductions."""
+        self.flush()
+        for n in [n for n in self._sums if self._buckets[n].zero >= 2]:
+            self._reduce(n)
+        while self._reducing:
+            self._settle()
+
+    def held(self) -> list[MeteredStorage]:
+        """Return the metered gradient sums and reduced shards that stay in memory for the next pass."""
+        return [*self._sums.values(), *self._parts.values()]
+
+    def begun(self) -> dict[int, int]:
+        """Return the bytes of the gradient sums that passes have begun and not reduced, by number of the bucket."""
+        return {n: sum_.nbytes for n, sum_ in self._sums.items() if n not in self._summed}
+
+    def parts(self) -> dict[int, int]:
+        """Return the bytes of new shards of reduced buckets (ZeRO-2 and 3), by number of the bucket."""
+        return {n: part.nbytes for n, part in self._parts.items()}

@@ -1,0 +1,189 @@
+"""Price of a configuration's step on a hardware of `conf/hardware/`, and its picture."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from platform.boundary.refusals import ConfigError, closest, violation
+from platform.config.composition import CONF
+from platform.config.fields import Config
+from platform.config.groups import AUTO
+from platform.model import build_model
+from platform.optimizer.optimizers import kept_numbers
+from platform.plan.accelerators import accelerator, memory_of
+from platform.plan.chunks import BUCKET_MIB
+from platform.plan.gantt import gantt_svg
+from platform.plan.plan import Plan
+from platform.plan.simulate import simulate
+from platform.predict.choose_schedule import schedule_of
+from platform.predict.hardware import Hardware, HardwareMistake, hardware_of
+from platform.predict.price import StepPrice, bucket_mebibytes, price_of, simulated
+from platform.predict.work import EVEN, Execution, StepWork, step_work
+
+FOLDER = CONF / "hardware"
+MOST_DRAWN = 4000  # passes in the picture of a step
+
+
+def names_of_hardware() -> list[str]:
+    """Return the names of the hardware that has a file in `conf/hardware/`."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def file_of_hardware(name: str) -> Path:
+    """Return the path of the file that describes the hardware `name`, or that is called so."""
+    return Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
+
+
+@lru_cache(maxsize=32)
+def read_hardware(name: str) -> Hardware:
+    """Return the hardware `name` of `conf/hardware/`, or of the user's own file at that path. Raises ConfigError with
+    every mistake."""
+    path = file_of_hardware(name)
+    if not path.is_file():
+        legal = ", ".join(names_of_hardware())
+        raise ConfigError(f"hardware {name}: there is no such file; legal: {legal}, or the path of a FILE.yaml")
+    try:
+        data = yaml.safe_load(path.read_text())
+        return hardware_of(path.stem, data if isinstance(data, dict) else {})
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"hardware {name}: is no YAML: {error}") from None
+    except HardwareMistake as error:
+        raise ConfigError([f"hardware {name}: {line}" for line in error.mistakes]) from None
+
+
+@lru_cache(maxsize=32)
+def hardware_named(gpu: str) -> Hardware | None:
+    """Return the hardware of a type of GPU, such as cluster.gpu, None if no file in `conf/hardware/` describes it."""
+    wanted = accelerator(gpu.replace("-", " "))
+    for name in names_of_hardware():
+        data = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+        if wanted and accelerator(str(data["accelerator"]).replace("-", " ")) == wanted:
+            return read_hardware(name)
+    return None
+
+
+def chosen_hardware(config: Config) -> Hardware | None:
+    """Return the hardware that cluster.hardware names, None if it leaves that to the device. Raises ConfigError if no
+    file has that name or path, or its speed in the run's precision is not known."""
+    name = config.cluster.hardware
+    if name == AUTO:
+        return None
+    key = "cluster.hardware"
+    if not file_of_hardware(name).is_file():
+        legal = [*closest(name, [AUTO, *names_of_hardware()])[:3], "the path of a FILE.yaml"]
+        raise ConfigError(violation(key, name, "there is no such file", legal))
+    found = read_hardware(name)
+    if config.precision not in found.peaks:
+        raise ConfigError(violation(key, name, f"its peaks lack {config.precision}, in which the run computes", [AUTO]))
+    return found
+
+
+def violations_of_hardware(config: Config) -> list[str]:
+    """Return the lines that refuse the file of cluster.hardware."""
+    try:
+        chosen_hardware(config)
+    except ConfigError as error:
+        return error.violations
+    return []
+
+
+def hardware_of_device(config: Config, device: str, gpu: str) -> Hardware | None:
+    """Return the hardware of a run's workers: the one of cluster.hardware, or of their `device` (cpu | cuda) and `gpu`;
+    None if no file describes it, or its speed in the run's precision."""
+    found = chosen_hardware(config) or (read_hardware("cpu") if device == "cpu" else hardware_named(gpu))
+    return found if found and config.precision in found.peaks else None
+
+
+def chosen_bucket(config: Config, plan: Plan) -> int:
+    """Return the MiB of gradients in a bucket of a configuration's plan. Raises ConfigError for the hardware's file."""
+    if config.parallel.bucket_mib == AUTO and plan.zero == 3:
+        return 0  # it is there to hold little: block by block
+    size = given_bucket(config)
+    return bucket_mebibytes(plan, cast(Hardware, _named_hardware(config))) if size is None else size
+
+
+def given_bucket(config: Config) -> int | None:
+    """Return the MiB of gradients in a bucket of all plans of a configuration, but for ZeRO-3; None where links say."""
+    if not isinstance(config.parallel.bucket_mib, str):
+        return config.parallel.bucket_mib
+    return None if _named_hardware(config) else BUCKET_MIB
+
+
+def _named_hardware(config: Config) -> Hardware | None:
+    """Return the hardware that cluster.hardware or cluster.gpu names, None if neither names one that is described."""
+    return chosen_hardware(config) or hardware_named(config.cluster.gpu)
+
+
+def usual_hardware(config: Config, gpu: str = "") -> Hardware:
+    """Return the hardware for which plans are priced: as cluster.hardware says, of this `gpu`, of cluster.gpu, or the
+    usual one."""
+    if chosen := chosen_hardware(config):
+        return chosen
+    c = config.cluster
+    kinds = ["h100", "cpu"] if c.device == "cuda" else ["cpu", "h100"]
+    found = [hardware_named(name) for name in (gpu, c.gpu) if name] + [read_hardware(name) for name in kinds]
+    known = [hardware for hardware in found if hardware and config.precision in hardware.peaks]
+    return known[0]
+
+
+def memory_of_worker(config: Config, memory: float, hardware: Hardware) -> float:
+    """Return the bytes of a worker's device: as the configuration states, as seen (`memory`), or as its type has."""
+    return config.cluster.device_memory * 1e9 or memory or memory_of(config.cluster.gpu) or hardware.memory
+
+
+def step_price(config: Config, plan: Plan, hardware: Hardware) -> StepPrice:
+    """Predict the seconds of a training step of a configuration under its plan on a hardware."""
+    return price_of(work_of(config, plan), hardware)
+
+
+def work_of(config: Config, plan: Plan, **others: Any) -> StepWork:
+    """Return the work of a training step of a configuration under its plan, which any hardware can price. `others`:
+    fields of Execution in which another system that runs the plan differs."""
+    kind = config.pipeline.kind
+    execution = Execution(
+        schedule=kind,
+        table=None if kind in EVEN else schedule_of(config, plan.replicas),
+        overlap=config.parallel.overlap,
+        moments=kept_numbers(config),
+        dropout=config.model.dropout,
+        fused_dropout=config.model.fused_dropout,
+        **others,
+    )
+    return step_work(plan, build_model(config.model), execution)
+
+
+def step_configs(config: Config, on_gpu: bool, tiny: bool) -> list[Config]:
+    """Return the configurations of the steps that each worker measures alone: of a model whose steps are all launches,
+    with more and more microbatches, and last one of two usual layers. `tiny`: True if that one is small too."""
+    m, t = config.model, config.train
+    small = replace(m, layers=2, d_model=16, heads=2, length=8, vocab=32)
+    usual = replace(m, layers=2, d_model=4096, heads=32, length=2048, vocab=32768)
+    if not on_gpu:
+        usual = replace(m, layers=2, d_model=256, heads=4, length=128, vocab=512)
+    sizes = [(small, 1, n) for n in (1, 4, 16)] + [(small if tiny else usual, 2 if on_gpu else 4, 2)]
+    parallel = replace(config.parallel, data=1)
+    return [
+        replace(config, model=model, parallel=parallel, train=replace(t, microbatch=each, global_batch=each * n))
+        for model, each, n in sizes
+    ]
+
+
+def picture(config: Config, plan: Plan, hardware: Hardware | None) -> str:
+    """Draw what each pipeline stage does when in a step of a configuration under its plan, as the text of an SVG image:
+    in the predicted seconds of a hardware, or in nominal ones without. Of a step with more than MOST_DRAWN passes, one
+    of fewer microbatches is drawn."""
+    chunks, each = len(plan.chunks), plan.sizes["batch"]
+    most = max(1, MOST_DRAWN // (2 * chunks * plan.stages)) * plan.stages
+    drawn = plan.microbatches if config.pipeline.kind == "file" else min(plan.microbatches, most)
+    shorter = replace(config, train=replace(config.train, global_batch=drawn * each, ramp_from=0))
+    schedule = schedule_of(config if drawn == plan.microbatches else shorter, plan.replicas)
+    found = simulated(work_of(config, plan), hardware, schedule) if hardware else simulate(schedule)
+    some = f", {drawn} of {plan.microbatches} microbatches" if drawn < plan.microbatches else ""
+    when = f"predicted on {hardware.name}" if hardware else "with backward passes twice as long as forward ones"
+    title = f"{schedule.name}{some}, bubble {found.bubble:.1%}, {when}"
+    return gantt_svg({title: found.timeline}, unit="s" if hardware else "")

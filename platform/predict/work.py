@@ -1,0 +1,484 @@
+"""Work of a plan's chunks on one rank, for any hardware: products by shape, bytes of memory, kernels, collectives.
+
+The model's forward pass is recorded once more, as the plan's was; each operation adds its part, as planned, and so do
+the functions element by element of which nothing is planned. Equal parts are counted, as all layers are alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import NamedTuple
+
+from platform.plan.chunks import RecordableModel
+from platform.plan.model_types import Operation, Parameter, Spec
+from platform.plan.operation_plan import Collective, EinsumGroup, PlannedOperation
+from platform.plan.operations.recorder import Recorder, Symbol
+from platform.plan.plan import Plan
+from platform.plan.planner import Planner
+from platform.plan.schedule import Schedule
+from platform.plan.step_collectives import BucketCollective, bucket_collectives, kept_gathers, transfer
+
+
+class Product(NamedTuple):
+    """Matrix product of a rank: [rows, inner] times [inner, columns], `batch` times over; `narrows`: True if an operand
+    is a layer's weight: some systems compute these products in a narrower type than all else."""
+
+    rows: int
+    columns: int
+    inner: int
+    batch: int = 1
+    narrows: bool = False
+
+    @property
+    def flops(self) -> float:
+        """Return the multiplications and additions of the product."""
+        return 2.0 * self.rows * self.columns * self.inner * self.batch
+
+    @property
+    def elements(self) -> int:
+        """Return the elements of both operands and of the result."""
+        return self.batch * (self.rows * self.inner + self.inner * self.columns + self.rows * self.columns)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part of a pass on one rank: matrix `products`, FLOPs inside of one `fused` kernel of attention at its forward
+    speed, `bytes` that other kernels read and write, the number of all `kernels`; `collectives` for which the pass
+    waits, and others that start a product `ahead`."""
+
+    products: tuple[Product, ...] = ()
+    fused: float = 0.0
+    bytes: float = 0.0
+    kernels: int = 0
+    collectives: tuple[Collective, ...] = ()
+    ahead: tuple[Collective, ...] = ()
+
+
+@dataclass
+class ChunkWork:
+    """Work of a chunk's passes over one microbatch: its parts, each with how often it occurs."""
+
+    forward: Counter[Part] = field(default_factory=Counter)
+    backward: Counter[Part] = field(default_factory=Counter)
+
+
+# kind of operation -> elements that it reads and writes per element of its first result (of a loss: of its logits), in
+# the forward and the backward pass. A norm's backward pass reads twice, for its input's and its parameters' gradients.
+# Of a loss, numbers are of the compute type, though it computes in fp32.
+ACCESSES: Mapping[str, tuple[float, float]] = {
+    "norm": (2, 5),
+    "shift": (2, 1),
+    "lookup": (2, 3),
+    "softmax": (2, 3),
+    "dropout": (2, 2),
+    "jitter": (2, 2),
+    "rotate": (2, 2),
+    "cross_entropy": (9, 2),
+    "relayout": (0, 0),
+    "expand_kv": (0, 0),
+    "fused_attention": (4, 8),
+    "ring_attention": (4, 8),
+    "recall": (0, 0),
+    "remember": (0, 0),
+}
+USUAL = (2, 3)  # an operation that nothing is said of reads one activation and writes another
+# per element of a feed-forward layer's or the stream's activation: functions, by number of arguments; a residual sum
+# (reads two, writes one; its gradient meets another, of the norm, and both are added)
+FUNCTION = {1: (2, 3), 2: (3, 5)}
+RESIDUAL = (3, 3)
+SUMMED = 8  # bytes per element of a weight, of whose gradient a sum in fp32 is read and written
+# Of one kernel of attention: its backward pass computes the scores again, five products for two, at a lower speed.
+FUSED_BACKWARD = 2.5 / 0.8
+
+
+# what decides the work of a function -> its part of the forward and the backward pass, and of the recomputed forward
+_Known = dict[tuple, tuple[Part, Part, Part]]
+
+
+class WorkRecorder(Recorder):
+    """Recorder of a model's forward pass that notes the work of each operation under a plan."""
+
+    def __init__(self, plan: Plan, dropout: float, fused_dropout: bool, repeats_all: bool, known: _Known):
+        """Begin a pass under a plan; `dropout`, `fused_dropout`, `repeats_all` as in Execution; `known` grows."""
+        super().__init__(plan.scheme, dropout, plan.recompute, fused_dropout)
+        self.plan, self.size, self.work = plan, plan.itemsize["compute"], ChunkWork()
+        self.repeats_all, self._known = repeats_all, known
+
+    def record(self, kind, name, x, inputs, outputs, reads=(), **more):
+        """Note the work of an operation, as planned; return the symbols of its results."""
+        found = super().record(kind, name, x, inputs, outputs, reads, **more)
+        if planned := self.plan.operations.get((kind, name)):
+            o = planned.operation
+            key = self.plan.planner.key(o), kind == "shift" and _added(self.plan, o)
+            if key not in self._known:  # layers are alike
+                forward, backward = _work_of(self.plan, planned)
+                leaves_out = planned.once and not self.repeats_all
+                self._known[key] = forward, backward, _without_result(forward, planned) if leaves_out else forward
+            self._note(*self._known[key])
+        return found
+
+    def _judge(self, kind, name, inputs, outputs) -> None:
+        """Judge nothing: the plan has been made of these operations."""
+
+    def _note(self, forward: Part, backward: Part, again: Part) -> None:
+        """Count a part of the forward and of the backward pass, of which a recomputed operation is part `again`."""
+        self.work.forward[forward] += 1
+        self.work.backward[backward] += 1
+        if self._recomputing:
+            self.work.backward[again] += 1
+
+    def _elementwise(self, spec: Spec, accesses: Sequence[float]) -> None:
+        """Note a function of the elements of an activation, which reads and writes as many as `accesses` says."""
+        key = spec, *accesses
+        if key not in self._known:
+            count = block_elements(self.plan, spec) * self.size
+            there, back = (Part(bytes=count * n, kernels=1) for n in accesses)
+            self._known[key] = there, back, there
+        self._note(*self._known[key])
+
+    def pointwise(self, function: str, *x: Symbol) -> Symbol:
+        """Note a pointwise function of one or two activations."""
+        if function != "identity":
+            self._elementwise(x[0].spec, FUNCTION[len(x)])
+        return x[0]
+
+    def residual(self, name: str, x: Symbol, y: Symbol, spec: Spec) -> Symbol:
+        """Note a residual connection, one kernel with its dropout."""
+        self._elementwise(spec, RESIDUAL)
+        return x
+
+
+def chunk_work(
+    plan: Plan,
+    model: RecordableModel,
+    dropout: float,
+    fused_dropout: bool,
+    kept_in_parts: bool = True,
+    repeats_all: bool = False,
+) -> list[ChunkWork]:
+    """Return the work of every chunk's passes over one microbatch, on a rank that has a block of every tensor.
+    `dropout`, `fused_dropout` and `repeats_all` as in Execution; `kept_in_parts`: True if ranks keep parts of
+    inputs."""
+    flow: dict[str, Symbol] = {}
+    found, known = list[ChunkWork](), _Known()
+    for chunk in plan.chunks:
+        recorder = WorkRecorder(plan.at(chunk.stage), dropout, fused_dropout, repeats_all, known)
+        inputs = {name: name for name in model.inputs}
+        if chunk.units:
+            flow = model.part(recorder, inputs, flow, chunk.units)  # type: ignore[attr-defined]
+        else:
+            model.forward(recorder, inputs)
+        for _, gather in kept_gathers(plan, chunk) if kept_in_parts else ():
+            recorder.work.backward[Part(collectives=(gather,))] += 1
+        found.append(recorder.work)
+    return found
+
+
+def block_elements(plan: Plan, spec: Spec) -> float:
+    """Return the elements of a rank's block of an activation; of experts' rows as many as an even routing sends."""
+    return prod(plan.local_shape(spec)) * share_in_use(plan.planner, spec)
+
+
+def share_in_use(planner: Planner, spec: Spec) -> float:
+    """Return the share of a rank's most rows of experts that an even routing gives it; 1 for other activations."""
+    return _even_rows(planner, spec) / planner.shape(spec)[spec.dims.index("rows")] if "rows" in spec.dims else 1.0
+
+
+def _even_rows(planner: Planner, spec: Spec) -> float:
+    """Return the rows of experts that a rank has of an activation under an even routing."""
+    sizes = planner.sizes
+    return sizes["length"] * sizes["batch"] * sizes["rows"] / planner.mesh.extent(planner.layout(spec)["rows"])
+
+
+def _evenly(plan: Plan, planned: PlannedOperation) -> list[Collective]:
+    """Return the collectives of a planned operation with as many rows of experts as an even routing sends."""
+    planner, o = plan.planner, planned.operation
+    return [
+        replace(c, elements=int(c.elements * share_sent(planner, o, c))) if c.rows else c for c in planned.collectives
+    ]
+
+
+def share_of_rows(planner: Planner, o: Operation) -> float:
+    """Return `share_in_use` of the rows that an operation reads or makes."""
+    return next((share_in_use(planner, t) for t in _of_rows(o)), 1.0)
+
+
+def _of_rows(o: Operation) -> Iterator[Spec]:
+    """Yield the activations of experts' rows that an operation makes and reads."""
+    yield from (t for t in (*o.outputs, *o.inputs) if isinstance(t, Spec) and "rows" in t.dims)
+
+
+def share_sent(planner: Planner, o: Operation, c: Collective) -> float:
+    """Return the share of the elements of an operation's collective that an even routing sends; 1 of no rows."""
+    if c.op != "all_to_allv":
+        return share_of_rows(planner, o) if c.rows else 1.0
+    if o.kind not in ("dispatch_rows", "combine_rows"):  # lent experts, which are as many as planned
+        return 1.0
+    return _even_rows(planner, next(_of_rows(o))) / c.rows  # of a rank's tokens, whose rows others may share
+
+
+def _work_of(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
+    """Return the work of a planned operation on a rank, in its forward and its backward pass."""
+    operation = planned.operation
+    if planned.groups:
+        return _products_of(plan, planned)
+    moved = _evenly(plan, planned)
+    sides = {phase: tuple(c for c in moved if c.phase == phase) for phase in ("forward", "backward")}
+    size = plan.itemsize["compute"]
+    if operation.kind in ("fused_attention", "ring_attention"):
+        return _attention_of(plan, operation, sides)
+    spec = next(t for t in (*operation.outputs, *operation.inputs) if isinstance(t, Spec))
+    forward, backward = ACCESSES.get(operation.kind, USUAL)
+    if operation.kind == "shift" and _added(plan, operation):
+        forward = 0
+    count = block_elements(plan, spec) * size
+    return tuple(
+        Part(bytes=count * n, kernels=int(n > 0), collectives=sides[phase])
+        for phase, n in (("forward", forward), ("backward", backward))
+    )  # type: ignore[return-value]
+
+
+def _without_result(forward: Part, planned: PlannedOperation) -> Part:
+    """Return the work of an operation that is recomputed but for its result."""
+    left = Counter(forward.collectives) - Counter(planned.results)
+    return replace(forward, products=(), kernels=0, collectives=tuple(left.elements()))
+
+
+def _added(plan: Plan, shift: Operation) -> bool:
+    """Return True if a product adds the bias of a `shift` itself."""
+    name = shift.name.removesuffix("_bias")
+    product = plan.operations.get(("project", name))
+    return bool(product) and product.adds([plan.operations["shift", shift.name]])  # type: ignore[union-attr]
+
+
+def _attention_of(plan: Plan, operation: Operation, sides: Mapping[str, tuple[Collective, ...]]) -> tuple[Part, Part]:
+    """Return the work of attention in one kernel: half of its FLOPs if it hides later positions."""
+    query, key, value = (dict(zip(t.dims, plan.local_shape(t), strict=True)) for t in operation.inputs[:3])
+    length = key["memory_length"] if "memory_length" in key else key["length"]
+    window = operation["window"]
+    seen = min(length, window) if window else length * (0.5 if operation["causal"] else 1.0)
+    flops = 2.0 * query["batch"] * query["heads"] * query["length"] * seen * (query["d_kv"] + value["d_kv"])
+    count = prod(query.values()) * plan.itemsize["compute"]
+    forward, backward = ACCESSES[operation.kind]
+    return (
+        Part(fused=flops, bytes=count * forward, kernels=1, collectives=sides["forward"]),
+        Part(fused=FUSED_BACKWARD * flops, bytes=count * backward, kernels=3, collectives=sides["backward"]),
+    )
+
+
+def _products_of(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
+    """Return the work of an operation's matrix products: in the backward pass the gradients of both operands, and the
+    sum of each weight's gradient over the microbatches."""
+    operation = planned.operation
+    forward, backward, ahead, summed = [], [], [], 0.0
+    for group in planned.groups:
+        found = _shapes(plan, operation, group)
+        forward += found
+        backward += [
+            p
+            for a in found
+            for p in (
+                a._replace(columns=a.inner, inner=a.columns),
+                a._replace(rows=a.columns, columns=a.inner, inner=a.rows),
+            )
+        ]
+        for e in group.einsums:
+            other = operation.inputs[1 + e.index]
+            if isinstance(other, Parameter):
+                ahead += plan.planner.collectives(e.operand, e.regathered)
+                summed += prod(e.operand.before) * SUMMED
+    if plan.microbatches == 1:
+        summed = 0.0
+    waited = Counter(_evenly(plan, planned)) - Counter(ahead)
+    parts = []
+    for phase, products, count in (("forward", forward, 0.0), ("backward", backward, summed)):
+        parts.append(
+            Part(
+                products=tuple(products),
+                bytes=count,
+                kernels=len(products),
+                collectives=tuple(c for c in waited.elements() if c.phase == phase),
+                ahead=tuple(c for c in ahead if c.phase == phase),
+            )
+        )
+    return parts[0], parts[1]
+
+
+def _shapes(plan: Plan, operation: Operation, group: EinsumGroup) -> list[Product]:
+    """Return the matrix products of a group of einsums on a rank, after its conversions: one if the weights are joined,
+    one per panel under SUMMA."""
+    x = operation.inputs[0]
+    assert isinstance(x, Spec)
+    here = dict(zip(group.x_dims, group.x.after, strict=True))
+    if "rows" in here:
+        here["rows"] = max(1, round(here["rows"] * share_in_use(plan.planner, x)))
+    found = []
+    for e in group.einsums:
+        sizes = {**dict(zip(e.dims, e.operand.after, strict=True)), **here}
+        if panels := group.panels:
+            sizes[panels.dim] = plan.planner.sizes_of(x)[panels.dim] // panels.count
+        rows_of = "rows" in here and "experts" in e.dims
+        shared = [d for d in e.dims if d in e.x_dims and d in e.out_dims]
+        batch = prod(sizes[d] for d in shared) if not rows_of else sizes["experts"]
+        rows = prod(sizes[d] for d in e.x_dims if d in e.out_dims and d not in e.dims)
+        columns = prod(sizes[d] for d in e.dims if d not in e.x_dims and not (rows_of and d == "experts"))
+        inner = prod(sizes[d] for d in e.x_dims if d in e.dims and d not in e.out_dims)
+        narrows = isinstance(operation.inputs[1 + e.index], Parameter) and "vocab" not in e.dims
+        one = Product(max(1, rows // batch) if rows_of else rows, columns, inner, batch, narrows)
+        found += [one] * (group.panels.count if group.panels else 1)
+    if group.joinable:
+        return [found[0]._replace(columns=sum(p.columns for p in found))]
+    return found
+
+
+# Work of a training step of a plan, for any hardware: of each chunk's passes, and of each stage's update.
+
+EVEN = ("none", "1f1b", "interleaved", "gpipe")  # schedules whose makespan is known without simulating them
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Settings beside a plan on which the time of a step depends: the kind of `schedule` and, for one that is not among
+    EVEN, its `table`; `overlap`: True if collectives of parameters go on beside computation; `moments`: numbers of
+    optimizer state per parameter; `dropout`: the model's rate, and `fused_dropout` if attention's kernel draws its
+    masks. Where another system runs the plan: `gradient_bytes` per element that ranks sum, 0 as the plan says;
+    `kept_whole`: True if each rank keeps all of the inputs that it recomputes from; `repeats_all`: True if it computes
+    a recomputed layer's last product again, whose result no gradient needs; `by_weight`: True if under ZeRO-3 it waits
+    for a gather of each weight, in recomputation too, copies what each rank sent by a kernel of its own, and sums whole
+    gradients; `stands_by`: True if a stage computes nothing while it sends and receives; `narrow`: the precision of 8
+    bits in which it computes the products of layers' weights, "" for the plan's."""
+
+    schedule: str = "none"
+    table: Schedule | None = None
+    overlap: bool = True
+    moments: int = 2
+    dropout: float = 0.0
+    fused_dropout: bool = False
+    gradient_bytes: int = 0
+    kept_whole: bool = False
+    repeats_all: bool = False
+    by_weight: bool = False
+    stands_by: bool = False
+    narrow: str = ""
+
+
+Launches = Mapping[Collective, float]  # collective -> how often it is launched
+
+
+@dataclass(frozen=True)
+class PassWork:
+    """Work of one pass of a chunk over a microbatch: its `parts`, each with how often it occurs; the collectives of
+    parameters that it `hides`, and the gathers that it `fetches` weights by, one by one; and the collectives by which
+    it `receives` activations of another stage."""
+
+    parts: tuple[tuple[Part, int], ...]
+    hides: Launches
+    fetches: Launches
+    receives: tuple[Collective, ...]
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """Work of a stage once a step: the collectives that sum (`reduces`) the gradients of its `buckets`, and gather
+    `updated` parameters; bytes that a `tied` parameter's stages send each other; elements of its `masters`."""
+
+    reduces: Launches
+    buckets: int
+    updated: Launches
+    tied: float
+    masters: int
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Work of a training step: by chunk its `stages`, and its passes `forward` and `backward`; by stage what it does
+    `once` a step."""
+
+    plan: Plan
+    execution: Execution
+    stages: tuple[int, ...]
+    forward: tuple[PassWork, ...]
+    backward: tuple[PassWork, ...]
+    once: tuple[StageWork, ...]
+
+
+def step_work(plan: Plan, model: RecordableModel, execution: Execution) -> StepWork:
+    """Return the work of a training step of a plan. `model`: the plan's."""
+    whole, everything = execution.kept_whole, execution.repeats_all
+    found = chunk_work(plan, model, execution.dropout, execution.fused_dropout, not whole, everything)
+    stages = tuple(chunk.stage for chunk in plan.chunks)
+    buckets = {stage: list(bucket_collectives(plan.at(stage))) for stage in dict.fromkeys(stages)}
+    same: dict[Part, Part] = {}
+    alike: dict[frozenset, tuple[tuple[Part, int], ...]] = {}
+
+    def passes(phase: str) -> Iterator[PassWork]:
+        """Yield the passes of all chunks in one phase; equal parts are one object."""
+        for number, work in enumerate(found):
+            counted: Counter[Part] = getattr(work, phase)
+            key = frozenset(counted.items())
+            if key not in alike:
+                alike[key] = tuple((same.setdefault(part, part), n) for part, n in counted.items() if n)
+            stage = stages[number]
+            moved = _moved(plan, buckets[stage], phase, stages.count(stage), execution.by_weight)
+            yield PassWork(alike[key], *moved, tuple(_receives(plan, number, phase)))
+
+    return StepWork(
+        plan,
+        execution,
+        stages,
+        tuple(passes("forward")),
+        tuple(passes("backward")),
+        tuple(_of_stage(plan, stage, buckets[stage], execution.gradient_bytes) for stage in sorted(buckets)),
+    )
+
+
+def _moved(
+    plan: Plan, buckets: list[BucketCollective], phase: str, chunks: int, by_weight: bool
+) -> tuple[Launches, Launches]:
+    """Return the collectives of parameters (ZeRO-2 and 3) that a pass of one of a stage's `chunks` hides, and the
+    gathers for which it waits; `by_weight` as in Execution."""
+    hides, fetches = Counter[Collective](), Counter[Collective]()
+    again = phase == "backward" and plan.recompute.kind == "full"
+    for found in buckets:
+        c, times = found.collective, found.launches / plan.microbatches / chunks
+        if c.phase == phase and by_weight and c.op == "all_gather":
+            weights = _weights(plan, found)
+            gathers = 2 * weights - 1 if again else weights  # a layer's last weight is there still from recomputation
+            fetches[replace(c, elements=c.elements // weights)] += gathers * times  # type: ignore[assignment]
+        elif c.phase == phase:
+            hides[replace(c, op="all_reduce") if by_weight else c] += times  # type: ignore[assignment]
+    return hides, fetches
+
+
+def _weights(plan: Plan, found: BucketCollective) -> int:
+    """Return how many weights a collective of parameters moves; weights that one product joins count once."""
+    names = {p.name for p in found.parameters}
+    inputs = (o.operation.inputs for o in plan.operations.values() if o.groups)
+    return max(1, sum(any(isinstance(t, Parameter) and t.name in names for t in each) for each in inputs))
+
+
+def _receives(plan: Plan, number: int, phase: str) -> Iterator[Collective]:
+    """Yield the collectives that bring chunk `number` what another stage sends it in a pass."""
+    chunks = plan.chunks
+    first, second = (number - 1, number) if phase == "forward" else (number, number + 1)
+    if first >= 0 and second < len(chunks) and chunks[first].stage != chunks[second].stage:
+        for _, spec in chunks[first].sends:
+            for c, _ in transfer(plan, spec, chunks[first].stage, chunks[second].stage):
+                if c.phase == phase:
+                    yield c
+
+
+def _of_stage(plan: Plan, stage: int, buckets: list[BucketCollective], gradient_bytes: int) -> StageWork:
+    """Return what a stage does once a step, after its passes; `gradient_bytes` as in Execution."""
+    here, at = plan.at(stage), {**plan.mesh.coordinates(0), "stage": stage}
+    size = gradient_bytes or plan.itemsize["accumulate"]
+    shares = {"reduce": size / plan.itemsize["accumulate"], "update": 1.0}
+    moved: dict[str, dict[Collective, float]] = {phase: {} for phase in shares}
+    for c, launches in ((found.collective, found.launches) for found in buckets if found.collective.phase in moved):
+        moved[c.phase][c] = moved[c.phase].get(c, 0.0) + launches * shares[c.phase]
+    shared = [(name, stages) for name, stages in plan.tied.items() if stage in stages]
+    tied = sum(2 * (len(stages) - 1) * here.bucket_of[name].shard_elements * size for name, stages in shared)
+    return StageWork(moved["reduce"], len(here.buckets), moved["update"], tied, here.masters_at(at))

@@ -1,0 +1,330 @@
+"""Kernels of one pair of queries and keys, which give the log-sum-exp of each row, so that pairs can be merged: torch's
+fused ones, and products for what these do not take.
+
+Every kernel computes out = softmax(scale q k^T + ...) v and the log-sum-exp of each row of scores, -inf where a query
+sees no key; and, given the result and the log-sum-exp of *all* keys, the gradients that come from these keys alone:
+P = exp(scores - lse), dS = P (dP - rowsum(dO O)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, groupby
+from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from platform.plan.layout import NONE, Pair, Stretch, placed
+from platform.plan.model_types import MATH, AttentionTraits, chosen
+from platform.runtime.positions import as_added
+from platform.runtime.statistics import widened
+
+_ATEN = torch.ops.aten
+_PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+# torch's kernel of CPUs computes the scores of 512 keys, seen or not, of fewer queries at once where these are few
+HALVES = range(257, 768)
+_ROWS_OF_STATISTICS = 32  # the efficient kernel's log-sum-exp has a multiple of so many rows
+_ROWS_OF_MASK = 16  # and its mask begins every row at a multiple of so many numbers
+
+
+class Scores(NamedTuple):
+    """All that makes the scores of a pair beside q and k: `scale`; `causal`: a query sees the keys up to its own place,
+    and there are as many; `hidden`, bool, True where a key is not seen; a learned `bias` added to them; and `factor`,
+    by which dropout multiplies their probabilities. Each tensor broadcasts to [batch, heads, length, memory_length]."""
+
+    scale: float
+    causal: bool = False
+    hidden: Tensor | None = None
+    bias: Tensor | None = None
+    factor: Tensor | None = None
+
+
+Given = tuple[Tensor, Tensor, Tensor]  # q, k, v: [batch, heads, length, d_kv], k and v perhaps of fewer heads
+Result = tuple[Tensor, Tensor]  # of q's shape, with the d_kv of v; log-sum-exp [batch, heads, length]
+Gradients = tuple[Tensor, ...]  # of q, k, v, and of a bias if there is one
+
+
+class PairKernel(NamedTuple):
+    """Kernel of a pair: its forward and its backward pass. `halves`: numbers of queries with which a causal pair takes
+    longer than its parts, as the kernel computes much that it then hides."""
+
+    forward: Callable[[Given, Scores], Result]
+    backward: Callable[[Tensor, Given, Result, Scores], Gradients]
+    halves: range = NONE
+
+
+def kernel_of(name: str, given: Given, masked: bool) -> PairKernel:
+    """Return the kernel `name`, under `auto` the preferred one, for q, k and v; `masked`: some scores are hidden."""
+    q, k, v = given
+    traits = AttentionTraits(
+        _PRECISIONS[q.dtype],
+        q.shape[-1],
+        mask=masked,
+        grouped=q.shape[1] != k.shape[1],
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        d_value=0 if q.shape[-1] == v.shape[-1] else v.shape[-1],
+    )
+    device = "cpu" if q.device.type == "cpu" else "cuda"
+    name = chosen(name, device, traits)
+    kernel = PRODUCTS if name == MATH else FUSED[device, name]
+    return kernel._replace(halves=NONE) if q.element_size() < 4 else kernel  # it packs operands of 16 bits by call
+
+
+def _unseen_as_nothing(result: Result, scores: Scores) -> Result:
+    """Return the result of a kernel with a log-sum-exp of -inf, and 0, for queries that see no key."""
+    out, lse = result
+    if scores.hidden is not None:
+        nothing = scores.hidden.all(-1).expand(lse.shape)
+        out, lse = out.masked_fill(nothing.unsqueeze(-1), 0), lse.masked_fill(nothing, -inf)
+    return out, lse
+
+
+def _mask(q: Tensor, k: Tensor, scores: Scores) -> Tensor | None:
+    """Return the mask that a fused kernel of CUDA adds to scores, in q's dtype and of their shape."""
+    if scores.hidden is None:
+        return None
+    n = k.shape[2]
+    added = F.pad(as_added(scores.hidden, q.dtype), (0, -n % _ROWS_OF_MASK))[..., :n]
+    return added.expand(*q.shape[:3], n)
+
+
+def _flash_cpu(given: Given, scores: Scores) -> Result:
+    """Compute a pair by torch's flash kernel of CPUs."""
+    added = None if scores.hidden is None else _four(as_added(scores.hidden, given[0].dtype))
+    result = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+        *given, 0.0, scores.causal, attn_mask=added, scale=scores.scale
+    )
+    return _unseen_as_nothing(result, scores)
+
+
+def _flash_cpu_backward(gradient: Tensor, given: Given, result: Result, scores: Scores) -> Gradients:
+    """Return the gradients of a pair by torch's flash kernel of CPUs."""
+    added = None if scores.hidden is None else _four(as_added(scores.hidden, given[0].dtype))
+    return _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, *given, *result, 0.0, scores.causal, attn_mask=added, scale=scores.scale
+    )
+
+
+def _four(x: Tensor) -> Tensor:
+    """Return x [..., length, memory_length] with four dims, the first of one index."""
+    return x.view(*[1] * (4 - x.dim()), *x.shape)
+
+
+def _wide_enough(given: Given) -> Given:
+    """Return q, k and v with zeros behind their last dim, where CUDA's flash kernel wants a multiple of 8."""
+    q, k, v = (F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in given)
+    return q, k, v
+
+
+def _flash(given: Given, scores: Scores) -> Result:
+    """Compute a pair by torch's flash kernel of CUDA, which takes no mask."""
+    out, lse, *_ = _ATEN._scaled_dot_product_flash_attention(
+        *_wide_enough(given), 0.0, scores.causal, False, scale=scores.scale
+    )
+    return out[..., : given[2].shape[-1]], lse
+
+
+def _flash_backward(gradient: Tensor, given: Given, result: Result, scores: Scores) -> Gradients:
+    """Return the gradients of a pair by torch's flash kernel of CUDA."""
+    out, lse = result
+    extra = -gradient.shape[-1] % 8
+    gradient, out = (F.pad(x, (0, extra)) if extra else x for x in (gradient, out))
+    state = gradient.new_empty(2, dtype=torch.uint64), gradient.new_empty((), dtype=torch.uint64)  # nothing is drawn
+    lengths = None, None, given[0].shape[2], given[1].shape[2]
+    found = _ATEN._scaled_dot_product_flash_attention_backward(
+        gradient, *_wide_enough(given), out, lse.contiguous(), *lengths, 0.0, scores.causal, *state, scale=scores.scale
+    )
+    return tuple(x[..., : y.shape[-1]] for x, y in zip(found, given, strict=True))
+
+
+def _efficient(given: Given, scores: Scores) -> Result:
+    """Compute a pair by torch's memory-efficient kernel of CUDA."""
+    out, lse, *_ = _ATEN._scaled_dot_product_efficient_attention(
+        *given, _mask(*given[:2], scores), True, 0.0, scores.causal, scale=scores.scale
+    )
+    return _unseen_as_nothing((out, lse[..., : given[0].shape[2]]), scores)
+
+
+def _efficient_backward(gradient: Tensor, given: Given, result: Result, scores: Scores) -> Gradients:
+    """Return the gradients of a pair by torch's memory-efficient kernel of CUDA."""
+    out, lse = result
+    lse = F.pad(lse, (0, -lse.shape[-1] % _ROWS_OF_STATISTICS), value=inf)
+    state = [gradient.new_empty((), dtype=torch.int64) for _ in range(2)]  # nothing is drawn
+    wanted = [True, True, True, False]
+    found = _ATEN._scaled_dot_product_efficient_attention_backward(
+        gradient, *given, _mask(*given[:2], scores), out, lse, *state, 0.0, wanted, scores.causal, scale=scores.scale
+    )
+    return found[:3]
+
+
+def _cudnn(given: Given, scores: Scores) -> Result:
+    """Compute a pair by cuDNN's kernel."""
+    out, lse, *_ = _ATEN._scaled_dot_product_cudnn_attention(
+        *given, _mask(*given[:2], scores), True, 0.0, scores.causal, False, scale=scores.scale
+    )
+    return _unseen_as_nothing((out, lse.view(given[0].shape[:3])), scores)
+
+
+def _cudnn_backward(gradient: Tensor, given: Given, result: Result, scores: Scores) -> Gradients:
+    """Return the gradients of a pair by cuDNN's kernel, whose log-sum-exp has one dim more."""
+    out, lse = result
+    state = [gradient.new_empty((), dtype=torch.int64) for _ in range(2)]  # nothing is drawn
+    lengths = None, None, given[0].shape[2], given[1].shape[2]
+    return _ATEN._scaled_dot_product_cudnn_attention_backward(
+        gradient, *given, out, lse.contiguous().unsqueeze(-1), *state, _mask(*given[:2], scores), *lengths, 0.0,
+        scores.causal, scale=scores.scale,
+    )  # fmt: skip
+
+
+def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
+    """Return x [batch, heads, length, n] with the heads that share a head of k as more rows of it."""
+    return x.reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
+
+
+def _made_scores(given: Given, scores: Scores) -> Tensor:
+    """Return the scores of a pair [batch, heads, length, memory_length], in the type of statistics."""
+    q, k, _ = given
+    made = (_by_key_head(widened(q) * scores.scale, k) @ widened(k).mT).view(*q.shape[:3], k.shape[2])
+    if scores.bias is not None:
+        made += widened(scores.bias)
+    if scores.causal:
+        made.masked_fill_(torch.ones(made.shape[2:], dtype=torch.bool, device=q.device).triu_(1), -inf)
+    return made if scores.hidden is None else made.masked_fill_(scores.hidden, -inf)
+
+
+def _math(given: Given, scores: Scores) -> Result:
+    """Compute a pair by two products, in the type of statistics."""
+    q, k, v = given
+    made = _made_scores(given, scores)
+    lse = made.logsumexp(-1)
+    p = made.sub_(finite(lse).unsqueeze(-1)).exp_()
+    if scores.factor is not None:
+        p *= scores.factor
+    out = _by_key_head(p, k) @ widened(v)
+    return out.view(*q.shape[:3], v.shape[-1]).to(q.dtype), lse
+
+
+def _math_backward(gradient: Tensor, given: Given, result: Result, scores: Scores) -> Gradients:
+    """Return the gradients of a pair by five products, in the type of statistics."""
+    q, k, v = given
+    out, lse = result
+    wide = widened(gradient)
+    p = _made_scores(given, scores).sub_(lse.unsqueeze(-1)).exp_()
+    dp = (_by_key_head(wide, k) @ widened(v).mT).view(p.shape)
+    dropped = p if scores.factor is None else p * scores.factor
+    dv = _by_key_head(dropped, k).mT @ _by_key_head(wide, k)
+    if scores.factor is not None:
+        dp *= scores.factor
+    ds = p.mul_(dp.sub_((wide * out).sum(-1, keepdim=True)))
+    dq = (_by_key_head(ds, k) @ widened(k)).view(q.shape).mul_(scores.scale)
+    dk = (_by_key_head(ds, k).mT @ _by_key_head(widened(q), k)).mul_(scores.scale)
+    return (dq, dk, dv) if scores.bias is None else (dq, dk, dv, ds.sum_to_size(scores.bias.shape))
+
+
+def finite(lse: Tensor) -> Tensor:
+    """Return the log-sum-exp of rows, 0 where a query sees no key: then exp(-inf - 0) is the probability of each, 0."""
+    return lse.masked_fill(lse == -inf, 0)
+
+
+PRODUCTS = PairKernel(_math, _math_backward)
+FUSED = {
+    ("cpu", "flash"): PairKernel(_flash_cpu, _flash_cpu_backward, HALVES),
+    ("cuda", "flash"): PairKernel(_flash, _flash_backward),
+    ("cuda", "efficient"): PairKernel(_efficient, _efficient_backward),
+    ("cuda", "cudnn"): PairKernel(_cudnn, _cudnn_backward),
+}
+
+
+# Pairs of queries and keys that documents of packed sequences leave: scores that a document hides are not computed.
+#
+# Queries are cut where a document begins, in each sequence by itself. A query of one document sees all its keys before
+# the cut, and a diagonal behind it: no mask is needed, and no other key is read. Only documents that are short together
+# share a mask. All of this is found on the host, where a block of data on a GPU has left its numbers (`remember`), so
+# no layer waits for the device.
+
+Begins = np.ndarray[Any, Any]  # [length, batch]: the position at which the document of each query begins
+Cut = tuple[Stretch, Stretch, tuple[int, int]]  # rows, their positions, where the first and last of documents begin
+
+
+class _Known(NamedTuple):
+    """Data tensor as the host knows it: its numbers, and the pairs found so far, which all layers share."""
+
+    begins: Begins
+    pairs: dict[Any, list[Pair]]
+
+
+_ON_HOST, _KNOWN = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+
+
+def remember(tensor: Tensor, on_host: Begins | Tensor) -> None:
+    """Note a data tensor of a device as the host has it."""
+    _ON_HOST[tensor] = on_host
+
+
+def _known(begins: Tensor) -> _Known:
+    """Return a data tensor as the host knows it; of one on a device, `remember` has noted the numbers."""
+    if begins not in _KNOWN:
+        here = begins if begins.device.type == "cpu" else _ON_HOST[begins]
+        _KNOWN[begins] = _Known(np.asarray(here), {})
+    return _KNOWN[begins]
+
+
+def pairs_of(
+    begins: Tensor, queries: Sequence[Stretch], short: int, key: Any, pairs: Callable[..., list[Pair]]
+) -> list[Pair]:
+    """Return the pairs in which `queries`, at these positions, see keys of their documents, which begin at `begins`.
+    `pairs`: function of consecutive queries and of where their first and last document begins, as `stretches.pairs`;
+    `key`: all on which its result depends; `short`: the most positions of documents that share a mask."""
+    known, key = _known(begins), (tuple(queries), short, key)
+    if key not in known.pairs:
+        found = (
+            pair._replace(rows=Stretch(rows.first + pair.rows.first, pair.rows.size), sequences=sequences)
+            for sequences, (rows, positions, borders) in _cuts(known.begins, queries, short)
+            for pair in pairs([positions], borders)
+        )
+        known.pairs[key] = list(found)
+    return known.pairs[key]
+
+
+def _cuts(begins: Begins, queries: Sequence[Stretch], short: int) -> Iterator[tuple[Stretch, Cut]]:
+    """Yield (sequences, cut) for queries to compute together: sequences cut alike whose long documents begin alike."""
+
+    def of_sequence(column: Begins) -> list[Cut]:
+        """Return the cuts of one sequence."""
+        return list(chain.from_iterable(_cut(column, row, q, short) for row, q in placed(queries)))
+
+    def kind(cuts: list[Cut]) -> list[Any]:
+        """Return the key of a sequence, by which its neighbours are computed together with it."""
+        return [(rows, begins if rows.size > short else ()) for rows, _, begins in cuts]
+
+    first = 0
+    for _, group in groupby(map(of_sequence, begins.T), kind):
+        alike = list(group)
+        for cuts in zip(*alike, strict=True):
+            rows, q, _ = cuts[0]
+            earliest, latest = zip(*(borders for *_, borders in cuts), strict=True)
+            yield Stretch(first, len(alike)), (rows, q, (min(earliest), max(latest)))
+        first += len(alike)
+
+
+def _cut(column: Begins, row: int, q: Stretch, short: int) -> list[Cut]:
+    """Return a stretch of one sequence's queries, from `row` on, cut between documents that are not short together."""
+    here = column[row : row + q.size]
+    borders = [0, *(int(i) + 1 for i in np.flatnonzero(np.diff(here))), q.size]
+    found: list[Cut] = []
+    for start, end in zip(borders, borders[1:], strict=False):
+        begin = int(here[start])
+        before = found[-1] if found else None
+        if before and q.first + end - min(before[2][0], begin) <= short:
+            start = before[0].first - row
+            borders_of = min(before[2][0], begin), max(before[2][1], begin)
+            found.pop()
+        else:
+            borders_of = begin, begin
+        found.append((Stretch(row + start, end - start), Stretch(q.first + start, end - start), borders_of))
+    return found

@@ -1,0 +1,479 @@
+"""Losses over a vocab that may be split over ranks, chunk by chunk of tokens: of logits, or of a product that makes
+them. Logits are never gathered, and are in the type of statistics only one chunk at a time.
+
+A loss is cross-entropy, or any function of three numbers per label (`Likelihood`), which all ranks have in common. Its
+gradient by logit y_v is then whole * softmax(y)_v + every, and at the label + label (`LogitDerivatives`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from platform.plan.operation_plan import chunk_rows
+from platform.runtime.communicator import Communicator
+from platform.runtime.conversion import absent, convert
+from platform.runtime.einsum import Deferred
+from platform.runtime.products import add_product, local_einsum
+from platform.runtime.residency import Operands
+from platform.runtime.residual import Region
+from platform.runtime.statistics import AddPart, accumulates, add_computed, add_gradient, add_total, in_parts, widened
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """Statements of a model about labels, of which a loss is a function: three tensors of one number per label."""
+
+    log_probability: Tensor  # of the label
+    log_sum_exp: Tensor  # of all logits
+    mean_log_probability: Tensor  # over vocab
+
+
+TokenLoss = Callable[[Likelihood], Tensor]  # one number per label, each a function of this label's numbers alone
+
+
+@dataclass(frozen=True)
+class LogitDerivatives:
+    """Derivatives of losses, per label, that make up their gradients by logits: a factor of all probabilities (None:
+    1), a summand at the label, and a summand everywhere (None: 0)."""
+
+    whole: Tensor | None
+    label: Tensor | float
+    every: Tensor | float | None
+
+    def times(self, weights: Tensor) -> LogitDerivatives:
+        """Return the logits' derivatives for losses multiplied by `weights`, one number per label."""
+        every = None if self.every is None else self.every * weights
+        return LogitDerivatives(weights if self.whole is None else self.whole * weights, self.label * weights, every)
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Columns of the logits among which a token's label is one: `vocab` in all, split over the axes `over`, of which
+    this rank has those from `first` on; its further columns are padding. `smoothing`: the share of the target that is
+    spread evenly over vocab; `loss`: a loss in place of cross-entropy, without smoothing; `region`: wrapper that
+    compiles a function (`platform.runtime.compilation.region`), None: all run eagerly, on a chunk of rows at a time."""
+
+    over: tuple[str, ...]
+    first: int
+    vocab: int
+    smoothing: float = 0.0
+    loss: TokenLoss | None = None
+    region: Region | None = None
+
+    @property
+    def sums(self) -> bool:
+        """Return True if the loss, for its label smoothing or a user's function, needs each token's sum of logits."""
+        return self.loss is not None or self.smoothing > 0
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Labels of tokens, int64 [rows], of which -1 does not count; and what the others count, [rows], None: 1."""
+
+    labels: Tensor
+    weights: Tensor | None = None
+
+    def __getitem__(self, rows: slice) -> Targets:
+        """Return the labels and weights of the tokens `rows`."""
+        return Targets(self.labels[rows], None if self.weights is None else self.weights[rows])
+
+
+def _statistics(logits: Tensor, column: Tensor, sums: bool) -> Tensor:
+    """Compute the statistics of the loss per row of the logits [rows, columns]: log-sum-exp, the logit at `column`
+    [rows, 1] and, with `sums`, the sum; stacked [2 or 3, rows], in the type of statistics."""
+    wide = widened(logits)
+    if not wide.shape[1]:  # a block of nothing but padding
+        nothing = wide.new_zeros(1 + sums, len(wide))
+        return torch.cat((wide.new_full((1, len(wide)), -torch.inf), nothing))
+    logs = torch.log_softmax(wide, -1)
+    target = wide.gather(1, column)
+    found = [(target - logs.gather(1, column)).squeeze(1), target.squeeze(1)]
+    return torch.stack([*found, wide.sum(1)] if sums else found)
+
+
+def _differentiated(
+    logits: Tensor, shift: Tensor, column: Tensor, share: Tensor, whole: Tensor | None, every: Tensor | None
+) -> None:
+    """Replace `logits` by the loss's gradient as `_differentiate` does, in one kernel if compiled."""
+    exponential = (widened(logits) - shift).exp()
+    p = exponential if whole is None else exponential * whole
+    target = torch.arange(logits.shape[1], device=logits.device) == column
+    logits.copy_(torch.where(target, p + share, p if every is None else p + every))
+
+
+def _merged(found: Tensor, mine: Tensor, communicator: Communicator, over: Sequence[str]) -> Tensor:
+    """Merge the loss `_statistics` [2 or 3, rows] of the ranks along the axes `over`, which split the vocabulary, by
+    two all-reduces; `mine` [rows]: True where this rank has the label's column."""
+    top = communicator.launch("all_reduce", found[0], over, reduce="max").wait()
+    sums = torch.stack(((found[0] - top).exp(), found[1].where(mine, 0.0), *found[2:]))
+    sums = communicator.launch("all_reduce", sums, over, owned=True).wait()
+    return torch.cat(((top + sums[0].log())[None], sums[1:]))
+
+
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    """Yield slices that divide the rows of `logits`, a token each, into chunks for the loss."""
+    rows, columns = logits.shape
+    size = chunk_rows(rows, columns)
+    return (slice(i, i + size) for i in range(0, rows, size))
+
+
+def _judged(found: Tensor, classes: Classes, gradient: bool) -> tuple[Tensor, LogitDerivatives]:
+    """Compute the loss of each token, a row of logits: [rows], from `found`, the rows' `_statistics` over the whole
+    vocab; and, with `gradient`, the loss's derivatives by the logits as `LogitDerivatives`."""
+    (logsumexp, target), smoothing, vocab = found[:2], classes.smoothing, classes.vocab
+    if not classes.loss:
+        losses = logsumexp - (1 - smoothing) * target
+        if smoothing:
+            losses = losses - smoothing / vocab * found[2]
+        return losses, LogitDerivatives(None, smoothing - 1, -smoothing / vocab if smoothing else None)
+    given = [x.detach().requires_grad_(gradient) for x in (target - logsumexp, logsumexp, found[2] / vocab - logsumexp)]
+    with torch.set_grad_enabled(gradient):
+        losses = classes.loss(Likelihood(*given))
+    if not gradient:
+        return losses, LogitDerivatives(None, 0.0, None)
+    ones = torch.ones_like(losses)
+    label, whole, mean = torch.autograd.grad(losses, given, ones, allow_unused=True, materialize_grads=True)
+    return losses.detach(), LogitDerivatives(whole - label - mean, label, mean / vocab)
+
+
+def loss_and_gradient(
+    logits: Tensor, targets: Targets, communicator: Communicator, classes: Classes, gradient: bool
+) -> Tensor:
+    """Return the sum of the loss, -log softmax(logits)[label] or `classes.loss`, over this rank's tokens as an fp64
+    scalar; with `gradient`, replace the logits [rows, columns] by the gradient of that sum. Rows with the label -1 do
+    not count."""
+    real = min(max(classes.vocab - classes.first, 0), logits.shape[1])  # columns that are not padding
+    labels, known = targets.labels, logits[:, :real]
+    column = labels - classes.first
+    mine = (column >= 0) & (column < real)
+    column = column.clamp(0, max(real - 1, 0)).unsqueeze(1)
+    statistics, differentiate, chunks = _statistics, _differentiate, list(_chunks(logits))
+    if classes.region and real:  # nothing in the type of statistics is kept: all rows at once
+        statistics, differentiate, chunks = classes.region(_statistics), classes.region(_differentiated), [slice(None)]
+    found = torch.cat([statistics(known[at], column[at], classes.sums) for at in chunks], 1)
+    if classes.over:
+        found = _merged(found, mine, communicator, classes.over)
+    losses, derivatives = _judged(found, classes, gradient)
+    if targets.weights is not None:
+        weights = targets.weights.to(losses.dtype)
+        losses, derivatives = losses * weights, derivatives.times(weights)
+    counts = labels >= 0
+    if gradient:
+        logits[:, real:] = 0
+
+        def counted(derivative: Tensor | float, where: Tensor = counts) -> Tensor:
+            """Return `derivative` in the rows of logits that count in the loss, 0 elsewhere, as a column."""
+            return torch.where(where, derivative, found.new_zeros(())).unsqueeze(1)
+
+        shift = found[0].where(counts, torch.inf).unsqueeze(1)  # rows that do not count get the gradient 0
+        whole = None if derivatives.whole is None else counted(derivatives.whole)
+        every = None if derivatives.every is None else counted(derivatives.every)
+        share = counted(derivatives.label, mine & counts)
+        share = share if every is None else share + every
+        for at in chunks:
+            rows = [x if x is None else x[at] for x in (whole, every)]
+            differentiate(known[at], shift[at], column[at], share[at], *rows)
+    return losses.where(counts, 0.0).double().sum()
+
+
+def _differentiate(
+    logits: Tensor, shift: Tensor, column: Tensor, share: Tensor, whole: Tensor | None, every: Tensor | None
+) -> None:
+    """Replace `logits` [rows, columns] by the gradient of the loss: p = whole * exp(logits - shift) + every, and at the
+    label's `column` p - every + share. The other tensors are [rows, 1], in the type of statistics, in which it is
+    computed."""
+    if not logits.shape[1]:
+        return
+    target = (logits.gather(1, column) - shift).exp()
+    target = (target if whole is None else target * whole) + share
+    found = (logits.sub_(shift) if logits.dtype == shift.dtype else logits - shift).exp_()
+    if whole is not None:
+        found *= whole
+    if every is not None:
+        found += every
+    found.scatter_(1, column, target)
+    if found is not logits:
+        logits.copy_(found)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Loss of given logits [rows, columns], which it leaves as they are, see `cross_entropy`."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, communicator, classes):
+        """Return the summed loss of the logits, computing their gradient at the same time, which is saved."""
+        gradient = logits.clone()
+        ctx.save_for_backward(gradient)
+        return loss_and_gradient(gradient, targets, communicator, classes, True)
+
+    @staticmethod
+    def backward(ctx, dloss):
+        """Return the gradient of the logits, saved in the forward pass, times the loss's."""
+        (gradient,) = ctx.saved_tensors
+        return gradient * dloss, None, None, None
+
+
+def cross_entropy(logits: Tensor, targets: Targets, communicator: Communicator, classes: Classes) -> Tensor:
+    """Return the sum of the local tokens' losses, an fp64 scalar: -log softmax(logits)[label], or another that
+    `classes` names with its label smoothing. `logits`: this rank's columns of the vocabulary, [..., columns], with as
+    many rows as `targets`, never gathered; tokens with label -1 do not count."""
+    logits = logits.flatten(0, -2)
+    if torch.is_grad_enabled() and logits.requires_grad:
+        return _CrossEntropy.apply(logits, targets, communicator, classes)
+    return loss_and_gradient(logits, targets, communicator, classes, False)
+
+
+class _AtOnce(torch.autograd.Function):
+    """Loss of x [rows, width] times `table` [columns, width] plus `bias` [columns], if there is one, whose
+    gradients its forward pass computes with it, chunk by chunk, for a loss whose own gradient is 1."""
+
+    @staticmethod
+    def forward(ctx, x, table, bias, targets, communicator, classes):
+        """Return the loss of x times the vocabulary table, chunk by chunk, and save the gradients of all."""
+        wide = torch.empty_like(table, dtype=widened(table[:0]).dtype)
+        gradients = torch.empty_like(x), wide, None if bias is None else torch.zeros_like(bias)
+        ctx.leaf = table if accumulates(table) else None
+        ctx.save_for_backward(*gradients)
+        return _by_chunks(x, table, bias, targets, communicator, classes, gradients)
+
+    @staticmethod
+    def backward(ctx, dloss):
+        """Return the gradients of x, table and bias, saved in the forward pass, times the loss's."""
+        dx, dtable, dbias = ctx.saved_tensors
+        if dbias is not None:
+            dbias = dbias.mul_(dloss)
+        if ctx.leaf is None:
+            return dx.mul_(dloss), dtable.mul_(dloss).to(dx.dtype), dbias, None, None, None
+        add_computed(ctx.leaf, partial(_scaled, dtable, dloss.to(dtable.dtype)))
+        return dx.mul_(dloss), None, dbias, None, None, None
+
+
+def _scaled(gradient: Tensor, factor: Tensor, into: Tensor | None, fresh: bool) -> Tensor:
+    """Add gradient * factor to `into`, or overwrite it if `fresh`, in one pass over the vocabulary table."""
+    if into is None or fresh:
+        return torch.mul(gradient, factor, out=into)
+    return into.addcmul_(gradient, factor)
+
+
+def _by_chunks(
+    x: Tensor,
+    table: Tensor,
+    bias: Tensor | None,
+    targets: Targets,
+    communicator: Communicator,
+    classes: Classes,
+    gradients: tuple[Tensor, Tensor, Tensor | None] | None,
+) -> Tensor:
+    """Return the loss of x [rows, width] times `table` [columns, width] plus `bias` [columns] against `targets` [rows],
+    and fill `gradients`, shaped as these, with its gradients (the bias's is added to zeros). One chunk of the logits
+    exists at a time."""
+    size = chunk_rows(len(x), len(table))
+    logits = x.new_empty(size, len(table))
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    for i in range(0, len(x), size):
+        here, at = x[i : i + size], slice(i, i + size)
+        y = torch.mm(here, table.t(), out=logits[: len(here)])
+        if bias is not None:
+            y += bias
+        total += loss_and_gradient(y, targets[at], communicator, classes, gradients is not None)
+        if gradients:
+            dx, dtable, dbias = gradients
+            torch.mm(y, table, out=dx[at])
+            add_product(dtable, y.t(), here, i == 0)
+            if dbias is not None:
+                dbias += y.sum(0)
+    return total
+
+
+def _logits(x: Tensor, table: Tensor, bias: Tensor | None, coming: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute this rank's logits: the planned product of x and the vocabulary `table`, which `coming` gathers, plus
+    `bias`. Returns x and table as converted, and the logits in new memory."""
+    communicator, group, (e,) = coming.communicator, coming.group, coming.group.einsums
+    (arriving,) = coming.take([table])
+    whole = convert(communicator, x, group.x.forward).wait()
+    local = arriving.wait()
+    coming.onward()
+    product = local_einsum(e.x_dims, e.dims, e.out_dims)(whole, local)
+    y = convert(communicator, product, e.output.forward, owned=True).wait().contiguous()
+    if bias is not None and not absent(y):
+        y += bias
+    return whole, local, y
+
+
+class _Kept(torch.autograd.Function):
+    """Loss of a planned product of x and `table`, plus `bias`, whose gradient of the logits takes their place until the
+    backward pass. `deferred`: see `platform.runtime.einsum`."""
+
+    @staticmethod
+    def forward(ctx, x, table, bias, targets, coming: Operands, classes, deferred: Deferred | None):
+        """Return the loss of x's product with the vocabulary table, saving the gradient of the logits."""
+        communicator, group, (e,) = coming.communicator, coming.group, coming.group.einsums
+        whole, local, y = _logits(x, table, bias, coming)
+        ctx.biased = bias if bias is None else bias.shape
+        ctx.coming, ctx.deferred = coming, deferred
+        ctx.leaf = table if accumulates(table) else None
+        ctx.save_for_backward(x if group.regathered else whole, table if e.regathered else local, y)
+        rows = y if absent(y) else y.view(-1, y.shape[-1])
+        return y.double().sum() if absent(y) else loss_and_gradient(rows, targets, communicator, classes, True)
+
+    @staticmethod
+    def backward(ctx, dloss):
+        """Return the gradients of x, table and bias from the saved gradient of the logits, or defer the table's."""
+        x, table, y = ctx.saved_tensors
+        communicator, group, (e,) = ctx.coming.communicator, ctx.coming.group, ctx.coming.group.einsums
+        coming = convert(communicator, y, e.output.backward)
+        (operand,) = ctx.coming.take([table], back=True)
+        if group.regathered:
+            x = convert(communicator, x, group.x.forward).wait()
+        dbias = None
+        if ctx.biased is not None:
+            dbias = y.new_zeros(ctx.biased) if absent(y) else y.flatten(0, -2).sum(0).mul_(dloss)
+        table, dy = operand.wait(), coming.wait()
+        ctx.coming.onward(back=True)
+        dx = local_einsum(e.out_dims, e.dims, e.x_dims)(dy, table).mul_(dloss)
+        arriving = convert(communicator, dx, group.x.backward, owned=True)
+
+        leaf, product = ctx.leaf, partial(local_einsum(e.x_dims, e.out_dims, e.dims), x * dloss, dy, None)
+        if leaf is None:
+            leaving = convert(communicator, product(), e.operand.backward, owned=True)
+            return arriving.wait(), leaving.wait(), dbias, None, None, None, None
+
+        @torch.no_grad()
+        def compute() -> None:
+            """Compute the table's gradient, reduce it as planned, and add it to the sum of its gradients."""
+            if e.operand.backward:
+                add_gradient(leaf, convert(communicator, product(), e.operand.backward, owned=True).wait())
+            else:
+                add_computed(leaf, product)
+
+        if ctx.deferred is not None:
+            ctx.deferred.append(compute)
+        else:
+            compute()
+        return arriving.wait(), None, dbias, None, None, None, None
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    table: Tensor,
+    bias: Tensor | None,
+    targets: Targets,
+    coming: Operands,
+    classes: Classes,
+    *,
+    at_once: bool,
+    deferred: Deferred | None,
+) -> Tensor:
+    """Sum -log softmax(x table + bias)[label] over local tokens, in fp64: the planned product of one einsum, whose
+    operand `coming` brings, and the `cross_entropy` of its result plus `bias`, which is in its layout already.
+    `at_once`: see `platform.plan.operation_plan`; `deferred`: see `platform.runtime.einsum`."""
+    communicator, (e,) = coming.communicator, coming.group.einsums
+    training = torch.is_grad_enabled()
+    if at_once and deferred is None:
+        x, table = x.flatten(0, -2), table if e.dims[-1] == e.x_dims[-1] else table.t()
+        if training:
+            return _AtOnce.apply(x, table, bias, targets, communicator, classes)
+        return _by_chunks(x, table, bias, targets, communicator, classes, None)
+    if training:
+        return _Kept.apply(x, table, bias, targets, coming, classes, deferred)
+    *_, y = _logits(x, table, bias, coming)
+    return y.double().sum() if absent(y) else loss_and_gradient(y.flatten(0, -2), targets, communicator, classes, False)
+
+
+# Two products with a function between them, chunk by chunk of rows: the hidden rows between are computed again in the
+# backward pass, so that only one chunk's are ever there.
+
+
+@dataclass(frozen=True)
+class HiddenRows:
+    """Weights [hidden, in] and biases (or none) of the products before `function`, and the weight [out, hidden] and the
+    bias (or None) of the product after it, as local rows are multiplied by them. `chunk`: rows of a chunk."""
+
+    function: Callable[..., Tensor]
+    inner: Sequence[Tensor]
+    inner_biases: Sequence[Tensor]
+    outer: Tensor
+    outer_bias: Tensor | None
+    chunk: int
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return all weights and biases, for autograd to see."""
+        return [*self.inner, *self.inner_biases, self.outer, *([] if self.outer_bias is None else [self.outer_bias])]
+
+    def chunks(self, x: Tensor) -> Iterator[slice]:
+        """Yield slices that divide the rows of x."""
+        return (slice(i, i + self.chunk) for i in range(0, len(x), self.chunk))
+
+    def before(self, x: Tensor) -> list[Tensor]:
+        """Return the products of the rows x, without a graph: the arguments of `function`, its gate last."""
+        pairs = zip_longest(self.inner, self.inner_biases)
+        return [F.linear(x, w.detach(), b if b is None else b.detach()) for w, b in pairs]
+
+    def after(self, hidden: Tensor, out: Tensor) -> None:
+        """Write the product of hidden rows with the outer weight, and its bias, to `out`."""
+        if self.outer_bias is None:
+            torch.mm(hidden, self.outer.t(), out=out)
+        else:
+            torch.addmm(self.outer_bias, hidden, self.outer.t(), out=out)
+
+    def gradients(self, x: Tensor, gradient: Tensor, dx: Tensor, adds: Sequence[AddPart]) -> list[Tensor]:
+        """Compute the gradients of one chunk from its rows x and the `gradient` of its results: write the gradient
+        of x to `dx`, add the weights' by `adds`, one each, inner ones first; return the gradients of inner products."""
+        *inner, outer = adds
+        with torch.enable_grad():
+            products = [h.requires_grad_() for h in self.before(x)]
+            hidden = self.function(*reversed(products))
+        outer(lambda into, fresh: add_product(into, gradient.t(), hidden.detach(), fresh))
+        found = torch.autograd.grad(hidden, products, gradient @ self.outer)
+        for i, (w, g, add) in enumerate(zip(self.inner, found, inner, strict=True)):
+            torch.mm(g, w, out=dx) if i == 0 else dx.addmm_(g, w)
+            add(lambda into, fresh, g=g: add_product(into, g.t(), x, fresh))  # type: ignore[misc]
+        return list(found)
+
+
+class _ByChunks(torch.autograd.Function):
+    """Autograd function of `HiddenRows`, which saves the rows alone. It adds the gradients of weights and biases, which
+    are leaves, to their sums."""
+
+    @staticmethod
+    def forward(ctx, layer: HiddenRows, x: Tensor, *tensors: Tensor):
+        """Return the results [rows, out] of the rows x."""
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        out = x.new_empty(len(x), len(layer.outer))
+        for at in layer.chunks(x):
+            layer.after(layer.function(*reversed(layer.before(x[at]))), out[at])
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        """Return the gradient of the rows, chunk by chunk."""
+        (x,), layer = ctx.saved_tensors, ctx.layer
+        gradient, dx = gradient.contiguous(), torch.empty_like(x)
+        with ExitStack() as stack:
+            adds = [stack.enter_context(in_parts(w)) for w in (*layer.inner, layer.outer)]
+            sums = [torch.zeros_like(b) for b in layer.inner_biases]
+            for at in layer.chunks(x):
+                for total, g in zip(sums, layer.gradients(x[at], gradient[at], dx[at], adds), strict=False):
+                    total += g.sum(0)
+        for b, total in zip(layer.inner_biases, sums, strict=True):
+            add_total(b, lambda dtype, total=total: total.to(dtype))
+        if layer.outer_bias is not None:
+            add_total(layer.outer_bias, lambda dtype: gradient.sum(0, dtype=dtype))
+        return None, dx, *(None for _ in layer.tensors)
+
+
+def by_chunks(layer: HiddenRows, x: Tensor) -> Tensor:
+    """Return the results [..., out] of a layer for the rows x [..., in]."""
+    rows = x.flatten(0, -2)
+    return _ByChunks.apply(layer, rows, *layer.tensors).view(*x.shape[:-1], -1)

@@ -1,0 +1,548 @@
+"""Communicator interface: one rank's view of the groups along mesh axes. Transport: process_groups.py.
+
+A step's collectives are launched by `platform.runtime.conversion`, the kernels `statistics` and `summa`, and the
+trainer's sum of loss and norm. Every launch is counted by `platform.plan.operation_plan` and optionally logged.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from platform.plan.layout import Mesh, Parts
+from platform.plan.operation_plan import TRAFFIC, label
+from platform.plan.rule import APPEAR, JOIN, SPLIT, VANISH, Step
+from platform.plan.scheme import Lent
+from platform.runtime.clock import Clock, Flight
+
+# Buffers of collectives: contiguous, with equal room for the blocks of all ranks, even if these differ.
+
+
+def buffers(
+    op: str, x: Tensor, n: int, dim: int, joined: int, is_root: bool, owned: bool, into: Tensor | None = None
+) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
+    """Prepare the collective `op` of `n` ranks on `x` (parameters as in `Communicator.launch`; `is_root`: this rank is
+    the root): return the contiguous buffer that the transport reads, the one that it fills, and a function that returns
+    the result from the latter with its dims in place."""
+
+    def join(at: int) -> Tensor:
+        """Return the gathered parts `out` [ranks, ...] as one tensor, joined along the dim at position `at`."""
+        return out.movedim(0, at).flatten(at, at + 1)
+
+    if op in ("all_gather", "gather"):
+        given, receives = x.contiguous(), op == "all_gather" or is_root
+        out = given.new_empty((n, *given.shape) if receives else 0) if into is None else into
+        return given, out, lambda: join(dim) if receives else out
+    if op in ("reduce_scatter", "all_to_all") or (op == "scatter" and is_root):
+        given = x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0).contiguous()
+        out = given.new_empty(given.shape if op == "all_to_all" else given.shape[1:])
+        # in one piece: of dims of one index the join alone is a view with gaps, which each product would copy anew
+        return given, out, lambda: join(joined).contiguous() if op == "all_to_all" else out
+    if op in ("broadcast", "scatter", "rotate"):
+        given = x.contiguous()
+        out = torch.empty_like(given) if op == "rotate" else given
+        return given, out, lambda: out
+    assert op in ("all_reduce", "reduce"), op
+    out = x.contiguous() if owned else x.detach().clone(memory_format=torch.contiguous_format)
+    return out, out, lambda: out if op == "all_reduce" or is_root else out.new_empty(0)
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """Collective `op` of blocks that differ along the dim at position `dim`, or along the one that an all_to_all joins,
+    `joined`, on member `index` of its group: before it, each block gets the longest one's room; after it, none has."""
+
+    op: str
+    index: int
+    dim: int
+    joined: int
+    parts: Parts | None
+    joined_parts: Parts | None
+    is_root: bool
+
+    def roomy(self, x: Tensor) -> Tensor:
+        """Return this rank's tensor x as it is given to the collective: with room for equal blocks."""
+        exchanges = self.op == "all_to_all"
+        if self.parts and (self.op == "reduce_scatter" or exchanges or (self.op == "scatter" and self.is_root)):
+            x = spread(x, self.dim, self.parts)
+        elif self.parts:
+            x = _filled(x, self.dim, self.parts.room)
+        return _filled(x, self.joined, self.joined_parts.room) if exchanges and self.joined_parts else x
+
+    def close(self, finish: Callable[[], Tensor]) -> Tensor:
+        """Return what `finish` returns, the collective's result, without the room that its blocks do not fill."""
+        x = finish()
+        if self.parts and self.op in SPLIT:
+            x = x.narrow(self.dim, 0, self.parts.extents[self.index]).contiguous()
+        if self.op == "all_to_all":
+            return closed(x, self.joined, self.joined_parts) if self.joined_parts else x
+        joins = self.op in JOIN and (self.op == "all_gather" or self.is_root)
+        return closed(x, self.dim, self.parts) if self.parts and joins else x
+
+
+def spread(x: Tensor, dim: int, parts: Parts) -> Tensor:
+    """Return x with its blocks along `dim` apart, so that each begins a stretch of the longest one's length."""
+    return torch.cat([_filled(block, dim, parts.room) for block in x.split(list(parts.extents), dim)], dim)
+
+
+def closed(x: Tensor, dim: int, parts: Parts) -> Tensor:
+    """Return x with its blocks along `dim` one after another: the inverse of `spread`."""
+    begins = accumulate(parts.extents, lambda at, _: at + parts.room, initial=0)
+    return torch.cat([x.narrow(dim, at, n) for at, n in zip(begins, parts.extents, strict=False)], dim)
+
+
+def _filled(x: Tensor, dim: int, extent: int) -> Tensor:
+    """Return x with zeros behind it along `dim`, up to `extent`."""
+    missing = extent - x.shape[dim]
+    return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing]) if missing else x
+
+
+# Opaque collective operator that lets `torch.compile(fullgraph=True)` trace through a block.
+#
+# While tracing, `Communicator.launch` emits this operator; the compiled graph later launches and waits through the same
+# communicator, including its counters and log.
+
+COMMUNICATORS: WeakValueDictionary[int, object] = WeakValueDictionary()  # number in compiled graphs -> communicator
+
+
+@torch.library.custom_op("platform::collective", mutates_args=())
+def collective(
+    x: Tensor,
+    communicator: int,
+    op: str,
+    axes: str,
+    members: int,
+    dim: int,
+    joined: int,
+    reduce: str,
+    parts: Sequence[int],
+    joined_parts: Sequence[int],
+) -> Tensor:
+    """Run a collective from inside a compiled graph, as `Communicator.launch(...).wait()` would. `communicator`: its
+    number in COMMUNICATORS; `axes`: joined by "+"; `members`: size of the group, which gives the shape of the result;
+    `parts`, `joined_parts`: the room of each block and
+    their extents, if they differ; the rest as in `launch`."""
+    launch = COMMUNICATORS[communicator].launch  # type: ignore[attr-defined]
+    if op in APPEAR:  # these write to their input and return it
+        x = x.clone()
+    cut = {"parts": _parts(parts), "joined_parts": _parts(joined_parts)}
+    return launch(op, x, axes.split("+"), dim, joined, reduce=reduce, **cut).wait()
+
+
+def _parts(given: Sequence[int]) -> Parts | None:
+    """Return the blocks of a dim as `Communicator.launch` takes them, from the room and the extents of each."""
+    return Parts(given[0], tuple(given[1:])) if given else None
+
+
+@collective.register_fake
+def _(x, communicator, op, axes, members, dim, joined, reduce, parts, joined_parts):
+    """Return an empty tensor of the shape that `collective` returns on this rank, for the tracing of a graph."""
+    index = COMMUNICATORS[int(communicator)].index(axes.split("+"))  # type: ignore[attr-defined]
+    if op in VANISH and index:
+        return x.new_empty(0)
+    step = Step(op, tuple(axes.split("+")), dim, joined)
+    shape = list(x.shape if op in APPEAR and index else step.after(x.shape, members))
+    if parts and step.op in SPLIT:
+        shape[dim] = parts[1 + index]
+    if (joins := joined_parts if op == "all_to_all" else parts) and step.op in JOIN:
+        shape[step.joins] = sum(joins[1:])
+    return x.new_empty(shape)
+
+
+class Arrived:
+    """Handle of a collective that needs no waiting, as a compiled graph has waited for it, or other ranks alone take
+    part: `wait` returns the result."""
+
+    def __init__(self, result: Tensor):
+        """Wrap the result of a collective that is done, where a Handle of one in progress is expected."""
+        self._result = result
+
+    def wait(self) -> Tensor:
+        """Return the collective's result, without waiting."""
+        return self._result
+
+
+# MKL detects the processor in the first call of its vector math and briefly publishes an intermediate answer: on
+# processors with AVX-512, a thread that reads it then uses the least accurate kernel (an error of 5e-13 in a logarithm,
+# 7e-9 in a cosine). One call before any threads exist avoids the race.
+torch.ones(1, dtype=torch.float64).log()
+
+_NUMBERS = itertools.count()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Log entry of one collective or transfer as a rank issued it: operation, axes, global ranks of the group,
+    elements; replaying all ranks' entries checks their order."""
+
+    op: str
+    axes: tuple[str, ...]
+    group: tuple[int, ...]
+    elements: int
+
+
+class Launched(NamedTuple):
+    """Collective as a timeline shows it: what it is called, its operation, its axes, the bytes that its group moves, as
+    counted, the rank at the other end of a message, and its number among those along the same axes, or of that peer."""
+
+    name: str
+    op: str
+    axes: tuple[str, ...]
+    bytes: int
+    peer: int = -1
+    number: int = 0
+
+
+class Aborted(RuntimeError):
+    """Failure of a rank whose collectives were interrupted (`Communicator.abort`): their results mean nothing."""
+
+
+class Handle:
+    """Collective or transfer in progress. `wait` returns its result and may be called once; the time spent waiting is
+    booked under the clock section `section`, as `along` these axes, joined by "+". `flight`: the clock's note of the
+    collective, if it takes one."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        wait: Callable[[], Any],
+        finish: Callable[[], Tensor],
+        section: str = "exposed_comm",
+        flight: Flight | None = None,
+        along: str = "",
+        what: Launched | None = None,
+    ):
+        """Wrap a collective in progress: `wait` blocks until it is done, `finish` returns its result tensor, and the
+        waiting is booked in the section `section` of `clock`, and there as one `along` axes; heartbeats call it `what`.
+        """
+        self._clock, self._wait, self._finish, self._flight = clock, wait, finish, flight
+        self._section, self._along, self._what = section, along, what
+
+    def wait(self) -> Tensor:
+        """Wait until the collective or message of this handle is done, and return its result tensor."""
+        with self._clock.section(self._section, True, self._along, self._what):
+            self._wait()
+        if self._flight:
+            self._clock.landed(self._flight)
+        return self._finish()
+
+
+class Communicator(ABC):
+    """A rank's access to its groups along mesh axes. `moved`: `OP/AXES` -> bytes moved by the groups of which this rank
+    is the first member, so that the sum over ranks is the total. `clock` books the time spent waiting for collectives.
+    `launched`: axes or peer -> number of collectives or messages so far, alike on all members. `log`: if a list,
+    collects every launch. `lent`: layer -> lent experts of this step. `posts_early`: a receive may be posted long
+    before its send without holding up anything else."""
+
+    posts_early = False
+
+    def __init__(self, mesh: Mesh, rank: int, device: torch.device | str = "cpu"):
+        """Prepare the collectives and messages of `rank` of a mesh, uncounted so far, on a device."""
+        self.mesh, self.rank, self.device = mesh, rank, torch.device(device)
+        self.coordinates = mesh.coordinates(rank)
+        self.moved: Counter[str] = Counter()
+        self.launched: dict[tuple[str, ...], int] = {}
+        self.clock = Clock()
+        self.log: list[Launch] | None = None
+        self.lent: dict[str, Lent] = {}
+        self._aborting, self._aborted = threading.Lock(), False
+        self._number = next(_NUMBERS)
+        COMMUNICATORS[self._number] = self
+
+    def index(self, axes: Sequence[str]) -> int:
+        """Return this rank's index among the ranks of its group along the mesh axes `axes`."""
+        return self.mesh.index(self.coordinates, axes)
+
+    def launch(
+        self,
+        op: str,
+        x: Tensor,
+        axes: Sequence[str],
+        dim: int = 0,
+        joined: int = 0,
+        *,
+        reduce: str = "sum",
+        owned: bool = False,
+        root: int = 0,
+        into: Tensor | None = None,
+        name: str = "",
+        parts: Parts | None = None,
+        joined_parts: Parts | None = None,
+    ) -> Handle | Arrived:
+        """Issue one collective, of the kinds in `platform.plan.rule.Step`, over the group of this rank
+        along `axes`, without waiting; the handle's `wait` returns this rank's result.
+
+        `x` must not be modified until the result is available. `dim`: position of the dim of `x` that is split or
+        joined; `joined`: position of the dim that an all_to_all joins. `reduce`: sum, or max for all_reduce. `owned`:
+        reductions may overwrite `x`. `root`: index in the group of the member whose `x` a broadcast sends to all or a
+        scatter divides (the others' `x` is overwritten, by a scatter with the part that they receive), and which alone
+        gets the result of a reduce or gather (the others get an empty tensor). A rotate gives x to the next member, of
+        which the last one's is the first. `into`: contiguous memory [n, ...] for the parts that an all_gather over n
+        ranks joins; x may be this rank's part of it. `name`: its name in a timeline, by default its operation. Several
+        axes act as one, in mesh order, for all_reduce, broadcast, reduce, and all_gather of unordered statistics.
+        `parts`, `joined_parts`: blocks of these dims, if they differ; each has the longest one's room in the buffers.
+        """
+        if torch.compiler.is_compiling():
+            cut = tuple([p.room, *p.extents] if p else [] for p in (parts, joined_parts))
+            where = "+".join(axes), self.mesh.extent(axes)
+            return Arrived(collective(x, self._number, op, *where, dim, joined, reduce, *cut))
+        axes = self.mesh.ordered(axes)
+        group = self.mesh.group(self.rank, axes)
+        n = len(group)
+        is_root = group[root] == self.rank
+        if parts or joined_parts:
+            uneven = Uneven(op, group.index(self.rank), dim, joined, parts, joined_parts, is_root)
+            x = uneven.roomy(x)
+        elements = x.numel() // n if op == "scatter" and is_root else x.numel()
+        moved = TRAFFIC[op](n, elements) * x.element_size()
+        if self.rank == group[0]:
+            self.moved[label(op, axes)] += moved
+        if self.log is not None:
+            self.log.append(Launch(op, axes, group, elements))
+        given, out, finish = buffers(op, x, n, dim, joined, is_root, owned, into)
+        if parts or joined_parts:
+            finish = partial(uneven.close, finish)
+        start = partial(self._start, op, given, out, axes, group, reduce, root)
+        return self._issued(Launched(name or op, op, axes, moved, -1, self._number_of(axes)), start, given, finish)
+
+    def deal(
+        self, x: Tensor, sent: Sequence[int], received: Sequence[int], axes: Sequence[str], *, name: str = ""
+    ) -> Handle:
+        """Issue an all_to_allv of the rows of x [rows, ...] over the group of this rank along `axes`, without waiting:
+        the next `sent[i]` rows go to member i, from which `received[i]` come, this rank's own among them; the handle's
+        `wait` returns these, in the order of the members. Each rank counts the bytes that it sends to others."""
+        op, axes = "all_to_allv", self.mesh.ordered(axes)
+        group, given = self.mesh.group(self.rank, axes), x.contiguous()
+        row, away = prod(x.shape[1:]), sum(sent) - sent[group.index(self.rank)]
+        moved = away * row * x.element_size()
+        self.moved[label(op, axes)] += moved
+        if self.log is not None:
+            self.log.append(Launch(op, axes, group, row))
+        out = given.new_empty((sum(received), *x.shape[1:]))
+        start = partial(self._deal, given, out, sent, received, axes)
+        return self._issued(Launched(name or op, op, axes, moved, -1, self._number_of(axes)), start, given, lambda: out)
+
+    def _issued(
+        self, what: Launched, start: Callable[[], Callable[[], Any]], given: Tensor, finish: Callable[[], Tensor]
+    ) -> Handle:
+        """Start a collective from the buffer `given`; return its handle, whose result `finish` returns."""
+        clock = self.clock
+        if not clock.detailed:
+            return Handle(clock, start(), finish, along="+".join(what.axes), what=what)
+        begin = clock.mark()
+        with clock.launching(what.name):
+            wait = start()
+        flight = clock.launched(what, begin, wait, given)
+        return Handle(clock, wait, finish, flight=flight, along="+".join(what.axes), what=what)
+
+    def _number_of(self, of: tuple[str, ...]) -> int:
+        """Count one more launch along axes, or message to or from a peer; return its number, from 1."""
+        self.launched[of] = number = self.launched.get(of, 0) + 1
+        return number
+
+    @abstractmethod
+    def _start(
+        self,
+        op: str,
+        given: Tensor,
+        out: Tensor,
+        axes: tuple[str, ...],
+        group: tuple[int, ...],
+        reduce: str,
+        root: int,
+    ) -> Callable[[], Any]:
+        """Start the collective `op` in the transport, from the buffer `given` into the buffer `out`; the returned
+        function blocks until it is done. `axes`: the axes, in mesh order, along which the group lies; `group`: the
+        global ranks of its n members, in order; `reduce`: sum, or max for all_reduce; `root`: index in `group` of the
+        member that broadcasts or scatters, or that alone receives a reduce or gather.
+
+        Shapes `given` -> `out`: all_gather: [...] -> [n, ...]; reduce_scatter: [n, ...] -> [...]; scatter: the root's
+        [n, ...] -> [...]; gather: [...] -> the root's [n, ...]; all_to_all, rotate: alike; all_reduce, broadcast,
+        reduce: in place.
+        """
+
+    def _deal(self, given: Tensor, out: Tensor, sent: Sequence[int], received: Sequence[int], axes: tuple[str, ...]):
+        """Start `deal` in the transport, from buffer `given` into buffer `out`; return a function that waits."""
+        raise AssertionError("no rows are exchanged here")
+
+    def send(self, x: Tensor, stage: int) -> Handle:
+        """Start sending `x` to the rank of pipeline stage `stage` that has this rank's index along all other axes. `x`
+        must not be modified until `wait` returns."""
+        x, peer = x.contiguous(), self._peer(stage)
+        self.moved[label("send", ("stage",))] += x.nbytes
+        self._log_transfer((self.rank, peer), x.numel())
+        what = Launched("", "send", ("stage",), x.nbytes, peer, self._number_of(("to", str(peer))))
+        return Handle(self.clock, self._send(x, peer), lambda: x, "bubble", what=what)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> Handle:
+        """Start receiving the next tensor of `shape` and `dtype` that the rank of pipeline stage `stage` with this
+        rank's index along all other axes sends here; `wait` returns it."""
+        out, peer = torch.empty(tuple(shape), dtype=dtype, device=self.device), self._peer(stage)
+        self._log_transfer((peer, self.rank), out.numel())
+        what = Launched("", "receive", ("stage",), out.nbytes, peer, self._number_of(("from", str(peer))))
+        return Handle(self.clock, self._receive(out, peer), lambda: out, "bubble", what=what)
+
+    def _peer(self, stage: int) -> int:
+        """Return the global rank in pipeline stage `stage` that has this rank's index along all other axes."""
+        return self.mesh.rank({**self.coordinates, "stage": stage})
+
+    def _log_transfer(self, pair: tuple[int, int], elements: int) -> None:
+        """Log a message of so many elements between a pair of global ranks, if launches are logged."""
+        if self.log is not None:
+            self.log.append(Launch("send", ("stage",), pair, elements))
+
+    def _send(self, x: Tensor, peer: int) -> Callable[[], Any]:
+        """Start sending x to the global rank `peer` by the transport; the returned function waits until it is sent."""
+        raise AssertionError("one stage sends nothing")
+
+    def _receive(self, out: Tensor, peer: int) -> Callable[[], Any]:
+        """Start receiving into `out` from global rank `peer` by the transport; the returned function waits."""
+        raise AssertionError("one stage receives nothing")
+
+    def barrier(self) -> None:
+        """Wait until every rank of the mesh has reached this call. Not counted, not logged."""
+        if axes := self.mesh.ordered(self.mesh.axes):
+            with self.uncounted():
+                self.launch("all_reduce", torch.zeros(1, device=self.device), axes).wait()
+
+    def anywhere(self, here: bool) -> bool:
+        """Return True if `here` is true on any rank of the mesh, by an uncounted all-reduce on all ranks."""
+        if not (axes := self.mesh.ordered(self.mesh.axes)):
+            return here
+        with self.uncounted():
+            flag = torch.full((1,), float(here), device=self.device)
+            return self.read(self.launch("all_reduce", flag, axes).wait()) != [0.0]
+
+    def meet(self, neighbours: Iterable[tuple[int, int]]) -> None:
+        """Open the connections between pairs of pipeline stages (`neighbours`, the lower stage first) by exchanging
+        their ranks between this rank and its peer in each, in one order on all ranks, before the first send of a step
+        needs one. The lower stage sends first and the upper one receives first, since a transport may hold a send back
+        until it is received. Not counted. Raises RuntimeError if another rank than the peer is there."""
+        here = self.coordinates["stage"]
+        with self.uncounted():
+            for lower, upper in neighbours:
+                if here == lower:
+                    self._send_rank(upper)
+                    self._receive_rank(upper)
+                elif here == upper:
+                    self._receive_rank(lower)
+                    self._send_rank(lower)
+
+    def _send_rank(self, stage: int) -> None:
+        """Send this rank's number to its peer in pipeline stage `stage`."""
+        self.send(torch.full((1,), float(self.rank), device=self.device), stage).wait()
+
+    def _receive_rank(self, stage: int) -> None:
+        """Receive the number of this rank's peer in pipeline stage `stage`. Raises RuntimeError if it is another's."""
+        [found] = self.read(self.receive((1,), torch.float32, stage).wait())
+        if found != self._peer(stage):
+            raise RuntimeError(f"rank {found:.0f} is where rank {self._peer(stage)} sends to rank {self.rank}")
+
+    def read(self, x: Tensor) -> list[float]:
+        """Read the numbers in `x` [n], a tensor on this rank's device, into host memory: waits for the device, and so
+        for the collectives in its stream. A training step synchronises with its device here and nowhere else: at its
+        end, and where experts take as many rows as there are (`kernels.by_index.expert_rows`). Raises
+        Aborted if collectives were interrupted, as the numbers then mean nothing."""
+        with self.clock.waiting_for_device():
+            found: list[float] = x.tolist()
+        self.confirm()
+        return found
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Suspend counting moved bytes and logging launches in the context, for traffic outside of a step."""
+        moved, log = self.moved.copy(), self.log
+        self.log = None
+        yield
+        self.moved, self.log = moved, log
+
+    @abstractmethod
+    def all_gather_texts(self, text: str) -> list[str]:
+        """Gather a `text` of every rank on all ranks; return them, in rank order. Not counted."""
+
+    @abstractmethod
+    def collect(self, numbers: Tensor) -> Tensor | None:
+        """Collect every rank's fp64 numbers [n] on the CPU as one [ranks, n] on rank 0, for the report of a step;
+        return None elsewhere. Not counted: reporting on a step is not part of it."""
+
+    @abstractmethod
+    def announce(self, text: str | None = None) -> str:
+        """Broadcast the `text` of rank 0, which alone gives one, and return it. Not counted."""
+
+    def abort(self) -> None:
+        """Interrupt this communicator's collectives in progress so that they fail, here and at the peers, or end with
+        results that mean nothing, which `confirm` detects. Callable from any thread, repeatedly too."""
+        self._aborted = True  # before anything is interrupted: whoever sees results of it finds this set
+        with self._aborting:
+            self._abort()
+
+    def confirm(self) -> None:
+        """Confirm that no collective was interrupted until now, so that what the device holds is a result. Raises
+        Aborted. Called after waiting for the device, before its results are used or acknowledged."""
+        if self._aborted:
+            raise Aborted("the collectives of this generation were interrupted")
+
+    def _abort(self) -> None:  # noqa: B027  (a default that does nothing)
+        """Interrupt the transport's collectives and messages in progress; called by one thread at a time."""
+
+    def connect(self, peers: Collection[int]) -> None:  # noqa: B027  (a default that does nothing)
+        """Open the connections of `transfer` to the global ranks `peers`; all ranks do so, even without peers."""
+
+    @abstractmethod
+    def transfer(self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> None:
+        """Send and receive bytes whose sizes both sides know, such as snapshots kept at peers: `sent` and `received`
+        are pairs (global rank of a peer to which there is a connection, uint8 tensor [bytes] on the CPU), at most one
+        per peer and direction, none to itself. Returns when the tensors in `received` are filled. Callable from any
+        thread, one at a time, beside collectives of another. Not counted."""
+
+    @abstractmethod
+    def exchange(self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> None:
+        """Send and receive bytes like `transfer`, but between any ranks, over connections for this call alone; all
+        ranks call it together, even without anything to send or receive."""
+
+    def close(self) -> None:  # noqa: B027  (a default that does nothing)
+        """Leave the process groups along mesh axes, when this rank's mesh is given up; no collective may follow."""
+
+
+class SingleRank(Communicator):
+    """Communicator of a world of one rank: it has no peers and launches no collective."""
+
+    def __init__(self, mesh: Mesh, device: torch.device | str = "cpu"):
+        """Prepare the communicator of a mesh of one rank, which has no peers."""
+        super().__init__(mesh, 0, device)
+
+    def _start(self, op, given, out, axes, group, reduce, root):
+        """Raise AssertionError: a mesh of one rank launches no collective."""
+        raise AssertionError("a world of one launches no collective")
+
+    def all_gather_texts(self, text):
+        """Return the text of this rank, the only one, as a list."""
+        return [text]
+
+    def collect(self, numbers):
+        """Return this rank's numbers [n] as [1, n], as it is the only one."""
+        return numbers[None]
+
+    def announce(self, text=None):
+        """Return the text of this rank, the only one."""
+        return text
+
+    def transfer(self, sent, received):
+        """Check that there is nothing to send or receive, as the only rank of a mesh has no peers."""
+        assert not sent and not received, "there is nobody to talk to"
+
+    exchange = transfer

@@ -1,0 +1,251 @@
+"""Compilation of the runtime's small pure functions of local tensors (regions) by torch.compile: `region` wraps one.
+
+A region contains no collective, and takes as tensors all that changes between layers, steps and microbatches, so that
+there is one graph per region and shape. Graphs stay in the process from one generation to the next. `Trial` wraps one
+while a generation forms: there a region may fail to compile.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache, partial, wraps
+from importlib import import_module
+from importlib.util import find_spec
+from shutil import which
+from threading import Lock
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from platform.plan.model_types import AUTO
+from platform.runtime.progress import PROGRESS
+
+BACKEND = "inductor"
+MOST_GRAPHS = 64  # of one region: shapes, with and without gradients; further ones run eagerly
+_LOCK = Lock()  # torch compiles one function at a time
+
+
+@dataclass(frozen=True, eq=False)
+class TracedFunction:
+    """Pure function of tensors without autograd, by the `graph` that torch traced of it for tensors of fixed shapes."""
+
+    graph: GraphModule
+    __name__: str
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """Compute the traced function of `tensors` on this rank, one operation of torch's graph after another."""
+        return self.graph(*tensors)
+
+
+@cache
+def region(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return `function`, a pure function of tensors and constants, wrapped so that torch.compile compiles it, with its
+    backward pass, at the first call with tensors of new shapes. While it compiles, the process's progress says so, so
+    that the rank does not count as hung. A call of a TracedFunction launches its kernels directly, without torch's
+    search for a graph that fits the arguments."""
+    traced = isinstance(function, TracedFunction)
+    compiled_for = partial(_graph_for, function) if isinstance(function, TracedFunction) else _function_for(function)
+    known: dict[object, Callable[..., Tensor]] = {}
+
+    @wraps(function)
+    def run(*arguments):
+        """Call the function compiled for tensors of these shapes, compiling it first if the shapes are new."""
+        if traced:  # for fixed shapes and types
+            signature: object = (*map(Tensor.stride, arguments),)
+        else:
+            signature = torch.is_grad_enabled(), *map(_signature, arguments)
+        if made := known.get(signature):
+            return made(*arguments)
+        with _LOCK, PROGRESS.preparing(f"compile {function.__name__}"):
+            made = compiled_for(arguments)
+            out = made(*arguments)
+        known[signature] = made
+        return out
+
+    return run
+
+
+def _function_for(function: Callable[..., Tensor]) -> Callable[[Sequence[Any]], Callable[..., Tensor]]:
+    """Return a function that gives, for any arguments, one and the same torch.compile of `function`."""
+    made = torch.compile(function, dynamic=False, backend=BACKEND)
+    limits = import_module("torch._dynamo").config
+    limits.recompile_limit = max(MOST_GRAPHS, limits.recompile_limit)
+    gradients: Any = import_module("torch._functorch.config")
+    gradients.force_non_lazy_backward_lowering = True
+    return lambda arguments: made
+
+
+def _graph_for(function: TracedFunction, arguments: Sequence[Tensor]) -> Callable[..., Any]:
+    """Return a traced function compiled to kernels for tensors of the shapes and strides of `arguments`."""
+    if BACKEND != "inductor":
+        return import_module("torch._dynamo").lookup_backend(BACKEND)(function.graph, list(arguments))
+    fx = import_module("torch._inductor.compile_fx")
+    kernels: list[Callable[[list[Tensor]], Sequence[Any]]] = []
+
+    def inner(*graph: Any, **how: Any) -> Any:
+        """Return a graph compiled to kernels by torch's inductor, and keep the function that launches them."""
+        kernels.append(fx.compile_fx_inner(*graph, **how))
+        return kernels[-1]
+
+    made = fx.compile_fx(function.graph, list(arguments), inner_compile=inner)
+    if [_signature(x) for x in made(*arguments)] != [_signature(x) for x in kernels[-1](list(arguments))]:
+        return made
+    # what is around the kernels serves functions that change their arguments or return views of them
+    return lambda *tensors: kernels[-1]([*tensors])
+
+
+class Trial:
+    """Wrapper of regions in place of `region`: one that fails to compile runs uncompiled. `failed`: which did, and
+    why, in a line each."""
+
+    def __init__(self) -> None:
+        """Begin a trial of torch.compile in which no function has failed to compile yet."""
+        self.failed: list[str] = []
+
+    def __call__(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return `function` of tensors compiled by torch, or run uncompiled where compiling fails for its arguments."""
+        return self.attempted(function.__name__, region(function), function)
+
+    def attempted(self, name: str, made: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that calls `made`, and if that fails notes why under this name and calls `instead`."""
+
+        def run(*arguments: Any) -> Any:
+            """Call the compiled function of tensors; if that fails, note why in `failed` and call the other one."""
+            try:
+                return made(*arguments)
+            except Exception as error:  # whatever a compiler may lack for it
+                self.failed.append(f"{name}: {_reason(error)}")
+            return instead(*arguments)
+
+        return run
+
+
+def _signature(argument: object) -> object:
+    """Return an argument's part of a compiled function's key: of a tensor shape, strides, dtype, requires_grad."""
+    if isinstance(argument, Tensor):
+        return argument.shape, argument.stride(), argument.dtype, argument.requires_grad
+    return tuple(map(_signature, argument)) if isinstance(argument, list | tuple) else argument
+
+
+def uncompiled(choice: str, device: str) -> str:
+    """Return the reason, in a line, why this process runs its functions of tensors without torch.compile on `device`
+    (cpu, cuda) under the key train.compile=`choice`: "" if it compiles them. `auto` compiles on GPUs alone: on CPU the
+    seconds of compiling are longer than most runs win."""
+    return _lacking(device) if may_compile(choice, device) else f"train.compile={choice}"
+
+
+def may_compile(choice: str, device: str) -> bool:
+    """Return True if train.compile=`choice` wants functions of tensors compiled by torch on `device` (cpu, cuda)."""
+    return choice == "on" or (choice == "auto" and device == "cuda")
+
+
+@cache
+def _lacking(device: str) -> str:
+    """Return the reason, in a line, why torch.compile does not work on `device` (cpu, cuda) in this process, "" if it
+    works: a tiny function is compiled once and its numbers are compared. Takes seconds, as it imports torch's
+    compiler."""
+    if device == "cuda" and not find_spec("triton"):
+        return "triton is not installed"
+    if not any(map(which, [os.environ.get("CXX", "g++"), "clang++", "gcc", "cc"])):
+        return "there is no C++ compiler"
+    try:
+        if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # no pool of processes beside each worker
+            import_module("torch._inductor").config.compile_threads = 1  # the variable has been read by now
+        x = torch.ones(64, device=device)
+        right = torch.equal(torch.compile(_probed, dynamic=False)(x), _probed(x))
+    except Exception as error:  # whatever a compiler, its headers or its cache may lack
+        return _reason(error)
+    return "" if right else "what it compiles computes wrong numbers"
+
+
+def _reason(error: Exception) -> str:
+    """Return an error of torch.compile in one line: its type and message, or the error that it wraps."""
+    first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {(more or [first])[0] if first.endswith('raised:') else first}"[:300]
+
+
+def _probed(x: Tensor) -> Tensor:
+    """Return 2 x + 1 of a tensor x: the tiny function with which torch.compile is tried."""
+    return x * 2 + 1
+
+
+# Sums in a fixed order: settings of torch with which a step done again is equal in every bit (train.deterministic).
+
+_SETTINGS: Any = import_module("torch.utils.deterministic")
+
+
+@contextmanager
+def deterministic(compiles: bool) -> Iterator[None]:
+    """Make torch use deterministic kernels within the context, which take every sum in a fixed order, in forward and
+    backward passes alike; an operation without such a kernel raises RuntimeError with its name. `compiles`: True if
+    functions compiled by torch are to be deterministic too.
+
+    Its environment variables, read before CUDA and NCCL start, are in `platform.cluster.crew.job`.
+    """
+    before = torch.get_deterministic_debug_mode(), _SETTINGS.fill_uninitialized_memory, torch.backends.cudnn.benchmark
+    torch.set_deterministic_debug_mode("error")
+    _SETTINGS.fill_uninitialized_memory = (
+        False  # costs a pass over all memory, and nothing is read before it is written
+    )
+    torch.backends.cudnn.benchmark = False  # chooses kernels by how fast they happen to be
+    if compiles:
+        torch.use_deterministic_algorithms(True)  # tells the compiler too, whose import takes seconds
+    try:
+        yield
+    finally:
+        if compiles:
+            torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode(before[0])
+        _SETTINGS.fill_uninitialized_memory, torch.backends.cudnn.benchmark = before[1:]
+
+
+# Choice of the kernel in which torch computes attention, as the plan names it.
+
+_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_CHOOSING = Lock()  # the choice is the process's, of which ranks may be threads
+
+
+def in_kernel(name: str) -> AbstractContextManager[None]:
+    """Return a context in which torch's scaled_dot_product_attention runs in the kernel `name` (flash, cudnn,
+    efficient, math), or raises RuntimeError if that kernel cannot compute on its tensors; under `auto` torch chooses.
+    The backward pass uses the kernel that ran forward."""
+    return nullcontext() if name == AUTO else _alone(_BACKENDS[name])
+
+
+@contextmanager
+def _alone(backend: SDPBackend) -> Iterator[None]:
+    """Restrict torch's scaled_dot_product_attention to one kernel within the context, one thread at a time."""
+    with _CHOOSING, sdpa_kernel(backend):
+        yield
+
+
+def lacking(name: str, device: str, dtype: torch.dtype, d_kv: int, d_value: int = 0) -> str:
+    """Return the reason, in a line, why this process cannot compute attention with heads of width `d_kv` in the kernel
+    `name` on `device`; "" if it can. A tiny attention is computed and differentiated to find out. `d_value`: the width
+    of values; 0 = d_kv."""
+    if name == AUTO:
+        return ""
+    x, v = (torch.zeros(1, 1, 8, n, dtype=dtype, device=device, requires_grad=True) for n in (d_kv, d_value or d_kv))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            with in_kernel(name):
+                F.scaled_dot_product_attention(x, x, v, is_causal=True).sum().backward()
+        except RuntimeError as error:
+            reasons = [str(w.message).partition(" (Triggered")[0] for w in warned]  # per kernel, after its name
+            named = [i + 1 for i, line in enumerate(reasons) if name in line.lower() and line.endswith("because:")]
+            return next(iter(reasons[named[0] :] if named else []), str(error).partition("\n")[0])[:300]
+    return ""

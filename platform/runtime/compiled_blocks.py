@@ -1,0 +1,262 @@
+"""Blocks of a model in which no collective lies, each compiled as two functions, its forward and its backward pass:
+they are traced once, and torch.compile makes each of few kernels, with no graph of autograd between them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from importlib import import_module
+from itertools import groupby, repeat
+from operator import is_not
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from platform.runtime.compilation import TracedFunction
+from platform.runtime.flat_buffers import FlatBucket, add_together, home_of
+from platform.runtime.residual import Region
+
+# autograd's thread, whose first kernels are a compiled backward pass's, has no context when it comes to a product
+warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
+
+_is_tensor = partial(is_not, None)  # of an argument; called in C, as all that each block and microbatch costs the host
+
+
+@dataclass(frozen=True)
+class BlockFunctions:
+    """A block's functions, to be compiled, of its arguments and of the tensors that it reads beside them (primals).
+    `forward(*primals)`: its activation, and the intermediate results that the backward pass needs, which cost no
+    further reads or writes. `backward(*primals[kept], *results, gradient)`: the gradients of all primals, None for one
+    without. `kept`: indices of the primals that the backward pass needs."""
+
+    forward: TracedFunction
+    backward: TracedFunction
+    kept: Sequence[int]
+
+
+@dataclass
+class CompiledBlock:
+    """Compiled block: its `functions` compute its activation from arguments and `tensors`, leaves of autograd that it
+    reads beside them; `homes`: the bucket and parameters of each, None if it is no parameter."""
+
+    functions: BlockFunctions
+    tensors: Sequence[Tensor]
+    homes: Sequence[tuple[FlatBucket, tuple[str, ...]] | None]
+
+    def __call__(self, region: Region, *arguments: Tensor | None) -> Tensor:
+        """Return the block's output activation; its backward pass adds parameter gradients to their buckets."""
+        if torch.is_grad_enabled():
+            return _Block.apply(self, region, *arguments)
+        return region(self.functions.forward)(*filter(_is_tensor, arguments), *self.tensors)[0]
+
+    @cached_property
+    def _sums(self) -> Sequence[tuple[FlatBucket, tuple[str, ...], Sequence[int], Sequence[int]]]:
+        """Return where the gradients of a compiled block's parameters are added, in as few pieces of memory as
+        possible. Each is (flat bucket, names of parameters that lie one after another in it, indices of their gradients
+        among the block's tensors in the same order, number of elements of each)."""
+        homes = {i: home for i, home in enumerate(self.homes) if home}
+        order = sorted(homes, key=lambda i: (id(homes[i][0]), homes[i][0].bucket.ranges[homes[i][1][0]]))
+        found = []
+        for _, group in groupby(order, key=lambda i: id(homes[i][0])):
+            indices = list(group)
+            bucket = homes[indices[0]][0]
+            names = tuple(name for i in indices for name in homes[i][1])
+            parts = [(names, indices)] if bucket.bucket.stretch(names) else [(homes[i][1], [i]) for i in indices]
+            found += [(bucket, names, its, [self.tensors[i].numel() for i in its]) for names, its in parts]
+        return found
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        """Add a compiled block's parameter gradients, one per tensor in `tensors`, to their buckets' sums."""
+        for bucket, names, indices, sizes in self._sums:
+            memory, new = bucket.sum_of(*names)
+            places = memory.split(sizes) if len(sizes) > 1 else (memory,)
+            add_together([*zip(places, repeat(new))], [*map(gradients.__getitem__, indices)])
+        for bucket, names, _, _ in self._sums:
+            bucket.came(*names)
+
+
+class _Block(torch.autograd.Function):
+    """Autograd function of a `CompiledBlock`."""
+
+    @staticmethod
+    def forward(ctx, block: CompiledBlock, region: Region, *arguments: Tensor | None):
+        """Compute a compiled block's output activation; save the tensors that its backward pass needs."""
+        primals = (*filter(_is_tensor, arguments), *block.tensors)
+        out, *results = region(block.functions.forward)(*primals)
+        ctx.saved = [*map(primals.__getitem__, block.functions.kept), *results]
+        ctx.block, ctx.region, ctx.given = block, region, [*map(_is_tensor, arguments)]
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        """Compute the gradients of a compiled block: return its arguments', and add its parameters' to their buckets'
+        sums."""
+        saved = ctx.saved
+        del ctx.saved
+        found = ctx.region(ctx.block.functions.backward)(*saved, gradient)
+        ctx.block.add(found[sum(ctx.given) :])
+        left, out = iter(found), list[Tensor | None]()
+        for given in ctx.given:
+            out.append(next(left) if given else None)
+        return None, None, *out
+
+
+def compiled_block(
+    function: Callable[..., Tensor], arguments: Sequence[Tensor | None], alike: Callable[[], Container[int]]
+) -> CompiledBlock | None:
+    """Trace a block of the model, `function` of activations without collectives, on `arguments` (tensors or None), into
+    a compiled forward and backward pass for arguments of these shapes. Returns None if the block reads a tensor that is
+    neither a parameter nor among `alike`, the ids of the tensors (masks, rotary angles) that are the same in all
+    passes."""
+    present = {i: x for i, x in enumerate(arguments) if x is not None}
+
+    def given(*activations: Tensor) -> Tensor:
+        """Return the block's output activation, given only the arguments that are not None."""
+        every: list[Any] = [None] * len(arguments)
+        for i, x in zip(present, activations, strict=True):
+            every[i] = x
+        return function(*every)
+
+    # as in training: attention keeps what its backward pass needs only where there is one
+    activations = [x.detach().requires_grad_() for x in present.values()]
+    with torch.enable_grad():
+        given(*activations)  # makes what is alike in all passes
+        # saves nothing, as its backward pass never runs: torch 2.14 would keep attention's forever (a cycle in C++)
+        with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda nothing: nothing):
+            graph = _differentiable(make_fx(given)(*activations))
+    tensors = _read_beside(graph)
+    homes = [home_of(t) for t in tensors]
+    known = alike()
+    if any(home is None and id(t) not in known for t, home in zip(tensors, homes, strict=True)):
+        return None
+    beside = [t.detach() for t in tensors]
+    primals = [*activations, *(t.detach().requires_grad_(h is not None) for t, h in zip(tensors, homes, strict=True))]
+    return CompiledBlock(_traced(graph.code, _Graph(graph, primals)), beside, homes)
+
+
+class _Graph:
+    """Traced graph and the tensors that it was traced with; it counts as equal to any other: its code is the key."""
+
+    def __init__(self, graph: GraphModule, primals: Sequence[Tensor]):
+        """Wrap a traced graph and the tensors it was traced with, as an argument of a cached function."""
+        self._found: tuple[GraphModule, Sequence[Tensor]] | None = (graph, primals)
+
+    def taken(self) -> tuple[GraphModule, Sequence[Tensor]]:
+        """Return the traced graph and its tensors, once only: the cache must not keep parameters alive."""
+        assert self._found
+        found, self._found = self._found, None
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Graph)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@cache
+def _traced(code: str, traced: _Graph) -> BlockFunctions:
+    """Split the traced forward pass of a model's block into its forward and backward function by torch's AOT autograd.
+    Cached by the graph's `code`: blocks of equal code, as the layers of a stack have, share one pair of functions."""
+    graphs: dict[str, GraphModule] = {}
+    graph, primals = traced.taken()
+    aot, inductor = import_module("functorch.compile"), import_module("torch._inductor.decomposition")
+
+    def keep(name: str) -> Callable[..., Any]:
+        """Return a stand-in for a compiler that records the graph of a pass under `name` (forward, backward),
+        uncompiled."""
+
+        def kept(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            """Keep the graph of a forward or backward pass; return a function that runs it uncompiled."""
+            graphs[name] = graph
+            return aot.make_boxed_func(graph)
+
+        return kept
+
+    with torch.enable_grad():
+        out = aot.aot_function(
+            graph,
+            fw_compiler=keep("forward"),
+            bw_compiler=keep("backward"),
+            partition_fn=aot.min_cut_rematerialization_partition,
+            decompositions=inductor.select_decomp_table(),
+        )(*primals)
+        torch.autograd.grad(out, [x for x in primals if x.requires_grad], out.detach())
+    kept = _keep_primals(**graphs)
+    return BlockFunctions(**{name: TracedFunction(graph, f"block_{name}") for name, graph in graphs.items()}, kept=kept)
+
+
+def _keep_primals(forward: GraphModule, backward: GraphModule) -> list[int]:
+    """Change a block's traced graphs in place so that the backward pass reads the inputs of the forward pass (primals)
+    itself, with its own views of them, instead of getting them as results of the forward pass, since a compiled
+    function copies every result to new memory. Returns the indices of these primals, which are from now on the first
+    arguments of `backward`."""
+    primals = forward.graph.find_nodes(op="placeholder")
+    output: Any = forward.graph.output_node()
+    out, *saved = output.args[0]
+    inputs = backward.graph.find_nodes(op="placeholder")
+    kept: dict[int, Node] = {}
+    handed = []  # saved values that are still results of the forward pass
+    replaced = []
+    for value, argument in zip(saved, inputs, strict=False):
+        views = []
+        source = value
+        while source.op == "call_function" and getattr(source.target, "is_view", False):
+            views.append(source)
+            source = source.args[0]
+        if source.op != "placeholder":
+            handed.append(value)
+            continue
+        number = primals.index(source)
+        if number not in kept:
+            with backward.graph.inserting_before(inputs[0]):
+                kept[number] = backward.graph.placeholder(f"kept_{number}")
+        made = kept[number]
+        with backward.graph.inserting_before(inputs[-1].next):
+            for view in reversed(views):
+                made = backward.graph.call_function(view.target, (made, *view.args[1:]), view.kwargs)
+        argument.replace_all_uses_with(made)
+        replaced.append(argument)
+    for argument in replaced:
+        backward.graph.erase_node(argument)
+    output.args = ((out, *handed),)
+    for graph in (forward, backward):
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+    return list(kept)
+
+
+def _differentiable(graph: GraphModule) -> GraphModule:
+    """Remove every `detach` from a traced forward pass, in place, and return it: torch derives the block's backward
+    pass from this graph, in place of our own autograd functions that detach their inputs."""
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
+        node.replace_all_uses_with(node.args[0])
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return graph
+
+
+def _read_beside(graph: GraphModule) -> list[Tensor]:
+    """Turn the tensors that a traced graph reads without getting them as arguments (parameters, masks) into further
+    arguments of the graph, in place; return these tensors in order."""
+    nodes = graph.graph.nodes
+    found: dict[str, Any] = {}
+    tensors = []
+    first = next(node for node in nodes if node.op != "placeholder")
+    for node in [node for node in nodes if node.op == "get_attr"]:
+        if node.target not in found:
+            tensors.append(getattr(graph, node.target))
+            with graph.graph.inserting_before(first):
+                found[node.target] = graph.graph.placeholder(f"beside_{len(tensors)}")
+        node.replace_all_uses_with(found[node.target])
+        if node is first:
+            first = node.next
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return tensors

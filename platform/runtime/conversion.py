@@ -1,0 +1,250 @@
+"""Changes of layout: `convert` executes a plan's steps on a tensor asynchronously, `apply` does so differentiably.
+
+If a tensor exists only on some ranks (`Layout.only`), the others hold an empty tensor in its place. Their autograd
+graph is thereby complete, and their backward pass reaches the same collectives in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from platform.plan.layout import Parts, at_zero, shape_at, zigzag
+from platform.plan.rule import APPEAR, COLLECTIVES, JOIN, LENDING, SPLIT, Conversion, Step
+from platform.runtime.communicator import Arrived, Communicator, Handle
+
+# Exchange of the matrices of experts that ranks compute for others, and of their gradients back.
+
+
+class Lending(NamedTuple):
+    """Step of a conversion under way that lends experts, or gives their gradients back, for the block `x` of experts.
+    `handle`: the exchange, None if nothing is exchanged; `sent`: this rank's experts that others compute."""
+
+    step: Step
+    x: Tensor
+    handle: Handle | None
+    sent: list[int]
+
+    def wait(self) -> Tensor:
+        """Return the block with lent experts behind its own, or its gradients with the lent experts' added."""
+        x, step = self.x, self.step
+        came = self.handle.wait() if self.handle else x[:0]
+        if step.op == "lend":
+            empty = x.new_zeros((step.shape[0] - x.shape[0] - came.shape[0], *x.shape[1:]))
+            return torch.cat([x, came, empty])
+        own = x.narrow(0, 0, step.shape[0])
+        for i, expert in enumerate(self.sent):  # in one order, so that sums are the same each time
+            own[expert] += came[i]
+        return own
+
+
+def lending(communicator: Communicator, step: Step, x: Tensor) -> Lending:
+    """Start the exchange of a step of experts that are lent, or of their gradients, as `communicator.lent` says."""
+    lent, me = communicator.lent.get(step.layer, ()), communicator.index(step.axes)
+    each = step.shape[0] if step.op == "give_back" else x.shape[0]
+    if not x.numel() or not any(lent):
+        return Lending(step, x, None, [])
+    mine = [[expert - me * each for expert in there if expert // each == me] for there in lent]
+    given = [expert for there in mine for expert in there]
+    out, into = list(map(len, mine)), [sum(expert // each == rank for expert in lent[me]) for rank in range(len(lent))]
+    name = f"{step.op} experts of {step.layer}"
+    if step.op == "lend":
+        rows = x[given] if given else x[:0]
+        return Lending(step, x, communicator.deal(rows, out, into, step.axes, name=name), given)
+    return Lending(step, x, communicator.deal(x[each : each + sum(into)], into, out, step.axes, name=name), given)
+
+
+class Pending:
+    """Local tensor in conversion to another layout by a plan's steps, one collective in progress at a time; call `wait`
+    where its value is used."""
+
+    def __init__(self, communicator: Communicator, x: Tensor, steps: Sequence[Step], owned: bool, name: str = ""):
+        """Begin to convert the local tensor x by the plan's `steps`, and issue the first collective."""
+        self._communicator, self._owned, self._name = communicator, owned, name
+        self._x, self._steps = x, steps
+        self._handle: Handle | Arrived | Lending | None = None
+        self._taken: Step | None = None  # the step whose collective is in progress
+        if steps:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Take the conversion's local steps (slice, pad, drop) up to the next collective and issue that, or all steps
+        left. A collective among other ranks alone has a turn here too, as nothing to wait for: where several tensors
+        are being converted, each group then sees its collectives in one order."""
+        self._handle = self._taken = None
+        communicator = self._communicator
+        for i, step in enumerate(self._steps):
+            if not at_zero(step.only, communicator.coordinates):
+                if step.op not in COLLECTIVES:
+                    continue
+                self._handle, self._steps = Arrived(self._x), self._steps[i + 1 :]
+                return
+            if step.op not in COLLECTIVES:
+                self._x = self._changed(step)
+            elif step.op in LENDING:
+                self._handle = lending(communicator, step, self._x)
+                self._steps = self._steps[i + 1 :]
+                return
+            else:
+                if step.op in SPLIT and step.zigzag == step.dim:
+                    self._x = in_zigzag(self._x, step.dim, communicator.mesh.extent(step.axes), step.rounds)
+                if step.op in APPEAR and communicator.index(step.axes):
+                    shape = shape_at(step.shape, step.cuts, communicator.mesh, communicator.coordinates)
+                    self._x = self._x.new_empty(shape)
+                self._handle = communicator.launch(
+                    step.op,
+                    self._x,
+                    step.axes,
+                    step.dim,
+                    step.joined,
+                    owned=self._owned,
+                    name=self._name,
+                    parts=_parts(communicator, step, step.dim),
+                    joined_parts=_parts(communicator, step, step.joined),
+                )
+                self._steps, self._taken = self._steps[i + 1 :], step
+                return
+        self._steps = ()
+
+    def _changed(self, step: Step) -> Tensor:
+        """Return this rank's tensor after a local step of its conversion: a slice, a pad or a drop."""
+        communicator, x, dim = self._communicator, self._x, step.dim
+        index, ranks = communicator.index(step.axes), communicator.mesh.extent(step.axes)
+        if step.op == "drop":
+            return x.new_empty(0) if index else x
+        if step.op == "slice" and step.zigzag == dim:
+            pieces, own = x.chunk(2 * ranks * step.rounds, dim), 2 * step.rounds
+            return torch.cat([pieces[n] for n in zigzag(ranks, step.rounds)[index * own : (index + 1) * own]], dim)
+        parts = _parts(communicator, step, dim)
+        extents = parts.extents if parts else (x.shape[dim] // (ranks if step.op == "slice" else 1),) * ranks
+        first = sum(extents[:index])
+        if step.op == "slice":
+            return x.narrow(dim, first, extents[index])
+        whole = x.new_zeros((*x.shape[:dim], sum(extents), *x.shape[dim + 1 :]))
+        whole.narrow(dim, first, extents[index]).copy_(x)
+        return in_order(whole, dim, ranks, step.rounds) if step.zigzag == dim else whole
+
+    def proceed(self) -> None:
+        """Wait for the collective in progress of a tensor's conversion, if any, and issue the next one."""
+        if self._handle:
+            self._x, step = self._handle.wait(), self._taken
+            if step and step.op in JOIN and step.zigzag == step.joins:
+                self._x = in_order(self._x, step.zigzag, self._communicator.mesh.extent(step.axes), step.rounds)
+            self._advance()
+
+    def wait(self) -> Tensor:
+        """Wait for all collectives of a tensor's conversion to another layout, and return the converted tensor."""
+        while self._handle:
+            self.proceed()
+        return self._x
+
+
+def _parts(communicator: Communicator, step: Step, dim: int) -> Parts | None:
+    """Return the blocks, along the dim at position `dim`, of the ranks that take a step together, if they differ."""
+    cut = step.cut(dim) if step.cuts and step.moves(dim) else None
+    return cut.parts(communicator.mesh, communicator.coordinates, communicator.mesh.extent(step.axes)) if cut else None
+
+
+def convert(
+    communicator: Communicator, x: Tensor, steps: Sequence[Step], *, owned: bool = False, name: str = ""
+) -> Pending:
+    """Start converting the local tensor x to another layout by a plan's `steps`, without autograd: the first collective
+    is issued at once. `owned`: reductions may overwrite x; `name`: name of its collectives in a timeline."""
+    return Pending(communicator, x, steps, owned, name)
+
+
+def in_zigzag(x: Tensor, dim: int, ranks: int, rounds: int) -> Tensor:
+    """Return x with the pieces of `dim` in the order in which `ranks` ranks hold them in zigzag, dealt in `rounds`."""
+    pieces = x.chunk(2 * ranks * rounds, dim)
+    return torch.cat([pieces[number] for number in zigzag(ranks, rounds)], dim)
+
+
+def in_order(x: Tensor, dim: int, ranks: int, rounds: int) -> Tensor:
+    """Return x with the pieces of `dim`, as `ranks` ranks hold them in zigzag, dealt in `rounds`, in order."""
+    pieces, places = x.chunk(2 * ranks * rounds, dim), zigzag(ranks, rounds)
+    return torch.cat([pieces[places.index(number)] for number in range(len(places))], dim)
+
+
+def absent(x: Tensor) -> bool:
+    """Return True if x stands for a block that this rank lacks: a tensor [0]. No block is that; rows may be [0, d]."""
+    return x.dim() == 1 and not x.numel()
+
+
+class _Convert(torch.autograd.Function):
+    """Autograd function behind `apply`: planned changes of layout, and their adjoints on the gradients. All are started
+    before the first is waited for, in both passes."""
+
+    @staticmethod
+    def forward(ctx, communicator, conversions, coming, *tensors):
+        """Return the tensors converted to other layouts by the plan's forward steps; `coming`: see `apply`."""
+        ctx.communicator, ctx.conversions = communicator, conversions
+        ctx.set_materialize_grads(False)  # of a tensor that is only read nothing moves back
+        triples = zip(tensors, conversions, coming, strict=True)
+        started = [c or convert(communicator, x, conversion.forward) for x, conversion, c in triples]
+        found = [c.wait() for c in started]
+        return tuple(out.view_as(out) if out is x else out for x, out in zip(tensors, found, strict=True))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        """Return the gradients converted back to the tensors' layouts by the plan's backward steps."""
+        triples = zip(gradients, ctx.conversions, ctx.needs_input_grad[3:], strict=True)
+        started = [convert(ctx.communicator, g, c.backward) if g is not None and n else None for g, c, n in triples]
+        return None, None, None, *(c and c.wait() for c in started)
+
+
+def apply(
+    communicator: Communicator,
+    tensors: Sequence[Tensor],
+    conversions: Sequence[Conversion],
+    coming: Sequence[Pending | None] | None = None,
+) -> list[Tensor]:
+    """Convert local tensors to other layouts differentiably, together: each conversion's `forward` steps act on its
+    tensor's value, its `backward` steps on the gradient. `coming`: the values whose conversion has been started."""
+    found, coming = list(tensors), coming or [None] * len(tensors)
+    moved = [i for i, conversion in enumerate(conversions) if conversion.forward or conversion.backward]
+    if moved:
+        given = [[every[i] for i in moved] for every in (conversions, coming, tensors)]
+        for i, out in zip(moved, _Convert.apply(communicator, *given[:2], *given[2]), strict=True):
+            found[i] = out
+    return found
+
+
+# Tensors that several ranks of a stage replicate, kept or sent as one part per rank and gathered again: equal parts of
+# the flattened local block, padded with zeros.
+
+
+def keep_part(communicator: Communicator, x: Tensor, axes: Sequence[str], elements: int) -> Tensor:
+    """Return a copy of this rank's part [elements] of the local tensor x, flattened and padded, where the ranks along
+    `axes` hold equal x: kept for recomputation, or sent to another stage, in place of x. `elements`: size of the part,
+    as planned.
+
+    Returns x itself if `axes` is empty or x is absent (empty).
+    """
+    if not axes or absent(x):
+        return x
+    parts = communicator.mesh.extent(axes)
+    return flatten_padded(x, parts * elements).view(parts, -1)[communicator.index(axes)].clone()
+
+
+def gather_parts(communicator: Communicator, part: Tensor, axes: tuple[str, ...], shape: Sequence[int]) -> Tensor:
+    """Gather the parts that `keep_part` made of equal tensors into the whole tensor of `shape`, on every rank along
+    `axes`. Returns `part` itself if `axes` is empty or the part is absent (empty)."""
+    if not axes or absent(part):
+        return part
+    return unflatten_padded(convert(communicator, part, [Step("all_gather", axes)]).wait(), shape)
+
+
+def flatten_padded(block: Tensor, elements: int) -> Tensor:
+    """Flatten a local block to [elements], padded with zeros, for equal shards."""
+    missing = elements - block.numel()
+    return F.pad(block.flatten(), (0, missing)) if missing else block.flatten()
+
+
+def unflatten_padded(flat: Tensor, shape: Sequence[int]) -> Tensor:
+    """Restore the block of `shape` from `flat`, a gathered `flatten_padded`: a view if `flat` is contiguous."""
+    return flat.flatten()[: prod(shape)].view(shape)

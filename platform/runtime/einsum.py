@@ -1,0 +1,289 @@
+"""The planned einsum: one group's conversions and local products as a single differentiable function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from platform.plan.operation_plan import JOINS_GRADIENTS, EinsumGroup
+from platform.runtime.communicator import Communicator
+from platform.runtime.conversion import Pending, absent, apply, convert
+from platform.runtime.flat_buffers import Neighbours
+from platform.runtime.products import (
+    Dims,
+    Groups,
+    grouped_einsum,
+    grouped_turns,
+    in_turn,
+    local_einsum,
+    summa,
+    sums_of_groups,
+)
+from platform.runtime.residency import Operands
+from platform.runtime.statistics import accumulates, add_computed, add_gradient, add_total, widened
+
+Deferred = list[Callable[[], None]]  # each computes and accumulates gradients of parameters when called
+Tensors = Sequence[Tensor | None]
+
+
+class _Einsums(torch.autograd.Function):
+    """Autograd function of one planned group of einsums that share x. Forward: issues the gathers of x and all
+    operands, multiplies, adds the biases (one per operand, or none at all), converts the outputs.
+
+    The products of a `wide` group are computed in the type of statistics, of operands that come, and are kept, in the
+    compute type. Gradients of operands leave in the compute type too, unless they are added in place.
+
+    Weights that lie one after another and are not converted (Q, K and V; gate and up) are one matrix.
+
+    Backward: the gradient of x is computed first, and its reduction overlaps the computation of the operands'
+    gradients. Tensors marked `regathered` in the plan are saved only as stored and gathered again while the output
+    gradients are converted. Gradients of leaves are added to their sums here, and autograd gets None for them.
+    `deferred`: a list that receives the function computing the gradients of operands and biases (zero bubble); they are
+    then leaves. `coming`: brings the operands. `left_out`: shapes of the results, if no gradient needs these: then they
+    are memory that nothing is written to.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        coming: Operands,
+        group: EinsumGroup,
+        deferred: Deferred | None,
+        counts,
+        left_out: Sequence[Sequence[int]],
+        x: Tensor,
+        *tensors: Tensor,
+    ):
+        """Return the products of x with each operand of an einsum group, converting x, operands and results as
+        planned."""
+        operands, biases = tensors[: len(group.einsums)], tensors[len(group.einsums) :]
+        communicator = coming.communicator
+        ctx.coming, ctx.group, ctx.deferred, ctx.counts = coming, group, deferred, counts
+        ctx.leaves = [t if accumulates(t) else None for t in tensors]
+        ctx.joined = joined = _joined(group, x, ctx.leaves)
+        if joined:
+            whole = convert(communicator, x, group.x.forward).wait()
+            ctx.save_for_backward(x if group.regathered else whole, *operands)
+            return tuple(map(x.new_empty, left_out)) if left_out else joined.outputs(whole, operands)
+        regathered = [group.regathered, *(e.regathered for e in group.einsums)]
+        stored = (x, *operands)
+        arriving = coming.take(operands)
+        x = convert(communicator, x, group.x.forward).wait()
+        local = [c.wait() for c in arriving]
+        coming.onward()
+        saved = (s if again else t for s, t, again in zip(stored, (x, *local), regathered, strict=True))
+        if left_out:
+            ctx.save_for_backward(*saved)
+            return tuple(map(x.new_empty, left_out))
+        read, *factors = map(widened, (x, *local)) if group.wide else (x, *local)
+        made = _outputs(counts, group, read, factors, biases or [None] * len(local))
+        leaving = [
+            convert(communicator, y, e.output.forward, owned=True) for y, e in zip(made, group.einsums, strict=True)
+        ]
+        ctx.save_for_backward(*saved)
+        return tuple(c.wait() for c in leaving)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        """Return the gradients of x, operands and biases of an einsum group, or leave the operands' and biases' to be
+        computed later (zero bubble); operands that were not saved whole are gathered again first."""
+        x, *operands = ctx.saved_tensors
+        communicator, group = ctx.coming.communicator, ctx.group
+        coming = [convert(communicator, g, e.output.backward) for g, e in zip(gradients, group.einsums, strict=True)]
+        regathered = ctx.coming.take(operands, back=True)
+        if group.regathered:
+            x = convert(communicator, x, group.x.forward).wait()
+        x = x.detach()  # what is deferred would keep the graph behind it, and the leaves there with their gradients
+        operands = [c.wait() for c in regathered]
+        local = [c.wait().contiguous() for c in coming]  # read twice; that of a query is not in attention's order
+        ctx.coming.onward(back=True)
+        needed = ctx.needs_input_grad[6:]
+        rest = partial(_operand_gradients, communicator, group, ctx.leaves, needed, x, local, ctx.counts)
+        together = None
+        if ctx.joined and JOINS_GRADIENTS.get(x.device.type, True):
+            together = torch.cat([g.flatten(x.dim() - 1).flatten(0, -2) for g in local], 1)
+            rest = partial(ctx.joined.add_gradients, x, together)
+        dx = None
+        if ctx.needs_input_grad[5]:
+            if together is not None:
+                total = ctx.joined.back(together, x.shape)
+            else:
+                factors = [*map(widened, operands)] if group.wide else operands
+                total = _gradient_of_x(ctx.counts, group, local, factors)
+            dx = convert(communicator, total.to(x.dtype), group.x.backward, owned=True)
+        if ctx.deferred is None:
+            found = rest()
+            return None, None, None, None, None, dx if dx is None else dx.wait(), *found
+        ctx.deferred.append(torch.no_grad()(rest))
+        return None, None, None, None, None, dx if dx is None else dx.wait(), *(None for _ in ctx.leaves)
+
+
+class _Joined(NamedTuple):
+    """Weights of a group that are one matrix [columns of all, contracted], and their biases, if there are any."""
+
+    weights: Neighbours
+    biases: Neighbours | None
+    contracted: int
+
+    @property
+    def matrix(self) -> Tensor:
+        """Return the weights of an einsum group, adjacent in memory, as one local matrix [columns, contracted]."""
+        return self.weights.values.view(-1, self.contracted)
+
+    def outputs(self, x: Tensor, operands: Tensors) -> Tensors:
+        """Multiply the local x [..., contracted] by all of an einsum group's weights; return a view per operand."""
+        rows, w = x.flatten(0, -2), self.matrix.t()
+        z = torch.addmm(self.biases.values, rows, w) if self.biases else rows @ w
+        shapes = [w.shape[:-1] for w in operands if w is not None]
+        parts = z.split([shape.numel() for shape in shapes], 1)
+        return tuple(part.view(*x.shape[:-1], *shape) for part, shape in zip(parts, shapes, strict=True))
+
+    def back(self, gradient: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return the gradient of an einsum group's x, of `shape`, from the joined product's [rows, columns]."""
+        return (gradient @ self.matrix).view(shape)
+
+    def add_gradients(self, x: Tensor, gradient: Tensor) -> Tensors:
+        """Add the gradients of an einsum group's weights and biases to their sums; return a None for each."""
+        product = local_einsum(("rows", "contracted"), ("rows", "columns"), ("columns", "contracted"))
+        rows, shape = x.flatten(0, -2), (gradient.shape[1], self.contracted)
+        self.weights.add(lambda into, fresh: product(rows, gradient, into=into.view(shape), fresh=fresh))
+        if self.biases:
+            self.biases.add_total(partial(torch.sum, gradient, 0))
+        return [None] * (len(self.weights.names) * (2 if self.biases else 1))
+
+
+def _joined(group: EinsumGroup, x: Tensor, leaves: Tensors) -> _Joined | None:
+    """Return an einsum group's weights as one local matrix and its biases as one vector, if its `leaves` lie one after
+    another in memory; else None."""
+    count = len(group.einsums)
+    if absent(x) or not group.joinable:
+        return None
+    weights, biases = Neighbours.of(leaves[:count]), Neighbours.of(leaves[count:])
+    last = leaves[0]
+    if weights is None or last is None or (biases is None and len(leaves) > count):
+        return None
+    return _Joined(weights, biases, last.shape[-1])
+
+
+def _operand_gradients(
+    communicator: Communicator,
+    group: EinsumGroup,
+    leaves: Tensors,
+    needed: Sequence[bool],
+    x: Tensor,
+    gradients: Sequence[Tensor],
+    counts: Groups | None,
+) -> Tensors:
+    """Compute the gradients of a group's operands, then of its biases if there are any, from the local x and the local
+    `gradients` of the outputs, and reduce them as planned. Gradients of `leaves` are added to their sums (then None in
+    the result); of the others, the `needed` ones are returned."""
+    count = len(group.einsums)
+    pending: list[Pending | None] = []
+    read = widened(x) if group.wide else x
+    straight = not any(e.operand.backward for e in group.einsums)
+    together = Neighbours.of(leaves[:count]) if counts and straight else None
+    if counts and together:
+        together.add(partial(_gradients_of_rows, counts, group, leaves, read, gradients))
+        pending += [None] * count
+    for e, g, w, n in zip(group.einsums[len(pending) :], gradients, leaves, needed, strict=False):
+        product = partial(_product(counts, e.x_dims, e.out_dims, e.dims), read, g, None)
+        if w is not None and not e.operand.backward:
+            add_computed(w, product)
+            pending.append(None)
+        else:
+            steps = e.operand.backward
+            pending.append(convert(communicator, product().to(x.dtype), steps, owned=True) if n else None)
+    found: list[Tensor | None] = []
+    for t, coming in zip(leaves, pending, strict=False):
+        computed = coming.wait() if coming else None
+        if t is not None and computed is not None:
+            add_gradient(t, computed)
+        found.append(computed if t is None else None)
+    for e, g, t, n in zip(group.einsums, gradients, leaves[count:], needed[count:], strict=False):
+        total = partial(torch.sum, g, [i for i, d in enumerate(e.out_dims) if d not in e.dims])  # what a bias lacks
+        total = partial(sums_of_groups, counts, g) if counts else total
+        if n and t is not None and not absent(g):
+            add_total(t, total)
+        found.append(total() if n and t is None and not absent(g) else None)
+    return found
+
+
+def einsums(
+    coming: Operands,
+    x: Tensor,
+    operands: Sequence[Tensor],
+    biases: Sequence[Tensor] = (),
+    *,
+    deferred: Deferred | None = None,
+    counts: Groups | None = None,
+    left_out: Sequence[Sequence[int]] = (),
+) -> Sequence[Tensor]:
+    """Compute the outputs (local blocks) of a planned group of einsums of x with several operands, which `coming`
+    brings, in the group's order, with the conversions that the plan lists. A group whose outputs are not converted may
+    add `biases`, one per operand, in the product. `deferred`: a list to which the backward pass appends the computation
+    of weight gradients instead of running it (zero bubble; None: it runs); groups with panels (SUMMA) ignore it.
+    `counts`: the number of rows of each expert in x, which the operands have a matrix for each of. `left_out`: local
+    shapes of the outputs, if no gradient needs their values: they are not computed."""
+    communicator, group = coming.communicator, coming.group
+    if group.panels:
+        assert not biases
+        return summa(communicator, group, apply(communicator, [x], [group.x])[0], operands)
+    if group.local and not group.wide and not any(w.is_leaf for w in operands):  # activations
+        triples = zip(operands, group.einsums, biases or [None] * len(operands), strict=True)  # type: ignore[list-item]
+        return [local_einsum(e.x_dims, e.dims, e.out_dims)(x, w, bias) for w, e, bias in triples]
+    return _Einsums.apply(coming, group, deferred, counts, left_out, x, *operands, *biases)
+
+
+def _outputs(
+    counts: Groups | None, group: EinsumGroup, x: Tensor, operands: Tensors, biases: Tensors
+) -> Iterable[Tensor]:
+    """Return the products of a group of einsums of x: each computed when it is asked for, of experts' rows in turn."""
+    triples = zip(operands, biases, group.einsums, strict=True)
+    if counts is None:
+        return (local_einsum(e.x_dims, e.dims, e.out_dims)(x, w, b) for w, b, e in triples)
+    return in_turn([grouped_turns(counts, e.x_dims, e.dims, e.out_dims)(x, w, b) for w, b, e in triples])
+
+
+def _gradient_of_x(counts: Groups | None, group: EinsumGroup, gradients: Tensors, operands: Tensors) -> Tensor:
+    """Return the gradient of a group's x, the sum of the products of the outputs' `gradients` with the operands."""
+    total: Any = None
+    started = []
+    for g, w, e in zip(gradients, operands, group.einsums, strict=True):
+        if counts is None:
+            total = local_einsum(e.out_dims, e.dims, e.x_dims)(g, w, into=total)
+        else:
+            started.append(grouped_turns(counts, e.out_dims, e.dims, e.x_dims)(g, w, into=total))
+            total = started[-1][0]
+    in_turn(started)
+    return total
+
+
+def _gradients_of_rows(
+    counts: Groups,
+    group: EinsumGroup,
+    leaves: Tensors,
+    x: Tensor,
+    gradients: Tensors,
+    into: Tensor,
+    fresh: bool,
+) -> Tensor:
+    """Add the gradients of a group's `leaves`, matrices of experts, to the flat memory `into`, where they lie one after
+    another, or overwrite it if `fresh`; return it."""
+    shapes = [w.shape for w, _ in zip(leaves, group.einsums, strict=False) if w is not None]
+    parts = zip(into.split([shape.numel() for shape in shapes]), shapes, group.einsums, gradients, strict=True)
+    in_turn(
+        [
+            grouped_turns(counts, e.x_dims, e.out_dims, e.dims)(x, g, None, part.view(shape), fresh)
+            for part, shape, e, g in parts
+        ]
+    )
+    return into
+
+
+def _product(counts: Groups | None, a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
+    """Return the product function of local tensors with dims `a` and `b` into dims `out`; of rows by their `counts`."""
+    return local_einsum(a, b, out) if counts is None else grouped_einsum(counts, a, b, out)

@@ -1,0 +1,164 @@
+"""Sums of squares by row and by column of parameters, of which each rank has parts: for factored second moments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from platform.plan.model_types import Parameter
+from platform.plan.plan import Plan
+from platform.plan.step_collectives import counts_at, summed_sizes, summing_axes
+from platform.runtime.communicator import Communicator
+from platform.runtime.conversion import convert
+from platform.runtime.flat_buffers import FlatBucket
+
+
+class _Part(NamedTuple):
+    """Place of this rank's part in the matrices of a parameter: the rows of all matrices that the rows of the part are,
+    how many of these follow each other in one matrix (`counts`) and in which (`of`), the columns of a matrix that its
+    columns are, and how many elements of the first row come before the part. A row or column of padding stands for some
+    other: its gradients are zeros."""
+
+    rows: Tensor
+    counts: list[int]
+    of: Tensor
+    columns: Tensor
+    before: int
+
+
+class Factors:
+    """Sums over the ranks of a stage, of which each counts its parts, laid out as the master copies. `plan`: the plan
+    of this rank's stage."""
+
+    def __init__(self, plan: Plan, communicator: Communicator):
+        """Find where this rank's part of each parameter matrix lies, for Adafactor's sums by row and by column."""
+        self._plan, self._communicator = plan, communicator
+        self._sizes, self._axes = summed_sizes(plan), summing_axes(plan)
+        by_name = {p.name: p for p in plan.parameters}
+        self._shapes = {name: by_name[name].matrices(plan.global_shape(by_name[name])) for name in self._sizes}
+        self.elements = {name: prod(plan.global_shape(by_name[name])) for name in self._sizes}
+        self._counted = {n for n in self._sizes if counts_at(communicator.coordinates, plan.split_over(by_name[n]))}
+        here = (by_name[name] for name in plan.factored if name in by_name)
+        self._parts = {p.name: part for p in here if (part := self._part(p))}
+
+    def _part(self, p: Parameter) -> _Part | None:
+        """Return the rows and columns of a parameter's matrices in which this rank's part lies, None if it has none;
+        the part is its block or, under ZeRO, its shard of the block."""
+        plan, at, device = self._plan, self._communicator.coordinates, self._communicator.device
+        start, stop = plan.shard_range(p, at)
+        if not plan.present(p, at) or start >= stop:
+            return None
+        block, shape, cut = plan.block(p, at), plan.global_shape(p), p.row_dims
+        rows, columns = (_places(block[side], shape[side], device) for side in (slice(0, cut), slice(cut, None)))
+        first, last = start // len(columns), -(-stop // len(columns))
+        each = prod(extent for _, extent in block[p.stacked : cut])  # rows of the block in one matrix
+        within = range(first // each, -(-last // each))
+        counts = [min(last, (n + 1) * each) - max(first, n * each) for n in within]
+        of = torch.tensor(within, device=device) + sum(offset for offset, _ in block[: p.stacked])
+        return _Part(rows[first:last], counts, of, columns, start - first * len(columns))
+
+    def shape(self, name: str) -> tuple[int, int, int] | None:
+        """Return (number, rows, columns) of a parameter's matrices, None unless Adafactor factors their moments."""
+        return self._shapes[name] if name in self._plan.factored else None
+
+    def sides(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return, for Adafactor, the sums of squares of x, this rank's part of a parameter's gradient, by row [rows]
+        and by column [columns] of all whole matrices; the parts of other ranks count as zeros."""
+        part, (number, rows, columns) = self._parts[name], self._shapes[name]
+        squares = x.new_zeros(len(part.rows) * len(part.columns))
+        torch.mul(x.view(-1), x.view(-1), out=squares[part.before : part.before + x.numel()])
+        squares = squares.view(len(part.rows), len(part.columns))
+        sums = torch.stack([of_matrix.sum(0) for of_matrix in squares.split(part.counts)])
+        by_column = x.new_zeros(number, columns).index_put_((part.of[:, None], part.columns), sums, accumulate=True)
+        return x.new_zeros(number * rows).index_add_(0, part.rows, squares.sum(1)), by_column.view(-1)
+
+    def product(self, name: str, rows: Tensor, columns: Tensor, like: Tensor) -> Tensor:
+        """Return this rank's part of the outer products of Adafactor's `rows` and `columns`, shaped as `like`."""
+        part, (number, _, width) = self._parts[name], self._shapes[name]
+        whole = rows.new_empty(len(part.rows), len(part.columns))
+        of_parts = columns.view(number, width)[part.of[:, None], part.columns]
+        for out, r, c in zip(whole.split(part.counts), rows[part.rows].split(part.counts), of_parts, strict=True):
+            torch.outer(r, c, out=out)
+        return whole.view(-1)[part.before : part.before + like.numel()].view(like.shape)
+
+    def summed(self, found: Mapping[str, Sequence[Tensor]], totals: bool = False) -> dict[str, list[Tensor]]:
+        """Sum over ranks, by one all-reduce, the squares that Adafactor needs of each parameter's gradient: by row and
+        by column of a factored matrix, else one number; with `totals` one number of every parameter. `found`: parameter
+        name -> the sums of this rank's part. All ranks call it together."""
+        sizes = {name: (1,) if totals else each for name, each in self._sizes.items()}
+        flat = torch.zeros(sum(map(sum, sizes.values())), dtype=self._dtype, device=self._communicator.device)
+        views = {
+            name: list(piece.split(list(each)))
+            for piece, (name, each) in zip(flat.split([sum(s) for s in sizes.values()]), sizes.items(), strict=True)
+        }
+        for name in self._counted & found.keys():
+            for there, x in zip(views[name], found[name], strict=True):
+                there.copy_(x)
+        if self._axes and len(flat):
+            flat.copy_(self._communicator.launch("all_reduce", flat.clone(), self._axes, name="factors").wait())
+        return views
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Return the dtype in which Adafactor's squares are summed over ranks: fp64 if the plan says so, or fp32."""
+        return torch.float64 if self._plan.itemsize["accumulate"] == 8 else torch.float32
+
+
+def _places(block: Sequence[tuple[int, int]], shape: Sequence[int], device: torch.device) -> Tensor:
+    """Return the row-major numbers, in a tensor of `shape`, of a block's elements, int64 [elements]. `block`: (offset,
+    extent) by dim; padding beyond a dim's size gets the number of its last element."""
+    found = torch.zeros(1, dtype=torch.long, device=device)
+    for (offset, extent), size in zip(block, shape, strict=True):
+        here = torch.arange(offset, offset + extent, device=device).clamp(max=size - 1)
+        found = (found[:, None] * size + here).view(-1)
+    return found
+
+
+# Whole matrices of parameters whose updates are made of them, gathered from the blocks and shards of ranks.
+
+
+class Matrices:
+    """Gathers the plan's `matrices` on the rank of `communicator`, as the plan says, bucket by bucket. `plan`: the plan
+    of this rank's stage; `flats`: its buckets. `half`: the model is computed in half precision."""
+
+    def __init__(self, plan: Plan, communicator: Communicator, flats: Sequence[FlatBucket]):
+        """Find the flat buckets that hold parts of the weight matrices which Muon updates as wholes."""
+        self._plan, self._communicator = plan, communicator
+        self.half = plan.itemsize["compute"] == 2
+        found = [(flat, [p for p in flat.bucket.parameters if p.name in plan.matrices]) for flat in flats if flat.here]
+        self._flats = [(flat, parameters) for flat, parameters in found if parameters]
+
+    def map(self, function: Callable[[Tensor], Tensor], parts: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Apply `function` (Muon's) to each whole weight matrix, gathered from the ranks with the layer's outputs as
+        rows; yield the parameter's name and this rank's part of the result. `parts`: parameter name -> this rank's part
+        of the matrix, laid out as the master copy. All ranks go through it together."""
+        for flat, parameters in self._flats:
+            blocks = flat.joined({p.name: parts[p.name] for p in parameters if p.name in parts})
+            for p in parameters:
+                found = [self._part(flat, p, blocks[p.name], function)]
+                if p.name in parts:
+                    yield p.name, found.pop()  # so that none is held while the next is made
+            del blocks
+
+    @torch.no_grad()
+    def _part(self, flat: FlatBucket, p: Parameter, block: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return this rank's part of function(whole matrix), of weight matrices gathered from the ranks' blocks."""
+        whole = convert(self._communicator, block, self._plan.joining(p), name=f"join {p.name}").wait()
+        found = function(whole.reshape(p.matrices(whole.shape)[not p.stacked :])).view(whole.shape)
+        return flat.own(p.name, self._block(p, found))
+
+    def _block(self, p: Parameter, whole: Tensor) -> Tensor:
+        """Return this rank's block of the tensor `whole`, a parameter's whole matrices with their padding of vocab."""
+        block = self._plan.block(p, self._communicator.coordinates)
+        for dim, (offset, extent) in [*enumerate(block)][p.stacked :]:
+            whole = whole.narrow(dim, offset, extent)
+        return whole
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """Return the shape (rows, columns) of each weight matrix that the parameter `name` is, without padding."""
+        p = next(p for p in self._plan.parameters if p.name == name)
+        return p.matrices(self._plan.global_shape(p))[1:]

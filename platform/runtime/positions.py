@@ -1,0 +1,161 @@
+"""Position encodings, relative position buckets and attention masks, all computed from global positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from platform.plan.model_types import RotaryScaling
+from platform.runtime.statistics import widened
+
+
+def angles(
+    length: Tensor,
+    d_kv: int,
+    theta: float,
+    dtype: torch.dtype,
+    scaling: RotaryScaling | None = None,
+    pairs: str = "halves",
+) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine [length, d_kv] of the angles of rotary position embedding (RoFormer; base `theta`) at the
+    global positions `length`, computed in fp64; with `scaling`, of the scaled angles, times its magnitude. `pairs`:
+    the two elements of a pair lie in two halves, or are neighbours."""
+    frequency = theta ** (-torch.arange(0, d_kv, 2, device=length.device, dtype=torch.float64) / d_kv)
+    if scaling:
+        frequency = _scaled(frequency, theta, scaling)
+    angle, magnitude = length.double().outer(frequency), scaling.magnitude if scaling else 1.0
+    angle = angle.repeat(1, 2) if pairs == "halves" else angle.repeat_interleave(2, 1)
+    return (angle.cos() * magnitude).to(dtype), (angle.sin() * magnitude).to(dtype)
+
+
+def _scaled(frequency: Tensor, theta: float, scaling: RotaryScaling) -> Tensor:
+    """Return the rotary frequencies [pairs], radians per token, changed by `scaling` for contexts longer than the
+    original (linear, llama3 or yarn)."""
+    if scaling.kind == "linear":
+        return frequency / scaling.factor
+    pairs = len(frequency)
+    if scaling.kind == "llama3":
+        turns = scaling.original_length * frequency / (2 * math.pi)
+        kept = (turns - scaling.low) / (scaling.high - scaling.low)
+    else:
+
+        def pair(turns: float) -> float:
+            """Return the number, not whole, of the rotary pair that turns so often within the original length."""
+            return pairs * math.log(scaling.original_length / (turns * 2 * math.pi)) / math.log(theta)
+
+        first, last = pair(scaling.high), pair(scaling.low)
+        if scaling.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
+        number = torch.arange(pairs, device=frequency.device, dtype=torch.float64)
+        kept = 1 - (number - first) / (last - first if last != first else 0.001)
+    kept = kept.clamp(0, 1)
+    return frequency * (kept + (1 - kept) / scaling.factor)
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotation of pairs, whose adjoint is the rotation back; it keeps nothing of x."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin, pairs, turn):
+        """Turn the pairs of x by the rotary angles, which alone are kept."""
+        ctx.angles, ctx.pairs, ctx.turn = (cos, sin), pairs, turn
+        return turn(x.detach(), cos, sin, 1, pairs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Turn the gradient back by the same rotary angles."""
+        cos, sin = ctx.angles
+        return ctx.turn(gradient, cos, sin, -1, ctx.pairs), None, None, None, None
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, way: int, pairs: str) -> Tensor:
+    """Turn the pairs of x [..., d_kv], or of its last elements if there are fewer angles, by the angles of rotary
+    position embedding, forth (`way` 1) or back (-1). `pairs`: see `angles`."""
+    rest, half = x.shape[-1] - cos.shape[-1], cos.shape[-1] // 2
+    halves = slice(None, half), slice(half, None)
+    first, second = halves if pairs == "halves" else (slice(0, None, 2), slice(1, None, 2))
+    wide = widened(x[..., rest:])
+    out = wide * cos
+    out[..., first].addcmul_(wide[..., second], sin[..., first], value=-way)
+    out[..., second].addcmul_(wide[..., first], sin[..., first], value=way)
+    out = out.to(x.dtype)
+    return torch.cat((x[..., :rest], out), -1) if rest else out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str, turn: Callable[..., Tensor] = rotated) -> Tensor:
+    """Apply rotary position embedding to x, a local block of queries or keys [..., d_kv], by `angles` of `pairs`, of a
+    shape that broadcasts against its last elements. `turn`: `rotated`, perhaps compiled."""
+    return _Rotate.apply(x, cos, sin, pairs, turn)
+
+
+def sinusoid(length: Tensor, d_model: Tensor, size: int) -> Tensor:
+    """Return the sinusoidal position table, fp64 [length, d_model]: sin(position / 10000^(2i / size)) at column 2i, cos
+    of the same at 2i + 1 ("Attention Is All You Need", 3.5). `length`, `d_model`: the global positions and columns of
+    this rank's block; `size`: the global d_model."""
+    angle = length.double().outer(10000.0 ** (-(d_model - d_model % 2).double() / size))
+    return torch.where(d_model % 2 == 0, angle.sin(), angle.cos())
+
+
+def relative_bucket(offset: Tensor, buckets: int, distance: int, bidirectional: bool) -> Tensor:
+    """Return the bucket (index into the table of relative biases) of every offset = memory position - position in T5
+    (Raffel et al. 2020, 2.1); int64, shaped as `offset`.
+
+    Half of the `buckets` hold one offset each, the rest widen logarithmically up to `distance`; all offsets beyond it
+    share the last. If `bidirectional`, positive offsets get the second half of the buckets; otherwise all of them share
+    bucket 0.
+    """
+    ahead = torch.zeros_like(offset)
+    if bidirectional:
+        buckets //= 2
+        ahead, offset = (offset > 0) * buckets, -offset.abs()
+    back = (-offset).clamp_min(0)
+    exact = buckets // 2
+    # fp64 plus 1e-9: an exact power on a bucket border rounds to the same bucket on every device
+    growth = torch.log(back.clamp_min(exact).double() / exact) / math.log(distance / exact)
+    wide = exact + (growth * (buckets - exact) + 1e-9).long()
+    return ahead + torch.where(back < exact, back, wide.clamp_max(buckets - 1))
+
+
+def padding_mask(tokens: Tensor) -> Tensor:
+    """Return bool [batch, 1, 1, memory_length], True where `tokens` [memory_length, batch] is padding (negative)."""
+    return (tokens < 0).t()[:, None, None]
+
+
+def unseen(length: Tensor, memory: Tensor, window: int, begins: Tensor | None) -> Tensor:
+    """Return the attention mask, bool [length, memory_length], True where a query at the global positions `length` must
+    not see the key at `memory`: keys ahead of it, and with a `window` keys that far back. With `begins` [length,
+    batch], the positions at which documents begin, keys of earlier documents are hidden too: bool [batch, 1, length,
+    memory_length]."""
+    at = length.unsqueeze(1)
+    hidden = memory > at
+    if window:
+        hidden |= memory <= at - window
+    return hidden if begins is None else hidden | (memory < begins.t()[:, None, :, None])
+
+
+def as_added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the attention mask added to scores, shaped as the bool `hidden`: -inf where it is True, else 0."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+
+
+def least_number(dtype: torch.dtype) -> float:
+    """Return the least number of a dtype, for scores that are hidden: -inf would make NaN of a row of padding alone."""
+    return torch.finfo(dtype).min
+
+
+def attention_mask(q: Tensor, behind: Tensor | None, padding: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Combine the `unseen` keys (`behind`, None without causality), padding and bias into one mask for
+    scaled_dot_product_attention of q [batch, heads, length, d_kv]: without a `bias`, bool (True: attended to); with
+    one, the bias with q's dtype minimum where masked. `padding`: True where a key is padding, as `padding_mask` returns
+    it, or None.
+    """
+    hidden = torch.zeros((), dtype=torch.bool, device=q.device) if padding is None else padding
+    if behind is not None:
+        hidden = hidden | behind
+    if bias is None:
+        return ~hidden
+    return bias.to(q.dtype).masked_fill(hidden, least_number(q.dtype))

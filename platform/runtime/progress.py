@@ -1,0 +1,306 @@
+"""Current activity of this process, readable from another thread (for its heartbeats), to distinguish computing,
+waiting and hanging."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+import sys
+import termios
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from stat import S_ISSOCK
+from threading import get_ident, get_native_id
+from time import monotonic
+from traceback import format_stack
+from typing import Annotated, Any, NamedTuple
+
+from platform.boundary.schema import Count, Many, Span, Text
+
+# Sockets of this process. The ones of gloo's groups are found so that they can be shut down: gloo cannot abort, and
+# leaving a group waits for all its operations in progress, on ranks that may be waiting for this one in other groups.
+# Links sum up all connections to one address, by the kernel's counters: their speed, and bytes not acknowledged.
+
+Sockets = dict[int, int]  # descriptor -> inode, which shows whether the descriptor has been reused since
+
+MOST_LINKS = 16  # links that a heartbeat lists
+_SIZE = 192  # bytes of struct tcp_info that are read (Linux 4.13 and later)
+_REPEATED, _LAST_ACKNOWLEDGED, _ACKNOWLEDGED, _BUSY = 2, 8 + 4 * 12, 120, 168  # offsets in it
+Address = Annotated[str, Text(r"[0-9a-fA-F.:]{0,45}", "an address")]
+
+
+class TcpLink(NamedTuple):
+    """All connections of this process from the address `here` to the one `there`. `sent`: bytes that the other end has
+    acknowledged; `busy`: seconds in which the network alone held up more; `queued`: bytes not acknowledged yet;
+    `quiet`: seconds without an acknowledgement although they were sent again."""
+
+    here: Address
+    there: Address
+    sent: Count
+    busy: Annotated[float, Span(0, 1e12)]
+    queued: Count
+    quiet: Annotated[float, Span(0, 1e12)]
+
+
+def open_sockets() -> Sockets:
+    """Return the open sockets of this process, descriptor -> inode ({} on a system without /proc); sockets that appear
+    while gloo forms its groups are the groups' connections."""
+    found: Sockets = {}
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
+        with suppress(OSError):
+            status = os.fstat(int(name))
+            if S_ISSOCK(status.st_mode):
+                found[int(name)] = status.st_ino
+    return found
+
+
+def shut_down(sockets: Sockets) -> None:
+    """Shut down the connections among `sockets`, as found by `open_sockets`, so that a wait at either end, in this
+    process or another, fails. Reused descriptors and listening sockets are left alone. The descriptors stay open: the
+    owner (gloo) closes them."""
+    for descriptor, inode in sockets.items():
+        with suppress(OSError):
+            if os.fstat(descriptor).st_ino == inode:
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    connection.getpeername()  # raises for a listening socket, which gloo must keep
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def links() -> list[TcpLink]:
+    """Return the links of this process to other addresses, MOST_LINKS at most, the ones with most unacknowledged bytes
+    first; [] where the kernel does not say."""
+    found: dict[tuple[str, str], TcpLink] = {}
+    with suppress(OSError):
+        for link in map(_link, open_sockets()):
+            if link and (before := found.get(link[:2])):
+                found[link[:2]] = TcpLink(
+                    link.here,
+                    link.there,
+                    link.sent + before.sent,
+                    link.busy + before.busy,
+                    link.queued + before.queued,
+                    max(link.quiet, before.quiet),
+                )
+            elif link:
+                found[link[:2]] = link
+    return sorted(found.values(), key=lambda link: (-link.queued, -link.busy))[:MOST_LINKS]
+
+
+def _link(descriptor: int) -> TcpLink | None:
+    """Return what the kernel counted of one connection of this process, None if the descriptor is no such thing."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
+                return None
+            here, there = connection.getsockname()[0], connection.getpeername()[0]
+            counted = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE)
+            (queued,) = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, b"\0" * 4))
+    except OSError:
+        return None
+    if len(counted) < _SIZE or here == there:  # the latter leaves this machine by no link
+        return None
+    repeated, (milliseconds,) = counted[_REPEATED], struct.unpack_from("I", counted, _LAST_ACKNOWLEDGED)
+    (sent,) = struct.unpack_from("Q", counted, _ACKNOWLEDGED)
+    busy, held_up_there, held_up_here = struct.unpack_from("QQQ", counted, _BUSY)
+    seconds = max(0, busy - held_up_there - held_up_here) / 1e6
+    quiet = milliseconds / 1e3 if queued and repeated else 0.0  # else it may have been sent just now
+    return TcpLink(here.partition("%")[0], there.partition("%")[0], sent, seconds, queued, quiet)
+
+
+SYNCHRONIZE = "synchronize"  # section in which the host waits for its device
+STILL_SECONDS = 1.0  # in one section, from which on a heartbeat says where in the code that is
+_FRAMES = 10  # of a stack, the innermost
+
+
+class Wait(NamedTuple):
+    """Collective or message that a rank waits for: its operation, its name in the plan, the mesh axes along which its
+    group lies, the rank at the other end of a message, -1 for a collective, and its number on these axes or from this
+    peer."""
+
+    op: str
+    name: str
+    axes: Annotated[list[str], Many(0, 64)]
+    peer: Annotated[int, Span(-1, 1 << 53)] = -1
+    number: Count = 0
+
+
+class DevicePlace(NamedTuple):
+    """Place of a device in the work that its host has queued: its clock section, True if it waits there for other
+    ranks, how many such waits it has completed, and how many marks of the clock it has passed."""
+
+    section: str
+    waiting: bool
+    completed: int
+    passed: int
+
+
+@dataclass(frozen=True)
+class Activity:
+    """Heartbeat of a worker: the driver's call that it is in, "" for none; the innermost section; True if it waits
+    there for other ranks; and the seconds since any of these changed. `preparing`: True while it compiles, loads or
+    pins something. While the host waits for its device, `device` is
+    the section that the device is in, `device_waits` says whether it waits for other ranks there, and `completed` how
+    many waits for others (collectives and messages) it has completed in this step; its passing on counts as a change.
+    `busy`: the share of the time since the heartbeat before in which the main thread ran, or waited for a processor or
+    a disk; 1 if that is not known. `wait`: the collective or message that the section waits for; `stack`: frames of the
+    main thread where it stands still, the innermost last; `links`: its connections to other addresses. `done` of
+    `total`: how far the call is, in bytes or sequences, if it says so; else 0.
+    """
+
+    call: str
+    section: str
+    waiting: bool
+    seconds: Annotated[float, Span(0, 1e12)]
+    device: str = ""
+    device_waits: bool = False
+    completed: Count = 0
+    busy: Annotated[float, Span(0, 1e12)] = 0.0
+    preparing: bool = False
+    wait: Wait | None = None
+    stack: Annotated[list[str], Many(0, _FRAMES)] = field(default_factory=list)
+    links: Annotated[list[TcpLink], Many(0, 64)] = field(default_factory=list)
+    done: Count = 0
+    total: Count = 0
+
+
+_Now = tuple[str, bool, bool, Any, float]  # section, waiting for other ranks, preparing, what it waits for, since
+
+
+class Progress:
+    """Keeps the driver's call and the innermost clock section that the main thread of a worker is in. The section's
+    state is one tuple, replaced as a whole, so that a reader in another thread never sees half of a change."""
+
+    def __init__(self) -> None:
+        """Construct the progress of a worker that is in no call and no section, and whose device has passed no mark."""
+        self._call = ""
+        self._now: _Now = ("", False, False, None, monotonic())
+        self._far = 0, 0
+        self._device: Callable[[], DevicePlace] | None = None  # set while the main thread waits for its device
+        self._passed, self._moved = -1, 0.0  # marks that the device had passed when last looked at, and when
+        self._ordered = 0.0
+        self._thread = self._own = 0  # that executes the driver's calls, by its number in the kernel and in Python
+        self._looked: tuple[float, float] | None = None  # at the last heartbeat: when, and seconds of `_active`
+
+    def begin(self, call: str) -> None:
+        """Note for heartbeats that this worker begins the driver's `call`; "" when the call has ended."""
+        self._call, self._now, self._device = call, ("", False, False, None, monotonic()), None
+        self._far = 0, 0
+        self.ordered()
+        self._thread, self._own, self._looked = get_native_id(), get_ident(), None
+
+    def reached(self, done: int, total: int) -> None:
+        """Note for heartbeats how far this worker is with the driver's call: `done` of `total` bytes or sequences."""
+        self._far = done, total
+
+    def ordered(self) -> None:
+        """Note that this worker begins to work on the driver's call only now."""
+        self._ordered = monotonic()
+
+    def since_ordered(self) -> float:
+        """Return the seconds for which this worker has worked on the driver's call that it is in; 0 outside of any."""
+        return monotonic() - self._ordered if self._call else 0.0
+
+    def enter(
+        self, section: str, waiting: bool = False, preparing: bool = False, what: Any = None
+    ) -> tuple[str, bool, bool, Any]:
+        """Note for heartbeats that the main thread enters the clock section `section`; `waiting`: it only waits for
+        other ranks there, for the collective or message `what`, if that is given (`base.Launched`); `preparing`: it
+        compiles, loads or pins something. Returns the arguments by which `enter` restores the section before."""
+        before = self._now[:4]
+        self._now = (section, waiting, preparing, what, monotonic())
+        return before
+
+    @contextmanager
+    def preparing(self, section: str) -> Iterator[None]:
+        """Mark the context as the section `section`, in which this rank compiles, loads or pins something new."""
+        before = self.enter(section, preparing=True)
+        try:
+            yield
+        finally:
+            self.enter(*before)
+
+    @contextmanager
+    def waiting(self, section: str, device: Callable[[], DevicePlace] | None = None) -> Iterator[None]:
+        """Mark the context as the section `section`, in which this rank waits for other ranks: a rank that hangs in it
+        is not to blame. `device`: returns the position of the device that the rank waits for; other threads call it."""
+        before = self.enter(section, True)
+        self._passed, self._device = -1, device
+        try:
+            yield
+        finally:
+            self._device = None
+            self.enter(*before)
+
+    def here(self) -> Activity:
+        """Return the call and section of this process now: a heartbeat without measurements."""
+        (section, waiting, preparing, what, since), now = self._now, monotonic()
+        wait = what and Wait(what.op, what.name, list(what.axes), what.peer, what.number)
+        done, total = self._far
+        return Activity(
+            self._call, section, waiting, now - since, preparing=preparing, wait=wait, done=done, total=total
+        )
+
+    def beat(self) -> Activity:
+        """Return the heartbeat of this process: its call, the innermost section, and how long it has been there. Where
+        the device is looked at for the first time, that counts as its last movement, as nothing was known before."""
+        now, device, here = monotonic(), self._device, self.here()
+        stack = stack_of(self._own) if self._call and here.seconds >= STILL_SECONDS else []
+        beat = replace(here, busy=self._busy(now), stack=stack, links=links())
+        since = now - here.seconds
+        if device is None:
+            return beat
+        try:
+            place = device()
+        except RuntimeError:  # of a device that no longer works: the main thread gets the same error
+            return beat
+        if place.passed != self._passed:
+            self._passed, self._moved = place.passed, now
+        seconds = now - max(since, self._moved)
+        return replace(
+            beat, seconds=seconds, device=place.section, device_waits=place.waiting, completed=place.completed
+        )
+
+    def _busy(self, now: float) -> float:
+        """Return the share of time since the last heartbeat that the main thread was active, 1 if not known."""
+        active, before = _active(self._thread), self._looked
+        self._looked = None if active is None else (now, active)
+        if active is None or before is None or now == before[0]:
+            return 1.0
+        return max(0.0, (active - before[1]) / (now - before[0]))
+
+
+def stack_of(thread: int) -> list[str]:
+    """Return the innermost frames of a thread of this process, the innermost last, for heartbeats."""
+    found: list[str] = []
+    frame = sys._current_frames().get(thread)
+    while frame and len(found) < _FRAMES:
+        path = "/".join(frame.f_code.co_filename.split("/")[-3:])
+        found.append(f"{path}:{frame.f_lineno} in {frame.f_code.co_name}")
+        frame = frame.f_back
+    return found[::-1]
+
+
+def stacks() -> dict[str, list[str]]:
+    """Return the frames of all other threads of this process, by their names, the main one first, innermost last."""
+    frames, known = sys._current_frames(), threading.enumerate()
+    names = {threading.main_thread().ident: "main thread"} | {thread.ident: thread.name for thread in known[1:]}
+    ordered = sorted(frames.keys() - {get_ident()}, key=lambda n: (n != threading.main_thread().ident, n))
+    return {f"{names.get(n, 'thread')} ({n})": [*map(str.rstrip, format_stack(frames[n]))] for n in ordered}
+
+
+def _active(thread: int) -> float | None:
+    """Return the seconds that a thread of this process has run or waited for a processor so far, for heartbeats. None
+    if the kernel does not say, or while the thread runs or waits for a disk, as the kernel books that later."""
+    try:
+        with open(f"/proc/self/task/{thread}/stat") as stat, open(f"/proc/self/task/{thread}/schedstat") as times:
+            state, (ran, waited, _) = stat.read().rpartition(")")[2].split()[0], times.read().split()
+    except (OSError, ValueError, IndexError):
+        return None
+    return None if state in "RD" else (int(ran) + int(waited)) / 1e9
+
+
+PROGRESS = Progress()

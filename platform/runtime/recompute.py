@@ -1,0 +1,151 @@
+"""Activation recomputation: a stretch of the forward pass saves only its arguments and runs again in the backward."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from platform.plan.operation_plan import Away
+from platform.runtime.communicator import Communicator
+from platform.runtime.conversion import absent, gather_parts, keep_part
+from platform.runtime.pinned_memory import pinned_bytes
+
+
+class _Recomputed(torch.autograd.Function):
+    """Autograd function behind `recomputed`. `restore()` is entered around the second forward pass and restores the
+    position in the run, on which dropout masks depend.
+
+    All ranks of a stage run the same backward pass in the same order, so they also issue the collectives of the second
+    forward pass in the same order.
+    """
+
+    @staticmethod
+    def forward(ctx, communicator, function, restore, axes, elements, offload, x, *more):
+        """Return the activation function(x, *more) without its graph, saving the arguments: of x one part per rank,
+        which with `offload` leaves for host memory while `function` is computed."""
+        ctx.communicator, ctx.function, ctx.restore = communicator, function, restore
+        ctx.axes, ctx.shape = axes, x.shape
+        ctx.tensors = [i for i, other in enumerate(more) if other is not None]
+        ctx.count = len(more)
+        part, others = keep_part(communicator, x, axes, elements), [more[i] for i in ctx.tensors]
+        ctx.away = None
+        if offload is None or absent(part):
+            ctx.save_for_backward(part, *others)
+            return function(x, *more)
+        ctx.away, left = offload.leave(part)
+        ctx.save_for_backward(*others)
+        out = function(x, *more)
+        left()
+        return out
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        """Recompute the activations from their saved arguments, now with autograd; return the arguments' gradients."""
+        saved = list(ctx.saved_tensors)
+        part = ctx.away.take_back()() if ctx.away else saved.pop(0)
+        more: list[Any] = [None] * ctx.count
+        for i, other in zip(ctx.tensors, saved, strict=True):
+            more[i] = other.detach().requires_grad_(ctx.needs_input_grad[7 + i])
+        x = gather_parts(ctx.communicator, part, ctx.axes, ctx.shape).detach().requires_grad_(ctx.needs_input_grad[6])
+        with torch.enable_grad(), ctx.restore():
+            out = ctx.function(x, *more)
+        torch.autograd.backward(out, gradients)
+        return None, None, None, None, None, None, x.grad, *(other if other is None else other.grad for other in more)
+
+
+def recomputed(
+    communicator: Communicator,
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
+    restore: Callable[[], Any],
+    axes: tuple[str, ...],
+    elements: int,
+    offload: Offload | None,
+    x: Tensor,
+    *more: Tensor | None,
+) -> Any:
+    """Return function(x, *more), an activation or several, saving only the arguments for the backward pass, which calls
+    `function` again to recompute the tensors between.
+
+    The ranks along `axes` hold equal x and save one part of so many `elements` each, gathered again in the backward
+    pass; `more` is saved whole. `restore`: returns a context in which `function` computes the same as now (dropout
+    masks included); `offload`: takes the saved part of x to host memory until then, if it is given.
+    """
+    return _Recomputed.apply(communicator, function, restore, axes, elements, offload, x, *more)
+
+
+# Offload of activations to host memory, in a stream of copies beside the computation: there in the forward pass, back
+# in the backward pass, one block ahead.
+
+Arriving = Callable[[], Tensor]  # waits for an activation that is under way, and returns it
+
+
+class Offload:
+    """Activations of one rank in host memory. Memory there is used again, for activations of the same size.
+
+    On a GPU the memory is page-locked, and all copies run in one stream, there and back: memory of the host that an
+    activation has left is overwritten after that. An activation stays on the device until the block that reads it is
+    computed (`leave`), and one that comes back is allocated when all computation before it is queued: no allocator has
+    to know of the other stream. On a CPU the copies are made as well, though they lessen nothing.
+    """
+
+    def __init__(self, device: torch.device):
+        """Construct the offload of a rank whose activations are on `device`; nothing is allocated yet."""
+        self._device, self._beside = device, device.type != "cpu"
+        self._free: dict[int, list[Tensor]] = defaultdict(list)  # by bytes
+        self._last: Away[Arriving] | None = None
+
+    def begin_pass(self) -> None:
+        """Begin a forward pass, whose activations come back in its own backward pass."""
+        self._last = None
+
+    def leave(self, x: Tensor) -> tuple[Away[Arriving], Callable[[], None]]:
+        """Start to copy the activation x to host memory; return it as it is away, and a function to call when its block
+        is computed: work that is queued then may use the memory of x again."""
+        there = self._memory(x.numel() * x.element_size())
+        host = there.view(x.dtype).view(x.shape)
+        left = self._copied(host, x)
+        self._last = Away(partial(self._back, host, there), self._last)
+        return self._last, left
+
+    def _memory(self, count: int) -> Tensor:
+        """Return `count` bytes of host memory (uint8 [count]) in which no activation is."""
+        if found := self._free[count]:
+            return found.pop()
+        return pinned_bytes(count) if self._beside else torch.empty(count, dtype=torch.uint8)
+
+    def _back(self, host: Tensor, there: Tensor) -> Arriving:
+        """Start to copy an activation back from its place in host memory; `there`: the bytes of that place."""
+        x = torch.empty(host.shape, dtype=host.dtype, device=self._device)
+        arrived = self._copied(x, host)
+        self._free[len(there)].append(there)  # the next copy into it is queued behind this one
+
+        def arrive() -> Tensor:
+            """Return the activation that is copied back; work that is queued from now on may read it."""
+            arrived()
+            return x
+
+        return arrive
+
+    def _copied(self, to: Tensor, x: Tensor) -> Callable[[], None]:
+        """Start to copy x, on one side, to a tensor on the other, after all that is queued by now; return a function
+        after which the computation goes on behind the copy."""
+        if not self._beside:
+            to.copy_(x)
+            return lambda: None
+        stream = _stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            to.copy_(x, non_blocking=True)
+        done = stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(done)
+
+
+@cache
+def _stream() -> torch.cuda.Stream:
+    """Return this process's CUDA stream in which activations travel between device and host memory."""
+    return torch.cuda.Stream()  # one for all passes: torch hands out 32 in turn, and groups have theirs

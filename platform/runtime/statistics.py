@@ -1,0 +1,287 @@
+"""Norms, softmax and maxima over a dim that is split over ranks: only statistics are communicated,
+never the tensor itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from platform.runtime.communicator import Communicator
+from platform.runtime.flat_buffers import bucket_of
+
+
+def widened(x: Tensor) -> Tensor:
+    """Return x in the dtype of statistics, losses and rotations: fp32 if x is 16-bit, else unchanged."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def _summed(communicator: Communicator, x: Tensor, over: Sequence[str]) -> Tensor:
+    """Return the all-reduced sum of x over the ranks along the axes `over`; x may be overwritten."""
+    if not over:
+        return x
+    return communicator.launch("all_reduce", x, over, owned=True).wait()
+
+
+def _largest(communicator: Communicator, x: Tensor, over: Sequence[str]) -> Tensor:
+    """Return the all-reduced maximum of x over the ranks along the axes `over`; x may be overwritten."""
+    if not over:
+        return x
+    return communicator.launch("all_reduce", x, over, reduce="max", owned=True).wait()
+
+
+class _SplitNorm(torch.autograd.Function):
+    """LayerNorm or RMSNorm over the last dim of local blocks [..., d], which is split over the axes `over`.
+
+    LayerNorm's statistics merge as (count, mean, M2) (Chan, Golub, LeVeque 1979): one all-gather, no cancellation.
+    """
+
+    @staticmethod
+    def forward(ctx, x, gain, bias, kind, eps, communicator, over, widths):
+        """Return the LayerNorm or RMSNorm of x over its last dim, split over the axes `over` into these `widths`,
+        merging statistics only."""
+        wide = widened(x)
+        n, size = len(widths), sum(widths)
+        if kind == "layernorm":
+            mean = wide.mean(-1, keepdim=True)
+            m2 = (wide - mean).square().sum(-1, keepdim=True)
+            parts = communicator.launch("all_gather", torch.stack((mean, m2)), over).wait().unflatten(0, (n, 2))
+            means, m2s = parts.unbind(1)
+            each: Tensor | int = x.shape[-1]
+            if len(set(widths)) > 1:
+                each = torch.tensor(widths, dtype=means.dtype, device=means.device).view(n, *[1] * (means.dim() - 1))
+                mean = (means * each).sum(0) / size
+            else:
+                mean = means.mean(0)
+            variance = (m2s.sum(0) + (each * (means - mean).square()).sum(0)) / size
+            centred = wide - mean
+        else:
+            variance = _summed(communicator, wide.square().sum(-1, keepdim=True), over) / size
+            centred = wide
+        rstd = torch.rsqrt(variance + eps)
+        normal = centred * rstd
+        ctx.save_for_backward(normal, rstd, gain)
+        ctx.options = kind, communicator, over, size, x.dtype, bias is not None
+        out = normal * gain
+        return (out if bias is None else out + bias).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        """Return the gradients of x, gain and bias, summing two statistics over the ranks."""
+        normal, rstd, gain = ctx.saved_tensors
+        kind, communicator, over, size, dtype, has_bias = ctx.options
+        dy = widened(dy)
+        scaled = dy * gain
+        sums = [(scaled * normal).sum(-1, keepdim=True)]
+        if kind == "layernorm":
+            sums.append(scaled.sum(-1, keepdim=True))
+        coming = communicator.launch("all_reduce", torch.stack(sums), over, owned=True)
+        dgain = (dy * normal).flatten(0, -2).sum(0)
+        dbias = dy.flatten(0, -2).sum(0) if has_bias else None
+        sums = coming.wait() / size
+        dx = scaled - normal * sums[0]
+        if kind == "layernorm":
+            dx -= sums[1]
+        return (dx * rstd).to(dtype), dgain.to(gain.dtype), dbias, None, None, None, None, None
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """Apply RMSNorm over the dims of the gain, which are whole, to x [..., d_model]."""
+    return F.rms_norm(x, gain.shape, gain, eps)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """RMSNorm over the dims of the gain, the last of x, which are whole. Both sums of the gradient are products of one
+    matrix, gradient times x, with a vector. torch's own takes 2 to 3 times as long on a CPU, where it is not fused."""
+
+    @staticmethod
+    def forward(ctx, x, gain, eps):
+        """Return the RMSNorm of x, keeping x and one number a row."""
+        over = tuple(range(-gain.dim(), 0))
+        length = torch.linalg.vector_norm(x, dim=over, keepdim=True)
+        rstd = torch.rsqrt(length.square() / gain.numel() + eps)
+        ctx.save_for_backward(x, gain, rstd)
+        return x * rstd * gain  # nothing in place, since torch derives its own gradient where a block is traced
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the gradients of x and of the gain."""
+        x, gain, rstd = ctx.saved_tensors
+        products = (gradient * x).reshape(-1, gain.numel())
+        dgain = (rstd.reshape(1, -1) @ products).view(gain.shape)
+        along = (products @ gain.reshape(-1)).view(rstd.shape).mul_(rstd.pow(3).div_(-gain.numel()))
+        return (gradient * gain).mul_(rstd).addcmul_(x, along), dgain, None
+
+
+def norm(
+    x: Tensor,
+    gain: Tensor,
+    bias: Tensor | None,
+    kind: str,
+    eps: float,
+    communicator: Communicator,
+    over: Sequence[str],
+    widths: Sequence[int] = (),
+) -> Tensor:
+    """Apply LayerNorm or RMSNorm (`kind`: layernorm, rmsnorm) over the dims of the gain, which are split over the axes
+    `over` (none: whole) into these `widths`: x [..., d_model], gain and bias [d_model], all local blocks; `eps` is
+    added to the variance. Only statistics are communicated."""
+    if over:
+        vectors = [None if v is None else v.flatten() for v in (gain, bias)]
+        rows = x.flatten(x.dim() - gain.dim())
+        return _SplitNorm.apply(rows, *vectors, kind, eps, communicator, over, widths).view(x.shape)
+    if kind == "layernorm":
+        return F.layer_norm(x, gain.shape, gain, bias, eps)
+    if x.device.type == "cpu" and widened(x[:0]).dtype == x.dtype == gain.dtype:
+        return _RmsNorm.apply(x, gain, eps)
+    return rms_norm(x, gain, eps)
+
+
+class _Softmax(torch.autograd.Function):
+    """Softmax over the dim at `position`, split over the axes `over`, with one score more in each sum, `sink`, which
+    broadcasts against x, or None; its gradient is the part that comes from this rank's block of x."""
+
+    @staticmethod
+    def forward(ctx, x, sink, position, communicator, over):
+        """Return the softmax of x over a split dim, merging maxima and sums over the ranks."""
+        top = _largest(communicator, widened(x.amax(position, keepdim=True)), over)
+        if sink is not None:
+            top = torch.maximum(top, widened(sink))
+        e = torch.exp(widened(x) - top)
+        total, share = _summed(communicator, e.sum(position, keepdim=True), over), None
+        if sink is not None:
+            share = torch.exp(widened(sink) - top)
+            total = total + share
+            share /= total
+        p = (e / total).to(x.dtype)
+        ctx.save_for_backward(p, share)
+        ctx.options = position, communicator, over, sink is not None and (sink.shape, sink.dtype)
+        return p
+
+    @staticmethod
+    def backward(ctx, dp):
+        """Return the gradients of x and of the sink, summing one statistic over the ranks."""
+        p, share = ctx.saved_tensors
+        position, communicator, over, of_sink = ctx.options
+        inner, dsink = widened(dp * p).sum(position, keepdim=True), None
+        if of_sink:
+            shape, dtype = of_sink
+            dsink = (share * inner).sum_to_size(shape).neg_().to(dtype)
+        inner = _summed(communicator, inner, over)
+        return p * (dp - inner.to(dp.dtype)), dsink, None, None, None
+
+
+def softmax(
+    x: Tensor, position: int, communicator: Communicator, over: Sequence[str], sink: Tensor | None = None
+) -> Tensor:
+    """Compute softmax of the local block x over the dim at `position`, split over the axes `over`, beside a `sink`."""
+    if over or sink is not None:
+        return _Softmax.apply(x, sink, position, communicator, over)
+    return torch.softmax(x, position)
+
+
+class _SplitMaximum(torch.autograd.Function):
+    """Maximum over dims that are split over the axes `over`; equal maxima share the gradient, as in torch.amax."""
+
+    @staticmethod
+    def forward(ctx, x, positions, communicator, over):
+        """Return the maximum of x over split dims, and save each element's share in it."""
+        wide = widened(x)
+        top = _largest(communicator, wide.amax(positions, keepdim=True), over)
+        share = (wide == top).to(wide.dtype)
+        share /= _summed(communicator, share.sum(positions, keepdim=True), over)
+        ctx.save_for_backward(share)
+        ctx.positions = positions
+        return top.squeeze(positions).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the gradient of x: to the elements that are the maximum, in equal shares."""
+        (share,) = ctx.saved_tensors
+        for position in sorted(ctx.positions):
+            gradient = gradient.unsqueeze(position)
+        return (share * gradient).to(gradient.dtype), None, None, None
+
+
+def maximum(x: Tensor, positions: Sequence[int], communicator: Communicator, over: Sequence[str]) -> Tensor:
+    """Compute the maximum of the local block x over the dims at `positions`, which are split over the axes `over`
+    (none: whole) and vanish; every rank along these axes gets it."""
+    positions = tuple(positions)
+    return _SplitMaximum.apply(x, positions, communicator, over) if over else x.amax(positions)
+
+
+# Gradients of autograd leaves that kernels compute themselves: added where they stay, in the matrix product if it can,
+# with no temporary of the parameter's size and no further pass over it. Autograd then gets None.
+
+# (memory, True if what is there does not count) -> the gradient, in that memory; (None, ...) -> in new memory
+Compute = Callable[[Tensor | None, bool], Tensor]
+
+
+def accumulates(w: Tensor | None) -> bool:
+    """Return True if a kernel may add the gradient of the tensor w itself: an autograd leaf, outside of tracing."""
+    return not torch.compiler.is_compiling() and w is not None and w.requires_grad and w.is_leaf
+
+
+def add_computed(w: Tensor, compute: Compute) -> None:
+    """Compute a gradient of the parameter w, an autograd leaf, and add it to the sum of its gradients in w's bucket,
+    else in `w.grad`. `compute(memory, fresh)` adds the gradient to `memory`, overwrites it if `fresh`, or returns it in
+    new memory if `memory` is None."""
+    if found := bucket_of(w):
+        bucket, name = found
+        if bucket.here:
+            memory, fresh = bucket.sum_of(name)
+            compute(memory.view(w.shape), fresh)
+            bucket.came(name)
+    elif w.grad is None:
+        w.grad = torch.empty_like(w, requires_grad=False).copy_(compute(None, True))
+    else:
+        compute(w.grad, False)
+
+
+def add_total(w: Tensor, total: Callable[..., Tensor]) -> None:
+    """Add to the leaf w's gradient a small tensor that `total(dtype=...)` computes, such as a bias's row sum."""
+    if found := bucket_of(w):
+        bucket, name = found
+        if bucket.here:
+            bucket.add(name, total(dtype=bucket.adds_in))
+    else:
+        w.grad = total(dtype=w.dtype) if w.grad is None else w.grad.add_(total(dtype=w.dtype))
+
+
+def add_gradient(w: Tensor, gradient: Tensor) -> None:
+    """Add `gradient`, which may be a view of other memory, to the sum of the gradients of the autograd leaf w."""
+
+    def compute(into: Tensor | None, fresh: bool) -> Tensor:
+        """Add the gradient to the memory `into`, or overwrite it if `fresh`; return it as it is without `into`."""
+        return gradient if into is None else into.copy_(gradient) if fresh else into.add_(gradient)
+
+    add_computed(w, compute)
+
+
+AddPart = Callable[[Callable[[Tensor, bool], None]], None]
+
+
+@contextmanager
+def in_parts(w: Tensor) -> Iterator[AddPart]:
+    """Yield a function that adds a part of one gradient of the parameter w, an autograd leaf, as `compute(memory,
+    fresh)` of `add_computed` does; the gradient counts as computed when the context ends."""
+    found = bucket_of(w)
+    memory, fresh = found[0].sum_of(found[1]) if found else (w.grad, False)
+    if memory is None:
+        memory, fresh = torch.empty_like(w, requires_grad=False), True
+    memory = memory.view(w.shape)
+
+    def add(compute: Callable[[Tensor, bool], None]) -> None:
+        """Add the part of the gradient that `compute` computes."""
+        nonlocal fresh
+        compute(memory, fresh)
+        fresh = False
+
+    yield add
+    if found:
+        found[0].came(found[1])
+    else:
+        w.grad = memory

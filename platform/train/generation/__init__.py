@@ -1,1 +1,0 @@
-"""Generation on a rank: texts continued token by token, through a key-value cache, and texts scored."""

@@ -1,0 +1,212 @@
+"""Measurements of the doctor on one worker by itself: products and copies on its device, its GPU, a file on storage."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from platform.boundary.documents import error_line
+from platform.boundary.storage import open_storage
+from platform.config.fields import Config
+from platform.plan.accelerators import dense_bf16_peak
+from platform.runtime.communicator import Communicator
+from platform.train import environment_proof
+from platform.train.gauges import GpuQuery
+from platform.train.replies import Findings
+
+REPEATS, REPEAT_SECONDS = 5, 0.05  # so often at least, and for so long by the clock; the fastest counts
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of an examination. By device: the side of the square matrices, and the bytes copied and passed to a
+    partner; `file`: the bytes of the file."""
+
+    side: Mapping[str, int]
+    copied: Mapping[str, int]
+    passed: Mapping[str, int]
+    file: int
+
+
+QUICK = Sizes(
+    {"cpu": 512, "cuda": 4096}, {"cpu": 4 << 20, "cuda": 256 << 20}, {"cpu": 1 << 18, "cuda": 1 << 24}, 1 << 20
+)
+FULL = Sizes({"cpu": 1024, "cuda": 8192}, {"cpu": 1 << 25, "cuda": 1 << 30}, {"cpu": 1 << 22, "cuda": 1 << 28}, 1 << 24)
+
+
+class Bench:
+    """Bench on which one worker is examined. `device`: cpu | cuda, of which a worker sees one; `found`: the
+    measurements so far."""
+
+    def __init__(self, config: Config, run_dir: Path, device: str, sizes: Sizes):
+        """Prepare the doctor's measurements of this worker: its `device` (cpu | cuda) and its checkpoint storage."""
+        self.device, self.sizes, self.found = device, sizes, Findings()
+        self.storage_url = environment_proof.home(config) if environment_proof.saves(config) else str(run_dir)
+        self.file, self.data = f".doctor-{secrets.token_hex(8)}", secrets.token_bytes(sizes.file)
+
+    def fastest(self, work: Callable[[], Any]) -> float:
+        """Time `work` repeatedly for the doctor, and return the seconds of its fastest run: of the device on a GPU, of
+        this thread on a CPU, so that neither counts other work on the machine."""
+        work()  # allocates, and loads what it needs
+        fastest, repeats, end = inf, 0, time.perf_counter() + REPEAT_SECONDS
+        while repeats < REPEATS or time.perf_counter() < end:
+            fastest, repeats = min(fastest, self._seconds(work)), repeats + 1
+        return max(1e-9, fastest)
+
+    def _seconds(self, work: Callable[[], Any]) -> float:
+        """Time one call of `work` for the doctor: return seconds, of this thread on a CPU, of the device on a GPU."""
+        if self.device == "cpu":
+            begin = time.thread_time()
+            work()
+            return time.thread_time() - begin
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        work()
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / 1000
+
+    def count_wrong(self, right: torch.Tensor) -> None:
+        """Add the elements of a boolean tensor that are False to the doctor's count of the device's wrong results."""
+        self.found.readings["wrong"] = self.found.readings.get("wrong", 0.0) + right.logical_not().sum().item()
+
+
+def multiply(bench: Bench) -> None:
+    """Measure for the doctor the FLOP/s of a product of square matrices, bf16 on a GPU and fp32 on a CPU, and count
+    wrong elements: the matrices are a·s' and s·b' of vectors of ±1, so that every element of their product is n or -n
+    exactly."""
+    n, dtype = bench.sizes.side[bench.device], torch.bfloat16 if bench.device == "cuda" else torch.float32
+    signs = (torch.arange(3 * n, device=bench.device).mul(2654435761).bitwise_right_shift(7) & 2).sub(1)
+    a, s, b = signs.to(dtype).view(3, n)
+    left, right, out = torch.outer(a, s), torch.outer(s, b), torch.empty(n, n, dtype=dtype, device=bench.device)
+    rate = 2 * n**3 / bench.fastest(lambda: torch.mm(left, right, out=out))
+    bench.count_wrong(out == torch.outer(a * n, b))
+    bench.found.readings["gemm"] = rate
+    if bench.device == "cuda" and (peak := dense_bf16_peak(torch.cuda.get_device_name())):
+        bench.found.readings["peak"] = rate / peak
+
+
+def duplicate(bench: Bench) -> None:
+    """Measure the bytes/s, read and written, of a copy in the worker's device memory, and count wrong elements."""
+    original = torch.arange(bench.sizes.copied[bench.device] // 8, device=bench.device)
+    copy = torch.empty_like(original)
+    bench.found.readings["memory"] = 2 * original.nbytes / bench.fastest(lambda: copy.copy_(original))
+    bench.count_wrong(copy == original)
+
+
+def look_at_gpu(bench: Bench) -> None:
+    """Note the model, memory and share of free memory of this worker's GPU for the doctor; do nothing on a CPU."""
+    if bench.device == "cpu":
+        return
+    device = torch.cuda.get_device_properties()
+    free, total = torch.cuda.mem_get_info()
+    bench.found.readings["free"] = free / total
+    bench.found.facts.update({"gpu": device.name, "gpu memory": f"{device.total_memory / 2**30:.0f} GiB"})
+
+
+def write_file(bench: Bench) -> None:
+    """Measure the bytes/s of writing a file to the checkpoint storage, else the run directory. Raises OSError."""
+    begin = time.perf_counter()
+    open_storage(bench.storage_url).write(bench.file, [memoryview(bench.data)])
+    bench.found.readings["write"] = len(bench.data) / max(1e-9, time.perf_counter() - begin)
+
+
+def read_file(bench: Bench) -> None:
+    """Measure for the doctor the bytes/s at which the file of `write_file` is read back, and delete it; do nothing if
+    there is none. Raises OSError, also if its contents have changed."""
+    if "write" not in bench.found.readings:
+        return
+    storage, begin = open_storage(bench.storage_url), time.perf_counter()
+    try:
+        there = storage.read(bench.file)
+        seconds = max(1e-9, time.perf_counter() - begin)
+    finally:
+        with suppress(OSError):
+            storage.delete(bench.file)
+    if there != bench.data:
+        raise OSError("what it wrote to the storage is not what it reads there")
+    bench.found.readings["read"] = len(there) / seconds
+
+
+MEASURES: dict[str, Callable[[Bench], None]] = {  # check -> what measures it, and perhaps others, in this order
+    "gemm": multiply,
+    "memory": duplicate,
+    "free": look_at_gpu,
+    "write": write_file,
+    "read": read_file,
+}
+
+
+def findings(config: Config, run_dir: Path, device: str, sizes: Sizes) -> Findings:
+    """Run all measurements that the doctor takes of this worker by itself, and return them; one that fails becomes an
+    error of its check. `device`: cpu | cuda; `sizes`: sizes of matrices, copies and files."""
+    query = GpuQuery() if device == "cuda" else None  # answers while the rest is measured
+    bench, threads = Bench(config, run_dir, device, sizes), torch.get_num_threads()
+    torch.set_num_threads(1)  # waiting for others, which spins, would count
+    for check, measure in MEASURES.items():
+        try:
+            measure(bench)
+        except Exception as error:  # from a device, a library or a storage: the very thing looked for
+            bench.found.errors[check] = error_line(error)
+    torch.set_num_threads(threads)
+    if query:
+        query.answer(bench.found)
+    return bench.found
+
+
+# Speed of a worker's connections: with one other worker, and with all of its node at once.
+
+TOGETHER = "data"  # axis along which those lie who measure together
+_VALUES = 1 << 10  # whose sums over all GPUs of a node are exact in fp32
+
+
+def measure_link(communicator: Communicator, sizes: Sizes) -> Findings:
+    """Measure the bytes/s that a worker receives in an all-gather with one partner, and count wrong bytes."""
+    device, rank = communicator.device, communicator.rank
+    block = torch.arange(sizes.passed[device.type], device=device).add(rank).to(torch.uint8)
+    right = torch.cat([block - rank + i for i in range(communicator.mesh.size)])
+    seconds, wrong = _best_of(communicator, "all_gather", lambda: block, right)
+    return Findings({"link": block.nbytes / seconds, "wrong": wrong})
+
+
+def measure_node(communicator: Communicator, sizes: Sizes) -> Findings:
+    """Measure the bytes/s that a worker sends in a ring all-reduce with all GPUs of its node, and count wrong sums."""
+    device, n = communicator.device, communicator.mesh.size
+    block = torch.arange(sizes.passed[device.type] // 4, device=device).remainder(_VALUES).float()
+    right = block * n + n * (n - 1) / 2
+    seconds, wrong = _best_of(communicator, "all_reduce", lambda: block + communicator.rank, right)
+    return Findings({"node": 2 * (n - 1) / n * block.nbytes / seconds, "wrong": wrong})
+
+
+def _best_of(
+    communicator: Communicator, op: str, given: Callable[[], torch.Tensor], right: torch.Tensor
+) -> tuple[float, float]:
+    """Time a collective several times, to measure a worker's connections. Return the fewest seconds, and the number of
+    wrong elements in all results. `op`: the collective; `given`: makes its input block; `right`: the correct result."""
+    seconds, wrong = [], 0.0
+    for _ in range(REPEATS + 1):  # the first is not timed
+        block = given()
+        settle_device(communicator.device)
+        begin = time.perf_counter()
+        there = communicator.launch(op, block, (TOGETHER,)).wait()
+        settle_device(communicator.device)
+        seconds.append(max(1e-9, time.perf_counter() - begin))
+        wrong += (there.view(-1) != right).sum().item()
+    return min(seconds[1:]), wrong
+
+
+def settle_device(device: torch.device) -> None:
+    """Wait until the worker's GPU has finished all launched work, so that it can be timed; return at once on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+CONNECTIONS: Mapping[str, Callable[[Communicator, Sizes], Findings]] = {"link": measure_link, "node": measure_node}

@@ -1,0 +1,286 @@
+"""Choice of the state that a re-formed run continues from: the newest one that is whole in its workers' memory."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from platform.checkpoint.blocks import Block, Box, Chain, HeldTensor, Share, state_name
+from platform.checkpoint.memory_recovery import Keepers, handed_over, is_recoverable, keepers, lost_to, surviving
+from platform.checkpoint.snapshots import Copy, MemoryMap, Snapshot
+from platform.config.fields import Config, SentConfig
+from platform.optimizer.optimizers import AVERAGE, SIDES
+from platform.plan.plan import Plan
+from platform.predict.make_plan import make_plan
+from platform.train.faults import WORDS
+from platform.train.replies import Damage, Differences, Dispute
+from platform.train.trainer import Trainer
+from platform.train.training_state import State, all_gather_values, held_of
+
+
+def is_divided(config: Config) -> bool:
+    """Return True if ranks that share memory each snapshot a part of equal state; not under train.verify_every."""
+    return not config.train.verify_every
+
+
+@dataclass(frozen=True)
+class Formation:
+    """Formation of a generation of workers, which determines who holds which part of its state in memory: its
+    configuration, the pipeline stage of every model chunk (None: as the configuration says), and every rank's node
+    (`domains`, its failure domain; all "" if they are empty) and member (`seats`), and the names of the optimizer's
+    moments, as its workers have found them. `shared`: the ranks of each node share the memory of their snapshots."""
+
+    config: SentConfig
+    stage_of: list[int] | None
+    domains: list[str]
+    seats: list[int]
+    moments: list[str]
+    shared: bool = False
+
+    def held(self, plan: Plan | None = None) -> MemoryMap:
+        """Return which parts of the training state each rank's snapshots have. `plan`: None makes the plan again."""
+        plan = plan or make_plan(self.config, stage_of=self.stage_of)
+        nodes = self.domains or [""] * plan.mesh.size
+        return MemoryMap(held_of(plan, self.moments), nodes, self.shared, is_divided(self.config))
+
+
+@dataclass(frozen=True)
+class Source:
+    """State in workers' memory that a new generation continues from: the snapshots taken after training step `step` in
+    the earlier generation of number `generation`.
+
+    Attributes:
+        formed: the formation of that generation.
+        kept: its ranks whose members have a seat in the new generation, or at first are to have one.
+        gathered: all its ranks that survived if some of their members have no seat, in the order of their ranks in
+            `Worker.gather`, which is called first; else empty.
+        survivors: all its ranks whose members are alive and whose memory is sound, in order.
+        distrusted: its ranks whose memory is damaged.
+        seats: the member at every rank of the new generation; empty until `take_seats` assigns them.
+    """
+
+    generation: int
+    step: int
+    formed: Formation
+    kept: list[int]
+    gathered: list[int]
+    survivors: list[int]
+    distrusted: list[int] = field(default_factory=list)
+    seats: list[int] = field(default_factory=list)
+
+    def members(self, ranks: Iterable[int]) -> list[int]:
+        """Return the crew members that had these `ranks` in the earlier generation, whose snapshots are recovered."""
+        return [self.formed.seats[rank] for rank in ranks]
+
+    @property
+    def ranks(self) -> dict[int, int]:
+        """Return rank before the failure -> rank in the re-formed mesh, of the surviving workers that have one."""
+        new = {member: rank for rank, member in enumerate(self.seats)}
+        return {old: new[member] for old, member in zip(self.kept, self.members(self.kept), strict=True)}
+
+    def survived(self, held: MemoryMap) -> list[Chain]:
+        """Return the chains of blocks of the training state that survived a failure in workers' memory, each with the
+        ranks of the new mesh that can read it; equal on all ranks. `held`: the memory map of `formed`."""
+        if not self.gathered:
+            return surviving(held.chains, held.copies, held.readers(self.ranks, self.distrusted))
+        survived, handed = self.gathering(held)
+        return surviving(survived, handed, {self.gathered.index(old): (new,) for old, new in self.ranks.items()})
+
+    def gathering(self, held: MemoryMap) -> tuple[list[Chain], list[Copy]]:
+        """Return how survivors of a failure pass parts of the state on before the mesh re-forms: the chains of blocks
+        that they can read, by their index among the `gathered` ranks; and the copies that survivors without a new rank
+        send to others."""
+        readers = held.readers({old: i for i, old in enumerate(self.gathered)}, self.distrusted)
+        survived, seated = surviving(held.chains, held.copies, readers), set(self.kept)
+        return survived, handed_over(survived, [old in seated for old in self.gathered])
+
+
+def find_source(
+    newest: Mapping[int, int],
+    formed: Mapping[int, Formation],
+    alive: Collection[int],
+    size: int,
+    distrusted: Collection[tuple[int, int]] = (),
+    plans: Mapping[int, Plan] = MappingProxyType({}),
+) -> tuple[Source | None, list[str]]:
+    """Find the newest training state that is whole in the members' memory, for a new generation to continue from, or
+    None if only storage is left; and say why newer states are not whole, in a line each.
+
+    `newest`: generation number -> the newest step of which all its members have taken a snapshot; `formed`: its
+    formation; `plans`: its plan, where that is known; `distrusted`: (generation number, member) whose memory is
+    damaged. `alive`: members that live, and so can read the memory in which their rank's snapshots are; `size`: number
+    of ranks of the new generation.
+    """
+    reasons: list[str] = []
+    for generation, step in sorted(newest.items(), key=lambda item: item[::-1], reverse=True):
+        old = formed[generation]
+        wrong = [rank for rank, member in enumerate(old.seats) if (generation, member) in distrusted]
+        here = [rank for rank, member in enumerate(old.seats) if member in alive and rank not in wrong]
+        held = old.held(plans.get(generation))
+        found = keepers(held, wrong)
+        if not is_recoverable(found, {held.memories[rank] for rank in here}):
+            missing = lost_to(held, here, wrong)
+            more = f" and {len(missing) - 1} more" if missing[1:] else ""
+            reasons.append(f"step {step} of generation {generation}: not all is left of {missing[0]}{more}")
+            continue
+        needed = _few(found, here, held.memories, size)
+        gathered = here if len(needed) > size else []
+        return Source(generation, step, old, needed[:size], gathered, here, wrong), reasons
+    return None, reasons
+
+
+def take_seats(source: Source, seats: Sequence[int]) -> Source | None:
+    """Return `source` (training state in survivors' memory) with its readers settled, now that the new mesh has its
+    members: `seats`, the member at each rank. None if no survivor is among them. If a survivor without a rank holds a
+    part that no other has, all survivors are `gathered` first."""
+    seated = set(seats)
+    kept = [rank for rank in source.survivors if source.formed.seats[rank] in seated]
+    if set(source.kept) <= set(kept):
+        return replace(source, kept=kept, seats=list(seats))
+    return replace(source, kept=kept, gathered=source.survivors, seats=list(seats)) if kept else None
+
+
+def _few(found: Keepers, alive: Sequence[int], memories: Sequence[object], size: int) -> list[int]:
+    """Choose a few of the surviving ranks `alive` whose in-memory snapshots together are the whole training state: at
+    most `size`, the number of the new mesh's ranks, or more if a greedy search finds no fewer. `found`: a result of
+    `keepers` for that state; `memories`: the memory in which every rank's snapshots are, perhaps shared with others."""
+    chosen, left = set(alive), Counter(memories[rank] for rank in alive)
+    for rank in reversed(alive):
+        memory = memories[rank]
+        if len(chosen) > size and (left[memory] > 1 or is_recoverable(found, left.keys() - {memory})):
+            chosen.remove(rank)
+            left -= Counter([memory])
+    return sorted(chosen)
+
+
+# Comparison of replicas before an update: ranks that should hold equal bytes compare checksums, and damaged ones are
+# named.
+
+# words that are multiplied at once: what fits a cache, or pays a launch
+AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}
+ODD = 0x1E3779B97F4A7C15
+COPIES = "compute"  # kind of the compute copies, besides `model` and the optimizer's moments
+
+
+@torch.no_grad()
+def checksum(x: Tensor) -> Tensor:
+    """Return an int64 scalar for the comparison of replicas, which changes with any one element of the tensor: the sum
+    of its words times odd numbers, modulo 2^64."""
+    words = x.detach().contiguous().view(-1).view(WORDS[x.element_size()])
+    total, at = torch.zeros((), dtype=torch.int64, device=x.device), 0
+    for piece in words.split(AT_ONCE[x.device.type]):
+        odd = torch.arange(at, at + len(piece), device=x.device).mul_(2).add_(1).mul_(ODD)
+        total, at = total + odd.mul_(piece).sum(), at + len(piece)
+    return total
+
+
+def differing(trainer: Trainer, state: State, before: Snapshot | None) -> Differences:
+    """Compare weights and optimizer state over replicas, before an update, to find corrupted memory; all ranks call it
+    together and get the same result.
+
+    Damaged is what differs from the majority of its replicas or, if there is no majority, from its rank's own record
+    (`before`, or for compute copies the master copies); the rest is undecided. `before`: this rank's snapshot after the
+    last update, None if there is none.
+    """
+    plan, communicator = trainer.plan, trainer.communicator
+    trainer.weights.settle()
+    mine = _tensors(trainer)
+    sums = torch.stack([checksum(x) for x in mine.values()]).tolist() if mine else []
+    checksums = all_gather_values(communicator, dict(zip(mine, sums, strict=True)))
+    damaged, undecided = judge(plan, checksums)
+    if undecided:
+        names = {dispute.tensor for dispute in undecided}
+        changed = all_gather_values(communicator, [*_restless(trainer, names), *_changed(state, before, names)])
+        more, undecided = _decide(undecided, checksums, changed)
+        damaged += more
+    return Differences(sorted(damaged), undecided)
+
+
+def judge(plan: Plan, checksums: Sequence[Mapping[str, int]]) -> tuple[list[Damage], list[Dispute]]:
+    """Judge replicas of weights and optimizer state by their checksums, before an update in training: return the
+    tensors that differ from the majority of their replicas, so are damaged, and the tensors that differ without a
+    majority. `checksums`: sums over local blocks, by rank and tensor (KIND.PARAMETER)."""
+    parameters = {p.name: p for p in (*plan.parameters, *plan.states)}
+    replicas: dict[tuple[str, Any], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, sums in enumerate(checksums):
+        at = plan.mesh.coordinates(rank)
+        for tensor, value in sums.items():
+            block = plan.block(parameters[tensor.partition(".")[2]], at)
+            replicas[tensor, tuple(map(tuple, block))][value].append(rank)
+    damaged, undecided = [], []
+    for (tensor, _), by_value in replicas.items():
+        *others, most = sorted(by_value.values(), key=len)
+        if others and 2 * len(most) > sum(map(len, by_value.values())):
+            damaged += [Damage(rank, tensor) for ranks in others for rank in ranks]
+        elif others:
+            undecided.append(Dispute(sorted(rank for ranks in by_value.values() for rank in ranks), tensor))
+    return damaged, undecided
+
+
+def _decide(
+    undecided: list[Dispute], checksums: Sequence[Mapping[str, int]], changed: Sequence[Collection[str]]
+) -> tuple[list[Damage], list[Dispute]]:
+    """Settle disputes over tensors that replicas hold differently, without a majority: a rank whose tensor contradicts
+    its own record is damaged if all other replicas agree. Return the damage, and the disputes still undecided.
+    `checksums`: sums by rank and tensor; `changed`: tensors that contradict a rank's record, by rank."""
+    damaged, left = [], []
+    for ranks, tensor in undecided:
+        wrong = [rank for rank in ranks if tensor in changed[rank]]
+        if wrong and len({checksums[rank][tensor] for rank in ranks if rank not in wrong}) == 1:
+            damaged += [Damage(rank, tensor) for rank in wrong]
+        else:
+            left.append(Dispute(ranks, tensor))
+    return damaged, left
+
+
+def _tensors(trainer: Trainer) -> dict[str, Tensor]:
+    """Return the tensors that this rank's replicas should hold alike, by KIND.PARAMETER: master and compute copies of
+    weights, optimizer moments. ZeRO shards are left out, as no other rank holds them."""
+    plan, weights, out = trainer.stage, trainer.weights, {}
+    for name, master in weights.owned.items():
+        if not plan.bucket_of[name].sharded:
+            out[f"model.{name}"] = master.detach()
+            moments = ((k, v) for k, v in trainer.optimizer.state[master].items() if isinstance(v, Tensor))
+            out |= {f"{k}.{name}": v for k, v in moments if v.shape == master.shape or k in SIDES}
+            out |= {f"{AVERAGE}.{name}": w for n, w in weights.averages.items() if n == name}
+    out |= {state_name(p): weights.states[p.name] for p in plan.states}
+    for name, w in weights.compute.items():
+        if not plan.bucket_of[name].stored and w.numel() and w is not weights.master[name]:
+            out[f"{COPIES}.{name}"] = w.detach()
+    return out
+
+
+@torch.no_grad()
+def _restless(trainer: Trainer, names: Collection[str]) -> list[str]:
+    """Return the compute copies of weights, among the tensors `names`, that were damaged in this rank's memory, as they
+    differ from fresh copies of their master weights; all ranks call it together, as shards may have to be gathered."""
+    weights, wanted = trainer.weights, [n for n in names if n.startswith(f"{COPIES}.")]
+    if not wanted:
+        return []
+    fresh = weights.fresh()
+    here = [(n, n.partition(".")[2]) for n in sorted(wanted)]
+    return [n for n, p in here if p in fresh and checksum(fresh[p]) != checksum(weights.compute[p])]
+
+
+def _changed(state: State, before: Snapshot | None, names: Collection[str]) -> list[str]:
+    """Return the tensors of the training state, among `names`, of which this rank's block differs from the snapshot
+    `before` taken after the last update, and so was damaged in memory; [] without a snapshot."""
+    held = {h.name: h for h in state.held}
+    mine = [block for block in state.blocks() if block.name in names] if before else []
+    return sorted({block.name for block in mine if before and not _same(block, held[block.name], before)})
+
+
+def _same(block: Block, held: HeldTensor, before: Snapshot) -> bool:
+    """Return True if this rank's live block of a training-state tensor equals its copy in the snapshot `before`, byte
+    by byte; padding beyond the tensor's global shape does not count."""
+    real = block.box.overlap(Box.whole(held.shape))
+    if real is None:
+        return True
+    live = block.tensor[real.within(block.box)].cpu().contiguous().view(-1).view(torch.uint8)
+    return torch.equal(live, before.read(Share(held, real)).reshape(-1))

@@ -1,0 +1,376 @@
+"""Rules between a `config.json` of transformers and our model keys: what sets a key, what has one accepted value, and
+what does not matter to the numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from platform.boundary.refusals import in_words
+from platform.config.fields import Model
+from platform.model.layers import dim_sizes, expert_width
+
+Found = Mapping[str, Any]  # a config.json
+NEEDED = object()  # the default of a key that must be there
+MOST_LAYERS = 1000
+_LONGEST = 60  # characters of a value in a refusal
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Rule for some keys of a config.json, in both directions; `theirs`: the keys that it reads, apart by spaces."""
+
+    theirs: str
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Return the keys of a config.json of transformers that this translation rule is about."""
+        return self.theirs.split()
+
+    def read(self, found: Found) -> dict[str, Any]:
+        """Return the keys of our model that this translation rule reads in a config.json. Raises Inexpressible."""
+        return {}
+
+    def write(self, m: Model) -> dict[str, Any]:
+        """Return the keys of a config.json of transformers that this translation rule writes for a model."""
+        raise NotImplementedError
+
+
+def sizes_of(m: Model) -> dict[str, int]:
+    """Return our model keys whose 0 stands for a size in transformers' config.json, with that size."""
+    sizes = {key: dim_sizes(m)[key] for key in ("kv_heads", "d_kv", "d_ff")}
+    return {**sizes, "expert_d_ff": expert_width(m), "d_value": m.d_value or sizes["d_kv"]}
+
+
+def as_json(value: Any) -> str:
+    """Return a value in transformers' config.json as JSON text of about 60 characters at most, for a refusal."""
+    text = json.dumps(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+class Inexpressible(ValueError):
+    """Signals a key of a config.json whose value our words do not express; the message is the refusal, in a line."""
+
+    def __init__(self, key: str, value: Any, why: str):
+        """Construct the refusal of a value in transformers' config.json that our model keys do not express."""
+        super().__init__(f"{key}={as_json(value)}: {why}")
+
+
+def value_of(found: Found, name: str, default: Any, kinds: tuple[type, ...]) -> Any:
+    """Return a key's value in transformers' config.json, or its default. Raises Inexpressible if not of `kinds`."""
+    if name not in found and default is NEEDED:
+        raise Inexpressible(name, "", "is missing")
+    value = found.get(name, default)
+    if type(value) not in kinds:
+        raise Inexpressible(name, value, f"is no {' or '.join(k.__name__ for k in kinds if k is not type(None))}")
+    return value
+
+
+@dataclass(frozen=True)
+class Renamed(Rule):
+    """Rule that a key is one of our model keys, `ours`; of several keys the first is written, and the first that is
+    there is read. `default`: value that transformers takes where it is missing; `null`: our value for null; `written`:
+    function of the model that gives the value to write, by default our key's, or the size for which its 0 stands."""
+
+    ours: str
+    default: Any = NEEDED
+    null: Any = None
+    written: Callable[[Model], Any] | None = None
+
+    def read(self, found: Found) -> dict[str, Any]:
+        """Return our model key with the value of transformers' key in config.json, in our type; `null` for null."""
+        kind = type(getattr(Model(), self.ours))
+        kinds = (int, float) if kind is float else (kind,)
+        name = next((name for name in self.names if name in found), self.names[0])
+        value = value_of(found, name, self.default, kinds if self.null is None else (*kinds, type(None)))
+        return {self.ours: self.null if value is None else kind(value)}
+
+    def write(self, m: Model) -> dict[str, Any]:
+        """Return transformers' key for config.json with the value of our model key; null in place of our `null`."""
+        value = self.written(m) if self.written else sizes_of(m).get(self.ours, getattr(m, self.ours))
+        return {self.names[0]: value}
+
+
+@dataclass(frozen=True)
+class Words(Rule):
+    """Rule that a key names what one of our model keys, `ours`, names otherwise; `words`: their name -> ours. The first
+    of several for one of ours is written, and the first of all for what none names: it is another when read again."""
+
+    ours: str
+    words: Mapping[Any, Any]
+    default: Any = NEEDED
+
+    def read(self, found: Found) -> dict[str, Any]:
+        """Return our model key with our word for the value in a config.json. Raises Inexpressible if there is none."""
+        value = value_of(found, self.theirs, self.default, tuple({type(word) for word in self.words}))
+        if value not in self.words:
+            known = ", ".join(map(in_words, self.words))
+            raise Inexpressible(self.theirs, value, f"our words express {known}")
+        return {self.ours: self.words[value]}
+
+    def write(self, m: Model) -> dict[str, Any]:
+        """Return transformers' key for config.json with their word for the value of our model key."""
+        ours = getattr(m, self.ours)
+        return {self.theirs: next((theirs for theirs, word in self.words.items() if word == ours), [*self.words][0])}
+
+
+@dataclass(frozen=True)
+class Only(Rule):
+    """Rule that a key has one accepted value, the first of `accepted`, or others that mean the same. The first stands
+    for a missing key too. It is not `written` where only older versions write it; `why`: the reason in a refusal."""
+
+    accepted: Sequence[Any]
+    written: bool = True
+    why: str = ""
+
+    def read(self, found: Found) -> dict[str, Any]:
+        """Return {}, no key of our model. Raises Inexpressible for a value of the config.json's key not accepted."""
+        value = found.get(self.theirs, self.accepted[0])
+        if not any(value == other and type(value) is type(other) for other in self.accepted):
+            why = self.why or f"our words express {as_json(self.accepted[0])} alone"
+            raise Inexpressible(self.theirs, value, why)
+        return {}
+
+    def write(self, m: Model) -> dict[str, Any]:
+        """Return transformers' key for config.json with its one accepted value."""
+        return {self.theirs: self.accepted[0]} if self.written else {}
+
+
+@dataclass(frozen=True)
+class Free(Rule):
+    """Rule that keys do not matter to logits and gradients: `theirs`, which are not written, and `defaults`, which
+    are."""
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Return the keys of transformers' config.json that do not matter to the model's numbers."""
+        return [*self.defaults, *super().names]
+
+    def write(self, m: Model) -> dict[str, Any]:
+        """Return the keys of transformers' config.json that do not matter and have a default, with the default."""
+        return dict(self.defaults)
+
+
+@dataclass(frozen=True)
+class Translated(Rule):
+    """Rule of two functions: `reading` gives our model keys for a config.json, `writing` theirs for a model."""
+
+    reading: Callable[[Found], dict[str, Any]]
+    writing: Callable[[Model], dict[str, Any]]
+
+    def read(self, found: Found) -> dict[str, Any]:
+        """Return the keys of our model that the rule's function reads in a config.json. Raises Inexpressible."""
+        return self.reading(found)
+
+    def write(self, m: Model) -> dict[str, Any]:
+        """Return the keys of a config.json that the rule's function writes for a model."""
+        return self.writing(m)
+
+
+@dataclass(frozen=True)
+class Dropouts(Rule):
+    """Rule that several keys are all our one model.dropout; `default`: value where one is missing."""
+
+    default: float
+
+    def read(self, found: Found) -> dict[str, Any]:
+        """Return our model key dropout for transformers' config.json. Raises Inexpressible if its dropouts differ."""
+        first, *others = self.names
+        rate = value_of(found, first, self.default, (int, float))
+        for name in others:
+            if (other := value_of(found, name, self.default, (int, float))) != rate:
+                raise Inexpressible(name, other, f"{first} is {rate:g}, and our model.dropout is one")
+        return {"dropout": float(rate)}
+
+    def write(self, m: Model) -> dict[str, Any]:
+        """Return the dropout keys of transformers' config.json, all with our model's dropout."""
+        return dict.fromkeys(self.names, m.dropout)
+
+
+@dataclass(frozen=True)
+class Rotary(Rule):
+    """Rule of rotary positions: `rope_parameters`, or `rope_theta` and `rope_scaling` as older versions write them.
+    `theta`, `scaling`: defaults of the family, where a config.json says nothing of them."""
+
+    theirs: str = "rope_parameters rope_theta rope_scaling"
+    theta: float = 10000.0
+    scaling: Mapping[str, Any] = field(default_factory=dict)
+
+    def read(self, found: Found) -> dict[str, Any]:
+        """Return our model keys rope_* for the rotary positions in a config.json. Raises Inexpressible for other kinds
+        of scaling, or numbers of them."""
+        maps = (dict, type(None))
+        place = "rope_scaling" if found.get("rope_scaling") else "rope_parameters"
+        given = dict(value_of(found, place, None, maps) or self.scaling)
+        theta = given.pop("rope_theta", None) or value_of(found, "rope_theta", self.theta, (int, float))
+        kinds = [given.pop(name, None) for name in ("rope_type", "type")]
+        kind = next((k for k in kinds if k is not None), "default")
+        if not isinstance(kind, str) or kind not in _SCALINGS:
+            raise Inexpressible(f"{place}.rope_type", kind, f"our words express {', '.join(_SCALINGS)}")
+        out: dict[str, Any] = {"rope_theta": float(_positive(f"{place}.rope_theta", theta))}
+        out["rope_scaling"] = "none" if kind == "default" else kind
+        defaults = {"original_max_position_embeddings": found.get("max_position_embeddings"), **_DEFAULTS}
+        for name, ours in _SCALINGS[kind].items():
+            value, kind_of = given.pop(name, None), type(getattr(Model(), ours))
+            value = defaults.get(name) if value is None else value
+            if kind_of is bool:
+                out[ours] = value_of({f"{place}.{name}": value}, f"{place}.{name}", NEEDED, (bool,))
+            else:
+                out[ours] = kind_of(_positive(f"{place}.{name}", value))
+        for name, value in given.items():
+            if (name, value) not in _NEUTRAL and not (value is None and name in ("mscale", "mscale_all_dim")):
+                raise Inexpressible(f"{place}.{name}", value, f"our rope_scaling={kind} has no such number")
+        return out
+
+    def write(self, m: Model) -> dict[str, Any]:
+        """Return `rope_parameters` of transformers' config.json for a model, without numbers at their defaults."""
+        kind = "default" if m.rope_scaling == "none" else m.rope_scaling
+        numbers = {name: getattr(m, ours) for name, ours in _SCALINGS.get(kind, {}).items()}
+        given = {name: value for name, value in numbers.items() if value != _DEFAULTS.get(name)}
+        return {"rope_parameters": {"rope_theta": m.rope_theta, "rope_type": kind, **given}}
+
+
+_LINEAR = {"factor": "rope_factor"}
+_LONGER = {**_LINEAR, "original_max_position_embeddings": "rope_original_length"}
+_SCALINGS: dict[str, dict[str, str]] = {  # kind of scaling -> its numbers, by their name: our key
+    "default": {},
+    "linear": _LINEAR,
+    "llama3": {**_LONGER, "low_freq_factor": "rope_low", "high_freq_factor": "rope_high"},
+    "yarn": {**_LONGER, "beta_slow": "rope_low", "beta_fast": "rope_high", "attention_factor": "rope_magnitude",
+             "truncate": "rope_truncate"},
+}  # fmt: skip
+_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0, "attention_factor": 0.0, "truncate": True}  # where one is missing
+_NEUTRAL = (("partial_rotary_factor", 1.0), ("truncate", True))
+
+
+def _positive(name: str, value: Any) -> float:
+    """Return a number >= 0 in transformers' config.json; raises Inexpressible, naming key `name`, for other values."""
+    if type(value) not in (int, float) or value < 0:
+        raise Inexpressible(name, "" if value is None else value, "is no number" if value is not None else "is missing")
+    return value
+
+
+@dataclass(frozen=True)
+class LayerWindows(Rule):
+    """Rule that some layers have a window: `layer_types`, else those from `max_window_layers` on, if
+    `use_sliding_window` (Qwen), or, where a family has no such keys, every second layer from the first (GPT-OSS).
+    `width`: default of sliding_window."""
+
+    theirs: str = "use_sliding_window sliding_window max_window_layers layer_types"
+    width: int = 4096
+
+    def read(self, found: Found) -> dict[str, Any]:
+        """Return our model keys window and window_layers for a config.json. Raises Inexpressible if its keys contradict
+        each other."""
+        layers = value_of(found, "num_hidden_layers", NEEDED, (int,))
+        if not 0 < layers <= MOST_LAYERS:
+            return {}  # refused by the bounds of model.layers
+        alternate = "use_sliding_window" not in self.names
+        used = alternate or value_of(found, "use_sliding_window", False, (bool,))
+        width = value_of(found, "sliding_window", self.width, (int, type(None))) if used else None
+        first = value_of(found, "max_window_layers", 28, (int,))
+        kinds = value_of(found, "layer_types", None, (list, type(None)))
+        if kinds is None:
+            kinds = list(_kinds(layers, lambda i: i % 2 == 0 if alternate else bool(width) and i >= first))
+        if len(kinds) != layers or not all(kind in _KINDS for kind in kinds):
+            raise Inexpressible("layer_types", kinds, f"our words express {' and '.join(_KINDS)}, one for each layer")
+        windowed = [i for i, kind in enumerate(kinds) if kind == _KINDS[1]]
+        if windowed and not width:
+            said = " and ".join(name for name in self.names if name in ("use_sliding_window", "sliding_window"))
+            raise Inexpressible("layer_types", kinds, f"{said}: there is none")
+        return {
+            "window": width if width and windowed else 0,
+            "window_layers": windowed if len(windowed) < layers else [],
+        }
+
+    def write(self, m: Model) -> dict[str, Any]:
+        """Return the keys of a config.json on attention windows; `max_window_layers` where the windowed layers are the
+        last."""
+        windowed = [i for i in range(m.layers) if m.window and (not m.window_layers or i in m.window_layers)]
+        last = windowed and windowed == list(range(windowed[0], m.layers))
+        values = {
+            "use_sliding_window": bool(m.window),
+            "sliding_window": m.window or None,
+            "max_window_layers": windowed[0] if last else 28,
+            "layer_types": list(_kinds(m.layers, lambda i: i in windowed)),
+        }
+        return {name: values[name] for name in self.names}
+
+
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def _kinds(layers: int, windowed: Callable[[int], bool]) -> Iterator[str]:
+    """Yield each layer's attention as `layer_types` of config.json has it: sliding_attention if `windowed`."""
+    return (_KINDS[windowed(i)] for i in range(layers))
+
+
+# Family of models that transformers and we know, as data: keys of its config.json, names of its tensors; and what
+# several families have in common.
+#
+# A tensor of theirs is one of ours, flattened to a matrix [what its product adds, what it contracts], or several of
+# ours one after another, or a row of each in turn (`alternate`); GPT-2's are stored the other way round (`turned`).
+# `{i}` is the number of a layer, `{e}` the number of an expert. A parameter of experts is a matrix for each: a tensor
+# with `{e}` in its name holds the matrix of one, a tensor without stacks the matrices of all. Rows are in the order in
+# which transformers writes them; a row of parameters that a model lacks counts for nothing in it.
+
+
+class TensorRow(NamedTuple):
+    """Name of a Hugging Face tensor, and of our parameters that it holds, one after another, or one after another for
+    each head (`by_head`), or a row of each in turn (`alternate`). `turned`: it is stored as [what it contracts, what it
+    adds]; `gated`: it is there only where feed-forward layers have a gate (True), or none (False)."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    turned: bool = False
+    gated: bool | None = None
+    alternate: bool = False
+    by_head: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """Family of models: `architecture` is the class that has all tensors, others that may be `read` have more or fewer.
+
+    `fixed`: our model keys that are alike in the whole family; what neither they nor `rules`, for the keys of
+    config.json, say is at its default. `rows`: rows of tensors; `prefix`: optional beginning of names, missing as where
+    the class without a head was saved; `same`: names that repeat another tensor (tied); `buffers`: names of tensors
+    that are no parameters, and are not read; `fused`: other rows, in which a layer's experts are stacked.
+    """
+
+    name: str
+    architecture: str
+    read: Sequence[str]
+    fixed: Mapping[str, Any]
+    rules: Sequence[Rule]
+    rows: Sequence[TensorRow]
+    prefix: str
+    same: Mapping[str, str] = field(default_factory=dict)
+    buffers: Sequence[str] = ()
+    fused: Sequence[TensorRow] = ()
+
+
+def modules(names: Mapping[str, str], turned: bool = False) -> Iterator[TensorRow]:
+    """Yield a model family's table rows for weight and bias of modules; `names`: transformers' name -> ours."""
+    for theirs, ours in names.items():
+        endings = (".gain", ".bias") if ours.endswith("norm") else ("", "_bias")
+        for kind, ending in zip(("weight", "bias"), endings, strict=True):
+            held = tuple(f"{name}{ending}" for name in ours.split())
+            yield TensorRow(f"{theirs}.{kind}", held, turned and kind == "weight")
+
+
+ONE_STACK = Only("is_encoder_decoder", (False,), written=False)
+
+PLAIN = {"gelu": "gelu", "gelu_new": "gelu_tanh", "relu": "relu", "silu": "silu"}
+PLAIN |= {"gelu_python": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "swish": "silu"}
+GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_new": "geglu_tanh", "relu": "reglu"}
+GATED |= {"swish": "swiglu", "gelu_python": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_fast": "geglu_tanh"}
+
+
+def special_tokens(begin: int | None, end: int | None, pad: int | None = None) -> dict[str, Any]:
+    """Return a model family's defaults in config.json: the keys for ids of special tokens, and use_cache."""
+    return {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": pad, "use_cache": True}

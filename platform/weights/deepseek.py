@@ -1,0 +1,223 @@
+"""DeepSeek-V2 and V3 (DeepSeek-AI 2024): multi-head latent attention, and experts from the first few layers on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import log, sqrt
+from typing import Any
+
+from platform.config.fields import Model
+from platform.weights.config_keys import (
+    MOST_LAYERS,
+    NEEDED,
+    Family,
+    Found,
+    Free,
+    Inexpressible,
+    Only,
+    Renamed,
+    Rotary,
+    Rule,
+    TensorRow,
+    Translated,
+    Words,
+    modules,
+    sizes_of,
+    special_tokens,
+    value_of,
+)
+from platform.weights.llama import FUSED, LLAMA_FIXED, llama_rules, separate
+
+_WIDTHS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}  # with their defaults
+
+
+def _read_widths(found: Found) -> dict[str, Any]:
+    """Return our model keys for the widths of heads in a config.json. Raises Inexpressible."""
+    nope, rope, value = (value_of(found, name, default, (int,)) for name, default in _WIDTHS.items())
+    for name, derived in (("qk_head_dim", nope + rope), ("head_dim", rope)):
+        if (said := found.get(name, derived)) != derived:
+            raise Inexpressible(name, said, f"transformers derives {derived} of the other widths")
+    return {"d_kv": nope + rope, "d_rope": rope, "d_value": value}
+
+
+def _write_widths(m: Model) -> dict[str, Any]:
+    """Return the widths of a model's heads for a config.json."""
+    sizes = sizes_of(m)
+    own = dict(zip(_WIDTHS, (sizes["d_kv"] - m.d_rope, m.d_rope, sizes["d_value"]), strict=True))
+    return {**own, "qk_head_dim": sizes["d_kv"], "head_dim": m.d_rope}
+
+
+def _read_dense_layers(found: Found) -> dict[str, Any]:
+    """Return our model key for the layers without experts, the first ones of a config.json. Raises Inexpressible."""
+    count = value_of(found, "first_k_dense_replace", NEEDED, (int,))
+    if not 0 <= count <= MOST_LAYERS:
+        raise Inexpressible("first_k_dense_replace", count, f"is no number of layers up to {MOST_LAYERS}")
+    return {"dense_layers": list(range(count))}
+
+
+def _growth(factor: float, weight: float) -> float:
+    """Return the factor on queries, or on scores, by which YaRN answers angles scaled by `factor` (its mscale)."""
+    return 0.1 * weight * log(factor) + 1.0 if factor > 1 else 1.0
+
+
+_WEIGHTS = ("mscale", "mscale_all_dim")
+
+
+def _read_positions(found: Found) -> dict[str, Any]:
+    """Return our model keys for rotary positions in a config.json, and for YaRN's two weights: `mscale_all_dim` scales
+    all scores (model.attention_scale), what remains of `mscale` the part that rotates (model.rope_magnitude). Raises
+    Inexpressible."""
+    place = "rope_scaling" if found.get("rope_scaling") else "rope_parameters"
+    given = found.get(place)
+    if not isinstance(given, Mapping):
+        return _POSITIONS.read(found)
+    rest = {name: value for name, value in given.items() if name not in _WEIGHTS}
+    top, whole = (value_of(given, name, None, (int, float, type(None))) or 0 for name in _WEIGHTS)
+    out = _POSITIONS.read({**found, place: rest})
+    if not top and not whole:
+        return out
+    if out["rope_scaling"] != "yarn":
+        raise Inexpressible(f"{place}.mscale", top or whole, "our words express it with yarn alone")
+    factor, width = out["rope_factor"], _read_widths(found)["d_kv"]
+    if whole:
+        out["attention_scale"] = max(width, 1) ** -0.5 * _growth(factor, whole) ** 2
+    if top and whole and not out["rope_magnitude"]:
+        out["rope_magnitude"] = _growth(factor, top) / _growth(factor, whole)
+    return out
+
+
+def _write_positions(m: Model) -> dict[str, Any]:
+    """Return `rope_parameters` of a model for a config.json, with YaRN's weights if its scores are scaled."""
+    given = dict(_POSITIONS.write(m)["rope_parameters"])
+    unit, grown = 0.1 * log(m.rope_factor), m.attention_scale * sqrt(sizes_of(m)["d_kv"])
+    if m.rope_scaling == "yarn" and unit and grown > 1:
+        whole = round((sqrt(grown) - 1) / unit, 6)
+        magnitude = given.pop("attention_factor", 0.0) or _growth(m.rope_factor, 1)
+        given |= {"mscale": round((magnitude * _growth(m.rope_factor, whole) - 1) / unit, 6), "mscale_all_dim": whole}
+    return {"rope_parameters": given}
+
+
+_POSITIONS = Rotary()
+_LAYER = "model.layers.{i}"
+_ATTENTION = {
+    "q_proj": "query",
+    "q_a_proj": "query_down",
+    "q_a_layernorm": "q_latent_norm",
+    "q_b_proj": "query_up",
+    "kv_a_proj_with_mqa": "kv_down layers.{i}.attention.rotary_key",
+    "kv_a_layernorm": "kv_latent_norm",
+    "o_proj": "output",
+}
+_PRODUCTS = {f"{name}_proj": name for name in ("gate", "up", "down")}
+_KEYS_AND_VALUES = "layers.{i}.attention.key_up", "layers.{i}.attention.value_up"
+
+
+def _rows(experts: list[TensorRow]) -> list[TensorRow]:
+    """Return the rows of DeepSeek's tensors; `experts`: rows of a layer's experts and their router."""
+    products = {f"{_LAYER}.mlp.{theirs}": f"layers.{{i}}.mlp.{ours}" for theirs, ours in _PRODUCTS.items()}
+    shared = {f"{_LAYER}.mlp.shared_experts.{t}": f"layers.{{i}}.mlp.shared.{ours}" for t, ours in _PRODUCTS.items()}
+    attention = {f"{_LAYER}.self_attn.{t}": f"layers.{{i}}.attention.{ours}" for t, ours in _ATTENTION.items()}
+    norms = {"input_layernorm": "attention.norm", "post_attention_layernorm": "mlp.norm"}
+    return [
+        *modules({"model.embed_tokens": "embedding"}),
+        *modules(attention),
+        TensorRow(f"{_LAYER}.self_attn.kv_b_proj.weight", _KEYS_AND_VALUES, by_head=True),
+        *modules(products),
+        *experts,
+        TensorRow(f"{_LAYER}.mlp.gate.e_score_correction_bias", ("layers.{i}.mlp.choice_bias",)),
+        *modules(shared),
+        *modules({f"{_LAYER}.{theirs}": f"layers.{{i}}.{ours}" for theirs, ours in norms.items()}),
+        *modules({"model.norm": "norm", "lm_head": "head"}),
+    ]
+
+
+_NAMES: dict[str, Any] = {
+    "rows": _rows(separate("mlp", "gate_proj", "up_proj", "down_proj")),
+    "prefix": "model.",
+    "same": {"lm_head.weight": "model.embed_tokens.weight"},
+    "fused": _rows(FUSED),
+}
+
+
+def _rules(of_llama: Sequence[Rule], experts: tuple[int, int, int], scale: float, first: int) -> list[Rule]:
+    """Return the rules for a config.json that DeepSeek-V2 and V3 share, with the defaults in which they differ: those
+    `of_llama`; of `experts` their number, width and the number of shared ones; the `scale` of their weights; the number
+    of the `first` layers that have none."""
+    number, width, shared = experts
+    return [
+        *(rule for rule in of_llama if not isinstance(rule, Rotary)),
+        Translated(_POSITIONS.theirs, _read_positions, _write_positions),
+        Translated(" ".join((*_WIDTHS, "qk_head_dim", "head_dim")), _read_widths, _write_widths),
+        Renamed("kv_lora_rank", "kv_latent", 512),
+        Renamed("q_lora_rank", "q_latent", 1536, null=0, written=lambda m: m.q_latent or None),
+        Renamed("n_routed_experts num_local_experts", "experts", number),
+        Renamed("moe_intermediate_size", "expert_d_ff", width),
+        Renamed("n_shared_experts", "shared_experts", shared),
+        Renamed("routed_scaling_factor", "router_scale", scale),
+        Translated(
+            "first_k_dense_replace",
+            lambda found: _read_dense_layers({"first_k_dense_replace": first, **found}),
+            lambda m: {"first_k_dense_replace": len(m.dense_layers)},
+        ),
+        Only("attention_bias", (False,)),
+        Only("moe_layer_freq", (1,), written=False),
+    ]
+
+
+def _read_groups(found: Found) -> dict[str, Any]:
+    """Return our model keys for groups of experts in a DeepSeek-V2 config.json. Raises Inexpressible."""
+    method = value_of(found, "topk_method", "greedy", (str,))
+    if method == "greedy":
+        return {}
+    if method != "group_limited_greedy":
+        raise Inexpressible("topk_method", method, "our words express greedy, group_limited_greedy")
+    groups, kept = (value_of(found, name, NEEDED, (int,)) for name in ("n_group", "topk_group"))
+    return {"router_groups": groups, "router_groups_kept": kept}
+
+
+def _write_groups(m: Model) -> dict[str, Any]:
+    """Return the keys of a DeepSeek-V2 config.json that say among which groups of experts a model chooses."""
+    if m.router_groups_kept >= m.router_groups:
+        return {"topk_method": "greedy", "n_group": 1, "topk_group": 1}  # as V2-Lite has it
+    return {"topk_method": "group_limited_greedy", "n_group": m.router_groups, "topk_group": m.router_groups_kept}
+
+
+_FIXED = {**LLAMA_FIXED, "capacity_factor": 0.0}
+_FREE = {"initializer_range": 0.02, "output_router_logits": False, "pretraining_tp": 1}
+_IGNORED = "auto_map aux_loss_alpha ep_size seq_aux router_aux_loss_coef"
+
+DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    ["DeepseekV2ForCausalLM"],
+    {**_FIXED, "router": "softmax", "router_normalised": False, "rope_pairs": "neighbours"},
+    [
+        *_rules(llama_rules(102400, 11008, 2048, None), (64, 1407, 2), 1.0, 0),
+        Renamed("num_experts_per_tok", "experts_per_token"),
+        Translated("topk_method n_group topk_group", _read_groups, _write_groups),
+        Only("scoring_func", ("softmax",), written=False),
+        Only("norm_topk_prob", (False,)),
+        Only("mlp_bias", (False,)),
+        Free(_IGNORED, {**_FREE, **special_tokens(1, 2)}),
+    ],
+    **_NAMES,
+)
+
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    ["DeepseekV3ForCausalLM"],
+    {**_FIXED, "router": "sigmoid", "router_bias": True, "router_group_best": 2},
+    [
+        *_rules(llama_rules(129280, 18432, 4096, None, d_model=7168, layers=61, heads=128), (256, 2048, 1), 2.5, 3),
+        Renamed("num_experts_per_tok", "experts_per_token", 8),
+        Renamed("n_group", "router_groups", 8),
+        Renamed("topk_group", "router_groups_kept", 4),
+        Renamed("norm_topk_prob", "router_normalised", True),
+        Words("rope_interleave", "rope_pairs", {True: "neighbours", False: "halves"}, True),
+        Only("scoring_func", ("sigmoid",), written=False),
+        Only("topk_method", ("noaux_tc",), written=False),
+        Free(f"{_IGNORED} num_mtp_layers", {**_FREE, "num_nextn_predict_layers": 1, **special_tokens(0, 1)}),
+    ],
+    **_NAMES,
+)

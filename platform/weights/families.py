@@ -1,0 +1,30 @@
+"""All families that are known, by their model_type, and the rules that hold for every config.json."""
+
+from __future__ import annotations
+
+from platform.weights.config_keys import Free, Only, Rule
+from platform.weights.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from platform.weights.encoders import BERT, GPT2, T5
+from platform.weights.llama import GPT_OSS, LLAMA, MISTRAL, MIXTRAL, OLMOE, QWEN2, QWEN3, QWEN3_MOE
+
+_OF_EXPERTS = (MIXTRAL, QWEN3_MOE, OLMOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3)
+FAMILIES = {family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, *_OF_EXPERTS, BERT, T5)}
+
+# Keys that any config.json may have, and that matter to neither logits nor gradients.
+_ANY = """
+    _name_or_path architectures begin_suppress_tokens bos_token_id chunk_size_feed_forward
+    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id gradient_checkpointing id2label initializer_factor initializer_range label2id length_penalty
+    max_length min_length model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
+    output_attentions output_hidden_states output_past output_scores pad_token_id prefix problem_type
+    remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens
+    task_specific_params temperature tokenizer_class top_k top_p torch_dtype torchscript transformers_version
+    typical_p use_bfloat16 use_cache
+"""
+COMMON: tuple[Rule, ...] = (
+    Free(_ANY),
+    Only("pruned_heads", ({}, None), written=False),
+    Only("tie_encoder_decoder", (False,), written=False),
+    Only("bad_words_ids", (None,), written=False),
+)
