@@ -215,7 +215,7 @@ def _reason_of_snapshots(price: SnapshotPrice, own: OwnCosts) -> str:
 # does again. Pure.
 
 # Seconds of the driver and its workers beside NCCL, for a mesh and for each worker of it: from a failure to the next
-# step, 0.5 s of 8 workers and 4.5 s of 1,024, measured on one machine (tests/benchmarks/RESULTS.md).
+# step, 0.5 s of 8 workers and 4.5 s of 1,024, measured on one machine (benchmarks/RESULTS.md).
 MESH, WORKER = 0.5, 0.004
 JOINING = 0.5  # seconds in which NCCL connects the ranks of one communicator: an estimate, until it is measured
 

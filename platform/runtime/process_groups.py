@@ -26,7 +26,7 @@ from platform.runtime.host_memory import TIMEOUT, HostMemory, connect_timeout
 from platform.runtime.progress import PROGRESS, open_sockets
 
 # All-gather, reduce-scatter and all-to-all of gloo, built from its messages between two ranks: 2 to 3 times as fast as
-# gloo's own (`tests/benchmarks/RESULTS.md`), with as many bytes; and rotation, which gloo lacks.
+# gloo's own (`benchmarks/RESULTS.md`), with as many bytes; and rotation, which gloo lacks.
 #
 # gloo's all-to-all sends to a peer before or after it receives from the same one: two ranks use half of their link.
 

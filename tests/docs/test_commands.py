@@ -365,8 +365,8 @@ KINDS: dict[str, Callable[..., None]] = {  # what a command looks like -> the ch
     r"(kind create cluster|kind load docker-image elastic-platform:0\.1\.0)": is_trusted,
     r"(helm install kuberay-operator kuberay-operator --repo \S+ --version 1\.6\.2)": is_trusted,
     r"python -m pytest (.*)": names_files,
-    r"python (?:-m )?(tests[/.]benchmarks[/.].*)": has_options,
-    r"python ((?:docs|dashboards|tests/(?!benchmarks)|examples)/.*)": names_files,
+    r"python (?:-m )?(benchmarks[/.].*)": has_options,
+    r"python ((?:docs|dashboards|tests/|examples)/.*)": names_files,
     r"(source \.venv/bin/activate|pip install -e \.|pip install torch==2\.13\.0|git clone .*|cd .*)": is_trusted,
 }
 

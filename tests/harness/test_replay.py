@@ -1,4 +1,4 @@
-"""Replaying launch logs; tests/parallel/oracle/test_schemes.py replays those of real steps."""
+"""Replaying launch logs; tests/runtime/oracle/test_schemes.py replays those of real steps."""
 
 from __future__ import annotations
 

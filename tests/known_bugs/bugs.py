@@ -11,17 +11,17 @@ from tests.known_bugs import mutants
 from tests.known_bugs.expert_bugs import EXPERT_BUGS
 from tests.known_bugs.known_bug import KnownBug, not_summed, steps, summed_over
 
-SCHEMES = "parallel/oracle/test_schemes.py::test_equals_one_process"
-MODELS = "parallel/oracle/test_models.py::test_equals_one_process"
-EXPERTS = "parallel/oracle/test_experts.py::test_equals_one_process"
-PIPELINES = "parallel/oracle/test_pipelines.py::test_equals_one_process"
-SURVIVORS = "parallel/oracle/test_any_replicas.py::test_fewer_workers_keep_samples_and_losses"
-HEADS = "parallel/oracle/test_schemes.py::test_key_value_heads_fewer_than_axes"
-UNEVEN = "parallel/oracle/test_uneven.py::test_equals_one_process"
-ONE_AXIS = "parallel/oracle/test_every_layout.py::test_one_axis"
-RINGS = "parallel/oracle/test_rings.py::test_equals_one_process"
-PANELS = "parallel/kernels/test_panels.py::test_a_ring_equals_one_softmax"
-MASKS = "parallel/kernels/test_dropout.py::test_the_gradient_has_the_mask_and_nothing_is_saved"
+SCHEMES = "runtime/oracle/test_schemes.py::test_equals_one_process"
+MODELS = "runtime/oracle/test_models.py::test_equals_one_process"
+EXPERTS = "runtime/oracle/test_experts.py::test_equals_one_process"
+PIPELINES = "runtime/oracle/test_pipelines.py::test_equals_one_process"
+SURVIVORS = "runtime/oracle/test_any_replicas.py::test_fewer_workers_keep_samples_and_losses"
+HEADS = "runtime/oracle/test_schemes.py::test_key_value_heads_fewer_than_axes"
+UNEVEN = "runtime/oracle/test_uneven.py::test_equals_one_process"
+ONE_AXIS = "runtime/oracle/test_every_layout.py::test_one_axis"
+RINGS = "runtime/oracle/test_rings.py::test_equals_one_process"
+PANELS = "runtime/kernels/test_panels.py::test_a_ring_equals_one_softmax"
+MASKS = "runtime/kernels/test_dropout.py::test_the_gradient_has_the_mask_and_nothing_is_saved"
 
 ROWS_COLS = {"scheme": "layout rows,cols", "model": "gpt"}
 SEQUENCE = {"scheme": "1d_sp t2", "model": "llama"}

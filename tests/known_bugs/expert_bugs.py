@@ -9,17 +9,17 @@ from platform.plan.plan import Plan
 from tests.harness.plan_mutants import other, with_operations, without
 from tests.known_bugs import expert_mutants as mutants
 from tests.known_bugs.known_bug import KnownBug, not_summed, steps, summed_over
-from tests.parallel.oracle.test_any_replicas import EXPERTS_OF_FOUR
+from tests.runtime.oracle.test_any_replicas import EXPERTS_OF_FOUR
 
-EXPERTS = "parallel/oracle/test_experts.py::test_equals_one_process"
-PLAIN = "parallel/oracle/test_experts.py::test_equals_plain_pytorch"
-UNEQUAL = "parallel/oracle/test_experts.py::test_replicas_with_unequal_numbers_of_sequences"
-PRECISION = "parallel/oracle/test_router_precision.py::test_scores_and_weights_are_those_of_fp32"
-LATENT = "parallel/oracle/test_latent_attention.py::test_equals_one_process"
+EXPERTS = "runtime/oracle/test_experts.py::test_equals_one_process"
+PLAIN = "runtime/oracle/test_experts.py::test_equals_plain_pytorch"
+UNEQUAL = "runtime/oracle/test_experts.py::test_replicas_with_unequal_numbers_of_sequences"
+PRECISION = "runtime/oracle/test_router_precision.py::test_scores_and_weights_are_those_of_fp32"
+LATENT = "runtime/oracle/test_latent_attention.py::test_equals_one_process"
 LOGITS = "weights/test_families.py::test_logits_are_equal"
 STACKS = "weights/test_start.py::test_stacks_and_separate_experts_are_the_same_weights"
-SURVIVORS = "parallel/oracle/test_any_replicas.py::test_fewer_workers_keep_samples_and_losses"
-MEMORY = "parallel/test_memory.py::test_experts_shared_by_replicas"
+SURVIVORS = "runtime/oracle/test_any_replicas.py::test_fewer_workers_keep_samples_and_losses"
+MEMORY = "runtime/test_memory.py::test_experts_shared_by_replicas"
 
 SEQUENCE = {"scheme": "1d_sp"}
 SHARED = {"scheme": "1d_sp", "split": (2, 2)}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.nodes.replayed import bytes_on_link, cases, replay
 from platform.plan.operation_plan import moved_bytes
 from platform.plan.step_collectives import staged_collectives
 from platform.train.replies import CollectiveSpan
-from tests.benchmarks.nodes.replayed import bytes_on_link, cases, replay
 
 
 @pytest.mark.parametrize("case", {case.name: case for case in cases()}.values(), ids=lambda case: case.name)

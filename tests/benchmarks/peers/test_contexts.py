@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
+from benchmarks.peers.contexts.block import Size, configured, given
+from benchmarks.peers.contexts.plain import WAYS
+from benchmarks.peers.contexts.turns import Job, build, difference, floor, sent
+from benchmarks.peers.pairs import OURS, PEER
 from platform.predict.make_plan import make_plan
-from tests.benchmarks.peers.contexts.block import Size, configured, given
-from tests.benchmarks.peers.contexts.plain import WAYS
-from tests.benchmarks.peers.contexts.turns import Job, build, difference, floor, sent
-from tests.benchmarks.peers.pairs import OURS, PEER
 from tests.harness.suite import suite
 
 # Times of what must be sent: keys go around again in the backward pass, and torch's gradients one rank further.

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
+from benchmarks.peers.experts.layer import RANKS, Given, Size, configured, floor, given, leaving
+from benchmarks.peers.experts.turns import Job, build, difference
+from benchmarks.peers.pairs import OURS, PEER
 from platform.predict.make_plan import make_plan
-from tests.benchmarks.peers.experts.layer import RANKS, Given, Size, configured, floor, given, leaving
-from tests.benchmarks.peers.experts.turns import Job, build, difference
-from tests.benchmarks.peers.pairs import OURS, PEER
 from tests.harness.suite import suite
 
 SMALL = Size(16, 4, 2, 8, shared=1, tokens=16, sequences=2, precision="fp64")

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.peers.__main__ import APART, line, verdict
+from benchmarks.peers.pairs import OURS, PEER, Job, Seen, alternate, bootstrap, compare
+from benchmarks.peers.rows import ROWS, configured
 from platform.config.fields import Model
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
-from tests.benchmarks.peers.__main__ import APART, line, verdict
-from tests.benchmarks.peers.pairs import OURS, PEER, Job, Seen, alternate, bootstrap, compare
-from tests.benchmarks.peers.rows import ROWS, configured
 from tests.harness.suite import suite
 
 SMALL = Model(layers=2, d_model=32, heads=4, length=16, vocab=64)
@@ -43,10 +43,10 @@ def test_both_train_alike(model):
 
 def test_what_trains_otherwise_is_seen(monkeypatch):
     """A peer whose learning rate is a tenth higher."""
-    from tests.benchmarks.peers import replicated
+    from benchmarks.peers import replicated
 
     theirs = replicated.settings_of
-    monkeypatch.setattr("tests.benchmarks.peers.gpt.settings_of", lambda c: {**theirs(c), "lr": 1.1 * c.optimizer.lr})
+    monkeypatch.setattr("benchmarks.peers.gpt.settings_of", lambda c: {**theirs(c), "lr": 1.1 * c.optimizer.lr})
     assert apart(job("gpt_tiny"))[0] > APART
 
 
@@ -63,7 +63,7 @@ def test_every_row_has_a_plan_and_a_peer(name):
     row = ROWS[name]
     assert make_plan(configured(row, 1)).mesh.size <= 2
     module, _, function = row.peer.partition(":")
-    spec = importlib.util.find_spec(f"tests.benchmarks.peers.{module}")
+    spec = importlib.util.find_spec(f"benchmarks.peers.{module}")
     assert spec and spec.origin
     with open(spec.origin) as f:
         assert f"def {function}(" in f.read()

@@ -1,4 +1,4 @@
-"""The driver and 64 workers on two nodes, as tests/benchmarks/control.py has 1,024: every byte is counted."""
+"""The driver and 64 workers on two nodes, as benchmarks/control.py has 1,024: every byte is counted."""
 
 from pathlib import Path
 

@@ -14,7 +14,7 @@ from tests.harness.oracle import configure
 from tests.harness.pairwise import cover, product
 from tests.harness.plan_mutants import conversions, every_reading, every_reduction, every_step
 from tests.harness.suite import suite
-from tests.parallel.oracle.test_experts import KINDS, SCHEMES
+from tests.runtime.oracle.test_experts import KINDS, SCHEMES
 
 MESH_TF = {
     "mesh_tf_data": ("mesh_tf_data", {"all": 2}),

@@ -241,7 +241,7 @@ def test_tensor_ranks_divide_whole_experts(name):
 
 
 def test_every_scheme_of_conf_has_its_row():
-    """But Mesh-TensorFlow's, whose tables are in tests/parallel/oracle/test_two_layer.py."""
+    """But Mesh-TensorFlow's, whose tables are in tests/runtime/oracle/test_two_layer.py."""
     shipped = {path.stem for group in ("tensor", "branch") for path in (ROOT / "conf" / group).glob("*.yaml")}
     shipped = {name for name in shipped if not name.startswith("mesh_tf_")}
     assert shipped - {"none", "auto"} <= {word for row in ROWS for word in row.split()}

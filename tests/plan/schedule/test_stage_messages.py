@@ -11,7 +11,7 @@ from platform.plan.simulate import StageMessages, makespan, makespan_with, simul
 from platform.predict.make_plan import make_plan
 from platform.predict.step_price import read_hardware, step_price
 
-# Mbit/s -> seconds of a message of 256 KiB, measured seconds of 1F1B and interleaved (tests/benchmarks/RESULTS.md)
+# Mbit/s -> seconds of a message of 256 KiB, measured seconds of 1F1B and interleaved (benchmarks/RESULTS.md)
 MEASURED = {25: (0.0839, 8.656, 9.535), 100: (0.0210, 6.115, 5.249), 1000: (0.0021, 5.614, 4.807)}
 FORWARD = 0.08
 

@@ -1,0 +1,73 @@
+"""Where a step of GPT-2 124M on one GPU goes, ours beside plain PyTorch, both compiled: kernels by time.
+
+    python -m benchmarks.gpu_profile [--rows 14] [--batch 8] [--eager]
+
+Prints for each side milliseconds of a step, of the GPU's kernels in it, the number of kernels, and the longest kinds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+from torch.autograd import DeviceType
+
+from benchmarks.step_time import GPU_SIZES, PlainLoop
+from platform.config.fields import Config
+from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import SingleRank
+from tests.harness.oracle import trainer_of
+
+WARM_UP, TIMED = 4, 10
+
+
+def kernels_of(step: Callable[[int], float], k: int) -> dict[str, tuple[float, int]]:
+    """Milliseconds and calls of every kernel and copy of step `k`, by name."""
+    with torch.profiler.profile() as profile:
+        step(k)
+        torch.cuda.synchronize()
+    found: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+    for event in profile.events():
+        if event.device_type == DeviceType.CUDA:
+            total, calls = found[event.name]
+            found[event.name] = total + event.time_range.elapsed_us() / 1e3, calls + 1
+    return found
+
+
+def show(name: str, step: Callable[[int], float], rows: int) -> None:
+    for k in range(1, 1 + WARM_UP):
+        step(k)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for k in range(1 + WARM_UP, 1 + WARM_UP + TIMED):
+        step(k)
+    torch.cuda.synchronize()
+    wall = (time.perf_counter() - begin) / TIMED * 1e3
+    found = kernels_of(step, 1 + WARM_UP + TIMED)
+    busy, calls = (sum(x[i] for x in found.values()) for i in (0, 1))
+    print(f"\n{name}: {wall:.2f} ms a step, kernels {busy:.2f} ms, {calls} kernels")
+    for kernel, (total, count) in sorted(found.items(), key=lambda x: -x[1][0])[:rows]:
+        print(f"  {total:8.3f} ms {count:5d}  {kernel[:110]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=14)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--eager", action="store_true")
+    arguments = parser.parse_args()
+    c = Config(model=GPU_SIZES["gpt2_124m"][0], precision="bf16")
+    c.train.compile = "off" if arguments.eager else "on"
+    c.train.global_batch = c.train.microbatch = arguments.batch
+    plan = make_plan(c)
+    ours = trainer_of(c, plan, SingleRank(plan.mesh, "cuda"))
+    plain = PlainLoop(c, "cuda", ours.weights.master, not arguments.eager)
+    show("ours", lambda k: ours.step(k).loss, arguments.rows)
+    show("plain", plain.step, arguments.rows)
+
+
+if __name__ == "__main__":
+    main()

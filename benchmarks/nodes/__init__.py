@@ -1,0 +1,1 @@
+"""Benchmarks on the testbed: nodes as namespaces whose links have a limited rate."""
