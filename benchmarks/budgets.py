@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from platform.launch import compose
+from platform.launch import compose_config
 from platform.runtime.chunked_loss import Classes
 from tests.harness.card import Counted, of_an_update, of_the_loss
 
@@ -34,14 +34,14 @@ def main() -> None:
     print("| loss of bf16 or fp32 logits [8192, 50304], eager | kernels | bytes per logit |\n|---|---|---|")
     for name, dtype in TYPES.items():
         for gradient in (False, True):
-            found = of_the_loss(compose(GPT), LOGITS, dtype, Classes((), 0, LOGITS[1]), gradient)
+            found = of_the_loss(compose_config(GPT), LOGITS, dtype, Classes((), 0, LOGITS[1]), gradient)
             what = "and its gradient" if gradient else "alone"
             print(f"| {name}, {what} | {' | '.join(cells(found, LOGITS[0] * LOGITS[1]))} |")
     parts = [f"{part}: kernels | bytes" for part in ("norm", "update", "compute weights")]
     print(f"\n| run | elements updated | {' | '.join(parts)} |\n{'|---' * 8}|")
     for name, more in RUNS.items():
-        trainer, sections = of_an_update(compose([*GPT, *more]))
-        elements = sum(w.numel() for w in trainer.weights.trained.values())
+        trainer, sections = of_an_update(compose_config([*GPT, *more]))
+        elements = sum(w.numel() for w in trainer.weights.trainable_masters.values())
         whole, copies = sections["optimizer"], Counted()
         copies.kernels["copy_"], copies.moved["copy_"] = whole.kernels["copy_"], whole.moved["copy_"]
         row = [cells(part, elements) for part in (sections["reduce"], whole - copies, copies)]

@@ -29,14 +29,14 @@ import torch  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
 from platform.boundary.storage import open_storage
-from platform.checkpoint.blocks import Block, Box, HeldTensor, shares
+from platform.checkpoint.blocks import Block, Box, HeldTensor, list_written_parts
 from platform.checkpoint.buffer import Image
-from platform.checkpoint.catalogue import begin, commit, load_manifest  # noqa: E402
+from platform.checkpoint.catalogue import choose_attempt_directory, commit_checkpoint, load_manifest  # noqa: E402
 from platform.checkpoint.manifest import Meta
-from platform.checkpoint.moves import restore  # noqa: E402
+from platform.checkpoint.moves import restore_checkpoint  # noqa: E402
 from platform.config.fields import Config, Model  # noqa: E402
 from platform.plan.simulate import stage_rows  # noqa: E402
-from platform.predict.choose_schedule import schedule_of  # noqa: E402
+from platform.predict.choose_schedule import build_schedule  # noqa: E402
 from platform.predict.make_plan import make_plan  # noqa: E402
 from platform.runtime.communicator import SingleRank  # noqa: E402
 from platform.train.trainer import Trainer  # noqa: E402
@@ -93,10 +93,12 @@ def main() -> None:
         for kind in ("model", "exp_avg", "exp_avg_sq")
         for p in plan.parameters
     }
-    state = [HeldTensor.of(n, t.dtype, t.shape, [(0, Box.whole(t.shape))]) for n, t in tensors.items()]
-    blocks = [Block(n, Box.whole(t.shape), t) for n, t in tensors.items()]
+    state = [
+        HeldTensor.group_holders(n, t.dtype, t.shape, [(0, Box.whole_tensor(t.shape))]) for n, t in tensors.items()
+    ]
+    blocks = [Block(n, Box.whole_tensor(t.shape), t) for n, t in tensors.items()]
     shapes = {n: tuple(t.shape) for n, t in tensors.items()}
-    image = Image(0, shares(state, 0))
+    image = Image(0, list_written_parts(state, 0))
     data = memoryview(torch.cat([t.view(-1) for t in tensors.values()]).view(torch.uint8).numpy().data)
     size = len(data)
 
@@ -105,8 +107,8 @@ def main() -> None:
         storage = open_storage(str(here / "ours"))
 
         def ours() -> None:
-            name = begin(storage, 1)
-            commit(storage, name, shapes, [image.write(storage, name)], META)
+            name = choose_attempt_directory(storage, 1)
+            commit_checkpoint(storage, name, shapes, [image.write_file(storage, name)], META)
 
         def torch_dcp(threads: int) -> None:
             writer = dcp.FileSystemWriter(here / "dcp", thread_count=threads)
@@ -120,7 +122,7 @@ def main() -> None:
         }
         reads = [f"{what}, {state}" for state in ("warm", "cold") for what in ("raw read", "restore")]
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in ("copy", *variants, *reads)}
-        image.fill(blocks)
+        image.fill_parts(blocks)
         again = [Block(n, b, torch.zeros_like(t).add_(1)) for n, b, t in blocks]
         memory = memoryview(torch.ones(size, dtype=torch.uint8).numpy().data)
 
@@ -128,15 +130,15 @@ def main() -> None:
             """Read what was just written below `folder`, a raw file or a checkpoint, warm and then cold."""
             work: Callable[[], None] = partial(raw_read, folder, memory)
             if what == "restore":
-                [found] = storage.list("")
-                work = partial(restore, storage, found, load_manifest(storage, found), state, again)
+                [found] = storage.list_sizes("")
+                work = partial(restore_checkpoint, storage, found, load_manifest(storage, found), state, again)
             for temperature in ("warm", "cold"):
                 if temperature == "cold":
                     forget(here)
                 times[f"{what}, {temperature}"].append(seconds(work))
 
         for repeat in range(arguments.repeats):
-            times["copy"].append(seconds(lambda: image.fill(blocks)))
+            times["copy"].append(seconds(lambda: image.fill_parts(blocks)))
             order = list(variants.items())
             for name, work in order[repeat % 2 :] + order[: repeat % 2]:
                 times[name].append(seconds(work))
@@ -164,7 +166,7 @@ def main() -> None:
             + (f" {statistics.median(of_read) / median:11.2f}" if of_read else "")
         )
     if arguments.step:
-        trainer = Trainer(c, plan, SingleRank(plan.mesh), Tokens(c), stage_rows([schedule_of(c, 1)])[0])
+        trainer = Trainer(c, plan, SingleRank(plan.mesh), Tokens(c), stage_rows([build_schedule(c, 1)])[0])
         trainer.step(1)
         step = min(trainer.step(k).step_seconds for k in (2, 3))
         stall = statistics.median(wall for wall, _ in times["copy"])

@@ -33,15 +33,15 @@ from benchmarks.peers.pairs import OURS, PEER, Seen, Step, compare, take_turns  
 from platform.config.fields import Config  # noqa: E402
 from platform.data.packing import (
     best_fit,  # noqa: E402
-    evened,  # noqa: E402
+    even_rows,  # noqa: E402
 )
-from platform.data.step_view import busiest, work_of_documents  # noqa: E402
+from platform.data.step_view import busiest_rank_ratio, count_attention_scores  # noqa: E402
 from platform.plan.layout import (
     Mesh,  # noqa: E402
     Stretch,  # noqa: E402
 )
 from platform.plan.plan import Plan  # noqa: E402
-from platform.plan.plan_summary import ranks_of_context  # noqa: E402
+from platform.plan.plan_summary import coordinates_of_context  # noqa: E402
 from platform.predict.make_plan import make_plan  # noqa: E402
 from platform.runtime import panels  # noqa: E402
 from platform.runtime.communicator import Communicator, SingleRank  # noqa: E402
@@ -69,7 +69,7 @@ class Rows(Tokens):
         length = c.model.length
         sizes = np.random.default_rng(0).lognormal(6.5, 1.2, 3000).astype(np.int64) + 8
         pieces, rows = best_fit(np.append(0, np.cumsum(sizes)), length)
-        pieces = evened(pieces, rows, length)
+        pieces = even_rows(pieces, rows, length)
         self.rows = [pieces[a:b, 1] for a, b in zip(rows[:-1], rows[1:], strict=True)]
 
     def sample(self, draw: np.random.Generator) -> dict[str, np.ndarray]:
@@ -100,10 +100,10 @@ def attend(c: Config, plan: Plan, begins: np.ndarray) -> list[float]:
     m, generator, found = c.model, torch.Generator().manual_seed(0), list[float]()
     width = m.d_model // m.heads
     q, k, v = (torch.randn(1, n, m.length, width, generator=generator) for n in (m.heads, m.kv_heads, m.kv_heads))
-    out = plan.attentions[0].operation.outputs[0]
-    alone = SingleRank(Mesh.of({"stage": 1, "data": 1}))
-    for at in ranks_of_context(plan):
-        queries = plan.stretches(out, "length", at)
+    out = plan.attention_operations[0].operation.outputs[0]
+    alone = SingleRank(Mesh.arrange_axes({"stage": 1, "data": 1}))
+    for at in coordinates_of_context(plan):
+        queries = plan.stretches_of_rank(out, "length", at)
         place = torch.cat([torch.arange(s.first, s.end) for s in queries])
         of_rank = panels.PanelAttention(queries, [[Stretch(0, m.length)]], (), "flash", width**-0.5, True, m.window)
         hiding = panels.Hiding(torch.from_numpy(begins[place][:, None])) if m.within_documents else None
@@ -126,7 +126,7 @@ def attentions(given: argparse.Namespace) -> None:
             c = configured(given, hides, "gather", pieces)
             plan, rows = make_plan(c), Rows(c).batch("train", 0, given.pairs if hides == "documents" else 1)["begins"]
             took = np.array([attend(c, plan, row) for row in rows])
-            counted = busiest(work_of_documents(plan, rows), 1)
+            counted = busiest_rank_ratio(count_attention_scores(plan, rows), 1)
             cells = [str(given.ranks), hides, str(pieces), f"{counted:.2f}",
                      f"{took.max(1).sum():.3f}", f"{took.mean(1).sum():.3f}"]  # fmt: skip
             print(f"| {' | '.join(cells)} |", flush=True)
@@ -142,7 +142,7 @@ def configured(given: argparse.Namespace, hides: str, kind: str, pieces: int) ->
 def evenness(c: Config, plan: Plan, steps: int) -> float:
     """Return the work of the busiest rank in terms of the mean, in the steps of a benchmark."""
     rows = Rows(c).batch("train", 0, steps)["begins"]
-    return busiest(work_of_documents(plan, rows), 1)
+    return busiest_rank_ratio(count_attention_scores(plan, rows), 1)
 
 
 def main() -> None:

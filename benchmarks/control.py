@@ -25,7 +25,7 @@ os.environ["PYTHONPATH"] = str(ROOT)
 
 from platform.cluster import driver  # noqa: E402
 from platform.config.fields import Config  # noqa: E402
-from platform.launch import compose  # noqa: E402
+from platform.launch import compose_config  # noqa: E402
 from platform.monitor import JsonLines  # noqa: E402
 from platform.predict.make_plan import make_plan  # noqa: E402
 from tests.doubles import simulated_worker  # noqa: E402
@@ -40,7 +40,7 @@ WORKER_BYTES = 64  # that a further worker may add to what the driver gets in a 
 def configured(workers: int, per_node: int, zero: int, directory: str) -> Config:
     if workers % REPLICA:
         raise SystemExit(f"--workers {workers}: gpt175b takes a multiple of {REPLICA}")
-    return compose(
+    return compose_config(
         [
             "experiment=gpt175b",
             f"parallel.data={workers // REPLICA}",
@@ -87,10 +87,10 @@ def measure(workers: int, per_node: int, zero: int) -> tuple[float, float]:
         print(f"plan: {time.perf_counter() - begin:.2f} s, {plan.mesh}")
         worker = "tests.doubles.simulated_worker:SimulatedWorker"
         with open(f"{directory}/said", "w") as said, redirect_stdout(said):
-            status = driver.run(config, plan, experiment="gpt175b", worker=worker)
+            status = driver.drive_run(config, plan, experiment="gpt175b", worker=worker)
         assert status == driver.DONE, status
         run = Path(config.run.dir)
-        events = JsonLines.read(run / "journal.jsonl")
+        events = JsonLines.read_objects(run / "journal.jsonl")
         struck = float((run / "struck").read_text())
     calls = crews[0].calls
 

@@ -32,13 +32,13 @@ from platform.config.fields import Config  # noqa: E402
 
 def trial(crew: Crew, job: Job, numbers: list[int], generation: int, victim: int) -> dict[str, float]:
     """Seconds of each phase; `numbers` is left with the survivors."""
-    crew.hire(1)
+    crew.hire_workers(1)
     began = time.perf_counter()
-    crew.seat(job, numbers)
+    crew.seat_members(job, numbers)
     size = job.world_size
-    crew.call("form", ByRank(range(size)), size, job.config, crew.store, generation, [])
+    crew.call_ranks("form", ByRank(range(size)), size, job.config, crew.store, generation, [])
     formed = time.perf_counter() - began
-    while crew.starting:  # it would take the processor from those that are measured
+    while crew.starting_members:  # it would take the processor from those that are measured
         time.sleep(0.05)
     killed = 0.0
 
@@ -51,11 +51,11 @@ def trial(crew: Crew, job: Job, numbers: list[int], generation: int, victim: int
     pid = crew.members[victim].pid
     threading.Thread(target=kill).start()
     try:
-        crew.call("turns")
+        crew.call_ranks("turns")
     except WorkerFailed as error:
         known = time.perf_counter() - killed
         assert error.culprit.member.number == victim and error.culprit.kind == "died", error
-    lost = crew.release()
+    lost = crew.release_members()
     released = time.perf_counter() - killed
     assert [failure.member.number for failure in lost] == [victim], lost
     return {"known": known, "released": released, "formed": formed}

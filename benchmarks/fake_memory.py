@@ -25,14 +25,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from platform.config.fields import Config  # noqa: E402
-from platform.launch import compose  # noqa: E402
+from platform.launch import compose_config  # noqa: E402
 from platform.model import build_model, register_model  # noqa: E402
 from platform.model.layers import dim_sizes  # noqa: E402
 from platform.plan.model_types import Parameter, Spec  # noqa: E402
 from platform.plan.plan import Plan  # noqa: E402
-from platform.predict.footprint import measure  # noqa: E402
+from platform.predict.footprint import measure_passes  # noqa: E402
 from platform.predict.make_plan import make_plan  # noqa: E402
-from platform.predict.memory_budget import needed_bytes  # noqa: E402
+from platform.predict.memory_budget import predict_peak_bytes  # noqa: E402
 from platform.predict.meter import Meter  # noqa: E402
 from platform.runtime.communicator import Communicator, SingleRank  # noqa: E402
 from platform.train.trainer import Trainer  # noqa: E402
@@ -114,14 +114,16 @@ class LiveFakes(Live):
 def pretended(c: Config, plan: Plan, rank: int = 0, device: str = "cpu") -> Iterator[tuple[Trainer, Live]]:
     """The trainer of one rank on fake tensors, and the count of the bytes that these would take."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Communicator, "read", lambda self, x: [1.0] * x.numel()))
+        stack.enter_context(mock.patch.object(Communicator, "read_numbers", lambda self, x: [1.0] * x.numel()))
         stack.enter_context(mock.patch.object(dist.distributed_c10d, "_set_pg_timeout", lambda *_: None))
-        if plan.mesh.size > 1:
-            dist.init_process_group("fake", rank=rank, world_size=plan.mesh.size, store=FakeStore())
+        if plan.mesh.world_size > 1:
+            dist.init_process_group("fake", rank=rank, world_size=plan.mesh.world_size, store=FakeStore())
             stack.callback(dist.destroy_process_group)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         live = stack.enter_context(LiveFakes())
-        world = Pretended(plan, rank, device) if plan.mesh.size > 1 else SingleRank(plan.mesh, torch.device(device))
+        world = (
+            Pretended(plan, rank, device) if plan.mesh.world_size > 1 else SingleRank(plan.mesh, torch.device(device))
+        )
         trainer = trainer_of(c, plan, world, Cached(c), fresh=False)
         for bucket in trainer.weights.buckets if plan.zero == 3 else ():
             live.follow(bucket)
@@ -131,10 +133,10 @@ def pretended(c: Config, plan: Plan, rank: int = 0, device: str = "cpu") -> Iter
 def passes(trainer: Trainer, live: Live) -> tuple[int, int, int]:
     """Bytes that one microbatch's forward pass takes at its peak, that it keeps, and the peak of its backward pass."""
     (chunk,) = trainer.stage.chunks
-    trainer.weights.begin()
-    trainer.passes.part(chunk, {}, "train", 0, trainer.config.train.global_batch)  # what all passes share is made
+    trainer.weights.begin_step()
+    trainer.passes.run_chunk(chunk, {}, "train", 0, trainer.config.train.global_batch)  # what all passes share is made
     before = live.peak = live.now
-    loss = trainer.passes.part(chunk, {}, "train", 0, trainer.config.train.global_batch)["loss"]
+    loss = trainer.passes.run_chunk(chunk, {}, "train", 0, trainer.config.train.global_batch)["loss"]
     found, kept, start = live.peak - before, live.now - before, live.now
     live.peak = start
     loss.backward()
@@ -152,15 +154,15 @@ def fake_passes(c: Config, plan: Plan) -> tuple[int, int, int]:
 
 
 def metered_passes(c: Config, plan: Plan) -> tuple[int, int, int]:
-    (chunk,), at = plan.at(0).chunks, plan.mesh.coordinates(0)
-    found = measure(Meter(plan, c.model.dropout, at), build_model(c.model), chunk, splits=False)
+    (chunk,), at = plan.stage_part(0).chunks, plan.mesh.rank_coordinates(0)
+    found = measure_passes(Meter(plan, c.model.dropout, at), build_model(c.model), chunk, splits=False)
     return found.forward, found.kept, found.backward
 
 
 def fake_step(c: Config, plan: Plan, device: str = "cpu") -> tuple[int]:
     """The most bytes that the ranks of a plan hold in a step but the first."""
     most = 0
-    for rank in range(plan.mesh.size):
+    for rank in range(plan.mesh.world_size):
         with pretended(c, plan, rank, device) as (trainer, live):
             trainer.step(1)
             live.peak = live.now
@@ -201,19 +203,21 @@ def seconds_of(code: str) -> float:
 
 def large() -> None:
     """The forecast of an experiment of many ranks, beside fake passes of one microbatch through one of its chunks."""
-    c = compose(LARGE)
+    c = compose_config(LARGE)
     plan = make_plan(c)
-    _, quick = timed(lambda: (needed_bytes(c, plan),))
-    print(f"{' '.join(LARGE)}, {plan.mesh.size} ranks, {plan.stages} stages: meter, all stages: {quick:.2f} s")
+    _, quick = timed(lambda: (predict_peak_bytes(c, plan),))
+    print(
+        f"{' '.join(LARGE)}, {plan.mesh.world_size} ranks, {plan.num_stages} stages: meter, all stages: {quick:.2f} s"
+    )
 
     def both_ways() -> tuple[int, ...]:
-        out = list(trainer.passes.part(chunk, {}, "train", 0, c.train.microbatch).values())
+        out = list(trainer.passes.run_chunk(chunk, {}, "train", 0, c.train.microbatch).values())
         torch.autograd.backward(out, [torch.ones_like(y) for y in out])
         return ()
 
     with pretended(c, plan) as (trainer, _):
         chunk = trainer.stage.chunks[0]
-        trainer.weights.begin()
+        trainer.weights.begin_step()
         both_ways()
         _, slow = timed(both_ways)
         print(f"fake forward and backward pass, one rank, one of {len(plan.chunks)} chunks: {slow:.2f} s")
@@ -224,7 +228,7 @@ def main() -> None:
     torch.set_num_threads(1)
     compare("pass of one microbatch: forward peak, kept, backward peak", PASSES, metered_passes, fake_passes,
             real_passes)  # fmt: skip
-    compare("step: peak of the largest rank", STEPS, lambda c, plan: (needed_bytes(c, plan),), fake_step,
+    compare("step: peak of the largest rank", STEPS, lambda c, plan: (predict_peak_bytes(c, plan),), fake_step,
             lambda c, plan: (max(rank.peak for rank in count(c, plan)),))  # fmt: skip
     empty = seconds_of("pass")
     print(f"importing torch and its fake tensors: {seconds_of('import torch._subclasses.fake_tensor') - empty:.2f} s")

@@ -15,35 +15,37 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from platform.checkpoint.blocks import Piece, shares
-from platform.checkpoint.moves import World, readers_of
+from platform.checkpoint.blocks import Piece, list_written_parts
+from platform.checkpoint.moves import World, assign_readers
 from platform.checkpoint.snapshots import MemoryMap
-from platform.launch import compose
-from platform.plan.step_collectives import communicators, process_groups
+from platform.launch import compose_config
+from platform.plan.step_collectives import count_communicators, process_groups
 from platform.predict.make_plan import make_plan
 from platform.predict.recovery_price import NODE
 from platform.runtime import host_memory
 from platform.runtime import process_groups as torch_distributed
-from platform.runtime.host_memory import relatives
+from platform.runtime.host_memory import find_relatives
 from platform.runtime.process_groups import ProcessGroups
-from platform.train.training_state import held_of
+from platform.train.training_state import list_state_tensors
 from tests.runtime.communicator.test_forming import SIZES, CountedDist, counted, planned
 
 
 def row(ranks: int) -> list[Any]:
     """Return the cells of a world of so many ranks: of gpt175b, or of the trillion parameters."""
-    config = compose(["+experiment=gpt175b", *SIZES[ranks]])
+    config = compose_config(["+experiment=gpt175b", *SIZES[ranks]])
     start = time.process_time()
     plan = make_plan(config)
     planned = time.process_time() - start
     start = time.process_time()
     axes = process_groups(plan)
     torch_distributed.dist = host_memory.dist = dist = CountedDist()  # type: ignore[assignment]
-    groups = ProcessGroups(plan.mesh, 0, axes, neighbours=plan.neighbours)
+    groups = ProcessGroups(plan.mesh, 0, axes, neighbours=plan.neighbour_stages)
     listed = time.process_time() - start
-    own = {tuple(plan.mesh.groups(a)) for a in axes} - {tuple(plan.mesh.groups(plan.mesh.ordered(plan.mesh.axes)))}
-    before = 1 + sum(map(len, own)) + 2 * len(plan.neighbours) * (ranks // plan.stages)
-    mine = sum(communicators(plan)[groups.coordinates["stage"]])
+    own = {tuple(plan.mesh.list_groups(a)) for a in axes} - {
+        tuple(plan.mesh.list_groups(plan.mesh.order_axes(plan.mesh.axes)))
+    }
+    before = 1 + sum(map(len, own)) + 2 * len(plan.neighbour_stages) * (ranks // plan.num_stages)
+    mine = sum(count_communicators(plan)[groups.coordinates["stage"]])
     return [f"{ranks:,}", f"{before:,}", dist.calls, mine, f"{planned:.2f}", f"{listed:.2f}"]
 
 
@@ -60,7 +62,7 @@ def main() -> None:
         if ranks <= 128:
             assert (counted("tree", ranks), counted("full", min(ranks, 64))) == (tree, planned("full", min(ranks, 64)))
         records = full.read + full.written + NUMBER * ranks**2 * (ranks + 1)
-        most = 1 + max(len(relatives(rank, ranks).peers) for rank in range(ranks))
+        most = 1 + max(len(find_relatives(rank, ranks).peer_ranks) for rank in range(ranks))
         cells = records, full.read + full.written, tree.read + tree.written, ranks, most
         print(f"| {ranks:,} | {' | '.join(f'{cell:,}' for cell in cells)} |", flush=True)
     print("\n| ranks | most peers of a rank, for snapshots | in a turn of a restore |\n|---|---|---|")
@@ -70,9 +72,15 @@ def main() -> None:
 
 def peers(ranks: int) -> tuple[int, int]:
     """Return the most peers of a rank, in the memory of other nodes and in a turn in which all read a checkpoint."""
-    held = held_of(make_plan(compose(["+experiment=gpt175b", *SIZES[ranks]])), ["exp_avg", "exp_avg_sq"])
+    held = list_state_tensors(
+        make_plan(compose_config(["+experiment=gpt175b", *SIZES[ranks]])), ["exp_avg", "exp_avg_sq"]
+    )
     copies = MemoryMap(held, [rank // NODE for rank in range(ranks)], shared=True).copies
-    wanted = [Piece(s.tensor.name, s.tensor.dtype, s.box, None) for rank in range(ranks) for s in shares(held, rank)]
+    wanted = [
+        Piece(s.tensor.name, s.tensor.dtype, s.box, None)
+        for rank in range(ranks)
+        for s in list_written_parts(held, rank)
+    ]
     holders = {tensor.name: tensor.holders.items() for tensor in held}
     turns = (
         (
@@ -80,10 +88,10 @@ def peers(ranks: int) -> tuple[int, int]:
             for sender, pieces in enumerate(readers)
             for piece in pieces
             for box, there in holders[piece.name]
-            if piece.box.overlap(box)
+            if piece.box.intersect_box(box)
             for receiver in there
         )
-        for readers in readers_of(wanted, held, World(0, ranks))
+        for readers in assign_readers(wanted, held, World(0, ranks))
     )
     return most_peers((copy.sender, copy.receiver) for copy in copies), max(map(most_peers, turns))
 

@@ -37,7 +37,7 @@ FOUND = {"cpu": 1.0, "memory": 4e8, "gpu": 0.97, "device_memory": 6e10, "power":
 class Alone(SingleRank):
     """Communicator of rank 0 in a world whose other ranks have sent what it has."""
 
-    def collect(self, numbers: torch.Tensor) -> torch.Tensor:
+    def collect_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return this rank's numbers [n] as those of every rank."""
         return numbers.repeat(self.world, 1)
 
@@ -72,9 +72,9 @@ def of_reports(world: int) -> list[float]:
     mine = StepReport(1, 1.0, 1.0, 1.0, False, 1, (0, 1), 1.0, seconds, {}, 1, 1, [], waits={"t": 0.2, "data": 0.3})
     same, count = replace(mine, gauges=FOUND), iter(range(1 << 30))
     works = [
-        lambda: plain.together(mine),
-        lambda: gauged.together(same),
-        lambda: renewed.together(replace(mine, gauges=FOUND | {"cpu": float(next(count))})),
+        lambda: plain.combine_reports(mine),
+        lambda: gauged.combine_reports(same),
+        lambda: renewed.combine_reports(replace(mine, gauges=FOUND | {"cpu": float(next(count))})),
     ]
     return in_turn(works, 30 if world > 64 else ROUNDS)
 
@@ -90,7 +90,7 @@ def of_rows(folder: Path) -> list[float]:
     ranks = {f"{name}/{end}": 512 for name in names for end in ("min", "max")}
     log = MetricsLog(folder / "metrics.jsonl")
     plain, gauged = MetricsRow(**values), MetricsRow(**values | {"workers": workers, "worker_ranks": ranks})
-    found = in_turn([lambda: log.write(plain), lambda: log.write(gauged)])
+    found = in_turn([lambda: log.write_row(plain), lambda: log.write_row(gauged)])
     log.close()
     return found
 
@@ -109,13 +109,13 @@ def of_steps() -> tuple[list[float], list[float]]:
     communicator = SingleRank(plan.mesh)
     trainer, combiner, own = trainer_of(c, plan, communicator), Combiner(plan, communicator, 1.5), Gauges()
     steps, spent = iter(range(1, 1 << 30)), ([], [])
-    own.start(torch.device("cpu"))
+    own.start_reading(torch.device("cpu"))
     for i in range(400):
         for gauged in (False, True) if i % 2 else (True, False):
             begin = time.process_time()
             report = trainer.step(next(steps))
             report.gauges = own.take_means() if gauged else {}
-            combiner.together(report)
+            combiner.combine_reports(report)
             spent[gauged].append(time.process_time() - begin)
     pairs = [after - before for before, after in zip(*spent, strict=True)]
     return [median(seconds) for seconds in spent], sorted(pairs)
@@ -124,7 +124,7 @@ def of_steps() -> tuple[list[float], list[float]]:
 def main() -> None:
     """Print the costs."""
     sources = list(gauge_sources(""))
-    reading = in_turn([lambda: Gauges().sample(sources)])[0]
+    reading = in_turn([lambda: Gauges().take_reading(sources)])[0]
     print(
         f"a reading, each {gauges.SECONDS:g} s: {reading * 1e6:.0f} us: {reading / gauges.SECONDS:.4%} of a processor"
     )

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from platform.config.fields import Config  # noqa: E402
 from platform.plan.plan import Plan  # noqa: E402
 from platform.predict.make_plan import make_plan  # noqa: E402
-from platform.predict.memory_budget import footprints  # noqa: E402
+from platform.predict.memory_budget import predict_footprints  # noqa: E402
 from platform.runtime.communicator import Communicator  # noqa: E402
 from tests.harness.oracle import configure  # noqa: E402
 from tests.harness.pool import SIZE, Pool  # noqa: E402
@@ -82,10 +82,10 @@ def main() -> None:
             c = configure(**{**MODEL, **plan_of, "length": given.length, **settings})
             c.train.steps = given.steps
             plan = make_plan(c)
-            most = max(footprints(c, plan), key=lambda f: f.total)
+            most = max(predict_footprints(c, plan), key=lambda f: f.total_bytes)
             seen = pool.run(train, c, plan)
             peak, seconds = (max(one) for one in list(zip(*seen, strict=True))[:2])
-            cells = [name, f"{most.total / 1e6:.1f}", f"{peak / 1e6:.1f}", f"{most.total / peak:.3f}"]
+            cells = [name, f"{most.total_bytes / 1e6:.1f}", f"{peak / 1e6:.1f}", f"{most.total_bytes / peak:.3f}"]
             cells += [f"{most.host / 1e6:.1f}", f"{seconds:.1f}", f"{seen[0].loss:.5f}"]
             print(f"| {' | '.join(cells)} |", flush=True)
 

@@ -27,7 +27,7 @@ from benchmarks.step_time import SIZES  # noqa: E402
 from platform.checkpoint.snapshots import MemoryMap  # noqa: E402
 from platform.config.fields import Config  # noqa: E402
 from platform.predict.make_plan import make_plan  # noqa: E402
-from platform.train.training_state import State, held_of  # noqa: E402
+from platform.train.training_state import State, list_state_tensors  # noqa: E402
 from tests.harness.memories import opened, take  # noqa: E402
 from tests.harness.oracle import configure, trainer_of  # noqa: E402
 from tests.harness.pool import Pool  # noqa: E402
@@ -57,7 +57,7 @@ def measure(given: tuple[Config, list[int], int, bool], plan, communicator) -> l
     state = State(trainer)
     memory = opened(state.held, domains, communicator, shared)
     trainer.step(1)
-    flat = torch.ones(sum(block.tensor.nbytes for block in state.blocks()), dtype=torch.uint8)
+    flat = torch.ones(sum(block.tensor.nbytes for block in state.live_blocks()), dtype=torch.uint8)
     there = torch.zeros_like(flat)
     out: list[tuple[float, ...]] = []
     for step in range(2, steps + 5):  # the first three warm up, and make both buffers
@@ -66,7 +66,7 @@ def measure(given: tuple[Config, list[int], int, bool], plan, communicator) -> l
         trainer.step(step)
         communicator.barrier()
         stepped = time.perf_counter(), time.process_time()
-        take(memory, step, state.blocks(), state.values(), communicator.transfer)
+        take(memory, step, state.live_blocks(), state.read_values(), communicator.transfer)
         held = time.perf_counter(), time.process_time()
         there.copy_(flat)
         copied = time.process_time() - held[1]
@@ -94,9 +94,9 @@ def main() -> None:
     for name in PLANS:
         c = config(name)
         plan = make_plan(c)
-        state = held_of(plan, ["exp_avg", "exp_avg_sq"])
+        state = list_state_tensors(plan, ["exp_avg", "exp_avg_sq"])
         held = MemoryMap(state, domains, not arguments.apart)
-        own = max(sum(part.nbytes for part in held.own(rank)) for rank in range(RANKS)) / 1e6
+        own = max(sum(part.nbytes for part in held.own_parts(rank)) for rank in range(RANKS)) / 1e6
         given = max(sum(c.nbytes for c in held.copies if c.receiver == rank) for rank in range(RANKS)) / 1e6
         ranks = pool.run(measure, (c, domains, arguments.steps, not arguments.apart), plan)
         slowest = [

@@ -79,7 +79,7 @@ class Turns:
     its seconds, and those in which the driver records. `served`: seconds of the services' processors since then."""
 
     def __init__(self, journal: Path, count: int):
-        self.journal, self.count, self.own = journal, count, RunMonitor.step
+        self.journal, self.count, self.own = journal, count, RunMonitor.record_step
         self.pairs: list[dict[bool, tuple[float, float]]] = []
         self.chance, self.order = random.Random(0), [True]
         self.pair: dict[bool, tuple[float, float]] = {}  # the one under way
@@ -139,7 +139,7 @@ def measure(batch: int, count: int, names: list[str]) -> str:
         turns = Turns(run / "journal.jsonl", count)
         sizes = [f"train.global_batch={batch}", f"train.microbatch={batch}", f"run.dir={run}"]
         asked = [f"monitor=[{','.join(names)}]"] if names else []
-        with mock.patch.object(RunMonitor, "step", lambda monitor, row: turns.step(monitor, row)):
+        with mock.patch.object(RunMonitor, "record_step", lambda monitor, row: turns.step(monitor, row)):
             launch.main([*OVERRIDES, *sizes, *asked])
     pairs = turns.pairs[:count]
     step = median(pair[False][0] for pair in pairs)

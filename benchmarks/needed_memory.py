@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 
 from platform.config.fields import Config  # noqa: E402
-from platform.launch import compose  # noqa: E402
+from platform.launch import compose_config  # noqa: E402
 from platform.plan.plan import Plan  # noqa: E402
 from platform.predict.make_plan import make_plan  # noqa: E402
-from platform.predict.memory_budget import footprints  # noqa: E402
+from platform.predict.memory_budget import predict_footprints  # noqa: E402
 from platform.runtime.communicator import SingleRank  # noqa: E402
 from platform.runtime.compilation import may_compile  # noqa: E402
 from tests.harness.live import count  # noqa: E402
@@ -71,11 +71,11 @@ def main() -> None:
     print("| plan | needed (GB) | allocated (GB) | tensors / allocated | torch's reserve (GB) | on the device (GB) |")
     print("|---|---|---|---|---|---|")
     for variation in VARIATIONS:
-        config = compose([f"+experiment={arguments.experiment}", *arguments.overrides, *variation.split()])
+        config = compose_config([f"+experiment={arguments.experiment}", *arguments.overrides, *variation.split()])
         config.train = replace(config.train, global_batch=2 * config.train.microbatch)
         plan = make_plan(config)
-        most = max(footprints(config, plan), key=lambda found: found.total)
-        tensors = most.total - most.reserved
+        most = max(predict_footprints(config, plan), key=lambda found: found.total_bytes)
+        tensors = most.total_bytes - most.reserved
         try:
             peak = measure(config, plan, arguments.device, arguments.steps)
             found = f"{peak / 1e9:.3f} | {tensors / peak:.3f} | {' | '.join(in_use(arguments.device))}"

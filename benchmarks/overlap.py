@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.peers.pairs import Comparison, Seen, compare  # noqa: E402
 from benchmarks.peers.rows import Row, configured  # noqa: E402
-from platform.config.fields import Config, key_fields  # noqa: E402
+from platform.config.fields import Config, list_key_fields  # noqa: E402
 from platform.plan.step_collectives import communication  # noqa: E402
 from platform.predict.make_plan import make_plan  # noqa: E402
 from platform.predict.step_price import file_of_hardware  # noqa: E402
@@ -125,7 +125,7 @@ def main() -> None:
     print("| plan | rate | key | first (ms) | second (ms) | gain | 95 % | link (ms) | losses apart |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
     for key in args.switches:
-        if key not in key_fields():
+        if key not in list_key_fields():
             print(f"| - | - | {key} | this version has no such key |")
             continue
         for rate in args.rates:

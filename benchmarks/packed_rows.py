@@ -25,7 +25,7 @@ import torch  # noqa: E402
 
 from benchmarks.peers.pairs import OURS, PEER, Seen, Step, compare, take_turns  # noqa: E402
 from platform.config.fields import Config  # noqa: E402
-from platform.plan.layout import BLOCK, pairs  # noqa: E402
+from platform.plan.layout import BLOCK, pair_queries_with_keys  # noqa: E402
 from platform.plan.operations import fused_attention  # noqa: E402
 from platform.plan.plan import Plan  # noqa: E402
 from platform.predict.make_plan import make_plan  # noqa: E402
@@ -70,24 +70,24 @@ class Packed(Tokens):
 @contextmanager
 def masked() -> Iterator[None]:
     """Hide documents by masks within the context."""
-    here = panels.pairs_of, fused_attention.LEAST
+    here = panels.document_pairs, fused_attention.LEAST
 
     def every(begins, queries, short, key, make):
         """Every pair of blocks that causality leaves, each with a mask."""
         keys, how, _ = key
-        return pairs(queries, keys, *how, BLOCK, (0, NEVER))
+        return pair_queries_with_keys(queries, keys, *how, BLOCK, (0, NEVER))
 
-    panels.pairs_of, fused_attention.LEAST = every, NEVER
+    panels.document_pairs, fused_attention.LEAST = every, NEVER
     try:
         yield
     finally:
-        panels.pairs_of, fused_attention.LEAST = here
+        panels.document_pairs, fused_attention.LEAST = here
 
 
 def in_turn(job: Job, plan: Plan, communicator: Communicator) -> dict[str, Seen]:
     """Step both systems in turn on this rank."""
     torch.set_num_threads(1)
-    alone = SingleRank(plan.mesh) if plan.mesh.size == 1 else communicator
+    alone = SingleRank(plan.mesh) if plan.mesh.world_size == 1 else communicator
     trainers = {name: trainer_of(job.config, plan, alone, Packed(job)) for name in (OURS, PEER)}
 
     def as_masked(step: int) -> float:
@@ -116,7 +116,7 @@ def main() -> None:
             for name in given.plans:
                 c = configure(**{**MODEL, **PLANS[name], "length": length})
                 plan = make_plan(c)
-                with closing(Pool(plan.mesh.size, PATIENCE)) as pool:
+                with closing(Pool(plan.mesh.world_size, PATIENCE)) as pool:
                     found = compare(pool.run(in_turn, Job(c, documents, given.warmup, given.pairs), plan))
                 cells = [f"{length:,}", str(documents), name, *(f"{s:.2f}" for s in found.seconds),
                          f"**{found.ratio:.3f}**", "{:.3f} to {:.3f}".format(*found.interval)]  # fmt: skip

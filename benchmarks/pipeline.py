@@ -29,7 +29,7 @@ from platform.plan.simulate import (
     simulate,  # noqa: E402
     stage_rows,  # noqa: E402
 )
-from platform.predict.choose_schedule import schedule_of  # noqa: E402
+from platform.predict.choose_schedule import build_schedule  # noqa: E402
 from platform.predict.make_plan import make_plan  # noqa: E402
 from platform.runtime.communicator import Communicator  # noqa: E402
 from platform.runtime.pipeline import PipelineExecutor  # noqa: E402
@@ -64,8 +64,8 @@ class Sleep(torch.autograd.Function):
 
 def sleeping_stage(config, plan, communicator, seconds: float) -> Callable[[], object]:
     """One step of the executor on this stage, whose computations sleep."""
-    row = stage_rows([schedule_of(config, 1)])[communicator.coordinates["stage"]].steps[0]
-    here = plan.at(communicator.coordinates["stage"])
+    row = stage_rows([build_schedule(config, 1)])[communicator.coordinates["stage"]].steps[0]
+    here = plan.stage_part(communicator.coordinates["stage"])
     shape = config.model.length, config.train.microbatch, config.model.d_model
 
     def forward(chunk, microbatch, flow, deferred):
@@ -75,8 +75,8 @@ def sleeping_stage(config, plan, communicator, seconds: float) -> Callable[[], o
         y = Sleep.apply(x, seconds, seconds if deferred is not None else 2 * seconds)
         return {"stream": y} if chunk.sends else {"loss": y.sum()}
 
-    communicator.meet(plan.neighbours)
-    return partial(PipelineExecutor(here, communicator, torch.float32, forward).run, row)
+    communicator.open_stage_connections(plan.neighbour_stages)
+    return partial(PipelineExecutor(here, communicator, torch.float32, forward).run_row, row)
 
 
 def ours(config, plan, communicator, seconds: float, repeats: int) -> list[float]:
@@ -146,7 +146,7 @@ def main() -> None:
             config = configure(
                 microbatch=1, global_batch=m, precision="fp32", pipeline=kind, stages=STAGES, chunks=v, **size
             )
-            plan, closed = make_plan(config), simulate(schedule_of(config, 1)).bubble
+            plan, closed = make_plan(config), simulate(build_schedule(config, 1)).bubble
             cells = []
             for engine in (ours,) if args.alone or kind not in PEERS else (ours, torchs):
                 work = partial(engine, seconds=whole / v, repeats=args.repeats)

@@ -117,7 +117,7 @@ class Torchs:
 
     def __init__(self, c: Config, plan: Plan, communicator: Communicator, weights: dict[str, Tensor]):
         self.config, self.tokens, self.rank = c, Tokens(c), communicator.rank
-        (chunk,) = plan.at(communicator.coordinates["stage"]).chunks
+        (chunk,) = plan.stage_part(communicator.coordinates["stage"]).chunks
         self.model = Stage(c.model, chunk.units, weights)
         stream = torch.zeros(1, c.model.length, c.model.d_model, requires_grad=True)
         tokens = torch.zeros(1, c.model.length, dtype=torch.int64)
@@ -160,7 +160,7 @@ def alternate(
     trainers = {name: trainer_of(configured(name), plan, communicator) for name in schedules}
     weights = {n: w.detach() for n, w in trainers[schedules[0]].weights.master.items()}
     torchs = Torchs(config, plan, communicator, weights)
-    communicator.meet(plan.neighbours)
+    communicator.open_stage_connections(plan.neighbour_stages)
     steps: dict[str, Callable[[int], float]] = {n: lambda k, t=t: t.step(k).loss for n, t in trainers.items()}
     steps[TORCHS] = torchs.step
     found: Measured = {name: [] for name in steps}

@@ -11,9 +11,9 @@ import argparse
 import time
 from collections.abc import Sequence
 
-from platform.launch import compose
+from platform.launch import compose_config
 from platform.plan.plan import Plan
-from platform.plan.plan_check import unsound
+from platform.plan.plan_check import find_unsoundness
 from platform.predict.make_plan import make_plan
 
 LARGE = ["train.global_batch=1024", "precision=bf16"]
@@ -52,10 +52,10 @@ PLANS = {
 
 def timed(overrides: Sequence[str]) -> tuple[float, float, Plan]:
     """Return the CPU seconds of planning and of checking a new plan, and the plan."""
-    config, start = compose(overrides), time.process_time()
+    config, start = compose_config(overrides), time.process_time()
     plan = make_plan(config)
     planned = time.process_time()
-    assert unsound(plan) == []
+    assert find_unsoundness(plan) == []
     return planned - start, time.process_time() - planned, plan
 
 
@@ -69,7 +69,9 @@ def main() -> None:
         planning, check = (min(times) for times in list(zip(*rounds, strict=True))[:2])
         plan = rounds[0][2]
         share = f"{check / planning:.0%}"
-        print(f"| {name} | {plan.mesh.size:,} | {len(plan.operations):,} | {planning:.2f} | {check:.2f} | {share} |")
+        print(
+            f"| {name} | {plan.mesh.world_size:,} | {len(plan.operations):,} | {planning:.2f} | {check:.2f} | {share} |"
+        )
 
 
 if __name__ == "__main__":

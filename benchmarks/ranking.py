@@ -23,11 +23,11 @@ from typing import Any
 from benchmarks.nodes.cases import Case
 from benchmarks.nodes.measured import seconds
 from platform.cluster.calibration_run import TINY
-from platform.launch import compose
-from platform.predict.calibration import Seen, as_file, calibration_rounds, hardware_of_rounds
+from platform.launch import compose_config
+from platform.predict.calibration import Seen, format_hardware_file, hardware_of_rounds, plan_calibration_rounds
 from platform.predict.make_plan import make_plan
-from platform.predict.measured_runs import MeasuredRun, as_text, compare, counted_flops
-from platform.predict.step_price import read_hardware, step_configs, work_of
+from platform.predict.measured_runs import MeasuredRun, compare_runs, count_step_flops, format_comparison
+from platform.predict.step_price import build_step_work, read_hardware, step_configs
 from tests.harness.oracle import configure
 from tests.testbed.links import Links, why_not
 from tests.testbed.ranks import on_nodes
@@ -97,23 +97,25 @@ def calibrate_and_step(
     import torch
     import torch.distributed as dist
 
-    from platform.runtime.process_groups import join, meet
-    from platform.train.calibration_rates import collective_rates, in_groups, kernel_rates
+    from platform.runtime.process_groups import join_default_group, meet_ranks
+    from platform.train.calibration_rates import connect_groups, measure_collective_rates, measure_kernel_rates
     from tests.testbed.ranks import measure_steps
 
     torch.set_num_threads(1)
     dist.destroy_process_group()
     found = []
-    for number, one in enumerate(calibration_rounds(nodes)):
-        communicator = in_groups(one.seats.index(rank), one.shape, str(number), (address[0], address[1]), "cpu")
+    for number, one in enumerate(plan_calibration_rounds(nodes)):
+        communicator = connect_groups(
+            one.mesh_ranks.index(rank), one.group_shape, str(number), (address[0], address[1]), "cpu"
+        )
         if one.tier == "kernels":
-            measured = kernel_rates(communicator, compose([*TINY]), False)
+            measured = measure_kernel_rates(communicator, compose_config([*TINY]), False)
         else:
-            measured = collective_rates(communicator, False)
+            measured = measure_collective_rates(communicator, False)
         communicator.barrier()
         communicator.close()
         found.append(measured.timings)
-    join(meet(len(nodes), (address[0], address[1]), "steps"), rank, len(nodes), "cpu")
+    join_default_group(meet_ranks(len(nodes), (address[0], address[1]), "steps"), rank, len(nodes), "cpu")
     return found, measure_steps(rank, variants, count, before=1)
 
 
@@ -132,9 +134,9 @@ def hardware_text(case: Case, timings: Sequence[Any]) -> str:
     """Return the text of the file that `calibrate` would write on the nodes of a case."""
     nodes = [f"node{rank // case.per_node}" for rank in range(case.ranks)]
     seen = Seen(date.today().isoformat(), "fp32", "cpu", {node: nodes.count(node) for node in nodes}, "cpu")
-    by_round = [(one, [rank[i] for rank in timings]) for i, one in enumerate(calibration_rounds(nodes))]
-    steps = [work_of(c, make_plan(c)) for c in step_configs(compose([*TINY]), False, False)]
-    return as_file(*hardware_of_rounds(read_hardware("cpu"), by_round, seen, steps), seen)
+    by_round = [(one, [rank[i] for rank in timings]) for i, one in enumerate(plan_calibration_rounds(nodes))]
+    steps = [build_step_work(c, make_plan(c)) for c in step_configs(compose_config([*TINY]), False, False)]
+    return format_hardware_file(*hardware_of_rounds(read_hardware("cpu"), by_round, seen, steps), seen)
 
 
 def measured_runs(case: Case, hardware: str, steps: Mapping[str, Any]) -> list[MeasuredRun]:
@@ -142,8 +144,8 @@ def measured_runs(case: Case, hardware: str, steps: Mapping[str, Any]) -> list[M
     found = []
     for name, how in case.variants.items():
         plan, there = case.plan(name), read_hardware(hardware)
-        work, took = work_of(configure(**how), plan), seconds(steps[name])
-        found.append(MeasuredRun(name, {}, work, there, took, counted_flops(plan, False)))
+        work, took = build_step_work(configure(**how), plan), seconds(steps[name])
+        found.append(MeasuredRun(name, {}, work, there, took, count_step_flops(plan, False)))
     return sorted(found, key=lambda run: run.seconds)
 
 
@@ -162,7 +164,10 @@ def main() -> None:
             file = Path(folder, f"{name}.yaml")
             file.write_text(hardware_text(case, timings))
             runs = measured_runs(case, str(file), steps)
-            print("\n".join(["", file.read_text(), *as_text(compare(runs, [False] * len(runs)))]), flush=True)
+            print(
+                "\n".join(["", file.read_text(), *format_comparison(compare_runs(runs, [False] * len(runs)))]),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from statistics import median
 
 import pytest
 
-from platform.launch import compose
+from platform.launch import compose_config
 from platform.plan.operations.recorder import Recorder
 from platform.plan.step_collectives import communication
 from platform.predict.make_plan import make_plan
@@ -32,7 +32,7 @@ SIZES = {"length": 256, "window": 256, "d_model": 512, "heads": 8, "d_ff": 2048,
 def whole_blocks() -> Iterator[None]:
     """Plan, within the context, as if each recomputed result were needed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Recorder, "_leave_out", lambda *_: None)
+        patch.setattr(Recorder, "_mark_left_out", lambda *_: None)
         yield
 
 
@@ -61,7 +61,7 @@ def main() -> None:
         took = {id(trainer): seconds(trainer, step) for trainer in order}
         ratios.append(took[id(few)] / took[id(whole)])
     print(f"CPU time of a step, of that with whole blocks: {median(ratios[3:]):.3f}")
-    c = compose(["+experiment=gpt175b"])
+    c = compose_config(["+experiment=gpt175b"])
 
     def of_gpt() -> tuple[float, float]:
         plan = make_plan(c)

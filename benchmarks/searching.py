@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import time
 
-from platform.launch import compose
-from platform.plan.plan_builder import without_collecting
+from platform.launch import compose_config
+from platform.plan.plan_builder import pause_garbage_collection
 from platform.predict.contenders import Space
-from platform.predict.search import Field, search
+from platform.predict.search import Field, search_plans
 from platform.predict.step_price import read_hardware
 
 GIVEN = "+experiment=gpt175b", "model=gpt_1t", "plan.search=[all]", "train.global_batch=3072"
@@ -17,14 +17,14 @@ WORKERS, MEMORY = 3072, 80e9
 
 def main() -> None:
     """Print a row for each part."""
-    config, hardware = compose(list(GIVEN)), read_hardware("a100_80g")
+    config, hardware = compose_config(list(GIVEN)), read_hardware("a100_80g")
     begin = time.process_time()
-    with without_collecting():
-        _, judged = Field(Space(config), WORKERS, MEMORY, hardware).rated()
+    with pause_garbage_collection():
+        _, judged = Field(Space(config), WORKERS, MEMORY, hardware).rate_contenders()
     closed = time.process_time() - begin
     print(f"| closed form | {judged:,} plans | {closed:.1f} s | {judged / closed:,.0f} plans/s |")
     begin = time.process_time()
-    found = search(config, WORKERS, MEMORY, hardware)
+    found = search_plans(config, WORKERS, MEMORY, hardware)
     whole = time.process_time() - begin
     print(f"| search, with the sketches that are there | {len(found.tried)} priced | {whole:.1f} s |  |")
 

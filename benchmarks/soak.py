@@ -43,9 +43,9 @@ sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = str(ROOT)
 
 from platform.config.run_rules import FAULT_KINDS  # noqa: E402
-from platform.jobs.slurm import slurm_job  # noqa: E402
-from platform.monitor import JsonLines, cost_line, goodput  # noqa: E402
-from platform.monitor.events import from_plain  # noqa: E402
+from platform.jobs.slurm import render_slurm_job  # noqa: E402
+from platform.monitor import JsonLines, compute_goodput, cost_line  # noqa: E402
+from platform.monitor.events import parse_event  # noqa: E402
 from tests.harness.commands import QUICK, SMALL  # noqa: E402
 from tests.harness.process_tree import descendants, gone, parents  # noqa: E402
 from tests.harness.process_use import Use, members, port_of, words_of  # noqa: E402
@@ -138,7 +138,7 @@ class Soak:
             for i, s in enumerate(FAULT_STEPS)
         ]
         own = [f"run.dir={self.run_dir}", f"checkpoint.url={self.run_dir}/checkpoints"]
-        script = slurm_job([*TYPED, *LAYOUT, *own, f"elastic.faults=[{','.join(faults)}]"])
+        script = render_slurm_job([*TYPED, *LAYOUT, *own, f"elastic.faults=[{','.join(faults)}]"])
         environment = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT), "STEP_SECONDS": STEP_SECONDS}
         self.job = SlurmJob(folder, script, ["node1"], **environment)
         self.seen: list[tuple[str, Use | None, Use | None]] = []  # crew, driver, workers
@@ -159,7 +159,7 @@ class Soak:
 
     def journal(self) -> list[dict[str, Any]]:
         path = self.run_dir / "journal.jsonl"
-        return JsonLines.read(path) if path.exists() else []
+        return JsonLines.read_objects(path) if path.exists() else []
 
     def run(self) -> None:
         """Let the job live, again and again, until the time is over."""
@@ -333,7 +333,7 @@ def different(rows: list[dict[str, Any]], folder: Path) -> Iterator[str]:
     if done.returncode:
         yield f"the undisturbed run ended with {done.returncode}: {done.stderr[-500:]}"
         return
-    wanted = {row["step"]: row for row in JsonLines.read(alone / "metrics.jsonl")}
+    wanted = {row["step"]: row for row in JsonLines.read_objects(alone / "metrics.jsonl")}
     if {row["step"] for row in rows} != {*wanted}:
         yield f"steps are missing: {sorted({*wanted} - {row['step'] for row in rows})[:10]}"
     most = 0.0
@@ -359,7 +359,7 @@ def verdict(soak: Soak, folder: Path) -> list[str]:
     wrong += [f"{kind} never struck" for kind in (*soak.struck, *FAULT_KINDS) if not struck[kind]]
     crews = Counter(life.crew for life in soak.lives)
     kinds = f"{crews['processes']} of forked workers, {crews['ray']} of Ray's actors"
-    cost = cost_line(goodput(map(from_plain, events)))
+    cost = cost_line(compute_goodput(map(parse_event, events)))
     print(f"{len(soak.lives)} lives ({kinds}); {cost}; {whole} times memory was not whole", file=sys.stderr)
     print("strikes:", "; ".join(f"{kind} {count}" for kind, count in struck.items()), file=sys.stderr)
     return wrong

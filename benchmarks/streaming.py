@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = str(ROOT)
 
 from platform.config.fields import Data  # noqa: E402
-from platform.data.text_sources import stdlib_files  # noqa: E402
+from platform.data.text_sources import find_stdlib_files  # noqa: E402
 from platform.monitor import JsonLines, MetricsLog  # noqa: E402
 
 MODEL = "model.layers=2 model.d_model=64 model.heads=4 model.length=256 model.vocab=4096 model.d_ff=256".split()
@@ -34,7 +34,7 @@ BLOCK = 4_000_000
 def written(file: Path, megabytes: int) -> None:
     """Write records of text of the standard library, each text with a line of its own in front, until there are so many
     bytes of them."""
-    texts, size, turn = [f.read_text(errors="ignore") for f in stdlib_files(Data())], 0, 0
+    texts, size, turn = [f.read_text(errors="ignore") for f in find_stdlib_files(Data())], 0, 0
     with file.open("w") as out:
         while size < megabytes * 1_000_000:
             size += out.write(json.dumps({"text": f"# copy {turn}\n{texts[turn % len(texts)]}"}) + "\n")
@@ -47,8 +47,8 @@ def launched(folder: Path, name: str, steps: int, *more: str) -> dict[str, float
     command = [sys.executable, "-m", "platform.launch", "+experiment=gpt_quick", *MODEL, *RUN, *given, *more]
     start = time.time()
     subprocess.run([*command, f"train.steps={steps}"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
-    [first] = [e["time"] for e in JsonLines.read(folder / name / "journal.jsonl") if e["event"] == "first_step"]
-    rows = MetricsLog.read(folder / name / "metrics.jsonl")
+    [first] = [e["time"] for e in JsonLines.read_objects(folder / name / "journal.jsonl") if e["event"] == "first_step"]
+    rows = MetricsLog.read_rows(folder / name / "metrics.jsonl")
     seconds = [row["step_seconds"] for row in rows[5:] or rows]
     files = [path.stat().st_size for path in (folder / f"{name}-cache").rglob("*.bin")]
     return {

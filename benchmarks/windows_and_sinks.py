@@ -23,7 +23,7 @@ import torch  # noqa: E402
 from platform.plan.operations import fused_attention  # noqa: E402
 from platform.plan.operations.recorder import Recorder  # noqa: E402
 from platform.predict.make_plan import make_plan  # noqa: E402
-from platform.predict.memory_budget import needed_bytes  # noqa: E402
+from platform.predict.memory_budget import predict_peak_bytes  # noqa: E402
 from platform.runtime.communicator import SingleRank  # noqa: E402
 from tests.harness.oracle import configure, trainer_of  # noqa: E402
 
@@ -43,8 +43,8 @@ CASES: list[dict[str, Any]] = [
 def whole() -> Iterator[None]:
     """Compute all scores: hidden by a mask, or with a sink by a softmax between two products."""
     with (
-        patch.object(Recorder, "rings", lambda *_: False),
-        patch.object(fused_attention, "_in_pairs", lambda *_: False),
+        patch.object(Recorder, "uses_ring_attention", lambda *_: False),
+        patch.object(fused_attention, "_computes_pair_by_pair", lambda *_: False),
     ):
         yield
 
@@ -62,7 +62,7 @@ def main() -> None:
         for system in (0, 1):
             with whole() if system else ExitStack():
                 plan = make_plan(config)
-                needed[system] = needed_bytes(config, plan) / 1e6
+                needed[system] = predict_peak_bytes(config, plan) / 1e6
                 trainers.append(trainer_of(config, plan, SingleRank(plan.mesh)))
         losses: list[list[float]] = [[], []]
         for step in range(1, given.steps + 1):

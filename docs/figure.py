@@ -111,4 +111,4 @@ def draw(rows: Sequence[dict[str, Any]], plan: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     run = Path(sys.argv[1])
-    print(draw(MetricsLog.read(run / "metrics.jsonl"), json.loads((run / "plan.json").read_text())), end="")
+    print(draw(MetricsLog.read_rows(run / "metrics.jsonl"), json.loads((run / "plan.json").read_text())), end="")

@@ -38,11 +38,11 @@ def main() -> int:
 def _refuse(name: str) -> int:
     """Print in one line on stderr that `name` is no command, and return the exit status of a mistake."""
     from platform.boundary.interrupts import COMMANDS
-    from platform.boundary.refusals import REFUSED, closest
+    from platform.boundary.refusals import REFUSED, closest_values
     from platform.boundary.terminal import print_refusals
 
     wrong = f"{name}: no command" if name else "it needs a command"
-    print_refusals("elastic-platform", [f"{wrong}; nearest legal: {', '.join(closest(name, COMMANDS))}"])
+    print_refusals("elastic-platform", [f"{wrong}; nearest legal: {', '.join(closest_values(name, COMMANDS))}"])
     return REFUSED
 
 

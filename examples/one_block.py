@@ -73,7 +73,7 @@ def forward_backward(made: Plan, communicator: Communicator, config) -> tuple[fl
         if axes:
             gradients[name] = communicator.launch("all_reduce", gradients[name], axes).wait()
     total = loss.detach() if counts_at(communicator.coordinates, made.loss_layout.axes) else torch.zeros_like(loss)
-    if everywhere := made.mesh.ordered(made.mesh.axes):
+    if everywhere := made.mesh.order_axes(made.mesh.axes):
         total = communicator.launch("all_reduce", total, everywhere).wait()
     return total.item(), gradients
 
@@ -82,13 +82,13 @@ def rank(number: int, store: str) -> None:
     torch.set_num_threads(1)
     config, alone = compose(*COMMON, *SCHEME), compose(*COMMON)
     made, serial = plan(config), plan(alone)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=made.mesh.size)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=made.mesh.world_size)
     communicator = ProcessGroups(made.mesh, number, process_groups(made))
     loss, gradients = forward_backward(made, communicator, config)
     expected, whole = forward_backward(serial, SingleRank(serial.mesh), alone)
     worst = 0.0
     for p in made.parameters:
-        mine = tuple(slice(first, first + n) for first, n in made.block(p, communicator.coordinates))
+        mine = tuple(slice(first, first + n) for first, n in made.locate_block(p, communicator.coordinates))
         worst = max(worst, (gradients[p.name] - whole[p.name][mine]).abs().max().item())
     scale = max(g.abs().max().item() for g in whole.values())
     seat = ", ".join(f"{axis}={i}" for axis, i in communicator.coordinates.items() if made.mesh.axes[axis] > 1)
@@ -103,4 +103,4 @@ if __name__ == "__main__":
     made = plan(compose(*COMMON, *SCHEME))
     print(describe(made), flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank, (f"{folder}/store",), nprocs=made.mesh.size)
+        mp.spawn(rank, (f"{folder}/store",), nprocs=made.mesh.world_size)

@@ -25,20 +25,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from platform.boundary.redaction import REDACTED, register_url_secrets, shielded
-from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
+from platform.boundary.redaction import REDACTED, redact_output, register_url_secrets
+from platform.boundary.refusals import ConfigError, format_violation, refuse_all, refuse_failures
 from platform.boundary.schema import Malformed
 from platform.cluster import run_directory
 from platform.cluster.callbacks import CallbackGuard, Callbacks
 from platform.cluster.shown_commands import Command
 from platform.config.composition import CONF
-from platform.config.fields import Config, flat_values, shown_value, violations_of_types
+from platform.config.fields import Config, describe_value, flatten_config, violations_of_types
 from platform.config.key import WORKERS, key
 from platform.config.validation import violations_of_configuration
 from platform.data.objectives import Causal, register_objective
 from platform.data.text_sources import register_documents, register_source
-from platform.launch import DONE, STOPPED, prepare
-from platform.launch import compose as compose_arguments
+from platform.launch import DONE, STOPPED, prepare_plan
+from platform.launch import compose_config as compose_arguments
 from platform.model import register_model
 from platform.model.attention import TransformerBlock
 from platform.model.layers import StackSpecs, dim_sizes
@@ -158,10 +158,10 @@ def compose(*overrides: str, experiment: str = "", config_dir: str | os.PathLike
 
     Raises ConfigError.
     """
-    _of_texts("overrides", overrides)
-    _of_texts("experiment", [experiment])
+    _check_texts("overrides", overrides)
+    _check_texts("experiment", [experiment])
     chosen = [f"+experiment={experiment}"] if experiment else []
-    folder = None if config_dir is None else str(_path("config_dir", config_dir))
+    folder = None if config_dir is None else str(_read_path_argument("config_dir", config_dir))
     return compose_arguments([*chosen, *overrides], folder)
 
 
@@ -171,7 +171,9 @@ def plan(config: Config, workers: int | None = None) -> Plan:
     ConfigError."""
     lines = violations_of_configuration(config)
     if workers is not None and not (type(workers) is int and 1 <= workers <= WORKERS):
-        lines.append(violation("workers", shown_value(workers), f"must be an integer from 1 to {WORKERS}", [1]))
+        lines.append(
+            format_violation("workers", describe_value(workers), f"must be an integer from 1 to {WORKERS}", [1])
+        )
     refuse_all(lines)
     if config.plan.search:
         from platform.predict.search import choose_plan
@@ -191,21 +193,23 @@ def run(config: Config, callbacks: Callbacks | None = None) -> Result:
         raise RuntimeError("run() handles signals: call it from the main thread")
     lines = violations_of_configuration(config) if violations_of_types(config) else []
     if not isinstance(callbacks, Callbacks | None):
-        lines.append(violation("callbacks", shown_value(callbacks), "must be Callbacks(on_step=..., on_event=...)"))
+        lines.append(
+            format_violation("callbacks", describe_value(callbacks), "must be Callbacks(on_step=..., on_event=...)")
+        )
     refuse_all(lines)
     config, guard = deepcopy(config), CallbackGuard(callbacks or Callbacks())
     register_url_secrets(config.to_dict())
-    with shielded(sys.stdout, sys.stderr):
-        made, lines = prepare(config, violations_of_configuration(config))
-        if lines or not made:
+    with redact_output(sys.stdout, sys.stderr):
+        job_plan, lines = prepare_plan(config, violations_of_configuration(config))
+        if lines or not job_plan:
             raise ConfigError(lines)
         from platform.cluster import driver
 
-        status = driver.run(config, made, command=_FromPython([config.run.dir]), guard=guard)
+        status = driver.drive_run(config, job_plan, command=_FromPython([config.run.dir]), guard=guard)
     if guard.error:
         guard.error.add_note(f"raised in a callback of the run in {config.run.dir}; resume() continues it")
         raise guard.error
-    return _result(status, Path(config.run.dir))
+    return _read_result(status, Path(config.run.dir))
 
 
 def resume(run_dir: str | os.PathLike[str], *overrides: str, callbacks: Callbacks | None = None) -> Result:
@@ -214,65 +218,77 @@ def resume(run_dir: str | os.PathLike[str], *overrides: str, callbacks: Callback
 
     Raises ConfigError also for a directory that holds no run.
     """
-    _of_texts("overrides", overrides)
-    directory = _path("run_dir", run_dir).absolute()
-    return run(compose_arguments(overrides, stored=_stored(directory, overrides)), callbacks)
+    _check_texts("overrides", overrides)
+    directory = _read_path_argument("run_dir", run_dir).absolute()
+    return run(compose_arguments(overrides, stored=_read_stored_values(directory, overrides)), callbacks)
 
 
-def _of_texts(what: str, given: Sequence[Any]) -> None:
+def _check_texts(argument_name: str, values: Sequence[Any]) -> None:
     """Raise ConfigError for arguments of the Python API that are no texts."""
-    refuse_all([violation(what, shown_value(value), "must be text") for value in given if type(value) is not str])
+    refuse_all(
+        [
+            format_violation(argument_name, describe_value(value), "must be text")
+            for value in values
+            if type(value) is not str
+        ]
+    )
 
 
-def _path(what: str, given: Any) -> Path:
+def _read_path_argument(argument_name: str, argument: Any) -> Path:
     """Return an argument of the Python API as a path. Raises ConfigError if it is no path."""
     try:
-        path = os.fspath(given)
+        path = os.fspath(argument)
         legal = type(path) is str and 0 < len(os.fsencode(path)) and "\0" not in path
     except (TypeError, UnicodeEncodeError):  # half a surrogate pair
         legal = False
     if not legal:
-        raise ConfigError(violation(what, shown_value(given), "must be a path"))
-    return Path(given)
+        raise ConfigError(format_violation(argument_name, describe_value(argument), "must be a path"))
+    return Path(argument)
 
 
-def _stored(directory: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
+def _read_stored_values(directory: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
     """Read the configuration of the run in `directory`, to resume it with the arguments `overrides`. Raises ConfigError
     if there is no whole one, or if it has secrets, which are not stored, that `overrides` do not give again."""
-    with as_refusal("run.dir", directory, OSError, Malformed, why="its config.yaml cannot be read ({})"):
-        config = run_directory.configuration(directory)
+    with refuse_failures("run.dir", directory, OSError, Malformed, why="its config.yaml cannot be read ({})"):
+        config = run_directory.read_configuration(directory)
     if config is None:
-        raise ConfigError(violation("run.dir", directory, "holds no run", ["the run directory of an earlier run"]))
-    given = {override.partition("=")[0].lstrip("+") for override in overrides}
-    hidden = [key for key, value in flat_values(config).items() if REDACTED in str(value) and key not in given]
-    refuse_all(violation(key, REDACTED, "a secret, which config.yaml does not hold: give it again") for key in hidden)
+        raise ConfigError(
+            format_violation("run.dir", directory, "holds no run", ["the run directory of an earlier run"])
+        )
+    overridden_keys = {override.partition("=")[0].lstrip("+") for override in overrides}
+    hidden = [
+        key for key, value in flatten_config(config).items() if REDACTED in str(value) and key not in overridden_keys
+    ]
+    refuse_all(
+        format_violation(key, REDACTED, "a secret, which config.yaml does not hold: give it again") for key in hidden
+    )
     config.run.dir, config.checkpoint.resume = str(directory), "auto"
     return config.to_dict()
 
 
-def _result(status: int, directory: Path) -> Result:
+def _read_result(status: int, directory: Path) -> Result:
     """Read the Result of the run in `directory`, whose driver returned the exit status `status`."""
     metrics = directory / run_directory.METRICS
-    rows = MetricsLog.read(metrics) if metrics.exists() else []
+    rows = MetricsLog.read_rows(metrics) if metrics.exists() else []
     return Result(
         status=status,
         outcome={DONE: "done", STOPPED: "stopped"}.get(status, "failed"),
         directory=directory,
-        metrics=[_row(row) for row in rows],
-        events=list(run_directory.journal(directory)),
+        metrics=[_build_row(row) for row in rows],
+        events=list(run_directory.read_journal(directory)),
     )
 
 
-def _row(found: dict[str, Any]) -> MetricsRow:
+def _build_row(line_values: dict[str, Any]) -> MetricsRow:
     """Build a run's row of metrics, for its Result, from a line of metrics.jsonl; a missing value is None."""
-    values: dict[str, Any] = {key: found.get(key) for key in MetricsRow.__dataclass_fields__}
+    values: dict[str, Any] = {key: line_values.get(key) for key in MetricsRow.__dataclass_fields__}
     return MetricsRow(**values)
 
 
 class _FromPython(Command):
     """Start of a run from Python, in the place of a command line; its only argument is the run directory."""
 
-    def again(self, override: str = "") -> str:
+    def resume_line(self, override: str = "") -> str:
         """Return the line of Python that resumes a run that Python started, with `override` if one is given."""
         words = ", ".join(map(repr, [*self.arguments, *filter(None, [override])]))
         return f"from platform.api import resume; resume({words})"

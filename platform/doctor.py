@@ -17,18 +17,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from platform.boundary.local_files import missing_directories, remove_empty, remove_files
+from platform.boundary.local_files import list_missing_directories, remove_empty_directories, remove_files
 from platform.boundary.redaction import known_secrets
-from platform.boundary.refusals import ConfigError, as_refusal, command_line, run_command
-from platform.boundary.terminal import print_line, visible
+from platform.boundary.refusals import ConfigError, build_command_line, refuse_failures, run_command
+from platform.boundary.terminal import escape_terminal_text, print_line
 from platform.cluster.crew import torchrun
 from platform.cluster.crew.crew import Crew
 from platform.cluster.crew.failures import NoPlaces, WorkerFailed
 from platform.cluster.crew.job import Job
 from platform.cluster.crew.signals import Stopped, StopSignals
 from platform.config.fields import Config
-from platform.launch import compose, prepare
-from platform.plan.layout import count_of
+from platform.launch import compose_config, prepare_plan
+from platform.plan.layout import format_count
 from platform.plan.plan import Plan
 
 SOUND, BAD = 0, 1  # exit statuses, beside REFUSED
@@ -37,51 +37,54 @@ _FOLDER = "doctor"  # in the run directory, with the workers' logs; they stay if
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `python -m platform.doctor` (default: this process's own); return its exit status."""
-    parser = command_line("doctor", __doc__)
+    parser = build_command_line("doctor", __doc__)
     parser.add_argument("overrides", nargs="*", help="as for platform.launch: +experiment=NAME key=value ...")
     parser.add_argument("--config-dir", help="the user's own configuration files")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    return run_command(parser, _answer, argv, subject="config")
+    return run_command(parser, _run_doctor, argv, subject="config")
 
 
-def _answer(given: argparse.Namespace) -> int:
+def _run_doctor(arguments: argparse.Namespace) -> int:
     """Examine, for the doctor's command line, the workers of the run that it describes, and print the report; return
     the exit status."""
-    say: Callable[[str], None] = lambda line: print_line(line, sys.stderr if given.json else None)  # noqa: E731
+    say: Callable[[str], None] = lambda line: print_line(line, sys.stderr if arguments.json else None)  # noqa: E731
     try:
-        config = compose(given.overrides, given.config_dir)
-        plan, wrong = prepare(config, [])
-        if plan is None or wrong:
-            raise ConfigError(wrong)
+        config = compose_config(arguments.overrides, arguments.config_dir)
+        plan, mistakes = prepare_plan(config, [])
+        if plan is None or mistakes:
+            raise ConfigError(mistakes)
         if torchrun.is_follower():
-            torchrun.follow(Path(config.run.dir) / _FOLDER)
+            torchrun.follow_driver(Path(config.run.dir) / _FOLDER)
             return SOUND
         try:
-            with StopSignals(), folder_of_workers(config, _FOLDER) as folder:
-                report = _examined(config, plan, folder, say)
+            with StopSignals(), open_worker_folder(config, _FOLDER) as folder:
+                report = _examine_workers(config, plan, folder, say)
         finally:
-            if torchrun.present():
-                torchrun.dismiss()
+            if torchrun.is_under_torchrun():
+                torchrun.release_followers()
     except WorkerFailed as error:
         print_line(f"doctor: {error}; its log: {error.culprit.log}", sys.stderr)
         return BAD
     except (NoPlaces, Stopped) as error:
         print_line(f"doctor: {error}: nothing was examined", sys.stderr)
         return BAD
-    print(json.dumps(report.plain()) if given.json else visible(report.text()))
-    return report.status
+    print(json.dumps(report.encode_plain()) if arguments.json else escape_terminal_text(report.render_text()))
+    return report.exit_status
 
 
 @contextmanager
-def folder_of_workers(config: Config, name: str) -> Iterator[Path]:
+def open_worker_folder(config: Config, name: str) -> Iterator[Path]:
     """Make the folder `name` in the run directory for workers that are examined or measured, and remove it afterwards
     with all that was made for it; only if a worker fails, its log stays. Raises ConfigError if the run directory cannot
     be used."""
     from platform.train import environment_proof
 
-    folder, home = Path(config.run.dir) / name, environment_proof.home(config)
-    made = {*missing_directories(folder.parent), *([] if "://" in home else missing_directories(Path(home)))}
-    with as_refusal("run.dir", config.run.dir, OSError, why="cannot be used ({.strerror})"):
+    folder, home = Path(config.run.dir) / name, environment_proof.find_checkpoint_url(config)
+    created_directories = {
+        *list_missing_directories(folder.parent),
+        *([] if "://" in home else list_missing_directories(Path(home))),
+    }
+    with refuse_failures("run.dir", config.run.dir, OSError, why="cannot be used ({.strerror})"):
         folder.mkdir(0o700, parents=True, exist_ok=True)
     keep = False
     try:
@@ -92,32 +95,32 @@ def folder_of_workers(config: Config, name: str) -> Iterator[Path]:
     finally:
         if not keep:
             remove_files(folder.parent, [folder.name])
-            for path in sorted(made, key=lambda path: -len(path.parts)):
-                remove_empty([path])
+            for path in sorted(created_directories, key=lambda path: -len(path.parts)):
+                remove_empty_directories([path])
 
 
-def _examined(config: Config, plan: Plan, folder: Path, say: Callable[[str], None]) -> Report:
+def _examine_workers(config: Config, plan: Plan, folder: Path, say: Callable[[str], None]) -> Report:
     """Start the workers of a run with its spares, as far as there is room, and examine them; return the report. `say`:
     prints progress to the user. Raises ConfigError, NoPlaces, WorkerFailed."""
     from platform.cluster import resources
-    from platform.cluster.control.examination import examine
-    from platform.cluster.control.recruiter import arrange
-    from platform.cluster.control.recruiter import places as places_of
+    from platform.cluster.control.examination import examine_members
+    from platform.cluster.control.recruiter import arrange_seats
+    from platform.cluster.control.recruiter import member_paths as places_of
     from platform.cluster.crew.launchers import open_crew
     from platform.cluster.driver import relay_log
 
-    e, size, kind = config.elastic, plan.mesh.size, resources.crew_kind(config.cluster)
+    e, size, kind = config.elastic, plan.mesh.world_size, resources.crew_kind(config.cluster)
     places = resources.reserve_workers(config.cluster, size, say, spares=e.spares, least=e.min_workers)
-    coordinates = [plan.mesh.coordinates(rank) for rank in range(size)]
+    coordinates = [plan.mesh.rank_coordinates(rank) for rank in range(size)]
     job = Job(config, coordinates, places.device, folder, secrets=known_secrets())
-    say(f"examining {count_of(places.members, 'worker')} ({kind}, {job.device})")
+    say(f"examining {format_count(places.members, 'worker')} ({kind}, {job.device})")
     with relay_log("platform.cluster", say), open_crew(kind, job, places.members - size) as crew:
         paths = places_of(crew.members)
-        seats = arrange(paths, plan.mesh, {}) if len(paths) >= size else []
+        seats = arrange_seats(paths, plan.mesh, {}) if len(paths) >= size else []
         numbers = [*seats, *sorted(paths.keys() - set(seats), key=lambda number: (paths[number], number))]
-        outcome = examine(crew, job, numbers, thorough=config.cluster.doctor != "quick")
+        outcome = examine_members(crew, job, numbers, thorough=config.cluster.doctor != "quick")
         bad = {number: dict(why) for number, why in outcome.bad.items()}
-        for number, lines in _disagreeing(crew, job, numbers).items():
+        for number, lines in _find_disagreements(crew, job, numbers).items():
             bad.setdefault(number, {})["environment"] = "; ".join(lines)
         rows = [
             Row(
@@ -132,14 +135,14 @@ def _examined(config: Config, plan: Plan, folder: Path, say: Callable[[str], Non
         return Report(rows, dict(outcome.shared))
 
 
-def _disagreeing(crew: Crew, job: Job, numbers: Sequence[int]) -> dict[int, list[str]]:
+def _find_disagreements(crew: Crew, job: Job, numbers: Sequence[int]) -> dict[int, list[str]]:
     """Return in which settings, files or versions workers differ from the driver, lines by member number."""
     from platform.cluster.control import examination
 
-    crew.seat(replace(job, coordinates=[{"data": i} for i in range(len(numbers))]), numbers)
-    found = examination.violations_of_workers(crew, job.config, job.run_dir)
-    crew.release()
-    return {numbers[rank]: lines for rank, lines in found.items()}
+    crew.seat_members(replace(job, coordinates=[{"data": i} for i in range(len(numbers))]), numbers)
+    lines_by_rank = examination.violations_of_workers(crew, job.config, job.run_dir)
+    crew.release_members()
+    return {numbers[rank]: lines for rank, lines in lines_by_rank.items()}
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ class Row:
     bad: dict[str, str]
 
     @property
-    def where(self) -> str:
+    def node_name(self) -> str:
         """Return the node of a worker in the doctor's report: the machine's name, and the start of Ray's id of it."""
         name, _, ray = self.node.partition("/")
         return f"{name}/{ray[:8]}" if ray else name
@@ -169,16 +172,16 @@ class Report:
     shared: dict[str, str]
 
     @property
-    def status(self) -> int:
+    def exit_status(self) -> int:
         """Return the exit status of `python -m platform.doctor`: 0 if no worker is bad."""
         return BAD if self.shared or any(row.bad for row in self.rows) else SOUND
 
-    def plain(self) -> dict[str, Any]:
+    def encode_plain(self) -> dict[str, Any]:
         """Return the doctor's report as the plain data that `--json` prints."""
         workers, nodes = [*map(vars, self.rows)], sorted({row.node for row in self.rows if row.bad})
-        return {"status": self.status, "bad_nodes": nodes, "workers": workers, "shared": self.shared}
+        return {"status": self.exit_status, "bad_nodes": nodes, "workers": workers, "shared": self.shared}
 
-    def text(self) -> str:
+    def render_text(self) -> str:
         """Return the doctor's report as text: a table of the workers, then the bad checks, with what to look at."""
         from platform.train.health import BY_NAME, CHECKS
 
@@ -186,19 +189,19 @@ class Report:
         table = [["rank", "worker", "node", *(check.name for check in checks), ""]]
         for row in self.rows:
             readings = row.findings["readings"]
-            cells = [check.cell(readings.get(check.name)) for check in checks]
+            cells = [check.format_cell(readings.get(check.name)) for check in checks]
             verdict = f"BAD: {', '.join(row.bad)}" if row.bad else "sound"
             rank = "spare" if row.rank is None else str(row.rank)
-            table.append([rank, str(row.number), row.where, *cells, verdict])
+            table.append([rank, str(row.number), row.node_name, *cells, verdict])
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
         for row in self.rows:
             for check, why in row.bad.items():
                 remedy = f" (look at: {BY_NAME[check].remedy})" if check in BY_NAME else ""
-                lines.append(f"bad: worker {row.number} on {row.where}: {check}: {why}{remedy}")
+                lines.append(f"bad: worker {row.number} on {row.node_name}: {check}: {why}{remedy}")
         lines += [f"bad on most workers: {check}: {why}" for check, why in self.shared.items()]
-        if self.status == SOUND:
-            lines.append(f"{count_of(len(self.rows), 'worker')}, all sound")
+        if self.exit_status == SOUND:
+            lines.append(f"{format_count(len(self.rows), 'worker')}, all sound")
         return "\n".join(lines)
 
 

@@ -20,13 +20,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from platform.boundary.refusals import CommandLine, ConfigError, command_line, refuse_all, rephrasing, violation
-from platform.boundary.terminal import phase, print_line
+from platform.boundary.refusals import (
+    CommandLine,
+    ConfigError,
+    build_command_line,
+    format_violation,
+    refuse_all,
+    rephrase_refusals,
+)
+from platform.boundary.terminal import print_line, show_phase
 from platform.config.fields import Config
 from platform.config.groups import Data
 from platform.data.tokenizer_files import JSON
-from platform.generate import answered, note, plan_answers, sorted_words
-from platform.plan.layout import count_of
+from platform.generate import plan_answers, print_note, run_model_command, split_words
+from platform.plan.layout import format_count
 
 if TYPE_CHECKING:
     from platform.cluster.session import TrainedModel
@@ -38,12 +45,12 @@ SPLITS = ("validation", "train")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `python -m platform.evaluate`; return its exit status."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    return answered(_parser(), _evaluate, arguments)
+    return run_model_command(_build_parser(), _evaluate_model, arguments)
 
 
-def _parser() -> CommandLine:
+def _build_parser() -> CommandLine:
     """Return the parser of the command line `python -m platform.evaluate`."""
-    parser = command_line("evaluate", __doc__)
+    parser = build_command_line("evaluate", __doc__)
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
     parser.add_argument(
         "words", nargs="*", metavar="KEY=VALUE", help="as for platform.launch; data=... is what is read"
@@ -60,94 +67,100 @@ def _parser() -> CommandLine:
     return parser
 
 
-def _evaluate(given: argparse.Namespace) -> int:
+def _evaluate_model(arguments: argparse.Namespace) -> int:
     """Run the command that measures a trained model, with its parsed command line; return the exit status."""
-    overrides, others = sorted_words(given.words)
-    wrong = [violation("argument", word, "is no KEY=VALUE of the configuration") for word in others]
+    overrides, others = split_words(arguments.words)
+    mistakes = [format_violation("argument", word, "is no KEY=VALUE of the configuration") for word in others]
     for flag, least in (("samples", 0), ("beams", 1), ("shots", 0)):
-        if (value := getattr(given, flag)) is not None and value < least:
-            wrong.append(violation(f"--{flag}", value, f"must be >= {least}", [least]))
+        if (value := getattr(arguments, flag)) is not None and value < least:
+            mistakes.append(format_violation(f"--{flag}", value, f"must be >= {least}", [least]))
     for package, flag in (("sacrebleu", "bleu"), ("lm_eval", "tasks")):
-        if getattr(given, flag) and find_spec(package) is None:
-            wrong.append(f"--{flag}: needs the package {package}: pip install 'elastic-platform[eval]'")
-    if given.include and not os.path.isdir(given.include):
-        wrong.append(violation("--include", given.include, "there is no such folder"))
-    refuse_all(wrong)
+        if getattr(arguments, flag) and find_spec(package) is None:
+            mistakes.append(f"--{flag}: needs the package {package}: pip install 'elastic-platform[eval]'")
+    if arguments.include and not os.path.isdir(arguments.include):
+        mistakes.append(format_violation("--include", arguments.include, "there is no such folder"))
+    refuse_all(mistakes)
     from platform.cluster.answer_scores import WholeFile
 
-    out = WholeFile(given.json, "--json") if given.json else None
-    found = _measured_model(given, overrides)
+    out = WholeFile(arguments.json, "--json") if arguments.json else None
+    measurements = _measure_model(arguments, overrides)
     if out:
-        out.write(json.dumps(found, indent=2) + "\n")
+        out.write(json.dumps(measurements, indent=2) + "\n")
     return 0
 
 
-def _measured_model(given: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
+def _measure_model(arguments: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
     """Measure losses, tasks or BLEU of the model that a command line names; print and return the results."""
-    with phase("importing torch"):
+    with show_phase("importing torch"):
         from platform.cluster.answer_scores import measure_losses, print_losses
         from platform.cluster.asked_model import violations_of_memory
-        from platform.cluster.session import find_trained, open_session
-        from platform.config.arguments import typed_values
-        from platform.data.corpus import corpus_of
+        from platform.cluster.session import find_trained_model, open_session
+        from platform.config.arguments import parse_typed_values
+        from platform.data.corpus import open_run_corpus
 
-    trained, typed = find_trained(given.checkpoint), typed_values(overrides)
-    if given.tasks:
-        return _tasks(given, trained, overrides)
+    trained, typed = find_trained_model(arguments.checkpoint), parse_typed_values(overrides)
+    if arguments.tasks:
+        return _measure_tasks(arguments, trained, overrides)
     if trained.data is None and not any(key.startswith("data") for key in typed):
-        reason = f"{given.checkpoint} says nothing of data"
-        raise ConfigError(violation("data", "", reason, ["data=text data.path=FILE"]))
+        reason = f"{arguments.checkpoint} says nothing of data"
+        raise ConfigError(format_violation("data", "", reason, ["data=text data.path=FILE"]))
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="tokenizer-")))
         for name, raw in trained.files.items():
             (folder / name).write_bytes(raw)
         apart = trained.model.within_documents and "data.document_mask" not in typed
-        complete = partial(_complete, typed=typed, tokenizer=str(folder) if JSON in trained.files else "", apart=apart)
-        with rephrasing(lambda line: line.replace(str(folder), trained.url)):  # it is the model's own
-            planned = plan_answers(trained, overrides, given.config_dir, trained.data or Data(), complete)
-            if given.bleu:
-                refuse_all(violations_of_memory(planned.config, planned.plan, 1, 1, given.beams))
-            corpus = corpus_of(planned.config)
-        splits = _splits(corpus, given.split)
-        session = open_session(planned.config, planned.plan, note, corpus=str(corpus.entry or ""), writes=given.bleu)
+        complete = partial(
+            _complete_data, typed=typed, tokenizer=str(folder) if JSON in trained.files else "", apart=apart
+        )
+        with rephrase_refusals(lambda line: line.replace(str(folder), trained.url)):  # it is the model's own
+            planned = plan_answers(trained, overrides, arguments.config_dir, trained.data or Data(), complete)
+            if arguments.bleu:
+                refuse_all(violations_of_memory(planned.config, planned.plan, 1, 1, arguments.beams))
+            corpus = open_run_corpus(planned.config)
+        splits = _choose_splits(corpus, arguments.split)
+        session = open_session(
+            planned.config, planned.plan, print_note, corpus=str(corpus.entry or ""), writes=arguments.bleu
+        )
         crew = opened.enter_context(session)
-        rows = measure_losses(crew.call, corpus, splits, given.samples)
+        rows = measure_losses(crew.call_ranks, corpus, splits, arguments.samples)
         translated = {}
-        if given.bleu:
-            from platform.cluster.answer_scores import bleu
+        if arguments.bleu:
+            from platform.cluster.answer_scores import measure_bleu
             from platform.cluster.asked_model import AskedModel
 
             split, row = next(iter(splits.values())), rows[0]
-            asked = AskedModel(crew.call, planned.config.model, planned.vocabulary)
-            translated = bleu(asked, corpus, split, row.samples, given.beams)
+            asked = AskedModel(crew.call_ranks, planned.config.model, planned.vocabulary)
+            translated = measure_bleu(asked, corpus, split, row.samples, arguments.beams)
     print_losses(rows, print_line)
     if translated:
         print_line(
-            f"BLEU {translated['bleu']:.2f} of {count_of(translated['pairs'], 'pair')} ({translated['signature']})"
+            f"BLEU {translated['bleu']:.2f} of {format_count(translated['pairs'], 'pair')} ({translated['signature']})"
         )
-    return {"sources": [row.plain() for row in rows], **translated}
+    return {"sources": [row.table_row() for row in rows], **translated}
 
 
-def _tasks(given: argparse.Namespace, trained: TrainedModel, overrides: Sequence[str]) -> dict[str, Any]:
+def _measure_tasks(arguments: argparse.Namespace, trained: TrainedModel, overrides: Sequence[str]) -> dict[str, Any]:
     """Run tasks of lm-eval on a trained model; return their results, task -> metric -> value."""
     from platform.cluster.asked_model import AskedModel
     from platform.cluster.harness_tasks import HarnessTasks
     from platform.cluster.session import open_session
 
-    planned = plan_answers(trained, overrides, given.config_dir)
+    planned = plan_answers(trained, overrides, arguments.config_dir)
     if planned.vocabulary is None:
         reason = "there is none beside the model, and tasks are texts"
-        raise ConfigError(violation("data.tokenizer", "", reason, ["data.tokenizer=PATH"]))
-    tasks = HarnessTasks([name for name in given.tasks.split(",") if name], given.include, given.shots)
-    with open_session(planned.config, planned.plan, note) as crew:
-        found = tasks.results(AskedModel(crew.call, planned.config.model, planned.vocabulary), given.samples)
-    for task, values in found.items():
+        raise ConfigError(format_violation("data.tokenizer", "", reason, ["data.tokenizer=PATH"]))
+    tasks = HarnessTasks([name for name in arguments.tasks.split(",") if name], arguments.include, arguments.shots)
+    with open_session(planned.config, planned.plan, print_note) as crew:
+        task_results = tasks.score_model(
+            AskedModel(crew.call_ranks, planned.config.model, planned.vocabulary), arguments.samples
+        )
+    for task, values in task_results.items():
         for metric, value in values.items():
             print_line(f"{task:<30} {metric:<20} {value:.4f}")
-    return {"tasks": found}
+    return {"tasks": task_results}
 
 
-def _complete(config: Config, typed: dict[str, Any], tokenizer: str, apart: bool) -> None:
+def _complete_data(config: Config, typed: dict[str, Any], tokenizer: str, apart: bool) -> None:
     """Complete the keys of the data on which a trained model is measured, in place: the tokenizer is the model's, in
     the folder `tokenizer`, a typed path is read as a whole, and if the model keeps documents `apart`, so does the data.
     Raises ConfigError if the model has no tokenizer, and text needs one."""
@@ -155,28 +168,28 @@ def _complete(config: Config, typed: dict[str, Any], tokenizer: str, apart: bool
     if "data.tokenizer" not in typed and data.kind != "synthetic":
         if not tokenizer and data.kind != "tokens":
             reason = "there is none beside the model, and one that is trained gives other tokens than it knows"
-            raise ConfigError(violation("data.tokenizer", "", reason, ["data.tokenizer=PATH"]))
+            raise ConfigError(format_violation("data.tokenizer", "", reason, ["data.tokenizer=PATH"]))
         data.tokenizer, data.tokenizer_words, data.chat_template = tokenizer or data.tokenizer, "", ""
         data.end_token = data.begin_token = ""
         data.special_tokens = []
     if apart and data.kind in ("stdlib", "text", "mixture"):
         data.document_mask = config.model.within_documents = True
-    whole = not typed.keys() & {"data.validation", "data.validation_path"}
-    if "data.path" in typed and whole and data.kind in ("text", "tokens"):
+    is_whole = not typed.keys() & {"data.validation", "data.validation_path"}
+    if "data.path" in typed and is_whole and data.kind in ("text", "tokens"):
         from platform.data.data_checks import violations_of_sources
 
         if not violations_of_sources(data, vocab=config.model.vocab):  # it is refused once
             data.validation_path = data.path
 
 
-def _splits(corpus: Corpus, asked: str | None) -> dict[str, str]:
+def _choose_splits(corpus: Corpus, asked: str | None) -> dict[str, str]:
     """Return the splits of a corpus on which to measure a trained model, by source. Raises ConfigError without any."""
     if asked == "train":
         return {"": "train"}
-    found = {name: split for name, (split, _) in corpus.validations.items()}
-    if not found:
-        raise ConfigError(violation("--split", asked or "validation", "the data holds nothing out", ["train"]))
-    return found
+    splits_by_source = {name: split for name, (split, _) in corpus.validation_splits.items()}
+    if not splits_by_source:
+        raise ConfigError(format_violation("--split", asked or "validation", "the data holds nothing out", ["train"]))
+    return splits_by_source
 
 
 if __name__ == "__main__":

@@ -24,14 +24,14 @@ from platform.boundary.refusals import (
     NEAREST,
     CommandLine,
     ConfigError,
-    command_line,
-    in_words,
+    build_command_line,
+    format_value,
+    format_violation,
     refuse_all,
-    rephrasing,
+    rephrase_refusals,
     run_command,
-    violation,
 )
-from platform.boundary.terminal import phase, print_line, printable, write_text
+from platform.boundary.terminal import escape_unprintable, print_line, show_phase, write_text
 from platform.config.fields import Config, Model
 from platform.config.groups import Data
 
@@ -47,12 +47,12 @@ OVERRIDE = re.compile(r"[+~]{0,2}([a-z_]+)([./][\w./-]+)*(@[\w.]+)?=.*", re.DOTA
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `python -m platform.generate`; return its exit status."""
-    return answered(_parser(), _generate, arguments)
+    return run_model_command(_build_parser(), _generate_answers, arguments)
 
 
-def _parser() -> CommandLine:
+def _build_parser() -> CommandLine:
     """Return the parser of the command line `python -m platform.generate`."""
-    parser = command_line("generate", __doc__)
+    parser = build_command_line("generate", __doc__)
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
     parser.add_argument("words", nargs="*", metavar="PROMPT | KEY=VALUE")
     parser.add_argument("--prompts", metavar="FILE", help="a prompt per line; .jsonl: one of prompt, messages and ids")
@@ -75,63 +75,67 @@ def _parser() -> CommandLine:
     return parser
 
 
-def answered(parser: CommandLine, run: Callable[[argparse.Namespace], int], arguments: Sequence[str] | None) -> int:
+def run_model_command(
+    parser: CommandLine, run: Callable[[argparse.Namespace], int], arguments: Sequence[str] | None
+) -> int:
     """Run a command that asks a trained model, such as generate or evaluate; return its exit status."""
     from platform.cluster.crew.failures import NoPlaces, WorkerFailed
 
     return run_command(parser, run, arguments, failures=(WorkerFailed, NoPlaces, OSError))
 
 
-def sorted_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the words of a generate command line into its KEY=VALUE arguments and the others, which are prompts; a text
     with an equals sign is no KEY=VALUE unless it begins with a key or group of the configuration."""
     from platform.config.composition import CONF
 
     known = {*Config.__dataclass_fields__, *(path.name for path in CONF.iterdir())}
-    mine = [bool(found := OVERRIDE.fullmatch(word)) and found[1] in known for word in words]  # type: ignore[index]
-    pairs = list(zip(words, mine, strict=True))
+    are_keys = [bool(override_match := OVERRIDE.fullmatch(word)) and override_match[1] in known for word in words]  # type: ignore[index]
+    pairs = list(zip(words, are_keys, strict=True))
     return [word for word, is_key in pairs if is_key], [word for word, is_key in pairs if not is_key]
 
 
-def _generate(given: argparse.Namespace) -> int:
+def _generate_answers(arguments: argparse.Namespace) -> int:
     """Continue the prompts of a command line by a trained model, and print the texts; return the exit status."""
-    overrides, words = sorted_words(given.words)
-    refuse_all(_violations_of_words(given, words))
-    with phase("importing torch"):
+    overrides, words = split_words(arguments.words)
+    refuse_all(_violations_of_words(arguments, words))
+    with show_phase("importing torch"):
         from platform.cluster.answer_scores import Lines
         from platform.cluster.asked_model import (
             AskedModel,
             Prompt,
             Reader,
-            ends_of,
+            answer_room,
+            find_end_ids,
             read_prompts,
-            room,
-            too_long,
+            violations_of_length,
             violations_of_memory,
         )
-        from platform.cluster.session import find_trained, open_session
+        from platform.cluster.session import find_trained_model, open_session
     from platform.train.replies import Choice
 
-    prompts = read_prompts(given.prompts) if given.prompts else [Prompt({"prompt": w}, repr(w)) for w in words]
-    trained = find_trained(given.checkpoint)
-    planned = plan_answers(trained, overrides, given.config_dir)
+    prompts = read_prompts(arguments.prompts) if arguments.prompts else [Prompt({"prompt": w}, repr(w)) for w in words]
+    trained = find_trained_model(arguments.checkpoint)
+    planned = plan_answers(trained, overrides, arguments.config_dir)
     model, vocabulary = planned.config.model, planned.vocabulary
-    reader = Reader(model, vocabulary, given.chat, given.bare)
-    rows = _all(reader.ids, prompts)
-    tokens = min(TOKENS, room(rows, model)) if given.tokens is None else given.tokens
+    reader = Reader(model, vocabulary, arguments.chat, arguments.bare)
+    rows = _apply_to_all(reader.encode_prompt, prompts)
+    tokens = min(TOKENS, answer_room(rows, model)) if arguments.tokens is None else arguments.tokens
     longest = tokens + (max(map(len, rows)) if model.kind != "encoder_decoder" else 1)
-    needed = min(given.batch, len(rows)), longest, given.beams
-    refuse_all(too_long(prompts, rows, model, tokens))
+    needed = min(arguments.batch, len(rows)), longest, arguments.beams
+    refuse_all(violations_of_length(prompts, rows, model, tokens))
     refuse_all(violations_of_memory(planned.config, planned.plan, *needed))
-    drawn = given.temperature, given.top_k, given.top_p, given.seed
-    how = Choice(vocabulary.size if vocabulary else model.vocab, *drawn, given.beams, given.length_penalty)
+    drawn = arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed
+    rule = Choice(vocabulary.size if vocabulary else model.vocab, *drawn, arguments.beams, arguments.length_penalty)
     with ExitStack() as opened:
-        out = opened.enter_context(Lines(given.out, "--out")) if given.out else None
-        crew = opened.enter_context(open_session(planned.config, planned.plan, note))
-        asked = AskedModel(crew.call, model, vocabulary, given.batch)
-        for number, found in asked.write(rows, tokens, how, ends_of(vocabulary, trained.generation)):
-            text = _shown(vocabulary, [] if asked.pairs else rows[number], found.ids)
-            _print_answer(out, prompts[number].given, text, found, alone=len(rows) == 1)
+        out = opened.enter_context(Lines(arguments.out, "--out")) if arguments.out else None
+        crew = opened.enter_context(open_session(planned.config, planned.plan, print_note))
+        asked = AskedModel(crew.call_ranks, model, vocabulary, arguments.batch)
+        for number, answer in asked.continue_prompts(
+            rows, tokens, rule, find_end_ids(vocabulary, trained.generation_config)
+        ):
+            text = _decode_answer(vocabulary, [] if asked.pairs else rows[number], answer.ids)
+            _print_answer(out, prompts[number].given, text, answer, alone=len(rows) == 1)
     return 0
 
 
@@ -145,7 +149,7 @@ class PlannedAnswers:
 
 
 def plan_answers(
-    found: TrainedModel,
+    trained: TrainedModel,
     arguments: Sequence[str],
     config_dir: str | None = None,
     data: Data | None = None,
@@ -154,19 +158,19 @@ def plan_answers(
     """Compose the configuration of a trained model with the user's `arguments` on top, and plan it: without any, one
     process computes everything. `data`: data that it reads, by default none; `change`: completes the configuration in
     place. Raises ConfigError with all mistakes."""
-    from platform.config.arguments import typed_values
-    from platform.data.tokenizer import given_vocabulary
-    from platform.launch import compose, prepare
-    from platform.weights.model_folder import check_tokenizer, vocabulary_in
+    from platform.config.arguments import parse_typed_values
+    from platform.data.tokenizer import load_named_vocabulary
+    from platform.launch import compose_config, prepare_plan
+    from platform.weights.model_folder import build_vocabulary_if_readable, check_tokenizer
 
-    typed = typed_values(arguments)
-    model = replace(found.model, within_documents=False)  # of texts that are continued, and else what the data says
-    stored = Config(model=model, data=data or replace(Data(), kind="synthetic"), seed=found.seed)
-    stored.train.init, stored.cluster.kind = found.url, "inline"
+    typed = parse_typed_values(arguments)
+    model = replace(trained.model, within_documents=False)  # of texts that are continued, and else what the data says
+    stored = Config(model=model, data=data or replace(Data(), kind="synthetic"), seed=trained.seed)
+    stored.train.init, stored.cluster.kind = trained.url, "inline"
     stored.elastic.snapshot_every = 0
     stored.checkpoint.on_stop = False
-    with rephrasing(lambda line: _of_trained(line, model)):
-        config = compose(arguments, config_dir, stored=asdict(stored))
+    with rephrase_refusals(lambda line: _fit_refusal_to_model(line, model)):
+        config = compose_config(arguments, config_dir, stored=asdict(stored))
     replicas = max(1, config.parallel.data)
     if "train.microbatch" not in typed:  # as many sequences as any layout may divide
         unit = prod([*config.tensor.axes.values(), *config.branch.axes.values()])
@@ -174,89 +178,91 @@ def plan_answers(
     if "train.global_batch" not in typed:
         config.train.global_batch = config.train.microbatch * replicas
     change(config)
-    plan, wrong = prepare(config, [])
-    if wrong or not plan:
-        raise ConfigError([_of_trained(line, model) for line in wrong])
-    if config.cluster.kind == "inline" and plan.mesh.size > 1 and not typed.keys() & {"cluster", "cluster.kind"}:
+    plan, mistakes = prepare_plan(config, [])
+    if mistakes or not plan:
+        raise ConfigError([_fit_refusal_to_model(line, model) for line in mistakes])
+    if config.cluster.kind == "inline" and plan.mesh.world_size > 1 and not typed.keys() & {"cluster", "cluster.kind"}:
         config.cluster.kind = "processes"
-    typed_one = given_vocabulary(config.data) if "data.tokenizer" in typed else None
-    check_tokenizer(config.data, typed_one, found.url, found.files)
-    given = typed_one or vocabulary_in(found.files)
-    if given and given.size > config.model.vocab:
-        reason = f"has {given.size} tokens, and the model has model.vocab={config.model.vocab}: it is another model's"
-        raise ConfigError(violation("data.tokenizer", config.data.tokenizer or found.url, reason))
-    return PlannedAnswers(config, plan, given)
+    typed_one = load_named_vocabulary(config.data) if "data.tokenizer" in typed else None
+    check_tokenizer(config.data, typed_one, trained.url, trained.files)
+    vocabulary = typed_one or build_vocabulary_if_readable(trained.files)
+    if vocabulary and vocabulary.size > config.model.vocab:
+        reason = (
+            f"has {vocabulary.size} tokens, and the model has model.vocab={config.model.vocab}: it is another model's"
+        )
+        raise ConfigError(format_violation("data.tokenizer", config.data.tokenizer or trained.url, reason))
+    return PlannedAnswers(config, plan, vocabulary)
 
 
-def _of_trained(line: str, model: Model) -> str:
+def _fit_refusal_to_model(line: str, model: Model) -> str:
     """Return a refusal line whose hints do not change the trained model: they name its own values, and other keys."""
     refusal, legal, hint = line.partition(NEAREST)
     key = refusal.partition("=")[0].removeprefix("model.")
     items = [item for item in re.split(", or |, ", hint) if not item.startswith("model.")]
     if refusal.startswith("model.") and key in vars(model) and any("=" not in item for item in items):
-        items = [in_words(getattr(model, key)), *(item for item in items if "=" in item)]
+        items = [format_value(getattr(model, key)), *(item for item in items if "=" in item)]
     return refusal + (f"{legal}{', or '.join(items)}" if legal and items else "")
 
 
-def _all(task: Callable[[Any], Any], things: Sequence[Any]) -> list[Any]:
+def _apply_to_all(task: Callable[[Any], Any], subjects: Sequence[Any]) -> list[Any]:
     """Apply `task` to each prompt or other thing of a command, and return the results. Raises ConfigError with the
     mistakes of all."""
-    found, wrong = [], []
-    for thing in things:
+    outcomes, mistakes = [], []
+    for subject in subjects:
         try:
-            found.append(task(thing))
+            outcomes.append(task(subject))
         except ConfigError as error:
-            wrong += error.violations
-    refuse_all(wrong)
-    return found
+            mistakes += error.violations
+    refuse_all(mistakes)
+    return outcomes
 
 
-def _violations_of_words(given: argparse.Namespace, words: Sequence[str]) -> Iterator[str]:
+def _violations_of_words(arguments: argparse.Namespace, words: Sequence[str]) -> Iterator[str]:
     """Yield a refusal line per mistake in the flags of a generate command line, whose prompts are `words`."""
-    if bool(words) == bool(given.prompts):
+    if bool(words) == bool(arguments.prompts):
         yield 'a prompt is needed: "TEXT" or --prompts FILE, one of them'
-    if not (given.temperature >= 0 and math.isfinite(given.temperature)):
-        yield violation("--temperature", given.temperature, "must be >= 0", [0])
-    if not 0 < given.top_p <= 1:
-        yield violation("--top-p", given.top_p, "must be > 0 and <= 1", [1])
-    if not -10 <= given.length_penalty <= 10:  # a length to such a power is a number
-        yield violation("--length-penalty", given.length_penalty, "must be >= -10 and <= 10", [1])
-    if given.tokens is not None and given.tokens < 1:
-        yield violation("--tokens", given.tokens, "must be >= 1", [1])
+    if not (arguments.temperature >= 0 and math.isfinite(arguments.temperature)):
+        yield format_violation("--temperature", arguments.temperature, "must be >= 0", [0])
+    if not 0 < arguments.top_p <= 1:
+        yield format_violation("--top-p", arguments.top_p, "must be > 0 and <= 1", [1])
+    if not -10 <= arguments.length_penalty <= 10:  # a length to such a power is a number
+        yield format_violation("--length-penalty", arguments.length_penalty, "must be >= -10 and <= 10", [1])
+    if arguments.tokens is not None and arguments.tokens < 1:
+        yield format_violation("--tokens", arguments.tokens, "must be >= 1", [1])
     for flag, least in (("top_k", 0), ("seed", 0), ("beams", 1), ("batch", 1)):
-        value, most = getattr(given, flag), 1 << 53
+        value, most = getattr(arguments, flag), 1 << 53
         if not least <= value <= most:
             constraint, nearest = f"must be >= {least} and <= {most}", max(least, min(value, most))
-            yield violation(f"--{flag.replace('_', '-')}", value, constraint, [nearest])
-    if given.beams > 1 and given.temperature > 0:
-        yield violation("--beams", given.beams, "a search draws nothing: --temperature=0", [1])
-    if given.out and os.path.exists(given.out):
-        yield violation("--out", given.out, "there is a file already", ["another name"])
-    elif given.out and not os.path.isdir(os.path.dirname(given.out) or "."):
-        yield violation("--out", given.out, "there is no such folder")
+            yield format_violation(f"--{flag.replace('_', '-')}", value, constraint, [nearest])
+    if arguments.beams > 1 and arguments.temperature > 0:
+        yield format_violation("--beams", arguments.beams, "a search draws nothing: --temperature=0", [1])
+    if arguments.out and os.path.exists(arguments.out):
+        yield format_violation("--out", arguments.out, "there is a file already", ["another name"])
+    elif arguments.out and not os.path.isdir(os.path.dirname(arguments.out) or "."):
+        yield format_violation("--out", arguments.out, "there is no such folder")
 
 
-def _shown(vocabulary: Any, before: Sequence[int], ids: Sequence[int]) -> str:
+def _decode_answer(vocabulary: Any, before: Sequence[int], ids: Sequence[int]) -> str:
     """Return the text of the token ids generated after the ids `before`: the first token may differ there."""
     if vocabulary is None:
         return " ".join(map(str, ids))
-    start, whole = vocabulary.decode(before), vocabulary.decode([*before, *ids])
-    return whole[len(start) :] if whole.startswith(start) else vocabulary.decode(ids)
+    start, whole_text = vocabulary.decode(before), vocabulary.decode([*before, *ids])
+    return whole_text[len(start) :] if whole_text.startswith(start) else vocabulary.decode(ids)
 
 
-def _print_answer(out: Any, given: Any, text: str, found: Any, *, alone: bool) -> None:
-    """Write a generated text to the file `out`, as a line of JSON with its prompt `given`, or print it."""
+def _print_answer(out: Any, prompt_values: Any, text: str, answer: Any, *, alone: bool) -> None:
+    """Write a generated text to the file `out`, as a line of JSON with its prompt `prompt_values`, or print it."""
     if out:
-        more = {} if found.log_probability is None else {"log_probability": found.log_probability}
-        out.add(json.dumps({**given, "answer": text, "answer_ids": found.ids, "ended": found.ended, **more}))
+        more = {} if answer.log_probability is None else {"log_probability": answer.log_probability}
+        out.append_line(json.dumps({**prompt_values, "answer": text, "answer_ids": answer.ids, "ended": answer.ended, **more}))
         return
     if not alone:
-        prompt = next((str(given[k]) for k in ("prompt", "messages", "ids") if k in given), "")
-        print_line(f"> {printable(prompt[:100])}")
+        prompt = next((str(prompt_values[k]) for k in ("prompt", "messages", "ids") if k in prompt_values), "")
+        print_line(f"> {escape_unprintable(prompt[:100])}")
     print_line(text) if sys.stdout.isatty() else write_text(sys.stdout, f"{text}\n")
 
 
-def note(line: str) -> None:
+def print_note(line: str) -> None:
     """Print to stderr a line of the generate command that is no generated text."""
     print_line(line, sys.stderr)
 

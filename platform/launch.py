@@ -14,31 +14,48 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from platform.boundary.redaction import known_secrets, own_secrets, redact, register_url_secrets
+from platform.boundary.redaction import isolate_secrets, known_secrets, redact_secrets, register_url_secrets
 from platform.boundary.refusals import (
     DONE,
     FAILED,
     REFUSED,
     STOPPED,
     ConfigError,
-    closest,
-    given_arguments,
-    passes,
-    refusal_status,
+    closest_values,
+    format_violation,
+    is_stop_signal,
     refuse_all,
-    violation,
+    report_refusal,
+    shield_arguments,
 )
-from platform.boundary.terminal import QuickExit, phase, print_line, print_while_read
+from platform.boundary.terminal import QuickExit, print_line, run_printing_command, show_phase
 from platform.cluster.crew.signals import Stopped, StopSignals
 from platform.cluster.shown_commands import Phases, command_start
-from platform.config.arguments import experiment_of, jobs_of, rewrite, translate_error, typed_values
+from platform.config.arguments import (
+    expand_sweep_jobs,
+    find_experiment_name,
+    parse_typed_values,
+    rewrite_argument,
+    translate_error,
+)
 from platform.config.composition import CONF, Composer, open_composer
-from platform.config.extensions import complete_settings, load_extensions, refusing_exits
-from platform.config.fields import Config, flat_values, impossible_values, set_value, violations_of_values
+from platform.config.extensions import complete_settings, load_extensions, refuse_exits
+from platform.config.fields import Config, flatten_config, list_value_violations, set_value, violations_of_values
 from platform.config.groups import ON_RAY, RESUME
-from platform.config.identity import default_directory
-from platform.config.layout_rules import axes_of, leave_open, parse_layout, slices_heads, too_many_workers
-from platform.config.run_rules import absent_profiles, absent_ranks, expanded, violations_of_surroundings
+from platform.config.identity import find_default_directory
+from platform.config.layout_rules import (
+    list_tensor_axes,
+    mark_open_keys,
+    parse_layout,
+    slices_heads,
+    violations_of_worker_count,
+)
+from platform.config.run_rules import (
+    expand_path,
+    violations_of_fault_ranks,
+    violations_of_profile_ranks,
+    violations_of_surroundings,
+)
 from platform.config.validation import violations_of_configuration
 from platform.plan.generators import ONE_CHUNK
 
@@ -72,18 +89,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     from hydra._internal.utils import get_args_parser  # accepts all of Hydra's own flags
 
     parser = get_args_parser()
-    parser.error = _misread  # type: ignore[method-assign]
-    with given_arguments(argv) as given:
+    parser.error = _refuse_command_line  # type: ignore[method-assign]
+    with shield_arguments(argv) as command_arguments:
         if argv is None:
-            sys.argv[1:] = redact(given)  # libraries such as W&B record sys.argv
+            sys.argv[1:] = redact_secrets(command_arguments)  # libraries such as W&B record sys.argv
         phases = Phases(command_start() if argv is None else None)
         try:
-            return _answer(given, parser, phases)
+            return _answer_command(command_arguments, parser, phases)
         except ConfigError as error:
-            return refusal_status(error, "config")
+            return report_refusal(error, "config")
 
 
-def _answer(argv: Sequence[str], parser: ArgumentParser, phases: Phases) -> int:
+def _answer_command(argv: Sequence[str], parser: ArgumentParser, phases: Phases) -> int:
     """Parse a launcher's command line, plan, train or print as it asks, and return the exit status; raises
     ConfigError."""
     args = parser.parse_intermixed_args(argv)
@@ -91,59 +108,61 @@ def _answer(argv: Sequence[str], parser: ArgumentParser, phases: Phases) -> int:
         if getattr(args, flag) is not None:
             raise ConfigError(f"--{flag.replace('_', '-')}: not supported; own files go by --config-dir DIRECTORY")
     if args.cfg == "job":
-        return print_while_read(lambda: _show(args))
+        return run_printing_command(lambda: _print_configuration(args))
     if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
-        return print_while_read(lambda: _inform(argv, args))
-    return _run(args, phases)
+        return run_printing_command(lambda: _print_hydra_help(argv, args))
+    return _run_jobs(args, phases)
 
 
-def _misread(message: str) -> NoReturn:
+def _refuse_command_line(message: str) -> NoReturn:
     """Raise ConfigError for a launch command line that the parser of flags refuses, with its message."""
     raise ConfigError(f"command line: {message}; nearest legal: +experiment=NAME KEY=VALUE, --help")
 
 
-def compose(overrides: Sequence[str], config_dir: str | None = None, stored: Mapping[str, Any] | None = None) -> Config:
+def compose_config(
+    overrides: Sequence[str], config_dir: str | None = None, stored: Mapping[str, Any] | None = None
+) -> Config:
     """Compose the configuration that a command with the arguments `overrides` runs; `config_dir` adds the user's files.
     `stored`: a configuration (`Config.to_dict`) on top of which the arguments come.
 
     Raises ConfigError with one line for each argument that Hydra refuses and each illegal value.
     """
     with open_composer(config_dir, stored) as composer:
-        config, lines = _compose(composer, overrides)
+        config, lines = _compose_job(composer, overrides)
     refuse_all(lines)
     return config
 
 
-@refusing_exits()
-def _compose(composer: Composer, arguments: Sequence[str]) -> tuple[Config, list[str]]:
+@refuse_exits()
+def _compose_job(composer: Composer, arguments: Sequence[str]) -> tuple[Config, list[str]]:
     """Compose and complete the configuration of one launched job's arguments; return it, and one line per mistake in
     it."""
-    modules = typed_values(arguments).get("extend")  # first: other arguments may name what they register
+    modules = parse_typed_values(arguments).get("extend")  # first: other arguments may name what they register
     load_extensions([name for name in modules if isinstance(name, str)] if isinstance(modules, list) else [])
-    config, accepted, refused = composer.load(arguments)
+    config, accepted, refused = composer.compose_arguments(arguments)
     lines = [translate_error(argument, error) for argument, error in refused]
-    lines += _complete(config, accepted)
+    lines += _complete_config(config, accepted)
     if any(type(error).__name__ == "MissingConfigException" for _, error in refused):
-        lines += impossible_values(config)  # relations between keys depend on the missing file: not checked
+        lines += list_value_violations(config)  # relations between keys depend on the missing file: not checked
     else:
         lines += violations_of_configuration(config)
     return config, list(dict.fromkeys(lines))
 
 
-def _complete(config: Config, arguments: Sequence[str]) -> list[str]:
+def _complete_config(config: Config, arguments: Sequence[str]) -> list[str]:
     """Complete a composed configuration in place: import the user's modules, drop settings that an experiment made for
     another scheme, parse `tensor.layout`, and make the paths absolute.
 
     Settings that the user typed are kept, so that `violations_of_configuration` can refuse them. Returns one line per
     mistake found on the way; some of them can only be seen by comparing with `arguments`, the job's.
     """
-    typed = typed_values(arguments)
+    typed = parse_typed_values(arguments)
     lines = load_extensions(config.extend)
     lines += _complete_paths(config)
     complete_settings(config, typed)
-    leave_open(config, typed)
+    mark_open_keys(config, typed)
     if config.model.source or config.model.kind == FROM_HF:
-        with phase("reading the model's description"):  # takes seconds, as it imports torch
+        with show_phase("reading the model's description"):  # takes seconds, as it imports torch
             from platform.weights.importing import complete_model
 
             lines += complete_model(config, typed)
@@ -156,37 +175,43 @@ def _complete(config: Config, arguments: Sequence[str]) -> list[str]:
         try:
             tensor.regions, tensor.parameters = parse_layout(tensor.layout, tensor.axes)
         except ConfigError as error:  # its lines quote words of the layout; if that holds a secret, quote none
-            shown = redact(tensor.layout)
-            lines += error.violations if shown == tensor.layout else [violation("tensor.layout", shown, "is no layout")]
-    declared = axes_of(tensor)
-    tensor.axes = _own_axes("tensor", tensor.axes, declared, typed)
+            shown = redact_secrets(tensor.layout)
+            lines += (
+                error.violations
+                if shown == tensor.layout
+                else [format_violation("tensor.layout", shown, "is no layout")]
+            )
+    declared = list_tensor_axes(tensor)
+    tensor.axes = _select_axes("tensor", tensor.axes, declared, typed)
     tensor.order = list(dict.fromkeys([*tensor.order, *tensor.axes])) if tensor.scheme == "layout" else declared
-    branch.axes = _own_axes("branch", branch.axes, [] if branch.kind == "none" else list(branch.axes), typed)
+    branch.axes = _select_axes("branch", branch.axes, [] if branch.kind == "none" else list(branch.axes), typed)
     for key, unread in UNREAD.items():
         if unread(config) and not any(f"{name}.".startswith(f"{key}.") for name in typed):
-            set_value(config, key, flat_values(Config())[key])
+            set_value(config, key, flatten_config(Config())[key])
     warmup, steps = config.optimizer.warmup_steps, config.train.steps
     if "optimizer.warmup_steps" in typed and warmup > steps >= 1:  # untyped it is legal: the run was shortened
-        lines.append(violation("optimizer.warmup_steps", warmup, f"must be <= train.steps={steps}", [steps]))
-    name = experiment_of(arguments) or "config"
+        lines.append(format_violation("optimizer.warmup_steps", warmup, f"must be <= train.steps={steps}", [steps]))
+    name = find_experiment_name(arguments) or "config"
     if config.resume.allow and not config.run.dir and not config.checkpoint.url and config.checkpoint.resume in RESUME:
         constraint = "needs the run to go on from; its default directory has other values in its name"
-        lines.append(violation("resume.allow", ",".join(config.resume.allow), constraint, ["run.dir=DIRECTORY"]))
-    config.run.dir = config.run.dir or os.path.abspath(default_directory(config, name))
+        lines.append(format_violation("resume.allow", ",".join(config.resume.allow), constraint, ["run.dir=DIRECTORY"]))
+    config.run.dir = config.run.dir or os.path.abspath(find_default_directory(config, name))
     return lines
 
 
-def _own_axes(group: str, axes: Mapping[str, int], declared: Sequence[str], typed: Mapping[str, Any]) -> dict[str, int]:
+def _select_axes(
+    group: str, axes: Mapping[str, int], declared: Sequence[str], typed: Mapping[str, Any]
+) -> dict[str, int]:
     """Return the sizes in `axes` of the mesh axes that a job keeps for its scheme in `group` (tensor or branch), by
     name; of the axes that the scheme has (`declared`), and of the axes in `typed`, the keys that the user typed, unless
     undeclared and of size 1 (without effect).
 
     Undeclared axes that only an experiment sets are dropped; undeclared typed ones stay, to be refused later.
     """
-    given = [key.removeprefix(f"{group}.axes.") for key in typed if key.startswith(f"{group}.axes.")]
+    typed_axes = [key.removeprefix(f"{group}.axes.") for key in typed if key.startswith(f"{group}.axes.")]
     if f"{group}.axes" in typed:  # `tensor.axes={...}` replaces all axes that files set
-        axes = {name: axes[name] for name in given}
-    return {name: n for name, n in axes.items() if name in declared or (name in given and n != 1)}
+        axes = {name: axes[name] for name in typed_axes}
+    return {name: n for name, n in axes.items() if name in declared or (name in typed_axes and n != 1)}
 
 
 # Keys that hold a path or URL, and the words that may stand there instead.
@@ -203,23 +228,23 @@ PATHS: dict[str, Sequence[str]] = {
 def _complete_paths(config: Config) -> list[str]:
     """Make every path in a configuration absolute, in place, as workers have other working directories. Return one
     refusal line per path that begins with ~USER of a user that does not exist."""
-    from platform.data.mixture import paths_of
+    from platform.data.mixture import paths_by_key
 
-    lines, values = [], flat_values(config)
-    own = {key: values[key] for key, words in PATHS.items() if values[key] not in words}
-    for key, given in {**paths_of(config.data), **own}.items():
-        path, wrong = expanded(key, given)
+    lines, values = [], flatten_config(config)
+    path_values = {key: values[key] for key, words in PATHS.items() if values[key] not in words}
+    for key, typed_path in {**paths_by_key(config.data), **path_values}.items():
+        path, path_violations = expand_path(key, typed_path)
         set_value(config, key, path)
-        lines += wrong
+        lines += path_violations
     return lines
 
 
-def _run(args: Namespace, phases: Phases) -> int:
+def _run_jobs(args: Namespace, phases: Phases) -> int:
     """Plan every job of a command line (one, or one per combination of a sweep, `-m`), then train one after the other;
     return the most severe exit status, as SEVERITY orders them."""
     try:
         with StopSignals():
-            jobs = _planned(args, phases)
+            jobs = _plan_jobs(args, phases)
     except Stopped as stopped:
         print_line(f"stopped by {stopped}: nothing was done; the same command does it")
         return STOPPED
@@ -227,17 +252,17 @@ def _run(args: Namespace, phases: Phases) -> int:
     for number, job in enumerate(jobs, 1):
         if len(jobs) > 1:
             print_line(f"job {number} of {len(jobs)}: {' '.join(job.arguments)}")
-        with own_secrets(job.secrets):
-            command = command_of(job.arguments, args.config_dir)
-            statuses.append(_train(job.config, job.plan, command, phases if number == 1 else Phases()))
+        with isolate_secrets(job.secrets):
+            command = build_command(job.arguments, args.config_dir)
+            statuses.append(_train_job(job.config, job.plan, command, phases if number == 1 else Phases()))
         if statuses[-1] == STOPPED:  # the stop is meant for the whole command, not for one job
             break
     if args.multirun:
-        from platform.predict.measured_runs import TrainedRun, table_of_sweep
+        from platform.predict.measured_runs import TrainedRun, write_sweep_table
 
-        runs = [TrainedRun(job.arguments, job.config, job.plan.mesh.size) for job in jobs]
-        again = partial(compose, config_dir=args.config_dir)
-        print_line(table_of_sweep(experiment_of(jobs[0].arguments) or "config", runs, again))
+        runs = [TrainedRun(job.arguments, job.config, job.plan.mesh.world_size) for job in jobs]
+        again = partial(compose_config, config_dir=args.config_dir)
+        print_line(write_sweep_table(find_experiment_name(jobs[0].arguments) or "config", runs, again))
     return max(statuses, key=SEVERITY.index)
 
 
@@ -250,18 +275,18 @@ class PlannedJob(NamedTuple):
     secrets: dict[str, str]  # its own, so that it is the same run as that of its arguments alone
 
 
-def _planned(args: Namespace, phases: Phases) -> list[PlannedJob]:
+def _plan_jobs(args: Namespace, phases: Phases) -> list[PlannedJob]:
     """Compose and plan every job of a command, before any starts; `phases` takes note of the first. Raises ConfigError
     with the mistakes of all jobs."""
     jobs: list[PlannedJob] = []
     lines: list[str] = []
     with open_composer(args.config_dir) as composer:
-        swept = composer.swept(args.overrides) if args.multirun else []
-        for arguments in jobs_of([*args.overrides, *swept], args.multirun):
-            with own_secrets():
+        swept = composer.find_sweep_arguments(args.overrides) if args.multirun else []
+        for arguments in expand_sweep_jobs([*args.overrides, *swept], args.multirun):
+            with isolate_secrets():
                 register_url_secrets(arguments)
-                wrong, job = _plan_job(composer, arguments, phases)
-            lines += wrong
+                mistakes, job = _plan_job(composer, arguments, phases)
+            lines += mistakes
             jobs += [job] if job else []
     directories = [job.config.run.dir for job in jobs]
     lines += [f"run.dir={d}: several jobs of the sweep share it" for d in directories if directories.count(d) > 1]
@@ -272,114 +297,120 @@ def _planned(args: Namespace, phases: Phases) -> list[PlannedJob]:
 def _plan_job(composer: Composer, arguments: list[str], phases: Phases) -> tuple[list[str], PlannedJob | None]:
     """Compose and plan the job with these arguments; return one line per mistake in it, and the job, None without a
     plan."""
-    config, wrong = _compose(composer, arguments)
-    phases.reach("composed")
-    if experiment_of(arguments) is None:
-        names = composer.options("experiment")
-        wrong.insert(0, f"experiment: none is chosen; write +experiment=NAME, NAME one of {', '.join(names)}")
-    plan, lines = prepare(config, wrong)
-    phases.reach("planned")
+    config, mistakes = _compose_job(composer, arguments)
+    phases.reach_phase("composed")
+    if find_experiment_name(arguments) is None:
+        names = composer.list_options("experiment")
+        mistakes.insert(0, f"experiment: none is chosen; write +experiment=NAME, NAME one of {', '.join(names)}")
+    plan, lines = prepare_plan(config, mistakes)
+    phases.reach_phase("planned")
     return lines, PlannedJob(arguments, config, plan, known_secrets()) if plan else None
 
 
-def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str]]:
-    """Plan a job whose configuration has the mistakes `wrong` already; return the plan, None if there is none, and all
-    mistakes, one line each. Settles open keys, parallel.data=-1, buckets and rhythms that are auto in `config`, so that
-    workers make the same plan and take the same snapshots."""
-    from platform.cluster.resources import settle_here, settle_rhythms_here
+def prepare_plan(config: Config, mistakes: Sequence[str]) -> tuple[Plan | None, list[str]]:
+    """Plan a job whose configuration has the mistakes `mistakes` already; return the plan, None if there is none, and
+    all mistakes, one line each. Settles open keys, parallel.data=-1, buckets and rhythms that are auto in `config`, so
+    that workers make the same plan and take the same snapshots."""
+    from platform.cluster.resources import settle_auto_rhythms, settle_open_keys
     from platform.data.data_checks import violations_of_sources
     from platform.predict.make_plan import make_plan
     from platform.predict.step_price import violations_of_hardware
 
-    lines = [*wrong] or [
+    lines = [*mistakes] or [
         *violations_of_surroundings(config),
         *violations_of_sources(config.data, vocab=config.model.vocab),
         *violations_of_hardware(config),
     ]
-    if any(key.startswith(PLANNED) for key in violations_of_values(config)) or [*too_many_workers(config)]:
+    if any(key.startswith(PLANNED) for key in violations_of_values(config)) or [*violations_of_worker_count(config)]:
         return None, lines
     if lines and config.plan.search:
         return None, lines
     try:
-        settle_here(config, print_line)
-        plan = make_plan(config, _workers(config))
+        settle_open_keys(config, print_line)
+        plan = make_plan(config, _count_workers(config))
     except ConfigError as error:
         return None, [*dict.fromkeys([*lines, *error.violations])]
     except Exception:
-        if not wrong:  # otherwise an illegal value, reported already, may have broken the planner
+        if not mistakes:  # otherwise an illegal value, reported already, may have broken the planner
             raise
         return None, lines
-    config.parallel.data = plan.replicas
+    config.parallel.data = plan.num_replicas
     if plan.zero < 3:
         config.parallel.bucket_mib = plan.bucket_mib  # workers may lack the file of cluster.hardware
     if not lines:
-        settle_rhythms_here(config, plan, print_line)
-    return plan, [*lines, *absent_ranks(config, size := plan.mesh.size), *absent_profiles(config, size)]
+        settle_auto_rhythms(config, plan, print_line)
+    return plan, [
+        *lines,
+        *violations_of_fault_ranks(config, size := plan.mesh.world_size),
+        *violations_of_profile_ranks(config, size),
+    ]
 
 
-def _workers(config: Config) -> int | None:
+def _count_workers(config: Config) -> int | None:
     """Return the number of workers available to a launched job if `parallel.data` is -1 (all of them), else None."""
     if config.parallel.data != -1:
         return None
-    from platform.cluster.resources import available_workers
+    from platform.cluster.resources import count_available_workers
 
-    return available_workers(config.cluster)
+    return count_available_workers(config.cluster)
 
 
-def _train(config: Config, plan: Plan, command: Command, phases: Phases) -> int:
+def _train_job(config: Config, plan: Plan, command: Command, phases: Phases) -> int:
     """Train a planned job of the command line; return its exit status, and print a refusal or a traceback."""
     from platform.cluster import driver
 
     try:
-        return driver.run(config, plan, command=command, phases=phases)
+        return driver.drive_run(config, plan, command=command, phases=phases)
     except ConfigError as error:
-        return refusal_status(error, "config")
+        return report_refusal(error, "config")
     except BaseException as error:  # a bug of ours, or of the user's code; the next job of a sweep may still succeed
-        if passes(error):
+        if is_stop_signal(error):
             raise
         print_line(traceback.format_exc().rstrip(), sys.stderr)
         return FAILED
 
 
-def command_of(arguments: Sequence[str], config_dir: str | None = None) -> Command:
+def build_command(arguments: Sequence[str], config_dir: str | None = None) -> Command:
     """Make the Command of one run, by which it shows the user how to start it again: its typed arguments, and a
     function that counts the workers of a run with other arguments (0 if that is refused)."""
     from platform.cluster.shown_commands import Command
     from platform.predict.make_plan import make_plan
 
-    def workers(others: Sequence[str]) -> int:
+    def count_run_workers(others: Sequence[str]) -> int:
         """Count the workers that a run with the arguments `others` would have; return 0 if it is refused."""
         try:
-            config = compose(others, config_dir)
-            return 0 if config.plan.search else make_plan(config, _workers(config)).mesh.size
+            config = compose_config(others, config_dir)
+            return 0 if config.plan.search else make_plan(config, _count_workers(config)).mesh.world_size
         except ConfigError:
             return 0
 
-    return Command(arguments, config_dir, workers)
+    return Command(arguments, config_dir, count_run_workers)
 
 
-def _show(args: Namespace) -> int:
+def _print_configuration(args: Namespace) -> int:
     """Print the resolved configuration (`--cfg job`), or one group of it (`--package GROUP`), without secrets."""
     from omegaconf import OmegaConf
 
-    values = OmegaConf.create(compose(args.overrides, args.config_dir).to_dict())
-    part = OmegaConf.select(values, args.package) if args.package else values
-    if not OmegaConf.is_config(part):
+    values = OmegaConf.create(compose_config(args.overrides, args.config_dir).to_dict())
+    chosen_part = OmegaConf.select(values, args.package) if args.package else values
+    if not OmegaConf.is_config(chosen_part):
         groups = [name for name in values if OmegaConf.is_config(values[name])]
-        raise ConfigError(violation("--package", args.package, "no such part", closest(args.package, groups)))
-    print(OmegaConf.to_yaml(OmegaConf.create(redact(OmegaConf.to_container(part)))), end="")
+        raise ConfigError(
+            format_violation("--package", args.package, "no such part", closest_values(args.package, groups))
+        )
+    print(OmegaConf.to_yaml(OmegaConf.create(redact_secrets(OmegaConf.to_container(chosen_part)))), end="")
     return DONE
 
 
-def _inform(argv: Sequence[str], args: Namespace) -> int:
+def _print_hydra_help(argv: Sequence[str], args: Namespace) -> int:
     """Let Hydra answer a command that asks for --help, --hydra-help, --info, --cfg hydra, --cfg all or shell
     completion; return the exit status."""
     import hydra
 
     if not args.shell_completion:
-        compose(args.overrides, args.config_dir)
+        compose_config(args.overrides, args.config_dir)
     with open_composer(args.config_dir):
-        overrides = [rewrite(a) for a in args.overrides]
+        overrides = [rewrite_argument(a) for a in args.overrides]
     command = sys.argv
     try:
         sys.argv = [command[0], *overrides, *(a for a in argv if a not in args.overrides)]
@@ -390,9 +421,9 @@ def _inform(argv: Sequence[str], args: Namespace) -> int:
     finally:
         sys.argv = command
     if args.help:
-        from platform.config.reference import summary
+        from platform.config.reference import render_summary
 
-        print(summary())
+        print(render_summary())
     return DONE
 
 

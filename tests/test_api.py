@@ -16,7 +16,7 @@ import yaml
 from platform import api
 from platform.api import Callbacks, Config, ConfigError, Result, compose, plan, resume, run
 from platform.launch import main
-from platform.monitor.json_records import plain
+from platform.monitor.json_records import plain_fields
 from platform.predict.make_plan import make_plan
 
 SMALL = ["data=synthetic", "model.layers=1", "model.d_model=16", "model.heads=2", "model.length=8", "model.vocab=32"]
@@ -84,7 +84,7 @@ def test_a_run_with_callbacks(here):
     assert [row.step for row in rows] == [1, 2, 3, 4] and result.loss == rows[-1].loss
     assert result.metrics == rows and result.events == events
     assert names(result)[0] == "starting" and names(result)[-2:] == ["done", "goodput"]
-    assert [plain(row) for row in rows] == [
+    assert [plain_fields(row) for row in rows] == [
         json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()
     ]
     assert run(config).metrics == rows  # already done

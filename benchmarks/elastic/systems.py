@@ -89,7 +89,7 @@ class Ours(OnRay):
         if self._run.process.poll() is not None:
             raise RuntimeError(self._run.log.read_text()[-4000:])
         of_generation: dict[int, list[dict[str, Any]]] = {}
-        for row in JsonLines.read(self._run.run_dir / "metrics.jsonl") if self._run.rows else ():
+        for row in JsonLines.read_objects(self._run.run_dir / "metrics.jsonl") if self._run.rows else ():
             of_generation.setdefault(row["generation"], []).append(row)
         found = []
         for first in self._run.of("first_step"):  # it has a time; of the others, rows say how long they took

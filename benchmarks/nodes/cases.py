@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from platform.plan.layout import factorizations
+from platform.plan.layout import find_factorizations
 from platform.plan.plan import Plan
-from platform.predict.choose_schedule import schedule_of
-from platform.predict.make_plan import is_legal, make_plan
+from platform.predict.choose_schedule import build_schedule
+from platform.predict.make_plan import has_legal_plan, make_plan
 from platform.predict.tier_traffic import Tiers, TierTraffic, tier_traffic
 from tests.harness.oracle import configure
 
@@ -47,7 +47,7 @@ class Case:
     def plan(self, variant: str) -> Plan:
         """Return the plan of one variant."""
         c = configure(**self.variants[variant])
-        return make_plan(c, stage_of=schedule_of(c, c.parallel.data).placement)
+        return make_plan(c, stage_of=build_schedule(c, c.parallel.data).placement)
 
     def traffic(self, variant: str) -> list[TierTraffic]:
         """Return what one variant sends per step inside and between nodes."""
@@ -102,7 +102,7 @@ def cases() -> Iterator[Case]:
 def best_cuboid() -> dict[str, int]:
     """Return the sizes of the axes of tensor=3d with which the busiest of RANKS links carries the fewest bytes."""
     found = []
-    for sizes in factorizations(RANKS, 3):
+    for sizes in find_factorizations(RANKS, 3):
         axes = dict(zip("xyz", sizes, strict=True))
         if cost := _cost({"tensor": "3d", "axes": axes, **SQUARE, **FEW}, 1):
             found.append((cost, sizes))
@@ -115,7 +115,7 @@ def best_plan(work: How) -> tuple[str, How]:
     each other."""
     found = []
     for scheme, axes in SCHEMES.items():
-        for data, *sizes in factorizations(RANKS, 1 + len(axes)):
+        for data, *sizes in find_factorizations(RANKS, 1 + len(axes)):
             shape = dict(zip(axes, sizes, strict=True))
             how = {"tensor": scheme, "axes": shape, "data": data, **work, "microbatch": work["global_batch"] // data}
             if cost := _cost(how, 2):
@@ -126,7 +126,7 @@ def best_plan(work: How) -> tuple[str, How]:
 
 def _cost(how: How, per_node: int) -> tuple[int, int] | None:
     """Return the bytes on the busiest link between nodes, and on all; None if there is no such plan."""
-    if not is_legal(configure(**how), 1):
+    if not has_legal_plan(configure(**how), 1):
         return None
     between = Case("", "1gbit", per_node, {"": how}).traffic("")[-1]
     return between.busiest or 0, between.bytes

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from platform.plan.schedule import Kind
-from platform.plan.simulate import StageMessages, makespan_with
-from platform.predict.choose_schedule import schedule_of
+from platform.plan.simulate import StageMessages, makespan_over_links
+from platform.predict.choose_schedule import build_schedule
 from platform.predict.make_plan import make_plan
 from platform.predict.tier_traffic import Tiers, tier_traffic
 from tests.harness.oracle import configure
@@ -72,10 +72,12 @@ def rows(rate: str, rounds: int) -> Iterator[list[str]]:
         message = 8 * size / bits_per_second(rate)
         times = {Kind.FORWARD: FORWARD / v, Kind.BACKWARD: 2 * FORWARD / v}
         messages = StageMessages(lambda source, sink, took=message: took, early=True)  # as gloo's receives are posted
-        planned = makespan_with(messages, schedule_of(config, 1), lambda stage, action, times=times: times[action.kind])
+        planned = makespan_over_links(
+            messages, build_schedule(config, 1), lambda stage, action, times=times: times[action.kind]
+        )
         of_each = zip(*(rank[kind] for rank in ranks), strict=True)
         took = statistics.median(max(stage["seconds"] for stage in step) for step in of_each)
-        busiest = tier_traffic(make_plan(config), Tiers.of({"node": 1}, STAGES))[-1].busiest or 0
+        busiest = tier_traffic(make_plan(config), Tiers.build_tiers({"node": 1}, STAGES))[-1].busiest or 0
         counted = max(rank[kind][-1]["out"] for rank in ranks)
         base = base if any(base) else (took, planned)
         ratio, expected = took / base[0], planned / base[1]

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.nodes.cases import DEALT, Case
 from benchmarks.nodes.measured import Steps, counted, measure, seconds
-from platform.predict.tier_traffic import transfers
+from platform.predict.tier_traffic import iterate_transfers
 from platform.train.replies import CollectiveSpan
 from tests.testbed.links import bits_per_second
 
@@ -74,9 +74,9 @@ def bytes_on_link(case: Case, variant: str) -> Callable[[CollectiveSpan], float]
     def share(op: str, axes: str) -> Fraction:
         """Return what the busiest link carries of all groups' bytes, over the bytes of one group."""
         links: Counter[tuple[int, str]] = Counter({(0, "out"): 0})
-        groups, moved = mesh.groups(axes.split("+")), Fraction()
+        groups, moved = mesh.list_groups(axes.split("+")), Fraction()
         for group in groups:
-            for sender, receiver, _, part in transfers(op, len(group)):
+            for sender, receiver, _, part in iterate_transfers(op, len(group)):
                 moved += part
                 here, there = seats[group[sender]], seats[group[receiver]]
                 if here != there:

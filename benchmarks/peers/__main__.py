@@ -43,7 +43,7 @@ def launch(work, job: Job) -> list:
     plan = make_plan(job.config)
     if job.peer.startswith("ray_train:"):
         return ray_train.launch(work, job, plan)
-    pool = Pool(plan.mesh.size, PATIENCE)
+    pool = Pool(plan.mesh.world_size, PATIENCE)
     try:
         return pool.run(work, job, plan)
     finally:

@@ -28,7 +28,7 @@ def local(x: Tensor) -> Tensor:
 def tensor_parallel(
     c: Config, weights: Mapping[str, Tensor], communicator: Communicator, compiled: bool
 ) -> Callable[[int], float]:
-    size = communicator.mesh.size
+    size = communicator.mesh.world_size
     mesh = init_device_mesh("cpu", (size,))
     model = Gpt(c.model, weights, shards=size)
     layer = {"qkv": ColwiseParallel(), "proj": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}

@@ -36,7 +36,7 @@ from megatron.core.pipeline_parallel import schedules  # noqa: E402
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-CudaRNGStatesTracker.fork = lambda self, name=None: nullcontext()
+CudaRNGStatesTracker.fork_worker = lambda self, name=None: nullcontext()
 
 
 class OnCpu(types.ModuleType):
@@ -188,7 +188,7 @@ def updater(c: Config, model: GPTModel, counted: Callable[[Tensor], bool]) -> Ca
 def tensor_parallel(
     c: Config, weights: Mapping[str, Tensor], communicator: Communicator, compiled: bool
 ) -> Callable[[int], float]:
-    model = made(c, weights, compiled, communicator.mesh.size, 1)
+    model = made(c, weights, compiled, communicator.mesh.world_size, 1)
     first = parallel_state.get_tensor_model_parallel_rank() == 0
     update = updater(c, model, lambda p: first or getattr(p, "tensor_model_parallel", False))
     batches, positions = Batches(c), torch.arange(c.model.length)[None]
@@ -206,7 +206,7 @@ def tensor_parallel(
 def one_f_one_b(
     c: Config, weights: Mapping[str, Tensor], communicator: Communicator, compiled: bool
 ) -> Callable[[int], float]:
-    model = made(c, weights, compiled, 1, communicator.mesh.size)
+    model = made(c, weights, compiled, 1, communicator.mesh.world_size)
     last = parallel_state.is_pipeline_last_stage()
     tied = model.shared_embedding_or_output_weight() if c.model.tied else None
     update = updater(c, model, lambda p: not (last and p is tied))

@@ -52,7 +52,7 @@ class Seen:
 def build(job: Job, name: str, plan: Plan, communicator: Communicator) -> Step:
     """Build one of the two systems on this rank."""
     if name == OURS:
-        alone = SingleRank(plan.mesh) if plan.mesh.size == 1 else communicator
+        alone = SingleRank(plan.mesh) if plan.mesh.world_size == 1 else communicator
         trainer = trainer_of(job.config, plan, alone, Recurring(job.config))
         return lambda k: trainer.step(k).loss
     return builder(job)(job.config, initial_weights(job.config), communicator, job.compiled)

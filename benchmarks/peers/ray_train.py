@@ -52,7 +52,7 @@ def launch(work: Callable[..., Any], job: Any, plan: Plan) -> list[Any]:
 
     from platform.cluster.crew.ray_session import Embedded
 
-    size = plan.mesh.size
+    size = plan.mesh.world_size
     session = Embedded(size + 1, gpus=False)  # one more for the trainer's own actor
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -21,7 +21,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from platform.boundary.documents import one_line
+from platform.boundary.documents import printable_line
 from platform.boundary.parser_process import AT_ONCE, DONE, REFUSED, REPLY, REQUEST, WANTED, WANTS, Read
 from platform.boundary.schema import Malformed
 
@@ -47,11 +47,11 @@ class Limits(NamedTuple):
     output: int
 
 
-def limits(memory: int, seconds: float, output: int) -> Limits:
+def compute_limits(memory: int, seconds: float, output: int) -> Limits:
     """Return the limits for a child's parsing of foreign bytes: memory (at most half the machine's), time, output."""
-    itself = _ITSELF + _THREAD * (os.cpu_count() or 1)
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Limits(min(itself + memory, max(itself, machine // 2)), int(seconds) + 1, output)
+    own_memory = _ITSELF + _THREAD * (os.cpu_count() or 1)
+    usable_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Limits(min(own_memory + memory, max(own_memory, usable_memory // 2)), int(seconds) + 1, output)
 
 
 class _Ended(Exception):
@@ -78,11 +78,11 @@ class Parser:
         _all.add(self)
 
     @property
-    def usable(self) -> bool:
+    def is_usable(self) -> bool:
         """Return True if this process started the parser's child process and has not closed it."""
         return self.alive and self.owner == os.getpid()
 
-    def ask(self, request: dict[str, Any], body: bytes, bounds: Limits, read: Read | None = None) -> bytes:
+    def request_answer(self, request: dict[str, Any], body: bytes, bounds: Limits, read: Read | None = None) -> bytes:
         """Return the child process's answer to a request to parse foreign bytes: `request`, plain data, and `body`, raw
         bytes, within the limits `bounds`. `read`: function that supplies parts of the file to parse. Raises Malformed
         if the parser refuses the file, dies, or exceeds a limit."""
@@ -90,37 +90,39 @@ class Parser:
             raise Malformed("its parser has died")
         done = False
         try:
-            kind, payload = self._asked(request, body, bounds, read)
+            kind, payload = self._exchange_messages(request, body, bounds, read)
             done = True
         except _Ended:
-            raise Malformed(self._cause(bounds)) from None
+            raise Malformed(self._explain_death(bounds)) from None
         finally:
             if not done:
                 self.close()
         if kind == REFUSED:
-            raise Malformed(one_line(payload))
+            raise Malformed(printable_line(payload))
         return payload
 
-    def _asked(self, request: dict[str, Any], body: bytes, bounds: Limits, read: Read | None) -> tuple[bytes, bytes]:
+    def _exchange_messages(
+        self, request: dict[str, Any], body: bytes, bounds: Limits, read: Read | None
+    ) -> tuple[bytes, bytes]:
         """Send a request to the parser's child process, serve its reads of the file by `read`, and return the kind
         (DONE, REFUSED) and the payload of its reply. Raises Malformed for an answer longer than `bounds` allow, _Ended
         if the child ends or takes too long."""
         head = json.dumps({**request, "memory": bounds.memory, "seconds": bounds.seconds}).encode()
-        self._write(REQUEST.pack(len(head), len(body)) + head)
-        self._write(body)
+        self._write_pipe(REQUEST.pack(len(head), len(body)) + head)
+        self._write_pipe(body)
         until = monotonic() + 60 + _PATIENCE * bounds.seconds
         while True:
-            kind, size = REPLY.unpack(self._read(REPLY.size, until))
+            kind, size = REPLY.unpack(self._read_pipe(REPLY.size, until))
             if kind == WANTS and size == WANTED.size and read:
-                offset, wanted = WANTED.unpack(self._read(size, until))
-                data = read(offset, min(wanted, AT_ONCE))
-                self._write(struct.pack("<Q", len(data)) + data)
+                offset, wanted_bytes = WANTED.unpack(self._read_pipe(size, until))
+                data = read(offset, min(wanted_bytes, AT_ONCE))
+                self._write_pipe(struct.pack("<Q", len(data)) + data)
                 continue
             if kind not in (DONE, REFUSED) or size > max(bounds.output, 1 << 16):
                 raise Malformed(f"becomes more than {bounds.output >> 20} MiB" if kind == DONE else "its parser fails")
-            return kind, self._read(size, until)
+            return kind, self._read_pipe(size, until)
 
-    def _write(self, data: bytes) -> None:
+    def _write_pipe(self, data: bytes) -> None:
         """Write all of `data` to the parser's child process; raises _Ended if it has ended."""
         view = memoryview(data)
         try:
@@ -129,22 +131,22 @@ class Parser:
         except BrokenPipeError:
             raise _Ended from None
 
-    def _read(self, size: int, until: float) -> bytes:
+    def _read_pipe(self, size: int, until: float) -> bytes:
         """Read `size` bytes that the parser's child process writes. Raises _Ended if it has ended, or does not write
         them by `until` (monotonic clock)."""
-        found = bytearray()
-        while len(found) < size:
+        received = bytearray()
+        while len(received) < size:
             poll = select.poll()
             poll.register(self._from, select.POLLIN)
             if not poll.poll(max(0.0, until - monotonic()) * 1000):
                 raise _Ended
-            part = os.read(self._from, min(size - len(found), 1 << 20))
-            if not part:
+            chunk = os.read(self._from, min(size - len(received), 1 << 20))
+            if not chunk:
                 raise _Ended
-            found += part
-        return bytes(found)
+            received += chunk
+        return bytes(received)
 
-    def _cause(self, bounds: Limits) -> str:
+    def _explain_death(self, bounds: Limits) -> str:
         """Return why the child process that parsed a foreign file has died, as text for the user: its processor time,
         or the signal or status that it ended by and its memory limit."""
         with suppress(subprocess.TimeoutExpired):
@@ -176,36 +178,36 @@ _all: WeakSet[Parser] = WeakSet()
 os.register_at_fork(after_in_child=_idle.clear)
 
 
-def living_parsers() -> list[Parser]:
+def list_living_parsers() -> list[Parser]:
     """Return the parsers of foreign files whose child processes this process has started and not closed."""
-    return [parser for parser in _all if parser.usable]
+    return [parser for parser in _all if parser.is_usable]
 
 
 @atexit.register
-def _close_all() -> None:
+def _close_parsers() -> None:
     """Kill all child processes that parse foreign files, when this process exits."""
-    for parser in living_parsers():
+    for parser in list_living_parsers():
         parser.close()
     _idle.clear()
 
 
-def borrow(name: str) -> Parser:
-    """Return a child process with the parser `name`, "MODULE:FUNCTION", idle or new; `give_back` takes it."""
+def borrow_parser(name: str) -> Parser:
+    """Return a child process with the parser `name`, "MODULE:FUNCTION", idle or new; `release_parser` takes it."""
     waiting = _idle.setdefault(name, [])
     return waiting.pop() if waiting else Parser(name)
 
 
-def give_back(parser: Parser) -> None:
+def release_parser(parser: Parser) -> None:
     """Keep a parser's child process idle for the next foreign file, if it is alive."""
-    if parser.usable:
+    if parser.is_usable:
         _idle.setdefault(parser.name, []).append(parser)
 
 
 @contextmanager
-def parser_of(name: str) -> Iterator[Parser]:
+def use_parser(name: str) -> Iterator[Parser]:
     """Yield a child process with the parser `name`, "MODULE:FUNCTION", idle or new; keep it for the next file."""
-    found = borrow(name)
+    parser = borrow_parser(name)
     try:
-        yield found
+        yield parser
     finally:
-        give_back(found)
+        release_parser(parser)

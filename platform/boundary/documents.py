@@ -17,14 +17,14 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from platform.boundary.schema import DEEPEST, Malformed, shown
+from platform.boundary.schema import DEEPEST, Malformed, shorten_value
 
 SMALL = 256 << 10  # most bytes of a document written by hand, or of a note
 VALUES = 1 << 20  # default limit of values in a document; each takes up to about 100 bytes, its lists and maps included
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
-def open_regular(path: str | os.PathLike[str]) -> io.FileIO:
+def open_regular_file(path: str | os.PathLike[str]) -> io.FileIO:
     """Open the regular file at `path` for reading, unbuffered. Raises OSError for anything else (pipe, device), without
     waiting for it."""
     try:
@@ -43,19 +43,19 @@ def open_regular(path: str | os.PathLike[str]) -> io.FileIO:
 def read_bytes(path: str | os.PathLike[str], most: int = SMALL) -> bytes:
     """Read a regular file from an untrusted source and return its bytes. Raises Malformed if there are more than
     `most`, OSError if it cannot be read."""
-    with open_regular(path) as file:
+    with open_regular_file(path) as file:
         if os.fstat(file.fileno()).st_size > most:
             raise Malformed(f"more than {most} bytes")
         parts, room = [], most + 1
-        while room and (part := file.read(room)):
-            parts.append(part)
-            room -= len(part)
+        while room and (chunk := file.read(room)):
+            parts.append(chunk)
+            room -= len(chunk)
     if not room:
         raise Malformed(f"more than {most} bytes")
     return b"".join(parts)
 
 
-def half_character(text: str) -> str:
+def find_half_character(text: str) -> str:
     """Return where a foreign text has half a surrogate pair, "U+D800, ..."; "" if UTF-8 can hold all of it."""
     try:
         text.encode()
@@ -64,7 +64,7 @@ def half_character(text: str) -> str:
     return ""
 
 
-def one_line(foreign: object, most: int = 300) -> str:
+def printable_line(foreign: object, most: int = 300) -> str:
     """Return foreign bytes, or the text of an error, as one printable line of at most `most` characters."""
     raw = foreign if isinstance(foreign, bytes | bytearray) else str(foreign).encode(errors="replace")
     text = " ".join(bytes(raw[: 4 * most]).decode(errors="replace").split())
@@ -76,28 +76,32 @@ def error_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def from_json(raw: bytes | bytearray, most: int = SMALL, values: int = VALUES, strict: bool = True) -> Any:
+def parse_json(raw: bytes | bytearray, most: int = SMALL, values: int = VALUES, strict: bool = True) -> Any:
     """Parse an untrusted JSON text of at most `most` bytes and `values` values into plain data. Raises Malformed.
 
     With `strict`, NaN, infinity and a key given twice are refused too.
     """
     if len(raw) > most:
         raise Malformed(f"more than {most} bytes")
-    if _too_many(raw, values):
+    if _has_too_many_values(raw, values):
         raise Malformed(f"more than {values} values")
     try:
         text = bytes(raw).decode()
-        hooks = {"object_pairs_hook": _once, "parse_float": _finite, "parse_constant": _no_constant}
+        hooks = {
+            "object_pairs_hook": _build_unique_map,
+            "parse_float": _parse_finite,
+            "parse_constant": _refuse_constant,
+        }
         return json.loads(text, **(hooks if strict else {}))  # type: ignore[arg-type]
     except Malformed:
         raise
     except RecursionError:
         raise Malformed("too many maps and lists in each other") from None
     except ValueError as error:  # text that is not UTF-8 or not JSON, integers of thousands of digits
-        raise Malformed(f"not JSON: {first_line(error)}") from None
+        raise Malformed(f"not JSON: {parser_error_line(error)}") from None
 
 
-def _too_many(raw: bytes | bytearray, values: int) -> bool:
+def _has_too_many_values(raw: bytes | bytearray, values: int) -> bool:
     """Return True if an untrusted JSON text has more than `values` values, by the marks , [ { outside of strings."""
     if len(raw) <= values:
         return False
@@ -107,33 +111,33 @@ def _too_many(raw: bytes | bytearray, values: int) -> bool:
     return sum(_STRING.sub(b"", raw).count(mark) for mark in marks) > values
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _build_unique_map(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build the map of a parsed JSON object from its (key, value) pairs. Raises Malformed for a key given twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise Malformed(f"the key {_repeated(name for name, _ in pairs)} twice")
-    return found
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        raise Malformed(f"the key {_find_repeated_key(name for name, _ in pairs)} twice")
+    return mapping
 
 
-def _repeated(names: Iterable[str]) -> str:
+def _find_repeated_key(names: Iterable[str]) -> str:
     """Return the first key of a JSON or YAML map that occurs a second time, escaped for an error message."""
     seen: set[str] = set()
-    return shown(next(name for name in names if name in seen or seen.add(name)))  # type: ignore[func-returns-value]
+    return shorten_value(next(name for name in names if name in seen or seen.add(name)))  # type: ignore[func-returns-value]
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     """Convert the text of a number in untrusted JSON to a float. Raises Malformed if it is not finite."""
     if not isfinite(number := float(text)):
-        raise Malformed(f"{shown(text)} is too large a number")
+        raise Malformed(f"{shorten_value(text)} is too large a number")
     return number
 
 
-def _no_constant(name: str) -> Any:
+def _refuse_constant(name: str) -> Any:
     """Raise Malformed for NaN or Infinity in untrusted JSON, where they are no numbers."""
     raise Malformed(f"{name} is no number of JSON")
 
 
-def from_yaml(raw: bytes) -> Any:
+def parse_yaml(raw: bytes) -> Any:
     """Parse an untrusted YAML text of at most SMALL bytes into plain data. Raises Malformed, also for an alias or a
     key given twice."""
     import yaml
@@ -156,7 +160,7 @@ def from_yaml(raw: bytes) -> Any:
             """Build a map of an untrusted YAML text; raises Malformed for a key given twice."""
             keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
             if len(set(keys)) < len(keys):
-                raise Malformed(f"the key {_repeated(keys)} twice")
+                raise Malformed(f"the key {_find_repeated_key(keys)} twice")
             return super().construct_mapping(node, deep)
 
     try:
@@ -166,14 +170,14 @@ def from_yaml(raw: bytes) -> Any:
     except RecursionError:
         raise Malformed("too many maps and lists in each other") from None
     except (yaml.YAMLError, ValueError, TypeError, OverflowError, KeyError, AttributeError) as error:
-        raise Malformed(f"not YAML: {first_line(error)}") from None
+        raise Malformed(f"not YAML: {parser_error_line(error)}") from None
 
 
-def first_line(error: Exception) -> str:
+def parser_error_line(error: Exception) -> str:
     """Return the first line of a JSON or YAML parser's error as printable text; its type if it has no text."""
-    return one_line((str(error).splitlines() or [type(error).__name__])[0])
+    return printable_line((str(error).splitlines() or [type(error).__name__])[0])
 
 
-def json_file(path: Path) -> Any:
+def read_json_file(path: Path) -> Any:
     """Parse an untrusted JSON file of at most SMALL bytes. Raises Malformed, OSError."""
-    return from_json(read_bytes(path))
+    return parse_json(read_bytes(path))

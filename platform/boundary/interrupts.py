@@ -54,7 +54,7 @@ def watch_command() -> None:
     """Let SIGINT and SIGTERM end this process, which is a command of the platform, at once while it imports."""
     global _is_command
     _is_command = True
-    _handle(_leave)
+    _install_handler(_exit_command)
 
 
 def run_interruptible(command: Callable[[], int]) -> int:
@@ -63,58 +63,60 @@ def run_interruptible(command: Callable[[], int]) -> int:
     signals."""
     if threading.current_thread() is not threading.main_thread():
         return command()
-    before = _handle(_raise)
+    old_handlers = _install_handler(_raise_interrupted)
     try:
         return command()
     except Interrupted as interrupted:
-        _say(str(interrupted))
+        _print_stderr_line(str(interrupted))
         return interrupted.status
     finally:
-        end_handling(before)
+        restore_handlers(old_handlers)
 
 
-def end_handling(before: Mapping[int, Any]) -> None:
-    """Restore the signal handlers `before` (number -> handler); in a command, ignore these signals instead."""
+def restore_handlers(old_handlers: Mapping[int, Any]) -> None:
+    """Restore the signal handlers `old_handlers` (number -> handler); in a command, ignore these signals instead."""
     # A command has its exit status, which a late signal would replace, such as Slurm's after GraceTime: Python itself
     # gives the signals back to the system in its last moments, which kills.
-    for number, handler in before.items():
+    for number, handler in old_handlers.items():
         signal.signal(number, signal.SIG_IGN if _is_command else handler)
 
 
-def _handle(handler: Handler) -> dict[int, Any]:
+def _install_handler(handler: Handler) -> dict[int, Any]:
     """Handle the signals that end a command (SIGINT, SIGTERM) by `handler`, unless they are ignored, as under nohup;
     return signal number -> handler before, of the changed ones. A forked child handles them as the system does."""
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in STATUS}
-    mine = os.getpid()
+    old_handlers: dict[int, Any] = {number: signal.getsignal(number) for number in STATUS}
+    own_process = os.getpid()
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    def dispatch_signal(number: int, frame: FrameType | None) -> None:
         """Pass a signal that ends a command to `handler`; in a forked child, to the system's default."""
-        if os.getpid() != mine:  # a fork, which is no command
+        if os.getpid() != own_process:  # a fork, which is no command
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         else:
             handler(number, frame)
 
-    changed = {number: there for number, there in before.items() if there not in (signal.SIG_IGN, None)}
+    changed = {
+        number: old_handler for number, old_handler in old_handlers.items() if old_handler not in (signal.SIG_IGN, None)
+    }
     for number in changed:
-        signal.signal(number, handle)
+        signal.signal(number, dispatch_signal)
     return changed
 
 
-def _leave(number: int, _: FrameType | None) -> None:
+def _exit_command(number: int, _: FrameType | None) -> None:
     """Print on stderr which signal interrupts a command, and exit the process at once with its status."""
     interrupted = Interrupted(number)
-    _say(str(interrupted))
+    _print_stderr_line(str(interrupted))
     os._exit(interrupted.status)
 
 
-def _raise(number: int, _: FrameType | None) -> None:
+def _raise_interrupted(number: int, _: FrameType | None) -> None:
     """Raise Interrupted in a command for its first signal, and let a second signal exit the process at once."""
-    _handle(_leave)
+    _install_handler(_exit_command)
     raise Interrupted(number)
 
 
-def _say(line: str) -> None:
+def _print_stderr_line(line: str) -> None:
     """Print a line to stderr, safely within the handler of a signal that ends a command."""
     try:
         os.write(2, f"{line}\n".encode())  # not print(), which the signal may have interrupted

@@ -12,55 +12,55 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from platform.boundary.documents import open_regular
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.documents import open_regular_file
+from platform.boundary.refusals import ConfigError, format_violation
 
 UNKNOWN = -1  # size of an entry that cannot be inspected: a dangling link, no permission
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # no more may be written
 
 
-def write_whole(path: Path, chunks: Iterable[bytes | memoryview], mode: int = 0o666, durable: bool = False) -> None:
+def replace_file(path: Path, chunks: Iterable[bytes | memoryview], mode: int = 0o666, durable: bool = False) -> None:
     """Write a file by a draft beside it that takes its place in one step; `durable`: it survives a loss of power.
     Raises OSError, having removed the draft."""
-    made = draft = path.with_name(_draft_name())
+    current_path = draft = path.with_name(_draft_name())
     try:
         file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         try:
             for chunk in chunks:
-                left = memoryview(chunk)
-                while left:  # os.write may take less than it is given
-                    left = left[os.write(file, left) :]
+                unwritten = memoryview(chunk)
+                while unwritten:  # os.write may take less than it is given
+                    unwritten = unwritten[os.write(file, unwritten) :]
             if durable:
                 os.fsync(file)
         finally:
             os.close(file)
         os.replace(draft, path)
-        made = path
+        current_path = path
         if durable:
-            _synchronise(path.parent)
+            _synchronise_directory(path.parent)
     except BaseException:
         with suppress(OSError):
-            os.unlink(made)
+            os.unlink(current_path)
         raise
 
 
 def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a text file in one step, by a draft that takes its place (`write_whole`); `mode`: its permissions."""
-    write_whole(path, [text.encode(errors="surrogateescape")], mode)
+    """Write a text file in one step, by a draft that takes its place (`replace_file`); `mode`: its permissions."""
+    replace_file(path, [text.encode(errors="surrogateescape")], mode)
 
 
 @contextmanager
-def drafted(folder: Path, names: Sequence[str] = ()) -> Iterator[Path]:
+def draft_folder(folder: Path, names: Sequence[str] = ()) -> Iterator[Path]:
     """Yield the path for a new hidden directory, which becomes `folder` after the block, or whose files `names`
     (default: all) move into `folder` in this order if it exists already. A failure leaves nothing of it. It is on the
     same file system, so that nothing is copied."""
-    there, name = folder.is_dir(), _draft_name()
-    draft = folder / name if there else folder.with_name(f".{folder.name}{name}")
+    folder_exists, name = folder.is_dir(), _draft_name()
+    draft = folder / name if folder_exists else folder.with_name(f".{folder.name}{name}")
     try:
         yield draft
-        if not there:
+        if not folder_exists:
             os.rename(draft, folder)  # fails if somebody else has made it meanwhile
-            return _synchronise(folder.parent)
+            return _synchronise_directory(folder.parent)
         names = names or sorted(os.listdir(draft))
         try:
             for name in names:
@@ -68,10 +68,10 @@ def drafted(folder: Path, names: Sequence[str] = ()) -> Iterator[Path]:
         except BaseException:
             for name in names:
                 with suppress(OSError):
-                    Local(folder).delete(name)
+                    LocalStorage(folder).delete(name)
             raise
         os.rmdir(draft)
-        _synchronise(folder)
+        _synchronise_directory(folder)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
@@ -83,7 +83,7 @@ def _draft_name() -> str:
 
 
 @contextmanager
-def writing_to(key: str, place: object) -> Iterator[None]:
+def refuse_full_disk(key: str, place: object) -> Iterator[None]:
     """Raise ConfigError in place of the OSError of a full or read-only disk within the context; other errors pass.
     `key`: the configuration key or argument that names the folder or file `place`."""
     try:
@@ -92,10 +92,10 @@ def writing_to(key: str, place: object) -> Iterator[None]:
         if error.errno not in _FULL and not (error.errno is None and "requested and" in str(error)):  # as NumPy says it
             raise
         why = error.strerror or os.strerror(errno.ENOSPC)
-        raise ConfigError(violation(key, place, f"cannot be written: {why}", ["another place"])) from None
+        raise ConfigError(format_violation(key, place, f"cannot be written: {why}", ["another place"])) from None
 
 
-class Local:
+class LocalStorage:
     """Storage (see `platform.boundary.storage`) in a directory on a local or network file system (`root`):
     durable writes survive a loss of power."""
 
@@ -106,41 +106,41 @@ class Local:
 
     def write(self, path: str, chunks: Iterable[bytes | memoryview], durable: bool = True) -> None:
         """Write a file of this local storage by a draft that takes its place; make missing directories."""
-        _make_directory((self.root / path).parent)
-        write_whole(self.root / path, chunks, 0o644, durable)
+        _create_directory((self.root / path).parent)
+        replace_file(self.root / path, chunks, 0o644, durable)
 
     def read(self, path: str, start: int = 0, end: int | None = None) -> bytearray:
         """Return bytes [start, end) of a regular file of this local storage."""
-        with open_regular(self.root / path) as raw, io.BufferedReader(raw) as file:
-            there = os.fstat(raw.fileno()).st_size
-            data = bytearray(max(0, min(there, there if end is None else end) - start))
+        with open_regular_file(self.root / path) as raw, io.BufferedReader(raw) as file:
+            file_size = os.fstat(raw.fileno()).st_size
+            data = bytearray(max(0, min(file_size, file_size if end is None else end) - start))
             file.seek(start)
             del data[file.readinto(data) :]  # less only if the file became shorter
         return data
 
     def open(self, path: str, start: int, end: int) -> io.FileIO:
         """Open a regular file of this local storage at byte `start`; its end is not limited to `end`."""
-        file = open_regular(self.root / path)
+        file = open_regular_file(self.root / path)
         file.seek(start)
         return file
 
-    def list(self, path: str) -> dict[str, int]:
+    def list_sizes(self, path: str) -> dict[str, int]:
         """Map the names in a directory of this local storage to their sizes in bytes, without entries that have been
         deleted meanwhile."""
-        place = self.root / path
+        directory = self.root / path
         try:
-            with os.scandir(place) as entries:
-                found = {entry.name: _size(entry) for entry in entries}
+            with os.scandir(directory) as entries:
+                sizes = {entry.name: _entry_size(entry) for entry in entries}
         except FileNotFoundError:
-            if os.path.lexists(place):  # a dangling link: the directory is out of reach, not empty
+            if os.path.lexists(directory):  # a dangling link: the directory is out of reach, not empty
                 raise
             return {}
-        return {name: size for name, size in found.items() if size is not None}
+        return {name: size for name, size in sizes.items() if size is not None}
 
-    def version(self, path: str) -> str:
+    def read_version(self, path: str) -> str:
         """Return device, inode, size and modification time of a file as a text that changes when the file does."""
-        found = os.stat(self.root / path)
-        return f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns}"
+        file_stat = os.stat(self.root / path)
+        return f"{file_stat.st_dev} {file_stat.st_ino} {file_stat.st_size} {file_stat.st_mtime_ns}"
 
     def delete(self, path: str, durable: bool = True) -> None:
         """Delete a file of this local storage, or a directory with everything in it; a link itself, not its target."""
@@ -153,10 +153,10 @@ class Local:
             else:
                 os.unlink(target)
             if durable:
-                _synchronise(target.parent)
+                _synchronise_directory(target.parent)
 
 
-def _size(entry: os.DirEntry[str]) -> int | None:
+def _entry_size(entry: os.DirEntry[str]) -> int | None:
     """Return the size in bytes of a file found in a directory of a storage, UNKNOWN if it cannot be inspected, None if
     it has been deleted meanwhile."""
     with suppress(OSError):
@@ -170,16 +170,16 @@ def _size(entry: os.DirEntry[str]) -> int | None:
     return UNKNOWN
 
 
-def _make_directory(path: Path) -> None:
+def _create_directory(path: Path) -> None:
     """Create a directory and its missing parents, so that they survive a loss of power."""
     if not path.is_dir():
-        _make_directory(path.parent)
+        _create_directory(path.parent)
         with suppress(FileExistsError):  # another worker was faster; the second one synchronises too
             os.mkdir(path, 0o700)  # weights are private; an existing directory keeps its mode
-        _synchronise(path.parent)
+        _synchronise_directory(path.parent)
 
 
-def _synchronise(directory: Path) -> None:
+def _synchronise_directory(directory: Path) -> None:
     """Flush a directory to disk, so that files created in it, renamed or deleted stay so after a loss of power."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -194,17 +194,17 @@ def _synchronise(directory: Path) -> None:
 WRITABLE = tuple("file local memory s3 s3a gs gcs abfs abfss az adl sftp ssh oci oss obs cos tos hf dbfs".split())
 
 
-def violation_of_protocol(url: str, writing: bool = True) -> str:
+def find_protocol_fault(url: str, writing: bool = True) -> str:
     """Return why checkpoints cannot be saved at a path or URL, judging by its protocol alone; "" if they can.
 
     With `writing` False, returns why a file there cannot be read.
     """
-    protocol, separator, rest = url.partition("://")
+    protocol, separator, address = url.partition("://")
     if not separator:
         return ""
-    if not rest.strip("/"):
+    if not address.strip("/"):
         return "cannot be used: names no place in the storage"
-    if special := _special_file(url):
+    if special := _find_special_file(url):
         return f"cannot be used: {special} is a pipe or a device, and a regular file or a folder is needed"
     if "::" in url:
         return "cannot be used: nothing can be saved through a chain of storages" if writing else ""
@@ -220,14 +220,14 @@ def violation_of_protocol(url: str, writing: bool = True) -> str:
     return ""
 
 
-def _special_file(url: str) -> str:
+def _find_special_file(url: str) -> str:
     """Return the path of a pipe, socket or device of this machine that a file's URL, or a part of its chain, names; ""
     if none does."""
     from fsspec.implementations.local import LocalFileSystem
 
-    for part in url.split("::"):
-        if part.partition("://")[0] in ("file", "local") or "://" not in part:
-            path = LocalFileSystem._strip_protocol(part)
+    for url_part in url.split("::"):
+        if url_part.partition("://")[0] in ("file", "local") or "://" not in url_part:
+            path = LocalFileSystem._strip_protocol(url_part)
             with suppress(OSError, ValueError):  # who reads it says what is wrong
                 mode = os.stat(path).st_mode
                 if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
@@ -238,12 +238,12 @@ def _special_file(url: str) -> str:
 # Removal of directories and files that were made for a run which is then refused, so that it leaves nothing behind.
 
 
-def missing_directories(path: Path) -> list[Path]:
+def list_missing_directories(path: Path) -> list[Path]:
     """List the directories that creating `path` would create, deepest first, to remove them if the run is refused."""
     return [p for p in (path, *path.parents) if not p.exists()]
 
 
-def remove_empty(directories: Iterable[Path]) -> None:
+def remove_empty_directories(directories: Iterable[Path]) -> None:
     """Remove the directories that were made for a refused run, in order, up to the first that is not empty; that one
     and the rest stay. One that is gone already counts as removed."""
     with suppress(OSError):

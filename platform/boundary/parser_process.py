@@ -65,49 +65,49 @@ def answer_requests(parser: str) -> None:
     `parser`, "MODULE:FUNCTION", until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends this one
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    given, taken = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is no reply
     module, _, name = parser.partition(":")
     answer: Answer = getattr(import_module(module), name)
 
-    def send(kind: bytes, payload: bytes) -> None:
+    def send_message(kind: bytes, payload: bytes) -> None:
         """Write a message of this parser process to its parent: its `kind`, such as DONE or WANTS, and payload."""
-        taken.write(REPLY.pack(kind, len(payload)))
-        taken.write(payload)
-        taken.flush()
+        replies.write(REPLY.pack(kind, len(payload)))
+        replies.write(payload)
+        replies.flush()
 
-    def read(offset: int, size: int) -> bytes:
+    def read_range(offset: int, size: int) -> bytes:
         """Return `size` bytes of the file to be parsed from byte `offset` on, asking the parent process for them."""
         parts = [b"."]
         while size > 0 and parts[-1]:
-            send(WANTS, WANTED.pack(offset, min(size, AT_ONCE)))
-            parts.append(_exactly(given, struct.unpack("<Q", _exactly(given, 8))[0]))
+            send_message(WANTS, WANTED.pack(offset, min(size, AT_ONCE)))
+            parts.append(_read_exact_bytes(requests, struct.unpack("<Q", _read_exact_bytes(requests, 8))[0]))
             offset, size = offset + len(parts[-1]), size - len(parts[-1])
         return b"".join(parts[1:])
 
-    while head := given.read(REQUEST.size):
+    while head := requests.read(REQUEST.size):
         sizes = REQUEST.unpack(head)
-        request, body = json.loads(_exactly(given, sizes[0])), _exactly(given, sizes[1])
-        _limit(request["memory"], request["seconds"])
-        send(*_answered(answer, request, body, read))
+        request, body = json.loads(_read_exact_bytes(requests, sizes[0])), _read_exact_bytes(requests, sizes[1])
+        _limit_resources(request["memory"], request["seconds"])
+        send_message(*_build_reply(answer, request, body, read_range))
 
 
-def _exactly(stream: BinaryIO, size: int) -> bytes:
+def _read_exact_bytes(stream: BinaryIO, size: int) -> bytes:
     """Read `size` bytes of a request to a parser's child process; exit the process if the stream ends before."""
-    found = stream.read(size)
-    if len(found) < size:
+    chunk = stream.read(size)
+    if len(chunk) < size:
         raise SystemExit(0)
-    return found
+    return chunk
 
 
-def _limit(memory: int, seconds: int) -> None:
+def _limit_resources(memory: int, seconds: int) -> None:
     """Limit this parser process in its next answer: bytes of memory in all, seconds of processor time from now on."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + seconds, resource.RLIM_INFINITY))
 
 
-def _answered(answer: Answer, request: dict[str, Any], body: bytes, read: Read) -> tuple[bytes, bytes]:
+def _build_reply(answer: Answer, request: dict[str, Any], body: bytes, read: Read) -> tuple[bytes, bytes]:
     """Return kind and payload of a parser process's reply: (DONE, the answer), or (REFUSED, the reason as UTF-8) for
     any error that a foreign file makes the parser raise."""
     try:

@@ -1,7 +1,7 @@
 """Redaction of secrets, which every sink applies to all that it shows or stores, so that no secret leaves the process.
 
 Secrets are: user, password, query values and fragment of every URL; and what a resolver such as `${oc.env:NAME}` read,
-shown as the reference that was typed. Files, W&B, the console, refusals and printed commands call `redact`.
+shown as the reference that was typed. Files, W&B, the console, refusals and printed commands call `redact_secrets`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, TextIO, TypeVar
 from urllib.parse import quote, unquote
 
-from platform.boundary.schema import changed, texts
+from platform.boundary.schema import iterate_texts, map_nested_values
 
 T = TypeVar("T")
 
@@ -31,25 +31,25 @@ _URL = re.compile(_PROTOCOL + r"[^\s'\"<>`]+")
 _known: dict[str, str] = {}  # secret -> text shown in its place; global, so that anything that prints can redact
 
 
-def redact(value: T) -> T:
+def redact_secrets(value: T) -> T:
     """Replace the secrets, also in any URL, in the texts of plain data, before it is shown or stored. Idempotent."""
-    found: T = changed(value, str, _redact)
-    return found
+    redacted_value: T = map_nested_values(value, str, _redact_text)
+    return redacted_value
 
 
-def _redact(text: str) -> str:
+def _redact_text(text: str) -> str:
     """Replace registered secrets, and the secrets of every URL, in a text."""
-    text = _with_references(text)
-    return _URL.sub(lambda m: bare_url(m[0]), text) if "://" in text else text
+    text = _replace_known_secrets(text)
+    return _URL.sub(lambda m: strip_url_secrets(m[0]), text) if "://" in text else text
 
 
-def _with_references(text: str) -> str:
+def _replace_known_secrets(text: str) -> str:
     """Replace the registered secrets in a text by the text shown in their place, such as ${oc.env:NAME}."""
-    return _pattern(tuple(_known.items())).sub(lambda m: _known.get(m[0], m[0]), text) if _known else text
+    return _build_secret_pattern(tuple(_known.items())).sub(lambda m: _known.get(m[0], m[0]), text) if _known else text
 
 
 @lru_cache(maxsize=8)
-def _pattern(known: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
+def _build_secret_pattern(known: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
     """Build the regular expression that finds registered secrets in a text: of `known`, (secret, replacement) pairs,
     replacements match first, so that they stay, then secrets, longest first."""
     shown = sorted({shown for _, shown in known if shown != REDACTED}, key=len, reverse=True)
@@ -57,30 +57,33 @@ def _pattern(known: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, [*shown, *secrets])))
 
 
-def bare_url(url: str) -> str:
+def strip_url_secrets(url: str) -> str:
     """Strip a URL of user and password, the values of its query, and its fragment. References such as
     `${oc.env:NAME}` stay.
 
     A password may hold any character, so if it could end at several @, it ends at the last one. If a query may have
     begun before that @, only the scheme is kept.
     """
-    scheme, separator, rest = url.partition("://")
-    rest, masks = _masked(rest)
-    query, last = _first("?#", rest), rest.rfind("@")
-    if ":" not in rest[: max(last, 0)]:  # no password, but a token may stand in front of the host
-        last = rest.rfind("@", 0, _first("/?#", rest))
+    scheme, separator, remainder = url.partition("://")
+    remainder, masks = _mask_references(remainder)
+    query, last = _find_first_index("?#", remainder), remainder.rfind("@")
+    if ":" not in remainder[: max(last, 0)]:  # no password, but a token may stand in front of the host
+        last = remainder.rfind("@", 0, _find_first_index("/?#", remainder))
     if query < last:
         return f"{scheme}{separator}{REDACTED}"
-    user, rest = rest[: last + 1], rest[last + 1 :]
+    user, remainder = remainder[: last + 1], remainder[last + 1 :]
     user = user if _is_reference(user[:-1].partition(":")[2] or user[:-1]) else ""
-    address, mark, tail = re.fullmatch(r"([^?#]*)([?#]?)(.*)", rest, re.DOTALL).groups()  # type: ignore[union-attr]
+    address, mark, tail = re.fullmatch(r"([^?#]*)([?#]?)(.*)", remainder, re.DOTALL).groups()  # type: ignore[union-attr]
     shown = (
-        user + address + mark + ("&".join(map(_hidden, re.split("[&;]", tail))) if mark == "?" else mark and REDACTED)
+        user
+        + address
+        + mark
+        + ("&".join(map(_redact_query_value, re.split("[&;]", tail))) if mark == "?" else mark and REDACTED)
     )
     return f"{scheme}{separator}{shown.translate(masks)}"
 
 
-def _masked(text: str) -> tuple[str, dict[int, str]]:
+def _mask_references(text: str) -> tuple[str, dict[int, str]]:
     """Replace each reference `${...}` in a URL by one private-use character, so that the URL can be split around it;
     return the text, and the map from code point back to reference."""
     masks = dict(zip(range(_PRIVATE, _PRIVATE + 256), dict.fromkeys(_REFERENCE.findall(text)), strict=False))
@@ -90,24 +93,25 @@ def _masked(text: str) -> tuple[str, dict[int, str]]:
 
 
 def _is_reference(text: str) -> bool:
-    """Return True if a part of a URL consists of the characters that `_masked` put in the place of references."""
+    """Return True if a part of a URL consists of the characters that `_mask_references` put in the place of
+    references."""
     return bool(text) and all(_PRIVATE <= ord(c) < _PRIVATE + 256 for c in text)
 
 
-def _first(characters: str, text: str) -> int:
+def _find_first_index(characters: str, text: str) -> int:
     """Return the index of the first of `characters` in a part of a URL; the length of that part if it has none."""
     return next((i for i, c in enumerate(text) if c in characters), len(text))
 
 
-def _hidden(pair: str) -> str:
+def _redact_query_value(pair: str) -> str:
     """Redact the value of one NAME=VALUE pair of a URL's query, unless it is a reference such as ${oc.env:KEY}."""
     name, equals, value = pair.partition("=")
     return pair if _is_reference(value) else f"{name}={REDACTED}" if equals else REDACTED
 
 
 def register_secrets(secrets: Mapping[str, str]) -> None:
-    """Register secret -> replacement pairs for `redact`, which also finds a secret in quoted or escaped form; secrets
-    of fewer than SHORTEST (4) characters are left out."""
+    """Register secret -> replacement pairs for `redact_secrets`, which also finds a secret in quoted or escaped form;
+    secrets of fewer than SHORTEST (4) characters are left out."""
     for secret, shown in secrets.items():
         if len(secret) >= SHORTEST:
             for form in (secret, unquote(secret), quote(secret), quote(secret, safe="")):
@@ -117,8 +121,8 @@ def register_secrets(secrets: Mapping[str, str]) -> None:
 
 
 def register_environment(variables: Mapping[str, str]) -> None:
-    """Register, for `redact`, the environment variables whose names say that they are secret, such as WANDB_API_KEY,
-    and the secrets in URLs of all others."""
+    """Register, for `redact_secrets`, the environment variables whose names say that they are secret, such as
+    WANDB_API_KEY, and the secrets in URLs of all others."""
     secret = {
         value: f"${{oc.env:{name}}}"
         for name, value in variables.items()
@@ -129,22 +133,22 @@ def register_environment(variables: Mapping[str, str]) -> None:
 
 
 def register_url_secrets(value: Any) -> None:
-    """Register, for `redact`, the secrets in the URLs among the texts in `value`, a text or nested lists and maps of
-    them. A URL extends to the end of its text, spaces included."""
-    for text in texts(value):
+    """Register, for `redact_secrets`, the secrets in the URLs among the texts in `value`, a text or nested lists and
+    maps of them. A URL extends to the end of its text, spaces included."""
+    for text in iterate_texts(value):
         if start := re.search(_PROTOCOL, text):
             url = text[start.start() :]
-            written = _with_references(url)
-            if bare_url(written) != written:
-                inside = dict.fromkeys(_secrets_in(written.partition("://")[2]), REDACTED)
-                register_secrets({url: bare_url(written), **inside})
+            written = _replace_known_secrets(url)
+            if strip_url_secrets(written) != written:
+                url_secrets = dict.fromkeys(_find_url_secrets(written.partition("://")[2]), REDACTED)
+                register_secrets({url: strip_url_secrets(written), **url_secrets})
 
 
-def _secrets_in(rest: str) -> Iterator[str]:
+def _find_url_secrets(rest: str) -> Iterator[str]:
     """Yield the secrets in `rest`, a URL after its "://": password or token, and query values; for every way in which a
     client may split it, "" for a part without one."""
     host = re.split("[/?#]", rest, maxsplit=1)[0]
-    for credentials in {part.rpartition("@")[0] for part in (rest, host)}:
+    for credentials in {url_part.rpartition("@")[0] for url_part in (rest, host)}:
         _, colon, password = credentials.partition(":")
         secret = password if colon else credentials if credentials in host else ""
         yield "" if _REFERENCE.fullmatch(secret) else secret
@@ -165,11 +169,11 @@ def forget_secrets() -> None:
 
 
 @contextmanager
-def own_secrets(secrets: Mapping[str, str] | None = None) -> Iterator[None]:
+def isolate_secrets(secrets: Mapping[str, str] | None = None) -> Iterator[None]:
     """Restrict the registered secrets, within the context of one job, to `secrets` and those registered in it; after
     it, all others are known again too.
 
-    The result of `redact` then does not depend on the history of the process.
+    The result of `redact_secrets` then does not depend on the history of the process.
     """
     others = known_secrets()
     _known.clear()
@@ -189,7 +193,7 @@ class Shield:
 
     def write(self, text: str) -> int:
         """Write a text with its secrets redacted to the wrapped stream; return the length of the text before."""
-        self._stream.write(redact(text))
+        self._stream.write(redact_secrets(text))
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -203,7 +207,7 @@ class Shield:
 
 
 @contextmanager
-def shielded(out: TextIO, error: TextIO) -> Iterator[None]:
+def redact_output(out: TextIO, error: TextIO) -> Iterator[None]:
     """Redact secrets in all that this process prints within the context; `out` and `error` get what it writes to stdout
     and stderr. The traceback of an error that leaves the context is not in it."""
     with redirect_stdout(Shield(out)), redirect_stderr(Shield(error)):

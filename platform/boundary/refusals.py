@@ -20,8 +20,15 @@ from traceback import walk_tb
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from platform.boundary.redaction import forget_secrets, redact, register_url_secrets, shielded
-from platform.boundary.terminal import one_refusal, print_line, print_refusals, print_while_read, printable, reader_left
+from platform.boundary.redaction import forget_secrets, redact_output, redact_secrets, register_url_secrets
+from platform.boundary.terminal import (
+    escape_unprintable,
+    is_reader_gone,
+    print_line,
+    print_refusals,
+    refusal_line,
+    run_printing_command,
+)
 
 NEAREST = "; nearest legal: "  # between a refusal's constraint and its hints
 SHOWN = 300  # most characters of a value in a line for the user
@@ -33,52 +40,52 @@ class ConfigError(ValueError):
 
     def __init__(self, violations: Sequence[str] | str):
         """Construct the refusal of a user's mistakes from one line or several, each made printable."""
-        given = [violations] if isinstance(violations, str) else violations
-        self.violations = [one_refusal(v) for v in given]
+        violation_lines = [violations] if isinstance(violations, str) else violations
+        self.violations = [refusal_line(v) for v in violation_lines]
         super().__init__("\n".join(self.violations))
 
 
 def refuse_all(lines: Iterable[str]) -> None:
     """Raise ConfigError with the lines that refuse a user's mistakes, each once, if there are any."""
-    if found := list(dict.fromkeys(lines)):
-        raise ConfigError(found)
+    if unique_lines := list(dict.fromkeys(lines)):
+        raise ConfigError(unique_lines)
 
 
-def behind(error: BaseException) -> Iterator[BaseException]:
+def walk_causes(error: BaseException) -> Iterator[BaseException]:
     """Yield an exception, then the one it was raised from or while handling, and so on, to find a refusal in it."""
-    one: BaseException | None = error
-    while one:
-        yield one
-        one = one.__cause__ or one.__context__
+    current: BaseException | None = error
+    while current:
+        yield current
+        current = current.__cause__ or current.__context__
 
 
-def refusal_in(error: BaseException) -> str:
+def find_refusal(error: BaseException) -> str:
     """Return the lines of the ConfigError that an exception is or was raised from; "" if none, or with an OSError."""
-    if any(isinstance(one, OSError) for one in behind(error)):  # a disk or the network may do well elsewhere
+    if any(isinstance(cause, OSError) for cause in walk_causes(error)):  # a disk or the network may do well elsewhere
         return ""
-    return next((str(one) for one in behind(error) if isinstance(one, ConfigError)), "")
+    return next((str(cause) for cause in walk_causes(error) if isinstance(cause, ConfigError)), "")
 
 
-def violation(key: str, value: Any, constraint: str, legal: Iterable[Any] = ()) -> str:
+def format_violation(key: str, value: Any, constraint: str, legal: Iterable[Any] = ()) -> str:
     """Format a refused value of a configuration key as one printable line for the user: "KEY=VALUE: constraint; nearest
     legal: a, b". A value of more than SHOWN (300) characters is cut."""
-    given, *names = [in_words(value), *(in_words(v) or "''" for v in legal)]
-    if len(given) > SHOWN:
-        given = f"{given[:SHOWN]}... ({len(given)} characters)"
-    return printable(f"{key}={given}: {constraint}" + (f"{NEAREST}{', '.join(names)}" if names else ""))
+    value_text, *names = [format_value(value), *(format_value(v) or "''" for v in legal)]
+    if len(value_text) > SHOWN:
+        value_text = f"{value_text[:SHOWN]}... ({len(value_text)} characters)"
+    return escape_unprintable(f"{key}={value_text}: {constraint}" + (f"{NEAREST}{', '.join(names)}" if names else ""))
 
 
 @contextmanager
-def as_refusal(key: str, value: Any, *failures: type[Exception], why: str = "{}") -> Iterator[None]:
+def refuse_failures(key: str, value: Any, *failures: type[Exception], why: str = "{}") -> Iterator[None]:
     """Raise ConfigError, for a configuration key's value, in place of `failures` in the context; `why`: its text."""
     try:
         yield
     except failures as error:
-        raise ConfigError(violation(key, value, why.format(error))) from None
+        raise ConfigError(format_violation(key, value, why.format(error))) from None
 
 
 @contextmanager
-def rephrasing(change: Callable[[str], str]) -> Iterator[None]:
+def rephrase_refusals(change: Callable[[str], str]) -> Iterator[None]:
     """Apply `change` to each line that refuses a user's mistake, in a ConfigError raised within the context."""
     try:
         yield
@@ -86,7 +93,7 @@ def rephrasing(change: Callable[[str], str]) -> Iterator[None]:
         raise ConfigError([*map(change, error.violations)]) from None
 
 
-def in_words(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a refused or legal value of the configuration as a user writes it: true and false in lower case."""
     try:
         return str(value).lower() if isinstance(value, bool) else str(value)
@@ -94,7 +101,7 @@ def in_words(value: Any) -> str:
         return f"a very large {type(value).__name__}"
 
 
-def closest(value: Any, legal: Iterable[Any]) -> list[Any]:
+def closest_values(value: Any, legal: Iterable[Any]) -> list[Any]:
     """Return a configuration key's legal values, nearest to a refused `value` first: three integers, or all names."""
     values = list(legal)
     if all(type(v) is int for v in (value, *values)):
@@ -117,17 +124,17 @@ class CommandLine(argparse.ArgumentParser):
     commands do: in one line, with status 2."""
 
     @property
-    def command(self) -> str:
+    def command_name(self) -> str:
         """Return the name NAME of the command line `python -m platform.NAME`, without its subcommand."""
         return self.prog.removeprefix(typed_command("")).partition(" ")[0]
 
     def error(self, message: str) -> NoReturn:
         """Print in one line on stderr why the command's arguments are refused, and end the process with status 2."""
-        print_refusals(self.command, [f"{message}; {self.prog} --help says what it takes"])
+        print_refusals(self.command_name, [f"{message}; {self.prog} --help says what it takes"])
         raise SystemExit(REFUSED)
 
 
-def command_line(name: str, description: str | None) -> CommandLine:
+def build_command_line(name: str, description: str | None) -> CommandLine:
     """Return a parser, without arguments yet, of the command line `python -m platform.NAME`."""
     formatter = argparse.RawDescriptionHelpFormatter
     return CommandLine(prog=typed_command(name), description=description, formatter_class=formatter)
@@ -145,26 +152,26 @@ def added_path() -> str | None:
 
 
 @contextmanager
-def given_arguments(arguments: Sequence[str] | None) -> Iterator[list[str]]:
+def shield_arguments(arguments: Sequence[str] | None) -> Iterator[list[str]]:
     """Yield the command-line arguments: `arguments`, or those given to this process if they are None. Within the
     context the secrets in their URLs are registered, older ones are forgotten, and stdout and stderr print none."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    command_arguments = list(sys.argv[1:] if arguments is None else arguments)
     forget_secrets()
-    register_url_secrets(given)
+    register_url_secrets(command_arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name may hold characters that the terminal cannot show
-    sys.excepthook = print_uncaught
-    with shielded(sys.stdout, sys.stderr):
-        yield given
+    sys.excepthook = print_uncaught_error
+    with redact_output(sys.stdout, sys.stderr):
+        yield command_arguments
 
 
-def print_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def print_uncaught_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print the traceback of an error that ends this process on stderr, with its secrets redacted: `sys.excepthook`."""
-    print_line(redact("".join(traceback.format_exception(kind, error, trace))).rstrip("\n"), sys.stderr)
+    print_line(redact_secrets("".join(traceback.format_exception(kind, error, trace))).rstrip("\n"), sys.stderr)
 
 
-def refusal_status(error: ConfigError, subject: str) -> int:
+def report_refusal(error: ConfigError, subject: str) -> int:
     """Print a command's mistakes on stderr, each as "SUBJECT: violation", and return its exit status, 2."""
     print_refusals(subject, error.violations)
     return REFUSED
@@ -183,21 +190,21 @@ def run_command(
     exceptions `failures` (FAILED, 1). Errors are printed on stderr in lines that begin with the command's name.
     `subject`: beginning of the lines of a ConfigError instead."""
 
-    def answer() -> int:
+    def parse_and_run() -> int:
         """Parse the arguments and run the command; return its exit status."""
         try:
             parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
-            return run(parse(given))
+            return run(parse(command_arguments))
         except ConfigError as error:
-            return refusal_status(error, subject or parser.command)
+            return report_refusal(error, subject or parser.command_name)
         except failures as error:
-            if isinstance(error, BrokenPipeError) and reader_left():
+            if isinstance(error, BrokenPipeError) and is_reader_gone():
                 raise
-            print_refusals(parser.command, [error])
+            print_refusals(parser.command_name, [error])
             return FAILED
 
-    with given_arguments(arguments) as given:
-        return print_while_read(answer)
+    with shield_arguments(arguments) as command_arguments:
+        return run_printing_command(parse_and_run)
 
 
 # Calls of the user's own code, which may raise anything, exit, or never come back.
@@ -216,7 +223,7 @@ class _Hangs(BaseException):
     """Ends code of the user's own that does not come back; no Exception, so that this code does not catch it."""
 
 
-def said(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an exception of the user's own code as one line, such as "ValueError: no"; its text may itself fail."""
     name = type(error).__name__
     try:
@@ -225,7 +232,7 @@ def said(error: BaseException) -> str:
         return f"{name}, whose text raises an error too"
 
 
-def passes(error: BaseException) -> bool:
+def is_stop_signal(error: BaseException) -> bool:
     """Return True if an exception raised while the user's own code ran is a stop signal, and no error of that code."""
     if isinstance(error, KeyboardInterrupt):  # of Ctrl-C, unless another handler takes note of that
         return signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -233,43 +240,45 @@ def passes(error: BaseException) -> bool:
 
 
 @contextmanager
-def own_code(what: str, unchanged: tuple[type[Exception], ...] = (), limit: float = QUICK) -> Iterator[None]:
-    """Raise OwnCodeError in place of any exception that the user's own code `what`, such as "extend=my_module", raises
-    within the context, SystemExit too; errors of the types `unchanged`, and stop signals, pass. In the main thread a
-    warning after REPORT_AFTER seconds says that the code still runs, and where; the code is ended after `limit`
-    seconds."""
+def guard_own_code(code_name: str, unchanged: tuple[type[Exception], ...] = (), limit: float = QUICK) -> Iterator[None]:
+    """Raise OwnCodeError in place of any exception that the user's own code `code_name`, such as "extend=my_module",
+    raises within the context, SystemExit too; errors of the types `unchanged`, and stop signals, pass. In the main
+    thread a warning after REPORT_AFTER seconds says that the code still runs, and where; the code is ended after
+    `limit` seconds."""
     try:
-        with _alarm(what, limit):
+        with _limit_time(code_name, limit):
             yield
     except unchanged:
         raise
     except _Hangs as error:
-        raise OwnCodeError(f"does not come back: ended after {limit:g} s{_place(error)}") from None
+        raise OwnCodeError(f"does not come back: ended after {limit:g} s{_describe_place(error)}") from None
     except BaseException as error:
-        if passes(error):
+        if is_stop_signal(error):
             raise
-        raise OwnCodeError(f"raises {said(error)}") from error
+        raise OwnCodeError(f"raises {describe_error(error)}") from error
 
 
 @contextmanager
-def _alarm(what: str, limit: float) -> Iterator[None]:
-    """Raise _Hangs in the user's own code, called `what`, once the context has lasted `limit` seconds, after warnings
-    that it still runs; do nothing outside of the main thread, or where another handler of SIGALRM is set."""
+def _limit_time(code_name: str, limit: float) -> Iterator[None]:
+    """Raise _Hangs in the user's own code, called `code_name`, once the context has lasted `limit` seconds, after
+    warnings that it still runs; do nothing outside of the main thread, or where another handler of SIGALRM is set."""
     free = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
     if not free or limit == inf:
         yield
         return
     end = monotonic() + limit
 
-    def rings(_: int, frame: FrameType | None) -> None:
+    def ring_alarm(_: int, frame: FrameType | None) -> None:
         """Raise _Hangs if the user's own code has used up its time; else warn that it still runs, and where."""
-        if (left := end - monotonic()) <= 0:
+        if (seconds_left := end - monotonic()) <= 0:
             raise _Hangs
-        where = f", at {_short(frame)}:{frame.f_lineno}" if frame else ""
-        logger.warning("%s: still runs after %.3g s%s; it is ended after %g s", what, limit - left, where, limit)
-        signal.setitimer(signal.ITIMER_REAL, left)
+        position = f", at {_frame_file_name(frame)}:{frame.f_lineno}" if frame else ""
+        logger.warning(
+            "%s: still runs after %.3g s%s; it is ended after %g s", code_name, limit - seconds_left, position, limit
+        )
+        signal.setitimer(signal.ITIMER_REAL, seconds_left)
 
-    signal.signal(signal.SIGALRM, rings)
+    signal.signal(signal.SIGALRM, ring_alarm)
     signal.setitimer(signal.ITIMER_REAL, min(REPORT_AFTER, limit))
     try:
         yield
@@ -278,12 +287,14 @@ def _alarm(what: str, limit: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
-def _place(error: BaseException) -> str:
+def _describe_place(error: BaseException) -> str:
     """Return where an alarm has interrupted the user's own code, such as ", at my_module.py:3"."""
-    frames = [(frame, line) for frame, line in walk_tb(error.__traceback__) if _short(frame) != Path(__file__).name]
-    return f", at {_short(frames[-1][0])}:{frames[-1][1]}" if frames else ""
+    frames = [
+        (frame, line) for frame, line in walk_tb(error.__traceback__) if _frame_file_name(frame) != Path(__file__).name
+    ]
+    return f", at {_frame_file_name(frames[-1][0])}:{frames[-1][1]}" if frames else ""
 
 
-def _short(frame: FrameType) -> str:
+def _frame_file_name(frame: FrameType) -> str:
     """Return the file name, without folders, of a stack frame, for messages on where the user's own code runs."""
     return Path(frame.f_code.co_filename).name

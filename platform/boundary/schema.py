@@ -33,9 +33,9 @@ class Malformed(ValueError):
         super().__init__(f"{place}: {reason}" if place else reason)
         self.reason, self.place = reason, place
 
-    def within(self, key: str | int) -> Malformed:
+    def add_outer_key(self, key: str | int) -> Malformed:
         """Return this error of foreign data with `key` of the map, or index of the list, in front of its place."""
-        first = f"[{key}]" if isinstance(key, int) else shown(key).strip("'")
+        first = f"[{key}]" if isinstance(key, int) else shorten_value(key).strip("'")
         between = "." if self.place and not self.place.startswith("[") else ""
         return Malformed(self.reason, f"{first}{between}{self.place}")
 
@@ -49,7 +49,7 @@ class Span(NamedTuple):
     def check(self, value: Any) -> None:
         """Raise Malformed if the number `value` in foreign data is outside these bounds, as NaN always is."""
         if not self.least <= value <= self.most:
-            raise Malformed(f"{shown(value)} is not in {self.least} to {self.most}")
+            raise Malformed(f"{shorten_value(value)} is not in {self.least} to {self.most}")
 
 
 Count = Annotated[int, Span(0, (1 << 53) - 1)]  # as exact in JSON's numbers
@@ -64,7 +64,7 @@ class Text(NamedTuple):
     def check(self, value: str) -> None:
         """Raise Malformed if the string `value` in foreign data does not match the pattern as a whole."""
         if not re.fullmatch(self.pattern, value):
-            raise Malformed(f"{shown(value)} is not {self.what}")
+            raise Malformed(f"{shorten_value(value)} is not {self.what}")
 
 
 class OneOf(NamedTuple):
@@ -76,7 +76,7 @@ class OneOf(NamedTuple):
     def check(self, value: Any) -> None:
         """Raise Malformed if `value` in foreign data is not one of the legal values."""
         if value not in self.values:
-            raise Malformed(f"unknown {self.what} {shown(value)}")
+            raise Malformed(f"unknown {self.what} {shorten_value(value)}")
 
 
 class Many(NamedTuple):
@@ -110,47 +110,47 @@ class OpenMap(NamedTuple):
                 raise Malformed(f"lacks {key}")
         for key, kind in self.kinds:
             if key in value:
-                _at(key, reader(kind), value[key])
+                _read_at_place(key, build_reader(kind), value[key])
 
 
-def read(kind: type[T], value: Any) -> T:
+def parse_value(kind: type[T], value: Any) -> T:
     """Convert foreign plain data `value`, such as parsed JSON, to the declared type `kind`: a dataclass, a NamedTuple,
     or such as dict[str, int]. Raises Malformed, which names the place and the reason."""
-    return reader(kind)(value)  # type: ignore[arg-type]
+    return build_reader(kind)(value)  # type: ignore[arg-type]
 
 
-def fields_of(value: object) -> dict[str, Any]:
+def encode_fields(value: object) -> dict[str, Any]:
     """Convert a dataclass to plain data that `read` converts back, without empty defaults; `default` of json.dumps."""
     if is_dataclass(value) and not isinstance(value, type):
-        found = ((field, getattr(value, field.name)) for field in fields(value))
-        return {f.name: each for f, each in found if each or f.default_factory is MISSING or f.default_factory()}
+        field_values = ((field, getattr(value, field.name)) for field in fields(value))
+        return {f.name: each for f, each in field_values if each or f.default_factory is MISSING or f.default_factory()}
     raise TypeError(f"a {type(value).__name__} is no plain data")
 
 
-def changed(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+def map_nested_values(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """Return nested plain data, before it is shown, with `change` of every value of type `kind`; map keys stay."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (str, int, float)):  # most of it: Mapping is slow to ask for
         return value
     if isinstance(value, Mapping):
-        return {name: changed(part, kind, change) for name, part in value.items()}
+        return {name: map_nested_values(part, kind, change) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        parts = [changed(part, kind, change) for part in value]
+        parts = [map_nested_values(part, kind, change) for part in value]
         return tuple(parts) if isinstance(value, tuple) else parts
     return value
 
 
-def texts(value: Any) -> Iterator[str]:
+def iterate_texts(value: Any) -> Iterator[str]:
     """Yield every text in nested plain data, such as parsed JSON, names in maps excepted."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
         for part in value.values() if isinstance(value, Mapping) else value:
-            yield from texts(part)
+            yield from iterate_texts(part)
 
 
-def shown(value: Any) -> str:
+def shorten_value(value: Any) -> str:
     """Return a short form of a foreign value for an error message: one line of printable ASCII."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"
@@ -159,90 +159,92 @@ def shown(value: Any) -> str:
     return ascii(value) if isinstance(value, bool | int | float | None) else type(value).__name__
 
 
-def fits(value: Any, kind: Any) -> bool:
+def fits_type(value: Any, kind: Any) -> bool:
     """Return True if foreign plain data of any size has the declared type `kind`; an integer is accepted as a float."""
     try:
-        reader(kind, False)(value)
+        build_reader(kind, False)(value)
     except Malformed:
         return False
     return True
 
 
 @cache
-def reader(kind: Any, limited: bool = True) -> Reader:
+def build_reader(kind: Any, limited: bool = True) -> Reader:
     """Return the function that converts foreign plain data to the declared type `kind`, or raises Malformed; built once
     per type. If not `limited`, it takes numbers and texts of any size, and returns a number as it is."""
     origin, arguments = get_origin(kind), get_args(kind)
-    plain, of = _LIMITED if limited else _TYPES, partial(reader, limited=limited)
+    plain, inner_reader = _LIMITED if limited else _TYPES, partial(build_reader, limited=limited)
     if kind in plain:
         return plain[kind]
     if kind is Any:
-        return partial(_any, plain)
+        return partial(_check_any_value, plain)
     if origin is Annotated:
-        return _bounded(of(arguments[0]), arguments[1:])
+        return _build_bounded_reader(inner_reader(arguments[0]), arguments[1:])
     if origin in (Union, UnionType):
-        return _either([*map(of, arguments)])
+        return _build_union_reader([*map(inner_reader, arguments)])
     if origin is dict:
-        return _map(*map(of, arguments))
+        return _build_map_reader(*map(inner_reader, arguments))
     if origin is list or arguments[1:] == (...,):
-        return _sequence(of(arguments[0]), origin, _span_of(arguments[0]))
+        return _build_sequence_reader(inner_reader(arguments[0]), origin, _find_integer_span(arguments[0]))
     if origin is tuple:
-        return _row(tuple, dict(enumerate(map(of, arguments))))
+        return _build_row_reader(tuple, dict(enumerate(map(inner_reader, arguments))))
     hints = get_type_hints(kind, include_extras=True)
     if is_dataclass(kind):
-        return _record(kind, {field.name: of(hints[field.name]) for field in fields(kind)})
+        return _build_record_reader(kind, {field.name: inner_reader(hints[field.name]) for field in fields(kind)})
     assert issubclass(kind, tuple), f"no reader of {kind}"
-    return _row(kind._make, {name: of(hint) for name, hint in hints.items()})
+    return _build_row_reader(kind._make, {name: inner_reader(hint) for name, hint in hints.items()})
 
 
-def _number(value: Any) -> float:
+def _read_number(value: Any) -> float:
     """Return a number of foreign data as a float, infinite ones too; raises Malformed for any other value."""
     if type(value) is int and abs(value) <= LARGEST or type(value) is float and not isnan(value):
         return float(value)
-    raise Malformed(f"{shown(value)} is no number")
+    raise Malformed(f"{shorten_value(value)} is no number")
 
 
-Real = Annotated[float, By(lambda value: value if type(value) is float else _number(value))]  # may be NaN, as a loss
+Real = Annotated[
+    float, By(lambda value: value if type(value) is float else _read_number(value))
+]  # may be NaN, as a loss
 
 
-def _integer(value: Any) -> int:
+def _read_integer(value: Any) -> int:
     """Return an integer of 64 bits of foreign data; raises Malformed for any other value."""
     if abs(_TYPES[int](value)) > LARGEST:
-        raise Malformed(f"{shown(value)} is no integer of 64 bits")
+        raise Malformed(f"{shorten_value(value)} is no integer of 64 bits")
     return value
 
 
-def _string(value: Any) -> str:
+def _read_string(value: Any) -> str:
     """Return a text of foreign data, of bounded length and whole characters; raises Malformed for any other value."""
     if len(_TYPES[str](value)) > LONGEST:
         raise Malformed(f"a text of {len(value)} characters is too long")
     if not value.isascii() and re.search("[\ud800-\udfff]", value):
-        raise Malformed(f"{shown(value)} has half a surrogate pair")
+        raise Malformed(f"{shorten_value(value)} has half a surrogate pair")
     return value
 
 
-def _exactly(otherwise: str, *kinds: type) -> Reader:
+def _build_exact_reader(otherwise: str, *kinds: type) -> Reader:
     """Return the function that accepts foreign values whose type is exactly one of `kinds`, and raises Malformed for
     others. `otherwise`: words for these in the message, such as "not null"."""
 
     def read_exactly(value: Any) -> Any:
         """Return a value of foreign data whose type is one of `kinds`; raises Malformed for others."""
         if type(value) not in kinds:
-            raise Malformed(f"{shown(value)} is {otherwise}")
+            raise Malformed(f"{shorten_value(value)} is {otherwise}")
         return value
 
     return read_exactly
 
 
-def _at(place: Any, read_part: Reader, part: Any) -> Any:
+def _read_at_place(place: Any, read_part: Reader, part: Any) -> Any:
     """Apply `read_part` to the part of foreign data at `place` (key or index), and add `place` to its error."""
     try:
         return read_part(part)
     except Malformed as error:
-        raise error.within(place) from None
+        raise error.add_outer_key(place) from None
 
 
-def _any(plain: dict[Any, Reader], value: Any, depth: int = 0) -> Any:
+def _check_any_value(plain: dict[Any, Reader], value: Any, depth: int = 0) -> Any:
     """Check foreign plain data of any shape, `depth` levels inside the whole: maps with texts as keys, lists, texts,
     numbers, booleans and null, at most DEEPEST levels of maps and lists. `plain`: the readers of texts and integers.
     Return the data, or raise Malformed."""
@@ -256,9 +258,9 @@ def _any(plain: dict[Any, Reader], value: Any, depth: int = 0) -> Any:
                 if kind is dict:
                     plain[str](place)
                 if type(item) is not float:  # most of it
-                    _any(plain, item, depth + 1)
+                    _check_any_value(plain, item, depth + 1)
         except Malformed as error:
-            raise error.within(place) from None
+            raise error.add_outer_key(place) from None
     elif kind in (int, str):
         plain[kind](value)
     elif kind not in (float, bool, NoneType):
@@ -267,17 +269,17 @@ def _any(plain: dict[Any, Reader], value: Any, depth: int = 0) -> Any:
 
 
 _TYPES: dict[Any, Reader] = {
-    int: _exactly("no integer", int),
-    float: _exactly("no number", float, int),
-    str: _exactly("no text", str),
-    bool: _exactly("neither true nor false", bool),
-    NoneType: _exactly("not null", NoneType),
+    int: _build_exact_reader("no integer", int),
+    float: _build_exact_reader("no number", float, int),
+    str: _build_exact_reader("no text", str),
+    bool: _build_exact_reader("neither true nor false", bool),
+    NoneType: _build_exact_reader("not null", NoneType),
     object: lambda value: value,
 }
-_LIMITED = _TYPES | {int: _integer, float: _number, str: _string}
+_LIMITED = _TYPES | {int: _read_integer, float: _read_number, str: _read_string}
 
 
-def _bounded(inner: Reader, bounds: Sequence[Any]) -> Reader:
+def _build_bounded_reader(inner: Reader, bounds: Sequence[Any]) -> Reader:
     """Return the function that reads foreign data declared as Annotated[base, *bounds]: it reads as `inner`, the reader
     of the base, then lets each bound, such as Span(1, 9), check the value."""
     if isinstance(bounds[0], By):
@@ -293,16 +295,16 @@ def _bounded(inner: Reader, bounds: Sequence[Any]) -> Reader:
     return read_bounded
 
 
-def _either(readers: Sequence[Reader]) -> Reader:
+def _build_union_reader(readers: Sequence[Reader]) -> Reader:
     """Return the function that reads foreign data declared as a Union: it gives what the first of the `readers` that
     accepts a value makes of it, and raises Malformed with the reason of the first one if none does."""
 
     def read_either(value: Any) -> Any:
         """Read a value of foreign data by the first of the readers of a Union's types that accepts it."""
         reasons = []
-        for one in readers:
+        for read_member in readers:
             try:
-                return one(value)
+                return read_member(value)
             except Malformed as error:
                 reasons.append(error.reason)
         raise Malformed(reasons[0])
@@ -310,38 +312,38 @@ def _either(readers: Sequence[Reader]) -> Reader:
     return read_either
 
 
-def _map(read_key: Reader, read_item: Reader) -> Reader:
+def _build_map_reader(read_key: Reader, read_item: Reader) -> Reader:
     """Return the function that reads foreign data declared as dict[KEY, ITEM] from a map, or raises Malformed."""
 
     def read_map(value: Any) -> dict[Any, Any]:
         """Read a map of foreign data: its keys by `read_key`, its values by `read_item`."""
         if type(value) is not dict:
-            raise Malformed(f"{shown(value)} is no map")
-        found = {}
+            raise Malformed(f"{shorten_value(value)} is no map")
+        entries = {}
         for name, part in value.items():
-            place = name if isinstance(name, str) else shown(name)
-            found[_at(place, read_key, name)] = _at(place, read_item, part)
-        return found
+            place = name if isinstance(name, str) else shorten_value(name)
+            entries[_read_at_place(place, read_key, name)] = _read_at_place(place, read_item, part)
+        return entries
 
     return read_map
 
 
-def _sequence(read_item: Reader, kind: type, span: Span | None) -> Reader:
+def _build_sequence_reader(read_item: Reader, kind: type, span: Span | None) -> Reader:
     """Return the function that reads foreign data declared as list[ITEM] or tuple[ITEM, ...] from a list, or raises
     Malformed. `kind`: list or tuple; `span`: the bounds on integers, None for other items."""
 
     def read_sequence(value: Any) -> Any:
         """Read a list of foreign data, each item by `read_item`; return it as a `kind`, list or tuple."""
         if type(value) is not list:
-            raise Malformed(f"{shown(value)} is no list")
+            raise Malformed(f"{shorten_value(value)} is no list")
         if span and set(map(type, value)) == {int} and span.least <= min(value) and max(value) <= span.most:
             return kind(value)  # long lists are of numbers
-        return kind([_at(place, read_item, part) for place, part in enumerate(value)])
+        return kind([_read_at_place(place, read_item, part) for place, part in enumerate(value)])
 
     return read_sequence
 
 
-def _span_of(item: Any) -> Span | None:
+def _find_integer_span(item: Any) -> Span | None:
     """Return the bounds on foreign data declared as int or Annotated[int, Span(1, 9)]; None for other types."""
     base, *bounds = get_args(item) if get_origin(item) is Annotated else (item,)
     if base is not int or not all(isinstance(bound, Span) for bound in bounds):
@@ -349,21 +351,26 @@ def _span_of(item: Any) -> Span | None:
     return Span(max(-LARGEST, *(b.least for b in bounds), -LARGEST), min(LARGEST, *(b.most for b in bounds), LARGEST))
 
 
-def _row(made: Callable[[list[Any]], Any], readers: dict[Any, Reader]) -> Reader:
+def _build_row_reader(construct: Callable[[list[Any]], Any], readers: dict[Any, Reader]) -> Reader:
     """Return the function that reads foreign data declared as a tuple or NamedTuple from a list of the same length, or
-    raises Malformed. `readers`: the reader of each entry, by its name or index; `made`: the function that makes the
-    tuple of the list of converted entries."""
+    raises Malformed. `readers`: the reader of each entry, by its name or index; `construct`: the function that makes
+    the tuple of the list of converted entries."""
 
     def read_row(value: Any) -> Any:
         """Read a list of foreign data as a tuple with declared entries, each by its own reader."""
         if type(value) is not list or len(value) != len(readers):
-            raise Malformed(f"{shown(value)} is no list of {len(readers)}")
-        return made([_at(name, one, part) for (name, one), part in zip(readers.items(), value, strict=True)])
+            raise Malformed(f"{shorten_value(value)} is no list of {len(readers)}")
+        return construct(
+            [
+                _read_at_place(name, read_entry, part)
+                for (name, read_entry), part in zip(readers.items(), value, strict=True)
+            ]
+        )
 
     return read_row
 
 
-def _record(kind: Any, readers: dict[str, Reader]) -> Reader:
+def _build_record_reader(kind: Any, readers: dict[str, Reader]) -> Reader:
     """Return the function that reads foreign data declared as the dataclass `kind` from a map of its fields, each by
     its reader; it raises Malformed for unknown keys, and for missing ones without a default."""
     needed = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
@@ -371,11 +378,13 @@ def _record(kind: Any, readers: dict[str, Reader]) -> Reader:
     def read_record(value: Any) -> Any:
         """Read a map of foreign data as the dataclass `kind`, each field by its reader."""
         if type(value) is not dict:
-            raise Malformed(f"{shown(value)} is no map")
+            raise Malformed(f"{shorten_value(value)} is no map")
         if unknown := [key for key in value if key not in readers]:
-            raise Malformed("unknown key").within(unknown[0] if isinstance(unknown[0], str) else shown(unknown[0]))
+            raise Malformed("unknown key").add_outer_key(
+                unknown[0] if isinstance(unknown[0], str) else shorten_value(unknown[0])
+            )
         if missing := [name for name in needed if name not in value]:
             raise Malformed(f"lacks {missing[0]}")
-        return kind(**{name: _at(name, readers[name], part) for name, part in value.items()})
+        return kind(**{name: _read_at_place(name, readers[name], part) for name, part in value.items()})
 
     return read_record

@@ -25,23 +25,23 @@ class FileRange(NamedTuple):
     size: int
 
 
-def hashes_of(
+def hash_blocks(
     storage: Storage, spans: Sequence[FileRange], into: Sequence[memoryview] = (), threads: int = THREADS
 ) -> Generator[str]:
     """Yield the SHA-256 of each of the blocks `spans` of files on a storage, in order, of fewer bytes if a file ends
     before. `into`: memory that the blocks are read into, one for each, or none. Adjacent blocks, up to LARGEST_BLOCK
     bytes, take one request to the storage, and at most `threads` x LARGEST_BLOCK are in memory. Raises OSError."""
     memories = iter(into)
-    runs = [(run, [next(memories) for _ in run] if into else []) for run in _runs(spans)]
+    runs = [(run, [next(memories) for _ in run] if into else []) for run in _group_adjacent_blocks(spans)]
     pool = ThreadPoolExecutor(threads, "hash")
     try:
-        for found in pool.map(lambda given: _hashes_of_run(storage, *given), runs):
-            yield from found
+        for hashes in pool.map(lambda given: _hash_run(storage, *given), runs):
+            yield from hashes
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _runs(spans: Sequence[FileRange]) -> Iterator[list[FileRange]]:
+def _group_adjacent_blocks(spans: Sequence[FileRange]) -> Iterator[list[FileRange]]:
     """Group blocks that follow each other in a file of a storage, up to LARGEST_BLOCK bytes a group, for one read
     each."""
     run: list[FileRange] = []
@@ -55,21 +55,21 @@ def _runs(spans: Sequence[FileRange]) -> Iterator[list[FileRange]]:
         yield run
 
 
-def _hashes_of_run(storage: Storage, run: Sequence[FileRange], into: Sequence[memoryview]) -> list[str]:
+def _hash_run(storage: Storage, run: Sequence[FileRange], into: Sequence[memoryview]) -> list[str]:
     """Return the SHA-256 of adjacent blocks of a storage's file, by one request; `into`: memory per block, or none."""
     spare = memoryview(bytearray(0 if into else AT_ONCE))
     with storage.open(run[0].file, run[0].at, run[-1].at + run[-1].size) as source:
-        return [_hash_next(source, span.size, memory, spare) for span, memory in zip_longest(run, into)]
+        return [_hash_next_block(source, span.size, memory, spare) for span, memory in zip_longest(run, into)]
 
 
-def _hash_next(source: Reader, size: int, memory: memoryview | None, spare: memoryview) -> str:
+def _hash_next_block(source: Reader, size: int, memory: memoryview | None, spare: memoryview) -> str:
     """Read the next `size` bytes of a storage's file into `memory`, or through `spare` if that is None, and return
     their SHA-256, of fewer bytes if the file ends before. Reading and hashing take turns, AT_ONCE bytes each."""
-    digest, at = hashlib.sha256(), 0
-    while at < size:
-        part = (spare if memory is None else memory[at:])[: min(AT_ONCE, size - at)]
-        if not (count := source.readinto(part)):
+    digest, offset = hashlib.sha256(), 0
+    while offset < size:
+        window = (spare if memory is None else memory[offset:])[: min(AT_ONCE, size - offset)]
+        if not (count := source.readinto(window)):
             break
-        digest.update(part[:count])
-        at += count
+        digest.update(window[:count])
+        offset += count
     return digest.hexdigest()

@@ -1,8 +1,8 @@
 """Output to a person who may have gone away: a closed terminal or a broken pipe does not end a run.
 
-A `phase` that takes longer than a second is shown on standard error, with the amount that is done: on a terminal as one
-line with a bar, redrawn in place and gone at the end; in a log as a line after a second, and then at intervals that
-double. With NO_PROGRESS set neither is shown.
+A `show_phase` that takes longer than a second is shown on standard error, with the amount that is done: on a terminal
+as one line with a bar, redrawn in place and gone at the end; in a log as a line after a second, and then at intervals
+that double. With NO_PROGRESS set neither is shown.
 """
 
 from __future__ import annotations
@@ -31,48 +31,48 @@ _ERASE = "\r\x1b[2K"
 T = TypeVar("T")
 
 
-class _Stand:
+class _TerminalState:
     """State of the terminal: `transient` while a line stands there that the next text takes the place of."""
 
     transient = False
 
 
-def printable(text: str, kept: str = "") -> str:
-    """Escape every unprintable character of a text but those in `kept`, line ends and terminals' escape sequences
-    included: without any kept, it is one line that is safe for any terminal."""
+def escape_unprintable(text: str, kept_characters: str = "") -> str:
+    """Escape every unprintable character of a text but those in `kept_characters`, line ends and terminals' escape
+    sequences included: without any kept, it is one line that is safe for any terminal."""
     if text.isprintable():
         return text
     escaped = (c.encode("unicode_escape", "surrogatepass").decode() for c in text)
-    return "".join(c if c.isprintable() or c in kept else e for c, e in zip(text, escaped, strict=True))
+    return "".join(c if c.isprintable() or c in kept_characters else e for c, e in zip(text, escaped, strict=True))
 
 
-def visible(text: str) -> str:
+def escape_terminal_text(text: str) -> str:
     """Escape the unprintable characters of a text for a terminal, except its line ends and tabs."""
-    return printable(text, "\n\t")
+    return escape_unprintable(text, "\n\t")
 
 
-def one_refusal(text: str) -> str:
+def refusal_line(text: str) -> str:
     """Return a refusal as one printable line, even if a library put line ends or control characters into it."""
-    return printable(" ".join(text.splitlines()))
+    return escape_unprintable(" ".join(text.splitlines()))
 
 
 def print_line(text: str, stream: TextIO | None = None) -> None:
     """Write a line to `stream` (default: standard output); it is lost if the stream is closed or broken."""
-    write_text(stream or sys.stdout, visible(text) + "\n")
+    write_text(stream or sys.stdout, escape_terminal_text(text) + "\n")
 
 
 def print_refusals(name: str, refusals: Iterable[object]) -> None:
     """Write why a command is refused or failed to standard error, in one line each, which begins with its `name`."""
     for refusal in refusals:
-        print_line(f"{name}: {one_refusal(str(refusal))}", sys.stderr)
+        print_line(f"{name}: {refusal_line(str(refusal))}", sys.stderr)
 
 
 def write_text(stream: TextIO | None, text: str) -> None:
     """Write a text to a standard stream and flush it, ignoring errors: on a closed or broken stream it is lost."""
     if stream is not None:  # Python sets a standard stream to None if it was closed at the start
         with suppress(OSError, ValueError):  # ValueError: the stream was closed later
-            if _Stand.transient and stream.isatty():
-                text, _Stand.transient = _ERASE + text, False
+            if _TerminalState.transient and stream.isatty():
+                text, _TerminalState.transient = _ERASE + text, False
             encoding = getattr(stream, "encoding", None) or "utf-8"  # which may lack a character
             stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             stream.flush()
@@ -99,7 +99,7 @@ class QuickExit:
     def __init__(self) -> None:
         """Register an exit function that ends the process at once with `status`, if a command has set it."""
         self.status: int | None = None
-        atexit.register(self._leave)
+        atexit.register(self._exit_process)
 
     def run(self, command: Callable[[], int]) -> int:
         """Run the process's command and return its exit status, with which the process then ends at once."""
@@ -107,27 +107,27 @@ class QuickExit:
         flush_streams()
         return status
 
-    def _leave(self) -> None:
+    def _exit_process(self) -> None:
         """Flush the standard streams and end the command's process at once with its exit `status`, if it is set."""
         if self.status is not None:
             flush_streams()
             os._exit(self.status)
 
 
-def print_while_read(command: Callable[[], int]) -> int:
+def run_printing_command(command: Callable[[], int]) -> int:
     """Run a command that only prints, and return its exit status: 0 also if its reader, such as `| head`, leaves. A
     pipe that breaks elsewhere is an error as any other."""
     try:
         return run_interruptible(command)
     except BrokenPipeError:
-        if not reader_left():
+        if not is_reader_gone():
             raise
         return 0
     finally:
         flush_streams()
 
 
-def reader_left() -> bool:
+def is_reader_gone() -> bool:
     """Return True if nothing reads this process's standard output or standard error any more."""
     poll = select.poll()
     for stream in (sys.stdout, sys.stderr):
@@ -137,7 +137,7 @@ def reader_left() -> bool:
 
 
 @contextmanager
-def tolerated(say: Callable[[str], None], what: str) -> Iterator[None]:
+def tolerate_write_error(say: Callable[[str], None], what: str) -> Iterator[None]:
     """Turn an OSError within the context into a warning that `what`, a file not needed by a run, is not written."""
     try:
         yield
@@ -157,27 +157,27 @@ class LongPhase:
     look: Callable[[], tuple[float, float]] | None = None  # says how much is done, and of what, if nobody counts it
     _next: float = SILENCE  # seconds of it after which a log has its next line
 
-    def add(self, count: float = 1.0) -> None:
+    def count_done(self, count: float = 1.0) -> None:
         """Count more of what this phase does as done."""
         self.done += count
 
-    def each(self, parts: Iterable[T], size: Callable[[T], float] = lambda _: 1.0) -> Iterator[T]:
+    def iterate_parts(self, parts: Iterable[T], size: Callable[[T], float] = lambda _: 1.0) -> Iterator[T]:
         """Yield the parts of this phase's work, each counted by its size once it is done."""
         for part in parts:
             yield part
-            self.add(size(part))
+            self.count_done(size(part))
 
-    def far(self, now: float) -> str:
+    def describe_progress(self, now: float) -> str:
         """Return how far this phase is, and how long it takes, in words."""
         age = now - self.began
         if self.look:
             self.done, self.total = self.look()
-        parts = [_amount(self.done, self.total, self.unit)] if self.unit and self.total or self.done else []
+        parts = [_format_amount(self.done, self.total, self.unit)] if self.unit and self.total or self.done else []
         if 0 < self.done < self.total:
-            parts.append(f"{_time(age / self.done * (self.total - self.done))} left")
-        return ", ".join([*parts, _time(age)] if len(parts) < 2 else parts)
+            parts.append(f"{_format_time(age / self.done * (self.total - self.done))} left")
+        return ", ".join([*parts, _format_time(age)] if len(parts) < 2 else parts)
 
-    def due(self, now: float) -> bool:
+    def claim_log_line(self, now: float) -> bool:
         """Return True if a log is to have a line on this phase now, and note that it gets one."""
         if (age := now - self.began) < self._next:
             return False
@@ -185,26 +185,26 @@ class LongPhase:
         return True
 
     @property
-    def spoken(self) -> bool:
+    def has_log_line(self) -> bool:
         """Return True if a log has a line on this phase."""
         return self._next > SILENCE
 
 
 @contextmanager
-def phase(
+def show_phase(
     what: str, total: float = 0.0, unit: str = "", look: Callable[[], tuple[float, float]] | None = None
 ) -> Iterator[LongPhase]:
     """Show a phase of this process's main thread to its user while the context lasts, if it lasts long; phases of other
     threads are not shown. `look` says how much is done, and of what total."""
-    one = LongPhase(what, total, unit, look=look)
+    long_phase = LongPhase(what, total, unit, look=look)
     if threading.current_thread() is not threading.main_thread() or os.environ.get("NO_PROGRESS"):
-        yield one
+        yield long_phase
         return
-    _teller().take_up(one)
+    _current_teller().add_phase(long_phase)
     try:
-        yield one
+        yield long_phase
     finally:
-        _teller().put_away(one)
+        _current_teller().end_phase(long_phase)
 
 
 class _Teller:
@@ -219,19 +219,19 @@ class _Teller:
         self._drawn = False
         threading.Thread(target=self._keep_telling, name="phases", daemon=True).start()
 
-    def take_up(self, one: LongPhase) -> None:
+    def add_phase(self, long_phase: LongPhase) -> None:
         """Begin to show a phase."""
         with self._change:
-            self._phases.append(one)
+            self._phases.append(long_phase)
             self._change.notify()
 
-    def put_away(self, one: LongPhase) -> None:
+    def end_phase(self, long_phase: LongPhase) -> None:
         """End a phase: take its line off a terminal; a log gets its time."""
         with self._change:
-            self._phases.remove(one)
-            self._erase()
-            if one.spoken:
-                print_line(f"{one.what}: took {_time(monotonic() - one.began)}", sys.stderr)
+            self._phases.remove(long_phase)
+            self._erase_line()
+            if long_phase.has_log_line:
+                print_line(f"{long_phase.what}: took {_format_time(monotonic() - long_phase.began)}", sys.stderr)
 
     def _keep_telling(self) -> None:
         """Show the innermost phase that takes long, again and again."""
@@ -240,24 +240,24 @@ class _Teller:
                 if not self._phases:
                     self._change.wait()
                 with suppress(Exception):  # what cannot be shown is no reason for anything to fail
-                    self._show(monotonic())
+                    self._show_phase(monotonic())
             sleep(_REDRAWN)
 
-    def _show(self, now: float) -> None:
+    def _show_phase(self, now: float) -> None:
         """Show the innermost phase that takes long at this time, if there is one."""
-        long = [one for one in self._phases if now - one.began >= SILENCE]
-        if not long:
+        long_phases = [long_phase for long_phase in self._phases if now - long_phase.began >= SILENCE]
+        if not long_phases:
             return
         if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
-            if long[-1].due(now):
-                print_line(f"{long[-1].what}: {long[-1].far(now)}", sys.stderr)
+            if long_phases[-1].claim_log_line(now):
+                print_line(f"{long_phases[-1].what}: {long_phases[-1].describe_progress(now)}", sys.stderr)
             return
-        line = _drawn_phase(long[-1], now)
-        _Stand.transient = True  # so that it takes the place of what stands there
+        line = _draw_phase(long_phases[-1], now)
+        _TerminalState.transient = True  # so that it takes the place of what stands there
         write_text(sys.stderr, line)
-        _Stand.transient = self._drawn = True
+        _TerminalState.transient = self._drawn = True
 
-    def _erase(self) -> None:
+    def _erase_line(self) -> None:
         """Take the line of a phase off the terminal."""
         if self._drawn:
             write_text(sys.stderr, "")
@@ -267,14 +267,14 @@ class _Teller:
 _known: list[_Teller] = []
 
 
-def _teller() -> _Teller:
+def _current_teller() -> _Teller:
     """Return the teller of this process; one that was forked has none of its parent's threads."""
     if not _known or _known[0].process != os.getpid():
         _known[:] = [_Teller()]
     return _known[0]
 
 
-def _drawn_phase(one: LongPhase, now: float) -> str:
+def _draw_phase(long_phase: LongPhase, now: float) -> str:
     """Return the line of a terminal that shows a phase."""
     from rich.console import Console
     from rich.progress_bar import ProgressBar
@@ -282,19 +282,19 @@ def _drawn_phase(one: LongPhase, now: float) -> str:
 
     width = shutil.get_terminal_size().columns - 1  # a wrapped line could not be erased
     console = Console(file=io.StringIO(), force_terminal=True, width=width, highlight=False, legacy_windows=False)
-    bar = ProgressBar(one.total or None, one.done, width=_BAR, animation_time=now)
+    bar = ProgressBar(long_phase.total or None, long_phase.done, width=_BAR, animation_time=now)
     with console.capture() as captured:
         console.print(bar, end="")
-    line = Text(f"{printable(one.what)} ")
+    line = Text(f"{escape_unprintable(long_phase.what)} ")
     line.append_text(Text.from_ansi(captured.get()))
-    line.append(f" {one.far(now)}")
+    line.append(f" {long_phase.describe_progress(now)}")
     line.truncate(width, overflow="ellipsis")
     with console.capture() as captured:
         console.print(line, end="", soft_wrap=True)
     return captured.get()
 
 
-def _amount(done: float, total: float, unit: str) -> str:
+def _format_amount(done: float, total: float, unit: str) -> str:
     """Return an amount of work in words: "1.2 of 8.9 GB", "3 of 4 workers"."""
     if unit == "B":
         most = max(done, total)
@@ -304,7 +304,7 @@ def _amount(done: float, total: float, unit: str) -> str:
     return f"{done:,.0f} of {total:,.0f} {unit}" if total else f"{done:,.0f} {unit}"
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     """Return seconds in words, such as 12 s or 3 min 20 s."""
-    whole = round(seconds)
-    return f"{whole} s" if whole < 60 else f"{whole // 60} min {whole % 60} s"
+    whole_seconds = round(seconds)
+    return f"{whole_seconds} s" if whole_seconds < 60 else f"{whole_seconds // 60} min {whole_seconds % 60} s"

@@ -35,21 +35,21 @@ class Box(NamedTuple):
     extent: tuple[int, ...]
 
     @classmethod
-    def of(cls, spans: Sequence[Sequence[int]]) -> Box:
+    def build_box(cls, spans: Sequence[Sequence[int]]) -> Box:
         """Make the block of a stored global tensor from the (offset, extent) of every dim."""
         return cls(tuple(o for o, _ in spans), tuple(n for _, n in spans))
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Box:
+    def whole_tensor(cls, shape: Sequence[int]) -> Box:
         """Return the block that is a whole global tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
-    def size(self) -> int:
+    def num_elements(self) -> int:
         """Return the number of elements in this block of a checkpoint's global tensor."""
         return prod(self.extent)
 
-    def overlap(self, other: Box) -> Box | None:
+    def intersect_box(self, other: Box) -> Box | None:
         """Return the block of elements that this block and `other`, of the same global tensor, have in common, or None
         if there are none."""
         offset, extent = [], []
@@ -61,7 +61,7 @@ class Box(NamedTuple):
             extent.append(last - first)
         return Box(tuple(offset), tuple(extent))
 
-    def within(self, outer: Box) -> tuple[slice, ...]:
+    def relative_slices(self, outer: Box) -> tuple[slice, ...]:
         """Return the slices that select this block of a global tensor in an array of the larger block `outer`."""
         spans = zip(self.offset, outer.offset, self.extent, strict=True)
         return tuple(slice(a - b, a - b + n) for a, b, n in spans)
@@ -71,12 +71,12 @@ class Box(NamedTuple):
         return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(self.offset, self.extent, strict=True)) + "]"
 
 
-def stretch(box: Box, first: int, last: int) -> list[Box]:
+def split_flat_range(box: Box, first: int, last: int) -> list[Box]:
     """Return the blocks of a global tensor that together hold the elements [first, last) of a flattened (row-major)
     block `box`, in their order: the end of a row, whole rows, the beginning of a row. So a shard of a flattened block
     becomes blocks of the tensor.
 
-    >>> [str(b) for b in stretch(Box.whole((3, 4)), 2, 12)]
+    >>> [str(b) for b in split_flat_range(Box.whole_tensor((3, 4)), 2, 12)]
     ['[0:1, 2:4]', '[1:3, 0:4]']
     """
     if first >= last:
@@ -86,23 +86,23 @@ def stretch(box: Box, first: int, last: int) -> list[Box]:
     (origin, *offset), (_, *extent) = box
     row, inner = prod(extent), Box(tuple(offset), tuple(extent))
 
-    def rows(i: int, j: int) -> list[Box]:
+    def box_whole_rows(i: int, j: int) -> list[Box]:
         """Return the block of the whole rows [i, j) of the tensor's block `box`, as a list; [] if there are none."""
         return [Box((origin + i, *offset), (j - i, *extent))] if i < j else []
 
-    def part(i: int, a: int, b: int) -> list[Box]:
+    def box_row_part(i: int, a: int, b: int) -> list[Box]:
         """Return the blocks that hold the elements [a, b) of row `i` of the tensor's block `box`."""
-        return [Box((origin + i, *o), (1, *n)) for o, n in stretch(inner, a, b)]
+        return [Box((origin + i, *o), (1, *n)) for o, n in split_flat_range(inner, a, b)]
 
     i, a = divmod(first, row)
     j, b = divmod(last, row)
     if i == j:
-        return part(i, a, b)
-    head = part(i, a, row) if a else []
-    return head + rows(i + bool(a), j) + part(j, 0, b)
+        return box_row_part(i, a, b)
+    head = box_row_part(i, a, row) if a else []
+    return head + box_whole_rows(i + bool(a), j) + box_row_part(j, 0, b)
 
 
-def gaps(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
+def find_tiling_faults(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
     """Return the faults that keep the `boxes`, a tensor's blocks in a checkpoint, from tiling its `shape`, a line each;
     [] if they cover it exactly once.
 
@@ -110,55 +110,59 @@ def gaps(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
     the boxes tile the tensor if at every corner their signs sum to the whole tensor's, and the first hole or overlap
     begins at the first corner where they do not. Memory grows with the corners, not with the grid that edges span.
     """
-    whole = Box.whole(shape)
+    whole_box = Box.whole_tensor(shape)
     outside = (
-        b for b in boxes if not len(b.offset) == len(b.extent) == len(shape) or not b.size or b.overlap(whole) != b
+        b
+        for b in boxes
+        if not len(b.offset) == len(b.extent) == len(shape) or not b.num_elements or b.intersect_box(whole_box) != b
     )
-    if found := [f"{_shown(b)} lies outside of {whole}" for b in islice(outside, FAULTS)]:
-        return found
-    cut = [d for d, size in enumerate(shape) if any(b.extent[d] != size for b in boxes)]
-    if (len(boxes) + 1) * len(cut) << len(cut) > COORDINATES:
-        return [f"is cut along {len(cut)} dims into {len(boxes)} blocks, more than are ever written"]
-    wrong = _first_wrong(
-        np.array([[(b.offset[d], b.offset[d] + b.extent[d]) for d in cut] for b in (*boxes, whole)]), cut
+    if outside_faults := [f"{_format_box(b)} lies outside of {whole_box}" for b in islice(outside, FAULTS)]:
+        return outside_faults
+    cut_dims = [d for d, size in enumerate(shape) if any(b.extent[d] != size for b in boxes)]
+    if (len(boxes) + 1) * len(cut_dims) << len(cut_dims) > COORDINATES:
+        return [f"is cut along {len(cut_dims)} dims into {len(boxes)} blocks, more than are ever written"]
+    faulty_cell = _find_faulty_cell(
+        np.array([[(b.offset[d], b.offset[d] + b.extent[d]) for d in cut_dims] for b in (*boxes, whole_box)]), cut_dims
     )
-    if wrong is None:
+    if faulty_cell is None:
         return []
-    spans, covered = wrong
-    cell = Box.of([spans.get(d, (0, size)) for d, size in enumerate(shape)])
+    spans, covered = faulty_cell
+    cell = Box.build_box([spans.get(d, (0, size)) for d, size in enumerate(shape)])
     return [f"{cell} is in {'several blocks' if covered > 0 else 'no block'}"]
 
 
-def _first_wrong(ends: NDArray[np.int64], cut: Sequence[int]) -> tuple[dict[int, tuple[int, int]], int] | None:
+def _find_faulty_cell(
+    ends: NDArray[np.int64], cut_dims: Sequence[int]
+) -> tuple[dict[int, tuple[int, int]], int] | None:
     """Find the first cell of a checkpoint's tensor, in row-major order, that its blocks do not cover exactly once, for
-    `gaps`: return (cut dim -> (offset, extent) of the cell, number of blocks that cover it minus 1), or None if there
-    is none.
+    `find_tiling_faults`: return (cut dim -> (offset, extent) of the cell, number of blocks that cover it minus 1), or
+    None if there is none.
 
-    `cut`: the dims along which any block is smaller than the tensor. `ends`: int [blocks + 1, len(cut), 2], the start
-    and end index of every block along these dims; the last row is the whole tensor.
+    `cut_dims`: the dims along which any block is smaller than the tensor. `ends`: int [blocks + 1, len(cut), 2], the
+    start and end index of every block along these dims; the last row is the whole tensor.
     """
     signs = np.ones(len(ends), np.int64)
     signs[-1] = -1
     corners = np.empty((len(ends), 0), np.int64)
-    for dim in range(len(cut)):
+    for dim in range(len(cut_dims)):
         repeats = len(corners) // len(ends)
         sides = (np.tile(ends[:, dim, side], repeats) for side in (0, 1))  # starts, then ends
         corners = np.concatenate([np.column_stack([corners, side]) for side in sides])
         signs = np.concatenate([signs, -signs])
-    order = np.lexsort(corners.T[::-1]) if cut else np.arange(len(signs))
+    order = np.lexsort(corners.T[::-1]) if cut_dims else np.arange(len(signs))
     corners, signs = corners[order], signs[order]
     begins = np.flatnonzero(np.r_[True, (corners[1:] != corners[:-1]).any(1)])
     totals = np.add.reduceat(signs, begins)
-    wrong = np.flatnonzero(totals)
-    if not len(wrong):
+    faulty_cells = np.flatnonzero(totals)
+    if not len(faulty_cells):
         return None
-    place = corners[begins[wrong[0]]]
-    following = [int(ends[:, d][ends[:, d] > place[d]].min()) for d in range(len(cut))]
-    spans = {dim: (int(a), b - int(a)) for dim, a, b in zip(cut, place, following, strict=True)}
-    return spans, int(totals[wrong[0]])
+    first_corner = corners[begins[faulty_cells[0]]]
+    cell_ends = [int(ends[:, d][ends[:, d] > first_corner[d]].min()) for d in range(len(cut_dims))]
+    spans = {dim: (int(a), b - int(a)) for dim, a, b in zip(cut_dims, first_corner, cell_ends, strict=True)}
+    return spans, int(totals[faulty_cells[0]])
 
 
-def _shown(box: Box) -> str:
+def _format_box(box: Box) -> str:
     """Return a block of a stored tensor as text; only the numbers of dims if offset and extent have different ones."""
     return (
         str(box) if len(box.offset) == len(box.extent) else f"a block of {len(box.offset)} and {len(box.extent)} dims"
@@ -194,18 +198,18 @@ class HeldTensor:
     holders: dict[Box, tuple[int, ...]]
 
     @classmethod
-    def of(
+    def group_holders(
         cls, name: str, dtype: torch.dtype | str, shape: Sequence[int], blocks: Iterable[tuple[int, Box]]
     ) -> HeldTensor:
         """Describe a global tensor by the (rank, block) pairs of all ranks, in rank order: ranks of the same block
         become its replicas. `shape`: without padding; blocks are cut down to it, and a block wholly in the padding is
         left out."""
-        whole, holders = Box.whole(shape), defaultdict(list)
+        whole_box, holders = Box.whole_tensor(shape), defaultdict(list)
         for rank, box in blocks:
-            if real := box.overlap(whole):
-                holders[real].append(rank)
-        ranks = {box: tuple(found) for box, found in holders.items()}
-        return cls(name, str(dtype).removeprefix("torch."), tuple(shape), ranks)
+            if unpadded := box.intersect_box(whole_box):
+                holders[unpadded].append(rank)
+        ranks_by_box = {box: tuple(sharing_ranks) for box, sharing_ranks in holders.items()}
+        return cls(name, str(dtype).removeprefix("torch."), tuple(shape), ranks_by_box)
 
     @property
     def itemsize(self) -> int:
@@ -213,41 +217,51 @@ class HeldTensor:
         return ITEMSIZE[self.dtype]
 
 
-def planned_tensors(plan: Plan, kind: str, dtype: torch.dtype | str) -> list[HeldTensor]:
+def list_held_tensors(plan: Plan, kind: str, dtype: torch.dtype | str) -> list[HeldTensor]:
     """Return which ranks hold which block of every tensor of one kind of training state, under the plan: the master
     copies of the parameters (`kind` = model), or a moment of the optimizer, which is laid out like them. Tensors are
     named KIND.PARAMETER."""
-    each = plan.mesh.size // plan.stages  # ranks of a stage, which follow each other
-    coordinates = [plan.mesh.coordinates(rank) for rank in range(plan.mesh.size)]
-    out, known = [], {}
+    ranks_per_stage = plan.mesh.world_size // plan.num_stages  # ranks of a stage, which follow each other
+    coordinates = [plan.mesh.rank_coordinates(rank) for rank in range(plan.mesh.world_size)]
+    held_tensors, known_layouts = [], {}
     for p in plan.parameters:
-        bucket, (first, *others) = plan.bucket_of[p.name], plan.stages_of[p.name]
+        bucket, (first, *others) = plan.bucket_by_parameter[p.name], plan.stages_of[p.name]
         # layers share layouts and shards, on the ranks of their own stages
-        before = () if plan.uneven.isdisjoint(q.name for q in bucket.parameters) else bucket.alike
-        place = p.dims, p.role, p.sizes, bucket.ranges[p.name], bucket.elements, bucket.sharded, before
-        key = (*place, *(stage - first for stage in others))
-        if key not in known:
-            here = (rank for stage in sorted((first, *others)) for rank in range(stage * each, (stage + 1) * each))
-            found = [(rank, box) for rank in here for box in _kept(plan, p, coordinates[rank])]
-            known[key] = first, HeldTensor.of("", dtype, plan.global_shape(p), found)
-        at, held = known[key]
-        out.append(replace(held, name=f"{kind}.{p.name}", holders=_on_other_ranks(held.holders, (first - at) * each)))
-    return out
+        before = () if plan.uneven_parameters.isdisjoint(q.name for q in bucket.parameters) else bucket.block_key
+        layout_key = p.dims, p.role, p.sizes, bucket.parameter_ranges[p.name], bucket.elements, bucket.sharded, before
+        key = (*layout_key, *(stage - first for stage in others))
+        if key not in known_layouts:
+            stage_ranks = (
+                rank
+                for stage in sorted((first, *others))
+                for rank in range(stage * ranks_per_stage, (stage + 1) * ranks_per_stage)
+            )
+            rank_boxes = [(rank, box) for rank in stage_ranks for box in _list_saved_boxes(plan, p, coordinates[rank])]
+            known_layouts[key] = first, HeldTensor.group_holders("", dtype, plan.global_shape(p), rank_boxes)
+        at, held = known_layouts[key]
+        held_tensors.append(
+            replace(held, name=f"{kind}.{p.name}", holders=_shift_ranks(held.holders, (first - at) * ranks_per_stage))
+        )
+    return held_tensors
 
 
-def _on_other_ranks(holders: dict[Box, tuple[int, ...]], by: int) -> dict[Box, tuple[int, ...]]:
+def _shift_ranks(holders: dict[Box, tuple[int, ...]], rank_offset: int) -> dict[Box, tuple[int, ...]]:
     """Return the holders of blocks with so much added to their ranks."""
-    return {box: tuple(rank + by for rank in ranks) for box, ranks in holders.items()} if by else holders
+    return (
+        {box: tuple(rank + rank_offset for rank in ranks) for box, ranks in holders.items()} if rank_offset else holders
+    )
 
 
-def planned_states(plan: Plan, dtype: torch.dtype | str) -> list[HeldTensor]:
+def list_held_states(plan: Plan, dtype: torch.dtype | str) -> list[HeldTensor]:
     """Return which ranks hold the states of a plan, parameters without gradient: all of a stage have the whole."""
-    out = []
+    held_states = []
     for p in plan.states:
-        whole = Box.whole(plan.global_shape(p))
-        ranks = (r for r in range(plan.mesh.size) if plan.present(p, plan.mesh.coordinates(r)))
-        out.append(HeldTensor(state_name(p), str(dtype).removeprefix("torch."), whole.extent, {whole: tuple(ranks)}))
-    return out
+        whole_box = Box.whole_tensor(plan.global_shape(p))
+        ranks = (r for r in range(plan.mesh.world_size) if plan.has_block(p, plan.mesh.rank_coordinates(r)))
+        held_states.append(
+            HeldTensor(state_name(p), str(dtype).removeprefix("torch."), whole_box.extent, {whole_box: tuple(ranks)})
+        )
+    return held_states
 
 
 def state_name(p: Parameter) -> str:
@@ -257,29 +271,29 @@ def state_name(p: Parameter) -> str:
 
 def local_blocks(plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinates: Mapping[str, int]) -> list[Block]:
     """Return the blocks of a kind of training state that one rank saves or restores, as views: its blocks of the
-    `planned_tensors` of the same `kind`. `tensors`: parameter name -> local tensor of shape `plan.master_shape`, for
+    `list_held_tensors` of the same `kind`. `tensors`: parameter name -> local tensor of shape `plan.master_shape`, for
     all parameters of which the rank has a part, or the trained ones; `coordinates`: the rank's place in the mesh."""
-    out = []
+    blocks = []
     for p in plan.parameters:
         if p.name not in tensors:
             continue
         at = 0
-        for box in _kept(plan, p, coordinates):
+        for box in _list_saved_boxes(plan, p, coordinates):
             flat = tensors[p.name].detach().view(-1)
-            out.append(Block(f"{kind}.{p.name}", box, flat[at : at + box.size].view(box.extent)))
-            at += box.size
-    return out
+            blocks.append(Block(f"{kind}.{p.name}", box, flat[at : at + box.num_elements].view(box.extent)))
+            at += box.num_elements
+    return blocks
 
 
-def _kept(plan: Plan, p: Parameter, coordinates: Mapping[str, int]) -> list[Box]:
+def _list_saved_boxes(plan: Plan, p: Parameter, coordinates: Mapping[str, int]) -> list[Box]:
     """Return the blocks of parameter `p` whose master copy and optimizer state the rank at `coordinates` saves: its
     block, or, if the plan shards that state, the blocks that make up its shard, in order; [] if it has none."""
-    if not plan.present(p, coordinates):
+    if not plan.has_block(p, coordinates):
         return []
-    if not plan.bucket_of[p.name].sharded:
-        return [Box.of(plan.block(p, coordinates))]
+    if not plan.bucket_by_parameter[p.name].sharded:
+        return [Box.build_box(plan.locate_block(p, coordinates))]
     first, last = plan.shard_range(p, coordinates)
-    return stretch(Box.of(plan.block(p, coordinates)), first, last) if first < last else []
+    return split_flat_range(Box.build_box(plan.locate_block(p, coordinates)), first, last) if first < last else []
 
 
 class Piece(NamedTuple, Generic[S]):
@@ -295,7 +309,7 @@ class Piece(NamedTuple, Generic[S]):
     @property
     def nbytes(self) -> int:
         """Return the bytes of this piece of a stored tensor, which one rank reads and sends to others."""
-        return self.box.size * ITEMSIZE[self.dtype]
+        return self.box.num_elements * ITEMSIZE[self.dtype]
 
 
 class Share(NamedTuple):
@@ -307,7 +321,7 @@ class Share(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Return the bytes of this block of a global tensor, or part of a block, that a rank stores."""
-        return self.box.size * self.tensor.itemsize
+        return self.box.num_elements * self.tensor.itemsize
 
 
 # Chains: the blocks that the same ranks hold, laid end to end, so that a part of them is two positions.
@@ -332,27 +346,30 @@ class Chain:
         """Return the bytes of all tensor blocks of the chain, which is the position at its end."""
         return self.ends[-1] if self.ends else 0
 
-    def row_at(self, position: int) -> int:
+    def nearest_row_start(self, position: int) -> int:
         """Return the byte position nearest to `position` in this chain of tensor blocks where a row of one starts."""
         number = bisect_right(self.ends, position)
         if number == len(self.ends):
             return self.nbytes
         tensor, box = block = self.blocks[number]
-        row, start = _row(box.extent, tensor.itemsize) * tensor.itemsize, self.ends[number] - block.nbytes
+        row, start = (
+            _count_row_elements(box.extent, tensor.itemsize) * tensor.itemsize,
+            self.ends[number] - block.nbytes,
+        )
         return start + min(round((position - start) / row) * row, block.nbytes)
 
-    def share(self, member: int, members: int) -> tuple[int, int]:
+    def replica_byte_range(self, member: int, members: int) -> tuple[int, int]:
         """Return the bytes [first, last) of this chain of tensor blocks that replica `member` of `members` saves."""
-        first, last = (self.row_at(self.nbytes * number // members) for number in (member, member + 1))
+        first, last = (self.nearest_row_start(self.nbytes * number // members) for number in (member, member + 1))
         return first, last
 
-    def parts(
+    def cut_parts(
         self, first: int, last: int, names: Collection[str] | None = None, most: int | None = None
     ) -> list[Share]:
         """Return the blocks of tensors, or parts of them, at bytes [first, last) of this chain of a checkpoint's or
         snapshot's blocks, in order; both ends are starts of rows. `names`: the tensors wanted, by default all. A block
         larger than `most` bytes is cut at the rows nearest to the multiples of `most`."""
-        out: list[Share] = []
+        cut: list[Share] = []
         for number in range(bisect_right(self.ends, first), len(self.ends)):
             block, end = self.blocks[number], self.ends[number]
             size, each = block.nbytes, block.tensor.itemsize
@@ -363,36 +380,38 @@ class Chain:
                 continue
             a, b = max(first, start), min(last, end)
             if (a, b) == (start, end) and (most is None or size <= most):
-                out.append(block)
+                cut.append(block)
                 continue
             inner = range(start - (start - a) // most * most, b, most) if most else ()
-            for i, j in pairwise((a, *map(self.row_at, inner), b)):
-                boxes = stretch(block.box, (i - start) // each, (j - start) // each)
-                out += [Share(block.tensor, box) for box in boxes]
-        return out
+            for i, j in pairwise((a, *map(self.nearest_row_start, inner), b)):
+                boxes = split_flat_range(block.box, (i - start) // each, (j - start) // each)
+                cut += [Share(block.tensor, box) for box in boxes]
+        return cut
 
 
-def chains_of(state: Iterable[HeldTensor], rank: int | None = None) -> list[Chain]:
+def join_chains(state: Iterable[HeldTensor], rank: int | None = None) -> list[Chain]:
     """Join the tensor blocks of the training state that the same ranks hold, end to end; only `rank`'s, if given."""
-    found: dict[tuple[int, ...], list[Share]] = defaultdict(list)
+    blocks_by_holders: dict[tuple[int, ...], list[Share]] = defaultdict(list)
     for tensor in state:
         for box, ranks in tensor.holders.items():
             if rank is None or rank in ranks:
-                found[ranks].append(Share(tensor, box))
-    return [Chain(ranks, blocks) for ranks, blocks in found.items()]
+                blocks_by_holders[ranks].append(Share(tensor, box))
+    return [Chain(ranks, blocks) for ranks, blocks in blocks_by_holders.items()]
 
 
-def shares(state: Iterable[HeldTensor], rank: int) -> list[Share]:
+def list_written_parts(state: Iterable[HeldTensor], rank: int) -> list[Share]:
     """Return the parts of the training state that `rank` writes into a checkpoint: about 1/n of the bytes of all blocks
     that it and its n - 1 replicas hold. None is larger than LARGEST_BLOCK and a row."""
-    out: list[Share] = []
-    for chain in chains_of(state, rank):
-        out += chain.parts(*chain.share(chain.holders.index(rank), len(chain.holders)), most=LARGEST_BLOCK)
-    return out
+    written_parts: list[Share] = []
+    for chain in join_chains(state, rank):
+        written_parts += chain.cut_parts(
+            *chain.replica_byte_range(chain.holders.index(rank), len(chain.holders)), most=LARGEST_BLOCK
+        )
+    return written_parts
 
 
-def _row(extent: tuple[int, ...], itemsize: int) -> int:
+def _count_row_elements(extent: tuple[int, ...], itemsize: int) -> int:
     """Return the number of elements of a row of a tensor's block of shape `extent`, at whose starts blocks are cut: its
     largest part of whole trailing dims with at most LARGEST_ROW bytes, at least one element."""
-    parts = (prod(extent[d:]) for d in range(len(extent) + 1))
-    return next(n for n in parts if n * itemsize <= LARGEST_ROW or n == 1)
+    trailing_sizes = (prod(extent[d:]) for d in range(len(extent) + 1))
+    return next(n for n in trailing_sizes if n * itemsize <= LARGEST_ROW or n == 1)

@@ -16,7 +16,7 @@ from platform.boundary.sealed_blocks import LARGEST_BLOCK, THREADS
 from platform.boundary.storage import Storage
 from platform.checkpoint.blocks import ITEMSIZE, Block, Box, Share
 from platform.checkpoint.manifest import BlockReport, FileReport
-from platform.runtime.pinned_memory import pinned_bytes
+from platform.runtime.pinned_memory import allocate_pinned_bytes
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 
@@ -31,19 +31,19 @@ class LiveBlocks(list[Block]):
         super().__init__(blocks)
         self._known: list[tuple[Places, list[Tensor]]] = []
 
-    def parts(self, places: Places) -> list[Tensor]:
+    def view_parts(self, places: Places) -> list[Tensor]:
         """Return the parts of global tensors in a checkpoint's buffer, listed as `places` (part, first byte, last), as
         views of the live tensors; they are looked up only at the first call for these very `places`."""
-        if (known := next((parts for asked, parts in self._known if asked is places), None)) is None:
-            found: dict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
+        if (part_views := next((parts for asked, parts in self._known if asked is places), None)) is None:
+            blocks_by_name: dict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
             for name, box, tensor in self:
-                found[name].append((box, tensor))
-            known = []
+                blocks_by_name[name].append((box, tensor))
+            part_views = []
             for (held, box), _, _ in places:
-                outer, tensor = next((b, t) for b, t in found[held.name] if b.overlap(box) == box)
-                known.append(tensor[box.within(outer)])
-            self._known.append((places, known))
-        return known
+                outer, tensor = next((b, t) for b, t in blocks_by_name[held.name] if b.intersect_box(box) == box)
+                part_views.append(tensor[box.relative_slices(outer)])
+            self._known.append((places, part_views))
+        return part_views
 
 
 class Buffer:
@@ -64,50 +64,50 @@ class Buffer:
             at = end
         self._pinned = pinned
         if data is None:
-            data = pinned_bytes(at) if pinned else torch.zeros(at, dtype=torch.uint8)
+            data = allocate_pinned_bytes(at) if pinned else torch.zeros(at, dtype=torch.uint8)
         self.data = data
 
     @classmethod
-    def aligned(cls, parts: Sequence[Share], pinned: bool = False, data: Tensor | None = None) -> Buffer:
+    def build_aligned(cls, parts: Sequence[Share], pinned: bool = False, data: Tensor | None = None) -> Buffer:
         """Make a checkpoint's buffer of parts sorted by element type, largest first, so that each is aligned."""
         return cls(sorted(parts, key=lambda part: -part.tensor.itemsize), pinned, data)
 
-    def fill(self, blocks: Sequence[Block]) -> None:
+    def fill_parts(self, blocks: Sequence[Block]) -> None:
         """Copy every part of this checkpoint's buffer out of the live tensors `blocks`, which may change afterwards."""
-        self.start(blocks)()
+        self.start_copy(blocks)()
 
-    def start(self, blocks: Sequence[Block]) -> Callable[[], None]:
+    def start_copy(self, blocks: Sequence[Block]) -> Callable[[], None]:
         """Start copying every part of this checkpoint's or snapshot's buffer out of the live tensors `blocks`, which
         must not change before the returned function has been called: it waits until all is copied. Out of tensors on a
         GPU the copies run in a stream of their own, after all work queued by now and beside later work; several threads
         may wait for them."""
         if not self._pinned:
-            self._copy(blocks)
+            self._copy_parts(blocks)
             return lambda: None
         stream = _stream_of_copies()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._copy(blocks)
+            self._copy_parts(blocks)
         return stream.record_event(torch.cuda.Event(blocking=True)).synchronize  # who waits leaves the core to others
 
     @torch.no_grad()
-    def _copy(self, blocks: Sequence[Block]) -> None:
+    def _copy_parts(self, blocks: Sequence[Block]) -> None:
         """Copy every part of this checkpoint's buffer out of live tensors `blocks`; without waiting if it is pinned."""
         if self.places:
             live = blocks if isinstance(blocks, LiveBlocks) else LiveBlocks(blocks)
-            torch._foreach_copy_(self._targets, live.parts(self.places), non_blocking=self._pinned)
+            torch._foreach_copy_(self._part_targets, live.view_parts(self.places), non_blocking=self._pinned)
 
     @cached_property
-    def _targets(self) -> list[Tensor]:
+    def _part_targets(self) -> list[Tensor]:
         """List the memory of every part of this checkpoint's buffer as a tensor of its type and shape, in order."""
         return [self.data[at:end].view(DTYPES[held.dtype]).view(box.extent) for (held, box), at, end in self.places]
 
-    def read(self, part: Share) -> Tensor | None:
+    def view_part(self, part: Share) -> Tensor | None:
         """Return a view of the bytes of a tensor's `part` in this checkpoint's buffer, uint8 [*extent, bytes of an
         element]; None if no one part contains it."""
         for outer, at, end in self._at.get(part.tensor.name, ()):
-            if part.box.overlap(outer) == part.box:
-                return self.data[at:end].view(*outer.extent, part.tensor.itemsize)[part.box.within(outer)]
+            if part.box.intersect_box(outer) == part.box:
+                return self.data[at:end].view(*outer.extent, part.tensor.itemsize)[part.box.relative_slices(outer)]
         return None
 
 
@@ -121,7 +121,8 @@ def _stream_of_copies() -> torch.cuda.Stream:
 
 
 class Image:
-    """Bytes of one worker's block file, copied from the live tensors by `fill`, which is all that a step waits for.
+    """Bytes of one worker's block file, copied from the live tensors by `fill_parts`, which is all that a step waits
+    for.
 
     The buffer is reused from save to save. Stored blocks follow each other without a gap.
     """
@@ -130,13 +131,13 @@ class Image:
         """Allocate memory for the block file of `rank` in checkpoints; `pinned`: page-locked, for copies from a GPU."""
         assert sys.byteorder == "little", "blocks are stored little-endian"
         self.file = f"blocks-{rank:05d}.bin"
-        self._buffer = Buffer.aligned(parts, pinned)
+        self._buffer = Buffer.build_aligned(parts, pinned)
 
-    def fill(self, blocks: Sequence[Block]) -> None:
+    def fill_parts(self, blocks: Sequence[Block]) -> None:
         """Copy this rank's part of a checkpoint out of its live tensors `blocks`, which may change afterwards."""
-        self._buffer.fill(blocks)
+        self._buffer.fill_parts(blocks)
 
-    def write(self, storage: Storage, directory: str) -> FileReport:
+    def write_file(self, storage: Storage, directory: str) -> FileReport:
         """Write this rank's block file into the checkpoint's `directory`, hashing it meanwhile; return the report for
         the driver. Raises OSError."""
         view = memoryview(self._buffer.data.numpy().data)

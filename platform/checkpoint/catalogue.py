@@ -12,11 +12,11 @@ from typing import Annotated, NamedTuple
 
 from platform.boundary import schema
 from platform.boundary.local_files import UNKNOWN
-from platform.boundary.redaction import bare_url, redact
+from platform.boundary.redaction import redact_secrets, strip_url_secrets
 from platform.boundary.schema import Malformed, Many, Text
-from platform.boundary.sealed_blocks import FileRange, hashes_of
+from platform.boundary.sealed_blocks import FileRange, hash_blocks
 from platform.boundary.storage import Storage, open_storage, read_note, write_note
-from platform.boundary.terminal import phase
+from platform.boundary.terminal import show_phase
 from platform.checkpoint import manifest as manifests
 from platform.checkpoint.blocks import Piece
 from platform.checkpoint.manifest import NAME, Corrupt, FileReport, Manifest, Meta, OtherFormat, Refused, StoredBlock
@@ -46,7 +46,7 @@ class Lease:
     def take(cls, storage: Storage, owner: str) -> Lease:
         """Take the lease on a storage of checkpoints, superseding its holder. `owner`: text for people that names this
         driver. Raises OSError."""
-        older = _found(storage)
+        older = _match_lease_files(storage)
         epoch = max((int(match[1]) for match in older), default=0) + 1
         lease = cls(storage, f"lease-{epoch:06d}-{secrets.token_hex(4)}", epoch, owner)
         if not re.fullmatch(_NAME, lease._name):
@@ -58,27 +58,27 @@ class Lease:
                 storage.delete(match[0])
         return lease
 
-    def check(self) -> None:
+    def check_held(self) -> None:
         """Raise Superseded if another driver holds the lease on the storage of checkpoints now, OSError if the storage
         does not say. If its file was removed, take it again."""
-        if not _found(self._storage):
+        if not _match_lease_files(self._storage):
             write_note(self._storage, self._name, self._owner)
-        newest = max(_found(self._storage), key=lambda match: (int(match[1]), match[2]), default=None)
+        newest = max(_match_lease_files(self._storage), key=lambda match: (int(match[1]), match[2]), default=None)
         if newest is None or newest[0] != self._name:
-            there = "nobody" if newest is None else self._holder(newest[0])
-            raise Superseded(f"this driver's lease (epoch {self.epoch}) on {self._storage.url} is held by {there} now")
+            holder = "nobody" if newest is None else self._describe_holder(newest[0])
+            raise Superseded(f"this driver's lease (epoch {self.epoch}) on {self._storage.url} is held by {holder} now")
 
-    def _holder(self, name: str) -> str:
+    def _describe_holder(self, name: str) -> str:
         """Return the driver that a lease file on the checkpoints' storage names, with the file, or the file alone."""
         with suppress(OSError):
             return f"{read_note(self._storage, name)} ({name})"
         return name
 
 
-def _found(storage: Storage) -> list[re.Match[str]]:
+def _match_lease_files(storage: Storage) -> list[re.Match[str]]:
     """Return the matches of all names of lease files on a storage of checkpoints: (epoch, token) each."""
-    found = (re.fullmatch(_NAME, name) for name in storage.list(""))
-    return [match for match in found if match and match[1] == f"{int(match[1]):06d}"]
+    matches = (re.fullmatch(_NAME, name) for name in storage.list_sizes(""))
+    return [match for match in matches if match and match[1] == f"{int(match[1]):06d}"]
 
 
 # Files that a checkpoint carries beside its tensors, such as the tokenizer of its model.
@@ -94,70 +94,70 @@ _Hash = Annotated[str, Text(r"[0-9a-f]{64}", "a SHA-256")]
 CarriedFiles = Mapping[str, bytes]
 
 
-def hashes(files: CarriedFiles) -> dict[str, dict[str, str]]:
+def hash_carried_files(files: CarriedFiles) -> dict[str, dict[str, str]]:
     """Return {"files": {name: SHA-256}} of the files that a checkpoint carries, for its metadata; {} for none."""
     return {VALUE: {name: sha256(raw).hexdigest() for name, raw in files.items()}} if files else {}
 
 
-def write_carried(storage: Storage, directory: str, files: CarriedFiles) -> None:
+def write_carried_files(storage: Storage, directory: str, files: CarriedFiles) -> None:
     """Write the files that the checkpoint in `directory` carries. Raises OSError."""
     for name, raw in files.items():
         storage.write(f"{directory}/{name}", [memoryview(raw)])
 
 
-def read_carried(storage: Storage, directory: str, manifest: Manifest) -> dict[str, bytes]:
+def read_carried_files(storage: Storage, directory: str, manifest: Manifest) -> dict[str, bytes]:
     """Read the files that a checkpoint carries, by name. Raises Refused if one has changed, OSError."""
     try:
         kind = Annotated[dict[_File, _Hash], Many(0, 100)]
-        wanted = schema.read(kind, manifest.meta.values.get(VALUE, {}))
+        expected_hashes = schema.parse_value(kind, manifest.meta.values.get(VALUE, {}))
     except Malformed as error:
         raise Refused(f"{directory}: its {VALUE}: {error}") from None
-    sizes, found = storage.list(directory) if wanted else {}, {}
-    for name, digest in wanted.items():
+    sizes, contents = storage.list_sizes(directory) if expected_hashes else {}, {}
+    for name, digest in expected_hashes.items():
         if sizes.get(name, 0) > _LARGEST:
             raise Refused(f"{directory}/{name} has {sizes[name]} bytes, more than any that is written")
-        found[name] = bytes(storage.read(f"{directory}/{name}", 0, _LARGEST))
-        if sha256(found[name]).hexdigest() != digest:
+        contents[name] = bytes(storage.read(f"{directory}/{name}", 0, _LARGEST))
+        if sha256(contents[name]).hexdigest() != digest:
             raise Refused(f"{directory}/{name} is not what was written")
-    return found
+    return contents
 
 
 # Reading stored blocks, each verified by its SHA-256, in large contiguous ranges.
 
 
-def stored_pieces(manifest: Manifest, names: Iterable[str] | None = None) -> list[Piece[StoredBlock]]:
+def list_stored_pieces(manifest: Manifest, names: Iterable[str] | None = None) -> list[Piece[StoredBlock]]:
     """Return the stored blocks of the tensors `names` of a checkpoint (default: of all) as pieces to read, each as a
     whole, ordered by file and by place in it."""
-    chosen = [manifest.tensors[name] for name in (manifest.tensors if names is None else names)]
-    found = [Piece(t.name, t.dtype, block.box, block) for t in chosen for block in t.blocks]
-    return sorted(found, key=lambda piece: (piece.source.file, piece.source.at, piece.nbytes))
+    stored_tensors = [manifest.tensors[name] for name in (manifest.tensors if names is None else names)]
+    pieces = [Piece(t.name, t.dtype, block.box, block) for t in stored_tensors for block in t.blocks]
+    return sorted(pieces, key=lambda piece: (piece.source.file, piece.source.at, piece.nbytes))
 
 
 def read_pieces(
     storage: Storage,
     directory: str,
-    wanted: Sequence[Piece[StoredBlock]],
+    pieces: Sequence[Piece[StoredBlock]],
     into: Sequence[memoryview] = (),
     count: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Read stored blocks of a checkpoint, in the order of `stored_pieces`, into the memory given for each, and verify
-    them; without memory nothing is kept. `count`: function that gets the bytes of each block once it is read. Raises
-    Corrupt if they are not the written bytes, Refused if the checkpoint is deleted meanwhile, OSError if the storage
-    fails; the memory is then undefined."""
-    spans = [FileRange(f"{directory}/{piece.source.file}", piece.source.at, piece.nbytes) for piece in wanted]
+    """Read stored blocks of a checkpoint, in the order of `list_stored_pieces`, into the memory given for each, and
+    verify them; without memory nothing is kept. `count`: function that gets the bytes of each block once it is read.
+    Raises Corrupt if they are not the written bytes, Refused if the checkpoint is deleted meanwhile, OSError if the
+    storage fails; the memory is then undefined."""
+    spans = [FileRange(f"{directory}/{piece.source.file}", piece.source.at, piece.nbytes) for piece in pieces]
     done = 0
     try:
-        with closing(hashes_of(storage, spans, into)) as found:
-            for piece, digest in zip(wanted, found, strict=True):
+        with closing(hash_blocks(storage, spans, into)) as digests:
+            for piece, digest in zip(pieces, digests, strict=True):
                 block, done = piece.source, done + 1
                 if digest != block.sha256:
-                    place = f"bytes {block.at} to {block.at + piece.nbytes}"
-                    raise Corrupt(f"{block.file}: {place} ({piece.name} {piece.box}) are not what was written")
+                    byte_range = f"bytes {block.at} to {block.at + piece.nbytes}"
+                    raise Corrupt(f"{block.file}: {byte_range} ({piece.name} {piece.box}) are not what was written")
                 count(piece.nbytes)
     except FileNotFoundError:
-        if NAME not in storage.list(directory):
+        if NAME not in storage.list_sizes(directory):
             raise Refused("it was deleted while it was read") from None
-        raise Corrupt(f"{wanted[done].source.file} is missing") from None
+        raise Corrupt(f"{pieces[done].source.file} is missing") from None
 
 
 _DIRECTORY = r"step-([0-9]{8,15})-([0-9]{6,15})-([0-9a-f]{6})"
@@ -175,16 +175,16 @@ class Attempt(NamedTuple):
     token: str
 
     @property
-    def directory(self) -> str:
+    def directory_name(self) -> str:
         """Return the name of the directory of this attempt at a checkpoint: step-STEP-NUMBER-TOKEN."""
         return f"step-{self.step:08d}-{self.number:06d}-{self.token}"
 
 
-def attempts(storage: Storage) -> list[Attempt]:
+def list_attempts(storage: Storage) -> list[Attempt]:
     """List the attempts at a checkpoint on the storage, complete or not, newest first; skip other names."""
-    found = (re.fullmatch(_DIRECTORY, name) for name in storage.list(""))
-    named = ((m[0], Attempt(int(m[2]), int(m[1]), m[3])) for m in found if m)
-    return sorted((attempt for name, attempt in named if attempt.directory == name), reverse=True)
+    matches = (re.fullmatch(_DIRECTORY, name) for name in storage.list_sizes(""))
+    named = ((m[0], Attempt(int(m[2]), int(m[1]), m[3])) for m in matches if m)
+    return sorted((attempt for name, attempt in named if attempt.directory_name == name), reverse=True)
 
 
 def split_url(url: str) -> tuple[str, str | None]:
@@ -193,34 +193,34 @@ def split_url(url: str) -> tuple[str, str | None]:
     return (folder or ".", name) if re.fullmatch(_DIRECTORY, name) else (url, None)
 
 
-def select(url: str, key: str = "url", none: str = "") -> tuple[Storage, str, Manifest]:
+def select_checkpoint(url: str, key: str = "url", none: str = "") -> tuple[Storage, str, Manifest]:
     """Return the storage, directory and manifest of the checkpoint that a URL names, or of the newest good one in the
     storage that it names. Quarantines nothing. Raises ConfigError, naming the configuration key `key`, for a URL that
     no storage has; Refused where there is no checkpoint, with the reason `none`, by default that the URL holds none;
     OSError."""
-    at, name = split_url(url)
-    storage = open_storage(at, key)
+    storage_url, name = split_url(url)
+    storage = open_storage(storage_url, key)
     if name:
         return storage, name, load_manifest(storage, name)
-    found = find(storage, deep=False, mark=False)
-    if found.directory is None or found.manifest is None:
-        reasons = "; ".join(f"{directory}: {reason}" for directory, reason in found.refused)
-        none = none or f"{bare_url(url)}: holds no checkpoint"
+    selection = find_newest_checkpoint(storage, deep=False, mark=False)
+    if selection.directory is None or selection.manifest is None:
+        reasons = "; ".join(f"{directory}: {reason}" for directory, reason in selection.refused)
+        none = none or f"{strip_url_secrets(url)}: holds no checkpoint"
         raise Refused(f"{none}{f' that can be read: {reasons}' if reasons else SAVED}")
-    return storage, found.directory, found.manifest
+    return storage, selection.directory, selection.manifest
 
 
-def begin(storage: Storage, step: int) -> str:
+def choose_attempt_directory(storage: Storage, step: int) -> str:
     """Choose the name of the directory for a new attempt at a checkpoint of training step `step`, numbered above all
     that the storage has. Writes nothing. Raises OSError if no number is left."""
-    newest = next(iter(attempts(storage)), Attempt(0, 0, ""))
-    name = Attempt(newest.number + 1, step, secrets.token_hex(3)).directory
+    newest = next(iter(list_attempts(storage)), Attempt(0, 0, ""))
+    name = Attempt(newest.number + 1, step, secrets.token_hex(3)).directory_name
     if not re.fullmatch(_DIRECTORY, name):
-        raise OSError(f"{storage.url}: no number is above that of {newest.directory}, which no driver wrote")
+        raise OSError(f"{storage.url}: no number is above that of {newest.directory_name}, which no driver wrote")
     return name
 
 
-def commit(
+def commit_checkpoint(
     storage: Storage,
     directory: str,
     tensors: Mapping[str, Sequence[int]],
@@ -230,18 +230,18 @@ def commit(
 ) -> Manifest:
     """Make a checkpoint of what the workers wrote, if it is complete: the manifest is written last.
 
-    `tensors`: name -> global shape of everything that belongs in it; `reports`: the results of `Image.write`. `guard`
-    is called just before the manifest is written, and raises if it must not be.
-    Raises Refused with the reason (a hole, an overlap, a file that differs from its report), OSError.
+    `tensors`: name -> global shape of everything that belongs in it; `reports`: the results of `Image.write_file`.
+    `guard` is called just before the manifest is written, and raises if it must not be. Raises Refused with the reason
+    (a hole, an overlap, a file that differs from its report), OSError.
     """
-    manifest = Manifest.of(meta, reports)
-    manifests.check_against(manifest, tensors)
+    manifest = Manifest.collect_reports(meta, reports)
+    manifests.check_tensors(manifest, tensors)
     if extra := sorted(manifest.tensors.keys() - tensors.keys()):
         raise Refused(f"the workers wrote {extra[0]}, which is no part of the state")
     manifest = replace(manifest, tensors={name: manifest.tensors[name] for name in tensors})  # in the model's order
     encoded = manifest.encode()
     Manifest.decode(encoded)  # refuse now what no reader would accept, while an older checkpoint still exists
-    _check(storage, directory, manifest)
+    _check_files(storage, directory, manifest)
     guard()
     storage.write(f"{directory}/{manifests.NAME}", [memoryview(encoded)])
     return manifest
@@ -254,7 +254,7 @@ def load_manifest(storage: Storage, directory: str) -> Manifest:
     Raises Refused if it cannot be used, and its subclass Corrupt only if it was not being deleted meanwhile; OSError if
     the storage fails.
     """
-    names = storage.list(directory)
+    names = storage.list_sizes(directory)
     if BAD in names:
         raise Refused(f"quarantined: {read_note(storage, f'{directory}/{BAD}')}")
     if manifests.NAME not in names:
@@ -263,41 +263,41 @@ def load_manifest(storage: Storage, directory: str) -> Manifest:
         raise Corrupt(f"{manifests.NAME} has {names[manifests.NAME]} bytes, more than any that is written")
     manifest = Manifest.decode(bytes(storage.read(f"{directory}/{manifests.NAME}", 0, manifests.LARGEST + 1)))
     try:
-        _check(storage, directory, manifest)
+        _check_files(storage, directory, manifest)
         if (named := re.fullmatch(_DIRECTORY, directory)) and int(named[1]) != manifest.meta.step:
             raise Refused(f"{manifests.NAME} is of step {manifest.meta.step}, its directory of another")
     except Refused as error:
-        if manifests.NAME not in storage.list(directory):  # `discard` deletes it first
+        if manifests.NAME not in storage.list_sizes(directory):  # `delete_checkpoint` deletes it first
             raise Refused("it was deleted while it was read") from None
         raise Corrupt(str(error)) from None
     return manifest
 
 
-def verify(storage: Storage, directory: str) -> Manifest:
+def verify_checkpoint(storage: Storage, directory: str) -> Manifest:
     """Verify every byte of the checkpoint in `directory`, after the checks of `load_manifest`; return its manifest."""
     manifest = load_manifest(storage, directory)
-    with phase(f"verifying {directory}", manifest.nbytes, "B") as shown:
-        read_pieces(storage, directory, stored_pieces(manifest), count=shown.add)
+    with show_phase(f"verifying {directory}", manifest.nbytes, "B") as shown:
+        read_pieces(storage, directory, list_stored_pieces(manifest), count=shown.count_done)
     return manifest
 
 
-def _check(storage: Storage, directory: str, manifest: Manifest) -> None:
+def _check_files(storage: Storage, directory: str, manifest: Manifest) -> None:
     """Raise Refused if a manifest contradicts itself, or a block file that it lists is missing or of another size;
     OSError if a file cannot be inspected."""
-    manifests.refuse_faults(manifest.faults())
-    there = storage.list(directory)
+    manifests.refuse_faults(manifest.list_faults())
+    file_sizes = storage.list_sizes(directory)
     for name, size in manifest.files.items():
-        if there.get(name) != size:
-            if there.get(name) == UNKNOWN:
+        if file_sizes.get(name) != size:
+            if file_sizes.get(name) == UNKNOWN:
                 raise OSError(f"{directory}/{name} cannot be looked at")
             raise Refused(
-                f"{name} has {there[name]} bytes instead of {size}" if name in there else f"{name} is missing"
+                f"{name} has {file_sizes[name]} bytes instead of {size}" if name in file_sizes else f"{name} is missing"
             )
 
 
-def quarantine(storage: Storage, directory: str, reason: str) -> None:
+def quarantine_checkpoint(storage: Storage, directory: str, reason: str) -> None:
     """Mark a checkpoint as unusable, for `reason`. Deletes nothing: people may want to look at it."""
-    write_note(storage, f"{directory}/{BAD}", redact(reason))
+    write_note(storage, f"{directory}/{BAD}", redact_secrets(reason))
 
 
 @dataclass(frozen=True)
@@ -324,7 +324,7 @@ class Selection:
         return f"{self.storage.url}/{self.directory}"
 
 
-def find(storage: Storage, *, deep: bool = True, mark: bool = True) -> Selection:
+def find_newest_checkpoint(storage: Storage, *, deep: bool = True, mark: bool = True) -> Selection:
     """Find the newest intact checkpoint; quarantine newer ones that are corrupt.
 
     `deep`: read and verify every byte now; else that is left to `restore`, which verifies what it reads. `mark`:
@@ -332,81 +332,84 @@ def find(storage: Storage, *, deep: bool = True, mark: bool = True) -> Selection
     unreadable today are skipped and not marked. Raises OSError if the storage cannot be listed.
     """
     for _ in range(_LOOKS):
-        there = attempts(storage)
-        found = _first_good(storage, there, deep, mark)
-        if found.manifest or attempts(storage) == there:
+        listed = list_attempts(storage)
+        selection = _select_first_trusted(storage, listed, deep, mark)
+        if selection.manifest or list_attempts(storage) == listed:
             break  # else the listed ones were superseded and deleted while they were read: look again
-    return found
+    return selection
 
 
-def _first_good(storage: Storage, there: Sequence[Attempt], deep: bool, mark: bool) -> Selection:
-    """Select the first of the attempts `there` whose checkpoint can be trusted, with the reasons against earlier ones.
-    `deep`: read and verify every byte; `mark`: quarantine corrupt checkpoints."""
+def _select_first_trusted(storage: Storage, candidates: Sequence[Attempt], deep: bool, mark: bool) -> Selection:
+    """Select the first of the attempts `candidates` whose checkpoint can be trusted, with the reasons against earlier
+    ones. `deep`: read and verify every byte; `mark`: quarantine corrupt checkpoints."""
     refused: list[tuple[str, str]] = []
     sound: list[str] = []
-    for attempt in there:
-        directory = attempt.directory
+    for attempt in candidates:
+        directory = attempt.directory_name
         try:
-            manifest = (verify if deep else load_manifest)(storage, directory)
+            manifest = (verify_checkpoint if deep else load_manifest)(storage, directory)
             return Selection(storage, directory, manifest, tuple(refused), tuple(sound))
         except Corrupt as error:
             refused.append((directory, str(error)))
             if mark:
                 with suppress(OSError):  # the storage may be read-only
-                    quarantine(storage, directory, str(error))
+                    quarantine_checkpoint(storage, directory, str(error))
         except (Refused, OSError) as error:
             refused.append((directory, str(error)))
             sound += [directory] if isinstance(error, OtherFormat | OSError) else []
     return Selection(storage, None, None, tuple(refused), tuple(sound))
 
 
-def lowest(complete: Sequence[Attempt], losses: Mapping[int, float]) -> list[Attempt]:
+def select_lowest_loss(complete: Sequence[Attempt], losses: Mapping[int, float]) -> list[Attempt]:
     """Return the complete checkpoint at the lowest validation loss, as a list; `losses`: step -> loss; [] for none."""
-    known = [attempt for attempt in complete if attempt.step in losses]
-    return sorted(known, key=lambda attempt: (losses[attempt.step], attempt.step))[:1]
+    evaluated = [attempt for attempt in complete if attempt.step in losses]
+    return sorted(evaluated, key=lambda attempt: (losses[attempt.step], attempt.step))[:1]
 
 
-def dispensable(
+def list_dispensable(
     complete: Sequence[Attempt], last: int, every: int, losses: Mapping[int, float] | None = None
 ) -> list[Attempt]:
     """Return the complete checkpoints (newest first) that may be deleted: all but the `last` newest (at least one), the
-    newest at every step that is a multiple of `every` (0: none), and the checkpoint that is the `lowest` by `losses`.
+    newest at every step that is a multiple of `every` (0: none), and the checkpoint that is the `select_lowest_loss` by
+    `losses`.
     """
-    keep = {*complete[: max(1, last)], *lowest(complete, losses or {})}
+    keep = {*complete[: max(1, last)], *select_lowest_loss(complete, losses or {})}
     if every:
         keep |= set({a.step: a for a in reversed(complete) if a.step % every == 0}.values())
     return [a for a in complete if a not in keep]
 
 
-def prune(storage: Storage, last: int, every: int = 0, losses: Mapping[int, float] | None = None) -> list[str]:
+def prune_checkpoints(
+    storage: Storage, last: int, every: int = 0, losses: Mapping[int, float] | None = None
+) -> list[str]:
     """Delete the storage's checkpoints that are neither among the newest `last` nor at a step that is a multiple of
-    `every` (0: no such step) nor the `lowest` by `losses`, and the remains of attempts that never became one; return
-    their names.
+    `every` (0: no such step) nor the `select_lowest_loss` by `losses`, and the remains of attempts that never became
+    one; return their names.
 
     Only checkpoints that `load_manifest` accepts are counted, so that a damaged one never displaces a good one.
     Quarantined ones stay, and attempts newer than the newest complete one, which may be under way. Raises OSError,
     having deleted nothing, if any cannot be inspected.
     """
     complete, torn = [], []
-    for attempt in attempts(storage):
-        names = storage.list(attempt.directory)
+    for attempt in list_attempts(storage):
+        names = storage.list_sizes(attempt.directory_name)
         if BAD in names:
             continue
         if manifests.NAME not in names:
             torn.append(attempt)
             continue
         try:
-            load_manifest(storage, attempt.directory)
+            load_manifest(storage, attempt.directory_name)
             complete.append(attempt)
         except Refused:
             continue
-    old = [a for a in torn if complete and a < complete[0]] + dispensable(complete, last, every, losses)
+    old = [a for a in torn if complete and a < complete[0]] + list_dispensable(complete, last, every, losses)
     for attempt in old:
-        discard(storage, attempt.directory)
-    return [a.directory for a in old]
+        delete_checkpoint(storage, attempt.directory_name)
+    return [a.directory_name for a in old]
 
 
-def discard(storage: Storage, directory: str) -> None:
+def delete_checkpoint(storage: Storage, directory: str) -> None:
     """Delete a checkpoint from its storage, manifest first: a crash in between leaves an incomplete one."""
     storage.delete(f"{directory}/{manifests.NAME}")
     storage.delete(directory)

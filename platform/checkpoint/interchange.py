@@ -16,14 +16,21 @@ import torch
 from torch import Tensor
 
 from platform.boundary import documents, schema
-from platform.boundary.local_files import Local
-from platform.boundary.refusals import behind
+from platform.boundary.local_files import LocalStorage
+from platform.boundary.refusals import walk_causes
 from platform.boundary.schema import Malformed, Many, Span
-from platform.boundary.storage import Storage, all_or_nothing, open_storage
-from platform.boundary.terminal import phase
-from platform.checkpoint.blocks import Box, HeldTensor, Piece, S, shares
+from platform.boundary.storage import Storage, open_storage, write_all_or_nothing
+from platform.boundary.terminal import show_phase
+from platform.checkpoint.blocks import Box, HeldTensor, Piece, S, list_written_parts
 from platform.checkpoint.buffer import DTYPES
-from platform.checkpoint.catalogue import CarriedFiles, begin, commit, discard, hashes, write_carried
+from platform.checkpoint.catalogue import (
+    CarriedFiles,
+    choose_attempt_directory,
+    commit_checkpoint,
+    delete_checkpoint,
+    hash_carried_files,
+    write_carried_files,
+)
 from platform.checkpoint.manifest import LARGEST, VALUES, BlockReport, Bytes, FileReport, Manifest, Meta, Name, Refused
 from platform.checkpoint.moves import Fetch, read_tensor
 
@@ -42,18 +49,18 @@ def export_safetensors(storage: Storage, directory: str, manifest: Manifest, tar
     """Write the tensors `names` of a checkpoint, one in memory at a time, to one safetensors file `target` (a path or
     URL), whose header carries the checkpoint's `Meta`. Raises FileExistsError if the file exists."""
     described = {name: (t.dtype, t.shape) for name in names for t in [manifest.tensors[name]]}
-    folder, file = _new_target(target)
-    with _exporting(manifest, names) as shown:
+    folder, file = _split_new_target(target)
+    with _track_export(manifest, names) as shown:
         tensors = (read_tensor(storage, directory, manifest, name) for name in shown)
         write_safetensors(folder, file, {META: json.dumps(asdict(manifest.meta))}, described, tensors)
 
 
 @contextmanager
-def _exporting(manifest: Manifest, names: Sequence[str]) -> Iterator[Iterator[str]]:
+def _track_export(manifest: Manifest, names: Sequence[str]) -> Iterator[Iterator[str]]:
     """Yield the names of a checkpoint's tensors; each is shown as exported when the next one is taken."""
     sizes = {name: prod(t.shape) * DTYPES[t.dtype].itemsize for name in names for t in [manifest.tensors[name]]}
-    with phase("exporting", sum(sizes.values()), "B") as shown:
-        yield shown.each(names, sizes.__getitem__)
+    with show_phase("exporting", sum(sizes.values()), "B") as shown:
+        yield shown.iterate_parts(names, sizes.__getitem__)
 
 
 def write_safetensors(
@@ -74,53 +81,53 @@ def write_safetensors(
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
 
-    def chunks() -> Iterator[memoryview]:
+    def iterate_chunks() -> Iterator[memoryview]:
         """Yield the bytes of an exported safetensors file: its header, then one tensor after another."""
         yield memoryview(len(head).to_bytes(8, "little") + head)
         for tensor in tensors:
             yield memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
-    folder.write(file, chunks())
+    folder.write(file, iterate_chunks())
 
 
 def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
     """Return (metadata, tensors) of a safetensors file `source` (a path or URL): the `Meta` of the checkpoint that was
     exported to it, None if its header carries none, and (name, tensor) pairs, each tensor read only when the iteration
     comes to it. Raises Malformed, Refused or OSError."""
-    folder, file = split_file(source)
+    folder, file = split_file_url(source)
     metadata, described = read_header(folder, file)
     meta = metadata.get(META, "")
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
+    def read_tensors() -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the tensor of every entry of the safetensors file, read one at a time."""
         for name, t in described.items():
             data = bytearray(folder.read(file, *t.data_offsets))
-            flat = torch.frombuffer(data, dtype=t.type) if data else torch.empty(0, dtype=t.type)
+            flat = torch.frombuffer(data, dtype=t.torch_type) if data else torch.empty(0, dtype=t.torch_type)
             yield name, flat.view(t.shape)
 
-    return _meta(meta.encode(errors="surrogatepass")) if meta else None, tensors()
+    return _parse_meta(meta.encode(errors="surrogatepass")) if meta else None, read_tensors()
 
 
 def read_header(folder: Storage, file: str) -> tuple[dict[str, str], dict[str, ForeignTensor]]:
     """Read the header of a safetensors file in an untrusted folder; return its metadata, and its tensors by name, with
     their place in the file. Raises Malformed, also for every header that the safetensors package refuses, Refused or
     OSError."""
-    if (size := folder.list("").get(file)) is None:
+    if (size := folder.list_sizes("").get(file)) is None:
         raise Refused("there is no such file")
     if size < 8:
         raise Malformed(f"its {size} bytes are too few for a header")
     length = int.from_bytes(folder.read(file, 0, 8), "little")
     if 8 + length > size:
         raise Malformed(f"a header of {length} bytes is longer than the file")
-    header = documents.from_json(folder.read(file, 8, 8 + min(length, LARGEST_HEADER + 1)), LARGEST_HEADER, VALUES)
+    header = documents.parse_json(folder.read(file, 8, 8 + min(length, LARGEST_HEADER + 1)), LARGEST_HEADER, VALUES)
     if type(header) is not dict or type(metadata := header.pop("__metadata__", {})) is not dict:
         raise Malformed("its header is no map")
     if odd := [key for key, value in metadata.items() if type(value) is not str]:
-        raise Malformed("is no text", f"__metadata__.{schema.shown(odd[0])}")
-    described = schema.read(dict[Name, ForeignTensor], header)
-    placed = {name: t.placed(name, 8 + length, size) for name, t in described.items()}
-    _check_tiling(placed, 8 + length, size)
-    return metadata, placed
+        raise Malformed("is no text", f"__metadata__.{schema.shorten_value(odd[0])}")
+    described = schema.parse_value(dict[Name, ForeignTensor], header)
+    located = {name: t.locate_in_file(name, 8 + length, size) for name, t in described.items()}
+    _check_tiling(located, 8 + length, size)
+    return metadata, located
 
 
 def _check_tiling(placed: Mapping[str, ForeignTensor], begin: int, size: int) -> None:
@@ -130,8 +137,8 @@ def _check_tiling(placed: Mapping[str, ForeignTensor], begin: int, size: int) ->
     for name, t in sorted(placed.items(), key=lambda item: item[1].data_offsets):
         start, end = t.data_offsets
         if start != at:
-            what = f"overlaps {before}" if start < at else f"leaves {start - at} bytes unused before it"
-            raise Malformed(f"{what}: it begins at {start - begin}, and not at {at - begin}", name)
+            fault = f"overlaps {before}" if start < at else f"leaves {start - at} bytes unused before it"
+            raise Malformed(f"{fault}: it begins at {start - begin}, and not at {at - begin}", name)
         at, before = end, name
     if at != size:
         raise Malformed(f"{size - at} bytes behind its last tensor are no tensor's")
@@ -147,26 +154,28 @@ class ForeignTensor:
     data_offsets: tuple[Bytes, Bytes]
 
     @property
-    def type(self) -> torch.dtype:
+    def torch_type(self) -> torch.dtype:
         """Return the torch type of this tensor's elements in the safetensors file."""
         return _FROM_SAFETENSORS[self.dtype]
 
-    def placed(self, name: str, begin: int, size: int) -> ForeignTensor:
+    def locate_in_file(self, name: str, begin: int, size: int) -> ForeignTensor:
         """Return this entry of a safetensors header with its offsets counted in the whole file, of `size` bytes, whose
         data `begin` after the header. Raises Refused if checkpoints cannot hold the element type of the tensor `name`,
         Malformed unless its offsets span exactly its bytes and end within the file."""
         if self.dtype not in _FROM_SAFETENSORS:
-            raise Refused(f"{name}: type {schema.shown(self.dtype)} is not one of {', '.join(_FROM_SAFETENSORS)}")
+            raise Refused(
+                f"{name}: type {schema.shorten_value(self.dtype)} is not one of {', '.join(_FROM_SAFETENSORS)}"
+            )
         start, end = self.data_offsets
-        there, nbytes = size - begin, prod(self.shape) * self.type.itemsize
-        if end - start != nbytes or end > there:
-            raise Malformed(f"{nbytes} bytes do not lie from {start} to {end} of {there}", name)
+        data_bytes, nbytes = size - begin, prod(self.shape) * self.torch_type.itemsize
+        if end - start != nbytes or end > data_bytes:
+            raise Malformed(f"{nbytes} bytes do not lie from {start} to {end} of {data_bytes}", name)
         return replace(self, data_offsets=(begin + start, begin + end))
 
 
-def _meta(raw: bytes) -> Meta:
+def _parse_meta(raw: bytes) -> Meta:
     """Parse the JSON text of a checkpoint's metadata (`Meta`) in an exported file; raises Malformed, OtherFormat."""
-    return Meta.read(documents.from_json(raw, LARGEST, VALUES))
+    return Meta.parse_json(documents.parse_json(raw, LARGEST, VALUES))
 
 
 def export_dcp(storage: Storage, directory: str, manifest: Manifest, target: str, names: list[str]) -> None:
@@ -176,21 +185,21 @@ def export_dcp(storage: Storage, directory: str, manifest: Manifest, target: str
     import torch.distributed.checkpoint as dcp  # imported here: it is slow, and rarely needed
     from torch.distributed.checkpoint.api import CheckpointException
 
-    folder, name = _new_target(target)
+    folder, name = _split_new_target(target)
     meta = json.dumps(asdict(manifest.meta)).encode()
     # One thread: with more, torch 2.13 reports a failed write as a success.
     try:
         with (
-            _exporting(manifest, names) as shown,
-            _no_process_group(),
-            all_or_nothing(Local(f"{folder.url}/{name}"), ()) as place,
+            _track_export(manifest, names) as shown,
+            _hide_process_group_warning(),
+            write_all_or_nothing(LocalStorage(f"{folder.url}/{name}"), ()) as staging,
         ):
             state = {name: read_tensor(storage, directory, manifest, name) for name in shown}
             state[META] = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(place.url, thread_count=1), no_dist=True)
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(staging.url, thread_count=1), no_dist=True)
     except CheckpointException as error:  # a BaseException, not an Exception
-        causes = [one for failure, _ in error.failures.values() for one in behind(failure)]
-        disk = next((one for one in causes if isinstance(one, OSError)), None)
+        causes = [cause for failure, _ in error.failures.values() for cause in walk_causes(failure)]
+        disk = next((cause for cause in causes if isinstance(cause, OSError)), None)
         raise disk or OSError(f"{target}: {error}") from error
 
 
@@ -205,17 +214,17 @@ def import_dcp(source: str) -> tuple[Meta | None, Tensors]:
 
     described = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
 
-    def tensor(name: str) -> Tensor:
+    def load_tensor(name: str) -> Tensor:
         """Read one tensor, by its name, of a directory in torch.distributed.checkpoint's format, for import."""
-        found = described[name]
-        state = {name: torch.empty(found.size, dtype=found.properties.dtype)}  # type: ignore[union-attr]
-        with _no_process_group():
+        entry = described[name]
+        state = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}  # type: ignore[union-attr]
+        with _hide_process_group_warning():
             dcp.load(state, storage_reader=dcp.FileSystemReader(source), no_dist=True)
         return state[name]
 
-    names = [n for n, found in described.items() if hasattr(found, "size") and n != META]
-    meta = _meta(bytes(tensor(META).tolist())) if META in described else None
-    return meta, ((name, tensor(name)) for name in names)
+    names = [n for n, entry in described.items() if hasattr(entry, "size") and n != META]
+    meta = _parse_meta(bytes(load_tensor(META).tolist())) if META in described else None
+    return meta, ((name, load_tensor(name)) for name in names)
 
 
 def store_tensors(storage: Storage, tensors: Tensors, meta: Meta) -> str:
@@ -223,20 +232,23 @@ def store_tensors(storage: Storage, tensors: Tensors, meta: Meta) -> str:
     time; return the checkpoint's directory. Partial files are deleted after a failure."""
     shapes: dict[str, Sequence[int]] = {}
 
-    def files() -> Iterator[list[Piece[Tensor]]]:
+    def iterate_files() -> Iterator[list[Piece[Tensor]]]:
         """Yield the pieces of one imported tensor after another, each with its part of the tensor."""
         for name, tensor in tensors:
-            whole = Box.whole(tensor.shape)
-            held = HeldTensor.of(name, tensor.dtype, tensor.shape, [(0, whole)])
+            whole_box = Box.whole_tensor(tensor.shape)
+            held = HeldTensor.group_holders(name, tensor.dtype, tensor.shape, [(0, whole_box)])
             shapes[name] = held.shape
-            yield [Piece(name, held.dtype, box, tensor[box.within(whole)]) for _, box in shares([held], 0)]
+            yield [
+                Piece(name, held.dtype, box, tensor[box.relative_slices(whole_box)])
+                for _, box in list_written_parts([held], 0)
+            ]
 
-    return store_pieces(storage, files(), _copy, shapes, meta)
+    return store_pieces(storage, iterate_files(), _copy_tensors, shapes, meta)
 
 
-def _copy(wanted: Sequence[Piece[Tensor]], into: Sequence[Tensor]) -> None:
+def _copy_tensors(pieces: Sequence[Piece[Tensor]], into: Sequence[Tensor]) -> None:
     """Copy the elements of pieces of imported tensors into the memory given for each, uint8 [bytes]."""
-    for piece, memory in zip(wanted, into, strict=True):
+    for piece, memory in zip(pieces, into, strict=True):
         memory.copy_(piece.source.contiguous().view(-1).view(torch.uint8))
 
 
@@ -252,20 +264,22 @@ def store_pieces(
     pieces in order), with one piece in memory at a time; return the checkpoint's directory. `fetch`: function that
     reads pieces into memory; `shapes`: shapes of all tensors, by name; `carried`: files that it carries. Partial files
     are deleted after a failure."""
-    directory = begin(storage, meta.step)
+    directory = choose_attempt_directory(storage, meta.step)
     total = sum(piece.nbytes for pieces in files for piece in pieces) if isinstance(files, Sequence) else 0
     try:
-        with phase("importing", total, "B") as shown:
+        with show_phase("importing", total, "B") as shown:
             reports = [
                 _write_pieces(storage, directory, number, pieces, fetch, shapes)
-                for number, pieces in enumerate(shown.each(files, lambda pieces: sum(p.nbytes for p in pieces)))
+                for number, pieces in enumerate(
+                    shown.iterate_parts(files, lambda pieces: sum(p.nbytes for p in pieces))
+                )
             ]
-        write_carried(storage, directory, carried or {})
-        meta = replace(meta, values={**meta.values, **hashes(carried or {})})
-        commit(storage, directory, shapes, reports, meta)
+        write_carried_files(storage, directory, carried or {})
+        meta = replace(meta, values={**meta.values, **hash_carried_files(carried or {})})
+        commit_checkpoint(storage, directory, shapes, reports, meta)
     except BaseException:
         with suppress(OSError):
-            discard(storage, directory)
+            delete_checkpoint(storage, directory)
         raise
     return directory
 
@@ -283,7 +297,7 @@ def _write_pieces(
     file = f"blocks-{number:05d}.bin"
     written = 0
 
-    def chunks() -> Iterator[memoryview]:
+    def iterate_chunks() -> Iterator[memoryview]:
         """Yield the bytes of one piece of the checkpoint after another, and note the place and the hash of each."""
         nonlocal written
         for piece in pieces:
@@ -295,37 +309,40 @@ def _write_pieces(
             written += piece.nbytes
             yield view
 
-    storage.write(f"{directory}/{file}", chunks())
+    storage.write(f"{directory}/{file}", iterate_chunks())
     return FileReport(file, written, blocks)
 
 
-EXPORT: dict[str, Callable[[Storage, str, Manifest, str, list[str]], None]] = {
+EXPORTERS: dict[str, Callable[[Storage, str, Manifest, str, list[str]], None]] = {
     "safetensors": export_safetensors,
     "dcp": export_dcp,
 }
-IMPORT: dict[str, Callable[[str], tuple[Meta | None, Tensors]]] = {"safetensors": import_safetensors, "dcp": import_dcp}
+IMPORTERS: dict[str, Callable[[str], tuple[Meta | None, Tensors]]] = {
+    "safetensors": import_safetensors,
+    "dcp": import_dcp,
+}
 
 
 @contextmanager
-def _no_process_group() -> Iterator[None]:
+def _hide_process_group_warning() -> Iterator[None]:
     """Hide the warning of torch.distributed.checkpoint that it runs without a process group, as intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
 
 
-def _new_target(target: str) -> tuple[Storage, str]:
+def _split_new_target(target: str) -> tuple[Storage, str]:
     """Split the path or URL of an export's target into the storage of its folder and its name there. Raises
     FileExistsError if it exists: a failure midway would destroy it."""
-    folder, name = split_file(target)
-    if name in folder.list(""):
+    folder, name = split_file_url(target)
+    if name in folder.list_sizes(""):
         raise FileExistsError(f"{target} exists; name another target")
     return folder, name
 
 
-def split_file(url: str) -> tuple[Storage, str]:
+def split_file_url(url: str) -> tuple[Storage, str]:
     """Split the path or URL of a file of tensors to import or export into its folder's storage and its name."""
     if "://" in url:
         folder, _, name = url.rpartition("/")
         return open_storage(folder, "target"), name
-    return Local(Path(url).absolute().parent), Path(url).name
+    return LocalStorage(Path(url).absolute().parent), Path(url).name

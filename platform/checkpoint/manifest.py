@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple
 from platform.boundary import documents, schema
 from platform.boundary.schema import Malformed, Many, OneOf, OpenMap, Span, Text
 from platform.boundary.sealed_blocks import LARGEST_BLOCK
-from platform.checkpoint.blocks import ITEMSIZE, Box, gaps
+from platform.checkpoint.blocks import ITEMSIZE, Box, find_tiling_faults
 
 KIND = "elastic-platform checkpoint"
 FORMAT = 2  # the one that is written and read: tests/checkpoint/format_2 is in it, and stays readable
@@ -48,7 +48,7 @@ class Meta:
     samples: SampleCount  # consumed of the global order: the data position
     seed: Annotated[int, Span(0, schema.LARGEST)]
     corpus: str  # hash of the tokenised corpus
-    identity: dict[str, Any]  # of the run: platform.config.identity.identity
+    identity: dict[str, Any]  # of the run: platform.config.identity.run_identity
     configuration: str  # hash of the whole configuration
     plan: Annotated[dict[str, Any], PLAN]  # its mesh, scheme and digest
     values: dict[str, Any] = field(default_factory=dict)  # state that is not a tensor: loss scale, counters
@@ -56,11 +56,11 @@ class Meta:
     format: int = FORMAT  # of the checkpoint that the tensors were first written to
 
     @classmethod
-    def read(cls, found: Any) -> Meta:
+    def parse_json(cls, document: Any) -> Meta:
         """Read a checkpoint's metadata from JSON data. Raises OtherFormat, also if it has no format, or Malformed."""
-        if type(found) is dict:
-            _check_format(found.get("format", 1))
-        return schema.read(cls, found)
+        if type(document) is dict:
+            _check_format(document.get("format", 1))
+        return schema.parse_value(cls, document)
 
 
 class StoredBlock(NamedTuple):
@@ -86,9 +86,9 @@ class StoredTensor:
         """Return the bytes of one element of this tensor of a checkpoint."""
         return ITEMSIZE[self.dtype]
 
-    def nbytes(self, block: StoredBlock) -> int:
+    def block_bytes(self, block: StoredBlock) -> int:
         """Return the bytes that one of this tensor's blocks takes in a checkpoint's file."""
-        return block.box.size * self.itemsize
+        return block.box.num_elements * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,9 @@ class Manifest:
         return sum(self.files.values())
 
     @classmethod
-    def of(cls, meta: Meta, reports: Iterable[FileReport]) -> Manifest:
+    def collect_reports(cls, meta: Meta, reports: Iterable[FileReport]) -> Manifest:
         """Assemble a checkpoint's manifest from its metadata and the workers' reports on their block files
-        (`Image.write`). Raises Refused if they contradict each other."""
+        (`Image.write_file`). Raises Refused if they contradict each other."""
         files: dict[str, int] = {}
         kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
         blocks: dict[str, list[StoredBlock]] = {}
@@ -117,17 +117,19 @@ class Manifest:
                 if kinds.setdefault(name, (dtype, shape)) != (dtype, shape):
                     raise Refused(f"{name} has several shapes or types in the workers' reports")
                 blocks.setdefault(name, []).append(StoredBlock(box, report.file, at, sha256))
-        tensors = {n: StoredTensor(n, *kinds[n], tuple(sorted(found))) for n, found in blocks.items()}
+        tensors = {n: StoredTensor(n, *kinds[n], tuple(sorted(stored_blocks))) for n, stored_blocks in blocks.items()}
         return cls(meta, files, tensors)
 
-    def faults(self) -> list[str]:
+    def list_faults(self) -> list[str]:
         """Return the faults of a checkpoint with this manifest, one line each: holes and overlaps in a tensor, bytes of
         a file in no block or in two, and blocks larger than any that is ever written, which a reader would have to hold
         as a whole."""
         lines = [
-            f"{name}: {line}" for name, t in self.tensors.items() for line in gaps(t.shape, [b.box for b in t.blocks])
+            f"{name}: {line}"
+            for name, t in self.tensors.items()
+            for line in find_tiling_faults(t.shape, [b.box for b in t.blocks])
         ]
-        largest = {name: max(map(t.nbytes, t.blocks), default=0) for name, t in self.tensors.items()}
+        largest = {name: max(map(t.block_bytes, t.blocks), default=0) for name, t in self.tensors.items()}
         lines += [
             f"{name}: a block of {size} bytes is too large"
             for name, size in largest.items()
@@ -136,10 +138,10 @@ class Manifest:
         spans: dict[str, list[tuple[int, int]]] = {name: [] for name in self.files}
         for t in self.tensors.values():
             for b in t.blocks:
-                spans.setdefault(b.file, []).append((b.at, b.at + t.nbytes(b)))
-        for name, found in spans.items():
+                spans.setdefault(b.file, []).append((b.at, b.at + t.block_bytes(b)))
+        for name, file_spans in spans.items():
             size = self.files.get(name, -1)
-            ends = [(0, 0), *sorted(found), (size, size)]
+            ends = [(0, 0), *sorted(file_spans), (size, size)]
             if any(end != start for (_, end), (start, _) in pairwise(ends)):
                 lines.append(f"{name}: its blocks are not its bytes, one after the other")
         return lines
@@ -147,12 +149,12 @@ class Manifest:
     def encode(self) -> bytes:
         """Return a checkpoint's manifest as the bytes of `manifest.json`, sealed by their SHA-256. Raises ValueError
         for metadata that JSON cannot hold, such as NaN."""
-        tensors = ",\n".join(_json(vars(t)) for t in self.tensors.values())
+        tensors = ",\n".join(_dump_json(vars(t)) for t in self.tensors.values())
         body = (
-            f'{{\n"kind": {_json(KIND)},\n"format": {FORMAT},\n"meta": {_json(asdict(self.meta))},\n'
-            f'"files": {_json(self.files)},\n"tensors": [\n{tensors}\n],\n'
+            f'{{\n"kind": {_dump_json(KIND)},\n"format": {FORMAT},\n"meta": {_dump_json(asdict(self.meta))},\n'
+            f'"files": {_dump_json(self.files)},\n"tensors": [\n{tensors}\n],\n'
         ).encode()
-        return body + _seal(body)
+        return body + _seal_line(body)
 
     @classmethod
     def decode(cls, raw: bytes) -> Manifest:
@@ -160,15 +162,15 @@ class Manifest:
         SHA-256 in their last line, or a field is malformed; OtherFormat if their format is not FORMAT; else Refused if
         another program wrote them."""
         body = raw[: raw.rfind(b'"sha256": ')]
-        if raw != body + _seal(body):
+        if raw != body + _seal_line(body):
             raise Corrupt(f"{NAME} is torn or damaged: its SHA-256 does not hold")
         try:
-            found = documents.from_json(raw, LARGEST, VALUES)
-            if type(found) is not dict or found.get("kind") != KIND:
+            raw_fields = documents.parse_json(raw, LARGEST, VALUES)
+            if type(raw_fields) is not dict or raw_fields.get("kind") != KIND:
                 raise Refused(f"{NAME} is not of this platform")
-            _check_format(found.get("format"))
-            meta = Meta.read(found.pop("meta", None))
-            document = schema.read(_Document, found)
+            _check_format(raw_fields.get("format"))
+            meta = Meta.parse_json(raw_fields.pop("meta", None))
+            document = schema.parse_value(_Document, raw_fields)
             tensors = {t.name: t for t in document.tensors}
             if len(tensors) < len(document.tensors):
                 raise Malformed("two tensors of one name")
@@ -177,20 +179,22 @@ class Manifest:
             raise Corrupt(f"{NAME} is malformed: {error}") from None
 
 
-def _check_format(there: Any) -> None:
+def _check_format(version: Any) -> None:
     """Raise OtherFormat for a checkpoint's format that an earlier version wrote or a later one may write."""
-    if type(there) is int and there > FORMAT:
-        raise OtherFormat(f"format {schema.shown(there)} is newer than {FORMAT}, the newest that this version reads")
-    if type(there) is int and 0 < there < FORMAT:
-        raise OtherFormat(f"format {there} is older than {FORMAT}, the oldest that this version reads")
+    if type(version) is int and version > FORMAT:
+        raise OtherFormat(
+            f"format {schema.shorten_value(version)} is newer than {FORMAT}, the newest that this version reads"
+        )
+    if type(version) is int and 0 < version < FORMAT:
+        raise OtherFormat(f"format {version} is older than {FORMAT}, the oldest that this version reads")
 
 
-def _json(value: Any) -> str:
+def _dump_json(value: Any) -> str:
     """Return a part of a checkpoint's manifest as JSON text; raises ValueError for NaN and infinities."""
     return json.dumps(value, allow_nan=False)
 
 
-def _seal(body: bytes) -> bytes:
+def _seal_line(body: bytes) -> bytes:
     """Return the last line of a checkpoint's manifest: the SHA-256 of the lines before it (`body`)."""
     return f'"sha256": "{hashlib.sha256(body).hexdigest()}"}}\n'.encode()
 
@@ -206,14 +210,14 @@ class _Document:
     sha256: str
 
 
-def check_against(manifest: Manifest, tensors: Mapping[str, Sequence[int]]) -> None:
+def check_tensors(manifest: Manifest, tensors: Mapping[str, Sequence[int]]) -> None:
     """Raise Refused if a checkpoint's manifest lacks any of `tensors` (name -> global shape) or has other shapes."""
-    wrong = [f"has no {n}" for n in tensors if n not in manifest.tensors] + [
+    mismatches = [f"has no {n}" for n in tensors if n not in manifest.tensors] + [
         f"{n} is {list(manifest.tensors[n].shape)} there, {list(shape)} here"
         for n, shape in tensors.items()
         if n in manifest.tensors and manifest.tensors[n].shape != tuple(shape)
     ]
-    refuse_faults(wrong)
+    refuse_faults(mismatches)
 
 
 def refuse_faults(faults: Sequence[str]) -> None:

@@ -10,73 +10,76 @@ from torch import Tensor
 
 from platform.boundary.sealed_blocks import LARGEST_BLOCK
 from platform.checkpoint.blocks import Block, Chain, HeldTensor, Piece, Share
-from platform.checkpoint.moves import ALONE, World, clear_padding, pass_on
-from platform.checkpoint.snapshots import Copy, MemoryMap, copies
+from platform.checkpoint.moves import ALONE, World, clear_padding, exchange_pieces
+from platform.checkpoint.snapshots import Copy, MemoryMap, assign_copies
 
 Read = Callable[[Share, Tensor], None]
 """Copies the bytes of a part of a global tensor that this rank can read into memory, uint8 [bytes]."""
 
 
-def surviving(chains: Sequence[Chain], kept: Sequence[Copy], readers: Mapping[int, tuple[int, ...]]) -> list[Chain]:
+def find_surviving_chains(
+    chains: Sequence[Chain], kept_copies: Sequence[Copy], readers: Mapping[int, tuple[int, ...]]
+) -> list[Chain]:
     """Return the training state left in memory after a failure, as chains of tensor blocks with the ranks that can read
     them; a chain that no rank can read is replaced by the copies of its parts.
 
-    `chains`: blocks held before, by old rank; `kept`: their copies; `readers`: old rank -> ranks in the result that can
-    read its memory.
+    `chains`: blocks held before, by old rank; `kept_copies`: their copies; `readers`: old rank -> ranks in the result
+    that can read its memory.
     """
-    by: dict[int, list[Copy]] = defaultdict(list)
-    for copy in kept:
-        by[id(copy.chain)].append(copy)
-    found: dict[tuple[int, ...], list[Share]] = defaultdict(list)
+    copies_by_chain: dict[int, list[Copy]] = defaultdict(list)
+    for copy in kept_copies:
+        copies_by_chain[id(copy.chain)].append(copy)
+    blocks_by_readers: dict[tuple[int, ...], list[Share]] = defaultdict(list)
     for chain in chains:
-        if here := tuple(sorted({new for old in chain.holders for new in readers.get(old, ())})):
-            found[here] += chain.blocks
+        if chain_readers := tuple(sorted({new for old in chain.holders for new in readers.get(old, ())})):
+            blocks_by_readers[chain_readers] += chain.blocks
             continue
-        for copy in by[id(chain)]:
-            if there := readers.get(copy.receiver, ()):
-                found[there] += copy.parts
-    return [Chain(ranks, blocks) for ranks, blocks in found.items()]
+        for copy in copies_by_chain[id(chain)]:
+            if copy_readers := readers.get(copy.receiver, ()):
+                blocks_by_readers[copy_readers] += copy.tensor_parts
+    return [Chain(ranks, blocks) for ranks, blocks in blocks_by_readers.items()]
 
 
-def lost(state: Sequence[HeldTensor], survived: Sequence[Chain]) -> list[str]:
+def list_lost_tensors(state: Sequence[HeldTensor], survived: Sequence[Chain]) -> list[str]:
     """Return the names of the training `state`'s tensors that are not whole in the memory that survived a failure."""
-    left: dict[str, int] = defaultdict(int)
+    surviving_elements: dict[str, int] = defaultdict(int)
     for chain in survived:
         for tensor, box in chain.blocks:
-            left[tensor.name] += box.size
-    return [tensor.name for tensor in state if left[tensor.name] < prod(tensor.shape)]
+            surviving_elements[tensor.name] += box.num_elements
+    return [tensor.name for tensor in state if surviving_elements[tensor.name] < prod(tensor.shape)]
 
 
-def lost_to(held: MemoryMap, alive: Collection[int], distrusted: Collection[int] = ()) -> list[str]:
+def list_unrecoverable_tensors(held: MemoryMap, alive: Collection[int], distrusted: Collection[int] = ()) -> list[str]:
     """Return the tensors that ranks `alive` cannot recover from snapshots in memory, `distrusted` ones left out."""
-    readers = held.readers({rank: rank for rank in alive}, distrusted)
-    return lost(held.state, surviving(held.chains, held.copies, readers))
+    readers = held.map_readers({rank: rank for rank in alive}, distrusted)
+    return list_lost_tensors(held.state, find_surviving_chains(held.chains, held.copies, readers))
 
 
 Keepers = dict[frozenset[object], set[object]]
 
 
-def keepers(held: MemoryMap, distrusted: Collection[int] = ()) -> Keepers:
+def map_keepers(held: MemoryMap, distrusted: Collection[int] = ()) -> Keepers:
     """Map each set of memories (nodes or ranks) with the same parts of the state to the memories with their copies."""
     memories = [None if rank in distrusted else memory for rank, memory in enumerate(held.memories)]
-    having = {id(chain): frozenset(memories[rank] for rank in chain.holders) for chain in held.chains}
-    found: Keepers = {places: set() for places in having.values()}
+    memories_by_chain = {id(chain): frozenset(memories[rank] for rank in chain.holders) for chain in held.chains}
+    copy_keepers: Keepers = {places: set() for places in memories_by_chain.values()}
     for copy in held.copies:
-        found[having[id(copy.chain)]].add(memories[copy.receiver])
-    return found
+        copy_keepers[memories_by_chain[id(copy.chain)]].add(memories[copy.receiver])
+    return copy_keepers
 
 
-def is_recoverable(found: Keepers, alive: Set[object]) -> bool:
-    """Return True if the memories `alive`, of nodes or ranks, have all training state; `found`: result of `keepers`."""
-    return all(not alive.isdisjoint(places) or (having and having <= alive) for places, having in found.items())
+def is_recoverable(keepers: Keepers, alive: Set[object]) -> bool:
+    """Return True if the memories `alive`, of nodes or ranks, have all training state; `keepers`: result of
+    `map_keepers`."""
+    return all(not alive.isdisjoint(places) or (having and having <= alive) for places, having in keepers.items())
 
 
-def handed_over(survived: Sequence[Chain], stays: Sequence[bool]) -> list[Copy]:
+def assign_handovers(survived: Sequence[Chain], stays: Sequence[bool]) -> list[Copy]:
     """Assign state in memory that only leaving ranks can read to staying ones (`stays`), as copies to be sent."""
-    return copies([chain for chain in survived if not any(stays[rank] for rank in chain.holders)], stays)
+    return assign_copies([chain for chain in survived if not any(stays[rank] for rank in chain.holders)], stays)
 
 
-def recover(
+def recover_state(
     survived: Sequence[Chain],
     read: Read,
     state: Sequence[HeldTensor],
@@ -86,68 +89,68 @@ def recover(
     """Fill this rank's `blocks` from the training state that survivors of a failure can read in memory; all ranks call
     it together. Padding, beyond the global tensor, becomes zero.
 
-    `survived`: chains that ranks can read (a result of `surviving`, nothing lost); `state`: tensors with the holders of
-    their blocks under the new plan; both equal on all ranks. A rank reads all parts that it can by itself; the ranks
-    that can read a part that others need each send an equal share.
+    `survived`: chains that ranks can read (a result of `find_surviving_chains`, nothing lost); `state`: tensors with
+    the holders of their blocks under the new plan; both equal on all ranks. A rank reads all parts that it can by
+    itself; the ranks that can read a part that others need each send an equal share.
     """
     clear_padding(state, blocks)
 
-    def fetch(wanted: Sequence[Piece[Share]], into: Sequence[Tensor]) -> None:
+    def fetch_parts(pieces: Sequence[Piece[Share]], into: Sequence[Tensor]) -> None:
         """Fill each tensor of `into` with the wanted piece of training state from this rank's snapshot in memory."""
-        for part, memory in zip(wanted, into, strict=True):
+        for part, memory in zip(pieces, into, strict=True):
             read(part.source, memory)
 
-    own = _own([chain for chain in survived if world.rank in chain.holders], blocks)
-    pass_on(([[piece]] for piece in own), fetch, [], blocks, ALONE)
+    own_pieces = _iterate_own_pieces([chain for chain in survived if world.rank in chain.holders], blocks)
+    exchange_pieces(([[piece]] for piece in own_pieces), fetch_parts, [], blocks, ALONE)
     if all(len(chain.holders) == world.size for chain in survived):
         return
-    placed = sum(box.size * t.itemsize * len(ranks) for t in state for box, ranks in t.holders.items())
-    count = -(-placed // max(LARGEST_BLOCK, world.budget * world.size))
-    turns = _turns(survived, {block.name for block in blocks}, world, count)
-    pass_on(turns, fetch, state, blocks, world)
+    placed_bytes = sum(box.num_elements * t.itemsize * len(ranks) for t in state for box, ranks in t.holders.items())
+    count = -(-placed_bytes // max(LARGEST_BLOCK, world.budget * world.size))
+    turns = _iterate_turns(survived, {block.name for block in blocks}, world, count)
+    exchange_pieces(turns, fetch_parts, state, blocks, world)
 
 
-def _own(chains: Sequence[Chain], blocks: Sequence[Block]) -> Iterator[Piece[Share]]:
+def _iterate_own_pieces(chains: Sequence[Chain], blocks: Sequence[Block]) -> Iterator[Piece[Share]]:
     """Yield the parts of this rank's `blocks` of training state that lie in `chains`, surviving memory that it can
     read."""
-    mine: dict[str, list[Block]] = defaultdict(list)
+    blocks_by_name: dict[str, list[Block]] = defaultdict(list)
     for block in blocks:
-        mine[block.name].append(block)
+        blocks_by_name[block.name].append(block)
     for chain in chains:
         for tensor, box in chain.blocks:
-            for block in mine.get(tensor.name, ()):
-                if part := box.overlap(block.box):
+            for block in blocks_by_name.get(tensor.name, ()):
+                if part := box.intersect_box(block.box):
                     yield Piece(tensor.name, tensor.dtype, part, Share(tensor, part))
 
 
-def _turns(
+def _iterate_turns(
     survived: Sequence[Chain], names: Collection[str], world: World, count: int
 ) -> Iterator[list[list[Piece[Share]]]]:
     """Yield `count` turns of a recovery from memory: the pieces that every rank sends to others in each, about an equal
     part of all that it has to. Pieces of other ranks than this one are left out if they belong to none of the tensors
     `names`."""
-    given: list[list[tuple[Chain, int, int]]] = [[] for _ in range(world.size)]
-    having = {id(chain): frozenset(chain.holders) for chain in survived}
-    wanted = {id(chain): any(tensor.name in names for tensor, _ in chain.blocks) for chain in survived}
+    ranges_by_sender: list[list[tuple[Chain, int, int]]] = [[] for _ in range(world.size)]
+    holders_by_chain = {id(chain): frozenset(chain.holders) for chain in survived}
+    needed = {id(chain): any(tensor.name in names for tensor, _ in chain.blocks) for chain in survived}
     for chain in survived:
         for member, sender in enumerate(chain.holders):
-            given[sender].append((chain, *chain.share(member, len(chain.holders))))
+            ranges_by_sender[sender].append((chain, *chain.replica_byte_range(member, len(chain.holders))))
     for turn in range(count):
-        pieces: list[list[Piece[Share]]] = [[] for _ in given]
-        for sender, parts in enumerate(given):
+        pieces: list[list[Piece[Share]]] = [[] for _ in ranges_by_sender]
+        for sender, parts in enumerate(ranges_by_sender):
             total, before = sum(last - first for _, first, last in parts), 0
             begin, end = (total * number // count for number in (turn, turn + 1))
             for chain, first, last in parts:
                 size = last - first
-                if (sender == world.rank or wanted[id(chain)]) and before < end and begin < before + size:
-                    a, b = (_between(chain, first, last, first + at - before) for at in (begin, end))
-                    for share in chain.parts(a, b, None if sender == world.rank else names):
+                if (sender == world.rank or needed[id(chain)]) and before < end and begin < before + size:
+                    a, b = (_clamp_row_start(chain, first, last, first + at - before) for at in (begin, end))
+                    for share in chain.cut_parts(a, b, None if sender == world.rank else names):
                         tensor, box = share
-                        pieces[sender].append(Piece(tensor.name, tensor.dtype, box, share, having[id(chain)]))
+                        pieces[sender].append(Piece(tensor.name, tensor.dtype, box, share, holders_by_chain[id(chain)]))
                 before += size
         yield pieces
 
 
-def _between(chain: Chain, first: int, last: int, position: int) -> int:
+def _clamp_row_start(chain: Chain, first: int, last: int, position: int) -> int:
     """Return the row start in bytes [first, last) of a chain of tensor blocks nearest to `position`, or `last`."""
-    return min(max(chain.row_at(min(max(position, first), last)), first), last)
+    return min(max(chain.nearest_row_start(min(max(position, first), last)), first), last)

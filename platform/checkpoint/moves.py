@@ -19,8 +19,8 @@ from platform.boundary.sealed_blocks import LARGEST_BLOCK
 from platform.boundary.storage import Storage
 from platform.checkpoint.blocks import ITEMSIZE, Block, Box, HeldTensor, Piece, S
 from platform.checkpoint.buffer import DTYPES
-from platform.checkpoint.catalogue import read_pieces, stored_pieces
-from platform.checkpoint.manifest import Corrupt, Manifest, Refused, StoredBlock, check_against
+from platform.checkpoint.catalogue import list_stored_pieces, read_pieces
+from platform.checkpoint.manifest import Corrupt, Manifest, Refused, StoredBlock, check_tensors
 
 FAILURES = (Corrupt, Refused, OSError)  # of which every rank raises the one that any rank met
 
@@ -67,7 +67,7 @@ class World(NamedTuple):
 ALONE = World()
 
 
-def restore(
+def restore_checkpoint(
     storage: Storage,
     directory: str,
     manifest: Manifest,
@@ -82,75 +82,82 @@ def restore(
     checkpoint has another element type. Raises, on every rank alike, Refused if the checkpoint lacks such a tensor,
     Corrupt or OSError if any rank cannot read the stored bytes: the blocks are then undefined.
     """
-    check_against(manifest, {t.name: t.shape for t in state})
-    wanted = stored_pieces(manifest, [t.name for t in state])
-    fill_blocks(wanted, stored_fetch(storage, directory), state, blocks, world)
+    check_tensors(manifest, {t.name: t.shape for t in state})
+    pieces = list_stored_pieces(manifest, [t.name for t in state])
+    fill_blocks(pieces, build_block_fetch(storage, directory), state, blocks, world)
 
 
 def fill_blocks(
-    wanted: Sequence[Piece[S]],
+    pieces: Sequence[Piece[S]],
     fetch: Fetch[S],
     state: Sequence[HeldTensor],
     blocks: Sequence[Block],
     world: World = ALONE,
 ) -> None:
     """Fill this rank's `blocks` of training state from stored pieces of global tensors; all ranks call it together.
-    `wanted`: pieces that tile the tensors of `state`, each of which one rank reads by `fetch` and sends to the ranks
-    whose blocks it overlaps. For the other parameters see `restore`. Raises one of FAILURES on every rank alike."""
+    `pieces`: pieces that tile the tensors of `state`, each of which one rank reads by `fetch` and sends to the ranks
+    whose blocks it overlaps. For the other parameters see `restore_checkpoint`. Raises one of FAILURES on every rank
+    alike."""
     clear_padding(state, blocks)
-    pass_on(readers_of(wanted, state, world), fetch, state, blocks, world)
+    exchange_pieces(assign_readers(pieces, state, world), fetch, state, blocks, world)
 
 
-def readers_of(wanted: Sequence[Piece[S]], state: Sequence[HeldTensor], world: World) -> Iterator[list[list[Piece[S]]]]:
+def assign_readers(
+    pieces: Sequence[Piece[S]], state: Sequence[HeldTensor], world: World
+) -> Iterator[list[list[Piece[S]]]]:
     """Yield, by turn, the pieces of a checkpoint that each rank reads and passes on; arguments as of `fill_blocks`."""
-    itemsize = {piece.name: ITEMSIZE[piece.dtype] for piece in wanted}
-    placed = sum(box.size * len(ranks) * itemsize[t.name] for t in state for box, ranks in t.holders.items())
-    total = sum(piece.nbytes for piece in wanted)
-    turns = divide(wanted, -(-total // max(LARGEST_BLOCK, world.budget * world.size * total // max(placed, 1))))
-    yield from (divide(turn, world.size) for turn in turns)
+    itemsize = {piece.name: ITEMSIZE[piece.dtype] for piece in pieces}
+    placed_bytes = sum(
+        box.num_elements * len(ranks) * itemsize[t.name] for t in state for box, ranks in t.holders.items()
+    )
+    total = sum(piece.nbytes for piece in pieces)
+    turns = divide_pieces(
+        pieces, -(-total // max(LARGEST_BLOCK, world.budget * world.size * total // max(placed_bytes, 1)))
+    )
+    yield from (divide_pieces(turn, world.size) for turn in turns)
 
 
 def read_tensor(storage: Storage, directory: str, manifest: Manifest, name: str, box: Box | None = None) -> Tensor:
     """Read a global tensor of a checkpoint into memory, or its block `box`, in its stored type. Raises Refused or
     OSError."""
     stored = manifest.tensors[name]
-    box = box or Box.whole(stored.shape)
-    out = torch.empty(box.extent, dtype=DTYPES[stored.dtype])
+    box = box or Box.whole_tensor(stored.shape)
+    tensor = torch.empty(box.extent, dtype=DTYPES[stored.dtype])
     held = HeldTensor(name, stored.dtype, stored.shape, {box: (0,)})
-    wanted = [piece for piece in stored_pieces(manifest, [name]) if piece.box.overlap(box)]
-    fill_blocks(wanted, stored_fetch(storage, directory), [held], [Block(name, box, out)])
-    return out
+    pieces = [piece for piece in list_stored_pieces(manifest, [name]) if piece.box.intersect_box(box)]
+    fill_blocks(pieces, build_block_fetch(storage, directory), [held], [Block(name, box, tensor)])
+    return tensor
 
 
-def stored_fetch(storage: Storage, directory: str) -> Fetch[StoredBlock]:
+def build_block_fetch(storage: Storage, directory: str) -> Fetch[StoredBlock]:
     """Return the function that reads stored blocks of the checkpoint in `directory` and verifies their SHA-256."""
 
-    def fetch(wanted: Sequence[Piece[StoredBlock]], into: Sequence[Tensor]) -> None:
+    def fetch_blocks(pieces: Sequence[Piece[StoredBlock]], into: Sequence[Tensor]) -> None:
         """Read stored blocks of the checkpoint into the memory given for each, and verify them."""
-        read_pieces(storage, directory, wanted, [memory.numpy().data for memory in into])
+        read_pieces(storage, directory, pieces, [memory.numpy().data for memory in into])
 
-    return fetch
+    return fetch_blocks
 
 
-def divide(pieces: Sequence[Piece[S]], count: int) -> list[list[Piece[S]]]:
+def divide_pieces(pieces: Sequence[Piece[S]], count: int) -> list[list[Piece[S]]]:
     """Divide pieces of a checkpoint's tensors, in order, into `count` lists of about equal bytes; some may be empty."""
     total, at = sum(piece.nbytes for piece in pieces), 0
-    out: list[list[Piece[S]]] = [[] for _ in range(count)]
+    divided: list[list[Piece[S]]] = [[] for _ in range(count)]
     for piece in pieces:
-        out[at * count // total].append(piece)
+        divided[at * count // total].append(piece)
         at += piece.nbytes
-    return out
+    return divided
 
 
 def clear_padding(state: Sequence[HeldTensor], blocks: Sequence[Block]) -> None:
     """Set this rank's blocks that reach beyond their tensor (a padded vocab) to 0: checkpoints hold no padding."""
     shapes = {t.name: t.shape for t in state}
     for name, box, tensor in blocks:
-        if box.overlap(Box.whole(shapes[name])) != box:
+        if box.intersect_box(Box.whole_tensor(shapes[name])) != box:
             tensor.detach().zero_()
 
 
-def pass_on(
+def exchange_pieces(
     turns: Iterable[Sequence[Sequence[Piece[S]]]],
     fetch: Fetch[S],
     state: Sequence[HeldTensor],
@@ -165,24 +172,24 @@ def pass_on(
     alike if `fetch` does on any: the blocks are then undefined.
     """
     holders = {t.name: sorted(t.holders.items()) for t in state}
-    mine: Blocks = defaultdict(list)
+    own_blocks: Blocks = defaultdict(list)
     for block in sorted(blocks, key=lambda b: b.box):
-        mine[block.name].append(block)
+        own_blocks[block.name].append(block)
     turns = list(turns)
     done, total = 0, sum(piece.nbytes for senders in turns for piece in senders[world.rank])
     for senders in turns:
-        sent, failure = _messages(senders[world.rank], fetch, holders, mine, world)
+        sent, failure = _build_messages(senders[world.rank], fetch, holders, own_blocks, world)
         _raise_failures(world.all_gather(failure))
-        lacking = {
+        missing_pieces = {
             sender: [piece for piece in pieces if world.rank not in piece.had]
             for sender, pieces in enumerate(senders)
             if sender != world.rank
         }
-        sizes = {sender: _nbytes(pieces, mine) for sender, pieces in lacking.items()}
+        sizes = {sender: _count_message_bytes(pieces, own_blocks) for sender, pieces in missing_pieces.items()}
         received = [(sender, torch.empty(n, dtype=torch.uint8)) for sender, n in sizes.items() if n]
         world.exchange(sent, received)
         for sender, message in received:
-            _unpack(message, lacking[sender], mine)
+            _unpack_message(message, missing_pieces[sender], own_blocks)
         done += sum(piece.nbytes for piece in senders[world.rank])
         world.note(done, total)
 
@@ -195,42 +202,42 @@ class _Region(NamedTuple):
     memory: Tensor
 
 
-def _messages(
-    pieces: Sequence[Piece[S]], fetch: Fetch[S], holders: Holders, mine: Blocks, world: World
+def _build_messages(
+    pieces: Sequence[Piece[S]], fetch: Fetch[S], holders: Holders, own_blocks: Blocks, world: World
 ) -> tuple[list[tuple[int, Tensor]], Failure]:
-    """Fetch a checkpoint's `pieces`, fill this rank's blocks (`mine`) with its own parts, and return the messages,
-    (receiving rank, uint8 [bytes]) each, of the parts that lie in others' blocks, and why `fetch` failed, as a rank
-    that raised here would leave its peers waiting for its message.
+    """Fetch a checkpoint's `pieces`, fill this rank's blocks (`own_blocks`) with its own parts, and return the
+    messages, (receiving rank, uint8 [bytes]) each, of the parts that lie in others' blocks, and why `fetch` failed, as
+    a rank that raised here would leave its peers waiting for its message.
 
     A piece is fetched at once to where it belongs, a block of this rank or a message that takes it whole, and is copied
     from there to wherever else it belongs.
     """
-    messages, regions = _empty_messages(pieces, holders, world)
-    into = [_own_memory(piece, mine) if world.rank not in piece.had else None for piece in pieces]
-    own = [place is not None for place in into]
+    messages, regions = _allocate_messages(pieces, holders, world)
+    targets = [_find_own_memory(piece, own_blocks) if world.rank not in piece.had else None for piece in pieces]
+    is_in_place = [buffer is not None for buffer in targets]
     for region in regions:
-        if into[region.piece] is None and region.part == pieces[region.piece].box:
-            into[region.piece] = region.memory
-    places = [
-        torch.empty(piece.nbytes, dtype=torch.uint8) if place is None else place
-        for piece, place in zip(pieces, into, strict=True)
+        if targets[region.piece] is None and region.part == pieces[region.piece].box:
+            targets[region.piece] = region.memory
+    buffers = [
+        torch.empty(piece.nbytes, dtype=torch.uint8) if buffer is None else buffer
+        for piece, buffer in zip(pieces, targets, strict=True)
     ]
     try:
-        fetch(pieces, places)
+        fetch(pieces, buffers)
     except FAILURES as error:
         return [], (next(i for i, failure in enumerate(FAILURES) if isinstance(error, failure)), str(error))
     for number, part, memory in regions:
-        piece, place = pieces[number], places[number]
-        if memory is not place:
+        piece, buffer = pieces[number], buffers[number]
+        if memory is not buffer:
             size = DTYPES[piece.dtype].itemsize
-            memory.view(*part.extent, size).copy_(place.view(*piece.box.extent, size)[part.within(piece.box)])
-    for piece, place, done in zip(pieces, places, own, strict=True):
+            memory.view(*part.extent, size).copy_(buffer.view(*piece.box.extent, size)[part.relative_slices(piece.box)])
+    for piece, buffer, done in zip(pieces, buffers, is_in_place, strict=True):
         if not done and world.rank not in piece.had:
-            _place(piece, place, mine)
+            _place_piece(piece, buffer, own_blocks)
     return messages, None
 
 
-def _empty_messages(
+def _allocate_messages(
     pieces: Sequence[Piece[S]], holders: Holders, world: World
 ) -> tuple[list[tuple[int, Tensor]], list[_Region]]:
     """Allocate a message (uint8) for each rank that lacks parts of a checkpoint's `pieces` in its blocks, and return
@@ -239,7 +246,7 @@ def _empty_messages(
     parts: list[list[tuple[int, Box]]] = [[] for _ in range(world.size)]
     for number, piece in enumerate(pieces):
         for held, ranks in holders.get(piece.name, ()):
-            if part := piece.box.overlap(held):
+            if part := piece.box.intersect_box(held):
                 for receiver in ranks:
                     if receiver != world.rank and receiver not in piece.had:
                         parts[receiver].append((number, part))
@@ -247,19 +254,19 @@ def _empty_messages(
     built: dict[tuple[tuple[int, Box], ...], Tensor] = {}
     for key in map(tuple, parts):
         if key and key not in built:
-            sizes = [part.size * DTYPES[pieces[number].dtype].itemsize for number, part in key]
+            sizes = [part.num_elements * DTYPES[pieces[number].dtype].itemsize for number, part in key]
             built[key] = message = torch.empty(sum(sizes), dtype=torch.uint8)
-            regions += [_Region(*place, memory) for place, memory in zip(key, message.split(sizes), strict=True)]
+            regions += [_Region(*entry, memory) for entry, memory in zip(key, message.split(sizes), strict=True)]
     return [(receiver, built[tuple(p)]) for receiver, p in enumerate(parts) if p], regions
 
 
-def _own_memory(piece: Piece[S], mine: Blocks) -> Tensor | None:
+def _find_own_memory(piece: Piece[S], own_blocks: Blocks) -> Tensor | None:
     """Return memory of this rank's blocks into which a stored piece can be read, uint8 [bytes]; None if none suits."""
-    for _, outer, tensor in mine.get(piece.name, ()):
-        if piece.box.overlap(outer) == piece.box:
-            place = tensor.detach()[piece.box.within(outer)]
-            if place.dtype == DTYPES[piece.dtype] and place.device.type == "cpu" and place.is_contiguous():
-                return place.view(-1).view(torch.uint8)
+    for _, outer, tensor in own_blocks.get(piece.name, ()):
+        if piece.box.intersect_box(outer) == piece.box:
+            view = tensor.detach()[piece.box.relative_slices(outer)]
+            if view.dtype == DTYPES[piece.dtype] and view.device.type == "cpu" and view.is_contiguous():
+                return view.view(-1).view(torch.uint8)
     return None
 
 
@@ -269,36 +276,36 @@ def _raise_failures(failures: Iterable[Failure]) -> None:
         raise FAILURES[kind](reason)
 
 
-def _nbytes(pieces: Sequence[Piece[S]], mine: Blocks) -> int:
-    """Return the bytes of another rank's message: the parts of stored `pieces` in this rank's blocks (`mine`)."""
-    parts = ((p, p.box.overlap(outer)) for p in pieces for _, outer, _ in mine.get(p.name, ()))
-    return sum(part.size * ITEMSIZE[piece.dtype] for piece, part in parts if part)
+def _count_message_bytes(pieces: Sequence[Piece[S]], own_blocks: Blocks) -> int:
+    """Return the bytes of another rank's message: the parts of stored `pieces` in this rank's blocks (`own_blocks`)."""
+    parts = ((p, p.box.intersect_box(outer)) for p in pieces for _, outer, _ in own_blocks.get(p.name, ()))
+    return sum(part.num_elements * ITEMSIZE[piece.dtype] for piece, part in parts if part)
 
 
-def _unpack(message: Tensor, pieces: Sequence[Piece[S]], mine: Blocks) -> None:
+def _unpack_message(message: Tensor, pieces: Sequence[Piece[S]], own_blocks: Blocks) -> None:
     """Copy another rank's message of restored state into this rank's blocks. `pieces`: the stored pieces that the
-    sender read and this rank did not; `mine`: tensor name -> this rank's blocks, sorted. The message holds the overlap
-    of every piece with every block of its tensor, by piece, then by block."""
+    sender read and this rank did not; `own_blocks`: tensor name -> this rank's blocks, sorted. The message holds the
+    overlap of every piece with every block of its tensor, by piece, then by block."""
     at = 0
     for piece in pieces:
         size = DTYPES[piece.dtype].itemsize
-        for _, outer, tensor in mine.get(piece.name, ()):
-            if part := piece.box.overlap(outer):
-                end = at + part.size * size
-                tensor.detach()[part.within(outer)].copy_(_values(message[at:end], piece.dtype, part))
+        for _, outer, tensor in own_blocks.get(piece.name, ()):
+            if part := piece.box.intersect_box(outer):
+                end = at + part.num_elements * size
+                tensor.detach()[part.relative_slices(outer)].copy_(_view_values(message[at:end], piece.dtype, part))
                 at = end
     assert at == len(message), "sender and receiver agree on who holds what"
 
 
-def _place(piece: Piece[S], data: Tensor, mine: Blocks) -> None:
-    """Copy a stored piece of a tensor that this rank has fetched, uint8 [bytes], into its blocks (`mine`)."""
-    whole = _values(data, piece.dtype, piece.box)
-    for _, outer, tensor in mine.get(piece.name, ()):
-        if part := piece.box.overlap(outer):
-            tensor.detach()[part.within(outer)].copy_(whole[part.within(piece.box)])
+def _place_piece(piece: Piece[S], data: Tensor, own_blocks: Blocks) -> None:
+    """Copy a stored piece of a tensor that this rank has fetched, uint8 [bytes], into its blocks (`own_blocks`)."""
+    values = _view_values(data, piece.dtype, piece.box)
+    for _, outer, tensor in own_blocks.get(piece.name, ()):
+        if part := piece.box.intersect_box(outer):
+            tensor.detach()[part.relative_slices(outer)].copy_(values[part.relative_slices(piece.box)])
 
 
-def _values(data: Tensor, dtype: str, box: Box) -> Tensor:
+def _view_values(data: Tensor, dtype: str, box: Box) -> Tensor:
     """Return the stored bytes of a block of a global tensor, uint8 [bytes], as its elements, in the shape of `box`."""
     if data.storage_offset() % DTYPES[dtype].itemsize:
         data = data.clone()  # view() needs an offset aligned to the type

@@ -17,12 +17,12 @@ from platform.checkpoint.catalogue import (
     CarriedFiles,
     Lease,
     Superseded,
-    begin,
-    commit,
-    discard,
-    hashes,
-    prune,
-    write_carried,
+    choose_attempt_directory,
+    commit_checkpoint,
+    delete_checkpoint,
+    hash_carried_files,
+    prune_checkpoints,
+    write_carried_files,
 )
 from platform.checkpoint.manifest import FileReport, Meta
 
@@ -32,7 +32,7 @@ Called from the saver's thread, again for every attempt: the images must stay as
 
 
 class Saver:
-    """Saves checkpoints from the driver, one at a time in a background thread. `poll` returns what happened; no
+    """Saves checkpoints from the driver, one at a time in a background thread. `poll_events` returns what happened; no
     exception ever reaches training.
 
     Events, plain data: {event: checkpoint, step, directory, bytes, seconds},
@@ -55,74 +55,78 @@ class Saver:
         doubled before every further one. `lease`: once it is lost, nothing is committed or deleted any more."""
         self._storage, self._last, self._every, self._tries, self._pause = storage, last, every, tries, pause
         self.losses: Mapping[int, float] = {}  # step -> validation loss, of which the lowest's checkpoint is kept
-        self._check = lease.check if lease else lambda: None
+        self._check = lease.check_held if lease else lambda: None
         self._cancelled = threading.Event()
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     @property
-    def busy(self) -> bool:
+    def is_saving(self) -> bool:
         """Return True while a checkpoint is being saved in the background."""
         return self._thread is not None and self._thread.is_alive()
 
-    def save(
+    def start_save(
         self, tensors: Mapping[str, Sequence[int]], meta: Meta, write: Write, files: CarriedFiles | None = None
     ) -> None:
         """Begin to save a checkpoint of the workers' images, with the `files` that it carries, in the background.
         `tensors`: see `commit`; `write`: function that has the workers write into a directory. Must not be called while
-        `busy`: the images are still in use."""
-        assert not self.busy, "one save at a time"
+        `is_saving`: the images are still in use."""
+        assert not self.is_saving, "one save at a time"
         self._cancelled.clear()
         files = files or {}
-        meta = replace(meta, values={**meta.values, **hashes(files)})
+        meta = replace(meta, values={**meta.values, **hash_carried_files(files)})
 
         def write_all(directory: str) -> Sequence[FileReport]:
             """Let the workers write their files of a checkpoint into `directory`, and add the files that it carries."""
             reports = write(directory)
-            write_carried(self._storage, directory, files)
+            write_carried_files(self._storage, directory, files)
             return reports
 
-        self._thread = threading.Thread(target=self._save, args=(tensors, meta, write_all), name="saver", daemon=True)
+        self._thread = threading.Thread(
+            target=self._save_with_retries, args=(tensors, meta, write_all), name="saver", daemon=True
+        )
         self._thread.start()
 
-    def cancel(self) -> None:
+    def cancel_retries(self) -> None:
         """Stop retrying to save the checkpoint: the attempt under way is the last, as the workers' images are gone."""
         self._cancelled.set()
 
-    def poll(self) -> list[dict[str, Any]]:
+    def poll_events(self) -> list[dict[str, Any]]:
         """Return events of saved checkpoints since the last call, in order: saved, failed, not pruned, superseded."""
-        out = []
+        events = []
         with suppress(queue.Empty):
             while True:
-                out.append(self._events.get_nowait())
-        return out
+                events.append(self._events.get_nowait())
+        return events
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the checkpoint being saved, at most `timeout` seconds; return True if the save is over."""
         if self._thread is not None:
             self._thread.join(timeout)
-        return not self.busy
+        return not self.is_saving
 
-    def _save(self, tensors: Mapping[str, Sequence[int]], meta: Meta, write: Write) -> None:
+    def _save_with_retries(self, tensors: Mapping[str, Sequence[int]], meta: Meta, write: Write) -> None:
         """Save one checkpoint in the saver's thread: try until it is committed, the tries are used up, the save is
         cancelled or the lease is lost; delete superseded checkpoints after a success."""
         for attempt in range(1, self._tries + 1):
             try:
-                if self._try(tensors, meta, write, attempt):
-                    return self._prune(meta.step)
+                if self._attempt_save(tensors, meta, write, attempt):
+                    return self._prune_dispensable(meta.step)
             except Superseded as error:
                 return self._events.put({"event": "superseded", "step": meta.step, "reason": str(error)})
             if self._cancelled.wait(self._pause * 2 ** (attempt - 1) if attempt < self._tries else 0.0):
                 return
 
-    def _try(self, tensors: Mapping[str, Sequence[int]], meta: Meta, write: Write, attempt: int) -> bool:
+    def _attempt_save(self, tensors: Mapping[str, Sequence[int]], meta: Meta, write: Write, attempt: int) -> bool:
         """Try once to have the workers write a checkpoint and to commit it, with an event for success or failure;
         return True if it is committed. Raises Superseded."""
         directory, start = "", time.monotonic()
         try:
             self._check()
-            directory = begin(self._storage, meta.step)  # fresh: the remains of a failed attempt do not matter
-            manifest = commit(self._storage, directory, tensors, write(directory), meta, self._check)
+            directory = choose_attempt_directory(
+                self._storage, meta.step
+            )  # fresh: the remains of a failed attempt do not matter
+            manifest = commit_checkpoint(self._storage, directory, tensors, write(directory), meta, self._check)
         except Exception as error:
             if not isinstance(error, Superseded):
                 again = attempt < self._tries and not self._cancelled.is_set()
@@ -130,7 +134,7 @@ class Saver:
                 self._events.put({"event": "checkpoint_failed", "step": meta.step, **failed})
             if directory:
                 with suppress(OSError):  # frees its space; if that fails too, `prune` will
-                    discard(self._storage, directory)
+                    delete_checkpoint(self._storage, directory)
             if isinstance(error, Superseded):
                 raise
             return False
@@ -139,10 +143,10 @@ class Saver:
         self._events.put({"event": "checkpoint", "step": meta.step, **saved})
         return True
 
-    def _prune(self, step: int) -> None:
+    def _prune_dispensable(self, step: int) -> None:
         """Delete dispensable checkpoints; report a failure as an event, but raise if the lease is lost."""
         self._check()  # a newer driver may be about to read what would be deleted
         try:
-            prune(self._storage, self._last, self._every, self.losses)
+            prune_checkpoints(self._storage, self._last, self._every, self.losses)
         except Exception as error:
             self._events.put({"event": "checkpoint_prune_failed", "step": step, "reason": error_line(error)})

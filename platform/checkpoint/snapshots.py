@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from platform.checkpoint.blocks import Block, Box, Chain, HeldTensor, Share, chains_of
+from platform.checkpoint.blocks import Block, Box, Chain, HeldTensor, Share, join_chains
 from platform.checkpoint.buffer import Buffer
 from platform.runtime.pinned_memory import lock_pages
 from platform.runtime.progress import PROGRESS
@@ -39,12 +39,12 @@ class Copy(NamedTuple):
         return self.last - self.first
 
     @property
-    def parts(self) -> list[Share]:
+    def tensor_parts(self) -> list[Share]:
         """Return the blocks of global tensors, or parts of them, in this copy in a peer's memory."""
-        return self.chain.parts(self.first, self.last)
+        return self.chain.cut_parts(self.first, self.last)
 
 
-def copies(chains: Sequence[Chain], domains: Sequence[Hashable]) -> list[Copy]:
+def assign_copies(chains: Sequence[Chain], domains: Sequence[Hashable]) -> list[Copy]:
     """Assign one in-memory copy, at a rank of another failure domain, of all training state that only ranks of one
     domain hold, so that the state survives the loss of any one domain. `domains`: the domain of every rank.
 
@@ -58,7 +58,7 @@ def copies(chains: Sequence[Chain], domains: Sequence[Hashable]) -> list[Copy]:
     for chain in chains:
         if len({domains[rank] for rank in chain.holders}) == 1:
             for member, sender in enumerate(chain.holders):
-                share = chain.share(member, len(chain.holders))
+                share = chain.replica_byte_range(member, len(chain.holders))
                 lines[domains[sender]].append(Copy(chain, *share, sender, -1))
     if len(lines) < 2:
         return []
@@ -72,34 +72,34 @@ def copies(chains: Sequence[Chain], domains: Sequence[Hashable]) -> list[Copy]:
         at += size
         turn = max(turn, at - arc * before)
         before += len(members[domain])
-    out, at = [], 0
+    assigned, at = [], 0
     for part in (part for line in lines.values() for part in line if part.nbytes):
         chain, first, last, *_ = part
         one, end = (at - turn) // arc, (at + part.nbytes - turn - 1) // arc
-        cuts = (chain.row_at(first + number * arc + turn - at) for number in range(one + 1, end + 1))
+        cuts = (chain.nearest_row_start(first + number * arc + turn - at) for number in range(one + 1, end + 1))
         ends = [first, *(min(max(cut, first), last) for cut in cuts), last]
         for number, a, b in zip(range(one, end + 1), ends, ends[1:], strict=False):
             if a < b:
-                out.append(Copy(chain, a, b, part.sender, order[number % len(order)]))
+                assigned.append(Copy(chain, a, b, part.sender, order[number % len(order)]))
         at += part.nbytes
-    return out
+    return assigned
 
 
-def peers_of(copies: Iterable[Copy], rank: int) -> set[int]:
+def find_peers(copies: Iterable[Copy], rank: int) -> set[int]:
     """Return the ranks that keep in-memory copies of the state for `rank`, or whose copies it keeps; `copies`: all."""
     return {end for copy in copies if rank in (pair := (copy.sender, copy.receiver)) for end in pair} - {rank}
 
 
-def exchanged(copies: Iterable[Copy], rank: int) -> tuple[dict[int, list[Share]], dict[int, list[Share]]]:
+def map_exchanged_parts(copies: Iterable[Copy], rank: int) -> tuple[dict[int, list[Share]], dict[int, list[Share]]]:
     """Map the peers of `rank` to the parts of the state that they keep in memory for it, and to the parts that it keeps
     for them; `copies`: all copies in peers' memory."""
     sent: dict[int, list[Share]] = defaultdict(list)
     kept: dict[int, list[Share]] = defaultdict(list)
     for copy in copies:
         if copy.sender == rank:
-            sent[copy.receiver] += copy.parts
+            sent[copy.receiver] += copy.tensor_parts
         elif copy.receiver == rank:
-            kept[copy.sender] += copy.parts
+            kept[copy.sender] += copy.tensor_parts
     return sent, kept
 
 
@@ -128,11 +128,11 @@ class SharedMemory:
     @property
     def address(self) -> list[int]:
         """Return where other processes find the snapshots' memory: [process id, file descriptor, device, inode]."""
-        found = os.fstat(self._file.fileno())
-        return [os.getpid(), self._file.fileno(), found.st_dev, found.st_ino]
+        file_status = os.fstat(self._file.fileno())
+        return [os.getpid(), self._file.fileno(), file_status.st_dev, file_status.st_ino]
 
     @classmethod
-    def find(cls, address: Sequence[int]) -> SharedMemory | None:
+    def open_address(cls, address: Sequence[int]) -> SharedMemory | None:
         """Open the snapshots' shared memory of another process at its `address`; None if it is not to be found from
         here, as where the two see other processes, or belong to other users."""
         process, number, device, inode = map(int, address)
@@ -146,36 +146,36 @@ class SharedMemory:
             return None
         return memory if memory.address[2:] == [device, inode] else None
 
-    def grow(self, count: int) -> None:
+    def extend_size(self, count: int) -> None:
         """Make this memory for snapshots `count` bytes long, zeros at first; pages are taken when they are written."""
         if os.fstat(self._file.fileno()).st_size < count:
             os.truncate(self._file.fileno(), count)
 
-    def map(self, at: int, count: int) -> mmap.mmap:
+    def map_bytes(self, at: int, count: int) -> mmap.mmap:
         """Map `count` bytes (at least 1) of the snapshots' memory into the process, from `at`, a multiple of PAGE."""
         return mmap.mmap(self._file.fileno(), count, offset=at)
 
-    def free(self, at: int, count: int) -> None:
+    def free_bytes(self, at: int, count: int) -> None:
         """Give `count` bytes of the snapshots' memory back to the system, from `at`, a multiple of PAGE; now zeros."""
         if hasattr(mmap, "MADV_REMOVE") and count:
-            with self.map(at, count) as here:
-                here.madvise(mmap.MADV_REMOVE)
+            with self.map_bytes(at, count) as mapping:
+                mapping.madvise(mmap.MADV_REMOVE)
 
 
-def open_node(
+def open_node_memories(
     memory: SharedMemory, nodes: Sequence[Hashable], rank: int, all_gather: Callable[[Any], list[Any]]
 ) -> dict[int, SharedMemory] | None:
     """Open the memories of snapshots of all ranks of this rank's node: rank -> memory, its own included; None if any
     rank of the job cannot open its node's. All ranks call it together. `nodes`: every rank's node; `all_gather`:
     gathers one value of every rank on all."""
     addresses = all_gather(memory.address)
-    found = {
-        mate: memory if mate == rank else SharedMemory.find(addresses[mate])
+    memories = {
+        mate: memory if mate == rank else SharedMemory.open_address(addresses[mate])
         for mate, node in enumerate(nodes)
         if node == nodes[rank]
     }
-    opened = {mate: there for mate, there in found.items() if there}
-    return opened if all(all_gather(len(opened) == len(found))) else None
+    opened = {mate: mate_memory for mate, mate_memory in memories.items() if mate_memory}
+    return opened if all(all_gather(len(opened) == len(memories))) else None
 
 
 # The map of a generation's snapshots: which rank's memory has which part of the state, and who can read it.
@@ -196,37 +196,37 @@ class MemoryMap:
         """Make the map of in-memory snapshots. `state`: the tensors of the training state, with the ranks that hold
         their blocks; `nodes`: the node of every rank; `shared`: True if the ranks of each node share memory; `divided`:
         True if these ranks divide what they hold alike, instead of writing all of it each."""
-        self.state, self.chains, self.shared = state, chains_of(state), shared
+        self.state, self.chains, self.shared = state, join_chains(state), shared
         self.memories: Sequence[Hashable] = nodes if shared else range(len(nodes))
         self._divided = shared and divided
-        within = self.memories if self._divided else range(len(nodes))
-        self.copies = copies(self.chains, nodes if len(set(nodes)) > 1 else within)
+        domains = self.memories if self._divided else range(len(nodes))
+        self.copies = assign_copies(self.chains, nodes if len(set(nodes)) > 1 else domains)
         self._held = defaultdict(list)  # rank -> its chains
         for chain in self.chains:
             for rank in chain.holders:
                 self._held[rank].append(chain)
 
-    def mates(self, rank: int) -> list[int]:
+    def memory_mates(self, rank: int) -> list[int]:
         """Return the ranks that share the memory of their snapshots with `rank`, itself included."""
         return [mate for mate, memory in enumerate(self.memories) if memory == self.memories[rank]]
 
-    def own(self, rank: int) -> list[Share]:
+    def own_parts(self, rank: int) -> list[Share]:
         """Return the parts of its own blocks of the training state that `rank` writes into its snapshot in memory."""
-        out: list[Share] = []
+        parts: list[Share] = []
         for chain in self._held[rank]:
             alike = [holder for holder in chain.holders if self.memories[holder] == self.memories[rank]]
-            part = chain.share(alike.index(rank), len(alike)) if self._divided else (0, chain.nbytes)
-            out += chain.parts(*part)
-        return out
+            part = chain.replica_byte_range(alike.index(rank), len(alike)) if self._divided else (0, chain.nbytes)
+            parts += chain.cut_parts(*part)
+        return parts
 
-    def readers(self, seats: Mapping[int, int], distrusted: Collection[int] = ()) -> dict[int, tuple[int, ...]]:
+    def map_readers(self, seats: Mapping[int, int], distrusted: Collection[int] = ()) -> dict[int, tuple[int, ...]]:
         """Map each rank to another mesh's ranks that can read its in-memory snapshots; `seats`: rank here -> there."""
         assert not (distrusted and self._divided), "who may be distrusted keeps all that it holds"
-        living: dict[Hashable, list[int]] = defaultdict(list)
+        new_ranks: dict[Hashable, list[int]] = defaultdict(list)
         for old, new in seats.items():
-            living[self.memories[old]].append(new)
-        found = {memory: tuple(sorted(ranks)) for memory, ranks in living.items()}
-        return {r: () if r in distrusted else found.get(memory, ()) for r, memory in enumerate(self.memories)}
+            new_ranks[self.memories[old]].append(new)
+        ranks_by_memory = {memory: tuple(sorted(ranks)) for memory, ranks in new_ranks.items()}
+        return {r: () if r in distrusted else ranks_by_memory.get(memory, ()) for r, memory in enumerate(self.memories)}
 
 
 Transfer = Callable[[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]], None]
@@ -245,49 +245,60 @@ class Snapshot:
     """
 
     def __init__(
-        self, memory: SharedMemory, at: int, own: Sequence[Share], copies: Sequence[Share], pinned: bool = False
+        self,
+        memory: SharedMemory,
+        at: int,
+        own_parts: Sequence[Share],
+        copied_parts: Sequence[Share],
+        pinned: bool = False,
     ):
-        """Take the snapshot's place at byte `at` of the shared `memory`, for the rank's `own` parts of the training
-        state and the `copies` that it keeps for other ranks; `pinned`: page-locked memory for `own`."""
-        self._memory, self._at, self._size = memory, at, self.size(own, copies)
-        self._parts, self._pinned = (own, copies), pinned
-        memory.grow(at + self._size)
-        self._header = memory.map(at, HEADER)
+        """Take the snapshot's place at byte `at` of the shared `memory`, for the rank's `own_parts` parts of the
+        training state and the `copied_parts` that it keeps for other ranks; `pinned`: page-locked memory for
+        `own_parts`."""
+        self._memory, self._at, self._size = memory, at, self.count_bytes(own_parts, copied_parts)
+        self._parts, self._pinned = (own_parts, copied_parts), pinned
+        memory.extend_size(at + self._size)
+        self._header = memory.map_bytes(at, HEADER)
         self._step = torch.frombuffer(self._header, dtype=torch.int64, count=2)  # 1 + the step, bytes of values
 
     @cached_property
-    def own(self) -> Buffer:
+    def own_buffer(self) -> Buffer:
         """Return the buffer of this rank's own parts of the training state in the snapshot."""
-        data = _mapped(self._memory, self._at + HEADER, _pages(self._parts[0]), self._pinned)
-        return Buffer.aligned(self._parts[0], self._pinned, data)
+        data = _map_tensor(self._memory, self._at + HEADER, _count_page_bytes(self._parts[0]), self._pinned)
+        return Buffer.build_aligned(self._parts[0], self._pinned, data)
 
     @cached_property
-    def copies(self) -> Buffer:
+    def copies_buffer(self) -> Buffer:
         """Return the buffer of the parts of other ranks' training state that the snapshot keeps copies of."""
-        own, copies = self._parts
-        return Buffer(copies, data=_mapped(self._memory, self._at + HEADER + _pages(own), _pages(copies)))
+        own_parts, copied_parts = self._parts
+        return Buffer(
+            copied_parts,
+            data=_map_tensor(
+                self._memory, self._at + HEADER + _count_page_bytes(own_parts), _count_page_bytes(copied_parts)
+            ),
+        )
 
     @staticmethod
-    def size(own: Sequence[Share], copies: Sequence[Share]) -> int:
+    def count_bytes(own_parts: Sequence[Share], copied_parts: Sequence[Share]) -> int:
         """Return the bytes of shared memory that a snapshot of these parts of the training state takes."""
-        return HEADER + _pages(own) + _pages(copies)
+        return HEADER + _count_page_bytes(own_parts) + _count_page_bytes(copied_parts)
 
     @property
     def step(self) -> int | None:
         """Return the step whose training state this snapshot in memory holds, None while it is not complete."""
-        found = int(self._step[0])
-        return found - 1 if found else None
+        stored_step = int(self._step[0])
+        return stored_step - 1 if stored_step else None
 
     @property
     def values(self) -> Any:
         """Return the plain data in this snapshot in memory, beside the tensors of the training state."""
         return json.loads(self._header[16 : 16 + int(self._step[1])])
 
-    def begin(self) -> None:
+    def mark_incomplete(self) -> None:
         """Mark this snapshot of the training state in memory as incomplete, before it is overwritten."""
         self._step[0] = 0
 
-    def complete(self, step: int, values: Mapping[str, Any]) -> None:
+    def mark_complete(self, step: int, values: Mapping[str, Any]) -> None:
         """Mark this snapshot in memory as the whole training state of `step`, with the plain data `values`."""
         text = json.dumps(values).encode()
         assert len(text) <= HEADER - 16, f"{len(text)} bytes of values"
@@ -295,18 +306,18 @@ class Snapshot:
         self._step[1] = len(text)
         self._step[0] = step + 1  # last: a process may die between any two writes
 
-    def read(self, part: Share) -> Tensor:
+    def view_part(self, part: Share) -> Tensor:
         """Return the bytes of a part of the rank's own blocks in the snapshot, uint8 [*extent, bytes of an element]."""
-        found = self.own.read(part)
-        assert found is not None, f"{part.tensor.name} {part.box} is not in this rank's own memory"
-        return found
+        view = self.own_buffer.view_part(part)
+        assert view is not None, f"{part.tensor.name} {part.box} is not in this rank's own memory"
+        return view
 
-    def free(self) -> None:
+    def free_memory(self) -> None:
         """Give the memory of this snapshot back to the system; it must not be used any more."""
-        self.begin()
-        self.__dict__.pop("own", None)
-        self.__dict__.pop("copies", None)
-        self._memory.free(self._at, self._size)
+        self.mark_incomplete()
+        self.__dict__.pop("own_buffer", None)
+        self.__dict__.pop("copies_buffer", None)
+        self._memory.free_bytes(self._at, self._size)
 
 
 class NodeSnapshot:
@@ -321,25 +332,25 @@ class NodeSnapshot:
         for buffer in buffers:
             for (tensor, box), at, end in buffer.places:
                 parts = self._parts[tensor.name]
-                if not any(box.overlap(other) == box for other in parts):
+                if not any(box.intersect_box(other) == box for other in parts):
                     parts[box] = buffer.data[at:end].view(*box.extent, tensor.itemsize)
 
-    def read(self, part: Share, memory: Tensor) -> None:
+    def read_part(self, part: Share, memory: Tensor) -> None:
         """Copy the bytes of a part of a global tensor from snapshots in shared memory into `memory`, uint8 [bytes].
         Raises AssertionError if that memory lacks any of them."""
-        out, left = memory.view(*part.box.extent, part.tensor.itemsize), part.box.size
-        for box, there in self._parts.get(part.tensor.name, {}).items():
-            if left and (common := box.overlap(part.box)):
-                out[common.within(part.box)] = there[common.within(box)]
-                left -= common.size
-        assert not left, f"{part.tensor.name} {part.box} is not in the memory of this node"
+        target, missing = memory.view(*part.box.extent, part.tensor.itemsize), part.box.num_elements
+        for box, stored in self._parts.get(part.tensor.name, {}).items():
+            if missing and (common := box.intersect_box(part.box)):
+                target[common.relative_slices(part.box)] = stored[common.relative_slices(box)]
+                missing -= common.num_elements
+        assert not missing, f"{part.tensor.name} {part.box} is not in the memory of this node"
 
-    def bytes_of(self, parts: Sequence[Share]) -> Tensor:
+    def join_parts(self, parts: Sequence[Share]) -> Tensor:
         """Return the bytes of several parts of the training state in shared memory, joined in order, uint8 [bytes]."""
-        out = torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8)
-        for part, memory in zip(parts, out.split([part.nbytes for part in parts]), strict=True):
-            self.read(part, memory)
-        return out
+        joined = torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8)
+        for part, memory in zip(parts, joined.split([part.nbytes for part in parts]), strict=True):
+            self.read_part(part, memory)
+        return joined
 
 
 class _Begun(NamedTuple):
@@ -365,7 +376,7 @@ class RankSnapshots:
         of every rank that shares memory with this one, its own included; `pinned`: page-locked memory for its own
         parts."""
         self.held, self._rank, self._mates, self._pinned = held, rank, mates, pinned
-        self._own, (self._sent, self._kept) = held.own(rank), exchanged(held.copies, rank)
+        self._own, (self._sent, self._kept) = held.own_parts(rank), map_exchanged_parts(held.copies, rank)
         self._outgoing: dict[int, list[tuple[int, list[Tensor]]]] = {}  # place -> (peer, the parts that it keeps)
         self._places: dict[int, Snapshot] = {}  # the snapshots at the two places in memory
         self._order: list[int] = []  # places, that written last at the end
@@ -386,142 +397,147 @@ class RankSnapshots:
         together. `state` (tensors with the holders of their blocks) and `nodes` (every rank's) are equal on all of
         them; `all_gather`: gathers one value of every rank on all; `divided`: see `MemoryMap`."""
         memory = SharedMemory.create()
-        mates = open_node(memory, nodes, rank, all_gather)
+        mates = open_node_memories(memory, nodes, rank, all_gather)
         held = MemoryMap(state, nodes, mates is not None, divided)
         return cls(held, rank, mates or {rank: memory}, pinned)
 
     @property
-    def steps(self) -> list[int]:
+    def complete_steps(self) -> list[int]:
         """Return the steps of which this rank has a complete in-memory snapshot, in the order of taking."""
-        found = (self._places[place].step for place in self._order)
-        return [step for step in found if step is not None]
+        steps = (self._places[place].step for place in self._order)
+        return [step for step in steps if step is not None]
 
-    def at(self, step: int) -> Snapshot:
+    def find_snapshot(self, step: int) -> Snapshot:
         """Return this rank's snapshot of the training state after `step`; raises StopIteration if there is none."""
         return next(snapshot for snapshot in self._places.values() if snapshot.step == step)
 
-    def keep_only(self, step: int) -> None:
+    def keep_only_step(self, step: int) -> None:
         """Free every in-memory snapshot of this rank except the one of `step`."""
         for place in self._order:
             if self._places[place].step != step:
                 self._outgoing.pop(place)
-                self._places.pop(place).free()
+                self._places.pop(place).free_memory()
         self._order = list(self._places)
 
-    def of_node(self, step: int, distrusted: Collection[int] = ()) -> NodeSnapshot:
+    def open_node_snapshot(self, step: int, distrusted: Collection[int] = ()) -> NodeSnapshot:
         """Return the training state after `step` in the memory that this rank shares with its node, without the
         snapshots of `distrusted` ranks. Raises RuntimeError if one of the others has not completed its snapshot."""
         mates = sorted(self._mates.keys() - set(distrusted), key=lambda mate: mate != self._rank)  # its own first
-        found = {mate: next((one for one in self._of(mate) if one.step == step), None) for mate in mates}
-        if lacking := [mate for mate, snapshot in found.items() if snapshot is None]:
+        snapshots_by_mate = {
+            mate: next((one for one in self._iterate_mate_snapshots(mate) if one.step == step), None) for mate in mates
+        }
+        if lacking := [mate for mate, snapshot in snapshots_by_mate.items() if snapshot is None]:
             raise RuntimeError(f"rank {lacking[0]} holds no snapshot of step {step}")
-        snapshots = list(filter(None, found.values()))
-        buffers = [*(one.own for one in snapshots), *(one.copies for one in snapshots)]
+        snapshots = list(filter(None, snapshots_by_mate.values()))
+        buffers = [*(one.own_buffer for one in snapshots), *(one.copies_buffer for one in snapshots)]
         return NodeSnapshot([self._handed, *buffers], next((one.values for one in snapshots if one.values), {}))
 
-    def _of(self, mate: int) -> Iterator[Snapshot]:
+    def _iterate_mate_snapshots(self, mate: int) -> Iterator[Snapshot]:
         """Yield the in-memory snapshots of rank `mate`, this rank or one that shares memory with it."""
         if mate == self._rank:
             yield from self._places.values()
             return
-        own, copies = self.held.own(mate), _all(exchanged(self.held.copies, mate)[1])
-        for at in (0, Snapshot.size(own, copies)):
-            yield Snapshot(self._mates[mate], at, own, copies)
+        own_parts, copied_parts = (
+            self.held.own_parts(mate),
+            _flatten_parts(map_exchanged_parts(self.held.copies, mate)[1]),
+        )
+        for at in (0, Snapshot.count_bytes(own_parts, copied_parts)):
+            yield Snapshot(self._mates[mate], at, own_parts, copied_parts)
 
-    def take_over(
+    def exchange_handovers(
         self, passed: Sequence[Copy], step: int, rank: int, transfer: Transfer, distrusted: Collection[int] = ()
     ) -> None:
         """Send the parts of in-memory state in `passed` (a result of `handed_over`) that this rank is the sender of,
         and receive those meant for it; all ranks of the call, of which this one is `rank`, do so together before a
         generation in which some survivors have no seat."""
-        node = self.of_node(step, distrusted)
-        sent, kept = exchanged(passed, rank)
-        handed = Buffer(_all(kept))
-        outgoing = [(peer, node.bytes_of(parts)) for peer, parts in sent.items()]
-        with PROGRESS.waiting("transfer"):
-            _transfer(outgoing, kept, handed, transfer)
+        node = self.open_node_snapshot(step, distrusted)
+        sent, kept = map_exchanged_parts(passed, rank)
+        handed = Buffer(_flatten_parts(kept))
+        outgoing = [(peer, node.join_parts(parts)) for peer, parts in sent.items()]
+        with PROGRESS.mark_waiting("transfer"):
+            _transfer_parts(outgoing, kept, handed, transfer)
         self._handed = handed
 
-    def begin(
+    def begin_snapshot(
         self, step: int, blocks: Sequence[Block], values: Callable[[], dict[str, Any]], transfer: Transfer
     ) -> None:
         """Begin to take a snapshot of the training state after `step`: start copying this rank's parts of its `blocks`
         into host memory, and let a thread exchange with peers, once they are there, the parts that they keep for each
-        other; all ranks call it together. Neither `blocks` nor what `values` returns may change before `finish`. The
-        previous snapshot stays intact even if this one fails."""
-        self.abandon()  # one that failed
-        place, snapshot = self._next()
-        snapshot.begin()
-        copied, kept, outgoing = snapshot.own.start(blocks), snapshot.copies, self._outgoing[place]
+        other; all ranks call it together. Neither `blocks` nor what `values` returns may change before
+        `finish_snapshot`. The previous snapshot stays intact even if this one fails."""
+        self.abandon_snapshot()  # one that failed
+        place, snapshot = self._choose_place()
+        snapshot.mark_incomplete()
+        copied, kept, outgoing = snapshot.own_buffer.start_copy(blocks), snapshot.copies_buffer, self._outgoing[place]
 
-        def pass_on() -> None:
+        def exchange_copies() -> None:
             """Wait until this rank's part of the snapshot is copied, then exchange the parts that peers keep."""
             copied()
-            _transfer([(peer, _together(parts)) for peer, parts in outgoing], self._kept, kept, transfer)
+            _transfer_parts([(peer, _join_message(parts)) for peer, parts in outgoing], self._kept, kept, transfer)
 
         thread = futures.ThreadPoolExecutor(1, "snapshot")
-        passed = thread.submit(pass_on)
+        passed = thread.submit(exchange_copies)
         thread.shutdown(wait=False)  # it ends with the transfer
-        self._begun = _Begun(copied, passed, lambda: snapshot.complete(step, values()))
+        self._begun = _Begun(copied, passed, lambda: snapshot.mark_complete(step, values()))
 
-    def finish(self) -> None:
+    def finish_snapshot(self) -> None:
         """Finish the in-memory snapshot that `begin` has begun, on all ranks; raise what its thread raised."""
         if self._begun:
             self._begun.copied()  # first the device, which is what the caller says that it waits for
-            with PROGRESS.waiting("transfer"):
+            with PROGRESS.mark_waiting("transfer"):
                 self._begun.passed_on.result()
             self._begun.complete()
         self._begun = None
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         """Return True if `begin` has begun a snapshot of the training state that is not finished."""
         return self._begun is not None
 
-    def abandon(self) -> None:
+    def abandon_snapshot(self) -> None:
         """Give up the in-memory snapshot that `begin` has begun, whose transfer was interrupted; free its tensors."""
         begun, self._begun = self._begun, None
         if begun:
             futures.wait([begun.passed_on], ABANDONED)  # not for ever: gloo may have forgotten a message
 
-    def _next(self) -> tuple[int, Snapshot]:
+    def _choose_place(self) -> tuple[int, Snapshot]:
         """Return the place (0 or 1) of the snapshot that `begin` may overwrite, and that snapshot, now last in order:
         an incomplete one, a new one if there are fewer than two, or the older of the two."""
         torn = [place for place in self._order if self._places[place].step is None]
         new = [place for place in (0, 1) if place not in self._places]
         place = (torn or new or self._order)[0]
         if place not in self._places:
-            self._places[place] = snapshot = self._lay_out(place)
-            self._outgoing[place] = [(to, [snapshot.read(p) for p in parts]) for to, parts in self._sent.items()]
+            self._places[place] = snapshot = self._build_snapshot(place)
+            self._outgoing[place] = [(to, [snapshot.view_part(p) for p in parts]) for to, parts in self._sent.items()]
         self._order = [*(other for other in self._order if other != place), place]
         return place, self._places[place]
 
-    def _lay_out(self, place: int) -> Snapshot:
+    def _build_snapshot(self, place: int) -> Snapshot:
         """Construct this rank's in-memory snapshot number `place`, 0 or 1, over its part of the shared memory."""
-        copies = _all(self._kept)
-        at = place * Snapshot.size(self._own, copies)
-        return Snapshot(self._mates[self._rank], at, self._own, copies, self._pinned)
+        copied_parts = _flatten_parts(self._kept)
+        at = place * Snapshot.count_bytes(self._own, copied_parts)
+        return Snapshot(self._mates[self._rank], at, self._own, copied_parts, self._pinned)
 
 
-def _pages(parts: Sequence[Share]) -> int:
+def _count_page_bytes(parts: Sequence[Share]) -> int:
     """Return the bytes of whole memory pages that these parts of an in-memory snapshot take."""
     return -(-sum(part.nbytes for part in parts) // PAGE) * PAGE
 
 
-def _mapped(memory: SharedMemory, at: int, count: int, pinned: bool = False) -> Tensor:
+def _map_tensor(memory: SharedMemory, at: int, count: int, pinned: bool = False) -> Tensor:
     """Map `count` bytes of a snapshot's shared memory from byte `at` on, uint8 [count]; `pinned`: page-locked."""
     if not count:
         return torch.zeros(0, dtype=torch.uint8)
-    there = memory.map(at, count)
-    return lock_pages(there) if pinned else torch.frombuffer(there, dtype=torch.uint8)
+    mapping = memory.map_bytes(at, count)
+    return lock_pages(mapping) if pinned else torch.frombuffer(mapping, dtype=torch.uint8)
 
 
-def _all(kept: Mapping[int, Sequence[Share]]) -> list[Share]:
+def _flatten_parts(kept: Mapping[int, Sequence[Share]]) -> list[Share]:
     """List the parts of the training state that a rank keeps for others, by sender, as one list."""
     return [part for parts in kept.values() for part in parts]
 
 
-def _transfer(
+def _transfer_parts(
     sent: Sequence[tuple[int, Tensor]], kept: Mapping[int, Sequence[Share]], buffer: Buffer, transfer: Transfer
 ) -> None:
     """Send the parts of a snapshot that peers keep, and receive the parts kept for them here (sender -> parts) into
@@ -530,7 +546,7 @@ def _transfer(
     transfer(sent, list(zip(kept, buffer.data[: sum(sizes)].split(sizes), strict=True)) if sizes else [])
 
 
-def _together(parts: Sequence[Tensor]) -> Tensor:
+def _join_message(parts: Sequence[Tensor]) -> Tensor:
     """Join the bytes of a snapshot's parts for one peer into a flat uint8 message: a view if they are adjacent in
     memory, as they are unless types or senders alternate, else a copy."""
     flat = [part.reshape(-1) for part in parts]

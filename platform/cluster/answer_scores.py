@@ -12,10 +12,10 @@ from tempfile import TemporaryFile
 from types import TracebackType
 from typing import Any
 
-from platform.boundary.documents import one_line
+from platform.boundary.documents import printable_line
 from platform.boundary.local_files import replace_text
-from platform.boundary.refusals import ConfigError, violation
-from platform.boundary.terminal import phase
+from platform.boundary.refusals import ConfigError, format_violation
+from platform.boundary.terminal import show_phase
 from platform.cluster.asked_model import Ask, AskedModel
 from platform.data.corpus import Corpus
 from platform.data.streams import PairStream
@@ -36,19 +36,19 @@ class Measured:
     size: int
     samples: int
 
-    def plain(self) -> dict[str, Any]:
+    def table_row(self) -> dict[str, Any]:
         """Return a row of the table of a model's losses as plain data: source, samples, loss, the numbers of tokens,
         words and bytes, the perplexity per each, and bits per byte; None where words or bytes are unknown."""
-        per = {"token": self.tokens, "word": self.words, "byte": self.size}
-        found: dict[str, Any] = {"source": self.source, "samples": self.samples, "loss": self.nats / self.tokens}
-        for unit, count in per.items():
-            found[f"{unit}s"] = count or None
-            found[f"perplexity_per_{unit}"] = _perplexity(self.nats, count) if count else None
-        found["bits_per_byte"] = self.nats / math.log(2) / self.size if self.size else None
-        return found
+        units = {"token": self.tokens, "word": self.words, "byte": self.size}
+        row: dict[str, Any] = {"source": self.source, "samples": self.samples, "loss": self.nats / self.tokens}
+        for unit, count in units.items():
+            row[f"{unit}s"] = count or None
+            row[f"perplexity_per_{unit}"] = _finite_perplexity(self.nats, count) if count else None
+        row["bits_per_byte"] = self.nats / math.log(2) / self.size if self.size else None
+        return row
 
 
-def _perplexity(nats: float, count: int) -> float | None:
+def _finite_perplexity(nats: float, count: int) -> float | None:
     """Return the perplexity e^(nats / count) of a trained model on a text, None if that is no finite number."""
     try:
         return math.exp(nats / count)
@@ -56,19 +56,21 @@ def _perplexity(nats: float, count: int) -> float | None:
         return None
 
 
-def measure_losses(ask: Ask, corpus: Corpus, splits: Mapping[str, str], most: int) -> list[Measured]:
+def measure_losses(ask: Ask, corpus: Corpus, splits: Mapping[str, str], max_samples: int) -> list[Measured]:
     """Measure a trained model's loss on held-out text. `ask`: calls its workers; `splits`: source -> split of the
-    corpus; `most`: samples of each split to evaluate, 0 for all."""
-    samples = {split: min(there := corpus.samples_of(split), most or there) for split in splits.values()}
+    corpus; `max_samples`: samples of each split to evaluate, 0 for all."""
+    samples = {
+        split: min(available := corpus.count_samples(split), max_samples or available) for split in splits.values()
+    }
     losses, rows = ask("evaluate", samples)[0], []
     for name, split in splits.items():
         tokens = corpus.predicted(split, 0, samples[split])
-        units = units_of(corpus, split, samples[split])
+        units = count_words_and_bytes(corpus, split, samples[split])
         rows.append(Measured(name, losses[split] * tokens, tokens, *units, samples[split]))
     return rows
 
 
-def units_of(corpus: Corpus, split: str, samples: int) -> tuple[int, int]:
+def count_words_and_bytes(corpus: Corpus, split: str, samples: int) -> tuple[int, int]:
     """Count the words, between spaces, and the bytes of the held-out text on which a model's loss is measured: what the
     labels of a split's first samples spell, without special tokens; zeros if the corpus has no tokenizer."""
     vocabulary = corpus.vocabulary
@@ -77,8 +79,8 @@ def units_of(corpus: Corpus, split: str, samples: int) -> tuple[int, int]:
     apart = isinstance(next(iter(corpus.parts[0].streams.values())), PairStream)
     words = size = 0
     inside = False  # a word goes on from the samples before
-    with phase("counting words", samples, "sequences") as shown:
-        for first in shown.each(range(0, samples, AT_ONCE), lambda first: min(AT_ONCE, samples - first)):
+    with show_phase("counting words", samples, "sequences") as shown:
+        for first in shown.iterate_parts(range(0, samples, AT_ONCE), lambda first: min(AT_ONCE, samples - first)):
             labels = corpus.batch(split, first, min(first + AT_ONCE, samples))["labels"]
             texts = [corpus.decode(row[row >= 0].tolist()) for row in (labels if apart else [labels.reshape(-1)])]
             text = ("\n" if apart else "").join(texts)
@@ -97,37 +99,42 @@ def print_losses(rows: Sequence[Measured], say: Callable[[str], None]) -> None:
         f"{'source':<20} {'tokens':>12} {'loss':>9} {'per token':>11} {'per word':>12} {'per byte':>9} {'bits/byte':>9}"
     )
     for row in rows:
-        found = row.plain()
-        cells = [found[f"perplexity_per_{unit}"] for unit in ("token", "word", "byte")]
+        values = row.table_row()
+        cells = [values[f"perplexity_per_{unit}"] for unit in ("token", "word", "byte")]
         token, word, byte = ("-" if x is None else f"{x:.5g}" for x in cells)
-        bits = "-" if found["bits_per_byte"] is None else f"{found['bits_per_byte']:.4f}"
-        head = f"{row.source or '-':<20} {row.tokens:>12,} {found['loss']:>9.4f}"
+        bits = "-" if values["bits_per_byte"] is None else f"{values['bits_per_byte']:.4f}"
+        head = f"{row.source or '-':<20} {row.tokens:>12,} {values['loss']:>9.4f}"
         say(f"{head} {token:>11} {word:>12} {byte:>9} {bits:>9}")
 
 
 # Translations of held-out pairs, compared with the given ones: BLEU, as sacrebleu computes it.
 
 
-def bleu(asked: AskedModel, corpus: Corpus, split: str, samples: int, beams: int) -> dict[str, Any]:
+def measure_bleu(asked: AskedModel, corpus: Corpus, split: str, samples: int, beams: int) -> dict[str, Any]:
     """Let a trained model translate the first `samples` texts of a split of pairs, by a beam search, and return the
     BLEU of the translations: "bleu", its "signature" as sacrebleu gives it, and "pairs", their number. `beams`: texts
     that the search keeps. Raises ConfigError for data that are no pairs of texts."""
     from sacrebleu.metrics import BLEU
 
     if not corpus.vocabulary or not isinstance(next(iter(corpus.parts[0].streams.values())), PairStream):
-        raise ConfigError(violation("--bleu", "", "compares translations, and the data are no pairs", ["data=pairs"]))
-    found = corpus.batch(split, 0, samples)
-    sources = [row[row >= 0].tolist() for row in found["source"]]
-    wanted = [_text(corpus, row[row >= 0].tolist()) for row in found["labels"]]
-    how = Choice(corpus.vocabulary.size, beams=beams)
-    tokens = min(asked.model.length - 1, max((found["labels"] >= 0).sum(1).max() * 2, 8))
-    written = [_text(corpus, answer.ids) for _, answer in asked.write(sources, int(tokens), how, [asked.end])]
+        raise ConfigError(
+            format_violation("--bleu", "", "compares translations, and the data are no pairs", ["data=pairs"])
+        )
+    batch = corpus.batch(split, 0, samples)
+    sources = [row[row >= 0].tolist() for row in batch["source"]]
+    references = [_decode_translation(corpus, row[row >= 0].tolist()) for row in batch["labels"]]
+    choice = Choice(corpus.vocabulary.size, beams=beams)
+    tokens = min(asked.model.length - 1, max((batch["labels"] >= 0).sum(1).max() * 2, 8))
+    translations = [
+        _decode_translation(corpus, answer.ids)
+        for _, answer in asked.continue_prompts(sources, int(tokens), choice, [asked.end])
+    ]
     metric = BLEU()
-    score = metric.corpus_score(written, [wanted])
+    score = metric.corpus_score(translations, [references])
     return {"bleu": score.score, "signature": str(metric.get_signature()), "pairs": samples}
 
 
-def _text(corpus: Corpus, ids: list[int]) -> str:
+def _decode_translation(corpus: Corpus, ids: list[int]) -> str:
     """Decode the token ids of a model's translation to text, without the id that ends it."""
     return corpus.decode([i for i in ids if i != corpus.special.end])
 
@@ -143,13 +150,13 @@ class Lines:
     def __init__(self, path: str, flag: str):
         """Create the file for a model's answers at `path`, which an option `flag` names. Raises ConfigError."""
         self._path, self._flag, self._whole = path, flag, 0
-        with _named(flag, path):
+        with _refuse_unwritable(flag, path):
             self._file = open(path, "xb", buffering=0)
 
-    def add(self, text: str) -> None:
+    def append_line(self, text: str) -> None:
         """Append a line to the file of a model's answers. Raises ConfigError, naming the option, if that fails."""
         raw = memoryview(f"{text}\n".encode())
-        with _named(self._flag, self._path):
+        with _refuse_unwritable(self._flag, self._path):
             while raw:
                 raw = raw[self._file.write(raw) :]
         self._whole = self._file.tell()
@@ -176,10 +183,10 @@ class WholeFile:
         """Check that the file for a model's results at `path`, which a command's option `flag` names, can be written,
         and leave its contents. Raises ConfigError if it cannot."""
         self._path, self._flag, self._target = Path(path), flag, Path(os.path.realpath(path))
-        with _named(flag, path):
+        with _refuse_unwritable(flag, path):
             if self._path.is_dir():
                 raise IsADirectoryError("Is a directory")
-            if self._special:
+            if self._is_special:
                 os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
                 return
             with suppress(FileNotFoundError):  # a name that is too long
@@ -188,23 +195,25 @@ class WholeFile:
                 pass
 
     @property
-    def _special(self) -> bool:
+    def _is_special(self) -> bool:
         """Return True if the file for a model's results is a device or pipe, which is written to, not replaced."""
         return self._path.exists() and not self._path.is_file()
 
     def write(self, text: str) -> None:
         """Replace the file of a model's results by the text as a whole; write it to a device. Raises ConfigError."""
-        with _named(self._flag, self._path):
-            if self._special:
+        with _refuse_unwritable(self._flag, self._path):
+            if self._is_special:
                 self._path.write_text(text)
             else:
                 replace_text(self._target, text)
 
 
 @contextmanager
-def _named(flag: str, path: str | Path) -> Iterator[None]:
+def _refuse_unwritable(flag: str, path: str | Path) -> Iterator[None]:
     """Raise ConfigError, naming the option `flag`, for an OSError on the file of a model's answers in the block."""
     try:
         yield
     except OSError as error:
-        raise ConfigError(violation(flag, path, f"cannot be written: {one_line(error.strerror or error)}")) from None
+        raise ConfigError(
+            format_violation(flag, path, f"cannot be written: {printable_line(error.strerror or error)}")
+        ) from None

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from platform.boundary import documents
-from platform.boundary.refusals import ConfigError, as_refusal, violation
+from platform.boundary.refusals import ConfigError, format_violation, refuse_failures
 from platform.boundary.schema import Malformed
 from platform.cluster.crew.job import gpu_count
 from platform.cluster.resources import machine_memory
 from platform.config.fields import Config, Model
-from platform.data.chat_templates import conversation
+from platform.data.chat_templates import parse_conversation
 from platform.data.special_tokens import SpecialIds
 from platform.data.tokenizer import Vocabulary
-from platform.plan.accelerators import memory_of
+from platform.plan.accelerators import nominal_memory
 from platform.plan.generation_passes import ROOM
-from platform.plan.layout import count_of, padded
+from platform.plan.layout import format_count, pad_to_multiple
 from platform.plan.plan import Plan
 from platform.train.replies import AskedTexts, Choice, Scored, Written
 
@@ -47,71 +47,78 @@ def read_prompts(path: str) -> list[Prompt]:
     try:
         text = documents.read_bytes(Path(path), LARGEST).decode()
     except (OSError, Malformed, UnicodeDecodeError) as error:
-        raise ConfigError(violation("--prompts", path, f"cannot be read: {documents.one_line(error)}")) from None
+        raise ConfigError(
+            format_violation("--prompts", path, f"cannot be read: {documents.printable_line(error)}")
+        ) from None
     lines = [(n, line.removesuffix("\r")) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
-        raise ConfigError(violation("--prompts", path, "holds no prompt"))
+        raise ConfigError(format_violation("--prompts", path, "holds no prompt"))
     if not path.endswith(".jsonl"):
         return [Prompt({"prompt": line}, f"{path}:{n}") for n, line in lines]
-    return [Prompt(_object(line, f"{path}:{n}"), f"{path}:{n}") for n, line in lines]
+    return [Prompt(_parse_prompt_object(line, f"{path}:{n}"), f"{path}:{n}") for n, line in lines]
 
 
-def _object(line: str, where: str) -> dict[str, Any]:
+def _parse_prompt_object(line: str, where: str) -> dict[str, Any]:
     """Parse a line of a .jsonl file of prompts; return its object. Raises ConfigError if that is no prompt."""
-    with as_refusal("--prompts", where, Malformed, why="no JSON: {}"):
-        found = documents.from_json(line.encode())
-    kinds = [kind for kind in KINDS if isinstance(found, dict) and kind in found]
+    with refuse_failures("--prompts", where, Malformed, why="no JSON: {}"):
+        prompt_object = documents.parse_json(line.encode())
+    kinds = [kind for kind in KINDS if isinstance(prompt_object, dict) and kind in prompt_object]
     if len(kinds) != 1:
-        raise ConfigError(violation("--prompts", where, f"an object with one of {', '.join(KINDS)} is needed"))
-    return found
+        raise ConfigError(format_violation("--prompts", where, f"an object with one of {', '.join(KINDS)} is needed"))
+    return prompt_object
 
 
-def ends_of(vocabulary: Vocabulary | None, generation: bytes) -> list[int]:
+def find_end_ids(vocabulary: Vocabulary | None, generation: bytes) -> list[int]:
     """Return the token ids that end a model's answer: of documents, chat messages, or in generation_config.json."""
-    found = set(_said(generation))
+    end_ids = set(_parse_end_ids(generation))
     if vocabulary is not None:
-        found.add(vocabulary.special.end)
-        found |= {i for token in _TURNS if (i := vocabulary.tokenizer.token_to_id(token)) is not None}
-    return sorted(found)
+        end_ids.add(vocabulary.special.end)
+        end_ids |= {i for token in _TURNS if (i := vocabulary.tokenizer.token_to_id(token)) is not None}
+    return sorted(end_ids)
 
 
-def _said(generation: bytes) -> Iterator[int]:
+def _parse_end_ids(generation: bytes) -> Iterator[int]:
     """Yield the token ids by which a generation_config.json ends a model's answer; none if it is not readable."""
     try:
-        found = documents.from_json(generation or b"{}").get("eos_token_id")
+        end_ids = documents.parse_json(generation or b"{}").get("eos_token_id")
     except (Malformed, AttributeError):
         return
-    yield from (i for i in (found if isinstance(found, list) else [found]) if type(i) is int and 0 <= i < _IDS)
+    yield from (i for i in (end_ids if isinstance(end_ids, list) else [end_ids]) if type(i) is int and 0 <= i < _IDS)
 
 
-def room(rows: Sequence[Sequence[int]], model: Model) -> int:
+def answer_room(rows: Sequence[Sequence[int]], model: Model) -> int:
     """Return how many tokens of a model's length the longest prompt of `rows` leaves for an answer; 1 or more."""
     read = 1 if model.kind == "encoder_decoder" else max(map(len, rows))
     return max(1, model.length - read)
 
 
-def too_long(prompts: Sequence[Prompt], rows: Sequence[Sequence[int]], model: Model, tokens: int) -> Iterator[str]:
+def violations_of_length(
+    prompts: Sequence[Prompt], rows: Sequence[Sequence[int]], model: Model, tokens: int
+) -> Iterator[str]:
     """Yield a refusal line for each prompt that, with `tokens` of answer, does not fit into the model's length."""
     for prompt, ids in zip(prompts, rows, strict=True):
         if model.kind == "encoder_decoder":
             most = model.source_length or model.length
             if len(ids) > most:
-                yield violation(
-                    "prompt", prompt.where, f"has {count_of(len(ids), 'token')}, and its encoder reads {most}"
+                yield format_violation(
+                    "prompt", prompt.where, f"has {format_count(len(ids), 'token')}, and its encoder reads {most}"
                 )
         elif len(ids) + tokens > model.length:
             room = model.length - len(ids)
-            why = f"has {count_of(len(ids), 'token')}, and with --tokens={tokens} more than model.length={model.length}"
-            yield violation("prompt", prompt.where, why, [f"--tokens={room}"] if room > 0 else [])
+            why = (
+                f"has {format_count(len(ids), 'token')}, and with --tokens={tokens} "
+                f"more than model.length={model.length}"
+            )
+            yield format_violation("prompt", prompt.where, why, [f"--tokens={room}"] if room > 0 else [])
     if model.kind == "encoder_decoder" and tokens + 1 > model.length:
-        yield violation(
+        yield format_violation(
             "--tokens", tokens, f"is more than model.length={model.length} has room for", [model.length - 1]
         )
 
 
 T = TypeVar("T")
 Ids = Sequence[int]
-Ask = Callable[..., list[Any]]  # `Crew.call` of a crew whose workers answer, or what stands before it
+Ask = Callable[..., list[Any]]  # `Crew.call_ranks` of a crew whose workers answer, or what stands before it
 
 
 @dataclass(frozen=True)
@@ -124,73 +131,77 @@ class Reader:
     chat: bool = False
     bare: bool = False
 
-    def ids(self, prompt: Prompt) -> list[int]:
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt for a trained model. Raises ConfigError if the model cannot read it."""
         kind = next(kind for kind in KINDS if kind in prompt.given)
         value = prompt.given[kind]
-        found = self._of_ids(value, prompt.where) if kind == "ids" else self._of_text(kind, value, prompt.where)
-        if not found:
-            raise ConfigError(violation("prompt", prompt.where, "is empty"))
-        return found
+        token_ids = (
+            self._check_ids(value, prompt.where) if kind == "ids" else self._tokenize_prompt(kind, value, prompt.where)
+        )
+        if not token_ids:
+            raise ConfigError(format_violation("prompt", prompt.where, "is empty"))
+        return token_ids
 
-    def _encoded(self, text: str, where: str) -> list[int]:
+    def _encode_text(self, text: str, where: str) -> list[int]:
         """Return the token ids of a prompt's text, or of one that a chat template made of it. Raises ConfigError."""
         assert self.vocabulary
-        return self.vocabulary.encode(_whole(text, where))
+        return self.vocabulary.encode(_check_text(text, where))
 
-    def _of_ids(self, value: Any, where: str) -> list[int]:
+    def _check_ids(self, value: Any, where: str) -> list[int]:
         """Return a prompt given as token ids unchanged. Raises ConfigError unless all are ids of the vocabulary."""
         most = self.model.vocab
         if not isinstance(value, list) or not all(type(i) is int and 0 <= i < most for i in value):
-            raise ConfigError(violation("prompt", where, f"ids are a list of integers from 0 to {most - 1}"))
+            raise ConfigError(format_violation("prompt", where, f"ids are a list of integers from 0 to {most - 1}"))
         return value
 
-    def _of_text(self, kind: str, value: Any, where: str) -> list[int]:
+    def _tokenize_prompt(self, kind: str, value: Any, where: str) -> list[int]:
         """Return the token ids of a prompt. `kind`: "prompt" if `value` is a text, "messages" if it is a conversation.
         Raises ConfigError, naming `where` the prompt is from, if it cannot be tokenised."""
         vocabulary = self.vocabulary
         if vocabulary is None:
             reason = "there is none beside the model, and a text needs one"
-            raise ConfigError(violation("data.tokenizer", "", reason, ["data.tokenizer=PATH", "a prompt of ids"]))
+            raise ConfigError(
+                format_violation("data.tokenizer", "", reason, ["data.tokenizer=PATH", "a prompt of ids"])
+            )
         if kind == "prompt" and not isinstance(value, str):
-            raise ConfigError(violation("prompt", where, "is no text"))
+            raise ConfigError(format_violation("prompt", where, "is no text"))
         messages = value if kind == "messages" else [{"role": "user", "content": value}] if self.chat else None
         if messages is None:
-            ids = self._encoded(value, where)
-            return ids if self.bare else as_prompt(ids, self.model, vocabulary.special)
-        if (talk := conversation(messages)) is None:
-            raise ConfigError(violation("prompt", where, "messages are a list of objects with a role"))
-        for text in _texts(talk):
-            _whole(text, where)
-        found: list[int] = []
-        for text, special in vocabulary.chat.prompt_parts(talk):
+            ids = self._encode_text(value, where)
+            return ids if self.bare else add_boundary_token(ids, self.model, vocabulary.special)
+        if (talk := parse_conversation(messages)) is None:
+            raise ConfigError(format_violation("prompt", where, "messages are a list of objects with a role"))
+        for text in _iterate_strings(talk):
+            _check_text(text, where)
+        token_ids: list[int] = []
+        for text, special in vocabulary.chat.render_prompt_parts(talk):
             number = vocabulary.tokenizer.token_to_id(text) if special else None
-            found += self._encoded(text, where) if number is None else [number]
+            token_ids += self._encode_text(text, where) if number is None else [number]
         ends = self.model.kind == "encoder_decoder" and not self.bare
-        return [*found, vocabulary.special.end] if ends else found
+        return [*token_ids, vocabulary.special.end] if ends else token_ids
 
 
-def as_prompt(ids: Ids, model: Model, special: SpecialIds) -> list[int]:
+def add_boundary_token(ids: Ids, model: Model, special: SpecialIds) -> list[int]:
     """Return a prompt's token ids with the token that begins a document in front or, in an encoder, its end behind."""
     if model.kind == "encoder_decoder":
         return [*ids, special.end]
     return [special.begin, *ids] if special.begin >= 0 else [*ids]
 
 
-def _whole(text: str, where: str) -> str:
+def _check_text(text: str, where: str) -> str:
     """Return a prompt's text unchanged. Raises ConfigError if it has half a character, which no tokenizer reads."""
-    if half := documents.half_character(text):
-        raise ConfigError(violation("prompt", where, f"is no text: it has {half}"))
+    if half := documents.find_half_character(text):
+        raise ConfigError(format_violation("prompt", where, f"is no text: it has {half}"))
     return text
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _iterate_strings(value: Any) -> Iterator[str]:
     """Yield all strings in a conversation, a prompt, as plain data: in lists, and keys and values of mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list):
-        parts = [*value, *value.values()] if isinstance(value, Mapping) else value
-        yield from (text for part in parts for text in _texts(part))
+        children = [*value, *value.values()] if isinstance(value, Mapping) else value
+        yield from (text for part in children for text in _iterate_strings(part))
 
 
 class AskedModel:
@@ -205,48 +216,58 @@ class AskedModel:
         special = special or (vocabulary.special if vocabulary else SpecialIds())
         self.start, self.begin, self.end = special.start, special.begin, special.end
 
-    def _batches(self, texts: Sequence[T]) -> Iterator[Sequence[T]]:
+    def _split_batches(self, texts: Sequence[T]) -> Iterator[Sequence[T]]:
         """Divide the texts to ask a model about, in order, into batches of the size that it takes at a time."""
         return (texts[first : first + self._batch] for first in range(0, len(texts), self._batch))
 
-    def write(self, prompts: Sequence[Ids], tokens: int, how: Choice, ends: Ids) -> Iterator[tuple[int, Written]]:
+    def continue_prompts(
+        self, prompts: Sequence[Ids], tokens: int, choice: Choice, ends: Ids
+    ) -> Iterator[tuple[int, Written]]:
         """Yield the number of each prompt with the model's continuation, of `tokens` at most, in batches in the given
-        order. `prompts`: token ids; `how`: rule by which tokens are chosen; `ends`: ids that end a continuation.
+        order. `prompts`: token ids; `choice`: rule by which tokens are chosen; `ends`: ids that end a continuation.
         Prompts and texts may be longer than the model: a text that has filled its length goes on from its last half,
         and an encoder reads the end of its prompt."""
-        most, read, going = self.model.length, self.model.source_length or self.model.length, dict(enumerate(prompts))
-        written: dict[int, list[int]] = {n: [] for n in going}
+        most, read, unfinished = (
+            self.model.length,
+            self.model.source_length or self.model.length,
+            dict(enumerate(prompts)),
+        )
+        written: dict[int, list[int]] = {n: [] for n in unfinished}
         for turn in range(tokens):
-            alike: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)  # by the tokens that fit behind them
-            for n, prompt in going.items():
+            rows_by_room: dict[int, list[tuple[int, list[int]]]] = defaultdict(
+                list
+            )  # by the tokens that fit behind them
+            for n, prompt in unfinished.items():
                 row = [*([self.start] if self.pairs else prompt), *written[n]]
                 row = row if len(row) <= most else row[-max(1, most // 2) :]
-                alike[min(tokens - len(written[n]), most + 1 - len(row))].append((n, row))
-            for room, some in [(room, some) for room, rows in alike.items() for some in self._batches(rows)]:
-                sources = [list(prompts[n][-read:]) for n, _ in some] if self.pairs else []
-                numbers = [n + (turn << 32) for n, _ in some]  # draws of another turn are others
-                texts = AskedTexts([row for _, row in some], sources, numbers)
-                answers = self._ask("continue_texts", texts, room, how, list(ends))[0]
-                for (n, _), found in zip(some, answers, strict=True):
-                    written[n] += found.ids
-                    if found.ended or len(written[n]) == tokens:
-                        del going[n]
-                        yield n, replace(found, ids=written[n])
+                rows_by_room[min(tokens - len(written[n]), most + 1 - len(row))].append((n, row))
+            for room, batch in [
+                (room, batch) for room, rows in rows_by_room.items() for batch in self._split_batches(rows)
+            ]:
+                sources = [list(prompts[n][-read:]) for n, _ in batch] if self.pairs else []
+                numbers = [n + (turn << 32) for n, _ in batch]  # draws of another turn are others
+                texts = AskedTexts([row for _, row in batch], sources, numbers)
+                answers = self._ask("continue_texts", texts, room, choice, list(ends))[0]
+                for (n, _), answer in zip(batch, answers, strict=True):
+                    written[n] += answer.ids
+                    if answer.ended or len(written[n]) == tokens:
+                        del unfinished[n]
+                        yield n, replace(answer, ids=written[n])
 
-    def score(self, pairs: Sequence[tuple[Ids, Ids]]) -> list[Scored]:
+    def score_continuations(self, pairs: Sequence[tuple[Ids, Ids]]) -> list[Scored]:
         """Return the log-probability that a trained model gives each text after its context, for `pairs` (context,
         text) of token ids. Of a context the last tokens are read that fit; without one, or by a decoder that follows an
         encoder, a text is scored after the token that begins a text."""
-        found: list[Scored | None] = [None] * len(pairs)
-        rows = [self._row(*pair) for pair in pairs]
-        for numbers in self._batches(sorted(range(len(rows)), key=lambda n: -len(rows[n][0]))):
+        scores: list[Scored | None] = [None] * len(pairs)
+        rows = [self._build_scoring_row(*pair) for pair in pairs]
+        for numbers in self._split_batches(sorted(range(len(rows)), key=lambda n: -len(rows[n][0]))):
             ids, starts, sources = (list(column) for column in zip(*(rows[n] for n in numbers), strict=True))
             texts = AskedTexts(ids, sources if self.pairs else [])
             for number, scored in zip(numbers, self._ask("score_texts", texts, starts)[0], strict=True):
-                found[number] = scored
-        return [scored for scored in found if scored]
+                scores[number] = scored
+        return [scored for scored in scores if scored]
 
-    def _row(self, context: Ids, text: Ids) -> tuple[list[int], int, list[int]]:
+    def _build_scoring_row(self, context: Ids, text: Ids) -> tuple[list[int], int, list[int]]:
         """Return the input from which a trained model scores a text after a context: the decoder's ids, the index at
         which the text begins there, and the encoder's ids, [] without an encoder."""
         most = self.model.length + 1  # the last token is only predicted
@@ -257,20 +278,20 @@ class AskedModel:
         ids = ids[-most:]
         return ids, max(1, len(ids) - len(text)), []
 
-    def score_whole(self, texts: Sequence[Ids]) -> list[float]:
+    def score_full_texts(self, texts: Sequence[Ids]) -> list[float]:
         """Return the log-probability that a trained model gives each of several texts of any length, in nats: each
         token once, after the token that begins a text or the tokens before it in its window, as long as the model."""
         most = self.model.length
         windows, owners = [], []
         for number, ids in enumerate(texts):
-            whole = [self.begin, *ids]
+            full_ids = [self.begin, *ids]
             for first in range(0, len(ids), most):
                 stop = min(first + most, len(ids))
                 begin = max(0, stop - most)  # the last window is full
-                windows.append((whole[begin : first + 1], whole[first + 1 : stop + 1]))
+                windows.append((full_ids[begin : first + 1], full_ids[first + 1 : stop + 1]))
                 owners.append(number)
         totals = [0.0] * len(texts)
-        for number, scored in zip(owners, self.score(windows), strict=True):
+        for number, scored in zip(owners, self.score_continuations(windows), strict=True):
             totals[number] += scored.log_probability
         return totals
 
@@ -285,19 +306,19 @@ def violations_of_memory(config: Config, plan: Plan, rows: int, tokens: int, bea
     """Yield a refusal line if the workers have too little memory together to generate `rows` texts at a time, each of
     `tokens` with its answer and so many `beams`: weights, keys and values, and logits, each counted once."""
     weights = plan.parameter_count * plan.itemsize["compute"]
-    row = _bytes_of_row(config.model, padded(tokens, ROOM), plan.itemsize["compute"])
-    needed, there = weights + row * rows * beams, _memory(config, plan.mesh.size)
-    if needed <= there:
+    row = _bytes_of_row(config.model, pad_to_multiple(tokens, ROOM), plan.itemsize["compute"])
+    needed_bytes, available_bytes = weights + row * rows * beams, _total_memory(config, plan.mesh.world_size)
+    if needed_bytes <= available_bytes:
         return
-    fit = max(0, int((there - weights) // row))
-    wanted = f"{needed / 1e9:,.1f} GB for {count_of(rows, 'text')} at a time"
-    why = f"needs at least {wanted}, and there are {there / 1e9:,.1f} GB"
+    fit = max(0, int((available_bytes - weights) // row))
+    needed_text = f"{needed_bytes / 1e9:,.1f} GB for {format_count(rows, 'text')} at a time"
+    why = f"needs at least {needed_text}, and there are {available_bytes / 1e9:,.1f} GB"
     if beams > 1:
-        yield violation("--beams", beams, why, [fit // rows] if fit >= rows else ["--batch=1"] * (rows > 1))
+        yield format_violation("--beams", beams, why, [fit // rows] if fit >= rows else ["--batch=1"] * (rows > 1))
     elif rows > 1:
-        yield violation("--batch", rows, why, [fit] if fit else [])
+        yield format_violation("--batch", rows, why, [fit] if fit else [])
     else:
-        yield violation("CHECKPOINT", config.train.init, why, ["more workers"])
+        yield format_violation("CHECKPOINT", config.train.init, why, ["more workers"])
 
 
 def _bytes_of_row(model: Model, tokens: int, itemsize: int) -> int:
@@ -308,10 +329,10 @@ def _bytes_of_row(model: Model, tokens: int, itemsize: int) -> int:
     return model.layers * seen * width * itemsize + model.vocab * _LOGIT
 
 
-def _memory(config: Config, workers: int) -> float:
+def _total_memory(config: Config, workers: int) -> float:
     """Return the bytes of memory that all workers have to generate texts; inf if unknown before they start."""
     cluster = config.cluster
-    if cluster.gpu and (of_one := memory_of(cluster.gpu)):
+    if cluster.gpu and (of_one := nominal_memory(cluster.gpu)):
         return of_one * workers
     if cluster.kind in ("inline", "processes") and cluster.device != "cuda" and not gpu_count():
         return machine_memory()

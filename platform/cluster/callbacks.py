@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from platform.cluster.crew.signals import Stopped
 from platform.config.fields import Config
 from platform.config.groups import Run
-from platform.config.key import SECONDS, seconds_of
+from platform.config.key import SECONDS, parse_duration
 from platform.monitor.events import JournalEvent
 from platform.monitor.metrics import MetricsRow
 from platform.plan.accelerators import dense_bf16_peak
 from platform.plan.plan import Plan
-from platform.plan.plan_summary import human
+from platform.plan.plan_summary import format_number
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class CallbackGuard:
         self._failed: set[str] = set()
         self.stop: Callable[[str], None] = lambda reason: None  # set by the driver
 
-    def step(self, row: MetricsRow) -> None:
+    def call_on_step(self, row: MetricsRow) -> None:
         """Call the user's callback `on_step` with a copy of the run's newest row of metrics.jsonl."""
-        self._call("on_step", row)
+        self._call_callback("on_step", row)
 
-    def event(self, event: JournalEvent) -> None:
+    def call_on_event(self, event: JournalEvent) -> None:
         """Call the user's callback `on_event` with a copy of an event of the run's journal."""
-        self._call("on_event", event)
+        self._call_callback("on_event", event)
 
-    def _call(self, name: str, value: MetricsRow | JournalEvent) -> None:
+    def _call_callback(self, name: str, value: MetricsRow | JournalEvent) -> None:
         """Call the user's callback of this name with a copy of `value`, unless it has raised before; an exception that
         it raises is kept, and stops the run at the next safe moment."""
         function = getattr(self._callbacks, name)
@@ -79,7 +79,7 @@ def seconds_left(run: Run, environment: Mapping[str, str] = os.environ, now: flo
     `environment` (seconds since the epoch).
     """
     if run.time_limit:
-        limit = seconds_of(run.time_limit)
+        limit = parse_duration(run.time_limit)
         return max(0.0, limit - min(run.time_margin, limit / 2)) if limit else None
     end = environment.get("SLURM_JOB_END_TIME", "")
     if not (end.isascii() and end.isdigit() and len(end) <= 12):  # absent, or no plausible time in seconds
@@ -95,17 +95,17 @@ _CORE = 1e11  # FLOP/s of a CPU worker, at most
 _BYTES_PER_TOKEN = 3.5  # of Python source, under a vocabulary trained on it
 
 
-def demonstration(config: Config, plan: Plan, nbytes: float) -> str:
+def demonstration_warning(config: Config, plan: Plan, nbytes: float) -> str:
     """Return a one-line warning for a run that would take more than a day even at its devices' peak, but has only the
     demonstration text, `nbytes` bytes of Python's standard library (data=stdlib), to train on; else ""."""
     tokens = config.train.steps * plan.tokens_per_step
     peak = dense_bf16_peak(config.cluster.gpu) or _CORE
-    if config.data.kind != "stdlib" or tokens * plan.flops_per_token < _DAY * peak * plan.mesh.size:
+    if config.data.kind != "stdlib" or tokens * plan.flops_per_token < _DAY * peak * plan.mesh.world_size:
         return ""
-    there = nbytes / _BYTES_PER_TOKEN
-    wanted, has = (human(n).strip() for n in (tokens, there))
+    available_tokens = nbytes / _BYTES_PER_TOKEN
+    wanted, has = (format_number(n).strip() for n in (tokens, available_tokens))
     return (
         f"data=stdlib: {config.train.steps} steps take {wanted} tokens, and the demonstration text, Python's own"
-        f" standard library, has about {has}: {tokens / there:,.0f} times over; for text of your own:"
+        f" standard library, has about {has}: {tokens / available_tokens:,.0f} times over; for text of your own:"
         " data=text data.path=FILE_OR_FOLDER"
     )

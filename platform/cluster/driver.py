@@ -12,45 +12,45 @@ from pathlib import Path
 from time import monotonic, time
 from typing import TYPE_CHECKING
 
-from platform.boundary.local_files import missing_directories, remove_empty
-from platform.boundary.redaction import bare_url, known_secrets
-from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
-from platform.boundary.terminal import phase
+from platform.boundary.local_files import list_missing_directories, remove_empty_directories
+from platform.boundary.redaction import known_secrets, strip_url_secrets
+from platform.boundary.refusals import ConfigError, format_violation, refuse_all, refuse_failures
+from platform.boundary.terminal import show_phase
 from platform.cluster import resources
-from platform.cluster.callbacks import CallbackGuard, Callbacks, demonstration, seconds_left
+from platform.cluster.callbacks import CallbackGuard, Callbacks, demonstration_warning, seconds_left
 from platform.cluster.control.pulse import Pulse
 from platform.cluster.control.run_context import RunContext
 from platform.cluster.crew import torchrun
 from platform.cluster.crew.job import WORKER, Job, gpu_count
 from platform.cluster.crew.launchers import open_crew
 from platform.cluster.crew.signals import Stopped, StopSignals
-from platform.cluster.endings import DONE, FAILED, DriverState, Unsaved, end
-from platform.cluster.eval_tasks import RunTasks, missing_for_tasks, open_tasks
+from platform.cluster.endings import DONE, FAILED, DriverState, Unsaved, report_end
+from platform.cluster.eval_tasks import RunTasks, open_tasks, violations_of_tasks
 from platform.cluster.run_directory import RunDirectory
 from platform.cluster.shown_commands import Command, Phases
-from platform.config.extensions import shown_settings
-from platform.config.fields import Config, objective_of
+from platform.config.extensions import flatten_own_settings
+from platform.config.fields import Config, training_objective_name
 from platform.data import cache
-from platform.data.corpus import Corpus, corpus_of
+from platform.data.corpus import Corpus, open_run_corpus
 from platform.data.data_checks import check_sample, violations_of_sources
 from platform.data.text_sources import stdlib_bytes
-from platform.data.tokenizer import Vocabulary, given_vocabulary
+from platform.data.tokenizer import Vocabulary, load_named_vocabulary
 from platform.monitor import Journal, RunMonitor, events, open_monitor
 from platform.monitor.journal import Live
-from platform.monitor.sinks.sink_process import missing_for_sinks
-from platform.optimizer.learning_rate import short_of_peak
-from platform.plan.layout import count_of
+from platform.monitor.sinks.sink_process import violations_of_sinks
+from platform.optimizer.learning_rate import warning_of_warmup
+from platform.plan.layout import format_count
 from platform.plan.plan import Plan
 from platform.plan.plan_data import plan_summary
 from platform.plan.plan_summary import describe
-from platform.predict.choose_schedule import kernel_violations, violations_of_asking
+from platform.predict.choose_schedule import violations_of_kernel, violations_of_requests
 
 if TYPE_CHECKING:
     from platform.checkpoint.catalogue import Selection
     from platform.cluster.control.checkpoints import Checkpoints
 
 
-def run(
+def drive_run(
     config: Config,
     plan: Plan,
     *,
@@ -70,7 +70,7 @@ def run(
     calls this; rank 0 drives, and the others only serve workers.
     """
     if torchrun.is_follower():
-        torchrun.follow(Path(config.run.dir))
+        torchrun.follow_driver(Path(config.run.dir))
         return DONE
     steps = config.train.stop_at or config.train.steps
     command = command or Command([f"+experiment={experiment}"])
@@ -79,22 +79,22 @@ def run(
     try:
         with ExitStack() as opened:
             signals = opened.enter_context(StopSignals())
-            state.guard.stop = signals.note
+            state.guard.stop = signals.note_request
             try:
-                opened.enter_context(_time_limit(config, signals))
+                opened.enter_context(_stop_before_time_limit(config, signals))
                 return _check_and_drive(config, plan, worker, signals, state, opened)
             except ConfigError as error:
                 if state.journal:
                     state.journal.write(events.Refused(reasons=error.violations))
                 raise
             except (Stopped, Exception) as error:
-                signals.finish(FAILED)
-                status = end(error, state)
-                signals.finish(status)
+                signals.note_end_status(FAILED)
+                status = report_end(error, state)
+                signals.note_end_status(status)
                 return status
     finally:
-        if torchrun.present():
-            torchrun.dismiss()
+        if torchrun.is_under_torchrun():
+            torchrun.release_followers()
 
 
 def _check_and_drive(
@@ -103,121 +103,124 @@ def _check_and_drive(
     """Refuse a run that cannot work, cheapest checks first, claim its directory and places for its workers, then drive
     it; return the exit status. `opened`: closes what this opens, when the run ends."""
     directory, steps = state.directory, state.steps
-    directory.check(config)
-    if done := directory.finished(steps, config.eval):
+    directory.check_identity(config)
+    if done := directory.find_final_step(steps, config.eval):
         early = "" if done >= steps else ", after which it learned no more"
-        state.say(f"already done: {count_of(done, 'step')}{early}, in {directory.path}")
+        state.say(f"already done: {format_count(done, 'step')}{early}, in {directory.path}")
         return DONE
-    refuse_all([*violations_of_sources(config.data, vocab=config.model.vocab), *_impossible(config, plan)])
+    refuse_all([*violations_of_sources(config.data, vocab=config.model.vocab), *_violations_of_run(config, plan)])
     _check_memory(config, plan, config.cluster.device, state, stated=True)
-    if config.data.kind == "stdlib" and (line := demonstration(config, plan, stdlib_bytes(config.data))):
+    if config.data.kind == "stdlib" and (line := demonstration_warning(config, plan, stdlib_bytes(config.data))):
         state.say(f"warning: {line}")
     from platform.cluster.resources import reserve_or_suggest
 
-    size, spares, least = plan.mesh.size, config.elastic.spares, config.elastic.min_workers
+    size, spares, least = plan.mesh.world_size, config.elastic.spares, config.elastic.min_workers
     reserve = partial(reserve_or_suggest, config, state.command, size, spares=spares, least=least)
     waits = config.cluster.kind == "ray" or config.cluster.wait
-    found_early: list[str] = []  # said once nothing refuses the run any more
-    places = None if waits else reserve(found_early.append)  # refuse early: importing torch takes seconds
-    with phase("importing torch, looking for checkpoints and weights"):
+    reserve_lines: list[str] = []  # said once nothing refuses the run any more
+    places = None if waits else reserve(reserve_lines.append)  # refuse early: importing torch takes seconds
+    with show_phase("importing torch, looking for checkpoints and weights"):
+        from platform.cluster import origin
         from platform.cluster.control.checkpoints import Checkpoints
-        from platform.cluster.origin import changes, check_writable, origin, report
 
-        found = origin(config)
-        _check_initial(config, resumes := bool(found and found.manifest))
+        selection = origin.find_resume_checkpoint(config)
+        _check_initial_weights(config, resumes := bool(selection and selection.manifest))
     tasks, places = open_tasks(config), places or reserve(state.say)
-    for line in found_early:
+    for line in reserve_lines:
         state.say(line)
-    here = replace(config, cluster=replace(config.cluster, device=places.device))
-    refuse_all(kernel_violations(here, plan))
-    _check_memory(here, plan, places.device, state)
-    there = opened.enter_context(directory.claim(config, plan_summary(plan)))
-    check_writable(config)
-    corpus = _corpus(config, plan, directory.path, state.say, tasks, fresh=not resumes)
-    orphan = directory.orphaned()
-    changed = changes(there, found.manifest.meta if found and found.manifest else None, config, plan.mesh.axes)
+    placed_config = replace(config, cluster=replace(config.cluster, device=places.device))
+    refuse_all(violations_of_kernel(placed_config, plan))
+    _check_memory(placed_config, plan, places.device, state)
+    previous_config = opened.enter_context(directory.claim(config, plan_summary(plan)))
+    origin.check_storage_writable(config)
+    corpus = _open_corpus(config, plan, directory.path, state.say, tasks, fresh=not resumes)
+    orphan = directory.find_orphan_step()
+    meta = selection.manifest.meta if selection and selection.manifest else None
+    changed = origin.find_changed_keys(previous_config, meta, config, plan.mesh.axes)
     journal, monitor = _open_records(config, state, opened)
-    report(changed, journal, monitor.say)
-    carried = _carried(config, found, corpus, monitor.say)
-    state.checkpoints = checkpoints = Checkpoints(config, plan, found, journal, monitor.say, carried)
+    origin.report_changed_keys(changed, journal, monitor.say)
+    carried = _files_to_carry(config, selection, corpus, monitor.say)
+    state.checkpoints = checkpoints = Checkpoints(config, plan, selection, journal, monitor.say, carried)
     job = Job(
         config=config,
-        coordinates=[plan.mesh.coordinates(rank) for rank in range(size)],
+        coordinates=[plan.mesh.rank_coordinates(rank) for rank in range(size)],
         device=places.device,
         run_dir=directory.path,
         secrets=known_secrets(),
         worker=worker or WORKER,
     )
     run = RunContext(config, plan, job, steps, journal, monitor, signals, checkpoints, directory, places, corpus, tasks)
-    _drive(run, state, orphan)
-    status = end(None, state)
+    _drive_crew(run, state, orphan)
+    status = report_end(None, state)
     if config.cluster.check:
-        status = state.status = _print_cluster(checkpoints, journal, monitor) or status
-    _say_what_next(state, config, size)
+        status = state.status = _print_findings(checkpoints, journal, monitor) or status
+    _print_next_steps(state, config, size)
     return status
 
 
-def _check_initial(config: Config, resumes: bool) -> None:
+def _check_initial_weights(config: Config, resumes: bool) -> None:
     """Raise ConfigError if a run that does not resume cannot use the weights of train.init with its tokenizer."""
     if not resumes and config.train.init not in ("", "random"):
-        from platform.weights.importing import initial_weights
+        from platform.weights.importing import open_initial_weights
 
-        initial_weights(config)
+        open_initial_weights(config)
         if config.data.kind != "synthetic":
-            _check_reader(config, given_vocabulary(config.data))
+            _check_vocabulary(config, load_named_vocabulary(config.data))
 
 
-def _check_reader(config: Config, vocabulary: Vocabulary | None) -> None:
+def _check_vocabulary(config: Config, vocabulary: Vocabulary | None) -> None:
     """Raise ConfigError for a run if `vocabulary`, its data's (None if it has none or it is not known yet), differs
     from the vocabulary of the weights of train.init."""
     if vocabulary and config.train.init not in ("", "random"):
         from platform.checkpoint.manifest import Refused
-        from platform.weights.model_folder import check_tokenizer, files_beside
+        from platform.weights.model_folder import check_tokenizer, find_companion_files
 
-        with as_refusal("train.init", bare_url(config.train.init), Refused, OSError):
-            place, files = files_beside(config.train.init)
-        check_tokenizer(config.data, vocabulary, place, files)
+        with refuse_failures("train.init", strip_url_secrets(config.train.init), Refused, OSError):
+            model_folder, files = find_companion_files(config.train.init)
+        check_tokenizer(config.data, vocabulary, model_folder, files)
 
 
-def _carried(config: Config, found: Selection | None, corpus: Corpus, say: Callable[[str], None]) -> dict[str, bytes]:
+def _files_to_carry(
+    config: Config, selection: Selection | None, corpus: Corpus, say: Callable[[str], None]
+) -> dict[str, bytes]:
     """Return the files that the checkpoints of a run carry: its tokenizer's, and the settings of text generation of the
     checkpoint that it resumes from, else of the weights of train.init, if it reads their tokens."""
-    files = dict(corpus.files)
+    files = dict(corpus.tokenizer_files)
     if config.train.init in ("", "random") or config.data.foreign_tokenizer:
         return files
     from platform.checkpoint.manifest import Refused
-    from platform.weights.model_folder import GENERATION, files_beside
+    from platform.weights.model_folder import GENERATION, find_companion_files
 
-    there = found.url if found and found.manifest else config.train.init
+    weights_url = selection.url if selection and selection.manifest else config.train.init
     try:
-        _, beside = files_beside(there)
+        _, beside = find_companion_files(weights_url)
     except (Refused, OSError) as error:  # the run goes on: none of it is trained on
         say(f"WARNING: {error}: the checkpoints of this run carry no {GENERATION}")
         return files
     return files | {name: raw for name, raw in beside.items() if name == GENERATION}
 
 
-def _say_what_next(state: DriverState, config: Config, size: int) -> None:
+def _print_next_steps(state: DriverState, config: Config, size: int) -> None:
     """Print where the files of a finished run on `size` workers are, and what the user could do next."""
     state.say(f"run directory: {state.directory.path}")
-    if state.done == state.steps < config.train.steps:
+    if state.steps_done == state.steps < config.train.steps:
         state.say(f"ended after step {state.steps}, as train.stop_at says; without it the same command continues")
-    if state.checkpoints and (line := state.checkpoints.best()):
+    if state.checkpoints and (line := state.checkpoints.describe_best()):
         state.say(line)
-    if line := state.command.other_layout(config, size):
+    if line := state.command.suggest_other_layout(config, size):
         state.say(f"next: {line}")
 
 
-def _print_cluster(checkpoints: Checkpoints, journal: Journal, monitor: RunMonitor) -> int:
+def _print_findings(checkpoints: Checkpoints, journal: Journal, monitor: RunMonitor) -> int:
     """Print the findings of a cluster check, a finished run; return FAILED if any proof is missing, else DONE."""
-    from platform.cluster.cluster_check import cluster_report, proofs_of_cluster
+    from platform.cluster.cluster_check import format_findings, proofs_of_cluster
 
-    found = proofs_of_cluster(journal.events(), monitor.rows(), checkpoints.unreadable())
-    monitor.say(cluster_report(found))
-    return DONE if all(finding.proven for finding in found) else FAILED
+    findings = proofs_of_cluster(journal.read_events(), monitor.read_rows(), checkpoints.find_newest_fault())
+    monitor.say(format_findings(findings))
+    return DONE if all(finding.proven for finding in findings) else FAILED
 
 
-def _corpus(
+def _open_corpus(
     config: Config,
     plan: Plan,
     run_dir: Path,
@@ -229,22 +232,22 @@ def _corpus(
     """Open the run's training corpus, before any lease, W&B run or worker exists; workers then find its tokens in the
     cache or, as other machines may have another one, in the run directory. Raises ConfigError for an error inside a
     file of data, and then leaves no empty directories behind."""
-    made = missing_directories(cache.root(config.data.cache))
+    missing_folders = list_missing_directories(cache.cache_root(config.data.cache))
     shared = run_dir / "corpus" if resources.spans_machines(config.cluster) else None
     with relay_log("platform.data", say):
         try:
-            corpus = corpus_of(config, shared=shared)
-            lengths = {name: config.model.length for name in plan.readers}
+            corpus = open_run_corpus(config, shared=shared)
+            lengths = {name: config.model.length for name in plan.reader_layouts}
             if "source" in lengths:
                 lengths["source"] = config.model.source_length or config.model.length
             if fresh:
-                _check_reader(config, corpus.vocabulary)
+                _check_vocabulary(config, corpus.vocabulary)
             if tasks:
-                tasks.check(corpus.vocabulary)
-            check_sample(objective_of(config), lambda: corpus.batch("train", 0, 1), lengths)
+                tasks.check_vocabulary(corpus.vocabulary)
+            check_sample(training_objective_name(config), lambda: corpus.batch("train", 0, 1), lengths)
             return corpus
         except ConfigError:
-            remove_empty(made)
+            remove_empty_directories(missing_folders)
             raise
 
 
@@ -252,79 +255,79 @@ def _open_records(config: Config, state: DriverState, opened: ExitStack) -> tupl
     """Open the run's journal and its monitor (console, metrics, W&B), to be closed by `opened`. Raises ConfigError if
     the run directory cannot be written."""
     path = state.directory.path
-    with state.directory.usable():
-        journal = Journal(state.directory.journal, state.say, state.event)
+    with state.directory.refuse_unusable():
+        journal = Journal(state.directory.journal, state.say, state.note_event)
         state.journal = opened.enter_context(closing(journal))
-        state.monitor = monitor = open_monitor(config, path, total_steps=state.steps, on_step=state.step)
+        state.monitor = monitor = open_monitor(config, path, total_steps=state.steps, on_step=state.note_step)
     opened.callback(lambda: monitor.close(state.status))
     return journal, monitor
 
 
-def _sight(state: DriverState) -> Live:
+def _describe_driver(state: DriverState) -> Live:
     """Return the driver's own part of live.json, in the thread that writes it."""
-    controller, saving = state.controller, state.checkpoints.saving if state.checkpoints else None
+    controller, saving = state.controller, state.checkpoints.save_under_way if state.checkpoints else None
     return Live(
         time=0.0,
         generation=state.journal.generation if state.journal else 0,
-        step=state.done,
-        usual=controller.pace.usual(0) if controller else None,
+        step=state.steps_done,
+        usual=controller.pace.usual_seconds(0) if controller else None,
         held=controller.held if controller else None,
         saving=saving[0] if saving else None,
         saving_since=time() - (monotonic() - saving[1]) if saving else None,
     )
 
 
-def _drive(run: RunContext, state: DriverState, orphan: int | None) -> None:
+def _drive_crew(run: RunContext, state: DriverState, orphan: int | None) -> None:
     """Start the run's crew of workers and train to the last step, re-forming the mesh as often as it takes. `orphan`:
     the last step of a driver before that died without an end, None if none did. Raises Unsaved if the state after the
     last step was to be saved and is not."""
     job, say = run.job, run.monitor.say
-    run.checkpoints.check(run.corpus.digest)
+    run.checkpoints.check_corpus(run.corpus.digest)
     say(describe(run.plan))
-    if settings := shown_settings(run.config):
+    if settings := flatten_own_settings(run.config):
         say("settings  " + ", ".join(f"{key}={value}" for key, value in settings.items()))
-    if line := short_of_peak(run.config.optimizer, run.config.train.steps):
+    if line := warning_of_warmup(run.config.optimizer, run.config.train.steps):
         say(line)
     kind = resources.crew_kind(run.config.cluster)
-    beside = run.places.members - job.world_size  # spares; negative if the run starts with fewer workers
-    spares = f" and {count_of(beside, 'spare')}" if beside > 0 else ""
-    say(f"starting {count_of(job.world_size + min(0, beside), 'worker')}{spares} ({kind}, {job.device})")
-    from platform.cluster.origin import report_code
-    from platform.train.environment_proof import code_of
+    spare_count = run.places.members - job.world_size  # spares; negative if the run starts with fewer workers
+    spares = f" and {format_count(spare_count, 'spare')}" if spare_count > 0 else ""
+    say(f"starting {format_count(job.world_size + min(0, spare_count), 'worker')}{spares} ({kind}, {job.device})")
+    from platform.cluster.origin import report_code_changes
+    from platform.train.environment_proof import identify_code
 
-    code = code_of(run.config)
-    report_code(code, run.journal, say)
+    code = identify_code(run.config)
+    report_code_changes(code, run.journal, say)
     run.journal.write(events.Starting(world_size=job.world_size, cluster=kind, device=job.device, code=code))
     if orphan is not None:
         lost = max(0, orphan - run.checkpoints.step)
         run.journal.write(events.TookOver(step=orphan, steps_lost=lost))
         say(f"the driver before died after step {orphan}: this one goes on in its place after {run.checkpoints.step}")
     try:
-        pulse = Pulse(state.directory.path, partial(_sight, state))
-        with relay_log("platform.cluster", say), pulse, open_crew(kind, job, beside) as crew:
+        pulse = Pulse(state.directory.path, partial(_describe_driver, state))
+        with relay_log("platform.cluster", say), pulse, open_crew(kind, job, spare_count) as crew:
             pulse.outlook = crew.outlook
             if crew.came is not None:
-                state.phases.reach("first_process", crew.came)
+                state.phases.reach_phase("first_process", crew.came)
             from platform.cluster.control.controller import Controller
             from platform.cluster.control.former import Former
 
             state.controller = controller = Controller(run, Former(run))
-            controller.run(crew)
+            controller.train_to_last_step(crew)
     finally:
         run.journal.write(events.Released())
-    if run.checkpoints.lacks(controller.done):
+    if run.checkpoints.lacks_last_step(controller.done):
         raise Unsaved
-    run.signals.finish(DONE)
+    run.signals.note_end_status(DONE)
 
 
 @contextmanager
-def _time_limit(config: Config, signals: StopSignals) -> Iterator[None]:
+def _stop_before_time_limit(config: Config, signals: StopSignals) -> Iterator[None]:
     """Request a stop of the run, during the block, when run.time_limit or the end of the Slurm allocation is near."""
     left = seconds_left(config.run)
     if left is None:
         yield
         return
-    timer = threading.Timer(left, signals.request, ["run.time_limit"])
+    timer = threading.Timer(left, signals.request_stop, ["run.time_limit"])
     timer.daemon = True
     timer.start()
     try:
@@ -333,41 +336,41 @@ def _time_limit(config: Config, signals: StopSignals) -> Iterator[None]:
         timer.cancel()
 
 
-def _impossible(config: Config, plan: Plan) -> Iterator[str]:
+def _violations_of_run(config: Config, plan: Plan) -> Iterator[str]:
     """Yield a refusal line for each key that makes a run impossible: elastic.max_workers or elastic.min_workers that
     contradict the plan's number of workers, what eval.tasks and services such as TensorBoard lack on this machine, and
     text that is asked of a model that gives none."""
-    yield from missing_for_tasks(config)
-    yield from missing_for_sinks(config)
-    yield from violations_of_asking(config, plan)
-    e, size = config.elastic, plan.mesh.size
+    yield from violations_of_tasks(config)
+    yield from violations_of_sinks(config)
+    yield from violations_of_requests(config, plan)
+    e, size = config.elastic, plan.mesh.world_size
     if 0 < e.max_workers < size:
-        constraint = f"must be 0 or >= {count_of(size, 'worker')}, as the plan has"
-        yield violation("elastic.max_workers", e.max_workers, constraint, [0, size])
+        constraint = f"must be 0 or >= {format_count(size, 'worker')}, as the plan has"
+        yield format_violation("elastic.max_workers", e.max_workers, constraint, [0, size])
     elif e.min_workers > (most := e.max_workers or size):
-        constraint = f"must be <= {count_of(most, 'worker')}, which the run may have"
-        yield violation("elastic.min_workers", e.min_workers, constraint, [most])
+        constraint = f"must be <= {format_count(most, 'worker')}, which the run may have"
+        yield format_violation("elastic.min_workers", e.min_workers, constraint, [most])
 
 
 def _check_memory(config: Config, plan: Plan, kind: str, state: DriverState, *, stated: bool = False) -> None:
     """Raise ConfigError for a plan that needs more memory than its workers' devices of `kind` (cpu | cuda) have, or
     warn the user of it, as cluster.memory says. The driver calls it twice, and one of the calls checks: the first
     (`stated`), before it looks for devices, if the configuration states their memory; else the second."""
-    from platform.cluster.resources import device_of, machine_memory, refuse_lack_of_memory
-    from platform.predict.remedies import Device, lack_of_host_memory, lack_of_memory
+    from platform.cluster.resources import find_worker_device, machine_memory, refuse_lack_of_memory
+    from platform.predict.remedies import Device, violation_of_host_memory, violation_of_memory
 
     c = config.cluster
     decides = bool(c.device_memory) or (kind == "cuda" and resources.crew_kind(c) != "ray" and not gpu_count())
     if stated != decides:
         return
-    device = device_of(config, kind, plan.mesh.size)
+    device = find_worker_device(config, kind, plan.mesh.world_size)
     if device and c.memory == "refuse":
         refuse_lack_of_memory(config, plan, device, state.command)
-    elif device and (line := lack_of_memory(config, plan, device)):
+    elif device and (line := violation_of_memory(config, plan, device)):
         state.say(f"warning: {line}")
     if kind == "cuda" and resources.crew_kind(c) in ("inline", "local", "processes"):
-        here = Device(machine_memory(), "this machine")
-        refuse_all(filter(None, [lack_of_host_memory(config, plan, here, plan.mesh.size)]))
+        machine = Device(machine_memory(), "this machine")
+        refuse_all(filter(None, [violation_of_host_memory(config, plan, machine, plan.mesh.world_size)]))
 
 
 @contextmanager

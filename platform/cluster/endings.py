@@ -1,8 +1,8 @@
 """Endings of a run: one table from the exception that ended it to the journal's last event, the message and the exit
 status.
 
-Every end but a refused configuration goes through `end`, which reports the saved state and how to continue, and raises
-nothing.
+Every end but a refused configuration goes through `report_end`, which reports the saved state and how to continue, and
+raises nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from platform.boundary.documents import error_line
-from platform.boundary.redaction import redact
+from platform.boundary.redaction import redact_secrets
 from platform.boundary.terminal import print_line
 from platform.cluster.crew.failures import GaveUp, NoPlaces, WorkerFailed
 from platform.cluster.crew.signals import Stopped
 from platform.cluster.shown_commands import Phases, phase_table
 from platform.config.fields import Config
-from platform.monitor import Journal, MetricsRow, RunMonitor, cost_line, events, goodput, story
-from platform.plan.layout import count_of
+from platform.monitor import Journal, MetricsRow, RunMonitor, compute_goodput, cost_line, events, tell_story
+from platform.plan.layout import format_count
 
 if TYPE_CHECKING:
     from platform.cluster.callbacks import CallbackGuard
@@ -60,158 +60,166 @@ class DriverState:
         """Send a message on the run to the user: through the monitor if it is open, else to the terminal."""
         (self.monitor.say if self.monitor else print_line)(text)
 
-    def event(self, event: events.JournalEvent) -> None:
+    def note_event(self, event: events.JournalEvent) -> None:
         """Note an event that the run's journal has recorded, and pass it to the user's callback."""
-        self.phases.event(event.word)
-        self.guard.event(event)
+        self.phases.note_event(event.word)
+        self.guard.call_on_event(event)
 
-    def step(self, row: MetricsRow) -> None:
+    def note_step(self, row: MetricsRow) -> None:
         """Note a training step that the run has committed, and pass its row of metrics to the user's callback."""
-        self.phases.step()
-        self.guard.step(row)
+        self.phases.note_step()
+        self.guard.call_on_step(row)
 
     @property
-    def done(self) -> int:
+    def steps_done(self) -> int:
         """Return the last training step in the state of this driver's workers, trained or resumed from; 0 for none."""
         return self.controller.done if self.controller else 0
 
     @property
-    def worked(self) -> bool:
+    def has_worked(self) -> bool:
         """Return True if this driver has committed a training step, even if it was rolled back since."""
         return bool(self.controller and self.controller.worked)
 
     @property
-    def saved(self) -> int:
+    def newest_saved_step(self) -> int:
         """Return the training step of the run's newest checkpoint, 0 for none."""
         return self.checkpoints.step if self.checkpoints else 0
 
     @property
-    def kept(self) -> str:
+    def resume_sentence(self) -> str:
         """Return a sentence for the user at the end of a run: its saved state, and how to continue."""
-        return self.checkpoints.kept if self.checkpoints else "nothing was done; the same command does it"
+        return self.checkpoints.resume_sentence if self.checkpoints else "nothing was done; the same command does it"
 
     @property
-    def resume(self) -> str:
+    def resume_command(self) -> str:
         """Return the command line that continues the run, for the user to copy: indented, on a line of its own."""
-        return f"\n  {self.command.again(self.checkpoints.resume if self.checkpoints else '')}"
+        return f"\n  {self.command.resume_line(self.checkpoints.resume_override if self.checkpoints else '')}"
 
 
 Ending = tuple[events.End, str]  # the journal's event, still without the run's progress, and the message to the user
 
 
-def _done(error: None, state: DriverState) -> Ending:
+def _describe_done(error: None, state: DriverState) -> Ending:
     """Describe the end of a run that did its last step: the journal's event, and no message."""
     return events.Done(), ""
 
 
-def _unsaved(error: Unsaved, state: DriverState) -> Ending:
+def _describe_unsaved(error: Unsaved, state: DriverState) -> Ending:
     """Describe, for journal and user, the end of a run whose last step is done and could not be saved."""
-    return events.Unsaved(), f"step {state.done} could not be saved: {state.kept}:{state.resume}"
+    return (
+        events.Unsaved(),
+        f"step {state.steps_done} could not be saved: {state.resume_sentence}:{state.resume_command}",
+    )
 
 
-def _stopped(error: Stopped, state: DriverState) -> Ending:
+def _describe_stop(error: Stopped, state: DriverState) -> Ending:
     """Describe, for journal and user, the end of a run by a requested stop: as resumable (Drained) unless steps were
     done and none is saved (Stopped)."""
-    if not (state.worked or state.saved):
+    if not (state.has_worked or state.newest_saved_step):
         return events.Drained(signal=str(error)), f"stopped by {error}: nothing was done; the same command does it"
-    lost = max(0, state.done - state.saved)
+    lost = max(0, state.steps_done - state.newest_saved_step)
     off = "" if state.config.checkpoint.on_stop else ", as checkpoint.on_stop=false says"
-    how = f" ({count_of(lost, 'step')} not saved{off})" if lost else ""
-    where = f"after step {state.done}" if state.done else "before its first step"
-    kind = events.Drained if state.saved else events.Stopped
-    return kind(signal=str(error)), f"stopped by {error} {where}{how}: {state.kept}"
+    how = f" ({format_count(lost, 'step')} not saved{off})" if lost else ""
+    where = f"after step {state.steps_done}" if state.steps_done else "before its first step"
+    kind = events.Drained if state.newest_saved_step else events.Stopped
+    return kind(signal=str(error)), f"stopped by {error} {where}{how}: {state.resume_sentence}"
 
 
-def _no_places(error: NoPlaces, state: DriverState) -> Ending:
+def _describe_no_places(error: NoPlaces, state: DriverState) -> Ending:
     """Describe, for journal and user, the end of a run for whose workers the cluster had no room."""
     return events.NoPlaces(
         cause=str(error)
-    ), f"{error}; {state.kept if state.checkpoints else 'the same command tries again'}"
+    ), f"{error}; {state.resume_sentence if state.checkpoints else 'the same command tries again'}"
 
 
-def _gave_up(error: GaveUp | WorkerFailed, state: DriverState) -> Ending:
+def _describe_give_up(error: GaveUp | WorkerFailed, state: DriverState) -> Ending:
     """Describe, for journal and user, the end of a run by a failure that it could not survive."""
-    text = f"{error}\nstopped after step {state.done}: {state.kept}:{state.resume}"
+    text = f"{error}\nstopped after step {state.steps_done}: {state.resume_sentence}:{state.resume_command}"
     return events.GaveUp(cause=str(error)), text
 
 
-def _unexpected(error: BaseException, state: DriverState) -> Ending:
+def _describe_unexpected(error: BaseException, state: DriverState) -> Ending:
     """Describe, for journal and user, a run's end by an unforeseen exception; write its traceback to a log."""
     cause = error_line(error)
-    where = _write_down(error, state)
-    text = f"unexpected: {cause} (where it happened: {where})\nstopped after step {state.done}: {state.kept}"
-    return events.GaveUp(cause=cause), f"{text}:{state.resume}"
+    where = _log_traceback(error, state)
+    text = (
+        f"unexpected: {cause} (where it happened: {where})\nstopped after step "
+        f"{state.steps_done}: {state.resume_sentence}"
+    )
+    return events.GaveUp(cause=cause), f"{text}:{state.resume_command}"
 
 
 ENDINGS: tuple[tuple[type, Callable[[Any, DriverState], Ending]], ...] = (  # the first whose type matches ends the run
-    (type(None), _done),
-    (Stopped, _stopped),
-    (NoPlaces, _no_places),
-    (GaveUp, _gave_up),
-    (WorkerFailed, _gave_up),
-    (Unsaved, _unsaved),
-    (BaseException, _unexpected),
+    (type(None), _describe_done),
+    (Stopped, _describe_stop),
+    (NoPlaces, _describe_no_places),
+    (GaveUp, _describe_give_up),
+    (WorkerFailed, _describe_give_up),
+    (Unsaved, _describe_unsaved),
+    (BaseException, _describe_unexpected),
 )
 STATUS: dict[type[events.End], int] = {events.Done: DONE, events.Drained: STOPPED, events.NoPlaces: STOPPED}
 
 
-def end(error: BaseException | None, state: DriverState) -> int:
+def report_end(error: BaseException | None, state: DriverState) -> int:
     """Report to journal and user how a run ended, its saved state and the cost of failures; return the exit status.
     `error`: the exception that ended the run, None if its last step is done and saved."""
     if state.checkpoints and error:
-        state.checkpoints.confirm()
+        state.checkpoints.confirm_newest()
     event, text = next(how for kind, how in ENDINGS if isinstance(error, kind))(error, state)
     state.status = STATUS.get(type(event), FAILED)
     if state.journal:
-        state.journal.write(replace(event, **_progress(error, state)))
+        state.journal.write(replace(event, **_progress_fields(error, state)))
     if text:
         state.say(text)
     if state.controller:
-        state.controller.forecast.report()
+        state.controller.forecast.report_typical_step()
     if state.journal and state.monitor:
-        _account(state.journal, state.monitor)
+        _report_costs(state.journal, state.monitor)
         if state.config.monitor.timing:
             _report_timing(state.phases, state.journal, state.monitor)
     return state.status
 
 
-def _progress(error: BaseException | None, state: DriverState) -> dict[str, Any]:
+def _progress_fields(error: BaseException | None, state: DriverState) -> dict[str, Any]:
     """Return the progress fields of the journal's `End` event: steps done, saved and lost, useful and lost seconds."""
     controller = state.controller
     useful = {"useful_seconds": controller.take_useful_seconds()} if controller else {}
     if error is None:
-        return {"step": state.done, **useful}
-    lost = dict(zip(("steps_lost", "lost_seconds"), controller.give_up_unsaved(), strict=True)) if controller else {}
-    return {"step": state.done, "saved": state.saved, **lost, **useful}
+        return {"step": state.steps_done, **useful}
+    lost = (
+        dict(zip(("steps_lost", "lost_seconds"), controller.discard_unsaved_steps(), strict=True)) if controller else {}
+    )
+    return {"step": state.steps_done, "saved": state.newest_saved_step, **lost, **useful}
 
 
-def _account(journal: Journal, monitor: RunMonitor) -> None:
+def _report_costs(journal: Journal, monitor: RunMonitor) -> None:
     """Report the run's goodput and the cost of its failures, computed from its journal: in the journal and to the
     monitor, and to the user if there were failures or re-forming."""
     try:
-        happened = journal.events()
-        cost = goodput(happened)
-        text = f"{story(happened)}\n{cost_line(cost)}" if cost.failures or cost.transitions else ""
+        happened = journal.read_events()
+        cost = compute_goodput(happened)
+        text = f"{tell_story(happened)}\n{cost_line(cost)}" if cost.failures or cost.transitions else ""
     except Exception as error:  # affects the account alone: the end of the run is already recorded
         return monitor.say(f"WARNING: what failures cost cannot be told ({error_line(error)})")
     journal.write(cost)
-    monitor.summary(cost.own())
+    monitor.record_summary(cost.own_fields())
     if text:
         monitor.say(text)
 
 
 def _report_timing(phases: Phases, journal: Journal, monitor: RunMonitor) -> None:
     """Report to journal and user how long each phase of the run's start and end took; the run ends with this."""
-    phases.reach("ended")
+    phases.reach_phase("ended")
     reached: dict[str, Any] = dict(phases.seconds)
     journal.write(events.Timing(**reached))
     monitor.say(phase_table(phases.seconds))
 
 
-def _write_down(error: BaseException, state: DriverState) -> str:
+def _log_traceback(error: BaseException, state: DriverState) -> str:
     """Write the traceback of the exception that ended the run to its logs/driver.log, or to standard error if that
     fails; return the file's path, or "above"."""
-    text = redact("".join(traceback.format_exception(error)))
+    text = redact_secrets("".join(traceback.format_exception(error)))
     log = state.directory.path / "logs" / "driver.log"
     try:
         with open(log, "a") as file:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from platform.boundary.documents import one_line
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.documents import printable_line
+from platform.boundary.refusals import ConfigError, format_violation
 from platform.cluster.asked_model import AskedModel
 from platform.cluster.crew.failures import WorkerFailed
 from platform.config.fields import Config
@@ -24,13 +24,13 @@ class NotScored(Exception):
     """Signals that an evaluation gives no scores, and why, in a line; the run goes on."""
 
 
-def missing_for_tasks(config: Config) -> Iterator[str]:
+def violations_of_tasks(config: Config) -> Iterator[str]:
     """Yield a refusal line if eval.tasks needs lm_eval, not installed, one if eval.task_folder does not exist."""
     e = config.eval
     if e.tasks and find_spec("lm_eval") is None:
         yield f"{KEY}: needs the package lm_eval: pip install 'elastic-platform[eval]'"
     if e.task_folder and not os.path.isdir(e.task_folder):
-        yield violation("eval.task_folder", e.task_folder, "there is no such folder")
+        yield format_violation("eval.task_folder", e.task_folder, "there is no such folder")
 
 
 def open_tasks(config: Config) -> RunTasks | None:
@@ -50,18 +50,20 @@ class RunTasks:
         """Prepare to score a run's model by lm-eval's `tasks`, on at most eval.task_samples documents of each."""
         self._limit, self._tasks, self._named = config.eval.task_samples, tasks, config.eval.tasks[0]
 
-    def check(self, vocabulary: Vocabulary | None) -> None:
+    def check_vocabulary(self, vocabulary: Vocabulary | None) -> None:
         """Raise ConfigError if the run's data has no tokenizer, which the lm-eval tasks of eval.tasks need."""
         if vocabulary is None:
-            raise ConfigError(violation(KEY, self._named, "tasks are texts, and the data has no tokenizer", [[]]))
+            raise ConfigError(
+                format_violation(KEY, self._named, "tasks are texts, and the data has no tokenizer", [[]])
+            )
 
-    def scores(self, asked: AskedModel) -> dict[str, float]:
+    def score_model(self, asked: AskedModel) -> dict[str, float]:
         """Return the scores of a model by eval.tasks, TASK/METRIC -> value. Raises WorkerFailed; NotScored if a task
         fails."""
         try:
-            found = self._tasks.results(asked, self._limit)
+            task_metrics = self._tasks.score_model(asked, self._limit)
         except (WorkerFailed, NotScored):
             raise
         except Exception as error:  # of a task's own code: no reason to end a run of weeks
-            raise NotScored(one_line(f"{type(error).__name__}: {error}")) from error
-        return {f"{task}/{metric}": value for task, values in found.items() for metric, value in values.items()}
+            raise NotScored(printable_line(f"{type(error).__name__}: {error}")) from error
+        return {f"{task}/{metric}": value for task, values in task_metrics.items() for metric, value in values.items()}

@@ -13,10 +13,10 @@ from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
-from platform.boundary.documents import one_line
-from platform.boundary.refusals import closest, refuse_all, violation
+from platform.boundary.documents import printable_line
+from platform.boundary.refusals import closest_values, format_violation, refuse_all
 from platform.cluster.asked_model import AskedModel
-from platform.data.data_files import encodable
+from platform.data.data_files import replace_surrogates
 from platform.train.replies import Choice
 
 WRITTEN = 256  # tokens of an answer, where a task does not say
@@ -55,37 +55,37 @@ class HarnessModel(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Return a text's token ids for lm-eval, behind the first one of a document unless it asks for none."""
         begins = add_special_tokens is not False and not self._asked.pairs
-        return [*([self._asked.begin] if begins else []), *self._vocabulary.encode(encodable(string))]
+        return [*([self._asked.begin] if begins else []), *self._vocabulary.encode(replace_surrogates(string))]
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Return the log-probability of each continuation that lm-eval asks about, and if it is the likeliest."""
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
-        return found
+        likelihoods: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return likelihoods
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
         """Return the log-probability of each continuation, as token ids, for lm-eval, and if it is the likeliest."""
-        scored = self._asked.score([(context, text) for _, context, text in requests])
-        return [(found.log_probability, found.greedy) for found in scored]
+        scores = self._asked.score_continuations([(context, text) for _, context, text in requests])
+        return [(score.log_probability, score.greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Return the model's log-probability of each text of an lm-eval task, of any length."""
-        return self._asked.score_whole([self.tok_encode(r.args[0], add_special_tokens=False) for r in requests])
+        return self._asked.score_full_texts([self.tok_encode(r.args[0], add_special_tokens=False) for r in requests])
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Return the model's continuation of each text of an lm-eval task, up to the first of the task's stop texts."""
-        asked = [self._question(*r.args) for r in requests]
-        alike: dict[tuple[Choice, int], list[int]] = {}
-        for number in sorted(range(len(asked)), key=lambda n: -len(asked[n].ids)):
-            alike.setdefault((asked[number].how, asked[number].tokens), []).append(number)
-        answers = [""] * len(asked)
-        for (how, tokens), numbers in alike.items():
-            prompts = [asked[n].ids for n in numbers]
-            for place, found in self._asked.write(prompts, tokens, how, [self._asked.end]):
-                number = numbers[place]
-                answers[number] = _up_to(self._vocabulary.decode(found.ids), asked[number].stops)
+        questions = [self._build_question(*r.args) for r in requests]
+        numbers_by_rule: dict[tuple[Choice, int], list[int]] = {}
+        for number in sorted(range(len(questions)), key=lambda n: -len(questions[n].ids)):
+            numbers_by_rule.setdefault((questions[number].how, questions[number].tokens), []).append(number)
+        answers = [""] * len(questions)
+        for (how, tokens), numbers in numbers_by_rule.items():
+            prompts = [questions[n].ids for n in numbers]
+            for index, reply in self._asked.continue_prompts(prompts, tokens, how, [self._asked.end]):
+                number = numbers[index]
+                answers[number] = _cut_answer(self._vocabulary.decode(reply.ids), questions[number].stops)
         return answers
 
-    def _question(self, text: str, options: dict[str, Any]) -> Question:
+    def _build_question(self, text: str, options: dict[str, Any]) -> Question:
         """Return the prompt, and the rules of its answer, for a text that an lm-eval task wants continued: its ids, and
         the rule of choice, number of tokens and ends of an answer, from the task's `options`."""
         stops = options.get("until") or []
@@ -103,7 +103,7 @@ class HarnessModel(TemplateLM):
         return Question(ids, how, tokens, [stops] if isinstance(stops, str) else stops)
 
 
-def _up_to(answer: str, stops: Sequence[str]) -> str:
+def _cut_answer(answer: str, stops: Sequence[str]) -> str:
     """Return a model's answer to an lm-eval task, up to the first of the texts `stops` that end it."""
     return answer[: min((answer.index(stop) for stop in stops if stop and stop in answer), default=len(answer))]
 
@@ -118,53 +118,57 @@ class HarnessTasks:
         in front of each document, None: as the task says; `key`: the setting or option that a ConfigError names."""
         self._names = list(names)
         self._loaded: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}, "group_map": {}}
-        with _seeded():
-            manager = _manager(set(names), folder)
-            lines = [line for name in names if (line := self._load(manager, name, shots, key))]
+        with _fix_random_seeds():
+            manager = _open_task_manager(set(names), folder)
+            lines = [line for name in names if (line := self._load_tasks(manager, name, shots, key))]
         refuse_all(lines)
 
-    def _load(self, manager: TaskManager, name: str, shots: int | None, key: str) -> str:
+    def _load_tasks(self, manager: TaskManager, name: str, shots: int | None, key: str) -> str:
         """Load the lm-eval tasks called `name`; return "", or the line that refuses them, which names `key`."""
         if name not in manager.all_tasks:
-            return violation(key, name, "unknown", closest(name, manager.all_tasks)[:3])
+            return format_violation(key, name, "unknown", closest_values(name, manager.all_tasks)[:3])
         try:
-            found = manager.load([name])
-            for task in found["tasks"].values():
+            loaded = manager.load([name])
+            for task in loaded["tasks"].values():
                 if shots is not None and task.get_config("num_fewshot") != 0:  # a task that says 0 means it
                     task.set_config(key="num_fewshot", value=shots)
                 elif task.get_config("num_fewshot") is None:
                     task.set_config(key="num_fewshot", value=0)
                 task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
-                if why := _beyond(task):
-                    return violation(key, name, why)
+                if why := _why_unsupported(task):
+                    return format_violation(key, name, why)
         except Exception as error:  # of the task's own code, its data, or the network
-            reason = one_line(f"{type(error).__name__}: {error}")
-            return violation(key, name, f"cannot be read: {reason}")
-        for part, things in self._loaded.items():
-            things.update(found.get(part) or {})
+            reason = printable_line(f"{type(error).__name__}: {error}")
+            return format_violation(key, name, f"cannot be read: {reason}")
+        for kind, entries in self._loaded.items():
+            entries.update(loaded.get(kind) or {})
         return ""
 
-    def results(self, asked: AskedModel, limit: int = 0) -> dict[str, dict[str, float]]:
+    def score_model(self, asked: AskedModel, limit: int = 0) -> dict[str, dict[str, float]]:
         """Return the scores of a trained model by lm-eval task (the named ones first): metric -> value. `limit`: the
         most documents of each task, 0: all. Raises any error of `asked` or of a task."""
         for task in self._loaded["tasks"].values():
             task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
-        with _seeded():
-            found: Any = evaluate(
+        with _fix_random_seeds():
+            evaluation: Any = evaluate(
                 HarnessModel(asked), self._loaded, limit=limit or None, bootstrap_iters=0, log_samples=False
             )
-        results = found["results"]
-        order = dict.fromkeys([*self._names, *results])
-        return {name: _numbers(results[name]) for name in order if name in results}
+        task_results = evaluation["results"]
+        order = dict.fromkeys([*self._names, *task_results])
+        return {name: _numeric_metrics(task_results[name]) for name in order if name in task_results}
 
 
-def _manager(names: set[str], folder: str) -> TaskManager:
+def _open_task_manager(names: set[str], folder: str) -> TaskManager:
     """Return lm-eval's TaskManager of the user's `folder` alone if that has all tasks `names`, else of both."""
-    own = TaskManager(include_path=folder, include_defaults=False) if folder else None
-    return own if own and names <= {*own.all_subtasks} else TaskManager(include_path=folder or None)
+    user_manager = TaskManager(include_path=folder, include_defaults=False) if folder else None
+    return (
+        user_manager
+        if user_manager and names <= {*user_manager.all_subtasks}
+        else TaskManager(include_path=folder or None)
+    )
 
 
-def _beyond(task: Any) -> str:
+def _why_unsupported(task: Any) -> str:
     """Return why an lm-eval task cannot be scored on a model here, such as an unsupported kind of request; "" if it
     can."""
     if getattr(task, "UNSAFE_CODE", False):
@@ -176,19 +180,19 @@ def _beyond(task: Any) -> str:
     return f"asks for {others[0]}, which is not answered here" if others else ""
 
 
-def _numbers(values: dict[str, Any]) -> dict[str, float]:
+def _numeric_metrics(values: dict[str, Any]) -> dict[str, float]:
     """Return the numbers among the results of an lm-eval task by METRIC, or METRIC.FILTER if answers were filtered.
     lm-eval has METRIC,FILTER, and keys without a comma that are no metrics."""
-    found = {}
+    numbers = {}
     for key, value in values.items():
         metric, comma, name = key.partition(",")
         if comma and isinstance(value, int | float) and not metric.endswith("_stderr"):
-            found[metric if name == "none" else f"{metric}.{name}"] = float(value)
-    return found
+            numbers[metric if name == "none" else f"{metric}.{name}"] = float(value)
+    return numbers
 
 
 @contextmanager
-def _seeded() -> Iterator[None]:
+def _fix_random_seeds() -> Iterator[None]:
     """Set the process's random numbers as lm-eval's own command does, and restore them after the context."""
     before = random.getstate(), np.random.get_state()
     random.seed(DEFAULT_RANDOM_SEED)

@@ -9,24 +9,24 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from platform.boundary.local_files import Local, missing_directories, remove_empty
-from platform.boundary.redaction import bare_url, redact
-from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
+from platform.boundary.local_files import LocalStorage, list_missing_directories, remove_empty_directories
+from platform.boundary.redaction import redact_secrets, strip_url_secrets
+from platform.boundary.refusals import ConfigError, format_violation, refuse_all, refuse_failures
 from platform.boundary.schema import Malformed
 from platform.boundary.storage import Storage, open_storage
-from platform.checkpoint.catalogue import Selection, find, load_manifest
+from platform.checkpoint.catalogue import Selection, find_newest_checkpoint, load_manifest
 from platform.checkpoint.manifest import Meta, Refused
 from platform.cluster import run_directory
 from platform.config.fields import Config
 from platform.config.groups import RESUME
-from platform.config.identity import completed, differences, identity, violations_of_identity
+from platform.config.identity import complete_identity, find_differences, run_identity, violations_of_identity
 from platform.monitor import Journal, events
 from platform.train import environment_proof
 
 ANSWER_SECONDS = 10.0  # for the first request to a storage
 
 
-def origin(config: Config, *, held: bool = False, over: bool = False) -> Selection | None:
+def find_resume_checkpoint(config: Config, *, held: bool = False, over: bool = False) -> Selection | None:
     """Find the checkpoint that a run is to resume from, by checkpoint.resume; return None if it is `never`. Only
     manifests are read, not the tensors. `held`: this driver holds the lease of the checkpoint storage, and so
     quarantines corrupt checkpoints; without it nothing is written. `over`: the run may start over at step 1 although
@@ -38,77 +38,77 @@ def origin(config: Config, *, held: bool = False, over: bool = False) -> Selecti
     c = config.checkpoint
     if c.resume == "never":
         return None
-    url, name = environment_proof.source(config)
+    url, name = environment_proof.find_resume_source(config)
     key = "checkpoint.url" if c.resume in RESUME else "checkpoint.resume"
-    storage = answering(url, key)
+    storage = open_answering_storage(url, key)
     where = os.path.join(storage.url, name) if name else storage.url
-    with as_refusal(key, where, Refused, OSError, why="cannot be resumed from: {}"):
+    with refuse_failures(key, where, Refused, OSError, why="cannot be resumed from: {}"):
         if name:
-            found = Selection(storage, name, load_manifest(storage, name))
+            selection = Selection(storage, name, load_manifest(storage, name))
         else:
-            found = find(storage, deep=False, mark=held)
-    done = 0 if found.manifest or c.resume != "auto" or over else traced(config)
-    if found.manifest is None and (c.resume != "auto" or found.sound or done):  # starting over would lose them
-        reasons = "".join(f"; {directory}: {reason}" for directory, reason in found.refused)
+            selection = find_newest_checkpoint(storage, deep=False, mark=held)
+    done = 0 if selection.manifest or c.resume != "auto" or over else last_recorded_step(config)
+    if selection.manifest is None and (c.resume != "auto" or selection.sound or done):  # starting over would lose them
+        reasons = "".join(f"; {directory}: {reason}" for directory, reason in selection.refused)
         legal = ["checkpoint.resume=never"] if c.resume in RESUME else RESUME
         if done:
             reasons = f", though step {done} was done in run.dir={config.run.dir}{reasons}"
             legal = [*legal, "run.dir=DIRECTORY", "checkpoint.resume=CHECKPOINT"]
-        raise ConfigError(violation(key, where, f"holds no checkpoint to resume from{reasons}", legal))
-    if found.manifest:
-        what = f"{found.directory} is of another run; name another"
-        refuse_all(violations_of_identity(found.manifest.meta.identity, config, key, where, what))
-    return found
+        raise ConfigError(format_violation(key, where, f"holds no checkpoint to resume from{reasons}", legal))
+    if selection.manifest:
+        what = f"{selection.directory} is of another run; name another"
+        refuse_all(violations_of_identity(selection.manifest.meta.identity, config, key, where, what))
+    return selection
 
 
-def traced(config: Config) -> int:
+def last_recorded_step(config: Config) -> int:
     """Return the highest training step that the journal and metrics in the run directory show as done, 0 if none: a run
     that has steps and no checkpoint must not start over unnoticed. Raises ConfigError if the directory cannot be
     read."""
-    with as_refusal("run.dir", config.run.dir, OSError, Malformed, why="cannot be read: {}"):
-        return run_directory.steps(Path(config.run.dir))
+    with refuse_failures("run.dir", config.run.dir, OSError, Malformed, why="cannot be read: {}"):
+        return run_directory.find_last_step(Path(config.run.dir))
 
 
-def check_writable(config: Config) -> None:
+def check_storage_writable(config: Config) -> None:
     """Raise ConfigError if the run, which saves checkpoints, could not write them: write a probe file to its checkpoint
     storage and delete it again."""
-    if not environment_proof.saves(config):
+    if not environment_proof.saves_checkpoints(config):
         return
-    storage = answering(environment_proof.home(config), "checkpoint.url")
-    made = missing_directories(storage.root) if isinstance(storage, Local) else []
+    storage = open_answering_storage(environment_proof.find_checkpoint_url(config), "checkpoint.url")
+    missing_folders = list_missing_directories(storage.root) if isinstance(storage, LocalStorage) else []
     name = f".probe-{secrets.token_hex(4)}"
     try:
-        with as_refusal("checkpoint.url", storage.url, OSError, why="cannot be written to: {}"):
+        with refuse_failures("checkpoint.url", storage.url, OSError, why="cannot be written to: {}"):
             storage.write(name, [memoryview(b"x")])
             storage.delete(name)
     finally:
-        remove_empty(made)
+        remove_empty_directories(missing_folders)
 
 
-def answering(url: str, key: str) -> Storage:
+def open_answering_storage(url: str, key: str) -> Storage:
     """Open the checkpoint storage at `url`, list it once and return it. Raises ConfigError, naming the configuration
     key `key` that the URL is from, if it cannot be reached or has not answered after ANSWER_SECONDS: client libraries
     alone would retry for minutes."""
-    found: list[Storage | BaseException] = []
+    outcomes: list[Storage | BaseException] = []
 
-    def ask() -> None:
+    def open_and_list() -> None:
         """Open and list a checkpoint storage in a thread; keep it, or the error, for the waiting caller."""
         try:
             storage = open_storage(url, key)
-            storage.list("")
-            found.append(storage)
+            storage.list_sizes("")
+            outcomes.append(storage)
         except BaseException as error:
-            found.append(error)
+            outcomes.append(error)
 
-    thread = threading.Thread(target=ask, name="storage", daemon=True)
+    thread = threading.Thread(target=open_and_list, name="storage", daemon=True)
     thread.start()
     thread.join(ANSWER_SECONDS)
-    outcome = found[0] if found else OSError(f"no answer for {ANSWER_SECONDS:g} s")
+    outcome = outcomes[0] if outcomes else OSError(f"no answer for {ANSWER_SECONDS:g} s")
     if isinstance(outcome, ConfigError):
         raise outcome
     if isinstance(outcome, BaseException):
         reason = f"cannot be reached: {outcome}"
-        raise ConfigError(violation(key, bare_url(url), reason, ["a path"])) from None
+        raise ConfigError(format_violation(key, strip_url_secrets(url), reason, ["a path"])) from None
     return outcome
 
 
@@ -123,28 +123,28 @@ _TABLES = {
 _OF_ONE_COMMAND = ("run.dir", "resume.allow", "checkpoint.resume")  # choices of one launch, not properties of the run
 
 
-def changes(
-    there: Mapping[str, Any] | None, meta: Meta | None, config: Config, mesh: Mapping[str, int]
+def find_changed_keys(
+    previous_config: Mapping[str, Any] | None, meta: Meta | None, config: Config, mesh: Mapping[str, int]
 ) -> dict[str, tuple[Any, Any]]:
     """Return the configuration keys whose values differ from the run's last launch: key -> (value there, value here).
 
-    `there`: the configuration in the run directory, None if it is new; `meta`: metadata of the checkpoint that the run
-    resumes from, which holds the run's identity and its mesh (compared as mesh.AXIS, only if `there` is None); `mesh`:
-    axis -> size in today's plan.
+    `previous_config`: the configuration in the run directory, None if it is new; `meta`: metadata of the checkpoint
+    that the run resumes from, which holds the run's identity and its mesh (compared as mesh.AXIS, only if
+    `previous_config` is None); `mesh`: axis -> size in today's plan.
     """
-    found = differences(completed(meta.identity), identity(config)) if meta else {}
-    if meta and not there:
-        found |= differences({"mesh": meta.plan.get("mesh", mesh)}, {"mesh": mesh})
-    if there:
-        found |= differences(redact(there), redact(config.to_dict()))
-    came_along = tuple(part for key, parts in _TABLES.items() if key in found for part in parts)
-    return {key: pair for key, pair in found.items() if not key.startswith((*came_along, *_OF_ONE_COMMAND))}
+    differing = find_differences(complete_identity(meta.identity), run_identity(config)) if meta else {}
+    if meta and not previous_config:
+        differing |= find_differences({"mesh": meta.plan.get("mesh", mesh)}, {"mesh": mesh})
+    if previous_config:
+        differing |= find_differences(redact_secrets(previous_config), redact_secrets(config.to_dict()))
+    came_along = tuple(part for key, parts in _TABLES.items() if key in differing for part in parts)
+    return {key: pair for key, pair in differing.items() if not key.startswith((*came_along, *_OF_ONE_COMMAND))}
 
 
-def report_code(now: Mapping[str, str], journal: Journal, say: Callable[[str], None]) -> None:
+def report_code_changes(now: Mapping[str, str], journal: Journal, say: Callable[[str], None]) -> None:
     """Report how the code of this driver, `now`, differs from the last driver's: a `changed` event in the journal and
     one line per name to the user. Nothing is refused: a run may continue with another version of the code."""
-    starts = [event.code for event in journal.events() if isinstance(event, events.Starting) and event.code]
+    starts = [event.code for event in journal.read_events() if isinstance(event, events.Starting) and event.code]
     before = starts[-1] if starts else now
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if names:
@@ -153,9 +153,12 @@ def report_code(now: Mapping[str, str], journal: Journal, say: Callable[[str], N
         say(f"changed  code of {name}: {before.get(name, 'none')} before, {now.get(name, 'none')} here")
 
 
-def report(found: Mapping[str, tuple[Any, Any]], journal: Journal, say: Callable[[str], None]) -> None:
-    """Report a resumed run's changed configuration keys, which `changes` returns, in the journal and to the user."""
-    if found:
-        journal.write(events.Changed(keys=dict(found)))
-    for key, (there, here) in found.items():
-        say(f"changed  {key}: {there} there, {here} here")
+def report_changed_keys(
+    changed_keys: Mapping[str, tuple[Any, Any]], journal: Journal, say: Callable[[str], None]
+) -> None:
+    """Report a resumed run's changed configuration keys, which `find_changed_keys` returns, in the journal and to the
+    user."""
+    if changed_keys:
+        journal.write(events.Changed(keys=dict(changed_keys)))
+    for key, (old_value, new_value) in changed_keys.items():
+        say(f"changed  {key}: {old_value} there, {new_value} here")

@@ -13,7 +13,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import NamedTuple
 
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, format_violation
 from platform.cluster.crew import torchrun
 from platform.cluster.crew.failures import NoPlaces
 from platform.cluster.crew.job import gpu_count, usable_cores
@@ -22,11 +22,11 @@ from platform.cluster.shown_commands import Command
 from platform.config.fields import Config
 from platform.config.groups import AUTO, Cluster
 from platform.config.layout_rules import OPEN
-from platform.plan.accelerators import memory_of
-from platform.plan.layout import count_of
+from platform.plan.accelerators import nominal_memory
+from platform.plan.layout import format_count
 from platform.plan.plan import Plan
 from platform.predict.memory_budget import device_kind
-from platform.predict.remedies import Device, lack_of_memory
+from platform.predict.remedies import Device, violation_of_memory
 
 _CROWDED = 4  # workers per core
 
@@ -61,7 +61,7 @@ class Places(NamedTuple):
 
 def crew_kind(cluster: Cluster) -> str:
     """Return the kind of launcher of the workers: torchrun if it started this process, else `cluster.kind`."""
-    return "torchrun" if torchrun.present() else cluster.kind
+    return "torchrun" if torchrun.is_under_torchrun() else cluster.kind
 
 
 def spans_machines(cluster: Cluster) -> bool:
@@ -70,7 +70,7 @@ def spans_machines(cluster: Cluster) -> bool:
     return kind == "ray" or (kind == "torchrun" and os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"])
 
 
-def available_workers(cluster: Cluster) -> int:
+def count_available_workers(cluster: Cluster) -> int:
     """Return how many workers the cluster has room for, from which `parallel.data=-1` is settled: one per GPU if GPUs
     may be used, else one per core; under torchrun as many as it started."""
     kind = crew_kind(cluster)
@@ -78,13 +78,13 @@ def available_workers(cluster: Cluster) -> int:
         return 1
     if kind == "torchrun":
         return int(os.environ["WORLD_SIZE"])
-    supply = _supply(kind, cluster)
+    supply = _measure_supply(kind, cluster)
     return supply.gpus if _uses_gpus(cluster, supply) else supply.cpus
 
 
-def device_there(cluster: Cluster) -> str:
-    """Return the kind of device, cpu | cuda, that `available_workers` counts."""
-    return "cuda" if _uses_gpus(cluster, _supply(crew_kind(cluster), cluster)) else "cpu"
+def find_device_kind(cluster: Cluster) -> str:
+    """Return the kind of device, cpu | cuda, that `count_available_workers` counts."""
+    return "cuda" if _uses_gpus(cluster, _measure_supply(crew_kind(cluster), cluster)) else "cpu"
 
 
 def _uses_gpus(cluster: Cluster, supply: Supply) -> bool:
@@ -105,34 +105,34 @@ def reserve_workers(
     _refuse_impossible(kind, world_size, spares)
     needed = int(os.environ["LOCAL_WORLD_SIZE"]) if kind == "torchrun" else world_size  # the supply is of one machine
     least = needed if kind == "torchrun" else min(least or needed, needed)
-    with _asked_for(kind, cluster, needed + spares):
-        supply, device, lack = _wait(kind, cluster, needed, least, say)
-    reason = f" ({count_of(supply.gpus, 'GPU')} {supply.where})" if cluster.device == "auto" else ""
+    with _hold_ray_demand(kind, cluster, needed + spares):
+        supply, device, lack = _await_supply(kind, cluster, needed, least, say)
+    reason = f" ({format_count(supply.gpus, 'GPU')} {supply.where})" if cluster.device == "auto" else ""
     room = supply.gpus if device == "cuda" else supply.cpus if supply.shared else inf
     members = world_size + spares if kind == "torchrun" else int(min(needed + spares, room))
     if lack:
         say(f"{lack}: starts with {members}, as elastic.min_workers={least} allows, and grows")
     elif members < world_size + spares:
-        found = f"{members - world_size} of {count_of(spares, 'spare')}"
-        say(f"{found} find a place now ({supply.where}){'; the others are called for' if supply.shared else ''}")
+        spares_text = f"{members - world_size} of {format_count(spares, 'spare')}"
+        say(f"{spares_text} find a place now ({supply.where}){'; the others are called for' if supply.shared else ''}")
     say(f"device: {device}{reason}")
     if device == "cpu" and not supply.shared and members > _CROWDED * supply.cpus:
-        say(f"warning: {members} workers share {count_of(supply.cpus, 'core')}: this will be slow")
+        say(f"warning: {members} workers share {format_count(supply.cpus, 'core')}: this will be slow")
     return Places(device, members, inf if supply.shared else room)
 
 
 @contextmanager
-def _asked_for(kind: str, cluster: Cluster, count: int) -> Iterator[None]:
+def _hold_ray_demand(kind: str, cluster: Cluster, count: int) -> Iterator[None]:
     """Ask Ray's autoscaler for `count` workers during the block, if cluster.autoscale says so; the demand outlives the
     block, for the crew to take it up, unless that raises."""
     if kind != "ray" or not cluster.autoscale:
         yield
         return
     from platform.cluster.crew import ray_session
-    from platform.cluster.crew.ray_actors import Demand, bundle_of
+    from platform.cluster.crew.ray_actors import Demand, worker_bundle
 
     ray_session.join_cluster(cluster)
-    demand, came = Demand(bundle_of(cluster.device, cluster.labels), lambda: count), False
+    demand, came = Demand(worker_bundle(cluster.device, cluster.labels), lambda: count), False
     try:
         yield
         came = True
@@ -144,37 +144,39 @@ def _refuse_impossible(kind: str, world_size: int, spares: int) -> None:
     """Raise ConfigError for a number of workers and spares that a launcher of this kind can never start, however long
     the run waited, and for too low a limit on open files."""
     if kind == "inline" and world_size != 1:
-        constraint = f"trains a world of one, and this plan has {count_of(world_size, 'worker')}"
-        raise ConfigError(violation("cluster", kind, constraint, ["cluster=processes", "cluster=local"]))
+        constraint = f"trains a world of one, and this plan has {format_count(world_size, 'worker')}"
+        raise ConfigError(format_violation("cluster", kind, constraint, ["cluster=processes", "cluster=local"]))
     if kind == "torchrun" and world_size != (started := int(os.environ["WORLD_SIZE"])):
         raise ConfigError(
-            f"torchrun: this plan has {count_of(world_size, 'worker')}, and torchrun has started {started}"
+            f"torchrun: this plan has {format_count(world_size, 'worker')}, and torchrun has started {started}"
         )
     if kind == "torchrun":
-        torchrun.given_key()
+        torchrun.read_environment_key()
     if reason := lack_of_files(world_size + spares):
-        raise ConfigError(violation("cluster", kind, reason))
+        raise ConfigError(format_violation("cluster", kind, reason))
     if kind == "torchrun" and spares:
         raise ConfigError(
-            violation("elastic.spares", spares, "torchrun starts a process per worker and no others", [0])
+            format_violation("elastic.spares", spares, "torchrun starts a process per worker and no others", [0])
         )
 
 
-def _wait(kind: str, cluster: Cluster, needed: int, least: int, say: Callable[[str], None]) -> tuple[Supply, str, str]:
+def _await_supply(
+    kind: str, cluster: Cluster, needed: int, least: int, say: Callable[[str], None]
+) -> tuple[Supply, str, str]:
     """Wait until the cluster has room for `needed` workers, at most `cluster.wait` seconds. Return the free supply, the
     device (cpu | cuda) and, if there is room only for `least` or more, a message on the lack, else "". Raises as
     `reserve_workers`."""
     deadline, said = monotonic() + cluster.wait, ""
     while True:
-        supply = _supply(kind, cluster)
-        device = _choose(cluster.device, needed, least, supply)
-        lack = _lack(device, needed, supply)
+        supply = _measure_supply(kind, cluster)
+        device = _choose_device(cluster.device, needed, least, supply)
+        lack = _describe_lack(device, needed, supply)
         if not lack:
             return supply, device, ""
-        what, there = ("GPU", supply.gpus) if device == "cuda" else ("CPU", supply.cpus)
-        waiting = f"{count_of(needed, what)}, {there} of {needed} there ({supply.where})"
+        unit, available = ("GPU", supply.gpus) if device == "cuda" else ("CPU", supply.cpus)
+        waiting = f"{format_count(needed, unit)}, {available} of {needed} there ({supply.where})"
         if monotonic() >= deadline:
-            if not _lack(device, least, supply):
+            if not _describe_lack(device, least, supply):
                 return supply, device, lack
             if cluster.wait:
                 raise NoPlaces(f"waited {cluster.wait:g} s for {waiting}")
@@ -185,7 +187,7 @@ def _wait(kind: str, cluster: Cluster, needed: int, least: int, say: Callable[[s
         sleep(min(1.0, max(0.0, deadline - monotonic())))
 
 
-def _supply(kind: str, cluster: Cluster) -> Supply:
+def _measure_supply(kind: str, cluster: Cluster) -> Supply:
     """Return the GPUs and CPUs that a launcher of this kind could use for workers now: free ones of the Ray cluster for
     "ray", on nodes with cluster.labels, else all of this machine."""
     if kind != "ray":
@@ -198,21 +200,21 @@ def _supply(kind: str, cluster: Cluster) -> Supply:
     return Supply(int(free.get("GPU", 0)), int(free.get("CPU", 0)), where, shared=True)
 
 
-def _choose(device: str, needed: int, least: int, supply: Supply) -> str:
+def _choose_device(device: str, needed: int, least: int, supply: Supply) -> str:
     """Choose the workers' device, cpu | cuda: cluster.device; for "auto" cuda if the fewest workers get a GPU each."""
     if device == "auto":
         return "cuda" if supply.gpus >= min(needed, least) else "cpu"
     return device
 
 
-def _lack(device: str, world_size: int, supply: Supply) -> str:
+def _describe_lack(device: str, world_size: int, supply: Supply) -> str:
     """Return a message on the GPUs or CPUs that `supply` lacks for `world_size` workers on a device; "" if none."""
     if device == "cuda" and supply.gpus < world_size:
-        constraint = f"needs {count_of(world_size, 'GPU')}, {supply.gpus} there ({supply.where})"
-        return violation("cluster.device", device, constraint, ["cpu"])
+        constraint = f"needs {format_count(world_size, 'GPU')}, {supply.gpus} there ({supply.where})"
+        return format_violation("cluster.device", device, constraint, ["cpu"])
     if supply.shared and supply.cpus < world_size:
-        constraint = f"needs {count_of(world_size, 'CPU')}, {supply.cpus} there ({supply.where})"
-        return violation("cluster", "ray", constraint)
+        constraint = f"needs {format_count(world_size, 'CPU')}, {supply.cpus} there ({supply.where})"
+        return format_violation("cluster", "ray", constraint)
     return ""
 
 
@@ -223,7 +225,7 @@ _SECONDS = 10.0  # for it to answer
 _LIMIT = Path("/sys/fs/cgroup/memory.max")  # memory limit of the container, if this is one
 
 
-def device_of(config: Config, kind: str, workers: int) -> Device | None:
+def find_worker_device(config: Config, kind: str, workers: int) -> Device | None:
     """Return the name and memory of the device that each of `workers` workers gets, as far as it is known before any
     starts: from cluster.device_memory, the GPUs of this machine or cluster, cluster.gpu, or the workers' share of host
     memory. None if unknown. `kind`: cpu | cuda."""
@@ -231,13 +233,13 @@ def device_of(config: Config, kind: str, workers: int) -> Device | None:
     if c.device_memory:
         return Device(c.device_memory * 1e9, f"cluster.device_memory={c.device_memory:g}: it")
     if kind == "cuda":
-        return _seen() or _labelled(config) or _named(c.gpu)
+        return _find_smallest_gpu() or _find_smallest_accelerator(config) or _look_up_accelerator(c.gpu)
     if crew_kind(c) in ("inline", "local", "processes"):
         return Device(machine_memory() / workers, f"its share of this machine, 1/{workers},")
     return None
 
 
-def _seen() -> Device | None:
+def _find_smallest_gpu() -> Device | None:
     """Return the GPU of this machine that has the least memory, for the run's workers; None if there is no GPU. CUDA is
     not started in this process, which would keep a context on a GPU for the whole run."""
     if not gpu_count():
@@ -249,11 +251,13 @@ def _seen() -> Device | None:
     except (OSError, subprocess.SubprocessError):
         return None
     rows = [line.rpartition(",") for line in shown.splitlines()]
-    found = [Device(int(mebibytes) * 2**20, name.strip()) for name, _, mebibytes in rows if mebibytes.strip().isdigit()]
-    return min(found, key=lambda device: device.memory, default=None)
+    devices = [
+        Device(int(mebibytes) * 2**20, name.strip()) for name, _, mebibytes in rows if mebibytes.strip().isdigit()
+    ]
+    return min(devices, key=lambda device: device.memory, default=None)
 
 
-def _labelled(config: Config) -> Device | None:
+def _find_smallest_accelerator(config: Config) -> Device | None:
     """Return the accelerator model with the least memory among the labels of the Ray cluster's nodes; None if the
     workers are not started by Ray, or no label is known."""
     if crew_kind(config.cluster) != "ray":
@@ -261,13 +265,13 @@ def _labelled(config: Config) -> Device | None:
     from platform.cluster.crew import ray_session
 
     ray_session.join_cluster(config.cluster)
-    found = [device for name in ray_session.accelerators() if (device := _named(name))]
-    return min(found, key=lambda device: device.memory, default=None)
+    devices = [device for name in ray_session.list_accelerators() if (device := _look_up_accelerator(name))]
+    return min(devices, key=lambda device: device.memory, default=None)
 
 
-def _named(gpu: str) -> Device | None:
+def _look_up_accelerator(gpu: str) -> Device | None:
     """Return the accelerator of this model name, e.g. "H100", as a worker's device; None for an unknown model."""
-    memory = memory_of(gpu)
+    memory = nominal_memory(gpu)
     return Device(memory, f"{gpu}") if memory else None
 
 
@@ -279,36 +283,36 @@ def machine_memory() -> int:
     return limit
 
 
-def settle_here(config: Config, say: Callable[[str], None]) -> None:
+def settle_open_keys(config: Config, say: Callable[[str], None]) -> None:
     """Choose the open keys of a run's configuration, in place, for the workers and the memory that are there; print the
     choice or, with plan.top, the best plans."""
     if not config.plan.search:
         return
-    from platform.predict.search import choice_line, choose_plan, ranked_table
-    from platform.predict.step_price import usual_hardware
+    from platform.predict.search import choose_plan, format_choice, format_ranking
+    from platform.predict.step_price import choose_pricing_hardware
 
-    workers, kind = available_workers(config.cluster), device_there(config.cluster)
-    device = device_of(config, kind, max(workers, 1))
+    workers, kind = count_available_workers(config.cluster), find_device_kind(config.cluster)
+    device = find_worker_device(config, kind, max(workers, 1))
     gpu = device.name if device and kind == "cuda" else ""
-    found = choose_plan(config, workers, device.memory if device else 0.0, usual_hardware(config, gpu))
-    assert found, "a key is open"
-    for line in ranked_table(found, config.plan.top) if config.plan.top else [choice_line(found)]:
+    plan_choice = choose_plan(config, workers, device.memory if device else 0.0, choose_pricing_hardware(config, gpu))
+    assert plan_choice, "a key is open"
+    for line in format_ranking(plan_choice, config.plan.top) if config.plan.top else [format_choice(plan_choice)]:
         say(line)
 
 
-def settle_rhythms_here(config: Config, plan: Plan, say: Callable[[str], None]) -> None:
+def settle_auto_rhythms(config: Config, plan: Plan, say: Callable[[str], None]) -> None:
     """Settle elastic.snapshot_every=auto and checkpoint.every=auto of a run's configuration, in place, by what its
     directory shows of their costs, else by the plan; print the reasons."""
     if AUTO not in (config.elastic.snapshot_every, config.checkpoint.every):
         return
-    from platform.predict.recovery_price import NODE, Known, own_costs, settle_rhythms
+    from platform.predict.recovery_price import NODE, Known, read_own_costs, settle_intervals
     from platform.predict.step_price import hardware_of_device
 
-    size, kind = plan.mesh.size, device_there(config.cluster)
-    device = device_of(config, kind, size)
+    size, kind = plan.mesh.world_size, find_device_kind(config.cluster)
+    device = find_worker_device(config, kind, size)
     hardware = hardware_of_device(config, kind, device.name if device and kind == "cuda" else config.cluster.gpu)
-    known = Known(kind, hardware, own_costs(Path(config.run.dir), size))
-    for line in settle_rhythms(config, plan, NODE if spans_machines(config.cluster) else size, known):
+    known = Known(kind, hardware, read_own_costs(Path(config.run.dir), size))
+    for line in settle_intervals(config, plan, NODE if spans_machines(config.cluster) else size, known):
         say(line)
 
 
@@ -318,29 +322,33 @@ def reserve_or_suggest(config: Config, command: Command, size: int, say: Callabl
         return reserve_workers(config.cluster, size, say, **more)
     except TooFewGpus as error:
         *lines, last = error.violations
-        workers = available_workers(config.cluster)
-        device = device_of(config, "cuda", workers) if workers > 0 else None
-        raise ConfigError([*lines, last + (_best_plan(config, command, workers, device) if device else "")]) from None
+        workers = count_available_workers(config.cluster)
+        device = find_worker_device(config, "cuda", workers) if workers > 0 else None
+        raise ConfigError(
+            [*lines, last + (_suggest_best_plan(config, command, workers, device) if device else "")]
+        ) from None
 
 
 def refuse_lack_of_memory(config: Config, plan: Plan, device: Device, command: Command) -> None:
     """Refuse a plan that a device has no memory for, with the `command` of the best plan for as many workers."""
-    if line := lack_of_memory(config, plan, device):
-        raise ConfigError(line + _best_plan(config, command, plan.mesh.size, device))
+    if line := violation_of_memory(config, plan, device):
+        raise ConfigError(line + _suggest_best_plan(config, command, plan.mesh.world_size, device))
 
 
-def _best_plan(config: Config, command: Command, workers: int, device: Device) -> str:
+def _suggest_best_plan(config: Config, command: Command, workers: int, device: Device) -> str:
     """Return the end of a refusal: the command of the best plan for so many workers, "" if none fits."""
     from platform.predict.search import choose_plan
-    from platform.predict.step_price import usual_hardware
+    from platform.predict.step_price import choose_pricing_hardware
 
     other = deepcopy(config)
     other.plan.search = [
         key for key in OPEN if key not in ("parallel.context", "tensor" if config.tensor.layout else "")
     ]
     with suppress(ConfigError):
-        if (found := choose_plan(other, workers, device.memory, usual_hardware(config, device.name))) and found.best:
-            typed = found.space.typed(found.best.choice)
+        if (
+            plan_choice := choose_plan(other, workers, device.memory, choose_pricing_hardware(config, device.name))
+        ) and plan_choice.best_finalist:
+            typed = plan_choice.space.format_overrides(plan_choice.best_finalist.choice)
             kind = "GPU" if device_kind(config) == "cuda" else "worker"
-            return f"; the best plan for {count_of(workers, kind)}: {command.with_values(typed)}"
+            return f"; the best plan for {format_count(workers, kind)}: {command.line_with_values(typed)}"
     return ""

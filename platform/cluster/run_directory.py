@@ -14,14 +14,14 @@ from typing import Any
 import yaml
 
 from platform.boundary import documents, schema
-from platform.boundary.local_files import missing_directories, remove_empty, remove_files, replace_text
-from platform.boundary.redaction import redact
-from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, violation
+from platform.boundary.local_files import list_missing_directories, remove_empty_directories, remove_files, replace_text
+from platform.boundary.redaction import redact_secrets
+from platform.boundary.refusals import ConfigError, format_violation, refuse_all, refuse_failures
 from platform.boundary.schema import Malformed
 from platform.config.fields import Config, Eval
-from platform.config.identity import identity, violations_of_identity
+from platform.config.identity import run_identity, violations_of_identity
 from platform.monitor import events, json_records, metrics
-from platform.monitor.goodput import learned_out
+from platform.monitor.goodput import check_early_stop
 from platform.monitor.journal import LIVE
 from platform.monitor.json_records import JOURNAL, METRICS
 
@@ -33,22 +33,25 @@ CONFIG, PLAN, LOCK = "config.yaml", "plan.json", "driver.lock"
 _DONE = (events.FirstStep, events.Checkpoint, events.Restored, events.RolledBack, events.End)  # their step is done
 
 
-def configuration(directory: Path) -> Config | None:
+def read_configuration(directory: Path) -> Config | None:
     """Return the last configuration of the run in a directory, None if it holds none. Raises Malformed, OSError."""
     try:
-        return schema.read(Config, documents.from_yaml(documents.read_bytes(directory / CONFIG)))
+        return schema.parse_value(Config, documents.parse_yaml(documents.read_bytes(directory / CONFIG)))
     except FileNotFoundError:
         return None
 
 
-def faults(directory: Path) -> list[str]:
+def find_faults(directory: Path) -> list[str]:
     """Return one line for each file of a run directory (configuration, plan, journal, metrics, lock) that cannot be
     read or is not what a run writes there."""
-    readers: dict[str, Callable[[Path], Any]] = {JOURNAL: lambda path: list(events.read(path)), METRICS: _last_rows}
+    readers: dict[str, Callable[[Path], Any]] = {
+        JOURNAL: lambda path: list(events.read_events(path)),
+        METRICS: _read_last_rows,
+    }
     lines = []
     for name in (CONFIG, PLAN, JOURNAL, METRICS, LOCK):
         try:
-            documents.open_regular(directory / name).close()
+            documents.open_regular_file(directory / name).close()
             readers.get(name, str)(directory / name)
         except (FileNotFoundError, NotADirectoryError):
             if (directory / name).is_symlink():
@@ -60,77 +63,79 @@ def faults(directory: Path) -> list[str]:
     return lines
 
 
-def journal(directory: Path) -> Iterator[events.JournalEvent]:
+def read_journal(directory: Path) -> Iterator[events.JournalEvent]:
     """Yield the events in a run directory's journal.jsonl, none without that file. Raises Malformed, OSError."""
     with suppress(FileNotFoundError, NotADirectoryError):
-        yield from events.read(directory / JOURNAL)
+        yield from events.read_events(directory / JOURNAL)
 
 
-def lives(found: Iterable[events.JournalEvent]) -> list[list[events.JournalEvent]]:
+def split_by_driver(run_events: Iterable[events.JournalEvent]) -> list[list[events.JournalEvent]]:
     """Divide the events of a run's journal by driver process: a list for each start of the run, in order."""
     drivers: list[list[events.JournalEvent]] = []
-    for event in found:
+    for event in run_events:
         if isinstance(event, events.Starting) or not drivers:
             drivers.append([])
         drivers[-1].append(event)
     return drivers
 
 
-def _last_life(directory: Path) -> list[events.JournalEvent]:
+def _last_driver_events(directory: Path) -> list[events.JournalEvent]:
     """Return the journal events of the driver that ran last in a run directory; [] if there was none."""
-    return next(reversed(lives(journal(directory))), [])
+    return next(reversed(split_by_driver(read_journal(directory))), [])
 
 
-def finished(directory: Path, steps: int, e: Eval) -> int:
+def find_final_step(directory: Path, steps: int, e: Eval) -> int:
     """Return the updates with which the run in a run directory ended, if these are `steps` or more, or it ended early
     as its evaluations no longer improved (`e`: eval.patience); else 0. Raises Malformed, OSError."""
-    done = max((event.step for event in journal(directory) if isinstance(event, events.Done)), default=0)
-    early = 0 < done < steps and e.patience and learned_out(metrics.MetricsLog.read(directory / METRICS), e)
+    done = max((event.step for event in read_journal(directory) if isinstance(event, events.Done)), default=0)
+    early = 0 < done < steps and e.patience and check_early_stop(metrics.MetricsLog.read_rows(directory / METRICS), e)
     return done if done >= steps or early else 0
 
 
-def noticed(directory: Path) -> bool:
+def is_ended_by_notice(directory: Path) -> bool:
     """Return True if a run's last driver ended as its node, or all workers, were to go. Raises Malformed, OSError."""
-    return any(isinstance(event, events.Drained) and event.signal == NOTICE for event in _last_life(directory))
+    return any(isinstance(event, events.Drained) and event.signal == NOTICE for event in _last_driver_events(directory))
 
 
-def bereaved(directory: Path) -> bool:
+def has_lost_worker(directory: Path) -> bool:
     """Return True if a run directory's last driver gave up because a worker's process died. Raises Malformed,
     OSError."""
-    life = _last_life(directory)
+    life = _last_driver_events(directory)
     failures = [event for event in life if isinstance(event, events.Failure)]
     return any(isinstance(event, events.GaveUp) for event in life) and bool(failures) and failures[-1].kind == "died"
 
 
 def has_nothing_saved(directory: Path) -> bool:
     """Return True if a run directory shows steps, and no checkpoint saved or restored. Raises Malformed, OSError."""
-    there = any(isinstance(e, events.Checkpoint) or getattr(e, "directory", None) for e in journal(directory))
-    return not there and steps(directory) > 0
+    has_checkpoint = any(
+        isinstance(e, events.Checkpoint) or getattr(e, "directory", None) for e in read_journal(directory)
+    )
+    return not has_checkpoint and find_last_step(directory) > 0
 
 
-def steps(directory: Path) -> int:
+def find_last_step(directory: Path) -> int:
     """Return the last training step done by a run directory's journal or metrics, or 0. Raises Malformed, OSError."""
-    done = [max(e.step, getattr(e, "saved", None) or 0) for e in journal(directory) if isinstance(e, _DONE)]
+    done = [max(e.step, getattr(e, "saved", None) or 0) for e in read_journal(directory) if isinstance(e, _DONE)]
     with suppress(FileNotFoundError, NotADirectoryError):
-        done += [row["step"] for row in _last_rows(directory / METRICS)]
+        done += [row["step"] for row in _read_last_rows(directory / METRICS)]
     return max(done, default=0)
 
 
-def orphaned(directory: Path) -> int | None:
+def find_orphan_step(directory: Path) -> int | None:
     """Return the last training step that the last driver of a run directory had done, 0 for none, if it died without an
     end; None if it ended, or there was none. Raises Malformed, OSError."""
-    life = _last_life(directory)
+    life = _last_driver_events(directory)
     if not life or any(isinstance(event, events.End) for event in life):
         return None
     if any(isinstance(event, events.FirstStep) for event in life):
         with suppress(FileNotFoundError, NotADirectoryError):
-            return next((int(row["step"]) for row in reversed(_last_rows(directory / METRICS))), 0)
+            return next((int(row["step"]) for row in reversed(_read_last_rows(directory / METRICS))), 0)
     return 0
 
 
-def _last_rows(path: Path) -> list[dict[str, Any]]:
+def _read_last_rows(path: Path) -> list[dict[str, Any]]:
     """Return the last rows of metrics in a run's metrics.jsonl."""
-    return json_records.last(path, metrics.read_row)
+    return json_records.read_last_lines(path, metrics.read_row)
 
 
 # They may exist before the first step; see `claim`.
@@ -147,30 +152,30 @@ class RunDirectory:
         self.journal = self.path / JOURNAL
         self._config, self._plan, self._lock = (self.path / name for name in (CONFIG, PLAN, LOCK))
 
-    def check(self, config: Config) -> dict[str, Any] | None:
+    def check_identity(self, config: Config) -> dict[str, Any] | None:
         """Return the configuration that the run in this directory had last, as nested dicts; None if it holds no run.
         Raises ConfigError if its files are not a run's, or if its run has another identity than `config`: the message
         names each differing key, and keys freed by `resume.allow` do not count."""
         why = "its config.yaml is not a run's configuration ({}); name another directory"
-        with self.usable(), as_refusal("run.dir", self.path, Malformed, why=why):
-            there = configuration(self.path)
+        with self.refuse_unusable(), refuse_failures("run.dir", self.path, Malformed, why=why):
+            previous_config = read_configuration(self.path)
         cure = "move it away, or name another directory"
-        refuse_all(violation("run.dir", self.path, f"{fault}; {cure}") for fault in faults(self.path))
-        if there is None:
+        refuse_all(format_violation("run.dir", self.path, f"{fault}; {cure}") for fault in find_faults(self.path))
+        if previous_config is None:
             return None
         what = "holds another run; name another directory"
-        refuse_all(violations_of_identity(identity(there), config, "run.dir", self.path, what))
-        return there.to_dict()
+        refuse_all(violations_of_identity(run_identity(previous_config), config, "run.dir", self.path, what))
+        return previous_config.to_dict()
 
-    def finished(self, steps: int, e: Eval) -> int:
+    def find_final_step(self, steps: int, e: Eval) -> int:
         """Return the updates of a run that ended in this directory, else 0; raise ConfigError if it is unreadable."""
-        with self.usable():
-            return finished(self.path, steps, e)
+        with self.refuse_unusable():
+            return find_final_step(self.path, steps, e)
 
-    def orphaned(self) -> int | None:
+    def find_orphan_step(self) -> int | None:
         """Return the last step of a driver that died in this run directory, else None. Raises ConfigError."""
-        with self.usable():
-            return orphaned(self.path)
+        with self.refuse_unusable():
+            return find_orphan_step(self.path)
 
     @contextmanager
     def claim(self, config: Config, plan: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
@@ -181,61 +186,66 @@ class RunDirectory:
 
         Raises ConfigError if the directory cannot be written, another driver is alive, or the identity differs.
         """
-        made, own_logs = missing_directories(self.path), (self.path / "logs").exists()
+        missing_folders, had_logs = list_missing_directories(self.path), (self.path / "logs").exists()
         try:
-            with self.usable():
+            with self.refuse_unusable():
                 self.path.mkdir(0o700, parents=True, exist_ok=True)  # an existing directory keeps its mode
                 (self.path / "logs").mkdir(0o700, exist_ok=True)
                 lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)  # no symlink: it is truncated
         except ConfigError:
-            remove_empty([self.path / "logs", *made])
+            remove_empty_directories([self.path / "logs", *missing_folders])
             raise
         try:
             self._lock_or_refuse(lock)
-            there = self.check(config)  # again: another driver may have written since the first check
-            with self._left_as_found(made, own_logs), _as_they_were(self._config, self._plan):
-                with self.usable():
-                    replace_text(self._config, yaml.safe_dump(redact(config.to_dict()), sort_keys=False))
+            previous_config = self.check_identity(
+                config
+            )  # again: another driver may have written since the first check
+            with (
+                self._clean_up_if_refused(missing_folders, had_logs),
+                _restore_files_if_refused(self._config, self._plan),
+            ):
+                with self.refuse_unusable():
+                    replace_text(self._config, yaml.safe_dump(redact_secrets(config.to_dict()), sort_keys=False))
                     self.write_plan(plan)
-                yield there
+                yield previous_config
         finally:
             os.close(lock)
 
     @contextmanager
-    def _left_as_found(self, made: list[Path], own_logs: bool) -> Iterator[None]:
+    def _clean_up_if_refused(self, missing_folders: list[Path], had_logs: bool) -> Iterator[None]:
         """Remove the run directory's files and directories that this driver created, if a ConfigError ends a run that
-        had not begun before and took no step. `made`: directories that did not exist; `own_logs`: the user already had
-        a folder `logs` there."""
+        had not begun before and took no step. `missing_folders`: directories that did not exist; `had_logs`: the user
+        already had a folder `logs` there."""
         begun = self._config.exists() or self.journal.exists()
         try:
             yield
         except ConfigError:
             metrics = self.path / METRICS
             if not begun and not (metrics.exists() and metrics.stat().st_size):
-                remove_files(self.path, OURS if own_logs else (*OURS, "logs"))
+                remove_files(self.path, OURS if had_logs else (*OURS, "logs"))
                 checkpoints = self.path / "checkpoints"
                 remove_files(checkpoints, [lease.name for lease in checkpoints.glob("lease-*")])
-                remove_empty([checkpoints])
-                remove_empty(made)
+                remove_empty_directories([checkpoints])
+                remove_empty_directories(missing_folders)
             raise
 
     def write_plan(self, plan: dict[str, Any]) -> None:
         """Write the run directory's `plan.json`, the summary of the newest mesh's plan; the journal has each mesh."""
-        replace_text(self._plan, json.dumps(redact(plan), indent=1) + "\n")
+        replace_text(self._plan, json.dumps(redact_secrets(plan), indent=1) + "\n")
 
     def _lock_or_refuse(self, lock: int) -> None:
         """Lock the run directory for this driver, by the open lock file `lock` (a descriptor), or raise ConfigError
         naming the process that holds it. The kernel frees the lock of a process that dies, so no lock is ever stale."""
-        with self.usable():
+        with self.refuse_unusable():
             owner = lock_or_owner(lock)
         if owner:
             constraint = f"in use by {owner}; wait for it, stop it, or name another directory"
-            raise ConfigError(violation("run.dir", self.path, constraint))
+            raise ConfigError(format_violation("run.dir", self.path, constraint))
 
-    def usable(self) -> AbstractContextManager[None]:
+    def refuse_unusable(self) -> AbstractContextManager[None]:
         """Raise ConfigError, for the user, where the run directory cannot be used inside the block."""
         why = "cannot be used ({.strerror}); name a directory that you can write to"
-        return as_refusal("run.dir", self.path, OSError, why=why)
+        return refuse_failures("run.dir", self.path, OSError, why=why)
 
 
 def lock_or_owner(lock: int) -> str:
@@ -244,14 +254,14 @@ def lock_or_owner(lock: int) -> str:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return documents.one_line(os.pread(lock, 1000, 0)) or "another process"
+        return documents.printable_line(os.pread(lock, 1000, 0)) or "another process"
     os.truncate(lock, 0)
     os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     return ""
 
 
 @contextmanager
-def _as_they_were(*files: Path) -> Iterator[None]:
+def _restore_files_if_refused(*files: Path) -> Iterator[None]:
     """Restore the previous contents of `files`, the run's config.yaml and plan.json, if the body raises ConfigError: a
     refused configuration must not stay on disk as the run's own."""
     before = {file: file.read_bytes() if file.is_file() else None for file in files}

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from platform.boundary.redaction import bare_url, known_secrets
-from platform.boundary.refusals import ConfigError, as_refusal, refuse_all, rephrasing, violation
+from platform.boundary.redaction import known_secrets, strip_url_secrets
+from platform.boundary.refusals import ConfigError, format_violation, refuse_all, refuse_failures, rephrase_refusals
 from platform.boundary.schema import Malformed
 from platform.boundary.storage import open_storage
 from platform.checkpoint import catalogue
-from platform.checkpoint.catalogue import read_carried
+from platform.checkpoint.catalogue import read_carried_files
 from platform.checkpoint.manifest import Refused
 from platform.cluster import resources, run_directory
 from platform.cluster.crew.crew import ByRank, Crew
@@ -25,13 +25,13 @@ from platform.cluster.crew.launchers import open_crew
 from platform.config.fields import Config, Model
 from platform.config.groups import Data
 from platform.plan.plan import Plan
-from platform.plan.plan_data import digest
+from platform.plan.plan_data import plan_digest
 from platform.plan.simulate import stage_rows
-from platform.predict.choose_schedule import answering_model, kernel_violations, schedule_of
+from platform.predict.choose_schedule import build_answering_model, build_schedule, violations_of_kernel
 from platform.train import environment_proof
-from platform.weights.importing import initial_weights, keys_of
-from platform.weights.model_folder import CONFIG, GENERATION, SavedModel, beside
-from platform.weights.tensor_names import stored_model
+from platform.weights.importing import keys_of_saved_model, open_initial_weights
+from platform.weights.model_folder import CONFIG, GENERATION, SavedModel, read_companion_files
+from platform.weights.tensor_names import parse_stored_model
 
 
 @contextmanager
@@ -43,24 +43,24 @@ def open_session(
     texts. Raises ConfigError, before any process starts unless only workers can see it; WorkerFailed if one fails."""
     if writes:
         config = replace(config, monitor=replace(config.monitor, sample=1))  # as a run that asks its model
-        answering_model(config)
-    initial_weights(config)
-    places = resources.reserve_workers(config.cluster, plan.mesh.size, say)
-    here = replace(config, cluster=replace(config.cluster, device=places.device))
-    refuse_all(kernel_violations(here, plan))
-    size, schedule = plan.mesh.size, schedule_of(config, plan.replicas)
-    coordinates = [plan.mesh.coordinates(rank) for rank in range(size)]
+        build_answering_model(config)
+    open_initial_weights(config)
+    places = resources.reserve_workers(config.cluster, plan.mesh.world_size, say)
+    placed_config = replace(config, cluster=replace(config.cluster, device=places.device))
+    refuse_all(violations_of_kernel(placed_config, plan))
+    size, schedule = plan.mesh.world_size, build_schedule(config, plan.num_replicas)
+    coordinates = [plan.mesh.rank_coordinates(rank) for rank in range(size)]
     with tempfile.TemporaryDirectory(prefix="answers-") as logs:
         job = Job(config=config, coordinates=coordinates, device=places.device, run_dir=Path(logs),
                   secrets=known_secrets())  # fmt: skip
         with open_crew(resources.crew_kind(config.cluster), job) as crew:
-            crew.seat(job, list(range(size)))
+            crew.seat_members(job, list(range(size)))
             stage_of = list(schedule.placement)
-            crew.call("form", ByRank(range(size)), size, config, crew.store, 1, stage_of, digest(plan))
-            rows = [stage.plain() for stage in stage_rows([schedule])]
-            crew.call("build", ByRank(rows[c["stage"]] for c in coordinates), None, corpus, None, False)
-            if failure := crew.call("begin")[0]:
-                raise ConfigError(violation("CHECKPOINT", config.train.init, failure.reason))
+            crew.call_ranks("form", ByRank(range(size)), size, config, crew.store, 1, stage_of, plan_digest(plan))
+            rows = [stage.encode_rows() for stage in stage_rows([schedule])]
+            crew.call_ranks("build", ByRank(rows[c["stage"]] for c in coordinates), None, corpus, None, False)
+            if failure := crew.call_ranks("begin")[0]:
+                raise ConfigError(format_violation("CHECKPOINT", config.train.init, failure.reason))
             yield crew
 
 
@@ -81,58 +81,58 @@ class TrainedModel:
     files: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
-    def generation(self) -> bytes:
+    def generation_config(self) -> bytes:
         """Return the contents of generation_config.json beside the model's weights, b"" if there is none."""
         return self.files.get(GENERATION, b"")
 
 
-def find_trained(given: str) -> TrainedModel:
-    """Find the trained model that `given` names: the directory of a run, a storage of checkpoints, which stands for its
-    newest, one checkpoint, or a folder that transformers saved; paths or URLs. Only documents are read. Raises
+def find_trained_model(location: str) -> TrainedModel:
+    """Find the trained model that `location` names: the directory of a run, a storage of checkpoints, which stands for
+    its newest, one checkpoint, or a folder that transformers saved; paths or URLs. Only documents are read. Raises
     ConfigError."""
-    url = given if "://" in given else os.path.abspath(os.path.expanduser(given))
+    url = location if "://" in location else os.path.abspath(os.path.expanduser(location))
     local = Path(url)
     if url.endswith(".safetensors"):
-        return _of_folder(url)
+        return _read_saved_model(url)
     if "://" not in url and (local / run_directory.CONFIG).is_file():
-        return _of_checkpoint(_of_run(local))
-    with as_refusal(NAME, bare_url(given), OSError, why="cannot be read: {}"):
-        found = open_storage(url, NAME).list("")
-    if not found:
+        return _read_checkpoint_model(_find_checkpoint_storage(local))
+    with refuse_failures(NAME, strip_url_secrets(location), OSError, why="cannot be read: {}"):
+        entries = open_storage(url, NAME).list_sizes("")
+    if not entries:
         legal = ["a run directory", "a checkpoint's URL", "a folder that transformers saved"]
-        raise ConfigError(violation(NAME, bare_url(given), "there is nothing", legal))
-    return _of_folder(url) if CONFIG in found else _of_checkpoint(url)
+        raise ConfigError(format_violation(NAME, strip_url_secrets(location), "there is nothing", legal))
+    return _read_saved_model(url) if CONFIG in entries else _read_checkpoint_model(url)
 
 
-def _of_run(directory: Path) -> str:
+def _find_checkpoint_storage(directory: Path) -> str:
     """Return the storage in which the run in a directory has its trained model's checkpoints. Raises ConfigError."""
-    with as_refusal(NAME, directory, OSError, Malformed, why="its config.yaml cannot be read ({})"):
-        config = run_directory.configuration(directory)
+    with refuse_failures(NAME, directory, OSError, Malformed, why="its config.yaml cannot be read ({})"):
+        config = run_directory.read_configuration(directory)
         assert config
     config.run.dir = str(directory)
-    return environment_proof.home(config)
+    return environment_proof.find_checkpoint_url(config)
 
 
-def _of_folder(url: str) -> TrainedModel:
+def _read_saved_model(url: str) -> TrainedModel:
     """Return the trained model that transformers saved in the folder at `url`."""
     saved = SavedModel(url, NAME)
-    files, _ = beside(saved, NAME)
+    files, _ = read_companion_files(saved, NAME)
     ends = saved.config.get("eos_token_id")
     if GENERATION not in files and isinstance(ends, list):  # as older models say it
         files[GENERATION] = json.dumps({"eos_token_id": ends}).encode()
-    return TrainedModel(url, Model(**keys_of(saved)), files=files)
+    return TrainedModel(url, Model(**keys_of_saved_model(saved)), files=files)
 
 
-def _of_checkpoint(url: str) -> TrainedModel:
+def _read_checkpoint_model(url: str) -> TrainedModel:
     """Return the trained model in a checkpoint, or in the newest good checkpoint of a storage."""
-    with as_refusal(NAME, bare_url(url), Refused, OSError):
-        storage, name, manifest = catalogue.select(url, NAME, none="holds no checkpoint")
+    with refuse_failures(NAME, strip_url_secrets(url), Refused, OSError):
+        storage, name, manifest = catalogue.select_checkpoint(url, NAME, none="holds no checkpoint")
         identity = manifest.meta.identity
-        files = read_carried(storage, name, manifest)
-    with rephrasing(lambda line: violation(NAME, bare_url(url), line)):
-        model = stored_model(identity)
-    given = identity.get("data")
-    data = Config.from_dict({"data": given}).data if isinstance(given, dict) else None
+        files = read_carried_files(storage, name, manifest)
+    with rephrase_refusals(lambda line: format_violation(NAME, strip_url_secrets(url), line)):
+        model = parse_stored_model(identity)
+    data_keys = identity.get("data")
+    data = Config.from_dict({"data": data_keys}).data if isinstance(data_keys, dict) else None
     return TrainedModel(
         url if url.rstrip("/").endswith(name) else f"{url.rstrip('/')}/{name}", model, data, manifest.meta.seed, files
     )

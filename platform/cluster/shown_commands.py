@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from time import monotonic
 
-from platform.boundary.redaction import REDACTED, redact
+from platform.boundary.redaction import REDACTED, redact_secrets
 from platform.boundary.refusals import typed_command
 from platform.config.fields import Config
 from platform.config.groups import RESUME
@@ -32,63 +32,63 @@ class Command:
     config_dir: str | None = None
     workers: Callable[[Sequence[str]], int] = lambda arguments: 0
 
-    def again(self, override: str = "") -> str:
+    def resume_line(self, override: str = "") -> str:
         """Return the command that continues this run: its own, with `override` (KEY=VALUE, or "") for the same key."""
-        others = [argument for argument in self.arguments if _key(argument) != _key(override)]
-        return self._line([*others, override] if override else others)
+        others = [argument for argument in self.arguments if _argument_key(argument) != _argument_key(override)]
+        return self._format_line([*others, override] if override else others)
 
-    def with_values(self, typed: Sequence[str]) -> str:
+    def line_with_values(self, typed: Sequence[str]) -> str:
         """Return the command that starts this run with other values: `typed` (KEY=VALUE) in place of its own."""
-        return self._line(with_values(self.arguments, typed))
+        return self._format_line(replace_values(self.arguments, typed))
 
-    def other_layout(self, config: Config, workers: int) -> str:
+    def suggest_other_layout(self, config: Config, workers: int) -> str:
         """Return a command line that trains the same model on the same data under another tensor scheme, on `workers`
         workers, and so computes the same numbers, in a run directory of its own; "" if no other scheme fits. Suggested
         to the user at the end of a run."""
         present = config.tensor.scheme
         names = ["1d_sp"] * (present == "1d") + [name for name in _LAYOUTS if name != present]
         for name in dict.fromkeys(names):
-            moved = list(_moved(self.arguments, name))
-            for axes in islice(_sizes(_LAYOUTS[name], prod(config.tensor.axes.values())), _MOST + 1):
+            moved = list(_arguments_for_scheme(self.arguments, name))
+            for axes in islice(_axis_size_overrides(_LAYOUTS[name], prod(config.tensor.axes.values())), _MOST + 1):
                 chosen = [*moved, f"tensor={name}", *axes]
                 if self.workers(chosen) == workers:
-                    return self._line(chosen)
+                    return self._format_line(chosen)
         return ""
 
-    def _line(self, arguments: Iterable[str]) -> str:
+    def _format_line(self, arguments: Iterable[str]) -> str:
         """Format the run's command line with these arguments for the user's shell, quoted, and with secrets hidden."""
-        own = ["--config-dir", self.config_dir] if self.config_dir else []
-        words = [*own, *map(_shown, arguments)]
+        folder_words = ["--config-dir", self.config_dir] if self.config_dir else []
+        words = [*folder_words, *map(_printable_argument, arguments)]
         secret = any(word.endswith(f"={REDACTED}") for word in words)
         return f"{typed_command('launch')} {shlex.join(words)}" + (_SECRET if secret else "")
 
 
-def with_values(arguments: Sequence[str], typed: Sequence[str]) -> list[str]:
+def replace_values(arguments: Sequence[str], typed: Sequence[str]) -> list[str]:
     """Return a run's arguments with others, `typed`, in the place of those for the same keys and groups."""
-    keys = {_key(argument) for argument in typed}
-    return [*(a for a in arguments if not {_key(a), _key(a).partition(".")[0]} & keys), *typed]
+    keys = {_argument_key(argument) for argument in typed}
+    return [*(a for a in arguments if not {_argument_key(a), _argument_key(a).partition(".")[0]} & keys), *typed]
 
 
-def _key(argument: str) -> str:
+def _argument_key(argument: str) -> str:
     """Return the configuration key of an argument of a run's command line, such as "+train.steps=5"."""
     return argument.partition("=")[0].lstrip("+")
 
 
-def _shown(argument: str) -> str:
+def _printable_argument(argument: str) -> str:
     """Return an argument of a run's command line fit to be printed: if it contains a secret, with a reference to the
     environment variable that the secret came from, else with REDACTED as its value."""
-    shown = redact(argument)
+    shown = redact_secrets(argument)
     hidden = REDACTED in shown or "://" in shown
     return argument if shown == argument else f"{argument.partition('=')[0]}={REDACTED}" if hidden else shown
 
 
-def _moved(arguments: Iterable[str], name: str) -> Iterator[str]:
+def _arguments_for_scheme(arguments: Iterable[str], name: str) -> Iterator[str]:
     """Yield a run's command-line arguments, changed for a new run under the tensor scheme `name`: without the tensor
     scheme, with "-NAME" appended to run directory and checkpoint URL, and without checkpoint.resume=auto|must, as there
     is nothing to resume yet."""
     for argument in arguments:
         key, _, value = argument.partition("=")
-        plain = _key(argument)
+        plain = _argument_key(argument)
         if plain in _PLACES:
             address, mark, query = value.partition("?")
             end = len(address.rstrip("/'\""))
@@ -97,7 +97,7 @@ def _moved(arguments: Iterable[str], name: str) -> Iterator[str]:
             yield argument
 
 
-def _sizes(axes: str, workers: int) -> Iterator[list[str]]:
+def _axis_size_overrides(axes: str, workers: int) -> Iterator[list[str]]:
     """Yield command-line overrides of the sizes of a tensor scheme's mesh axes, named by the letters of `axes`, whose
     product is `workers`; first [], which keeps the sizes that the experiment configures."""
     yield []
@@ -135,16 +135,16 @@ class Phases:
         self._start = monotonic() if start is None else start
         self.seconds: dict[str, float] = {}
 
-    def reach(self, phase: str, when: float | None = None) -> None:
+    def reach_phase(self, phase: str, when: float | None = None) -> None:
         """Record that a phase of the run was reached at `when`, a reading of the monotonic clock, by default now."""
         self.seconds.setdefault(phase, (monotonic() if when is None else when) - self._start)
 
-    def event(self, word: str) -> None:
+    def note_event(self, word: str) -> None:
         """Record the phase of the run that an event of its journal begins, if any; `word`: the event's kind."""
         if phase := _EVENTS.get(word):
-            self.reach(phase)
+            self.reach_phase(phase)
 
-    def step(self) -> None:
+    def note_step(self) -> None:
         """Record the time at which the run has committed a training step: the last one, as far as is known."""
         self.seconds["last_step"] = monotonic() - self._start
 

@@ -9,17 +9,17 @@ from functools import lru_cache
 from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any
 
-from platform.boundary.refusals import SHOWN, ConfigError, closest, violation
-from platform.boundary.terminal import printable
-from platform.config.fields import KEYS, Config, flat_values
+from platform.boundary.refusals import SHOWN, ConfigError, closest_values, format_violation
+from platform.boundary.terminal import escape_unprintable
+from platform.config.fields import KEYS, Config, flatten_config
 from platform.config.groups import AUTO
-from platform.config.key import nearest_rhythms
+from platform.config.key import suggest_rhythms
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 
-def rewrite(argument: str) -> str:
+def rewrite_argument(argument: str) -> str:
     """Rewrite a command-line argument as users type it into Hydra's grammar.
 
         experiment=gpt_quick      +experiment=gpt_quick      not in the defaults list
@@ -50,23 +50,23 @@ def rewrite(argument: str) -> str:
     if re.fullmatch(r"(cluster\.(labels|runtime_env)|data\.sources|\w+\.(\w+_)?settings)(\..+)?", name):
         key, argument = f"++{name}", f"++{name}={value}"
     if name == "tensor.layout":
-        return f"{name}={quote(value)}"
-    if _parse(argument):
+        return f"{name}={quote_value(value)}"
+    if _try_parse_override(argument):
         return argument
-    if value[:1] == "[" and value[-1] == "]" and isinstance(flat_values(Config()).get(name), list):
-        return f"{key}=[{','.join(quote(item.strip()) for item in value[1:-1].split(','))}]"
-    return f"{key}={quote(value)}"
+    if value[:1] == "[" and value[-1] == "]" and isinstance(flatten_config(Config()).get(name), list):
+        return f"{key}=[{','.join(quote_value(item.strip()) for item in value[1:-1].split(','))}]"
+    return f"{key}={quote_value(value)}"
 
 
 def _is_registered(group: str, name: str) -> bool:
     """Return True if a user's module registered `name` as a kind of `group`, such as "pipeline": it is a legal value of
     the key `group`.kind, but no YAML file of that group."""
-    kind, files = f"{group}.kind", loader()
+    kind, files = f"{group}.kind", active_config_loader()
     registered = kind in KEYS and name in KEYS[kind].choices and files is not None
     return registered and name not in files.get_group_options(group)
 
 
-def quote(value: str) -> str:
+def quote_value(value: str) -> str:
     """Quote the value of a command-line argument KEY=VALUE as a string in Hydra's grammar, unless it is quoted."""
     if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
         return value
@@ -82,40 +82,40 @@ BASIC = {  # Hydra's plugin groups -> why only `basic` of them is honoured, and 
 }
 
 
-def plugin_refusal(argument: str) -> str:
+def find_plugin_fault(argument: str) -> str:
     """Return why an argument that chooses or configures one of Hydra's launchers or sweepers is refused, "" if it names
     neither, or Hydra's own basic one.
 
-    >>> plugin_refusal("hydra/launcher=basic")
+    >>> find_plugin_fault("hydra/launcher=basic")
     ''
     """
     key, _, value = argument.lstrip("+").partition("=")
-    found = re.match(r"(?:override )?hydra[/.](launcher|sweeper)\b", key)
-    if not found or (key.endswith(found[1]) and value == "basic"):
+    plugin_match = re.match(r"(?:override )?hydra[/.](launcher|sweeper)\b", key)
+    if not plugin_match or (key.endswith(plugin_match[1]) and value == "basic"):
         return ""
-    return f"only Hydra's basic {found[1]} is there: {BASIC[found[1]]}"
+    return f"only Hydra's basic {plugin_match[1]} is there: {BASIC[plugin_match[1]]}"
 
 
 LONGEST = 20_000  # most characters of an argument that is given to Hydra's parser
 DEEPEST = 20  # deepest nesting of brackets in such an argument, those inside quotes included
 
 
-def parse(argument: str) -> Override:
+def parse_argument(argument: str) -> Override:
     """Parse a command-line argument into Hydra's Override. Raises HydraException if its grammar refuses it."""
-    return _grammar(rewrite(argument), loader())
+    return _parse_override(rewrite_argument(argument), active_config_loader())
 
 
-def _parse(argument: str) -> Override | None:
-    """Parse an argument that `rewrite` returned into Hydra's Override; None if Hydra's grammar refuses it."""
+def _try_parse_override(argument: str) -> Override | None:
+    """Parse an argument that `rewrite_argument` returned into Hydra's Override; None if Hydra's grammar refuses it."""
     from hydra.errors import HydraException
 
     try:
-        return _grammar(argument, loader())
+        return _parse_override(argument, active_config_loader())
     except HydraException:
         return None
 
 
-def loader() -> Any:
+def active_config_loader() -> Any:
     """Return Hydra's loader of the YAML files that a command line chooses; None while Hydra is not initialised."""
     from hydra.core.global_hydra import GlobalHydra
 
@@ -124,7 +124,7 @@ def loader() -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _grammar(argument: str, loader: Any) -> Override:
+def _parse_override(argument: str, loader: Any) -> Override:
     """Parse an argument KEY=VALUE in Hydra's grammar; `loader` is Hydra's, which expands a glob(...) over a group's
     files. Raises HydraException also for one that is too long or whose brackets are nested too deep."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -139,7 +139,7 @@ def _grammar(argument: str, loader: Any) -> Override:
         raise HydraException(str(error)) from None
 
 
-def jobs_of(overrides: Sequence[str], multirun: bool) -> list[list[str]]:
+def expand_sweep_jobs(overrides: Sequence[str], multirun: bool) -> list[list[str]]:
     """Return the arguments of each job (run) of a command with the arguments `overrides`: one job without `-m`, which
     sets `multirun`, else Hydra's product of choices, ranges and globs.
 
@@ -147,23 +147,23 @@ def jobs_of(overrides: Sequence[str], multirun: bool) -> list[list[str]]:
     """
     choices = []
     for override in overrides:
-        if multirun and (parsed := _parse(rewrite(override))) and parsed.is_discrete_sweep():
+        if multirun and (parsed := _try_parse_override(rewrite_argument(override))) and parsed.is_discrete_sweep():
             key, values = parsed.get_key_element(), list(parsed.sweep_string_iterator())
             if not values:
                 reason = "a sweep over no value; glob(...) takes the files of a group"
-                raise ConfigError(violation(key, override.partition("=")[2], reason, ["a,b", "range(1,4)"]))
+                raise ConfigError(format_violation(key, override.partition("=")[2], reason, ["a,b", "range(1,4)"]))
             choices.append([f"{key}={value}" for value in values])
         else:
             choices.append([override])
     return [list(job) for job in product(*choices)]
 
 
-def typed_values(arguments: Sequence[str]) -> dict[str, Any]:
+def parse_typed_values(arguments: Sequence[str]) -> dict[str, Any]:
     """Return the configuration keys that the arguments of a command set, with their values; the members of
     `tensor.axes={...}` count as typed too, as `tensor.axes.NAME`."""
     typed: dict[str, Any] = {}
     for argument in arguments:
-        if (parsed := _parse(rewrite(argument))) and not parsed.is_delete():
+        if (parsed := _try_parse_override(rewrite_argument(argument))) and not parsed.is_delete():
             key, value = parsed.key_or_group, parsed.value()
             typed[key] = value
             if key in ("tensor.axes", "branch.axes") and isinstance(value, dict):
@@ -172,10 +172,10 @@ def typed_values(arguments: Sequence[str]) -> dict[str, Any]:
     return typed
 
 
-def experiment_of(arguments: Sequence[str]) -> str | None:
+def find_experiment_name(arguments: Sequence[str]) -> str | None:
     """Return the name of the experiment that the arguments of a run choose, to name its directory: "a", "a+b" for
     `+experiment=[a,b]`, or None if none is chosen."""
-    value = typed_values(arguments).get("experiment")
+    value = parse_typed_values(arguments).get("experiment")
     names = [str(name) for name in (value if isinstance(value, list) else [value]) if name]
     return "+".join(names).replace("/", "_") or None
 
@@ -190,67 +190,71 @@ def translate_error(argument: str, error: Exception) -> str:
     text = str(error) + (f"\n{error.__cause__}" if error.__cause__ else "")
     if option := re.search(r"Could not (?:find|load) '(.+)/(.*?)'", text):
         group, name = option.groups()
-        legal = loader().get_group_options(group)
+        legal = active_config_loader().get_group_options(group)
         kind = f"{group}.kind"
         registered = [f"{kind}={name} where a module in extend=[MODULE] registers it"]
-        legal = [*closest(name, legal), *(registered if kind in KEYS and KEYS[kind].open else [])]
-        return violation(group, name, "unknown", legal)
+        legal = [*closest_values(name, legal), *(registered if kind in KEYS and KEYS[kind].open else [])]
+        return format_violation(group, name, "unknown", legal)
     if re.search("Error parsing override|Lexer|mismatched input|extraneous input|no viable", text) or key.startswith(
         "~"
     ):
-        return printable(f"{argument[:SHOWN]}: must be KEY=VALUE; nearest legal: +experiment=NAME, train.steps=100")
+        return escape_unprintable(
+            f"{argument[:SHOWN]}: must be KEY=VALUE; nearest legal: +experiment=NAME, train.steps=100"
+        )
     if "Ambiguous value" in text or "requires --multirun" in text:
-        return violation(key, value, "several values: a sweep needs -m, a list is written [a,b]")
+        return format_violation(key, value, "several values: a sweep needs -m, a list is written [a,b]")
 
     if plugin := re.search(r"(hydra/(?:launcher|sweeper))=(\S+)", text):
-        return violation(plugin[1], plugin[2], plugin_refusal(f"{plugin[1]}={plugin[2]}"), ["basic"])
-    place = re.search(r"(?m)full_key: (\S+)|Could not override '(\S+)'|^([^\s=]+)=.*: unknown key", text)
-    where = next(filter(None, place.groups()), key) if place else key
-    within = "" if where.split("[")[0] == key.split("@")[0] else f"{where}: "  # the chosen file has the mistake
+        return format_violation(plugin[1], plugin[2], find_plugin_fault(f"{plugin[1]}={plugin[2]}"), ["basic"])
+    key_match = re.search(r"(?m)full_key: (\S+)|Could not override '(\S+)'|^([^\s=]+)=.*: unknown key", text)
+    refused_key = next(filter(None, key_match.groups()), key) if key_match else key
+    key_prefix = (
+        "" if refused_key.split("[")[0] == key.split("@")[0] else f"{refused_key}: "
+    )  # the chosen file has the mistake
     if key == "hardware":
         constraint = f"no key of a run: --hardware {value} of python -m platform.plan, or cluster.hardware={value}"
-        return violation(key, value, constraint)
-    if single := isinstance(flat_values(Config()).get(key.rpartition(".")[0]), str | int):  # has no keys inside
-        where, within = key, ""
+        return format_violation(key, value, constraint)
+    if single := isinstance(flatten_config(Config()).get(key.rpartition(".")[0]), str | int):  # has no keys inside
+        refused_key, key_prefix = key, ""
     if single or re.search(r"' not in '|is not in struct|unknown key|Could not override", text):
-        return violation(key, value, f"{within}unknown key", _similar_keys(where))
+        return format_violation(key, value, f"{key_prefix}unknown key", _similar_keys(refused_key))
     if "incompatible with type hint 'Union[int, str]'" in text:
-        legal = nearest_rhythms(value) if where == "checkpoint.every" else [*_default(where), AUTO]
-        return violation(key, value, within + KEYS[where].constraint, legal)
+        legal = suggest_rhythms(value) if refused_key == "checkpoint.every" else [*_suggest_default(refused_key), AUTO]
+        return format_violation(key, value, key_prefix + KEYS[refused_key].constraint, legal)
     if "is not a valid bool" in text:
-        return violation(key, value, f"{within}must be true or false", ["true", "false"])
-    if wrong := re.search(r"Value '(.*)' of type '(\w+)' could not be converted to (\w+)", text, re.S):
-        given, kind, wanted = wrong.groups()
-        whole = (kind, wanted) == ("float", "Integer") and float(given).is_integer()
-        legal = [str(int(float(given)))] if whole else _default(where)
-        return violation(key, value, f"{within}must be {_KINDS.get(wanted, wanted)}", legal)
+        return format_violation(key, value, f"{key_prefix}must be true or false", ["true", "false"])
+    if conversion := re.search(r"Value '(.*)' of type '(\w+)' could not be converted to (\w+)", text, re.S):
+        value_text, kind, type_name = conversion.groups()
+        is_whole_number = (kind, type_name) == ("float", "Integer") and float(value_text).is_integer()
+        legal = [str(int(float(value_text)))] if is_whole_number else _suggest_default(refused_key)
+        return format_violation(key, value, f"{key_prefix}must be {_KINDS.get(type_name, type_name)}", legal)
     if re.search("is not Optional|Missing mandatory value|Incompatible value 'None'", text):
-        return violation(key, value, f"{within}must be given", _default(where))
+        return format_violation(key, value, f"{key_prefix}must be given", _suggest_default(refused_key))
     if re.search(r"Cannot assign .* to Dict\[", text):
-        return violation(key, value, f"{within}must be keys with values", [f"{key}.NAME=VALUE"])
+        return format_violation(key, value, f"{key_prefix}must be keys with values", [f"{key}.NAME=VALUE"])
     if "is not a ListConfig" in text:
-        return violation(key, value, f"{within}must be a list", [f"[{value}]"])
+        return format_violation(key, value, f"{key_prefix}must be a list", [f"[{value}]"])
     if isinstance(error, RecursionError):
-        return violation(key, value, "includes itself, or holds itself")
+        return format_violation(key, value, "includes itself, or holds itself")
     if "group override must be a string" in text or "can only concatenate" in text or "sequence item" in text:
-        return violation(key, value, "must be a name, or a list of names")
-    first = text.split("\n    full_key")[0].removeprefix(f"Error merging override {rewrite(argument)}")
-    return violation(key, value, within + " ".join(first.split()))
+        return format_violation(key, value, "must be a name, or a list of names")
+    first_line = text.split("\n    full_key")[0].removeprefix(f"Error merging override {rewrite_argument(argument)}")
+    return format_violation(key, value, key_prefix + " ".join(first_line.split()))
 
 
-def _default(key: str) -> list[Any]:
+def _suggest_default(key: str) -> list[Any]:
     """Return a key's default as a list of one value to suggest for a refused argument; [] without any."""
-    value = flat_values(Config()).get(key)
+    value = flatten_config(Config()).get(key)
     return [value] if value or value == 0 else []
 
 
 def _similar_keys(key: str) -> list[str]:
     """Return up to three configuration keys or groups that the user may have meant by the unknown `key` of an argument:
     similar as a whole, or in their last part."""
-    group, _, part = key.partition(".")
-    if group in ("tensor", "branch") and get_close_matches(part.partition(".")[0], ["axes"]) and "." in part:
-        return [f"{group}.axes.{part.rpartition('.')[2]}"]  # an axis may have any name
-    known = [*vars(Config()), *flat_values(Config())]
-    whole = get_close_matches(key, known, n=3, cutoff=0.7)
-    ends = get_close_matches(key.split(".")[-1], {name.split(".")[-1] for name in known}, n=3, cutoff=0.7)
-    return list(dict.fromkeys([*whole, *(name for name in known if name.split(".")[-1] in ends)]))[:3]
+    group, _, key_rest = key.partition(".")
+    if group in ("tensor", "branch") and get_close_matches(key_rest.partition(".")[0], ["axes"]) and "." in key_rest:
+        return [f"{group}.axes.{key_rest.rpartition('.')[2]}"]  # an axis may have any name
+    known = [*vars(Config()), *flatten_config(Config())]
+    similar_names = get_close_matches(key, known, n=3, cutoff=0.7)
+    similar_ends = get_close_matches(key.split(".")[-1], {name.split(".")[-1] for name in known}, n=3, cutoff=0.7)
+    return list(dict.fromkeys([*similar_names, *(name for name in known if name.split(".")[-1] in similar_ends)]))[:3]

@@ -13,9 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from platform.boundary.redaction import register_secrets, register_url_secrets
-from platform.boundary.refusals import ConfigError, violation
-from platform.boundary.schema import texts
-from platform.config.arguments import NOT_OURS, loader, parse, plugin_refusal, quote, rewrite
+from platform.boundary.refusals import ConfigError, format_violation
+from platform.boundary.schema import iterate_texts
+from platform.config.arguments import (
+    NOT_OURS,
+    active_config_loader,
+    find_plugin_fault,
+    parse_argument,
+    quote_value,
+    rewrite_argument,
+)
 from platform.config.fields import KEYS, Config
 
 if TYPE_CHECKING:
@@ -31,7 +38,7 @@ DEEPEST = 30  # levels of nested mappings and lists
 TOO_DEEP = f"it is nested deeper than {DEEPEST}, or holds itself"
 
 
-def register() -> str:
+def register_own_files() -> str:
     """Register `OwnFiles` with Hydra, a source that reads a user's YAML files (`own://` paths) within bounds; return
     the scheme "own"."""
     from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -49,7 +56,7 @@ def register() -> str:
         def load_config(self, config_path: str) -> ConfigResult:
             """Load a YAML file of the user for Hydra. Raises ConfigLoadError if it is too large, too deep or no map."""
             path = os.path.realpath(os.path.join(self.path, self._normalize_file_name(config_path)))
-            if reason := unreadable(path):
+            if reason := find_yaml_fault(path):
                 raise ConfigLoadError(reason)
             return super().load_config(config_path)
 
@@ -57,7 +64,7 @@ def register() -> str:
     return SCHEME
 
 
-def unreadable(path: str) -> str:
+def find_yaml_fault(path: str) -> str:
     """Return why the YAML file of a user at `path` must not be given to Hydra: too large, too deep, not UTF-8, no map;
     "" if it may be. Raises yaml.YAMLError if it is not YAML."""
     import yaml
@@ -71,7 +78,7 @@ def unreadable(path: str) -> str:
         with open(path, encoding="utf-8") as file:
             text = file.read()
         events = yaml.parse(text, Loader=get_yaml_loader())
-        if any(depth > DEEPEST for depth in accumulate(map(_nesting, events))):
+        if any(depth > DEEPEST for depth in accumulate(map(_nesting_change, events))):
             return TOO_DEEP
         values = yaml.load(text, Loader=get_yaml_loader())
     except UnicodeDecodeError as error:
@@ -80,31 +87,31 @@ def unreadable(path: str) -> str:
         return f"it cannot be read ({error.strerror})"
     if values is not None and not isinstance(values, dict):
         return f"it holds a {type(values).__name__}, not keys with values"
-    return _too_much(values)
+    return _find_extent_fault(values)
 
 
-def _nesting(event: Any) -> int:
+def _nesting_change(event: Any) -> int:
     """Return by how much an event in parsing a user's YAML file changes the depth of nesting: 1, -1 or 0."""
     from yaml.events import CollectionEndEvent, CollectionStartEvent
 
     return isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
 
 
-def _too_much(values: Any) -> str:
+def _find_extent_fault(values: Any) -> str:
     """Return why the plain data of a user's YAML file has too many values or is nested too deep; "" if not. An object
     counts once per place it occurs in."""
-    left, count = [(values, 0)], 0
-    while left:
-        value, depth = left.pop()
+    pending, count = [(values, 0)], 0
+    while pending:
+        value, depth = pending.pop()
         count += 1
         if depth > DEEPEST:
             return TOO_DEEP
         if count > MOST_VALUES:
             return f"it holds more than {MOST_VALUES} values"
         if isinstance(value, dict):
-            left += [(part, depth + 1) for part in value.values()]
+            pending += [(part, depth + 1) for part in value.values()]
         elif isinstance(value, list | tuple | set):
-            left += [(part, depth + 1) for part in value]
+            pending += [(part, depth + 1) for part in value]
     return ""
 
 
@@ -122,20 +129,20 @@ _read: dict[str, str] = {}  # value -> the reference that read it
 
 def watch_environment() -> None:
     """Replace OmegaConf's resolver of `${oc.env:NAME}` in configurations with one that remembers the values it reads,
-    so that `resolve` can register them as secrets."""
+    so that `resolve_references` can register them as secrets."""
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc
 
-    def env(name: str, *default: Any) -> Any:
+    def read_environment_variable(name: str, *default: Any) -> Any:
         """Return an environment variable for `${oc.env:NAME}`, and remember its value, which may be a secret."""
         if name in os.environ:
             _read[os.environ[name]] = f"${{oc.env:{name}}}"
         return oc.env(name, *default)
 
-    OmegaConf.register_new_resolver("oc.env", env, replace=True)
+    OmegaConf.register_new_resolver("oc.env", read_environment_variable, replace=True)
 
 
-def resolve(composed: Any) -> dict[str, Any]:
+def resolve_references(composed: Any) -> dict[str, Any]:
     """Resolve the references `${...}` in a configuration that Hydra composed, and return it as nested plain data.
     Values that a resolver, such as `${oc.env:NAME}`, read from outside the configuration into a text become secrets:
     they are registered for redaction.
@@ -150,18 +157,18 @@ def resolve(composed: Any) -> dict[str, Any]:
     except Exception:
         register_secrets({value: shown for value, shown in _read.items() if not _is_word(value)})
         raise
-    for key, raw, value in _pairs(OmegaConf.to_container(composed, resolve=False), values, ""):
-        for text in texts(value):
+    for key, raw, value in _find_references(OmegaConf.to_container(composed, resolve=False), values, ""):
+        for text in iterate_texts(value):
             if key in KEYS and text in KEYS[key].choices:
                 continue
-            found = {secret: shown for secret, shown in _read.items() if secret and secret in text}
+            secrets = {secret: shown for secret, shown in _read.items() if secret and secret in text}
             register_secrets(
-                found or ({text: raw} if _reads(raw) else {})
+                secrets or ({text: raw} if _has_outside_reference(raw) else {})
             )  # the whole text if, say, a resolver decoded it
     return {str(key): value for key, value in values.items()}
 
 
-def _reads(raw: str) -> bool:
+def _has_outside_reference(raw: str) -> bool:
     """Return True if `raw`, a value with references `${...}` as written, reads something outside the configuration; an
     unset environment variable, in whose place its default is taken, does not count."""
     names = {*_RESOLVER.findall(raw)} - _HARMLESS
@@ -174,15 +181,15 @@ def _is_word(text: str) -> bool:
     return bool(re.fullmatch(r"[-+.\deE_]+", text)) or any(text in key.choices for key in KEYS.values())
 
 
-def _pairs(raw: Any, value: Any, key: str) -> Iterator[tuple[str, str, Any]]:
+def _find_references(raw: Any, value: Any, key: str) -> Iterator[tuple[str, str, Any]]:
     """Yield (key, value as written, resolved value) for every value of a configuration that contains a reference
     `${...}`. `raw` and `value` are its parts at `key` before and after resolution."""
     if isinstance(raw, dict) and isinstance(value, dict):
         for name, part in raw.items():
-            yield from _pairs(part, value.get(name), f"{key}.{name}" if key else str(name))
+            yield from _find_references(part, value.get(name), f"{key}.{name}" if key else str(name))
     elif isinstance(raw, list) and isinstance(value, list):
         for part, item in zip(raw, value, strict=True):
-            yield from _pairs(part, item, key)
+            yield from _find_references(part, item, key)
     elif isinstance(raw, str) and "${" in raw:
         yield key, raw, value
 
@@ -204,18 +211,20 @@ def open_composer(config_dir: str | None, stored: Mapping[str, Any] | None = Non
     from hydra.core.config_store import ConfigStore
 
     if config_dir is not None and not os.path.isdir(config_dir):
-        raise ConfigError(violation("--config-dir", config_dir, "no such directory", ["an existing directory"]))
+        raise ConfigError(format_violation("--config-dir", config_dir, "no such directory", ["an existing directory"]))
     store = ConfigStore.instance()
     if "schema.yaml" not in store.repo:
         store.store(name="schema", node=Config)
     watch_environment()
-    scheme = register()
-    own = [f"hydra.searchpath=[{quote(f'{scheme}://{os.path.abspath(config_dir)}')}]"] if config_dir else []
+    scheme = register_own_files()
+    search_path_arguments = (
+        [f"hydra.searchpath=[{quote_value(f'{scheme}://{os.path.abspath(config_dir)}')}]"] if config_dir else []
+    )
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        yield Composer(own, stored or {})
+        yield Composer(search_path_arguments, stored or {})
 
 
-def user_errors() -> tuple[type[Exception], ...]:
+def list_user_errors() -> tuple[type[Exception], ...]:
     """Return the exception types that Hydra, OmegaConf and YAML raise for mistakes of a user in arguments or
     configuration files."""
     from hydra.errors import HydraException
@@ -232,41 +241,42 @@ class Composer:
     the user's folder of YAML files to Hydra's search path, if any. `stored`: a whole configuration that takes the place
     of the files, but for the groups of which an argument chooses another."""
 
-    def __init__(self, own: Sequence[str], stored: Mapping[str, Any]):
-        """Prepare to compose configurations with Hydra's argument for the user's `own` folder, over a `stored` one."""
-        self.own, self.stored = list(own), stored
+    def __init__(self, search_path_arguments: Sequence[str], stored: Mapping[str, Any]):
+        """Prepare to compose configurations with Hydra's argument for the user's `search_path_arguments` folder, over a
+        `stored` one."""
+        self.own, self.stored = list(search_path_arguments), stored
         self._options: dict[str, list[str]] = {}  # group -> its options; [] if it is no group
         self._chosen: dict[tuple[str, ...], DictConfig] = {}  # choices -> composed files, as jobs of a sweep share them
         self._swept: dict[tuple[str, ...], dict[str, str]] = {}  # choices -> what those files say to sweep over
 
-    def load(self, arguments: Sequence[str]) -> tuple[Config, list[str], RefusedArguments]:
+    def compose_arguments(self, arguments: Sequence[str]) -> tuple[Config, list[str], RefusedArguments]:
         """Compose the configuration of command-line arguments. Return it, the arguments that it accepts, in order, and
         the refused ones, each with the error that it raised."""
-        choices, values, refused = self._sorted(arguments)
-        base, chosen, no_choices = _accepted(self._choose, choices)
-        config, given, no_values = _accepted(lambda some: _with_values(base, some), values)
+        choices, values, refused = self._classify_arguments(arguments)
+        base, chosen, no_choices = _accept_arguments(self._compose_choices, choices)
+        config, accepted_values, no_values = _accept_arguments(lambda some: _apply_values(base, some), values)
         order = {argument: number for number, argument in enumerate(arguments)}
-        wrong = sorted([*refused, *no_choices, *no_values], key=lambda pair: order[pair[0]])
-        return config, sorted([*chosen, *given], key=order.__getitem__), wrong
+        refused_arguments = sorted([*refused, *no_choices, *no_values], key=lambda pair: order[pair[0]])
+        return config, sorted([*chosen, *accepted_values], key=order.__getitem__), refused_arguments
 
-    def swept(self, arguments: Sequence[str]) -> list[str]:
+    def find_sweep_arguments(self, arguments: Sequence[str]) -> list[str]:
         """Return the arguments that a sweep, `-m`, gets from files (hydra.sweeper.params), such as "seed=1,2": for the
         keys that `arguments` do not set; [] if `arguments` are refused, which planning their jobs reports."""
         typed = {argument.lstrip("+").partition("=")[0] for argument in arguments}
-        with suppress(*user_errors()):
-            plain = [a for a in arguments if not parse(a).is_sweep_override()]
-            choices, _, _ = self._sorted(plain)
-            self._choose(choices)
+        with suppress(*list_user_errors()):
+            plain = [a for a in arguments if not parse_argument(a).is_sweep_override()]
+            choices, _, _ = self._classify_arguments(plain)
+            self._compose_choices(choices)
             return [f"{key}={values}" for key, values in self._swept[tuple(choices)].items() if key not in typed]
         return []
 
-    def options(self, group: str) -> list[str]:
+    def list_options(self, group: str) -> list[str]:
         """Return the names of the YAML files in a group, such as "tensor"; [] if there is no such group."""
         if group not in self._options:
-            self._options[group] = loader().repository.get_group_options(group)
+            self._options[group] = active_config_loader().repository.get_group_options(group)
         return self._options[group]
 
-    def _sorted(self, arguments: Sequence[str]) -> tuple[list[str], list[str], RefusedArguments]:
+    def _classify_arguments(self, arguments: Sequence[str]) -> tuple[list[str], list[str], RefusedArguments]:
         """Return the arguments that choose YAML files (tensor=3d), the arguments that set values (train.steps=4), and
         the arguments refused as neither, with their errors."""
         from hydra.errors import HydraException
@@ -276,64 +286,69 @@ class Composer:
         refused: RefusedArguments = []
         for argument in arguments:
             try:
-                parsed = parse(argument)
+                parsed = parse_argument(argument)
                 if parsed.is_hydra_override():  # nothing else reads Hydra's own configuration
-                    if parsed.value() == "basic" and not plugin_refusal(argument):
+                    if parsed.value() == "basic" and not find_plugin_fault(argument):
                         continue
-                    raise HydraException(plugin_refusal(argument) or NOT_OURS)
+                    raise HydraException(find_plugin_fault(argument) or NOT_OURS)
                 if not parsed.key_or_group:
                     raise HydraException("Error parsing override")
-                group = bool(self.options(parsed.key_or_group)) and not isinstance(parsed.value(), dict)
+                group = bool(self.list_options(parsed.key_or_group)) and not isinstance(parsed.value(), dict)
                 if parsed.is_sweep_override() or parsed.package is not None:
                     group = True  # composing raises Hydra's own error for these
-            except user_errors() as error:
+            except list_user_errors() as error:
                 refused.append((argument, error))
                 continue
             (choices if group else values).append(argument)
         return choices, values, refused
 
-    def _choose(self, choices: Sequence[str]) -> DictConfig:
+    def _compose_choices(self, choices: Sequence[str]) -> DictConfig:
         """Compose the YAML files that the arguments `choices` choose, and the stored configuration over them, into one
-        configuration; the same choices are composed once. Raises any of `user_errors`."""
+        configuration; the same choices are composed once. Raises any of `list_user_errors`."""
         from omegaconf import OmegaConf
 
         key = tuple(choices)
         if key not in self._chosen:
-            arguments = tuple(rewrite(a) for a in (*self.own, *choices))
+            arguments = tuple(rewrite_argument(a) for a in (*self.own, *choices))
             # The user's own files may change while a process runs, and so may what ${oc.env:X} is.
             changing = self.own or any("${" in argument for argument in arguments)
-            found, self._swept[key] = _composed(arguments) if changing else deepcopy(_shipped(arguments, _stamps()))
-            chosen = {parse(choice).key_or_group for choice in choices}
-            found.merge_with({group: values for group, values in self.stored.items() if group not in chosen})
-            _plain(found)
-            OmegaConf.set_struct(found, True)
-            self._chosen[key] = found
+            composition, self._swept[key] = (
+                _compose_files(arguments)
+                if changing
+                else deepcopy(_compose_shipped_files(arguments, _read_file_times()))
+            )
+            chosen = {parse_argument(choice).key_or_group for choice in choices}
+            composition.merge_with({group: values for group, values in self.stored.items() if group not in chosen})
+            _build_config(composition)
+            OmegaConf.set_struct(composition, True)
+            self._chosen[key] = composition
         return self._chosen[key]
 
 
-def _composed(arguments: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
+def _compose_files(arguments: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
     """Compose the YAML files that Hydra's `arguments` choose into one configuration; return it, open to new keys, and
-    what the files say to sweep over. Raises any of `user_errors`."""
+    what the files say to sweep over. Raises any of `list_user_errors`."""
     import hydra
     from omegaconf import OmegaConf
 
-    found = hydra.compose("config", list(arguments), return_hydra_config=True)
-    OmegaConf.set_struct(found, False)  # axes of the stored configuration are new keys
-    return found, _basic_sweep(found.pop("hydra"))
+    composition = hydra.compose("config", list(arguments), return_hydra_config=True)
+    OmegaConf.set_struct(composition, False)  # axes of the stored configuration are new keys
+    return composition, _read_basic_sweep(composition.pop("hydra"))
 
 
 @lru_cache(maxsize=64)
-def _shipped(arguments: tuple[str, ...], stamps: tuple[int, ...]) -> tuple[DictConfig, dict[str, str]]:
-    """Compose YAML files of conf/ once per process, as Hydra takes long. `stamps`: their times of change, `_stamps`."""
-    return _composed(arguments)
+def _compose_shipped_files(arguments: tuple[str, ...], stamps: tuple[int, ...]) -> tuple[DictConfig, dict[str, str]]:
+    """Compose YAML files of conf/ once per process, as Hydra takes long. `stamps`: their times of change,
+    `_read_file_times`."""
+    return _compose_files(arguments)
 
 
-def _stamps() -> tuple[int, ...]:
+def _read_file_times() -> tuple[int, ...]:
     """Return when each YAML file of conf/, from which configurations are composed, was changed, in order of name."""
     return tuple(os.stat(file).st_mtime_ns for file in sorted(CONF.rglob("*.yaml")))
 
 
-def _basic_sweep(hydra: DictConfig) -> dict[str, str]:
+def _read_basic_sweep(hydra: DictConfig) -> dict[str, str]:
     """Return hydra.sweeper.params of a composed configuration of Hydra's own: key -> values to sweep over. Raises
     ConfigError if the files choose another launcher or sweeper than Hydra's basic one."""
     for plugin in ("launcher", "sweeper"):
@@ -343,42 +358,42 @@ def _basic_sweep(hydra: DictConfig) -> dict[str, str]:
     return {str(key): str(values) for key, values in (hydra.sweeper.params or {}).items()}
 
 
-def _accepted(make: Callable[[list[str]], T], arguments: list[str]) -> tuple[T, list[str], RefusedArguments]:
-    """Find the command-line arguments that `make`, which composes a configuration from a list of them, accepts; return
-    its result for these, these, and the refused ones with the errors (`user_errors`) that it raised.
+def _accept_arguments(compose: Callable[[list[str]], T], arguments: list[str]) -> tuple[T, list[str], RefusedArguments]:
+    """Find the command-line arguments that `compose`, which composes a configuration from a list of them, accepts;
+    return its result for these, these, and the refused ones with the errors (`list_user_errors`) that it raised.
 
     Each argument is tried after those before it, but only if they are not accepted all at once.
     """
-    with suppress(*user_errors()):
-        return make(arguments), arguments, []
+    with suppress(*list_user_errors()):
+        return compose(arguments), arguments, []
     accepted: list[str] = []
     refused: RefusedArguments = []
     for argument in arguments:
         try:
-            make([*accepted, argument])
+            compose([*accepted, argument])
             accepted.append(argument)
-        except user_errors() as error:
+        except list_user_errors() as error:
             refused.append((argument, error))
-    return make(accepted), accepted, refused
+    return compose(accepted), accepted, refused
 
 
-def _with_values(base: DictConfig, values: Sequence[str]) -> Config:
+def _apply_values(base: DictConfig, values: Sequence[str]) -> Config:
     """Apply the arguments `values` (KEY=VALUE) to a copy of the composed files `base`, as Hydra does, and convert the
-    result to a Config. Raises any of `user_errors`."""
+    result to a Config. Raises any of `list_user_errors`."""
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
     config = deepcopy(base)
     for argument in values:
-        ConfigLoaderImpl._apply_overrides_to_config([parse(argument)], config)
-    return _plain(config)
+        ConfigLoaderImpl._apply_overrides_to_config([parse_argument(argument)], config)
+    return _build_config(config)
 
 
-def _plain(config: DictConfig) -> Config:
+def _build_config(config: DictConfig) -> Config:
     """Convert a configuration that Hydra composed to a Config, with references resolved and the secrets in URLs
     registered for redaction.
 
-    Raises any of `user_errors`: an unknown key, an interpolation of a missing key, a value left as ???.
+    Raises any of `list_user_errors`: an unknown key, an interpolation of a missing key, a value left as ???.
     """
-    values = resolve(config)
+    values = resolve_references(config)
     register_url_secrets(values)
     return Config.from_dict(values)

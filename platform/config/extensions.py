@@ -17,10 +17,26 @@ from operator import attrgetter, or_
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from platform.boundary.refusals import ConfigError, OwnCodeError, as_refusal, closest, own_code, refuse_all, violation
-from platform.boundary.schema import LARGEST, fits
-from platform.config.fields import KEYS, Config, allow, loss_of, objective_of, shown_value, violations_of_value
-from platform.config.key import WORDS, Key, type_in_words
+from platform.boundary.refusals import (
+    ConfigError,
+    OwnCodeError,
+    closest_values,
+    format_violation,
+    guard_own_code,
+    refuse_all,
+    refuse_failures,
+)
+from platform.boundary.schema import LARGEST, fits_type
+from platform.config.fields import (
+    KEYS,
+    Config,
+    allow_choice,
+    describe_value,
+    training_loss_name,
+    training_objective_name,
+    violations_of_value,
+)
+from platform.config.key import WORDS, Key, describe_type
 from platform.config.moved_imports import find_moved
 
 OWN_SETTINGS: dict[tuple[str, str], type] = {}  # (key, registered name) -> dataclass of its settings
@@ -28,7 +44,7 @@ OWN_SETTINGS: dict[tuple[str, str], type] = {}  # (key, registered name) -> data
 _NAMES = "model.kind data.kind data.objective train.loss optimizer.kind optimizer.schedule pipeline.kind"
 CHOSEN: dict[str, Callable[[Config], str]] = {  # key -> name of the function that a configuration chooses
     **{key: attrgetter(key) for key in _NAMES.split()},
-    **{"data.objective": objective_of, "train.loss": loss_of},
+    **{"data.objective": training_objective_name, "train.loss": training_loss_name},
 }
 _ANY = Key("", most=LARGEST)  # of a setting that declares no more than its type
 
@@ -41,7 +57,7 @@ class Setting(NamedTuple):
     default: Any
 
 
-class _Given(NamedTuple):
+class _ChosenSettings(NamedTuple):
     """Settings in a configuration: the key that holds them, and the key and name of the function that they are of."""
 
     place: str
@@ -60,32 +76,32 @@ def settings_key(key: str) -> str:
     return f"{group}.settings" if name == "kind" else f"{group}.{name}_settings"
 
 
-def admit(key: str, name: str, settings: type | None, *functions: Any) -> None:
-    """Add `name`, of a user's function, to the legal values of a configuration key, as `platform.config.fields.allow`
-    does, with the dataclass of its settings, if it has some. Raises ConfigError for settings that are no dataclass of
-    plain values."""
-    allow(key, name, *functions)
+def register_own_function(key: str, name: str, settings: type | None, *functions: Any) -> None:
+    """Add `name`, of a user's function, to the legal values of a configuration key, as
+    `platform.config.fields.allow_choice` does, with the dataclass of its settings, if it has some. Raises ConfigError
+    for settings that are no dataclass of plain values."""
+    allow_choice(key, name, *functions)
     OWN_SETTINGS.pop((key, name), None)
     if settings is None:
         return
     if not (isinstance(settings, type) and is_dataclass(settings)):
         raise ConfigError(
-            violation(key, name, f"its settings are {shown_value(settings)}, where a dataclass is needed")
+            format_violation(key, name, f"its settings are {describe_value(settings)}, where a dataclass is needed")
         )
-    for field, setting in _declared(settings).items():
-        if not _is_plain(setting.hint):
+    for field, setting in _read_declared_settings(settings).items():
+        if not _is_plain_type(setting.hint):
             constraint = "no type of a setting: text, numbers, true or false, choices, lists and maps of texts are"
-            raise ConfigError(violation(f"{settings_key(key)}.{field}", setting.hint, constraint))
+            raise ConfigError(format_violation(f"{settings_key(key)}.{field}", setting.hint, constraint))
     OWN_SETTINGS[key, name] = settings
 
 
-def with_settings(function: Callable[..., Any], key: str, name: str, values: Mapping[str, Any]) -> Callable[..., Any]:
+def bind_settings(function: Callable[..., Any], key: str, name: str, values: Mapping[str, Any]) -> Callable[..., Any]:
     """Return the user's function registered as `name` with its argument `settings` given: `values`, from a
     configuration, and defaults. Raises ConfigError for illegal settings."""
     if (kind := OWN_SETTINGS.get((key, name))) is None:
         return function
-    refuse_all(_violations_of_settings(_Given(settings_key(key), key, name, dict(values))))
-    return partial(function, settings=_made(kind, values))
+    refuse_all(_violations_of_chosen_settings(_ChosenSettings(settings_key(key), key, name, dict(values))))
+    return partial(function, settings=_construct_settings(kind, values))
 
 
 def complete_settings(config: Config, typed: Mapping[str, Any]) -> None:
@@ -94,58 +110,75 @@ def complete_settings(config: Config, typed: Mapping[str, Any]) -> None:
     for source in config.data.sources.values():
         if isinstance(source, dict) and ("data.kind", source.get("kind")) in OWN_SETTINGS:
             source.setdefault("settings", {})
-    for given in _given(config):
-        kind, group = OWN_SETTINGS.get((given.key, given.name)), given.key.split(".")[0]
-        other = typed.keys() & {given.key, group} and not any(f"{key}.".startswith(f"{given.place}.") for key in typed)
+    for chosen_settings in _find_chosen_settings(config):
+        kind, group = OWN_SETTINGS.get((chosen_settings.key, chosen_settings.name)), chosen_settings.key.split(".")[0]
+        is_other_function = typed.keys() & {chosen_settings.key, group} and not any(
+            f"{key}.".startswith(f"{chosen_settings.place}.") for key in typed
+        )
         if kind is None:
-            kept = {} if other else dict(given.values)
+            complete_values = {} if is_other_function else dict(chosen_settings.values)
         else:
-            known = _declared(kind)
-            usual = {name: setting.default for name, setting in known.items() if setting.default is not MISSING}
-            kept = {name: value for name, value in given.values.items() if name in known or not other}
-            kept = {n: _as(known[n].hint, v) if n in known else v for n, v in (usual | kept).items()}
-        given.values.clear()
-        given.values.update(kept)
+            known = _read_declared_settings(kind)
+            default_values = {
+                name: setting.default for name, setting in known.items() if setting.default is not MISSING
+            }
+            complete_values = {
+                name: value for name, value in chosen_settings.values.items() if name in known or not is_other_function
+            }
+            complete_values = {
+                n: _convert_value(known[n].hint, v) if n in known else v
+                for n, v in (default_values | complete_values).items()
+            }
+        chosen_settings.values.clear()
+        chosen_settings.values.update(complete_values)
 
 
 def violations_of_settings(config: Config) -> Iterator[str]:
     """Yield a refusal line per mistake in the settings of the user's own code: unknown, of another type, out of bounds,
     not given, or refused by the dataclass itself."""
-    for given in _given(config):
-        yield from _violations_of_settings(given)
+    for chosen_settings in _find_chosen_settings(config):
+        yield from _violations_of_chosen_settings(chosen_settings)
 
 
-def shown_settings(config: Config) -> dict[str, Any]:
+def flatten_own_settings(config: Config) -> dict[str, Any]:
     """Return the settings of the user's own code that a configuration has, by their keys."""
-    return {f"{given.place}.{name}": value for given in _given(config) for name, value in given.values.items()}
+    return {
+        f"{chosen_settings.place}.{name}": value
+        for chosen_settings in _find_chosen_settings(config)
+        for name, value in chosen_settings.values.items()
+    }
 
 
-def _given(config: Config) -> Iterator[_Given]:
+def _find_chosen_settings(config: Config) -> Iterator[_ChosenSettings]:
     """Yield the settings of the user's own code in a configuration: one map for each function that it may name."""
     for key, chosen in CHOSEN.items():
-        place = settings_key(key)
-        yield _Given(place, key, chosen(config), attrgetter(place)(config))
+        settings_place = settings_key(key)
+        yield _ChosenSettings(settings_place, key, chosen(config), attrgetter(settings_place)(config))
     for name, source in config.data.sources.items():
         if isinstance(source, dict) and isinstance(kind := source.get("kind", "text"), str):
             if isinstance(values := source.get("settings", {}), dict):
-                yield _Given(f"data.sources.{name}.settings", "data.kind", kind, values)
+                yield _ChosenSettings(f"data.sources.{name}.settings", "data.kind", kind, values)
 
 
-def _violations_of_settings(given: _Given) -> Iterator[str]:
+def _violations_of_chosen_settings(chosen_settings: _ChosenSettings) -> Iterator[str]:
     """Yield a refusal line per mistake in the settings of one function of the user's own code."""
-    place, key, name, values = given
+    place, key, name, values = chosen_settings
     if name not in KEYS[key].choices:  # refused already
         return
     if (kind := OWN_SETTINGS.get((key, name))) is None:
         for field, value in values.items():
-            legal = [f"{key}={n}" for (k, n), other in OWN_SETTINGS.items() if k == key and field in _declared(other)]
-            yield violation(f"{place}.{field}", value, f"{key}={name} has no settings", legal)
+            legal = [
+                f"{key}={n}"
+                for (k, n), settings_class in OWN_SETTINGS.items()
+                if k == key and field in _read_declared_settings(settings_class)
+            ]
+            yield format_violation(f"{place}.{field}", value, f"{key}={name} has no settings", legal)
         return
-    known = _declared(kind)
+    known = _read_declared_settings(kind)
     lines = [
         *(line for field, value in values.items() for line in _violations_of_field(place, field, value, known)),
         *(
-            violation(f"{place}.{field}", "", f"{key}={name} needs it")
+            format_violation(f"{place}.{field}", "", f"{key}={name} needs it")
             for field, setting in known.items()
             if setting.default is MISSING and field not in values
         ),
@@ -154,32 +187,34 @@ def _violations_of_settings(given: _Given) -> Iterator[str]:
     if lines:
         return
     try:
-        with own_code(place):
-            _made(kind, values)
+        with guard_own_code(place):
+            _construct_settings(kind, values)
     except OwnCodeError as error:
-        yield violation(place, values, f"{key}={name} {error}")
+        yield format_violation(place, values, f"{key}={name} {error}")
 
 
 def _violations_of_field(place: str, field: str, value: Any, known: Mapping[str, Setting]) -> Iterator[str]:
     """Yield a refusal line per mistake in the value of one setting of the user's own code."""
     where = f"{place}.{field}"
     if (setting := known.get(field)) is None:
-        yield violation(where, value, "unknown setting", [f"{place}.{name}" for name in closest(field, known)[:3]])
-    elif not fits(value, setting.hint):
+        yield format_violation(
+            where, value, "unknown setting", [f"{place}.{name}" for name in closest_values(field, known)[:3]]
+        )
+    elif not fits_type(value, setting.hint):
         default = [] if setting.default is MISSING else ["null" if setting.default is None else setting.default]
-        yield violation(where, value, f"must be {type_in_words(setting.hint)}", default)
+        yield format_violation(where, value, f"must be {describe_type(setting.hint)}", default)
     elif not any(violations_of_value(where, value, _ANY)):  # refused with the whole map
         yield from violations_of_value(where, value, setting.legal)
 
 
-def _declared(kind: type) -> dict[str, Setting]:
+def _read_declared_settings(kind: type) -> dict[str, Setting]:
     """Return the settings that a user's dataclass declares, by name. Raises ConfigError for an unreadable type."""
-    with as_refusal("settings", kind.__name__, Exception, why="a type cannot be read ({})"):
+    with refuse_failures("settings", kind.__name__, Exception, why="a type cannot be read ({})"):
         hints = get_type_hints(kind)
-    return {f.name: _setting(f, hints[f.name]) for f in fields(kind) if f.init}
+    return {f.name: _build_setting(f, hints[f.name]) for f in fields(kind) if f.init}
 
 
-def _setting(f: Field[Any], hint: Any) -> Setting:
+def _build_setting(f: Field[Any], hint: Any) -> Setting:
     """Return the setting that a field of a user's dataclass declares, by its type and, if it has one, its `Key`."""
     legal: Key = f.metadata.get("key") or _ANY
     if get_origin(hint) is Literal:
@@ -188,23 +223,23 @@ def _setting(f: Field[Any], hint: Any) -> Setting:
     return Setting(hint, legal, default)
 
 
-def _is_plain(hint: Any) -> bool:
+def _is_plain_type(hint: Any) -> bool:
     """Return True if a setting of the user's code may have this type: one that YAML writes and our own keys have."""
     inner = get_args(hint)
     if get_origin(hint) in (list, Union, UnionType):
-        return all(map(_is_plain, inner))
-    return _is_plain(inner[1]) and inner[0] is str if get_origin(hint) is dict else hint in WORDS
+        return all(map(_is_plain_type, inner))
+    return _is_plain_type(inner[1]) and inner[0] is str if get_origin(hint) is dict else hint in WORDS
 
 
-def _as(hint: Any, value: Any) -> Any:
+def _convert_value(hint: Any, value: Any) -> Any:
     """Return the value of a setting of the user's code, an integer as a float where the setting's type is float."""
     return float(value) if hint is float and type(value) is int else value
 
 
-def _made(kind: type, values: Mapping[str, Any]) -> Any:
+def _construct_settings(kind: type, values: Mapping[str, Any]) -> Any:
     """Construct the user's dataclass of settings from the values of a configuration."""
-    known = _declared(kind)
-    return kind(**{name: _as(known[name].hint, value) for name, value in values.items()})
+    known = _read_declared_settings(kind)
+    return kind(**{name: _convert_value(known[name].hint, value) for name, value in values.items()})
 
 
 # Loading of the user's own code: the driver and every worker import the modules named in `extend=[my_module]`.
@@ -219,21 +254,21 @@ def load_extensions(modules: Sequence[str]) -> list[str]:
     lines = []
     for name in modules:
         try:
-            with own_code(f"extend={name}"):
+            with guard_own_code(f"extend={name}"):
                 importlib.import_module(name)
         except OwnCodeError as error:
             if found := find_moved(error.__cause__):
-                lines.append(violation("extend", name, f"{found[0]}, which has moved", [found[1]]))
+                lines.append(format_violation("extend", name, f"{found[0]}, which has moved", [found[1]]))
                 continue
-            lines.append(violation("extend", name, f"cannot be imported ({str(error).removeprefix('raises ')})"))
+            lines.append(format_violation("extend", name, f"cannot be imported ({str(error).removeprefix('raises ')})"))
     return lines
 
 
 @contextmanager
-def refusing_exits() -> Iterator[None]:
+def refuse_exits() -> Iterator[None]:
     """Raise ConfigError in place of a SystemExit, or anything else that is no Exception, from the user's own code."""
     try:
-        with own_code("extend", (Exception,), inf):
+        with guard_own_code("extend", (Exception,), inf):
             yield
     except OwnCodeError as error:
         raise ConfigError(f"extend: code of your own {error}") from error

@@ -21,8 +21,8 @@ from operator import attrgetter, ge, gt, le, lt
 from typing import Annotated, Any, get_type_hints
 from unicodedata import category
 
-from platform.boundary.refusals import ConfigError, closest, in_words, refuse_all, violation
-from platform.boundary.schema import By, fits
+from platform.boundary.refusals import ConfigError, closest_values, format_value, format_violation, refuse_all
+from platform.boundary.schema import By, fits_type
 from platform.config.groups import (
     Branch,
     Checkpoint,
@@ -42,7 +42,7 @@ from platform.config.groups import (
     Tensor,
     Train,
 )
-from platform.config.key import Key, key, type_in_words
+from platform.config.key import Key, describe_type, key
 from platform.plan.model_types import CROSS_ENTROPY
 
 
@@ -95,7 +95,7 @@ class Config:
 
         Raises ConfigError for unknown keys and wrong types.
         """
-        config, (_, groups) = cls(), declared(Config)
+        config, (_, groups) = cls(), read_declared_types(Config)
         for name, value in values.items():
             if name in groups and isinstance(value, dict):
                 vars(getattr(config, name)).update(value)
@@ -108,18 +108,18 @@ class Config:
 SentConfig = Annotated[Config, By(Config.from_dict)]  # as driver and workers exchange it: no number changes its type
 
 
-def key_fields() -> dict[str, Field[Any]]:
+def list_key_fields() -> dict[str, Field[Any]]:
     """Return the dataclass field of every configuration key by its full name, such as `train.steps`, in order."""
-    found: dict[str, Field[Any]] = {}
-    _, groups = declared(Config)
+    fields_by_key: dict[str, Field[Any]] = {}
+    _, groups = read_declared_types(Config)
     for f in fields(Config):
         group = groups.get(f.name)
-        found |= {f"{f.name}.{inner.name}": inner for inner in fields(group)} if group else {f.name: f}
-    return found
+        fields_by_key |= {f"{f.name}.{inner.name}": inner for inner in fields(group)} if group else {f.name: f}
+    return fields_by_key
 
 
 @cache
-def declared(cls: type) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_declared_types(cls: type) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return, of the configuration's dataclass `cls`, all fields' types by name, and its groups' dataclasses."""
     groups = {f.name: f.default_factory for f in fields(cls) if is_dataclass(f.default_factory)}
     return get_type_hints(cls), groups
@@ -128,24 +128,29 @@ def declared(cls: type) -> tuple[dict[str, Any], dict[str, Any]]:
 def violations_of_types(config: Any) -> dict[str, list[str]]:
     """Return key -> [refusal line] for a configuration's unknown keys, and values of another type than declared."""
     if type(config) is not Config:
-        return {"config": [violation("config", shown_value(config), "must be a Config, as compose() returns it")]}
-    return {key: [violation(key, shown_value(value), why, near)] for key, value, why, near in _mistyped(config)}
+        return {
+            "config": [format_violation("config", describe_value(config), "must be a Config, as compose() returns it")]
+        }
+    return {
+        key: [format_violation(key, describe_value(value), why, near)]
+        for key, value, why, near in _find_mistyped_keys(config)
+    }
 
 
-def _mistyped(part: Any, prefix: str = "") -> Iterator[tuple[str, Any, str, list[str]]]:
+def _find_mistyped_keys(part: Any, prefix: str = "") -> Iterator[tuple[str, Any, str, list[str]]]:
     """Yield (key, value, constraint, nearest legal keys) for each attribute of a Config, or of its group of keys
     `prefix`, that is no key, is missing (None), or has another type than declared."""
-    hints, groups = declared(part.__class__)
+    hints, groups = read_declared_types(part.__class__)
     for name, value in (dict.fromkeys(hints) | vars(part)).items():
         key = f"{prefix}{name}"
         if name not in hints:
-            yield key, value, "unknown key", [prefix + near for near in closest(name, hints)[:3]]
+            yield key, value, "unknown key", [prefix + near for near in closest_values(name, hints)[:3]]
         elif name in groups and type(value) is groups[name]:
-            yield from _mistyped(value, f"{name}.")
+            yield from _find_mistyped_keys(value, f"{name}.")
         elif name in groups:
             yield key, value, f"must be a {groups[name].__name__}, as Config has it", []
-        elif not fits(value, hints[name]):
-            yield key, value, f"must be {type_in_words(hints[name])}", []
+        elif not fits_type(value, hints[name]):
+            yield key, value, f"must be {describe_type(hints[name])}", []
 
 
 # model.kind -> legal values of data.objective; the first is the default
@@ -165,7 +170,7 @@ def allow_objective(kind: str, name: str) -> None:
     OBJECTIVES[kind] = tuple(dict.fromkeys((*OBJECTIVES.get(kind, ()), name)))
 
 
-def objective_of(config: Config) -> str:
+def training_objective_name(config: Config) -> str:
     """Return a configuration's training objective: `data.objective`, else the default for `model.kind` and the data."""
     default = "pairs" if config.data.kind == "pairs" else OBJECTIVES.get(config.model.kind, ("",))[0]
     return config.data.objective or default
@@ -175,45 +180,45 @@ WEIGHTED: set[str] = set()  # values of data.objective whose samples say what ea
 LOSS_OF: dict[str, str] = {}  # value of data.objective -> the loss that it comes with, unless that is cross-entropy
 
 
-def loss_of(config: Config) -> str:
+def training_loss_name(config: Config) -> str:
     """Return the name of the loss that a configuration trains with: `train.loss`, else the loss of its objective."""
-    return config.train.loss or LOSS_OF.get(objective_of(config), CROSS_ENTROPY)
+    return config.train.loss or LOSS_OF.get(training_objective_name(config), CROSS_ENTROPY)
 
 
-def short_hash(values: Any) -> str:
+def hash_values(values: Any) -> str:
     """Return a short hash of a configuration's values, plain data, the same in every process: 12 hexadecimal digits."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def shown_value(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Return a configuration's value, of any type, as a refusal shows it: by its type, unless that is plain."""
-    return in_words(value) if fits(value, Any) else f"a {type(value).__name__}"
+    return format_value(value) if fits_type(value, Any) else f"a {type(value).__name__}"
 
 
 # Legal values of each key by itself, as its field declares them, and the names that a user's module registers.
 
-KEYS: dict[str, Key] = {name: f.metadata["key"] for name, f in key_fields().items()}
+KEYS: dict[str, Key] = {name: f.metadata["key"] for name, f in list_key_fields().items()}
 _OURS = {name: legal.choices for name, legal in KEYS.items()}
 _NAME = r"\w[\w.-]*"  # of what a user's module registers
 LONGEST = 10_000  # most characters in one text
 
 
-def allow(key: str, value: Any, *functions: Any) -> None:
+def allow_choice(key: str, value: Any, *functions: Any) -> None:
     """Add `value`, such as a model's name, to the legal choices of a configuration key, such as "model.kind", when a
     user's module (named in `extend`) registers it with some `functions`. Raises ConfigError for a value that is no
     name, for a name of ours, and for a function that cannot be called."""
     if not isinstance(value, str) or not re.fullmatch(_NAME, value):
-        raise ConfigError(violation(key, value, "no name to register: letters, digits, _, - and . are legal"))
+        raise ConfigError(format_violation(key, value, "no name to register: letters, digits, _, - and . are legal"))
     if value in _OURS[key]:
-        raise ConfigError(violation(key, value, "is built in; register another name", [f"own_{value}"]))
+        raise ConfigError(format_violation(key, value, "is built in; register another name", [f"own_{value}"]))
     for function in functions:
         if not callable(function):
             reason = f"is registered with a {type(function).__name__}, where a function or a class is needed"
-            raise ConfigError(violation(key, value, reason))
+            raise ConfigError(format_violation(key, value, reason))
     KEYS[key] = replace(KEYS[key], choices=tuple(dict.fromkeys((*KEYS[key].choices, value))))
 
 
-def flat_values(config: Config) -> dict[str, Any]:
+def flatten_config(config: Config) -> dict[str, Any]:
     """Return every key of a configuration with its value, flat: {"seed": 0, "train.steps": 100, ...}."""
     return {key: attrgetter(key)(config) for key in KEYS}
 
@@ -222,21 +227,24 @@ def set_value(config: Config, key: str, value: Any) -> None:
     """Set the value of a key of a configuration's group, or of a mixture's source, data.sources.NAME.KEY, in place."""
     group, _, name = key.rpartition(".")
     source = group.removeprefix("data.sources.")
-    place = vars(getattr(config, group)) if source == group else config.data.sources[source]
-    place[name] = value
+    group_values = vars(getattr(config, group)) if source == group else config.data.sources[source]
+    group_values[name] = value
 
 
 def violations_of_values(config: Config) -> dict[str, list[str]]:
     """Return the configuration keys whose values are illegal by themselves (type, choice, bounds, characters), each
     with one refusal line per mistake. Rules that relate keys are in `platform.config.validation`."""
-    found = violations_of_types(config)
-    if any(key not in KEYS for key in found):  # groups of keys are missing
-        return found
-    lines = {k: found.get(k) or [*violations_of_value(k, attrgetter(k)(config), legal)] for k, legal in KEYS.items()}
-    return {key: wrong for key, wrong in lines.items() if wrong}
+    type_violations = violations_of_types(config)
+    if any(key not in KEYS for key in type_violations):  # groups of keys are missing
+        return type_violations
+    lines = {
+        k: type_violations.get(k) or [*violations_of_value(k, attrgetter(k)(config), legal)]
+        for k, legal in KEYS.items()
+    }
+    return {key: mistakes for key, mistakes in lines.items() if mistakes}
 
 
-def impossible_values(config: Config) -> list[str]:
+def list_value_violations(config: Config) -> list[str]:
     """Return the refusal lines of a configuration's illegal values, in the order in which the keys are declared."""
     return [line for lines in violations_of_values(config).values() for line in lines]
 
@@ -245,9 +253,9 @@ def violations_of_value(key: str, value: Any, legal: Key) -> Iterator[str]:
     """Yield a refusal line per mistake in the value of one key, declared by `legal`: no legal choice, or else each
     number out of bounds and each illegal text in it."""
     if legal.choices and value not in legal.choices:
-        yield violation(key, value, "unknown", closest(value, legal.choices))
+        yield format_violation(key, value, "unknown", closest_values(value, legal.choices))
         return
-    for name, part in _scalars(value):
+    for name, part in _iterate_scalars(value):
         where = f"{key}.{name}".rstrip(".")
         if isinstance(part, str):
             yield from _violations_of_text(where if isinstance(value, Mapping) else key, legal, part)
@@ -255,17 +263,17 @@ def violations_of_value(key: str, value: Any, legal: Key) -> Iterator[str]:
             yield from _violations_of_number(where, legal, part)
 
 
-def _scalars(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def _iterate_scalars(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (place, part) for every scalar nested in the value of a configuration key, so that each is checked. `name`
     is the place of `value` itself: names in maps and indices in lists joined by dots, such as "rows.0". Texts that are
     names in a map are yielded too, with the place ""."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from ((("", key),) if isinstance(key, str) else ())
-            yield from _scalars(part, f"{name}.{key}".lstrip("."))
+            yield from _iterate_scalars(part, f"{name}.{key}".lstrip("."))
     elif isinstance(value, list | tuple):
         for number, part in enumerate(value):
-            yield from _scalars(part, f"{name}.{number}".lstrip("."))
+            yield from _iterate_scalars(part, f"{name}.{number}".lstrip("."))
     else:
         yield name, value
 
@@ -274,30 +282,32 @@ def _violations_of_number(where: str, legal: Key, number: float) -> Iterator[str
     """Yield a refusal line if a number breaks the bounds that its key declares (`legal`); `where` is the key with the
     number's place in its value, such as "tensor.axes.t"."""
     bounds, most = legal.bounds, legal.most
-    broken = [b for b in bounds.split(" and ") if bounds and not _holds(number, *b.split())]
+    broken = [b for b in bounds.split(" and ") if bounds and not _satisfies_bound(number, *b.split())]
     if broken:
-        default = [value] if (value := flat_values(Config()).get(where)) is not None else []
+        default = [value] if (value := flatten_config(Config()).get(where)) is not None else []
         nearest = broken[0].split()[1:] if "=" in broken[0] else default  # an end that is not legal itself has none
-        yield violation(where, number, f"must be {bounds}", nearest)
+        yield format_violation(where, number, f"must be {bounds}", nearest)
     elif not number <= most:
-        yield violation(where, number, f"must be <= {most}", [most])
+        yield format_violation(where, number, f"must be <= {most}", [most])
     elif not bounds and not number >= -most:
-        yield violation(where, number, f"must be >= {-most}", [-most])
+        yield format_violation(where, number, f"must be >= {-most}", [-most])
 
 
 def _violations_of_text(where: str, legal: Key, text: str) -> Iterator[str]:
     """Yield a refusal line if a text has a control character, a line separator or half a surrogate pair, is too long,
     or does not match the pattern that its key declares (`legal`); `where` is the key with the text's place in its
     value."""
-    if odd := next((c for c in text if category(c) in ("Cc", "Cs", "Zl", "Zp")), None):
-        yield violation(where, text, f"has the character U+{ord(odd):04X}, which no text may have; leave it out")
+    if illegal_character := next((c for c in text if category(c) in ("Cc", "Cs", "Zl", "Zp")), None):
+        yield format_violation(
+            where, text, f"has the character U+{ord(illegal_character):04X}, which no text may have; leave it out"
+        )
     elif len(text) > LONGEST:
-        yield violation(where, text, f"must have at most {LONGEST:,} characters")
+        yield format_violation(where, text, f"must have at most {LONGEST:,} characters")
     elif legal.pattern and not re.fullmatch(legal.pattern, text):
-        yield violation(where, text, legal.constraint)
+        yield format_violation(where, text, legal.constraint)
 
 
-def _holds(number: float, comparison: str, limit: str) -> bool:
+def _satisfies_bound(number: float, comparison: str, limit: str) -> bool:
     """Return True if a configured `number` COMPARISON `limit` holds, such as >= "0" or < "inf"; never for NaN."""
     compare: Callable[[float, float], bool] = {">=": ge, ">": gt, "<=": le, "<": lt}[comparison]
     return compare(number, inf if limit == "inf" else float(limit))  # every comparison with NaN is False

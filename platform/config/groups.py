@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from platform.config.key import RHYTHM, SECONDS, WORKERS, key, own_settings
+from platform.config.key import RHYTHM, SECONDS, WORKERS, declare_own_settings, key
 from platform.plan.model_types import AUTO as TRAIN_GROUP_AUTO
 from platform.plan.model_types import CROSS_ENTROPY, KERNELS
 from platform.plan.scheme import CONTEXT_KINDS, GATHERED, SLICE_VIA, TENSOR_EXPERTS
@@ -68,8 +68,8 @@ class Data:
     validation_path: str = key("", 'files that are held out for validation; "" = a part of data.path')
     validation: float = key(0.05, "fraction of the documents held out for validation; 0 = none", ">= 0 and < 1")
     cache: str = key("", 'folder for tokenised corpora; "" = ~/.cache/elastic-platform')
-    settings: dict[str, Any] = own_settings("source")
-    objective_settings: dict[str, Any] = own_settings("objective")
+    settings: dict[str, Any] = declare_own_settings("source")
+    objective_settings: dict[str, Any] = declare_own_settings("objective")
 
 
 # Groups of keys that say how a run executes: none of them changes its results, all may change on resume.
@@ -156,7 +156,7 @@ class Elastic:
     faults: list[str] = key([], "faults to inject, once each: STEP:KIND:RANK[:SECTION]")
 
     @property
-    def interval(self) -> int:
+    def snapshot_interval(self) -> int:
         """Return the configured steps between snapshots, 0 for none; `auto` is settled before a run starts."""
         assert isinstance(self.snapshot_every, int), "auto is settled"
         return self.snapshot_every
@@ -385,7 +385,7 @@ class Pipeline:
     chunks: int = key(1, "model chunks per stage; -1: the planner chooses", ">= 1", most=1000)
     file: str = key("", "pipeline=file: path of the schedule's table, one line of actions per stage")
     scatter_gather: bool = key(True, "send 1/n of a tensor that n ranks replicate, and gather it after")
-    settings: dict[str, Any] = own_settings("pipeline schedule")
+    settings: dict[str, Any] = declare_own_settings("pipeline schedule")
 
 
 # Keys of group model: kind, sizes and parts of the model.
@@ -495,7 +495,7 @@ class Model:
     head_bias: bool = key(False, "the output projection has a bias")
     logit_scale: float = key(1.0, "factor on the logits", "> 0", most=1e6)
     label_smoothing: float = key(0.0, "share of the target probability spread over the vocabulary", ">= 0 and < 1")
-    settings: dict[str, Any] = own_settings("model")
+    settings: dict[str, Any] = declare_own_settings("model")
 
 
 # Keys of group optimizer: update rule, and the schedule of its learning rate.
@@ -545,8 +545,8 @@ class Optimizer:
     min_lr: float = key(0.1, "the cosines, linear and wsd end at this fraction of optimizer.lr", ">= 0 and <= 1")
     cycles: int = key(2, "cosine_restarts: falls from optimizer.lr, of equal length", ">= 1", most=10**6)
     decay_steps: int = key(0, "wsd: updates of the last, linear fall; 0 = a tenth of train.steps", ">= 0")
-    settings: dict[str, Any] = own_settings("optimizer")
-    schedule_settings: dict[str, Any] = own_settings("learning-rate schedule")
+    settings: dict[str, Any] = declare_own_settings("optimizer")
+    schedule_settings: dict[str, Any] = declare_own_settings("learning-rate schedule")
 
 
 # Keys of groups train, loss_scale and eval: steps, batches, which weights are trained, and how they are evaluated.
@@ -598,7 +598,7 @@ class Train:
     )
     ema: float = key(0.0, "decay of averaged weights, such as 0.999; 0 = none are kept", ">= 0 and < 1")
     deterministic: bool = key(False, "a step done again is equal in every bit; what cannot be is refused")
-    loss_settings: dict[str, Any] = own_settings("loss")
+    loss_settings: dict[str, Any] = declare_own_settings("loss")
     on_spike: str = key("rollback", "at a spike or non-finite number: redo, skip or stop", ("rollback", "skip", "stop"))
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from platform.boundary.redaction import redact
-from platform.boundary.refusals import closest, violation
-from platform.config.fields import Config, loss_of, short_hash
+from platform.boundary.redaction import redact_secrets
+from platform.boundary.refusals import closest_values, format_violation
+from platform.config.fields import Config, hash_values, training_loss_name
 
 # Keys of the identity that `resume.allow` can free: changing them leaves the saved tensors, the samples and their order
 # as they are. The corpus itself is always compared by its hash.
@@ -44,114 +44,129 @@ _MOST = 100  # directories of one experiment to search for a run
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def identity(config: Config) -> dict[str, Any]:
+def run_identity(config: Config) -> dict[str, Any]:
     """Return the configuration's values by which a run is the same run (docs/contract.md), nested, without secrets."""
     values = config.to_dict()
     data = {k: v for k, v in values["data"].items() if k not in _NOT_OF_DATA}
     data["input_field"] = "" if data["input_field"] == "none" else data["input_field"]  # the same prompts
-    train = {f"train.{name}": values["train"][name] for name in _OF_TRAIN} | {"train.loss": loss_of(config)}
-    own = {"model": values["model"], "data": data, "seed": config.seed, **train, "optimizer": values["optimizer"]}
-    return redact(own)
+    train = {f"train.{name}": values["train"][name] for name in _OF_TRAIN} | {"train.loss": training_loss_name(config)}
+    identity_values = {
+        "model": values["model"],
+        "data": data,
+        "seed": config.seed,
+        **train,
+        "optimizer": values["optimizer"],
+    }
+    return redact_secrets(identity_values)
 
 
-def completed(there: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the identity of a run (`identity`: the keys that may not differ when it is resumed), as an earlier version
-    of this package stored it, with the keys that it lacks set to their defaults, and secrets redacted.
+def complete_identity(stored_identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the identity of a run (`run_identity`: the keys that may not differ when it is resumed), as an earlier
+    version of this package stored it, with the keys that it lacks set to their defaults, and secrets redacted.
 
     A group that is missing altogether stays missing.
     """
-    known = identity(Config())
+    known = run_identity(Config())
     return {key: value for key, value in known.items() if not isinstance(value, dict)} | {
         key: {**known[key], **value} if isinstance(value, dict) and isinstance(known.get(key), dict) else value
-        for key, value in redact(there).items()
+        for key, value in redact_secrets(stored_identity).items()
     }
 
 
-def differences(there: Any, here: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Compare two nested maps of plain values, such as a stored configuration (`there`) and the present one (`here`):
-    return key, joined by dots, -> (value there, value here) where they differ, None for a missing key. `prefix` is the
-    key of the two maps themselves."""
-    if there == here or not isinstance(there, dict | None) or not isinstance(here, dict | None):
-        return {} if there == here else {prefix: (there, here)}
-    there, here = there or {}, here or {}
-    found: dict[str, tuple[Any, Any]] = {}
-    for key in sorted(there.keys() | here.keys()):
-        found |= differences(there.get(key), here.get(key), f"{prefix}.{key}" if prefix else key)
-    return found
+def find_differences(stored: Any, present: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Compare two nested maps of plain values, such as a stored configuration (`stored`) and the present one
+    (`present`): return key, joined by dots, -> (value there, value here) where they differ, None for a missing key.
+    `prefix` is the key of the two maps themselves."""
+    if stored == present or not isinstance(stored, dict | None) or not isinstance(present, dict | None):
+        return {} if stored == present else {prefix: (stored, present)}
+    stored, present = stored or {}, present or {}
+    differing: dict[str, tuple[Any, Any]] = {}
+    for key in sorted(stored.keys() | present.keys()):
+        differing |= find_differences(stored.get(key), present.get(key), f"{prefix}.{key}" if prefix else key)
+    return differing
 
 
-def violations_of_identity(there: Mapping[str, Any], config: Config, key: str, value: Any, what: str) -> list[str]:
-    """Return why a run with the stored identity `there` cannot resume under `config`; [] if it can.
+def violations_of_identity(
+    stored_identity: Mapping[str, Any], config: Config, key: str, value: Any, reason: str
+) -> list[str]:
+    """Return why a run with the stored identity `stored_identity` cannot resume under `config`; [] if it can.
 
     Compares all identity keys that `resume.allow` does not free. The first line refuses the place of the stored run,
-    `key`=`value` such as run.dir=DIRECTORY, for the reason `what`, and names a sufficient `resume.allow` if there is
+    `key`=`value` such as run.dir=DIRECTORY, for the reason `reason`, and names a sufficient `resume.allow` if there is
     one; then comes one line per difference.
     """
     allow = config.resume.allow
-    found = {k: v for k, v in differences(completed(there), identity(config)).items() if not _freed(k, allow)}
-    if not found:
+    changes = {
+        k: v
+        for k, v in find_differences(complete_identity(stored_identity), run_identity(config)).items()
+        if not _can_change(k, allow)
+    }
+    if not changes:
         return []
-    free = [_freeable(key) for key in found if _curable(key)]
+    free = [_find_free_entry(key) for key in changes if _is_curable(key)]
     named = ",".join(dict.fromkeys([*allow, *free]))
-    cure = f", or go on with resume.allow=[{named}]" if len(free) == len(found) else ""
+    cure = f", or go on with resume.allow=[{named}]" if len(free) == len(changes) else ""
     lines = (
-        f"{k}: {a} there, {b} here" + ("" if _curable(k) else f"; fixed: {_reason(k)}") for k, (a, b) in found.items()
+        f"{k}: {a} there, {b} here" + ("" if _is_curable(k) else f"; fixed: {_explain_fixed_key(k)}")
+        for k, (a, b) in changes.items()
     )
-    return [violation(key, value, f"{what}{cure}. What differs:"), *lines]
+    return [format_violation(key, value, f"{reason}{cure}. What differs:"), *lines]
 
 
 def violations_of_allowances(config: Config) -> Iterator[str]:
     """Yield a refusal line for each entry of the user's list `resume.allow` that names no key, and no group of
     keys, which may differ when a run is resumed (`MAY_CHANGE`)."""
-    known = differences({}, identity(config))
+    known = find_differences({}, run_identity(config))
     for key in config.resume.allow:
         if key in FREE or key in MAY_CHANGE:
             continue
-        reason = _reason(key) if key in known else "no key of a run's identity; others may change without it"
-        legal = closest(key, [*FREE, *MAY_CHANGE])[:3]
-        yield violation("resume.allow", key, reason, legal)
+        reason = _explain_fixed_key(key) if key in known else "no key of a run's identity; others may change without it"
+        legal = closest_values(key, [*FREE, *MAY_CHANGE])[:3]
+        yield format_violation("resume.allow", key, reason, legal)
 
 
-def _freed(key: str, allow: Sequence[str]) -> bool:
+def _can_change(key: str, allow: Sequence[str]) -> bool:
     """Return True if the user's list `resume.allow` lets the value of `key` differ when a run is resumed."""
-    free = _freeable(key)
+    free = _find_free_entry(key)
     return bool(free) and (free in allow or key.partition(".")[0] in allow)
 
 
-def _freeable(key: str) -> str:
+def _find_free_entry(key: str) -> str:
     """Return the entry of FREE, keys that resume.allow may free, that `key` is or lies in; "" if there is none."""
     return next((free for free in FREE if f"{key}.".startswith(f"{free}.")), "")
 
 
-def _curable(key: str) -> bool:
+def _is_curable(key: str) -> bool:
     """Return True if `resume.allow` lets a run go on with another value of a key: it may free a mixture's sources,
     whose files may lie elsewhere, but a source's share decides about the samples."""
-    return bool(_freeable(key)) and not (key.startswith("data.sources.") and key.rpartition(".")[2] in _OF_SHARES)
+    return bool(_find_free_entry(key)) and not (
+        key.startswith("data.sources.") and key.rpartition(".")[2] in _OF_SHARES
+    )
 
 
-def _reason(key: str) -> str:
+def _explain_fixed_key(key: str) -> str:
     """Return why a run cannot be resumed with another value of `key`, as text for the user."""
     return next(why for start, why in _BECAUSE if key.startswith(start))
 
 
-def default_directory(config: Config, experiment: str) -> str:
+def find_default_directory(config: Config, experiment: str) -> str:
     """Return the run directory of a command that names none: `runs/EXPERIMENT-HASH`, the hash being over the
     configuration without secrets, so that the same command resumes the same run.
 
     If that does not exist, returns the directory in which an earlier version, which hashed other keys, began this run.
     """
-    values = _of_the_run(config)
-    found = Path("runs") / f"{experiment}-{short_hash(values)}"
-    if not found.is_dir():
+    values = _select_naming_values(config)
+    run_dir = Path("runs") / f"{experiment}-{hash_values(values)}"
+    if not run_dir.is_dir():
         older = sorted(Path("runs").glob(f"{experiment}-{'[0-9a-f]' * 12}"))[:_MOST]
-        found = next((path for path in older if _began_as(path, values)), found)
-    return str(found)
+        run_dir = next((path for path in older if _has_naming_values(path, values)), run_dir)
+    return str(run_dir)
 
 
-def _of_the_run(config: Config) -> dict[str, Any]:
+def _select_naming_values(config: Config) -> dict[str, Any]:
     """Return the values of a configuration that name its default run directory, nested, without secrets and without
     keys that a resumed run may set otherwise, such as `train.stop_at`."""
-    values: dict[str, Any] = redact(config.to_dict())
+    values: dict[str, Any] = redact_secrets(config.to_dict())
     for key in ("run", "resume"):  # a resumed run is the same run
         del values[key]
     del values["train"]["stop_at"], values["checkpoint"]["resume"], values["checkpoint"]["on_stop"]
@@ -161,13 +176,13 @@ def _of_the_run(config: Config) -> dict[str, Any]:
     return values
 
 
-def _began_as(path: Path, values: Mapping[str, Any]) -> bool:
-    """Return True if config.yaml in the run directory `path` has the values `values` (of `_of_the_run`), keys unknown
-    to its version being at their defaults. The number of replicas may differ where `values` leaves it to the workers
-    (-1)."""
+def _has_naming_values(path: Path, values: Mapping[str, Any]) -> bool:
+    """Return True if config.yaml in the run directory `path` has the values `values` (of `_select_naming_values`), keys
+    unknown to its version being at their defaults. The number of replicas may differ where `values` leaves it to the
+    workers (-1)."""
     try:
-        there = _of_the_run(Config.from_dict(yaml.load((path / "config.yaml").read_bytes(), _LOADER)))  # noqa: S506
+        stored_values = _select_naming_values(Config.from_dict(yaml.load((path / "config.yaml").read_bytes(), _LOADER)))  # noqa: S506
     except (OSError, yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError):
         return False
     as_many = {"parallel.data"} if values["parallel"]["data"] == -1 else set()
-    return not differences(there, values).keys() - as_many
+    return not find_differences(stored_values, values).keys() - as_many

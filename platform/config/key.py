@@ -11,7 +11,7 @@ from operator import attrgetter
 from types import NoneType
 from typing import Any, get_args, get_origin
 
-from platform.boundary.refusals import in_words, violation
+from platform.boundary.refusals import format_value, format_violation
 from platform.boundary.schema import LARGEST
 
 WORKERS = 10**6  # most workers in a mesh, and along each of its axes
@@ -34,11 +34,11 @@ class Key:
     pattern: str = ""  # regular expression that all of a text must match
     constraint: str = ""  # pattern, or rule of `platform.config`, in words
 
-    def legal(self) -> str:
+    def describe_legal_values(self) -> str:
         """Describe the legal values of a configuration key to a user, such as "1 to 1,000" or "adamw, or a registered
         name"; "" if every value of the type is legal."""
         if self.choices:
-            names = [in_words(choice) or '""' for choice in self.choices]
+            names = [format_value(choice) or '""' for choice in self.choices]
             return ", ".join(names) + (", or a registered name" if self.open else "")
         if self.constraint or self.most == Key.most:
             return self.constraint.removeprefix("must be ") or self.bounds
@@ -53,19 +53,19 @@ def key(default: Any, guidance: str, legal: str | tuple[Any, ...] = "", **more: 
 
     `legal` gives the choices as a tuple, or the bounds of a number as a text; `more` the other fields of the `Key`.
     """
-    said: dict[str, Any] = {"choices": legal} if isinstance(legal, tuple) else {"bounds": legal}
-    metadata = {"key": Key(guidance, **said, **more)}
+    legal_fields: dict[str, Any] = {"choices": legal} if isinstance(legal, tuple) else {"bounds": legal}
+    metadata = {"key": Key(guidance, **legal_fields, **more)}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def refused(config: Any, key: str, constraint: str, legal: Iterable[Any] = ()) -> str:
+def violation_of_key(config: Any, key: str, constraint: str, legal: Iterable[Any] = ()) -> str:
     """Return the refusal line of configuration key `key`: `constraint` says why, `legal` are values to suggest."""
-    return violation(key, attrgetter(key)(config), constraint, legal)
+    return format_violation(key, attrgetter(key)(config), constraint, legal)
 
 
-def own_settings(what: str) -> Any:
+def declare_own_settings(what: str) -> Any:
     """Make the field of the key that configures a user's `what`: see `platform.config.extensions`."""
     constraint = "what its dataclass declares"
     return key({}, f"settings of a {what} of your own, by name", most=LARGEST, constraint=constraint)
@@ -81,13 +81,13 @@ WORDS = {  # type of a scalar -> it in words
 }
 
 
-def type_in_words(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     """Describe the type of a configuration key to a user: "an integer", "a list, each of it text"."""
     if get_origin(hint) is list:
-        return "a list, each of it " + type_in_words(get_args(hint)[0])
+        return "a list, each of it " + describe_type(get_args(hint)[0])
     if get_origin(hint) is dict:
         return "keys with values"
-    return WORDS.get(hint) or " or ".join(map(type_in_words, get_args(hint)))
+    return WORDS.get(hint) or " or ".join(map(describe_type, get_args(hint)))
 
 
 # Parsers for durations that users type: `checkpoint.every=30m`, `run.time_limit=1:30:00`.
@@ -97,22 +97,22 @@ _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}  # seconds
 _DURATION = re.compile(r" *".join(rf"(?:([0-9]+(?:\.[0-9]+)?){unit})?" for unit in _UNITS))
 
 
-def rhythm_of(every: int | str) -> tuple[int, float]:
+def parse_rhythm(rhythm: int | str) -> tuple[int, float]:
     """Parse the configuration key `checkpoint.every`, a number of steps or a duration such as 1h30m, into (steps,
     seconds), at least one of them 0. Raises ValueError if it is neither."""
-    if isinstance(every, int) or re.fullmatch(r"[0-9]+", every):
-        if (steps := int(every)) < 0:
-            raise ValueError(every)
+    if isinstance(rhythm, int) or re.fullmatch(r"[0-9]+", rhythm):
+        if (steps := int(rhythm)) < 0:
+            raise ValueError(rhythm)
         return steps, 0.0
-    found = _DURATION.fullmatch(every.strip())
-    amounts = [float(number or 0) for number in found.groups()] if found else []
+    duration_match = _DURATION.fullmatch(rhythm.strip())
+    amounts = [float(number or 0) for number in duration_match.groups()] if duration_match else []
     seconds = sum(n * unit for n, unit in zip(amounts, _UNITS.values(), strict=False))
     if not 0 < seconds < inf:
-        raise ValueError(every)
+        raise ValueError(rhythm)
     return 0, seconds
 
 
-def in_units(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds as a user types a duration, such as 45s, 14m or 1h30m, to a minute from two minutes on."""
     if seconds < 120:
         return f"{max(1, round(seconds))}s"
@@ -120,35 +120,35 @@ def in_units(seconds: float) -> str:
     return (f"{hours}h" if hours else "") + (f"{minutes}m" if minutes else "")
 
 
-def nearest_rhythms(every: str) -> list[str]:
+def suggest_rhythms(rhythm: str) -> list[str]:
     """Return legal values to suggest for a malformed key `checkpoint.every`: its first number as steps, as minutes."""
-    found = re.search(r"[0-9]{1,9}", every)
-    number = int(found[0]) if found else 30
+    number_match = re.search(r"[0-9]{1,9}", rhythm)
+    number = int(number_match[0]) if number_match else 30
     return [str(number), f"{number or 1}m"]
 
 
-def seconds_of(duration: str) -> float:
+def parse_duration(duration: str) -> float:
     """Parse a duration that a configuration gives in seconds, M:SS or H:MM:SS, as `run.time_limit` takes it, into
     seconds: 90, 1:30 and 0:01:30 are 90; "" is 0. Raises ValueError for any other form."""
     parts = duration.split(":") if duration else ["0"]
-    numbers = [float(part) for part in parts]
+    numbers = [float(number_text) for number_text in parts]
     seconds = sum(n * 60**i for i, n in enumerate(reversed(numbers)))
     if len(parts) > 3 or not all(0 <= n < inf for n in numbers):
         raise ValueError(duration)
     return seconds
 
 
-def job_seconds(limit: str) -> int:
+def parse_job_limit(limit: str) -> int:
     """Parse the time limit that a user sets for a job, as Slurm does, into seconds: MINUTES, M:SS, H:MM:SS, D-HH,
     D-HH:MM or D-HH:MM:SS. Raises ValueError for any other form."""
     if not re.fullmatch(r"([0-9]{1,6}-[0-9]{1,6}(:[0-9]{1,6}){0,2})|([0-9]{1,6}(:[0-9]{1,6}){0,2})", limit):
         raise ValueError(limit)
-    days, dash, rest = limit.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
+    days, dash, clock = limit.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
     return 86400 * int(days or 0) + sum(n * unit for n, unit in zip(parts, units, strict=False))
 
 
-def hms(seconds: int) -> str:
+def format_hms(seconds: int) -> str:
     """Format seconds as H:MM:SS, the form of a duration that a user sets, such as a job's time limit."""
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

@@ -9,15 +9,15 @@ from typing import Any
 
 import yaml
 
-from platform.boundary.refusals import ConfigError, closest, refuse_all, violation
+from platform.boundary.refusals import ConfigError, closest_values, format_violation, refuse_all
 from platform.config.fields import KEYS, Branch, Config, Tensor, set_value
 from platform.config.groups import AUTO as MESH_RULES_AUTO
 from platform.config.groups import Rules
-from platform.config.key import WORKERS, refused
-from platform.config.ramps import phases_of
+from platform.config.key import WORKERS, violation_of_key
+from platform.config.ramps import length_phases
 from platform.plan.chunks import BUCKET_MIB
 from platform.plan.generators import NO_TABLE, ONE_CHUNK
-from platform.plan.layout import DIMS, divisors
+from platform.plan.layout import DIMS, find_divisors
 from platform.plan.scheme import NESTED, REGIONS, RESERVED, ROLES, axes_of_experts
 
 # Maps from tensor dims to mesh axes: the parser of `tensor.layout`, the axes that a scheme declares, and validation of
@@ -38,7 +38,7 @@ def allow_dims(names: Iterable[str]) -> None:
     KNOWN_DIMS.extend(name for name in names if name not in KNOWN_DIMS)
 
 
-def axes_of(tensor: Tensor) -> list[str]:
+def list_tensor_axes(tensor: Tensor) -> list[str]:
     """Return the configured mesh axes of a tensor scheme, outer to inner: `tensor.order`, else its tables'."""
     tables = [*tensor.regions.values(), *tensor.parameters.values()]
     return tensor.order or list(dict.fromkeys(a for table in tables for axes in table.values() for a in axes))
@@ -56,22 +56,26 @@ def parse_layout(layout: str | Mapping[str, Any], axes: Iterable[str]) -> tuple[
     """
     table = _read_layout(layout)
     if not isinstance(table, Mapping):
-        raise ConfigError(violation("tensor.layout", layout, "must be dim:axis, or a map", ["batch:rows;heads:cols"]))
+        raise ConfigError(
+            format_violation("tensor.layout", layout, "must be dim:axis, or a map", ["batch:rows;heads:cols"])
+        )
     named = table if any(isinstance(v, Mapping) for v in table.values()) else dict.fromkeys(_REGIONS, table)
     known = list(axes)
     rules: Rules = {}
     lines: list[str] = []
-    for region, part in named.items():
-        lines += _unknown("tensor.layout", [region], "region", _REGIONS)
-        rules[region] = {dim: _axis_list(dim, value) for dim, value in (part or {}).items()}
+    for region, region_rules in named.items():
+        lines += _violations_of_unknown_names("tensor.layout", [region], "region", _REGIONS)
+        rules[region] = {dim: _parse_axis_list(dim, value) for dim, value in (region_rules or {}).items()}
         for dim, names in rules[region].items():
-            lines += _unknown("tensor.layout", [dim], "dim", KNOWN_DIMS)
+            lines += _violations_of_unknown_names("tensor.layout", [dim], "dim", KNOWN_DIMS)
             if len(set(names)) < len(names):
                 legal = [f"{dim}:{'+'.join(dict.fromkeys(names))}"]
-                lines.append(violation("tensor.layout", f"{dim}:{'+'.join(names)}", "an axis splits a dim once", legal))
+                lines.append(
+                    format_violation("tensor.layout", f"{dim}:{'+'.join(names)}", "an axis splits a dim once", legal)
+                )
             for name in (name for name in names if name not in known):
-                legal = closest(name, known) or ["tensor.axes.NAME=k makes one"]
-                lines.append(violation("tensor.layout", f"{dim}:{name}", "no such axis in tensor.axes", legal))
+                legal = closest_values(name, known) or ["tensor.axes.NAME=k makes one"]
+                lines.append(format_violation("tensor.layout", f"{dim}:{name}", "no such axis in tensor.axes", legal))
     refuse_all(lines)  # a map shared by all regions repeats its mistakes
     return rules, {"all": rules.pop("parameters", {})}
 
@@ -83,27 +87,31 @@ def _read_layout(layout: str | Mapping[str, Any]) -> Mapping[str, Any]:
         try:
             layout = yaml.load(layout, _Strict)  # noqa: S506
         except yaml.YAMLError as error:
-            raise ConfigError(violation("tensor.layout", layout, f"not YAML ({str(error).splitlines()[0]})")) from None
+            raise ConfigError(
+                format_violation("tensor.layout", layout, f"not YAML ({str(error).splitlines()[0]})")
+            ) from None
     if not isinstance(layout, str):
         return layout
     words = re.sub(r"\s*([:+])\s*", r"\1", layout).replace(";", " ").replace(",", " ").replace("|", " ").split()
-    wrong = [word for word in words if not re.fullmatch(r"\w+:\w+(\+\w+)*", word)]
-    refuse_all(violation("tensor.layout", word, "must be dim:axis or dim:axis+axis") for word in wrong)
+    malformed_words = [word for word in words if not re.fullmatch(r"\w+:\w+(\+\w+)*", word)]
+    refuse_all(format_violation("tensor.layout", word, "must be dim:axis or dim:axis+axis") for word in malformed_words)
     dims = [word.partition(":")[0] for word in words]
-    if twice := [dim for dim in dict.fromkeys(dims) if dims.count(dim) > 1]:
-        axes = {dim: [a for d, _, a in (w.partition(":") for w in words) if d == dim] for dim in twice}
-        legal = {dim: [f"{dim}:{'+'.join(dict.fromkeys(found))}"] for dim, found in axes.items()}
-        raise ConfigError([violation("tensor.layout", dim, "is given twice", legal[dim]) for dim in twice])
+    if repeated_dims := [dim for dim in dict.fromkeys(dims) if dims.count(dim) > 1]:
+        axes = {dim: [a for d, _, a in (w.partition(":") for w in words) if d == dim] for dim in repeated_dims}
+        legal = {dim: [f"{dim}:{'+'.join(dict.fromkeys(axis_names))}"] for dim, axis_names in axes.items()}
+        raise ConfigError(
+            [format_violation("tensor.layout", dim, "is given twice", legal[dim]) for dim in repeated_dims]
+        )
     return dict(word.split(":") for word in words)
 
 
-def _axis_list(dim: str, value: Any) -> list[str]:
+def _parse_axis_list(dim: str, value: Any) -> list[str]:
     """Return the mesh axes that the configuration key `tensor.layout` gives for a dim as a list of names: `value` is
     "a+b", a list, or None. Raises ConfigError for anything else."""
     names = value.split("+") if isinstance(value, str) else [] if value is None else value
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
-            violation("tensor.layout", f"{dim}:{value}", "must be the name of an axis, or a list of names")
+            format_violation("tensor.layout", f"{dim}:{value}", "must be the name of an axis, or a list of names")
         )
     return list(names)
 
@@ -112,65 +120,73 @@ def violations_of_tables(config: Config) -> Iterator[str]:
     """Yield a refusal line for each region, parameter role, dim or axis in the tables of the tensor scheme and the
     branch scheme that is unknown or named twice, and for a table whose scheme has no name of its own."""
     tensor, branch = config.tensor, config.branch
-    yield from _nameless(tensor, branch)
-    yield from _repeated("tensor.order", tensor.order)
-    yield from _repeated("branch.only", branch.only)
-    yield from _unknown("branch.only", branch.only, "region", _REGIONS)
-    for key, (what, legal) in _PARTS.items():
+    yield from _violations_of_scheme_names(tensor, branch)
+    yield from _violations_of_repeated_names("tensor.order", tensor.order)
+    yield from _violations_of_repeated_names("branch.only", branch.only)
+    yield from _violations_of_unknown_names("branch.only", branch.only, "region", _REGIONS)
+    for key, (entry_name, legal) in _PARTS.items():
         group, name = key.split(".")
         table: Mapping[str, Any] = getattr(getattr(config, group), name)
-        yield from _unknown(key, table, what, legal)
+        yield from _violations_of_unknown_names(key, table, entry_name, legal)
         for part, rules in table.items():
-            yield from _unknown(f"{key}.{part}", rules, "dim", KNOWN_DIMS)
+            yield from _violations_of_unknown_names(f"{key}.{part}", rules, "dim", KNOWN_DIMS)
             if group == "branch":
-                yield from _repeated(f"{key}.{part}", rules)
+                yield from _violations_of_repeated_names(f"{key}.{part}", rules)
                 continue
             for dim, axes in rules.items():
-                yield from _repeated(f"{key}.{part}.{dim}", axes)
-    yield from _unordered(tensor)
+                yield from _violations_of_repeated_names(f"{key}.{part}.{dim}", axes)
+    yield from _violations_of_order(tensor)
 
 
-def _unordered(tensor: Tensor) -> Iterator[str]:
+def _violations_of_order(tensor: Tensor) -> Iterator[str]:
     """Yield a refusal line for each axis that the tables of a tensor scheme name and its `tensor.order` lacks."""
-    places: dict[str, list[str]] = {}  # axis -> the keys that name it
+    keys_by_axis: dict[str, list[str]] = {}  # axis -> the keys that name it
     for key in ("regions", "parameters"):
         for part, rules in getattr(tensor, key).items():
             for dim, axes in rules.items():
                 for axis in axes:
-                    places.setdefault(axis, []).append(f"tensor.{key}.{part}.{dim}")
-    whole = [*(a for a in tensor.order if a in places), *(a for a in places if a not in tensor.order)]
-    for axis, keys in places.items() if tensor.order else ():
+                    keys_by_axis.setdefault(axis, []).append(f"tensor.{key}.{part}.{dim}")
+    complete_order = [
+        *(a for a in tensor.order if a in keys_by_axis),
+        *(a for a in keys_by_axis if a not in tensor.order),
+    ]
+    for axis, keys in keys_by_axis.items() if tensor.order else ():
         if axis not in tensor.order:
-            other = [f"{keys[0]}=[{closest(axis, tensor.order)[0]}]"] if len(keys) == 1 else []
+            correction = [f"{keys[0]}=[{closest_values(axis, tensor.order)[0]}]"] if len(keys) == 1 else []
             constraint = f"lacks {axis}, an axis of {keys[0]}" + (f" and {len(keys) - 1} more" if keys[1:] else "")
-            yield violation("tensor.order", _listed(tensor.order), constraint, [*other, _listed(whole)])
+            yield format_violation(
+                "tensor.order", _format_names(tensor.order), constraint, [*correction, _format_names(complete_order)]
+            )
 
 
-def _listed(names: Iterable[str]) -> str:
+def _format_names(names: Iterable[str]) -> str:
     """Return names of axes or dims as the text that a user types in a configuration: joined by commas."""
     return f"[{','.join(names)}]"
 
 
-def _nameless(tensor: Tensor, branch: Branch) -> Iterator[str]:
+def _violations_of_scheme_names(tensor: Tensor, branch: Branch) -> Iterator[str]:
     """Yield a refusal line if scheme `serial` or `none`, which split nothing, is configured with a table that does."""
     constraint = "a table that splits something needs a name of its own"
     if tensor.scheme == "serial" and (tensor.regions or tensor.parameters or tensor.order):
-        yield violation("tensor.scheme", tensor.scheme, constraint, ["a line `scheme: NAME` in its file"])
+        yield format_violation("tensor.scheme", tensor.scheme, constraint, ["a line `scheme: NAME` in its file"])
     if branch.kind == "none" and (branch.append or branch.prepend or branch.only):
-        yield violation("branch.kind", branch.kind, constraint, ["a line `kind: NAME` in its file"])
+        yield format_violation("branch.kind", branch.kind, constraint, ["a line `kind: NAME` in its file"])
 
 
-def _unknown(key: str, names: Iterable[str], what: str, legal: Sequence[str]) -> Iterator[str]:
-    """Yield a refusal line for each of configuration key `key`'s names not in `legal`; `what`: such as "region"."""
+def _violations_of_unknown_names(
+    key: str, names: Iterable[str], entry_name: str, legal: Sequence[str]
+) -> Iterator[str]:
+    """Yield a refusal line for each of configuration key `key`'s names not in `legal`; `entry_name`: such as
+    "region"."""
     for name in names:
         if name not in legal:
-            yield violation(key, name, f"no such {what}", closest(name, legal))
+            yield format_violation(key, name, f"no such {entry_name}", closest_values(name, legal))
 
 
-def _repeated(key: str, names: Sequence[str]) -> Iterator[str]:
+def _violations_of_repeated_names(key: str, names: Sequence[str]) -> Iterator[str]:
     """Yield a refusal line for each name that occurs more than once in `names`, the value of a configuration key."""
     for name in dict.fromkeys(name for name in names if list(names).count(name) > 1):
-        yield violation(key, name, "named twice; once is enough", [",".join(dict.fromkeys(names))])
+        yield format_violation(key, name, "named twice; once is enough", [",".join(dict.fromkeys(names))])
 
 
 class _Strict(yaml.SafeLoader):
@@ -205,14 +221,14 @@ OPEN = {
 }
 
 
-def is_open(config: Config, key: str) -> bool:
+def is_open_key(config: Config, key: str) -> bool:
     """Return True if the planner chooses a configuration's key of OPEN, or the size `tensor.axes.NAME` of an axis."""
     named = config.plan.search
     group = key.rpartition(".")[0]
     return ALL in named or key in named or group == "tensor.axes" and bool({"tensor", group} & {*named})
 
 
-def leave_open(config: Config, typed: Collection[str] = ()) -> None:
+def mark_open_keys(config: Config, typed: Collection[str] = ()) -> None:
     """Note in `plan.search` which keys a composed configuration leaves to the planner, and give them legal values. With
     pipeline=auto stages and chunks are open too, unless they are among the keys that the user has `typed`.
     parallel.data=-1, by itself as many replicas as the workers give, is open beside another open key."""
@@ -221,7 +237,7 @@ def leave_open(config: Config, typed: Collection[str] = ()) -> None:
     if tensor.scheme == AUTO:
         named["tensor"] = None
         tensor.scheme = "serial"
-    for axis in dict.fromkeys([*axes_of(tensor), *(tensor.axes if tensor.scheme == "layout" else ())]):
+    for axis in dict.fromkeys([*list_tensor_axes(tensor), *(tensor.axes if tensor.scheme == "layout" else ())]):
         if tensor.axes.get(axis) == -1:
             named[f"tensor.axes.{axis}"] = None
             tensor.axes[axis] = 1
@@ -230,12 +246,12 @@ def leave_open(config: Config, typed: Collection[str] = ()) -> None:
     for name in ("stages", "chunks"):
         if pipeline.kind == AUTO and f"pipeline.{name}" not in typed:
             setattr(pipeline, name, -1)
-    found = {
+    open_values = {
         "pipeline.stages": pipeline.stages, "pipeline.chunks": pipeline.chunks, "parallel.context": parallel.context,
         "parallel.experts": parallel.experts, "parallel.zero": parallel.zero,
         "train.microbatch": config.train.microbatch,
     }  # fmt: skip
-    for key in (key for key, value in found.items() if value == -1):
+    for key in (key for key, value in open_values.items() if value == -1):
         named[key] = None
         set_value(config, key, OPEN[key])
     if config.recompute == AUTO:
@@ -256,16 +272,18 @@ def violations_of_search(config: Config) -> Iterator[str]:
     """Yield a refusal line for each name in `plan.search` that is no key which may be left to the planner."""
     for name in config.plan.search:
         if name not in (ALL, *OPEN) and not name.startswith("tensor.axes."):
-            yield violation("plan.search", name, "no key that the planner chooses", closest(name, (*OPEN, ALL))[:3])
+            yield format_violation(
+                "plan.search", name, "no key that the planner chooses", closest_values(name, (*OPEN, ALL))[:3]
+            )
 
 
-def _replicas(config: Config) -> Iterator[str]:
+def _violations_of_replicas(config: Config) -> Iterator[str]:
     """Yield a refusal line if parallel.data is neither a number of replicas nor -1, for as many as fit."""
     if config.parallel.data == 0 or config.parallel.data < -1:
-        yield refused(config, "parallel.data", KEYS["parallel.data"].constraint, [1, -1])
+        yield violation_of_key(config, "parallel.data", KEYS["parallel.data"].constraint, [1, -1])
 
 
-def too_many_workers(config: Config) -> Iterator[str]:
+def violations_of_worker_count(config: Config) -> Iterator[str]:
     """Yield a refusal line, which names the longest axis, if the sizes of all mesh axes of a configuration (replicas,
     stages, tensor, branch) multiply to more than WORKERS; `platform.config.fields` refuses an axis too long by
     itself."""
@@ -278,52 +296,54 @@ def too_many_workers(config: Config) -> Iterator[str]:
     }
     if (product := prod(sizes.values())) > WORKERS:
         longest = max(sizes, key=lambda key: sizes[key])
-        rest = product // sizes[longest]
-        what = " x ".join(f"{key}={size}" for key, size in sizes.items() if size > 1)
-        legal = [WORKERS // rest] if rest <= WORKERS else []
-        constraint = f"{what} are {product} workers, of which there may be {WORKERS}"
-        yield violation(longest, sizes[longest], constraint, legal)
+        other_workers = product // sizes[longest]
+        product_text = " x ".join(f"{key}={size}" for key, size in sizes.items() if size > 1)
+        legal = [WORKERS // other_workers] if other_workers <= WORKERS else []
+        constraint = f"{product_text} are {product} workers, of which there may be {WORKERS}"
+        yield format_violation(longest, sizes[longest], constraint, legal)
 
 
-def _pipeline(config: Config) -> Iterator[str]:
+def _violations_of_pipeline(config: Config) -> Iterator[str]:
     """Yield a refusal line for each number of stages or chunks that the pipeline schedule cannot have, and for a table
     of a schedule that is missing or not read."""
     p = config.pipeline
     for key, size in (("pipeline.stages", p.stages), ("pipeline.chunks", p.chunks)):
         if p.kind == "none" and size != 1:
-            yield refused(config, key, "pipeline=none has one", [1])
+            yield violation_of_key(config, key, "pipeline=none has one", [1])
     if p.kind in ONE_CHUNK and p.chunks != 1:
         legal = [1, "pipeline=interleaved", "pipeline=zb_h1"]
-        yield refused(config, "pipeline.chunks", f"pipeline={p.kind} has one chunk per stage", legal)
+        yield violation_of_key(config, "pipeline.chunks", f"pipeline={p.kind} has one chunk per stage", legal)
     if p.kind == "file" and not p.file:
-        yield refused(config, "pipeline.file", NO_TABLE, ["pipeline.file=FILE"])
+        yield violation_of_key(config, "pipeline.file", NO_TABLE, ["pipeline.file=FILE"])
     elif p.kind != "file" and p.file:
-        yield refused(config, "pipeline.file", "only for pipeline=file", ["pipeline=file", ""])
+        yield violation_of_key(config, "pipeline.file", "only for pipeline=file", ["pipeline=file", ""])
 
 
-def _zero(config: Config) -> Iterator[str]:
+def _violations_of_zero(config: Config) -> Iterator[str]:
     """Yield a refusal line for a branch beside which ZeRO is not built, and for groups of too few replicas."""
     if config.parallel.zero and config.branch.only:
         reason = f"not built yet beside branch={config.branch.kind}, whose common parameters are on sub-grid 0 alone"
-        yield refused(config, "parallel.zero", reason, [0])
+        yield violation_of_key(config, "parallel.zero", reason, [0])
     group, experts = config.parallel.zero_group, config.parallel.experts
     if config.parallel.zero and 0 < group < experts:
-        yield refused(config, "parallel.zero_group", f"must be 0 or at least parallel.experts={experts}", [experts, 0])
+        yield violation_of_key(
+            config, "parallel.zero_group", f"must be 0 or at least parallel.experts={experts}", [experts, 0]
+        )
 
 
-def _bucket_size(config: Config) -> Iterator[str]:
+def _violations_of_bucket_size(config: Config) -> Iterator[str]:
     """Yield a refusal line if `parallel.bucket_mib` is a text other than `auto`."""
     key, size = "parallel.bucket_mib", config.parallel.bucket_mib
     if isinstance(size, str) and size != MESH_RULES_AUTO:
-        yield refused(config, key, KEYS[key].constraint, [MESH_RULES_AUTO, BUCKET_MIB])
+        yield violation_of_key(config, key, KEYS[key].constraint, [MESH_RULES_AUTO, BUCKET_MIB])
 
 
-def cuts_experts(config: Config) -> bool:
+def has_uneven_experts(config: Config) -> bool:
     """Return True if ranks may have numbers of experts that differ by one: of slots, not of rows."""
     return config.tensor.uneven and config.model.capacity_factor > 0
 
 
-def ranks_of_experts(config: Config) -> dict[str, int]:
+def expert_axis_sizes(config: Config) -> dict[str, int]:
     """Return the size of each axis of a tensor scheme or branch splitting that divides experts, if it is above 1."""
     tensor, branch = config.tensor, config.branch
     sizes = {**tensor.axes, **branch.axes}
@@ -332,119 +352,130 @@ def ranks_of_experts(config: Config) -> dict[str, int]:
     return {axis: sizes[axis] for axis in axes if sizes.get(axis, 1) > 1}
 
 
-def _experts(config: Config) -> Iterator[str]:
+def _violations_of_experts(config: Config) -> Iterator[str]:
     """Yield a refusal line for each number that parallel.experts does not divide: of experts, unless their slots may be
     cut unevenly, and of replicas; and one for tensor ranks that cannot divide them."""
     shared, experts, data = config.parallel.experts, config.model.experts, config.parallel.data
-    whole, inside = config.parallel.tensor_experts == "whole", ranks_of_experts(config)
-    ranks, uneven = prod(inside.values()), cuts_experts(config)
+    keeps_experts_whole, axis_sizes = config.parallel.tensor_experts == "whole", expert_axis_sizes(config)
+    ranks, uneven = prod(axis_sizes.values()), has_uneven_experts(config)
     if not experts:
         if shared > 1:
-            yield refused(config, "parallel.experts", "model.experts=0: the model has no experts", [1])
-        if whole:
-            yield refused(config, "parallel.tensor_experts", "model.experts=0: the model has no experts", ["split"])
+            yield violation_of_key(config, "parallel.experts", "model.experts=0: the model has no experts", [1])
+        if keeps_experts_whole:
+            yield violation_of_key(
+                config, "parallel.tensor_experts", "model.experts=0: the model has no experts", ["split"]
+            )
         return
-    if whole and (experts < ranks or experts % ranks and not uneven):
-        sizes = " x ".join(f"{axis}={n}" for axis, n in inside.items())
-        yield refused(config, "parallel.tensor_experts", f"{sizes} must divide model.experts={experts}", ["split"])
+    if keeps_experts_whole and (experts < ranks or experts % ranks and not uneven):
+        sizes = " x ".join(f"{axis}={n}" for axis, n in axis_sizes.items())
+        yield violation_of_key(
+            config, "parallel.tensor_experts", f"{sizes} must divide model.experts={experts}", ["split"]
+        )
         return
-    each, of = experts // ranks, f" / {'+'.join(inside)}={ranks}" if inside else ""
-    for key, number, cut in ((f"model.experts={experts}{of}", each, uneven), (f"parallel.data={data}", data, False)):
+    experts_per_rank, divisor_text = experts // ranks, f" / {'+'.join(axis_sizes)}={ranks}" if axis_sizes else ""
+    for key, number, cut in (
+        (f"model.experts={experts}{divisor_text}", experts_per_rank, uneven),
+        (f"parallel.data={data}", data, False),
+    ):
         even = number % shared == 0 or cut and shared <= number
         if shared > 1 and number > 0 and not even:
-            legal = closest(shared, divisors(gcd(each, data) if data > 0 else each))
-            yield refused(config, "parallel.experts", f"must divide {key}", legal)
+            legal = closest_values(shared, find_divisors(gcd(experts_per_rank, data) if data > 0 else experts_per_rank))
+            yield violation_of_key(config, "parallel.experts", f"must divide {key}", legal)
             return
 
 
-def _context(config: Config) -> Iterator[str]:
+def _violations_of_context(config: Config) -> Iterator[str]:
     """Yield a refusal line for ranks that exchange heads where not all of parallel.context lie in groups of so many."""
     ranks, inner, kind = config.parallel.context, config.parallel.context_heads, config.parallel.context_kind
     if kind not in NESTED and inner:
-        yield refused(config, "parallel.context_heads", f"only for context_kind=nested, not {kind}", [0])
+        yield violation_of_key(config, "parallel.context_heads", f"only for context_kind=nested, not {kind}", [0])
     elif kind in NESTED and (inner < 2 or inner >= ranks or ranks % inner):
-        legal = closest(inner, [n for n in divisors(ranks) if 1 < n < ranks])
+        legal = closest_values(inner, [n for n in find_divisors(ranks) if 1 < n < ranks])
         constraint = f"must divide parallel.context={ranks}, and be neither 1 nor all of it"
-        yield refused(config, "parallel.context_heads", constraint, legal or ["context_kind=auto"])
+        yield violation_of_key(config, "parallel.context_heads", constraint, legal or ["context_kind=auto"])
 
 
-def lengths_of(config: Config) -> dict[str, list[int]]:
+def sequence_lengths_by_key(config: Config) -> dict[str, list[int]]:
     """Return the lengths of all sequences that a run's ranks of a context share, by the key that sets them."""
-    source, phases = config.model.source_length, [phase.length for phase in phases_of(config)]
+    source, phases = config.model.source_length, [phase.length for phase in length_phases(config)]
     ramp = {"train.length_ramp": phases} if config.train.length_ramp else {}
     return {"model.length": [config.model.length], **ramp, **({"model.source_length": [source]} if source else {})}
 
 
-def rounds_of_context(config: Config) -> list[int]:
+def legal_context_rounds(config: Config) -> list[int]:
     """Return in how many rounds sequences can be dealt to a run's ranks of a context; [] if parts lie straight."""
-    whole, rest = divmod(gcd(*(n for found in lengths_of(config).values() for n in found)), 2 * config.parallel.context)
-    return [] if rest or not config.parallel.context_balance else divisors(whole)
+    quotient, remainder = divmod(
+        gcd(*(n for lengths in sequence_lengths_by_key(config).values() for n in lengths)), 2 * config.parallel.context
+    )
+    return [] if remainder or not config.parallel.context_balance else find_divisors(quotient)
 
 
-def _pieces(config: Config) -> Iterator[str]:
+def _violations_of_context_pieces(config: Config) -> Iterator[str]:
     """Yield a refusal line for a number of pieces that cannot be dealt to each rank of a context."""
     pieces, ranks, key = config.parallel.context_pieces, config.parallel.context, "parallel.context_pieces"
-    rounds = rounds_of_context(config) if ranks > 1 else []
-    legal = closest(pieces, [2 * n for n in rounds]) or [0]
+    rounds = legal_context_rounds(config) if ranks > 1 else []
+    legal = closest_values(pieces, [2 * n for n in rounds]) or [0]
     if pieces % 2:
-        near = legal if rounds else [pieces - 1, pieces + 1]
-        yield refused(config, key, "must be even: a rank gets two pieces in each round", near)
+        legal_pieces = legal if rounds else [pieces - 1, pieces + 1]
+        yield violation_of_key(config, key, "must be even: a rank gets two pieces in each round", legal_pieces)
     elif pieces and not config.parallel.context_balance:
-        yield refused(config, key, "only for parallel.context_balance=true", [0])
+        yield violation_of_key(config, key, "only for parallel.context_balance=true", [0])
     elif pieces and ranks > 1 and pieces // 2 not in rounds:
         blocks = pieces * ranks
-        name, n = next((k, n) for k, found in lengths_of(config).items() for n in found if n % blocks)
-        yield refused(config, key, f"x parallel.context={ranks}, {blocks} pieces, must divide {name}={n}", legal)
+        name, n = next((k, n) for k, lengths in sequence_lengths_by_key(config).items() for n in lengths if n % blocks)
+        yield violation_of_key(
+            config, key, f"x parallel.context={ranks}, {blocks} pieces, must divide {name}={n}", legal
+        )
 
 
-def _lent(config: Config) -> Iterator[str]:
+def _violations_of_lent_experts(config: Config) -> Iterator[str]:
     """Yield a refusal line for experts that are lent where none can be: within one group, or with a capacity."""
     lent, shared, key = config.parallel.lent_experts, config.parallel.experts, "parallel.lent_experts"
-    inside = ranks_of_experts(config)
+    axis_sizes = expert_axis_sizes(config)
     if lent and shared < 2:
-        yield refused(config, key, f"parallel.experts={shared}: every replica has all experts", [0])
+        yield violation_of_key(config, key, f"parallel.experts={shared}: every replica has all experts", [0])
     elif lent and config.model.capacity_factor:
         reason = f"model.capacity_factor={config.model.capacity_factor}: all experts have equally many slots"
-        yield refused(config, key, reason, [0])
+        yield violation_of_key(config, key, reason, [0])
     elif lent and lent > (most := config.model.experts - config.model.experts // shared):
-        yield refused(config, key, f"must be <= {most}, the experts of others", [most])
-    elif lent and inside:
-        yield refused(config, key, f"not built beside experts that {'+'.join(inside)} splits", [0])
+        yield violation_of_key(config, key, f"must be <= {most}, the experts of others", [most])
+    elif lent and axis_sizes:
+        yield violation_of_key(config, key, f"not built beside experts that {'+'.join(axis_sizes)} splits", [0])
 
 
-def _scheme(config: Config) -> Iterator[str]:
+def _violations_of_scheme(config: Config) -> Iterator[str]:
     """Yield a refusal line for a tensor scheme without its table, each size of an axis that it does not declare, and a
     layout that it does not read."""
-    tensor, declared = config.tensor, axes_of(config.tensor)
+    tensor, declared = config.tensor, list_tensor_axes(config.tensor)
     if tensor.scheme not in ("serial", "layout") and not (tensor.regions or tensor.parameters):
-        yield refused(config, "tensor.scheme", "a scheme's name without its table; write tensor=NAME")
+        yield violation_of_key(config, "tensor.scheme", "a scheme's name without its table; write tensor=NAME")
     elif tensor.scheme != "layout":
         for name, size in tensor.axes.items():
             if name not in declared:
-                legal = [*(f"tensor.axes.{n}={size}" for n in closest(name, declared)), 1]
-                yield violation(f"tensor.axes.{name}", size, f"tensor={tensor.scheme} has no such axis", legal)
+                legal = [*(f"tensor.axes.{n}={size}" for n in closest_values(name, declared)), 1]
+                yield format_violation(f"tensor.axes.{name}", size, f"tensor={tensor.scheme} has no such axis", legal)
         if tensor.layout is not None:
-            yield refused(config, "tensor.layout", "only for tensor=layout")
+            yield violation_of_key(config, "tensor.layout", "only for tensor=layout")
 
 
-def _branch(config: Config) -> Iterator[str]:
+def _violations_of_branch(config: Config) -> Iterator[str]:
     """Yield a refusal line for a branch scheme without its table, and for each branch axis that has no scheme or whose
     name a tensor axis has."""
     tensor, branch = config.tensor, config.branch
     if branch.kind != "none" and not (branch.append or branch.prepend):
-        yield refused(config, "branch.kind", "a branch's name without its table; write branch=NAME")
+        yield violation_of_key(config, "branch.kind", "a branch's name without its table; write branch=NAME")
     for name, size in branch.axes.items():
         if branch.kind == "none":
-            yield violation(f"branch.axes.{name}", size, "branch=none has no axes", [1, "branch=NAME"])
-        elif name in tensor.axes or name in axes_of(tensor):
-            yield violation(f"branch.axes.{name}", size, f"tensor={tensor.scheme} has an axis {name} already")
+            yield format_violation(f"branch.axes.{name}", size, "branch=none has no axes", [1, "branch=NAME"])
+        elif name in tensor.axes or name in list_tensor_axes(tensor):
+            yield format_violation(f"branch.axes.{name}", size, f"tensor={tensor.scheme} has an axis {name} already")
 
 
-def _slice_via(config: Config) -> Iterator[str]:
+def _violations_of_slice_via(config: Config) -> Iterator[str]:
     """Yield a refusal line if branch.slice_via is to replace the all-to-all of a branch that has none."""
     if config.branch.slice_via != "all_to_all" and not slices_heads(config.branch):
         constraint = f"branch={config.branch.kind} has no all-to-all that it would replace"
-        yield refused(config, "branch.slice_via", constraint, ["all_to_all"])
+        yield violation_of_key(config, "branch.slice_via", constraint, ["all_to_all"])
 
 
 def slices_heads(branch: Branch) -> bool:
@@ -453,30 +484,30 @@ def slices_heads(branch: Branch) -> bool:
     return "core" in branch.append and "batch" in branch.append.get("attention", ())
 
 
-def _axis_names(config: Config) -> Iterator[str]:
+def _violations_of_axis_names(config: Config) -> Iterator[str]:
     """Yield a refusal line for each tensor or branch axis whose name is reserved or no ASCII identifier."""
     for group, axes in (("tensor", config.tensor.axes), ("branch", config.branch.axes)):
         for name, size in axes.items():
             if name in RESERVED:
-                yield violation(f"{group}.axes.{name}", size, f"the names {', '.join(RESERVED)} are reserved")
+                yield format_violation(f"{group}.axes.{name}", size, f"the names {', '.join(RESERVED)} are reserved")
             elif not (name.isascii() and name.isidentifier()):
-                yield violation(f"{group}.axes.{name}", size, "an axis is named by letters, digits and _")
+                yield format_violation(f"{group}.axes.{name}", size, "an axis is named by letters, digits and _")
 
 
 RULES = (
-    _replicas,
-    too_many_workers,
-    _pipeline,
-    _scheme,
+    _violations_of_replicas,
+    violations_of_worker_count,
+    _violations_of_pipeline,
+    _violations_of_scheme,
     violations_of_tables,
-    _branch,
-    _slice_via,
-    _zero,
-    _bucket_size,
-    _experts,
-    _context,
-    _pieces,
-    _lent,
-    _axis_names,
+    _violations_of_branch,
+    _violations_of_slice_via,
+    _violations_of_zero,
+    _violations_of_bucket_size,
+    _violations_of_experts,
+    _violations_of_context,
+    _violations_of_context_pieces,
+    _violations_of_lent_experts,
+    _violations_of_axis_names,
     violations_of_search,
 )

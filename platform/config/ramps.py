@@ -34,30 +34,30 @@ class LengthPhase(NamedTuple):
     length: int
 
 
-def ramp_of(train: Train) -> list[LengthPhase]:
+def parse_length_ramp(train: Train) -> list[LengthPhase]:
     """Return the phases that train.length_ramp gives a run, as the user has written them; [] for none."""
     pairs = (entry.partition(":") for entry in train.length_ramp)
     return [LengthPhase(int(step) + 1, int(length)) for step, _, length in pairs]
 
 
-def phases_of(config: Config) -> Sequence[LengthPhase]:
+def length_phases(config: Config) -> Sequence[LengthPhase]:
     """Return the phases of a run whose sequences grow, each with one length; the last has no end."""
-    return ramp_of(config.train) or [LengthPhase(1, config.model.length)]
+    return parse_length_ramp(config.train) or [LengthPhase(1, config.model.length)]
 
 
-def length_at(config: Config, step: int) -> int:
+def find_step_length(config: Config, step: int) -> int:
     """Return the tokens of each sequence that training step `step` (from 1) of a configured run takes."""
-    found = phases_of(config)
-    return found[max(0, bisect_right(found, step, key=lambda phase: phase.step) - 1)].length
+    ramp_phases = length_phases(config)
+    return ramp_phases[max(0, bisect_right(ramp_phases, step, key=lambda phase: phase.step) - 1)].length
 
 
-def lengths_from(config: Config, step: int) -> list[int]:
+def list_remaining_lengths(config: Config, step: int) -> list[int]:
     """Return the lengths of sequences from training step `step` (from 1) of a configured run on, ascending."""
-    now = length_at(config, step)
-    return [phase.length for phase in phases_of(config) if phase.length >= now]
+    present_length = find_step_length(config, step)
+    return [phase.length for phase in length_phases(config) if phase.length >= present_length]
 
 
-def at_length(config: Config, length: int) -> Config:
+def fix_sequence_length(config: Config, length: int) -> Config:
     """Return the configuration of a run whose sequences always have `length` tokens, and its steps as many as ever."""
     train, pieces = config.train, config.model.length // length
     counts = {name: getattr(train, name) * pieces for name in ("global_batch", "microbatch", "ramp_from", "ramp_by",
@@ -78,7 +78,7 @@ def at_length(config: Config, length: int) -> Config:
 #     samples before   0  2   4  8  14  20
 
 
-class Phase(NamedTuple):
+class BatchPhase(NamedTuple):
     """Consecutive training steps with one batch size: the first of them, from 1; the samples consumed before it; and
     the sequences of each."""
 
@@ -87,48 +87,48 @@ class Phase(NamedTuple):
     batch: int
 
 
-def phases(train: Train) -> Sequence[Phase]:
+def batch_phases(train: Train) -> Sequence[BatchPhase]:
     """Return the phases of a run whose configured batch size grows, each with one size; the last has no end."""
-    return _phases(train.global_batch, train.ramp_from, train.ramp_by, train.ramp_samples)
+    return _compute_batch_phases(train.global_batch, train.ramp_from, train.ramp_by, train.ramp_samples)
 
 
 @lru_cache(maxsize=16)
-def _phases(full: int, start: int, by: int, samples: int) -> Sequence[Phase]:
+def _compute_batch_phases(full: int, start: int, by: int, samples: int) -> Sequence[BatchPhase]:
     """Return the phases of configured batch sizes, from `start` by steps of `by` to `full`, over `samples` samples."""
     if not start:
-        return (Phase(1, 0, full),)
-    found, step, sample, sizes = [], 1, 0, range(start, full, by)
+        return (BatchPhase(1, 0, full),)
+    ramp_phases, step, sample, sizes = [], 1, 0, range(start, full, by)
     for number, batch in enumerate(sizes, 1):
         end = -(-samples * number // len(sizes))  # the first sample of the next size
         if steps := max(0, -(-(end - sample) // batch)):
-            found.append(Phase(step, sample, batch))
+            ramp_phases.append(BatchPhase(step, sample, batch))
             step, sample = step + steps, sample + steps * batch
-    return (*found, Phase(step, sample, full))
+    return (*ramp_phases, BatchPhase(step, sample, full))
 
 
-def batch_sizes(train: Train) -> list[int]:
+def list_batch_sizes(train: Train) -> list[int]:
     """Return the batch sizes that the configuration gives a run, ascending; the last is train.global_batch."""
-    return [phase.batch for phase in phases(train)]
+    return [phase.batch for phase in batch_phases(train)]
 
 
-def batch_of(train: Train, step: int) -> int:
+def find_batch_size(train: Train, step: int) -> int:
     """Return the batch size that the configuration gives training step `step` (from 1), in sequences."""
-    return _phase(train, step).batch
+    return _find_batch_phase(train, step).batch
 
 
-def samples_before(train: Train, step: int) -> int:
+def count_earlier_samples(train: Train, step: int) -> int:
     """Return how many samples the training steps before `step` (from 1) consume, by the configured batch sizes."""
-    phase = _phase(train, step)
+    phase = _find_batch_phase(train, step)
     return phase.sample + (step - phase.step) * phase.batch
 
 
-def samples_of(train: Train, step: int) -> tuple[int, int]:
+def step_sample_range(train: Train, step: int) -> tuple[int, int]:
     """Return the samples [first, end) of the global order that training step `step` (from 1) is configured to take."""
-    first = samples_before(train, step)
-    return first, first + batch_of(train, step)
+    first = count_earlier_samples(train, step)
+    return first, first + find_batch_size(train, step)
 
 
-def _phase(train: Train, step: int) -> Phase:
+def _find_batch_phase(train: Train, step: int) -> BatchPhase:
     """Return the phase of the configured, growing batch size that training step `step` (from 1) is in."""
-    found = phases(train)
-    return found[max(0, bisect_right(found, step, key=lambda phase: phase.step) - 1)]
+    ramp_phases = batch_phases(train)
+    return ramp_phases[max(0, bisect_right(ramp_phases, step, key=lambda phase: phase.step) - 1)]

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import Field
 from typing import Any, NamedTuple
 
-from platform.config.fields import Config, declared, key_fields
-from platform.config.key import Key, type_in_words
+from platform.config.fields import Config, list_key_fields, read_declared_types
+from platform.config.key import Key, describe_type
 
 _WIDTH = 118  # characters of a line of `--help`
 _INDENT = 36  # its column where the meaning of a key begins
@@ -35,48 +35,48 @@ class Entry(NamedTuple):
     key: Key
 
 
-def page() -> str:
+def render_page() -> str:
     """Render the text of `docs/configuration.md`, the reference of all configuration keys: one table per group."""
     lines = [_PAGE]
-    for group, says, entries in _groups():
+    for group, says, entries in _iterate_groups():
         lines += [f"## {group or 'The run as a whole'}", "", says, ""]
         lines += ["| key | type | default | legal | meaning |", "|---|---|---|---|---|"]
         for name, kind, default, key in entries:
-            cells = [f"`{name}`", kind, f"`{default}`", key.legal(), key.guidance]
+            cells = [f"`{name}`", kind, f"`{default}`", key.describe_legal_values(), key.guidance]
             lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def summary() -> str:
+def render_summary() -> str:
     """Render the reference of all configuration keys that ends `--help` in a terminal: default, meaning and legal
     values of each."""
     lines = []
-    for group, says, entries in _groups():
+    for group, says, entries in _iterate_groups():
         lines += ["", f"{group}: {says}" if group else says]
         for name, _, default, key in entries:
-            legal = f" ({key.legal()})" if key.legal() else ""
+            legal = f" ({key.describe_legal_values()})" if key.describe_legal_values() else ""
             start = f"  {name}={default}".ljust(_INDENT - 1) + " "
             lines += textwrap.wrap(start + key.guidance + legal, _WIDTH, subsequent_indent=" " * _INDENT)
     return "\n".join(lines[1:])
 
 
-def _groups() -> Iterator[tuple[str, str, list[Entry]]]:
+def _iterate_groups() -> Iterator[tuple[str, str, list[Entry]]]:
     """Yield each group of configuration keys: (name, docstring of its class, rows of its keys); "" for no group."""
-    fields = key_fields()
-    for group, kind in {"": Config, **declared(Config)[1]}.items():
-        hints, _ = declared(kind)
-        own = {name: f for name, f in fields.items() if name.rpartition(".")[0] == group}
-        entries = [_entry(name, f, hints[f.name]) for name, f in own.items()]
+    fields = list_key_fields()
+    for group, kind in {"": Config, **read_declared_types(Config)[1]}.items():
+        hints, _ = read_declared_types(kind)
+        group_fields = {name: f for name, f in fields.items() if name.rpartition(".")[0] == group}
+        entries = [_build_entry(name, f, hints[f.name]) for name, f in group_fields.items()]
         yield group, (group and inspect.getdoc(kind)) or "Keys without a group.", entries
 
 
-def _entry(name: str, f: Field[Any], hint: Any) -> Entry:
+def _build_entry(name: str, f: Field[Any], hint: Any) -> Entry:
     """Make the row of configuration key `name` in the reference from its field and the field's type `hint`."""
     default = f.default_factory() if callable(f.default_factory) else f.default
     shown = default if isinstance(default, str) and default else json.dumps(default)
-    return Entry(name, type_in_words(hint), shown, f.metadata["key"])
+    return Entry(name, describe_type(hint), shown, f.metadata["key"])
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(render_page(), end="")

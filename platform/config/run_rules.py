@@ -6,13 +6,13 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 
-from platform.boundary.local_files import violation_of_protocol
-from platform.boundary.redaction import bare_url
-from platform.boundary.refusals import closest, violation
+from platform.boundary.local_files import find_protocol_fault
+from platform.boundary.redaction import strip_url_secrets
+from platform.boundary.refusals import closest_values, format_violation
 from platform.config.fields import KEYS, Config
 from platform.config.groups import AUTO, ON_RAY, RESUME, Cluster
-from platform.config.key import SECONDS, nearest_rhythms, refused, rhythm_of, seconds_of
-from platform.plan.accelerators import ACCELERATORS, memory_of
+from platform.config.key import SECONDS, parse_duration, parse_rhythm, suggest_rhythms, violation_of_key
+from platform.plan.accelerators import ACCELERATORS, nominal_memory
 
 # Rules that refuse a profile of steps or ranks that a run lacks, or that would be too large.
 
@@ -27,81 +27,83 @@ def violations_of_profile(config: Config) -> Iterator[str]:
     shown = f"[{', '.join(ranks)}]"
     if ranks and not steps:
         legal = ["monitor.profile=[10,12]", []]
-        yield violation("monitor.profile_ranks", shown, "monitor.profile names no steps", legal)
+        yield format_violation("monitor.profile_ranks", shown, "monitor.profile names no steps", legal)
     if steps and len(steps) != 2:
-        yield refused(config, key, "must be [] or [FIRST,LAST]", [[steps[0], steps[-1]], []])
+        yield violation_of_key(config, key, "must be [] or [FIRST,LAST]", [[steps[0], steps[-1]], []])
     elif steps and not 1 <= steps[0] <= steps[1] <= last:
         first = min(max(1, steps[0]), last)
         constraint = f"must be [FIRST,LAST] with 1 <= FIRST <= LAST <= train.steps={last}"
-        yield refused(config, key, constraint, [[first, min(max(first, steps[1]), last)]])
+        yield violation_of_key(config, key, constraint, [[first, min(max(first, steps[1]), last)]])
     elif steps and steps[1] - steps[0] >= MOST_STEPS:
         nearest = [steps[0], steps[0] + MOST_STEPS - 1]
-        yield refused(
+        yield violation_of_key(
             config, key, f"must be at most {MOST_STEPS} steps, as a trace takes megabytes for each", [nearest]
         )
     if EVERY in ranks and len(ranks) > 1:
-        yield violation("monitor.profile_ranks", shown, "must be ranks, or [all] alone", [f"[{EVERY}]"])
+        yield format_violation("monitor.profile_ranks", shown, "must be ranks, or [all] alone", [f"[{EVERY}]"])
 
 
-def absent_profiles(config: Config, workers: int) -> Iterator[str]:
+def violations_of_profile_ranks(config: Config, workers: int) -> Iterator[str]:
     """Yield a refusal line per rank of `monitor.profile_ranks` that never exists, as `workers` start the run and it may
     grow to `elastic.max_workers`, and one if there are too many of them."""
     key, ranks, most = "monitor.profile_ranks", config.monitor.profile_ranks, max(workers, config.elastic.max_workers)
     for rank in ranks:
         if rank.isdecimal() and int(rank) >= most:
-            yield violation(key, rank, f"must be below the {most} ranks that the run has", [most - 1])
+            yield format_violation(key, rank, f"must be below the {most} ranks that the run has", [most - 1])
     count = most if ranks == [EVERY] else len(set(ranks))
     if count > MOST_RANKS:
         legal = [[*range(0, most, -(-most // 4))], []]
-        yield violation(
+        yield format_violation(
             key, f"[{', '.join(ranks)}]", f"{count} ranks; at most {MOST_RANKS} can be profiled at once", legal
         )
 
 
-def _time_limit(config: Config) -> Iterator[str]:
+def _violations_of_time_limit(config: Config) -> Iterator[str]:
     """Yield a refusal line if `run.time_limit` is no duration, or longer than clocks and timers take."""
     key = "run.time_limit"
     try:
-        if seconds_of(config.run.time_limit) > SECONDS:
-            yield refused(config, key, f"must be <= {SECONDS} seconds", [SECONDS])
+        if parse_duration(config.run.time_limit) > SECONDS:
+            yield violation_of_key(config, key, f"must be <= {SECONDS} seconds", [SECONDS])
     except ValueError:
-        yield refused(config, key, KEYS[key].constraint, ["3600", "1:00:00"])
+        yield violation_of_key(config, key, KEYS[key].constraint, ["3600", "1:00:00"])
 
 
-def _rhythm(config: Config) -> Iterator[str]:
+def _violations_of_checkpoint_rhythm(config: Config) -> Iterator[str]:
     """Yield a refusal line if `checkpoint.every` is neither a number of steps nor a duration nor `auto`."""
     key, every = "checkpoint.every", config.checkpoint.every
     try:
-        rhythm_of(0 if every == AUTO else every)
+        parse_rhythm(0 if every == AUTO else every)
     except ValueError:
         if isinstance(every, int):
-            yield refused(config, key, "must be >= 0", [0])
+            yield violation_of_key(config, key, "must be >= 0", [0])
         else:
-            yield refused(config, key, KEYS[key].constraint, nearest_rhythms(every))
+            yield violation_of_key(config, key, KEYS[key].constraint, suggest_rhythms(every))
 
 
-def _snapshots(config: Config) -> Iterator[str]:
+def _violations_of_snapshots(config: Config) -> Iterator[str]:
     """Yield a refusal line if `elastic.snapshot_every` is a text other than `auto`."""
     key, every = "elastic.snapshot_every", config.elastic.snapshot_every
     if isinstance(every, str) and every != AUTO:
-        yield refused(config, key, KEYS[key].constraint, [1, AUTO])
+        yield violation_of_key(config, key, KEYS[key].constraint, [1, AUTO])
 
 
-def _replan(config: Config) -> Iterator[str]:
+def _violations_of_replan(config: Config) -> Iterator[str]:
     """Yield a refusal line if `elastic.replan` could change the plan only by losing steps."""
     if config.elastic.replan and not config.elastic.snapshot_every and not config.checkpoint.every:
         constraint = "a mesh re-forms from snapshots or checkpoints, and both are off"
         legal = ["elastic.snapshot_every=1", "checkpoint.every=30m", False]
-        yield refused(config, "elastic.replan", constraint, legal)
+        yield violation_of_key(config, "elastic.replan", constraint, legal)
 
 
-def _workers(config: Config) -> Iterator[str]:
+def _violations_of_worker_bounds(config: Config) -> Iterator[str]:
     """Yield a refusal line for each contradiction between the bounds on the number of workers, and of spares."""
     least, most = config.elastic.min_workers, config.elastic.max_workers
     if most and most < least:
-        yield refused(config, "elastic.max_workers", f"must be 0 or >= elastic.min_workers={least}", [0, least])
+        yield violation_of_key(
+            config, "elastic.max_workers", f"must be 0 or >= elastic.min_workers={least}", [0, least]
+        )
     if config.elastic.spares and config.cluster.kind == "inline":
-        yield refused(config, "elastic.spares", "cluster=inline is a world of one in one process", [0])
+        yield violation_of_key(config, "elastic.spares", "cluster=inline is a world of one in one process", [0])
 
 
 FAULT_KINDS = ("kill", "stop", "raise", "lock", "gil", "nan", "flip")
@@ -114,50 +116,63 @@ FAULT = re.compile(
 _ACTION = re.compile(r"\d+[FBIW]\d+", re.ASCII)
 
 
-def _faults(config: Config) -> Iterator[str]:
+def _violations_of_faults(config: Config) -> Iterator[str]:
     """Yield a refusal line per entry of `elastic.faults`, the failures to inject for a test, that would never be
     injected: malformed, or at a step or section of a step that the run lacks."""
     steps = config.train.steps
     for fault in config.elastic.faults:
-        if not (found := FAULT.fullmatch(fault)):
+        if not (fault_match := FAULT.fullmatch(fault)):
             kinds = "|".join(FAULT_KINDS)
             example = "20:kill:3:backward"
-            yield violation("elastic.faults", fault, f"must be STEP:KIND:RANK[:SECTION], KIND {kinds}", [example])
+            yield format_violation(
+                "elastic.faults", fault, f"must be STEP:KIND:RANK[:SECTION], KIND {kinds}", [example]
+            )
             continue
         _, kind, rank, *section = fault.split(":")
-        if not 1 <= int(found["step"]) <= steps:
-            nearest = ":".join([str(min(max(1, int(found["step"])), steps)), kind, rank, *section])
-            yield violation("elastic.faults", fault, f"its step must be from 1 to train.steps={steps}", [nearest])
-        if found["section"] and found["section"] not in FAULT_SECTIONS and not _ACTION.fullmatch(found["section"]):
-            legal = [f"{found['step']}:{kind}:{rank}:{name}" for name in closest(found["section"], FAULT_SECTIONS)[:3]]
-            yield violation("elastic.faults", fault, f"a step has no section {found['section']}", legal)
+        if not 1 <= int(fault_match["step"]) <= steps:
+            nearest = ":".join([str(min(max(1, int(fault_match["step"])), steps)), kind, rank, *section])
+            yield format_violation(
+                "elastic.faults", fault, f"its step must be from 1 to train.steps={steps}", [nearest]
+            )
+        if (
+            fault_match["section"]
+            and fault_match["section"] not in FAULT_SECTIONS
+            and not _ACTION.fullmatch(fault_match["section"])
+        ):
+            legal = [
+                f"{fault_match['step']}:{kind}:{rank}:{name}"
+                for name in closest_values(fault_match["section"], FAULT_SECTIONS)[:3]
+            ]
+            yield format_violation("elastic.faults", fault, f"a step has no section {fault_match['section']}", legal)
 
 
-def absent_ranks(config: Config, workers: int) -> Iterator[str]:
+def violations_of_fault_ranks(config: Config, workers: int) -> Iterator[str]:
     """Yield a refusal line per entry of `elastic.faults`, the failures to inject for a test, at a rank that never
     exists: `workers` start the run, and it may grow to `elastic.max_workers`."""
     most = max(workers, config.elastic.max_workers)
     for fault in config.elastic.faults:
-        if (found := FAULT.fullmatch(fault)) and int(found["rank"]) >= most:
+        if (fault_match := FAULT.fullmatch(fault)) and int(fault_match["rank"]) >= most:
             step, kind, _, *section = fault.split(":")
             nearest = ":".join([step, kind, str(most - 1), *section])
-            yield violation("elastic.faults", fault, f"its rank must be below the {most} that the run has", [nearest])
+            yield format_violation(
+                "elastic.faults", fault, f"its rank must be below the {most} that the run has", [nearest]
+            )
 
 
-def _deterministic(config: Config) -> Iterator[str]:
+def _violations_of_determinism(config: Config) -> Iterator[str]:
     """Yield a refusal line if a run configured as deterministic may get other numbers of threads when restarted."""
     cluster = config.cluster
     if config.train.deterministic and cluster.kind == "ray" and cluster.device != "cuda" and not cluster.threads:
         constraint = "train.deterministic=true needs one number on all machines, as sums on a CPU depend on it"
-        yield refused(config, "cluster.threads", constraint, [1])
+        yield violation_of_key(config, "cluster.threads", constraint, [1])
 
 
-def _gpu(config: Config) -> Iterator[str]:
+def _violations_of_gpu(config: Config) -> Iterator[str]:
     """Yield a refusal line if cluster.gpu names no known accelerator."""
     gpu = config.cluster.gpu
-    if gpu and memory_of(gpu) is None:
+    if gpu and nominal_memory(gpu) is None:
         names = ["-".join(known.name.split()) for known in ACCELERATORS]
-        yield refused(config, "cluster.gpu", "unknown", closest(gpu, names)[:3])
+        yield violation_of_key(config, "cluster.gpu", "unknown", closest_values(gpu, names)[:3])
 
 
 RUNTIME_ENV = (  # fields of Ray's runtime_env
@@ -166,42 +181,46 @@ RUNTIME_ENV = (  # fields of Ray's runtime_env
 )  # fmt: skip
 
 
-def _ray(config: Config) -> Iterator[str]:
+def _violations_of_ray(config: Config) -> Iterator[str]:
     """Yield a refusal line for each key that only cluster=ray reads under another cluster, each unknown field of the
     runtime environment, and a request to the autoscaler that would ask for nothing in particular or not be waited
     for."""
     c, default = config.cluster, Cluster()
     for name in ON_RAY:
         if c.kind != "ray" and getattr(c, name) != getattr(default, name):
-            yield refused(config, f"cluster.{name}", "only cluster=ray reads it", [getattr(default, name)])
+            yield violation_of_key(config, f"cluster.{name}", "only cluster=ray reads it", [getattr(default, name)])
     for name, value in c.runtime_env.items():
         if name not in RUNTIME_ENV:
-            legal = [f"cluster.runtime_env.{near}" for near in closest(name, RUNTIME_ENV)[:3]]
-            yield violation(f"cluster.runtime_env.{name}", value, "unknown key", legal)
+            legal = [f"cluster.runtime_env.{near}" for near in closest_values(name, RUNTIME_ENV)[:3]]
+            yield format_violation(f"cluster.runtime_env.{name}", value, "unknown key", legal)
     if c.autoscale and c.device == "auto":
-        yield refused(config, "cluster.device", "cluster.autoscale=true must know what to ask for", ["cuda", "cpu"])
+        yield violation_of_key(
+            config, "cluster.device", "cluster.autoscale=true must know what to ask for", ["cuda", "cpu"]
+        )
     if c.autoscale and not c.wait:
-        yield refused(config, "cluster.wait", "cluster.autoscale=true needs time in which machines start", [1800])
+        yield violation_of_key(
+            config, "cluster.wait", "cluster.autoscale=true needs time in which machines start", [1800]
+        )
 
 
-def _sample(config: Config) -> Iterator[str]:
+def _violations_of_sample(config: Config) -> Iterator[str]:
     """Yield a refusal line if monitor.sample wants text of a kind of model that generates none."""
     if config.model.kind in ("encoder", "two_layer") and config.monitor.sample:
-        yield refused(config, "monitor.sample", f"model.kind={config.model.kind} generates no text", [0])
+        yield violation_of_key(config, "monitor.sample", f"model.kind={config.model.kind} generates no text", [0])
 
 
 RULES = (
-    _faults,
-    _sample,
+    _violations_of_faults,
+    _violations_of_sample,
     violations_of_profile,
-    _time_limit,
-    _rhythm,
-    _snapshots,
-    _replan,
-    _workers,
-    _deterministic,
-    _gpu,
-    _ray,
+    _violations_of_time_limit,
+    _violations_of_checkpoint_rhythm,
+    _violations_of_snapshots,
+    _violations_of_replan,
+    _violations_of_worker_bounds,
+    _violations_of_determinism,
+    _violations_of_gpu,
+    _violations_of_ray,
 )
 
 
@@ -235,45 +254,51 @@ _WANDB: Variable = (r"online|offline|disabled|shared|run|dryrun|", "no mode of W
 def violations_of_surroundings(config: Config) -> list[str]:
     """Return one refusal line per directory, storage URL or environment variable that a run of `config` cannot use on
     this machine, judging without creating or connecting to anything."""
-    lines = list(_variables(config))
+    lines = list(_violations_of_variables(config))
     checkpoint, folders = config.checkpoint, {"run.dir": config.run.dir, "data.cache": config.data.cache}
     for key, path in {**folders, "checkpoint.url": checkpoint.url}.items():
-        if path and "://" not in path and (reason := _unusable(path)):
-            lines.append(violation(key, path, reason, ["a directory that you can write to"]))
+        if path and "://" not in path and (reason := _find_path_fault(path)):
+            lines.append(format_violation(key, path, reason, ["a directory that you can write to"]))
     for key, url in (("checkpoint.url", checkpoint.url), ("checkpoint.resume", checkpoint.resume)):
-        if url not in ("", *RESUME) and (reason := violation_of_protocol(url, key == "checkpoint.url")):
-            lines.append(violation(key, bare_url(url), reason, ["a path", "s3://BUCKET/PATH", "gs://BUCKET/PATH"]))
+        if url not in ("", *RESUME) and (reason := find_protocol_fault(url, key == "checkpoint.url")):
+            lines.append(
+                format_violation(
+                    key, strip_url_secrets(url), reason, ["a path", "s3://BUCKET/PATH", "gs://BUCKET/PATH"]
+                )
+            )
     for key, path in folders.items():
         if "://" in path:
-            lines.append(violation(key, path, "must be a path; only checkpoints and data may be at a URL", ["a path"]))
+            lines.append(
+                format_violation(key, path, "must be a path; only checkpoints and data may be at a URL", ["a path"])
+            )
     return lines
 
 
-def _variables(config: Config) -> Iterator[str]:
+def _violations_of_variables(config: Config) -> Iterator[str]:
     """Yield a refusal line per environment variable of torchrun, Ray, W&B, cuBLAS or NCCL, as far as this
     configuration's run reads it, that is malformed or asks for what the run cannot have; torchrun's also if one is
     missing."""
     torchrun = "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
-    read = {
+    variables_read = {
         **({"RAY_ADDRESS": _RAY} if config.cluster.kind == "ray" and not torchrun else {}),
         **({"WANDB_MODE": _WANDB} if config.monitor.kind == "wandb" else {}),
         **(TORCHRUN if torchrun else {}),
         **(_DETERMINISTIC if config.train.deterministic and config.cluster.device != "cpu" else {}),
     }
-    for name, (pattern, words, legal) in read.items():
+    for name, (pattern, words, legal) in variables_read.items():
         missing = torchrun and name in TORCHRUN and name not in os.environ
         if missing or (name in os.environ and not re.fullmatch(pattern, os.environ[name], re.ASCII)):
-            yield violation(name, os.environ.get(name, ""), f"(environment) {words}", legal)
+            yield format_violation(name, os.environ.get(name, ""), f"(environment) {words}", legal)
 
 
-def _unusable(path: str) -> str:
+def _find_path_fault(path: str) -> str:
     """Return why `path`, configured for a run directory, cache or checkpoints, is no writable directory and cannot
     become one; "" if it is or can."""
     path = os.path.abspath(path)
     if path.strip("/") == "":
         return "is the root of the file system"
     try:
-        while not _is_there(path):
+        while not _path_exists(path):
             path = os.path.dirname(path)
     except (OSError, ValueError) as error:
         return f"cannot be used ({getattr(error, 'strerror', None) or error})"
@@ -284,7 +309,7 @@ def _unusable(path: str) -> str:
     return ""
 
 
-def _is_there(path: str) -> bool:
+def _path_exists(path: str) -> bool:
     """Return True if a configured `path` exists. Raises OSError for an impossible one, such as a 300-character name."""
     try:
         os.lstat(path)
@@ -293,13 +318,13 @@ def _is_there(path: str) -> bool:
     return True
 
 
-def expanded(key: str, path: str) -> tuple[str, list[str]]:
+def expand_path(key: str, path: str) -> tuple[str, list[str]]:
     """Expand ~ in the path that configuration key `key` holds, and make it absolute (a URL and "" stay as they are).
     Return it, and [] or, if ~USER names no user, one refusal line."""
     if not path or "://" in path:
         return path, []
-    there = os.path.expanduser(path)
+    expanded_path = os.path.expanduser(path)
     user = path.partition("/")[0]
-    if there != path or not user.startswith("~") or os.path.lexists(user):
-        return os.path.abspath(there), []
-    return os.path.abspath(there), [violation(key, path, f"there is no user {user[1:]}", [f"./{path}"])]
+    if expanded_path != path or not user.startswith("~") or os.path.lexists(user):
+        return os.path.abspath(expanded_path), []
+    return os.path.abspath(expanded_path), [format_violation(key, path, f"there is no user {user[1:]}", [f"./{path}"])]

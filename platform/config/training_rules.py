@@ -6,148 +6,154 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from platform.boundary.refusals import closest, violation
-from platform.boundary.schema import fits
-from platform.config.fields import OBJECTIVES, Config, Data, Model, loss_of, objective_of
-from platform.config.key import refused
-from platform.config.ramps import ramp_of
-from platform.plan.layout import count_of, divisors
+from platform.boundary.refusals import closest_values, format_violation
+from platform.boundary.schema import fits_type
+from platform.config.fields import OBJECTIVES, Config, Data, Model, training_loss_name, training_objective_name
+from platform.config.key import violation_of_key
+from platform.config.ramps import parse_length_ramp
+from platform.plan.layout import find_divisors, format_count
 from platform.plan.model_types import CROSS_ENTROPY
 
 
-def _attention(config: Config) -> Iterator[str]:
+def _violations_of_attention(config: Config) -> Iterator[str]:
     """Yield a refusal line for each configured number of heads that does not divide what it must (model width, query
     heads), for an odd width per head under rotary positions, and for the span of a norm that there is not."""
     m = config.model
     rope = "model.positions=rope needs an even d_kv"
     if not m.d_kv and m.d_model % m.heads:
         constraint = f"must divide model.d_model={m.d_model} where model.d_kv is not given"
-        yield refused(config, "model.heads", constraint, closest(m.heads, divisors(m.d_model)))
+        yield violation_of_key(config, "model.heads", constraint, closest_values(m.heads, find_divisors(m.d_model)))
     elif m.kv_latent:
         pass  # what rotates is d_rope
     elif m.positions == "rope" and m.d_kv % 2:
-        yield refused(config, "model.d_kv", rope, [m.d_kv - 1, m.d_kv + 1])
+        yield violation_of_key(config, "model.d_kv", rope, [m.d_kv - 1, m.d_kv + 1])
     elif m.positions == "rope" and not m.d_kv and m.d_model // m.heads % 2:
-        legal = closest(m.heads, [h for h in divisors(m.d_model) if m.d_model // h % 2 == 0])
+        legal = closest_values(m.heads, [h for h in find_divisors(m.d_model) if m.d_model // h % 2 == 0])
         constraint = f"{rope}, not model.d_model / model.heads = {m.d_model // m.heads}"
-        yield refused(config, "model.heads", constraint, legal)
+        yield violation_of_key(config, "model.heads", constraint, legal)
     if m.kv_heads and m.heads % m.kv_heads:
-        legal = closest(m.kv_heads, divisors(m.heads))
-        yield refused(config, "model.kv_heads", f"must divide model.heads={m.heads}", legal)
+        legal = closest_values(m.kv_heads, find_divisors(m.heads))
+        yield violation_of_key(config, "model.kv_heads", f"must divide model.heads={m.heads}", legal)
     if m.query_key_norm_over != "head" and not m.query_key_norm:
-        yield refused(config, "model.query_key_norm_over", "model.query_key_norm=false is no norm", ["head"])
+        yield violation_of_key(config, "model.query_key_norm_over", "model.query_key_norm=false is no norm", ["head"])
 
 
-def _latent(config: Config) -> Iterator[str]:
+def _violations_of_latent_attention(config: Config) -> Iterator[str]:
     """Yield a refusal line for keys of multi-head latent attention without it, for a part of a model that it does not
     go with, and for a width that rotates which is none, odd or all of d_kv."""
     m = config.model
     if not m.kv_latent:
         for key in ("q_latent", "d_rope", "d_value"):
             if getattr(m, key):
-                yield refused(config, f"model.{key}", "model.kv_latent=0 is no latent attention", [0])
+                yield violation_of_key(config, f"model.{key}", "model.kv_latent=0 is no latent attention", [0])
         return
     latent = f"model.kv_latent={m.kv_latent}"
     if m.kind in ("encoder_decoder", "two_layer"):
-        yield refused(config, "model.kv_latent", f"model.kind={m.kind} has no latent attention", [0])
+        yield violation_of_key(config, "model.kv_latent", f"model.kind={m.kind} has no latent attention", [0])
     if m.positions != "rope":
-        yield refused(config, "model.positions", f"{latent} rotates a part of queries and keys", ["rope"])
+        yield violation_of_key(config, "model.positions", f"{latent} rotates a part of queries and keys", ["rope"])
     if m.kv_heads not in (0, m.heads):
-        yield refused(config, "model.kv_heads", f"{latent} makes keys and values of every head", [0, m.heads])
+        yield violation_of_key(config, "model.kv_heads", f"{latent} makes keys and values of every head", [0, m.heads])
     if m.query_key_norm:
-        yield refused(config, "model.query_key_norm", f"{latent} has norms of the latents", [False])
+        yield violation_of_key(config, "model.query_key_norm", f"{latent} has norms of the latents", [False])
     if m.attention_sinks:
-        yield refused(config, "model.attention_sinks", f"{latent} has no sinks", [False])
+        yield violation_of_key(config, "model.attention_sinks", f"{latent} has no sinks", [False])
     if (biases := m.attention_bias or ("all" if m.bias else "none")) != "none":
-        yield violation("model.attention_bias", biases, f"{latent} has no biases", ["none"])
+        yield format_violation("model.attention_bias", biases, f"{latent} has no biases", ["none"])
     d_kv = m.d_kv or m.d_model // m.heads
     if not 0 < m.d_rope < d_kv or m.d_rope % 2:
         constraint = f"must be even, > 0 and < {d_kv}, the width of a head, with {latent}"
-        yield refused(config, "model.d_rope", constraint, closest(m.d_rope, range(2, d_kv, 2)))
+        yield violation_of_key(config, "model.d_rope", constraint, closest_values(m.d_rope, range(2, d_kv, 2)))
 
 
-def _rotary(config: Config) -> Iterator[str]:
+def _violations_of_rotary_positions(config: Config) -> Iterator[str]:
     """Yield a refusal line for each mistake in the configuration of rotary positions, perhaps scaled."""
     m, kind = config.model, f"model.rope_scaling={config.model.rope_scaling}"
     if m.rope_pairs != "halves" and m.positions != "rope":
-        yield refused(config, "model.rope_pairs", f"model.positions={m.positions} has no rotations", ["halves"])
+        yield violation_of_key(
+            config, "model.rope_pairs", f"model.positions={m.positions} has no rotations", ["halves"]
+        )
     if m.rope_scaling == "none":
         return
     if m.positions != "rope":
-        yield refused(config, "model.rope_scaling", f"model.positions={m.positions} has no rotations", ["none"])
+        yield violation_of_key(
+            config, "model.rope_scaling", f"model.positions={m.positions} has no rotations", ["none"]
+        )
     if m.rope_scaling == "linear":
         return
     if not m.rope_original_length:
-        yield refused(config, "model.rope_original_length", f"{kind} needs the length before", [m.length])
+        yield violation_of_key(config, "model.rope_original_length", f"{kind} needs the length before", [m.length])
     if m.rope_high <= m.rope_low:
-        yield refused(config, "model.rope_high", f"must be > model.rope_low={m.rope_low:g}", [m.rope_low * 4])
+        yield violation_of_key(config, "model.rope_high", f"must be > model.rope_low={m.rope_low:g}", [m.rope_low * 4])
 
 
-def _seen(config: Config) -> Iterator[str]:
+def _violations_of_attention_masks(config: Config) -> Iterator[str]:
     """Yield a refusal line for each configured mask of attention (window, documents, ...) that the kind of model does
     not know, and for layers with a window that the model lacks."""
-    m, wrong = config.model, f"model.kind={config.model.kind} has no such attention"
+    m, constraint = config.model, f"model.kind={config.model.kind} has no such attention"
     if m.kind in ("encoder", "encoder_decoder", "two_layer"):
         if m.window:
-            yield refused(config, "model.window", wrong, [0])
+            yield violation_of_key(config, "model.window", constraint, [0])
         if config.data.document_mask:
-            yield refused(config, "data.document_mask", wrong, [False])
+            yield violation_of_key(config, "data.document_mask", constraint, [False])
     if m.segments and m.kind in ("decoder", "encoder_decoder", "two_layer"):
-        yield refused(config, "model.segments", f"model.kind={m.kind} has no segments", [0])
+        yield violation_of_key(config, "model.segments", f"model.kind={m.kind} has no segments", [0])
     if m.window_layers and not m.window:
-        yield refused(config, "model.window_layers", "model.window=0 is no window", [[]])
+        yield violation_of_key(config, "model.window_layers", "model.window=0 is no window", [[]])
     elif beyond := [n for n in m.window_layers if n >= m.layers]:
-        yield violation("model.window_layers", beyond[0], f"layers are 0 to {m.layers - 1}", [m.layers - 1])
+        yield format_violation("model.window_layers", beyond[0], f"layers are 0 to {m.layers - 1}", [m.layers - 1])
 
 
-def _head(config: Config) -> Iterator[str]:
+def _violations_of_head_transform(config: Config) -> Iterator[str]:
     """Yield a refusal line if a gated activation is configured for the transform before the model's output."""
     m, gated = config.model, ("swiglu", "swiglu_clamped", "geglu", "geglu_tanh", "reglu")
     if m.head_transform and m.activation in gated:
-        yield refused(config, "model.activation", "model.head_transform=true has no gate", ["gelu", "gelu_tanh"])
+        yield violation_of_key(
+            config, "model.activation", "model.head_transform=true has no gate", ["gelu", "gelu_tanh"]
+        )
 
 
-def _buckets(config: Config) -> Iterator[str]:
+def _violations_of_position_buckets(config: Config) -> Iterator[str]:
     """Yield a refusal line if the configured buckets of relative positions do not fit the largest distance."""
     m = config.model
     if m.positions == "relative" and m.distance <= m.buckets // 2:
         constraint = f"must be more than half of model.buckets={m.buckets}"
-        yield refused(config, "model.distance", constraint, [m.buckets // 2 + 1])
+        yield violation_of_key(config, "model.distance", constraint, [m.buckets // 2 + 1])
 
 
-def _smoothing(config: Config) -> Iterator[str]:
+def _violations_of_label_smoothing(config: Config) -> Iterator[str]:
     """Yield a refusal line if label smoothing is configured with a loss that says itself what a label costs."""
-    smoothing, loss = config.model.label_smoothing, loss_of(config)
+    smoothing, loss = config.model.label_smoothing, training_loss_name(config)
     if smoothing and loss != CROSS_ENTROPY:
         constraint = f"the loss {loss} says itself what a label costs"
-        yield violation("model.label_smoothing", smoothing, constraint, [0, f"train.loss={CROSS_ENTROPY}"])
+        yield format_violation("model.label_smoothing", smoothing, constraint, [0, f"train.loss={CROSS_ENTROPY}"])
 
 
-def _experts(config: Config) -> Iterator[str]:
+def _violations_of_experts(config: Config) -> Iterator[str]:
     """Yield a refusal line for experts in a kind of model that has none, more per token than there are, or in no layer,
     and for keys of experts without any."""
     m = config.model
     if not m.experts:
-        needing = "expert_d_ff expert_bias shared_experts experts_every dense_layers"
-        needing += " router_groups router_bias router_jitter balance_over"
-        for key in needing.split():
+        expert_keys = "expert_d_ff expert_bias shared_experts experts_every dense_layers"
+        expert_keys += " router_groups router_bias router_jitter balance_over"
+        for key in expert_keys.split():
             if getattr(m, key) != (nothing := getattr(Model(), key)):
-                yield refused(config, f"model.{key}", "model.experts=0: the model has no experts", [nothing])
+                yield violation_of_key(config, f"model.{key}", "model.experts=0: the model has no experts", [nothing])
         return
     if m.kind == "two_layer":
-        yield refused(config, "model.experts", f"model.kind={m.kind} has no layers of experts", [0])
+        yield violation_of_key(config, "model.experts", f"model.kind={m.kind} has no layers of experts", [0])
     if m.experts_per_token > m.experts:
-        yield refused(config, "model.experts_per_token", f"must be <= model.experts={m.experts}", [m.experts])
+        yield violation_of_key(config, "model.experts_per_token", f"must be <= model.experts={m.experts}", [m.experts])
     if m.experts_every > m.layers:
         constraint = f"must be <= model.layers={m.layers}, so that a layer has experts"
-        yield refused(config, "model.experts_every", constraint, [m.layers])
+        yield violation_of_key(config, "model.experts_every", constraint, [m.layers])
     elif beyond := [n for n in m.dense_layers if n >= m.layers]:
-        yield violation("model.dense_layers", beyond[0], f"layers are 0 to {m.layers - 1}", [m.layers - 1])
+        yield format_violation("model.dense_layers", beyond[0], f"layers are 0 to {m.layers - 1}", [m.layers - 1])
     elif {*m.dense_layers} >= {*range(m.experts_every - 1, m.layers, m.experts_every)}:
-        yield refused(config, "model.dense_layers", "leaves no layer with experts", [m.dense_layers[:-1]])
+        yield violation_of_key(config, "model.dense_layers", "leaves no layer with experts", [m.dense_layers[:-1]])
 
 
-def _groups(config: Config) -> Iterator[str]:
+def _violations_of_router_groups(config: Config) -> Iterator[str]:
     """Yield a refusal line for groups of experts that do not divide them, for more kept groups than there are, for too
     few to hold the experts of a token, and for a score of more experts than a group has."""
     m = config.model
@@ -155,177 +161,215 @@ def _groups(config: Config) -> Iterator[str]:
         return
     if m.experts % m.router_groups:
         constraint = f"must divide model.experts={m.experts}"
-        yield refused(config, "model.router_groups", constraint, closest(m.router_groups, divisors(m.experts)))
+        yield violation_of_key(
+            config, "model.router_groups", constraint, closest_values(m.router_groups, find_divisors(m.experts))
+        )
         return
-    each = m.experts // m.router_groups
-    least = -(-m.experts_per_token // each)
+    experts_per_group = m.experts // m.router_groups
+    least = -(-m.experts_per_token // experts_per_group)
     if m.router_groups_kept > m.router_groups:
         constraint = f"must be <= model.router_groups={m.router_groups}"
-        yield refused(config, "model.router_groups_kept", constraint, [m.router_groups])
+        yield violation_of_key(config, "model.router_groups_kept", constraint, [m.router_groups])
     elif least > m.router_groups_kept and m.experts_per_token <= m.experts:
-        constraint = f"has {m.router_groups_kept * each} experts, model.experts_per_token={m.experts_per_token}"
-        yield refused(config, "model.router_groups_kept", constraint, [least])
-    if m.router_group_best > each:
-        constraint = f"must be <= {each}, the experts of each of model.router_groups={m.router_groups}"
-        yield refused(config, "model.router_group_best", constraint, [each])
+        constraint = (
+            f"has {m.router_groups_kept * experts_per_group} experts, model.experts_per_token={m.experts_per_token}"
+        )
+        yield violation_of_key(config, "model.router_groups_kept", constraint, [least])
+    if m.router_group_best > experts_per_group:
+        constraint = f"must be <= {experts_per_group}, the experts of each of model.router_groups={m.router_groups}"
+        yield violation_of_key(config, "model.router_group_best", constraint, [experts_per_group])
 
 
-MODEL_RULES = (_attention, _latent, _rotary, _seen, _head, _buckets, _smoothing, _experts, _groups)
+MODEL_RULES = (
+    _violations_of_attention,
+    _violations_of_latent_attention,
+    _violations_of_rotary_positions,
+    _violations_of_attention_masks,
+    _violations_of_head_transform,
+    _violations_of_position_buckets,
+    _violations_of_label_smoothing,
+    _violations_of_experts,
+    _violations_of_router_groups,
+)
 
 
 # Rules that refuse the keys of groups train, loss_scale and eval.
 
 
-def _ramp(config: Config) -> Iterator[str]:
+def _violations_of_batch_ramp(config: Config) -> Iterator[str]:
     """Yield a refusal line for each mistake in the configuration of a growing batch (`ramps.batch_ramp`)."""
     t = config.train
     if not t.ramp_from:
         if t.ramp_samples:
-            yield violation("train.ramp_samples", t.ramp_samples, "train.ramp_from=0: the batch does not grow", [0])
+            yield format_violation(
+                "train.ramp_samples", t.ramp_samples, "train.ramp_from=0: the batch does not grow", [0]
+            )
         return
     if t.ramp_from >= t.global_batch:
         constraint = f"must be < train.global_batch={t.global_batch}"
-        yield violation("train.ramp_from", t.ramp_from, constraint, [t.global_batch // 2, 0])
+        yield format_violation("train.ramp_from", t.ramp_from, constraint, [t.global_batch // 2, 0])
     elif (grows := t.global_batch - t.ramp_from) % t.ramp_by:
         constraint = f"must divide train.global_batch - train.ramp_from = {grows}"
-        yield violation("train.ramp_by", t.ramp_by, constraint, closest(t.ramp_by, divisors(grows)))
+        yield format_violation("train.ramp_by", t.ramp_by, constraint, closest_values(t.ramp_by, find_divisors(grows)))
     elif not t.ramp_samples:
-        yield violation("train.ramp_samples", 0, "train.ramp_from needs the samples over which it grows", [grows])
+        yield format_violation(
+            "train.ramp_samples", 0, "train.ramp_from needs the samples over which it grows", [grows]
+        )
     if config.pipeline.kind == "file":
-        yield violation("train.ramp_from", t.ramp_from, "a schedule from a file has one number of microbatches", [0])
+        yield format_violation(
+            "train.ramp_from", t.ramp_from, "a schedule from a file has one number of microbatches", [0]
+        )
 
 
 CUT = ("causal", "masked")  # objectives whose samples can be cut: each token has its own place in all data tensors
 
 
-def _length_ramp(config: Config) -> Iterator[str]:
+def _violations_of_length_ramp(config: Config) -> Iterator[str]:
     """Yield a refusal line for each mistake in the configuration of sequences that grow
     (`ramps.length_ramp`)."""
-    key, most, ramp = "train.length_ramp", config.model.length, ramp_of(config.train)
+    key, most, ramp = "train.length_ramp", config.model.length, parse_length_ramp(config.train)
     for number, (entry, (step, length)) in enumerate(zip(config.train.length_ramp, ramp, strict=True)):
         before, after = (ramp[number - 1] if number else None), ramp[number + 1 :]
         if not before and step != 1:
-            yield violation(key, entry, "the first length is that of the first steps", [f"0:{length}"])
+            yield format_violation(key, entry, "the first length is that of the first steps", [f"0:{length}"])
         if before and step <= before.step:
             constraint = f"must begin after {config.train.length_ramp[number - 1]} does"
-            yield violation(key, entry, constraint, [f"{before.step}:{length}"])
+            yield format_violation(key, entry, constraint, [f"{before.step}:{length}"])
         if not length or most % length:
-            legal = closest(length, [n for n in divisors(most) if n < most or not after])
+            legal = closest_values(length, [n for n in find_divisors(most) if n < most or not after])
             constraint = f"must divide model.length={most}, so that pieces of samples are sequences"
-            yield violation(key, entry, constraint, [f"{step - 1}:{n}" for n in legal])
+            yield format_violation(key, entry, constraint, [f"{step - 1}:{n}" for n in legal])
         elif before and length <= before.length:
-            legal = closest(length, [n for n in divisors(most) if n > before.length])
+            legal = closest_values(length, [n for n in find_divisors(most) if n > before.length])
             constraint = f"must be longer than the {before.length} tokens before"
-            yield violation(key, entry, constraint, [f"{step - 1}:{n}" for n in legal])
+            yield format_violation(key, entry, constraint, [f"{step - 1}:{n}" for n in legal])
         elif not after and length != most:
             constraint = f"the last length must be model.length={most}"
-            yield violation(key, entry, constraint, [f"{step - 1}:{most}", f"model.length={length}"])
+            yield format_violation(key, entry, constraint, [f"{step - 1}:{most}", f"model.length={length}"])
     if ramp and config.model.kind == "encoder_decoder":
-        yield violation(key, config.train.length_ramp[0], "an encoder-decoder has two lengths, which do not grow", [[]])
-    elif ramp and (objective := objective_of(config)) not in CUT:
+        yield format_violation(
+            key, config.train.length_ramp[0], "an encoder-decoder has two lengths, which do not grow", [[]]
+        )
+    elif ramp and (objective := training_objective_name(config)) not in CUT:
         constraint = f"samples of data.objective={objective} cannot be cut into shorter ones"
-        yield violation(key, config.train.length_ramp[0], constraint, [[]])
+        yield format_violation(key, config.train.length_ramp[0], constraint, [[]])
 
 
-def _position_rows(config: Config) -> Iterator[str]:
+def _violations_of_position_rows(config: Config) -> Iterator[str]:
     """Yield a refusal line if a configured table of learned positions has not the rows that sequences need."""
     m, ramp = config.model, bool(config.train.length_ramp)
     learned = m.positions == "learned" and m.kind != "encoder_decoder"
     legal = [m.length] if learned and ramp else [0, m.length] if learned else [0]
     if m.position_rows not in legal:
         constraint = f"the longest sequences have model.length={m.length}" if learned else "there is no such table"
-        yield refused(config, "model.position_rows", constraint, legal)
+        yield violation_of_key(config, "model.position_rows", constraint, legal)
 
 
-def _start(config: Config) -> Iterator[str]:
+def _violations_of_init_averaged(config: Config) -> Iterator[str]:
     """Yield a refusal line if averaged weights of no saved model are configured to begin with (train.init_averaged)."""
     if config.train.init_averaged and config.train.init in ("", "random"):
-        yield violation("train.init_averaged", True, "train.init names no run whose averages could be taken", [False])
+        yield format_violation(
+            "train.init_averaged", True, "train.init names no run whose averages could be taken", [False]
+        )
 
 
-def _evaluation(config: Config) -> Iterator[str]:
+def _violations_of_evaluation(config: Config) -> Iterator[str]:
     """Yield a refusal line for each configured key of evaluations that never take place, or averages not kept."""
     e = config.eval
     if config.checkpoint.best and not e.every:
-        yield violation("checkpoint.best", True, "eval.every=0: there are no evaluations", [False])
+        yield format_violation("checkpoint.best", True, "eval.every=0: there are no evaluations", [False])
     if e.patience and not e.every:
-        yield violation("eval.patience", e.patience, "eval.every=0: there are no evaluations", [0])
+        yield format_violation("eval.patience", e.patience, "eval.every=0: there are no evaluations", [0])
     if e.prompts and not e.every:
-        yield violation("eval.prompts", e.prompts[0], "eval.every=0: there are no evaluations", [[]])
+        yield format_violation("eval.prompts", e.prompts[0], "eval.every=0: there are no evaluations", [[]])
     elif e.prompts and config.model.kind in ("encoder", "two_layer"):
-        yield violation("eval.prompts", e.prompts[0], f"model.kind={config.model.kind} generates no text", [[]])
+        yield format_violation("eval.prompts", e.prompts[0], f"model.kind={config.model.kind} generates no text", [[]])
     if e.tasks and not e.every:
-        yield violation("eval.tasks", e.tasks[0], "eval.every=0: there are no evaluations", [[]])
+        yield format_violation("eval.tasks", e.tasks[0], "eval.every=0: there are no evaluations", [[]])
     elif e.tasks and config.model.kind in ("encoder", "two_layer"):
-        yield violation("eval.tasks", e.tasks[0], f"model.kind={config.model.kind} answers no texts", [[]])
+        yield format_violation("eval.tasks", e.tasks[0], f"model.kind={config.model.kind} answers no texts", [[]])
     for name, value, none in (("task_folder", e.task_folder, ""), ("task_samples", e.task_samples, 0)):
         if value and not e.tasks:
-            yield violation(f"eval.{name}", value, "only eval.tasks reads it", [none])
+            yield format_violation(f"eval.{name}", value, "only eval.tasks reads it", [none])
     if e.least_gain and not e.patience:
-        yield violation("eval.least_gain", e.least_gain, "only eval.patience reads it", [0])
+        yield format_violation("eval.least_gain", e.least_gain, "only eval.patience reads it", [0])
     if e.averaged and not config.train.ema:
-        yield violation("eval.averaged", True, "train.ema=0: no averages are kept", [False])
+        yield format_violation("eval.averaged", True, "train.ema=0: no averages are kept", [False])
 
 
-def _stop_at(config: Config) -> Iterator[str]:
+def _violations_of_stop_step(config: Config) -> Iterator[str]:
     """Yield a refusal line if the run is to stop (train.stop_at) after its last step."""
     steps = config.train.steps
     if config.train.stop_at > steps:
-        yield refused(config, "train.stop_at", f"must be <= train.steps={steps}", [steps])
+        yield violation_of_key(config, "train.stop_at", f"must be <= train.steps={steps}", [steps])
 
 
-def _verify_every(config: Config) -> Iterator[str]:
+def _violations_of_verify_every(config: Config) -> Iterator[str]:
     """Yield a refusal line if replicas are to be compared (train.verify_every) where there are none."""
     if config.train.verify_every and config.parallel.zero == 3:
         constraint = "parallel.zero=3 keeps each weight once: there are no replicas to compare"
-        yield refused(config, "train.verify_every", constraint, [0])
+        yield violation_of_key(config, "train.verify_every", constraint, [0])
 
 
-def _loss_scale(config: Config) -> Iterator[str]:
+def _violations_of_loss_scale(config: Config) -> Iterator[str]:
     """Yield a refusal line if the fp16 loss scale begins below its least value."""
     if config.loss_scale.least > config.loss_scale.initial:
         constraint = f"must be <= loss_scale.initial={config.loss_scale.initial:g}"
-        yield refused(config, "loss_scale.least", constraint, [config.loss_scale.initial])
+        yield violation_of_key(config, "loss_scale.least", constraint, [config.loss_scale.initial])
 
 
-def _offload(config: Config) -> Iterator[str]:
+def _violations_of_offload(config: Config) -> Iterator[str]:
     """Yield a refusal line if inputs of blocks are to be kept in host memory, but other activations are kept."""
     if config.recompute_offload and config.recompute != "full":
         constraint = f"recompute={config.recompute} keeps more than the inputs of blocks, recompute=full these alone"
-        yield refused(config, "recompute_offload", constraint, [False])
+        yield violation_of_key(config, "recompute_offload", constraint, [False])
 
 
-TRAIN_RULES = (_offload, _ramp, _length_ramp, _position_rows, _start, _evaluation, _stop_at, _verify_every, _loss_scale)
+TRAIN_RULES = (
+    _violations_of_offload,
+    _violations_of_batch_ramp,
+    _violations_of_length_ramp,
+    _violations_of_position_rows,
+    _violations_of_init_averaged,
+    _violations_of_evaluation,
+    _violations_of_stop_step,
+    _violations_of_verify_every,
+    _violations_of_loss_scale,
+)
 
 
 # Rules that refuse the keys of group optimizer.
 
 
-def _optimizer(config: Config) -> Iterator[str]:
+def _violations_of_optimizer(config: Config) -> Iterator[str]:
     """Yield a refusal line for each mistake in the optimizer's configuration: numbers, patterns, parameter groups."""
     o = config.optimizer
     if len(o.betas) != 2:
-        yield violation("optimizer.betas", o.betas, "must be two numbers", [[0.9, 0.95]])
+        yield format_violation("optimizer.betas", o.betas, "must be two numbers", [[0.9, 0.95]])
     if o.kind == "sgd" and o.nesterov and not o.momentum:
-        yield violation("optimizer.nesterov", True, "optimizer.momentum=0: there is none to look ahead", [False])
+        yield format_violation("optimizer.nesterov", True, "optimizer.momentum=0: there is none to look ahead", [False])
     if o.schedule == "wsd" and o.decay_steps > (most := config.train.steps - o.warmup_steps):
-        yield violation(
-            "optimizer.decay_steps", o.decay_steps, f"after warm-up come {count_of(most, 'update')}", [most]
+        yield format_violation(
+            "optimizer.decay_steps", o.decay_steps, f"after warm-up come {format_count(most, 'update')}", [most]
         )
     if o.schedule == "cosine_restarts" and o.cycles > (most := max(1, config.train.steps - o.warmup_steps)):
-        yield violation("optimizer.cycles", o.cycles, f"after warm-up come {count_of(most, 'update')}", [most])
+        yield format_violation(
+            "optimizer.cycles", o.cycles, f"after warm-up come {format_count(most, 'update')}", [most]
+        )
     yield from _violations_of_pattern("optimizer.matrices", o.matrices)
     for i, group in enumerate(o.groups):
-        where = f"optimizer.groups.{i}"
+        group_key = f"optimizer.groups.{i}"
         if "match" not in group or (unknown := sorted(group.keys() - {"match", "lr", "weight_decay"})):
-            what = f"no {', '.join(unknown)}" if "match" in group else "a regular expression of names"
-            yield violation(where, group, f"needs match, {what}", ["{match: embedding, lr: 0.1, weight_decay: 0}"])
+            need = f"no {', '.join(unknown)}" if "match" in group else "a regular expression of names"
+            yield format_violation(
+                group_key, group, f"needs match, {need}", ["{match: embedding, lr: 0.1, weight_decay: 0}"]
+            )
             continue
-        yield from _violations_of_pattern(f"{where}.match", group["match"])
+        yield from _violations_of_pattern(f"{group_key}.match", group["match"])
         for name in group.keys() - {"match"}:
             value = group[name]
-            if not fits(value, float) or not 0 <= value <= 1e6:
-                yield violation(f"{where}.{name}", value, "must be a factor, 0 to 1,000,000", [1])
+            if not fits_type(value, float) or not 0 <= value <= 1e6:
+                yield format_violation(f"{group_key}.{name}", value, "must be a factor, 0 to 1,000,000", [1])
 
 
 def _violations_of_pattern(key: str, pattern: object) -> Iterator[str]:
@@ -333,10 +377,10 @@ def _violations_of_pattern(key: str, pattern: object) -> Iterator[str]:
     try:
         re.compile(pattern)  # type: ignore[call-overload]
     except (re.error, TypeError, RecursionError, OverflowError) as error:
-        yield violation(key, pattern, f"must be a regular expression: {error}")
+        yield format_violation(key, pattern, f"must be a regular expression: {error}")
 
 
-OPTIMIZER_RULES = (_optimizer,)
+OPTIMIZER_RULES = (_violations_of_optimizer,)
 
 
 # Rules that refuse the keys of group data, and keys of the model that do not go with it.
@@ -344,85 +388,89 @@ OPTIMIZER_RULES = (_optimizer,)
 WHOLE = ("masked", "span_denoising", "pairs")  # objectives that read no documents apart, and learn of all tokens
 
 
-def _data(config: Config) -> Iterator[str]:
+def _violations_of_data(config: Config) -> Iterator[str]:
     """Yield a refusal line for a configuration of data without a path, sources that nothing reads, and an evaluation
     without a held-out split."""
     data = config.data
     if data.kind == "text" and not data.path:
-        yield violation("data.path", "", "data=text needs a file, a folder or a glob", ["data.path=FILE"])
+        yield format_violation("data.path", "", "data=text needs a file, a folder or a glob", ["data.path=FILE"])
     if data.tokenizer in ("", "train"):
         for name in ("tokenizer_words", "end_token", "begin_token"):
             if value := getattr(data, name):
                 constraint = "says something of a tokenizer that data.tokenizer names, and there is none"
-                yield violation(f"data.{name}", value, constraint, ["data.tokenizer=PATH"])
-    if data.input_field and "instructions" not in _kinds(data):
-        yield violation("data.input_field", data.input_field, "only data=instructions reads it", ['""'])
+                yield format_violation(f"data.{name}", value, constraint, ["data.tokenizer=PATH"])
+    if data.input_field and "instructions" not in _list_source_kinds(data):
+        yield format_violation("data.input_field", data.input_field, "only data=instructions reads it", ['""'])
     if data.sources and data.kind != "mixture":
-        yield violation("data.sources", ", ".join(data.sources), "only data=mixture reads them", ["data=mixture"])
+        yield format_violation(
+            "data.sources", ", ".join(data.sources), "only data=mixture reads them", ["data=mixture"]
+        )
     if config.eval.every and not (
-        data.validation or data.validation_path or any(map(_held_out, data.sources.values()))
+        data.validation or data.validation_path or any(map(_has_validation_split, data.sources.values()))
     ):
         reason = f"eval.every={config.eval.every} needs a held-out split"
         held = "data.validation_path=FILE" if data.streaming else 0.05  # a stream has no part to hold out
-        yield violation("data.validation", 0, reason, [held, "eval.every=0"])
+        yield format_violation("data.validation", 0, reason, [held, "eval.every=0"])
 
 
-def _held_out(source: Any) -> bool:
+def _has_validation_split(source: Any) -> bool:
     """Return True if the configuration of a mixture's source holds a part of it out for validation."""
     return isinstance(source, dict) and bool(source.get("validation") or source.get("validation_path"))
 
 
-def _kinds(data: Data) -> set[str]:
+def _list_source_kinds(data: Data) -> set[str]:
     """Return the kinds (text, records, tokens, ...) of all sources that the configuration group `data` names."""
     if data.kind != "mixture":
         return {data.kind}
     return {str(source.get("kind", "text")) for source in data.sources.values() if isinstance(source, dict)}
 
 
-def _objective(config: Config) -> Iterator[str]:
+def _violations_of_objective(config: Config) -> Iterator[str]:
     """Yield a refusal line if the configured training objective does not go with the model's kind, the data or the
     sequence lengths, or if a model other than an encoder-decoder has a source length."""
     data, m = config.data, config.model
-    objective, legal = objective_of(config), OBJECTIVES[m.kind]
-    kinds = _kinds(data)
+    objective, legal = training_objective_name(config), OBJECTIVES[m.kind]
+    kinds = _list_source_kinds(data)
     if objective not in legal or (kinds != {"pairs"} if objective == "pairs" else "pairs" in kinds):
         fitting = [o for o in legal if (o == "pairs") == ("pairs" in kinds)]
         fitting = fitting or [f"model.kind={kind}" for kind, known in OBJECTIVES.items() if "pairs" in known]
         if "pairs" in kinds and len(kinds) > 1:
             fitting = ["sources that are all of kind: pairs, or none"]
         constraint = f"model.kind={m.kind} and data={data.kind} do not go with it"
-        yield violation("data.objective", objective, constraint, fitting)
+        yield format_violation("data.objective", objective, constraint, fitting)
     elif objective == "span_denoising" and (m.length < 3 or m.source_length == 1):
-        yield violation("model.length", m.length, "span denoising needs at least 3, and a source of 2", [3])
+        yield format_violation("model.length", m.length, "span denoising needs at least 3, and a source of 2", [3])
     elif objective in WHOLE and "instructions" in kinds:
         fitting = [o for o in legal if o not in WHOLE and o != "pairs"] or ["data=text"]
-        yield violation("data.objective", objective, "learns of prompts too, which data=instructions has", fitting)
+        yield format_violation(
+            "data.objective", objective, "learns of prompts too, which data=instructions has", fitting
+        )
     if m.source_length and m.kind != "encoder_decoder":
-        yield violation("model.source_length", m.source_length, f"model.kind={m.kind} has one length", [0])
+        yield format_violation("model.source_length", m.source_length, f"model.kind={m.kind} has one length", [0])
 
 
-def _documents(config: Config) -> Iterator[str]:
+def _violations_of_documents(config: Config) -> Iterator[str]:
     """Yield a refusal line if the configuration keeps documents apart or whole where they have no boundaries, or if its
     model and data do not agree about that."""
-    data, within = config.data, config.model.within_documents
-    if within != data.document_mask:
+    data, keeps_within = config.data, config.model.within_documents
+    if keeps_within != data.document_mask:
         constraint = f"is what data.document_mask={str(data.document_mask).lower()} says"
-        yield violation(
+        yield format_violation(
             "model.within_documents",
-            within,
+            keeps_within,
             constraint,
-            [data.document_mask, f"data.document_mask={str(within).lower()}"],
+            [data.document_mask, f"data.document_mask={str(keeps_within).lower()}"],
         )
     if data.overlong != "split" and data.packing == "cut":
         constraint = "data.packing=cut cuts rows from the tokens end to end"
-        yield violation("data.overlong", data.overlong, constraint, ["split", "data.packing=best_fit"])
+        yield format_violation("data.overlong", data.overlong, constraint, ["split", "data.packing=best_fit"])
     for name, neutral in (("document_mask", False), ("packing", "cut")):
         if (value := getattr(data, name)) == neutral:
             continue
         if data.kind == "synthetic":
-            yield violation(f"data.{name}", value, "data=synthetic has no documents", [neutral])
-        elif (objective := objective_of(config)) in WHOLE:
-            yield violation(f"data.{name}", value, f"data.objective={objective} does not read it", [neutral])
+            yield format_violation(f"data.{name}", value, "data=synthetic has no documents", [neutral])
+        elif (objective := training_objective_name(config)) in WHOLE:
+            yield format_violation(f"data.{name}", value, f"data.objective={objective} does not read it", [neutral])
 
 
-DATA_RULES = (_data, _objective, _documents)
+DATA_RULES = (_violations_of_data, _violations_of_objective, _violations_of_documents)

@@ -27,11 +27,11 @@ def violations_of_configuration(config: Config) -> list[str]:
 
     Reads no file, device or cluster. A rule ends where it reads a key that is already wrong by itself.
     """
-    found = violations_of_values(config)
-    lines = [line for lines in found.values() for line in lines]
+    violations_by_key = violations_of_values(config)
+    lines = [line for lines in violations_by_key.values() for line in lines]
     if violations_of_types(config):
         return lines
-    related = _broken_rules(_Sound(config, found))
+    related = _violations_of_rules(_SoundConfig(config, violations_by_key))
     return [*lines, *related, *violations_of_allowances(config), *violations_of_settings(config)]
 
 
@@ -39,22 +39,23 @@ class _WrongByItself(Exception):
     """Signals that a rule reads a key whose value is refused already."""
 
 
-class _Sound:
+class _SoundConfig:
     """A configuration, or a group of its keys, as rules read it: raises _WrongByItself at the keys `wrong`."""
 
-    def __init__(self, part: Any, wrong: Collection[str], prefix: str = ""):
-        """Wrap a configuration, or a group of its keys, so that reading a key that is already `wrong` ends a rule."""
-        self._part, self._wrong, self._prefix = part, wrong, prefix
+    def __init__(self, keys: Any, refused_keys: Collection[str], prefix: str = ""):
+        """Wrap a configuration, or a group of its keys, so that reading a key that is already `refused_keys` ends a
+        rule."""
+        self._part, self._wrong, self._prefix = keys, refused_keys, prefix
 
     def __getattr__(self, name: str) -> Any:
         """Return a configuration key's value, or a group of keys wrapped alike; a key already refused ends the rule."""
         if (key := f"{self._prefix}{name}") in self._wrong:
             raise _WrongByItself(key)
         value = getattr(self._part, name)
-        return _Sound(value, self._wrong, f"{name}.") if is_dataclass(value) else value
+        return _SoundConfig(value, self._wrong, f"{name}.") if is_dataclass(value) else value
 
 
-def _broken_rules(config: Any) -> Iterator[str]:
+def _violations_of_rules(config: Any) -> Iterator[str]:
     """Yield a refusal line for each way in which a configuration breaks the rules that relate keys."""
     for rule in RULES:
         with suppress(_WrongByItself):

@@ -20,22 +20,22 @@ from numpy.typing import NDArray
 from platform.boundary import schema
 from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed, Many, OneOf, Span, Text
-from platform.config.fields import Data, short_hash
+from platform.config.fields import Data, hash_values
 from platform.data import cache
 from platform.data import text_sources as text_sources  # its import registers the kinds of sources
 from platform.data.data_files import DataFile
-from platform.data.mixture import DataSource, mix, naming, order
+from platform.data.mixture import DataSource, hash_integers, name_source_in_errors, permute_indices
 from platform.data.source_kind import (
     BEGIN,
     BlockReader,
     PiecePlace,
     SourceKind,
     Texts,
-    kind_of,
-    train_on,
+    find_source_kind,
+    train_vocabulary,
     training_options,
 )
-from platform.data.streams import DocumentStream, Ints, JoinedTokens, PairStream, mapped
+from platform.data.streams import DocumentStream, Ints, JoinedTokens, PairStream, map_array
 from platform.data.token_files import CheckedTokens
 from platform.data.tokenizer import Vocabulary, open_vocabulary
 
@@ -66,83 +66,93 @@ class TokenFiles:
     dtype: Annotated[str, OneOf(("", "<u2", "<u4"), "type")] = ""
     arrays: list[_ArrayPlace] = field(default_factory=list)
 
-    def digest(self, folder: Path) -> str:
+    def hash_tokens(self, folder: Path) -> str:
         """Return a hash of a data source's tokens, which are in its cache entry `folder` and described here."""
-        return short_hash([folder.name, self.files.get("tokens.bin")])
+        return hash_values([folder.name, self.files.get("tokens.bin")])
 
-    def tokens(self, folder: Path, vocab: int) -> list[Any]:
+    def map_tokens(self, folder: Path, vocab: int) -> list[Any]:
         """Return the arrays of a data source's token ids, mapped into memory from its cache entry `folder`, or from
         files of the user's, then checked against a vocabulary of `vocab` entries as they are read. Raises Malformed or
         OSError if they are not there."""
         if not self.arrays:
             if not self.dtype or "tokens.bin" not in self.files:
                 raise Malformed("lacks tokens")
-            return [mapped(folder / "tokens.bin", self.dtype)]
-        found = []
-        for place in self.arrays:
-            if Path(place.path).stat().st_size != place.bytes:
-                raise Malformed(f"{place.path} has another size than before")
-            if place.count:
-                array = np.memmap(place.path, place.dtype, "r", place.offset, (place.count,))
-                found.append(CheckedTokens(array.view(np.ndarray), Path(place.path), vocab))
-        return found
+            return [map_array(folder / "tokens.bin", self.dtype)]
+        arrays = []
+        for array_place in self.arrays:
+            if Path(array_place.path).stat().st_size != array_place.bytes:
+                raise Malformed(f"{array_place.path} has another size than before")
+            if array_place.count:
+                array = np.memmap(array_place.path, array_place.dtype, "r", array_place.offset, (array_place.count,))
+                arrays.append(CheckedTokens(array.view(np.ndarray), Path(array_place.path), vocab))
+        return arrays
 
 
-def open_entry(data: Data, vocab: int, shared: Path | None, given: Vocabulary | None = None) -> tuple[Path, TokenFiles]:
+def open_entry(
+    data: Data, vocab: int, shared: Path | None, existing_vocabulary: Vocabulary | None = None
+) -> tuple[Path, TokenFiles]:
     """Open the token cache's entry of the data source `data`: return its folder and its description. The first process
-    that asks builds it, in `shared` too if that is given. `vocab`: the most entries of the tokenizer; `given`: the
-    tokenizer; None: one is trained on the source, if it is one of text.
+    that asks builds it, in `shared` too if that is given. `vocab`: the most entries of the tokenizer;
+    `existing_vocabulary`: the tokenizer; None: one is trained on the source, if it is one of text.
 
     The entry is named by a hash of the files and of every option that decides about their tokens.
     """
-    kind = kind_of(data)
+    kind = find_source_kind(data)
     files = kind.find(data)
-    entry = cache.root(data.cache) / _name(data, kind, files, vocab, given)
+    entry = cache.cache_root(data.cache) / _name_entry(data, kind, files, vocab, existing_vocabulary)
     read = partial(read_entry, vocab=vocab)
 
-    def make(folder: Path) -> dict[str, Any]:
+    def build_entry(folder: Path) -> dict[str, Any]:
         """Write the data source's tokens into the empty `folder` of a new cache entry; return its description."""
-        return kind.write_entry(folder, files, data, vocab, given)
+        return kind.write_entry(folder, files, data, vocab, existing_vocabulary)
 
     if shared:
-        return cache.fetch_shared(entry, shared, make, read)
-    return entry, cache.fetch(entry, make, read)
+        return cache.fetch_shared_entry(entry, shared, build_entry, read)
+    return entry, cache.fetch_entry(entry, build_entry, read)
 
 
-def _name(data: Data, kind: SourceKind, files: Sequence[DataFile], vocab: int, given: Vocabulary | None) -> str:
+def _name_entry(
+    data: Data, kind: SourceKind, files: Sequence[DataFile], vocab: int, existing_vocabulary: Vocabulary | None
+) -> str:
     """Return the name of a data source's entry in the token cache: a hash of all options that decide its tokens."""
-    decisive = [*kind.decisive(data, files), data.validation, vocab]
-    return cache.hash_of([FORMAT, *decisive, *([given.digest] if given else training_options(data))])
+    decisive = [*kind.decisive_values(data, files), data.validation, vocab]
+    return cache.hash_cache_key(
+        [FORMAT, *decisive, *([existing_vocabulary.digest] if existing_vocabulary else training_options(data))]
+    )
 
 
-def streams_of(folder: Path, entry: TokenFiles, vocab: int) -> dict[str, Any]:
+def open_token_streams(folder: Path, entry: TokenFiles, vocab: int) -> dict[str, Any]:
     """Return the token streams in a data source's cache entry, split -> stream; `vocab`: legal ids are below it."""
-    arrays = entry.tokens(folder, vocab)
+    arrays = entry.map_tokens(folder, vocab)
     if "ends.bin" in entry.files:
-        return _pair_streams(arrays[0], np.fromfile(folder / "ends.bin", "<i8").reshape(-1, 2), entry.splits)
+        return _split_pair_streams(arrays[0], np.fromfile(folder / "ends.bin", "<i8").reshape(-1, 2), entry.splits)
     streams: dict[str, Any] = {}
-    known = np.fromfile(folder / "starts.bin", "<i8") if "starts.bin" in entry.files else None
-    learned = _learned(folder) if "learned.bin" in entry.files else None
+    document_starts = np.fromfile(folder / "starts.bin", "<i8") if "starts.bin" in entry.files else None
+    loss_mask = _map_loss_mask(folder) if "learned.bin" in entry.files else None
     for split, (start, end) in entry.splits.items():
         tokens = JoinedTokens(arrays, start, end) if entry.arrays else arrays[0][start:end]
         streams[split] = tokens
-        if known is not None and len(known):
-            wanted = None if learned is None else learned[start:end]
-            streams[split] = DocumentStream(tokens, known[(known >= start) & (known < end)] - start, wanted)
+        if document_starts is not None and len(document_starts):
+            split_mask = None if loss_mask is None else loss_mask[start:end]
+            streams[split] = DocumentStream(
+                tokens, document_starts[(document_starts >= start) & (document_starts < end)] - start, split_mask
+            )
     return streams
 
 
-def _learned(folder: Path) -> NDArray[np.bool_]:
+def _map_loss_mask(folder: Path) -> NDArray[np.bool_]:
     """Return a mask of the tokens in a cache entry that count in the loss, mapped into memory."""
-    return mapped(folder / "learned.bin", "|b1")
+    return map_array(folder / "learned.bin", "|b1")
 
 
-def _pair_streams(tokens: NDArray[Any], ends: NDArray[np.int64], splits: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+def _split_pair_streams(
+    tokens: NDArray[Any], ends: NDArray[np.int64], splits: Mapping[str, Sequence[int]]
+) -> dict[str, Any]:
     """Divide the tokens of pairs of texts, whose texts end at `ends` [pairs, 2], into streams by split."""
-    streams, place, pair = {}, 0, 0
+    streams, first_token, first_pair = {}, 0, 0
     for split, (length, count) in splits.items():
-        streams[split] = PairStream(tokens[place : place + length], ends[pair : pair + count])
-        place, pair = place + length, pair + count
+        streams[split] = PairStream(tokens[first_token : first_token + length], ends[first_pair : first_pair + count])
+        first_token, first_pair = first_token + length, first_pair + count
     return streams
 
 
@@ -150,40 +160,40 @@ def read_entry(folder: Path, meta: dict[str, Any], vocab: int, deep: bool = True
     """Read the description of a data source's entry in the token cache, `meta`, and check the files in `folder` against
     it. `vocab`: most entries of the tokenizer; `deep`: True reads every token. Raises Malformed for an entry that no
     kind of source can have made, even if its hashes hold."""
-    entry = schema.read(TokenFiles, meta)
+    entry = schema.parse_value(TokenFiles, meta)
     try:
         vocabulary = open_vocabulary(folder)
         entries = vocabulary.size if vocabulary else vocab
-        arrays = entry.tokens(folder, vocab)
+        arrays = entry.map_tokens(folder, vocab)
     except Exception as error:  # the library raises its own for a file that it cannot parse
         raise Malformed(str(error)) from None
     total = sum(map(len, arrays))
-    train, held = (entry.splits.get(split, (-1, -1)) for split in ("train", "validation"))
+    train, held_out = (entry.splits.get(split, (-1, -1)) for split in ("train", "validation"))
     if "ends.bin" in entry.files:
-        fits = not entry.arrays and _pairs_fit(np.fromfile(folder / "ends.bin", "<i8"), train, held, total)
+        fits = not entry.arrays and _pairs_fit(np.fromfile(folder / "ends.bin", "<i8"), train, held_out, total)
     else:
-        fits = 0 == train[0] <= train[1] == held[0] <= held[1] == total
-    if not fits or not _ascend(folder, entry, total):
+        fits = 0 == train[0] <= train[1] == held_out[0] <= held_out[1] == total
+    if not fits or not _has_ascending_starts(folder, entry, total):
         raise Malformed("its splits are not its tokens")
     if "learned.bin" in entry.files:
-        wanted = _learned(folder)
+        loss_mask = _map_loss_mask(folder)
         if (
-            len(wanted) != total
+            len(loss_mask) != total
             or "starts.bin" not in entry.files
-            or (deep and int(wanted.view("|u1").max(initial=0)) > 1)
+            or (deep and int(loss_mask.view("|u1").max(initial=0)) > 1)
         ):
             raise Malformed("what is to be learned is not said of its tokens")
-    if entries > vocab or (deep and not entry.arrays and _beyond(arrays[0], entries)):
+    if entries > vocab or (deep and not entry.arrays and _exceeds_vocabulary(arrays[0], entries)):
         raise Malformed("a token is not in the vocabulary")
     return entry
 
 
-def _beyond(tokens: NDArray[Any], entries: int) -> bool:
+def _exceeds_vocabulary(tokens: NDArray[Any], entries: int) -> bool:
     """Return True if some token id in a cache entry is outside a vocabulary of `entries` tokens."""
     return any(int(tokens[i : i + _WINDOW].max()) >= entries for i in range(0, len(tokens), _WINDOW))
 
 
-def _ascend(folder: Path, entry: TokenFiles, total: int) -> bool:
+def _has_ascending_starts(folder: Path, entry: TokenFiles, total: int) -> bool:
     """Return True if a cache entry's document starts in starts.bin, if there are any, ascend within `total` tokens."""
     if "starts.bin" not in entry.files:
         return True
@@ -209,59 +219,77 @@ class _Common:
     files: dict[str, Any]
 
 
-def open_common(
-    sources: Sequence[DataSource], vocab: int, shared: Path | None, given: Vocabulary | None = None
+def open_common_entry(
+    sources: Sequence[DataSource], vocab: int, shared: Path | None, existing_vocabulary: Vocabulary | None = None
 ) -> tuple[Path, list[str]]:
     """Return the cache folder of the tokenizer that several data sources share, of at most `vocab` entries, and the
-    names of their own entries. Unless one is `given`, it is trained on all of them by the first process that asks.
-    `shared`: a folder that other machines see, to which the entry is copied."""
-    every = []
+    names of their own entries. Unless one is `existing_vocabulary`, it is trained on all of them by the first process
+    that asks. `shared`: a folder that other machines see, to which the entry is copied."""
+    sources_with_files = []
     for source in sources:
-        with naming(source):
-            kind = kind_of(source.data)
-            every.append((source, kind, kind.find(source.data)))
-    textual = [(source, kind, files) for source, kind, files in every if kind.texts and source.trained]
-    if textual and not given and (other := next((source for source, kind, _ in every if not kind.texts), None)):
-        made = "a tokenizer that is trained on text would not be that of these tokens"
-        raise ConfigError(f"{other.key}.kind={other.data.kind}: beside {textual[0][0].key}: {made}")
-    decisive = [[*kind.decisive(source.data, files), source.data.validation] for source, kind, files in every]
-    options = [given.digest] if given else training_options(sources[0].data)
-    place = cache.root(sources[0].data.cache) / cache.hash_of([FORMAT, "common", decisive, vocab, *options])
+        with name_source_in_errors(source):
+            kind = find_source_kind(source.data)
+            sources_with_files.append((source, kind, kind.find(source.data)))
+    textual = [(source, kind, files) for source, kind, files in sources_with_files if kind.texts and source.is_trained]
+    if (
+        textual
+        and not existing_vocabulary
+        and (tokenised_source := next((source for source, kind, _ in sources_with_files if not kind.texts), None))
+    ):
+        reason = "a tokenizer that is trained on text would not be that of these tokens"
+        raise ConfigError(
+            f"{tokenised_source.config_key}.kind={tokenised_source.data.kind}: "
+            f"beside {textual[0][0].config_key}: {reason}"
+        )
+    decisive = [
+        [*kind.decisive_values(source.data, files), source.data.validation]
+        for source, kind, files in sources_with_files
+    ]
+    options = [existing_vocabulary.digest] if existing_vocabulary else training_options(sources[0].data)
+    entry_folder = cache.cache_root(sources[0].data.cache) / cache.hash_cache_key(
+        [FORMAT, "common", decisive, vocab, *options]
+    )
 
-    def make(folder: Path) -> dict[str, Any]:
+    def build_common_entry(folder: Path) -> dict[str, Any]:
         """Save the data sources' common tokenizer in `folder`, trained on texts if none is given; return their entries'
         names."""
-        made = given
-        if given:
-            given.save(folder)
+        vocabulary = existing_vocabulary
+        if existing_vocabulary:
+            existing_vocabulary.save(folder)
         elif textual:
-            found = [_naming_texts(*part) for part in textual]
-            texts = Texts(chain.from_iterable(t.pieces for t in found), sum(t.characters for t in found))
-            made = train_on(folder, texts, vocab, sources[0].data)
-        return {"entries": [_name(source.data, kind, files, vocab, made) for source, kind, files in every]}
+            texts_by_source = [_read_training_texts(*part) for part in textual]
+            texts = Texts(
+                chain.from_iterable(t.pieces for t in texts_by_source), sum(t.characters for t in texts_by_source)
+            )
+            vocabulary = train_vocabulary(folder, texts, vocab, sources[0].data)
+        return {
+            "entries": [
+                _name_entry(source.data, kind, files, vocab, vocabulary) for source, kind, files in sources_with_files
+            ]
+        }
 
     if shared:
-        folder, found = cache.fetch_shared(place, shared, make, read_common)
-        return folder, found.entries
-    return place, cache.fetch(place, make, read_common).entries
+        folder, common = cache.fetch_shared_entry(entry_folder, shared, build_common_entry, read_common_entry)
+        return folder, common.entries
+    return entry_folder, cache.fetch_entry(entry_folder, build_common_entry, read_common_entry).entries
 
 
-def _naming_texts(source: DataSource, kind: SourceKind, files: Sequence[DataFile]) -> Texts:
+def _read_training_texts(source: DataSource, kind: SourceKind, files: Sequence[DataFile]) -> Texts:
     """Return the texts of a mixture's data source for a tokenizer to be trained on; errors in them name the source."""
 
-    def pieces(given: Texts) -> Iterator[str]:
+    def yield_pieces(source_texts: Texts) -> Iterator[str]:
         """Yield the pieces of texts for a tokenizer's training; errors in them name the mixture's data source."""
-        with naming(source):
-            yield from given.pieces
+        with name_source_in_errors(source):
+            yield from source_texts.pieces
 
-    with naming(source):
-        found = kind.training_texts(files, source.data)
-    return Texts(pieces(found), found.characters)
+    with name_source_in_errors(source):
+        training_texts = kind.read_training_texts(files, source.data)
+    return Texts(yield_pieces(training_texts), training_texts.characters)
 
 
-def read_common(folder: Path, meta: dict[str, Any]) -> _Common:
+def read_common_entry(folder: Path, meta: dict[str, Any]) -> _Common:
     """Read `meta`, the description of a tokenizer that several data sources share in the cache. Raises Malformed."""
-    return schema.read(_Common, meta)
+    return schema.parse_value(_Common, meta)
 
 
 # Streams: sources that are read and tokenised while they are trained on, block by block; the newest blocks are kept.
@@ -299,7 +327,7 @@ class _End:
     files: dict[str, Any]
 
     @property
-    def last(self) -> bool:
+    def is_last(self) -> bool:
         """Return True if the streamed data source ends with this block."""
         return self.file == _LAST
 
@@ -334,116 +362,123 @@ class StreamedTokens:
 
     def __post_init__(self) -> None:
         """Find out up to which block the cache folder of this streamed data source knows the ends of blocks."""
-        there = {path.name for path in self.folder.glob("end-*")}
-        while _END.format(self._newest + 1) in there:
+        cached_names = {path.name for path in self.folder.glob("end-*")}
+        while _END.format(self._newest + 1) in cached_names:
             self._newest += 1
 
-    def first(self) -> Any:
+    def open_first_block(self) -> Any:
         """Return the tokens of this streamed data source's first block. Raises ConfigError, OSError."""
-        return self._open(0)
+        return self._open_block(0)
 
-    def places(self, numbers: Ints) -> Iterator[tuple[Any, Ints, Ints]]:
+    def locate_samples(self, numbers: Ints) -> Iterator[tuple[Any, Ints, Ints]]:
         """Yield each block of this streamed data source that has some of the training samples `numbers`, which ascend:
         its token stream, which of `numbers` these are, and their indices in it. Raises ConfigError, OSError."""
         left = 0
         while left < len(numbers):
-            epoch, block, first, samples = self._locate(int(numbers[left]))
+            epoch, block, first, samples = self._locate_sample(int(numbers[left]))
             right = int(np.searchsorted(numbers, first + samples))
-            index = order(self.seed, mix(epoch, block), samples, numbers[left:right] - first)
-            yield self._open(block), np.arange(left, right), index
+            index = permute_indices(self.seed, hash_integers(epoch, block), samples, numbers[left:right] - first)
+            yield self._open_block(block), np.arange(left, right), index
             left = right
 
-    def documents(self, stream: Any) -> tuple[int, list[PiecePlace]]:
+    def locate_documents(self, stream: Any) -> tuple[int, list[PiecePlace]]:
         """Return the number of the block that has been yielded as `stream`, and where its documents begin."""
         block = next(number for number, opened in self._opened.items() if opened is stream)
-        end = self._end(block)
-        return block, self.reader.beginnings(self._start(block), None if end.last else PiecePlace(end.file, end.piece))
+        end = self._find_block_end(block)
+        return block, self.reader.find_document_starts(
+            self._find_block_start(block), None if end.is_last else PiecePlace(end.file, end.piece)
+        )
 
-    def _locate(self, number: int) -> _Located:
+    def _locate_sample(self, number: int) -> _Located:
         """Find the block of this streamed data source that has training sample `number`; blocks up to it are tokenised
         if no run has done so."""
-        end = self._end(max(self._newest, 0))
-        while not end.last and number >= end.samples:
-            end = self._end(self._newest + 1)
-        epoch, index = divmod(number, end.samples) if end.last else (0, number)
-        block = bisect_right(range(self._newest + 1), index, key=lambda n: self._end(n).samples)
-        before = self._before(block)
-        return _Located(epoch, block, number - index + before, self._end(block).samples - before)
+        end = self._find_block_end(max(self._newest, 0))
+        while not end.is_last and number >= end.samples:
+            end = self._find_block_end(self._newest + 1)
+        epoch, index = divmod(number, end.samples) if end.is_last else (0, number)
+        block = bisect_right(range(self._newest + 1), index, key=lambda n: self._find_block_end(n).samples)
+        before = self._samples_before_block(block)
+        return _Located(epoch, block, number - index + before, self._find_block_end(block).samples - before)
 
-    def _before(self, block: int) -> int:
+    def _samples_before_block(self, block: int) -> int:
         """Return the number of training samples in this streamed source's blocks before block number `block`."""
-        return self._end(block - 1).samples if block else 0
+        return self._find_block_end(block - 1).samples if block else 0
 
-    def _start(self, block: int) -> PiecePlace:
+    def _find_block_start(self, block: int) -> PiecePlace:
         """Return the place (file, piece) in the streamed data source at which block number `block` begins."""
-        return PiecePlace(self._end(block - 1).file, self._end(block - 1).piece) if block else BEGIN
+        return (
+            PiecePlace(self._find_block_end(block - 1).file, self._find_block_end(block - 1).piece) if block else BEGIN
+        )
 
-    def _end(self, block: int) -> _End:
+    def _find_block_end(self, block: int) -> _End:
         """Return where a block of this streamed source ends, from the cache; a block never read before is tokenised
         now."""
         if block not in self._ends:
             entry = self.folder / _END.format(block)
-            if not (found := cache.verified(entry, _read_end)):
-                start, before = self._start(block), self._before(block)  # not while others wait for us
+            if not (block_end := cache.read_verified_entry(entry, _read_block_end)):
+                start, before = (
+                    self._find_block_start(block),
+                    self._samples_before_block(block),
+                )  # not while others wait for us
 
-                def make(_: Path) -> dict[str, Any]:
+                def tokenize_block(_: Path) -> dict[str, Any]:
                     """Tokenize the block; return the description of its end: place in the source, samples so far."""
-                    documents, after = self.reader.block(start)
-                    shutil.rmtree(self._place(block).parent, ignore_errors=True)  # of an interrupted run
+                    documents, after = self.reader.read_block(start)
+                    shutil.rmtree(self._block_folder(block).parent, ignore_errors=True)  # of an interrupted run
                     file, piece = after or PiecePlace(_LAST, 0)
-                    samples = before + self.count(self._tokens(block, lambda: documents))
+                    samples = before + self.count(self._fetch_block_tokens(block, lambda: documents))
                     return {"file": file, "piece": piece, "samples": samples}
 
-                found = self._once("ends", entry, make, _read_end)
-            self._ends[block] = found
+                block_end = self._fetch_entry_once("ends", entry, tokenize_block, _read_block_end)
+            self._ends[block] = block_end
             self._newest = max(self._newest, block)
         return self._ends[block]
 
-    def _place(self, block: int) -> Path:
+    def _block_folder(self, block: int) -> Path:
         """Return the cache folder for the tokens of block number `block` of this streamed data source."""
         return self.folder / f"block-{block:08d}" / "tokens"
 
-    def _tokens(self, block: int, documents: Callable[[], list[tuple[int, Any]]]) -> Any:
+    def _fetch_block_tokens(self, block: int, documents: Callable[[], list[tuple[int, Any]]]) -> Any:
         """Return the token stream of a block from the cache; if it is not there, tokenise the block's `documents()`."""
-        place = self._place(block)
-        return self._once(
+        tokens_folder = self._block_folder(block)
+        return self._fetch_entry_once(
             "blocks",
-            place,
+            tokens_folder,
             lambda folder: self.write(folder, documents()),
             # at once: others delete what they have read
             lambda folder, meta: self.cut(folder, self.read(folder, meta)),
         )
 
-    def _stream(self, block: int) -> Any:
+    def _read_block_stream(self, block: int) -> Any:
         """Return the token stream of block number `block` of a streamed source, tokenised first if it is not cached."""
-        self._end(block)
-        start = self._start(block)
-        return self._tokens(block, lambda: self.reader.block(start)[0])
+        self._find_block_end(block)
+        start = self._find_block_start(block)
+        return self._fetch_block_tokens(block, lambda: self.reader.read_block(start)[0])
 
-    def _open(self, block: int) -> Any:
+    def _open_block(self, block: int) -> Any:
         """Return the token stream of a streamed source's block, which stays open, and tokenise the next block in a
         thread meanwhile. Blocks that this process opened long before are deleted."""
         if block not in self._opened:
-            self._opened[block] = self._stream(block)
-            self._delete_old()
-            following = 0 if self._end(block).last else block + 1
-            Thread(target=self._prepare, args=(following,), daemon=True).start()
+            self._opened[block] = self._read_block_stream(block)
+            self._delete_old_blocks()
+            following = 0 if self._find_block_end(block).is_last else block + 1
+            Thread(target=self._prefetch_block, args=(following,), daemon=True).start()
         return self._opened[block]
 
-    def _delete_old(self) -> None:
+    def _delete_old_blocks(self) -> None:
         """Delete the cached tokens of blocks that this process has opened long before. While another process makes a
         block, which may be one of them for its next epoch, they stay until the next call."""
-        with _alone(self.folder, "blocks", waits=False) as alone:
-            for old in list(self._opened)[:-KEPT] if alone else ():
+        with _hold_entry_lock(self.folder, "blocks", waits=False) as holds_lock:
+            for old in list(self._opened)[:-KEPT] if holds_lock else ():
                 self._opened.pop(old, None)
-                shutil.rmtree(self._place(old).parent, ignore_errors=True)
+                shutil.rmtree(self._block_folder(old).parent, ignore_errors=True)
 
-    def _prepare(self, block: int) -> None:
+    def _prefetch_block(self, block: int) -> None:
         """Tokenize a block of this streamed source ahead of the training steps that will read it; ignore errors."""
         with suppress(Exception):  # who asks for it meets the same
-            self._stream(block)
+            self._read_block_stream(block)
 
-    def _once(
+    def _fetch_entry_once(
         self,
         kind: str,
         entry: Path,
@@ -452,19 +487,19 @@ class StreamedTokens:
     ) -> T:
         """Return a cache entry of this streamed data source, read by `read`; if it is missing, one process makes it by
         `make` while others wait for the lock of this `kind` of entry."""
-        if (found := cache.verified(entry, read)) is not None:
-            return found
-        with self._turn, _alone(self.folder, kind):
-            return cache.fetch(entry, make, read)
+        if (content := cache.read_verified_entry(entry, read)) is not None:
+            return content
+        with self._turn, _hold_entry_lock(self.folder, kind):
+            return cache.fetch_entry(entry, make, read)
 
 
-def _read_end(folder: Path, meta: dict[str, Any]) -> _End:
+def _read_block_end(folder: Path, meta: dict[str, Any]) -> _End:
     """Read `meta`, the cached description of where a streamed source's block ends. Raises Malformed."""
-    return schema.read(_End, meta)
+    return schema.parse_value(_End, meta)
 
 
 @contextmanager
-def _alone(folder: Path, kind: str, waits: bool = True) -> Iterator[bool]:
+def _hold_entry_lock(folder: Path, kind: str, waits: bool = True) -> Iterator[bool]:
     """Hold the lock, within the context, by which one process alone makes a kind of cache entry of a streamed source;
     nothing where the file system has no locks. Yield False where another process holds it, unless this one `waits`."""
     with suppress(OSError):
@@ -475,11 +510,11 @@ def _alone(folder: Path, kind: str, waits: bool = True) -> Iterator[bool]:
         yield True  # what is to be written there says why it can't be
         return
     with file:
-        taken = False
+        is_taken = False
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
         except BlockingIOError:
-            taken = True
+            is_taken = True
         except OSError:
             pass
-        yield not taken
+        yield not is_taken

@@ -11,10 +11,10 @@ from weakref import finalize
 
 import numpy as np
 
-from platform.boundary.confinement import Limits, Parser, borrow, give_back, limits, parser_of
-from platform.boundary.documents import from_json, half_character
+from platform.boundary.confinement import Limits, Parser, borrow_parser, compute_limits, release_parser, use_parser
+from platform.boundary.documents import find_half_character, parse_json
 from platform.boundary.refusals import ConfigError
-from platform.boundary.schema import Malformed, changed
+from platform.boundary.schema import Malformed, map_nested_values
 
 _PARSER = "platform.data.parsers:answer_tokenizer"
 _MEMORY, _SECONDS = 512 << 20, 60  # that a tokenizer takes, at the least
@@ -39,26 +39,26 @@ class EncodedText(NamedTuple):
     offsets: list[tuple[int, int]]
 
 
-def make_json(files: Mapping[str, bytes], words: str) -> bytes:
+def build_tokenizer_json(files: Mapping[str, bytes], words: str) -> bytes:
     """Make a tokenizer.json of a tokenizer's other `files` (name -> bytes), in a child process. Raises Malformed."""
     request = {"do": "make", "files": [(name, len(raw)) for name, raw in files.items()], "words": words}
-    return _once(request, b"".join(files.values()))
+    return _ask_parser_once(request, b"".join(files.values()))
 
 
-def with_tokens(raw: bytes, tokens: Sequence[str]) -> bytes:
+def add_tokens_to_json(raw: bytes, tokens: Sequence[str]) -> bytes:
     """Add special tokens to a tokenizer.json, in a child process; return its bytes. Raises Malformed."""
-    return _once({"do": "add", "tokens": [*tokens]}, raw)
+    return _ask_parser_once({"do": "add", "tokens": [*tokens]}, raw)
 
 
-def _once(request: dict[str, Any], body: bytes) -> bytes:
+def _ask_parser_once(request: dict[str, Any], body: bytes) -> bytes:
     """Send one request to a child process that parses tokenizers' files, and return its answer. Raises Malformed."""
-    with parser_of(_PARSER) as parser:
-        return parser.ask(request, body, _limits_of(len(body)))
+    with use_parser(_PARSER) as parser:
+        return parser.request_answer(request, body, _parsing_limits(len(body)))
 
 
-def _limits_of(size: int) -> Limits:
+def _parsing_limits(size: int) -> Limits:
     """Return the limits of memory, time and output for parsing a tokenizer's files of `size` bytes in all."""
-    return limits(_MEMORY + _PER_FILE * size, _SECONDS + size / _READ, (64 << 20) + 8 * size)
+    return compute_limits(_MEMORY + _PER_FILE * size, _SECONDS + size / _READ, (64 << 20) + 8 * size)
 
 
 class ConfinedTokenizer:
@@ -68,17 +68,19 @@ class ConfinedTokenizer:
     def __init__(self, raw: bytes):
         """Open the tokenizer.json `raw` in a child process, which alone parses it."""
         self._raw, self._lock = raw, Lock()
-        self._opened()
+        self._start_parser()
 
-    def _opened(self) -> None:
+    def _start_parser(self) -> None:
         """Start the child process that runs this tokenizer, and take over its tokens and ids. Raises Malformed."""
-        self._parser: Parser = borrow(_PARSER)
-        finalize(self, give_back, self._parser)
-        bounds = _limits_of(len(self._raw))
-        found = from_json(self._parser.ask({"do": "open"}, self._raw, bounds), bounds.output, _VALUES, strict=False)
+        self._parser: Parser = borrow_parser(_PARSER)
+        finalize(self, release_parser, self._parser)
+        bounds = _parsing_limits(len(self._raw))
+        reply = parse_json(
+            self._parser.request_answer({"do": "open"}, self._raw, bounds), bounds.output, _VALUES, strict=False
+        )
         try:
-            self._ids = {text: int(i) for text, i in found["vocab"].items()}
-            self._added = {int(i): AddedToken(str(text), special is True) for i, text, special in found["added"]}
+            self._ids = {text: int(i) for text, i in reply["vocab"].items()}
+            self._added = {int(i): AddedToken(str(text), special is True) for i, text, special in reply["added"]}
         except (LookupError, TypeError, ValueError, AttributeError):
             raise Malformed("its parser fails") from None
         self._texts = {i: text for text, i in self._ids.items()} | {i: t.content for i, t in self._added.items()}
@@ -102,46 +104,48 @@ class ConfinedTokenizer:
 
     def encode_batch_fast(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[EncodedText]:
         """Tokenize texts in the child process; return the token ids of each, without their places in the text."""
-        return self._encoded(texts, False)
+        return self._encode_texts(texts, False)
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[EncodedText]:
         """Tokenize texts in the child process; return the token ids of each, and where in the text each token ends."""
-        return self._encoded(texts, True)
+        return self._encode_texts(texts, True)
 
-    def _encoded(self, texts: Sequence[str], ends: bool) -> list[EncodedText]:
+    def _encode_texts(self, texts: Sequence[str], ends: bool) -> list[EncodedText]:
         """Tokenize texts in the child process; return the tokens of each, with their `ends` in the text if wanted.
         Raises ConfigError for illegal text or a failed parser."""
         if not texts:
             return []
         for number, text in enumerate(texts):
-            if half := half_character(text):
+            if half := find_half_character(text):
                 raise ConfigError(f"data.tokenizer: text {number} of {len(texts)} is none: it has {half}")
         body = json.dumps(list(texts), ensure_ascii=False).encode()
-        most = (_TOKENS * len(body) + (1 << 14)) * 4 * (1 + ends) + 4 * len(texts)
+        max_bytes = (_TOKENS * len(body) + (1 << 14)) * 4 * (1 + ends) + 4 * len(texts)
         memory = _MEMORY + _PER_FILE * len(self._raw) + _PER_TEXT * len(body)
-        reply = self._ask({"do": "encode", "ends": ends}, body, limits(memory, _SECONDS + len(body) / _ENCODED, most))
+        reply = self._ask_parser(
+            {"do": "encode", "ends": ends}, body, compute_limits(memory, _SECONDS + len(body) / _ENCODED, max_bytes)
+        )
         numbers = np.frombuffer(reply, np.uint32, len(reply) // 4)
         cuts = [0, *np.cumsum(numbers[: len(texts)], dtype=np.int64).tolist()]
-        ids, places = numbers[len(texts) :][: cuts[-1]], numbers[len(texts) + cuts[-1] :]
-        right = len(reply) == 4 * (len(texts) + cuts[-1] * (1 + ends)) and len(cuts) == len(texts) + 1
-        if not right or (len(ids) and int(ids.max()) > self._highest):
+        ids, token_ends = numbers[len(texts) :][: cuts[-1]], numbers[len(texts) + cuts[-1] :]
+        is_complete = len(reply) == 4 * (len(texts) + cuts[-1] * (1 + ends)) and len(cuts) == len(texts) + 1
+        if not is_complete or (len(ids) and int(ids.max()) > self._highest):
             raise ConfigError("data.tokenizer: its parser fails")
-        flat, offsets = ids.tolist(), [(0, place) for place in places.tolist()] if ends else []
+        flat, offsets = ids.tolist(), [(0, end) for end in token_ends.tolist()] if ends else []
         return [EncodedText(flat[a:b], offsets[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text that this tokenizer decodes from token ids. Raises ConfigError if the child process fails."""
         body = json.dumps([int(i) for i in ids]).encode()
-        bounds = limits(_MEMORY + _PER_FILE * len(self._raw), _SECONDS, (1 << 20) + 4096 * len(body))
-        return self._ask({"do": "decode", "skip": skip_special_tokens}, body, bounds).decode(errors="replace")
+        bounds = compute_limits(_MEMORY + _PER_FILE * len(self._raw), _SECONDS, (1 << 20) + 4096 * len(body))
+        return self._ask_parser({"do": "decode", "skip": skip_special_tokens}, body, bounds).decode(errors="replace")
 
-    def _ask(self, request: dict[str, Any], body: bytes, bounds: Limits) -> bytes:
+    def _ask_parser(self, request: dict[str, Any], body: bytes, bounds: Limits) -> bytes:
         """Send a request to the child process that runs this tokenizer, and return its answer. Raises ConfigError."""
         with self._lock:
             try:
-                if not self._parser.usable:
-                    self._opened()
-                return self._parser.ask(request, body, bounds)
+                if not self._parser.is_usable:
+                    self._start_parser()
+                return self._parser.request_answer(request, body, bounds)
             except Malformed as error:
                 raise ConfigError(f"data.tokenizer: the tokenizer fails: {error}") from None
 
@@ -182,55 +186,55 @@ class ChatTemplate:
         self._named = {f"{role}_token": token for role, token in named.items()}
         self._special = sorted((t for t in special if len(t) > 1), key=len, reverse=True)
         self._spelling = re.compile("|".join(map(re.escape, self._special)) or "(?!)")
-        self._text, self._parser = text, borrow(_CHAT_PARSER)
-        finalize(self, give_back, self._parser)
-        self._ask(b"", limits(_CHAT_MEMORY, _CHAT_SECONDS, 0), "no template of Jinja")
+        self._text, self._parser = text, borrow_parser(_CHAT_PARSER)
+        finalize(self, release_parser, self._parser)
+        self._ask_parser(b"", compute_limits(_CHAT_MEMORY, _CHAT_SECONDS, 0), "no template of Jinja")
 
-    def _ask(self, body: bytes, bounds: Limits, fault: str) -> bytes:
+    def _ask_parser(self, body: bytes, bounds: Limits, fault: str) -> bytes:
         """Return the answer of the child process that runs the chat template. Raises ConfigError, with the `fault`."""
-        if not self._parser.usable:
-            self._parser = borrow(_CHAT_PARSER)
+        if not self._parser.is_usable:
+            self._parser = borrow_parser(_CHAT_PARSER)
         try:
-            return self._parser.ask({"template": self._text}, body, bounds)
+            return self._parser.request_answer({"template": self._text}, body, bounds)
         except Malformed as error:
             raise ConfigError(f"{self._key}: {fault}: {error}") from None
 
-    def text(self, messages: Conversation, *, prompt: bool = False) -> str:
+    def render_text(self, messages: Conversation, *, prompt: bool = False) -> str:
         """Return the text of a conversation by the chat template; `prompt`: begin an answer too. Raises ConfigError."""
-        return self._shown(self._rendered(messages, [(len(messages), prompt)])[0])
+        return self._remove_marks(self._render_texts(messages, [(len(messages), prompt)])[0])
 
-    def prompt_parts(self, messages: Conversation) -> Iterator[tuple[str, bool]]:
+    def render_prompt_parts(self, messages: Conversation) -> Iterator[tuple[str, bool]]:
         """Yield the text of a conversation, by the chat template, with the beginning of an answer: (part, True if it is
         one special token). Raises ConfigError if the template refuses it."""
-        [whole] = self._rendered(messages, [(len(messages), True)])
-        return ((text, special) for text, special, _ in self._split(whole, True))
+        [full_text] = self._render_texts(messages, [(len(messages), True)])
+        return ((text, special) for text, special, _ in self._split_at_special_tokens(full_text, True))
 
-    def parts(self, messages: Conversation) -> Iterator[tuple[str, bool, bool]]:
+    def render_parts(self, messages: Conversation) -> Iterator[tuple[str, bool, bool]]:
         """Yield the text of a conversation, by the chat template, in parts: (part, True if it is one special token,
         True if it is of an answer). Raises ConfigError if the template refuses it, or writes no answer behind its
         prompt."""
-        place = 0
+        position = 0
         answers = [i for i, message in enumerate(messages) if message.get("role") == ANSWERS]
         ends = [end for i in answers for end in ((i, True), (i + 1, False))]
-        whole, *found = self._rendered(messages, [(len(messages), False), *ends])
-        for i, before, after in zip(answers, found[::2], found[1::2], strict=True):
-            if not after.startswith(before) or not whole.startswith(after):
+        full_text, *prefixes = self._render_texts(messages, [(len(messages), False), *ends])
+        for i, before, after in zip(answers, prefixes[::2], prefixes[1::2], strict=True):
+            if not after.startswith(before) or not full_text.startswith(after):
                 raise ConfigError(f"{self._key}: what it writes of message {i} does not follow what it writes before")
-            yield from self._split(whole[place : len(before)], False)
-            yield from self._split(whole[len(before) : len(after)], True)
-            place = len(after)
-        yield from self._split(whole[place:], False)
+            yield from self._split_at_special_tokens(full_text[position : len(before)], False)
+            yield from self._split_at_special_tokens(full_text[len(before) : len(after)], True)
+            position = len(after)
+        yield from self._split_at_special_tokens(full_text[position:], False)
 
-    def _rendered(self, messages: Conversation, wanted: Sequence[tuple[int, bool]]) -> list[str]:
+    def _render_texts(self, messages: Conversation, wanted: Sequence[tuple[int, bool]]) -> list[str]:
         """Return the texts that the chat template makes of a conversation, one for each of `wanted`: (how many of its
         messages, True to begin an answer after them). Spellings of special tokens in messages are marked."""
-        hidden = changed([*messages], str, self._hidden)
+        hidden = map_nested_values([*messages], str, self._mark_special_tokens)
         body = json.dumps({"messages": hidden, "named": self._named, "wanted": wanted}, default=str).encode()
         output = _OUTPUT + 4 * len(body) * len(wanted)
-        bounds = limits(_CHAT_MEMORY + 8 * output, _CHAT_SECONDS + output / _SPEED, output)
-        reply = self._ask(body, bounds, "refuses a conversation")
+        bounds = compute_limits(_CHAT_MEMORY + 8 * output, _CHAT_SECONDS + output / _SPEED, output)
+        reply = self._ask_parser(body, bounds, "refuses a conversation")
         try:
-            texts = from_json(reply, output + 1)
+            texts = parse_json(reply, output + 1)
         except Malformed:
             texts = None
         if not isinstance(texts, list) or len(texts) != len(wanted) or not all(isinstance(t, str) for t in texts):
@@ -239,28 +243,29 @@ class ChatTemplate:
             raise ConfigError(f"{self._key}: refuses a conversation: it writes half a surrogate pair")
         return texts
 
-    def _hidden(self, text: str) -> str:
+    def _mark_special_tokens(self, text: str) -> str:
         """Mark each spelling of a special token in a message's text, lest the tokenizer take it for the token."""
         return self._spelling.sub(lambda m: m[0][0] + _HIDDEN + m[0][1:], text.replace(_HIDDEN, ""))
 
-    def _split(self, text: str, answer: bool) -> Iterator[tuple[str, bool, bool]]:
+    def _split_at_special_tokens(self, text: str, answer: bool) -> Iterator[tuple[str, bool, bool]]:
         """Cut a conversation's text at its special tokens: yield (part, True if it is a special token, `answer`)."""
-        place = 0
-        for found in self._spelling.finditer(text):
-            if found.start() > place:
-                yield self._shown(text[place : found.start()]), False, answer
-            yield found[0], True, answer
-            place = found.end()
-        if place < len(text):
-            yield self._shown(text[place:]), False, answer
+        position = 0
+        for spelling in self._spelling.finditer(text):
+            if spelling.start() > position:
+                yield self._remove_marks(text[position : spelling.start()]), False, answer
+            yield spelling[0], True, answer
+            position = spelling.end()
+        if position < len(text):
+            yield self._remove_marks(text[position:]), False, answer
 
     @staticmethod
-    def _shown(text: str) -> str:
-        """Remove the marks of special tokens' spellings, which `_hidden` has set, from a message's text."""
+    def _remove_marks(text: str) -> str:
+        """Remove the marks of special tokens' spellings, which `_mark_special_tokens` has set, from a message's
+        text."""
         return text.replace(_HIDDEN, "")
 
 
-def conversation(value: Any) -> Conversation | None:
+def parse_conversation(value: Any) -> Conversation | None:
     """Return plain data as a conversation, a list of messages with a role each; None if it is anything else."""
     if not isinstance(value, list) or not value:
         return None

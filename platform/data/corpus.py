@@ -10,20 +10,28 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.boundary.refusals import ConfigError, refuse_all, violation
+from platform.boundary.refusals import ConfigError, format_violation, refuse_all
 from platform.boundary.schema import Malformed
-from platform.config.fields import Config, Data, objective_of, short_hash
+from platform.config.fields import Config, Data, hash_values, training_objective_name
 from platform.data import cache, cache_entries, packing
 from platform.data import streams as synthetic
 from platform.data import text_sources as text_sources  # its import registers the kinds of sources
 from platform.data.cache_entries import FORMAT, StreamedTokens, TokenFiles
-from platform.data.data_checks import teaches_nothing, too_small, violations_of_sources
-from platform.data.mixture import DataSource, mix, naming, order, shares_of, sources_of, turns
-from platform.data.objectives import Objective, SampleShape, make_objective, word_of_objective
-from platform.data.source_kind import is_streamed, kind_of
+from platform.data.data_checks import violations_of_small_splits, violations_of_sources, violations_of_unlabelled_splits
+from platform.data.mixture import (
+    DataSource,
+    compute_shares,
+    deal_samples_to_sources,
+    hash_integers,
+    list_sources,
+    name_source_in_errors,
+    permute_indices,
+)
+from platform.data.objectives import Objective, SampleShape, build_objective, word_of_objective
+from platform.data.source_kind import find_source_kind, is_streamed
 from platform.data.special_tokens import SpecialIds
-from platform.data.streams import Ints, starts_of
-from platform.data.tokenizer import Vocabulary, given_vocabulary, open_vocabulary
+from platform.data.streams import Ints, known_document_starts
+from platform.data.tokenizer import Vocabulary, load_named_vocabulary, open_vocabulary
 from platform.data.tokenizer_files import TokenizerFiles
 
 TRAIN, VALIDATION = "train", "validation"
@@ -37,10 +45,10 @@ class SourceTokens:
     streams: Mapping[str, Any]  # by split (train, validation): ids at an array of positions, or a class of `streams`
     digest: str  # of documents, tokenizer and splits: equal digests, equal samples
 
-    def beginning(self, split: str) -> Any:
+    def stream_or_first_block(self, split: str) -> Any:
         """Return the tokens of this data source's split, "train" or "validation"; if streamed, its first block's."""
         stream = self.streams[split]
-        return stream.first() if isinstance(stream, StreamedTokens) else stream
+        return stream.open_first_block() if isinstance(stream, StreamedTokens) else stream
 
 
 class SamplePlaces(NamedTuple):
@@ -59,7 +67,7 @@ class Corpus:
 
     A split of a source is one stream of tokens, with special tokens in front of each document; a sample may span
     documents. The objective makes samples of the stream. Training samples are dealt to the sources by their shares
-    (`platform.data.mixture.turns`); each source has a validation split of its own.
+    (`platform.data.mixture.deal_samples_to_sources`); each source has a validation split of its own.
     """
 
     vocab: int  # ids are in [0, vocab); at most model.vocab
@@ -72,7 +80,7 @@ class Corpus:
     entry: Path | None = None  # the folder of its tokens; None if it has none
 
     @property
-    def files(self) -> TokenizerFiles:
+    def tokenizer_files(self) -> TokenizerFiles:
         """Return the files of the corpus's tokenizer, name -> bytes; {} if it has no text."""
         return self.vocabulary.files if self.vocabulary else {}
 
@@ -89,24 +97,28 @@ class Corpus:
         """Return a hash of the corpus's documents, tokenizer, splits and shares: equal hashes mean equal samples."""
         if len(self.parts) == 1:
             return self.parts[0].digest
-        return short_hash([[part.digest, share] for part, share in zip(self.parts, self.shares, strict=True)])
+        return hash_values([[part.digest, share] for part, share in zip(self.parts, self.shares, strict=True)])
 
     @property
-    def validations(self) -> dict[str, tuple[str, int]]:
+    def validation_splits(self) -> dict[str, tuple[str, int]]:
         """Return the corpus's validation splits that have samples: source name -> (split to evaluate, share)."""
-        held = {p.name: share for p, share in zip(self.parts, self.shares, strict=True) if self._samples(p, VALIDATION)}
+        held = {
+            p.name: share
+            for p, share in zip(self.parts, self.shares, strict=True)
+            if self._count_source_samples(p, VALIDATION)
+        }
         alike = not any(held.values())  # of sources that are held out as a whole, none has a share
         return {name: (f"{VALIDATION}/{name}".rstrip("/"), share or int(alike)) for name, share in held.items()}
 
     @property
-    def samples(self) -> dict[str, int]:
+    def sample_counts(self) -> dict[str, int]:
         """Return the number of samples in each split ("train", "validation") of the corpus, all sources together."""
-        return {s: sum(self._samples(part, s) for part in self.parts) for s in (TRAIN, VALIDATION)}
+        return {s: sum(self._count_source_samples(part, s) for part in self.parts) for s in (TRAIN, VALIDATION)}
 
-    def samples_of(self, split: str) -> int:
+    def count_samples(self, split: str) -> int:
         """Return how many samples a split of the corpus ("train", "validation/web") has in one epoch."""
         kind, _, name = split.partition("/")
-        return sum(self._samples(p, kind) for p in self.parts if kind == TRAIN or p.name == name)
+        return sum(self._count_source_samples(p, kind) for p in self.parts if kind == TRAIN or p.name == name)
 
     def batch(self, split: str, start: int, end: int) -> dict[str, NDArray[np.int64]]:
         """Return samples [start, end) of the split's endless global order, as data tensors such as "tokens": name ->
@@ -115,34 +127,34 @@ class Corpus:
         Every epoch of a source in `train` has a permutation of its own; validation is never shuffled.
         """
         numbers = np.arange(start, end)
-        keys = mix(self.seed, split == TRAIN, numbers)
-        found: dict[str, NDArray[np.int64]] = {}
-        for _, stream, rows, index in self.places(split, numbers):
-            made = self.objective.batch(stream, index, keys[rows])
+        keys = hash_integers(self.seed, split == TRAIN, numbers)
+        tensors: dict[str, NDArray[np.int64]] = {}
+        for _, stream, rows, index in self.locate_samples(split, numbers):
+            source_tensors = self.objective.batch(stream, index, keys[rows])
             if len(rows) == len(numbers):
-                return made
-            for name, values in made.items():
-                found.setdefault(name, np.empty((len(numbers), *values.shape[1:]), values.dtype))[rows] = values
-        return found
+                return source_tensors
+            for name, values in source_tensors.items():
+                tensors.setdefault(name, np.empty((len(numbers), *values.shape[1:]), values.dtype))[rows] = values
+        return tensors
 
     def predicted(self, split: str, start: int, end: int) -> int:
         """Count the labels that the loss averages over (not padding) in samples [start, end) of a split."""
-        places = self.places(split, np.arange(start, end))
-        return sum(self.objective.predicted(stream, index) for _, stream, _, index in places)
+        located_samples = self.locate_samples(split, np.arange(start, end))
+        return sum(self.objective.predicted(stream, index) for _, stream, _, index in located_samples)
 
-    def name_of(self, split: str, number: int) -> str:
+    def name_sample(self, split: str, number: int) -> str:
         """Name sample `number` of a split's endless global order for the user: "sample 3 of data.sources.web"."""
-        ((part, stream, _, index),) = self.places(split, np.array([number]))
+        ((part, stream, _, index),) = self.locate_samples(split, np.array([number]))
         if part.streams[split.partition("/")[0]] is not stream:  # a block of a stream
             return f"sample {number} of the stream"
         return f"sample {index[0]}{f' of data.sources.{part.name}' if part.name else ''}"
 
-    def places(self, split: str, numbers: Ints) -> Iterator[SamplePlaces]:
+    def locate_samples(self, split: str, numbers: Ints) -> Iterator[SamplePlaces]:
         """Find samples `numbers` of the split's endless global order in the corpus: yield the places of some of them
         for each stream that has any."""
         split, _, name = split.partition("/")
         if split == TRAIN:
-            source, count = turns(self.shares, numbers)
+            source, count = deal_samples_to_sources(self.shares, numbers)
         else:
             source = np.full(len(numbers), [part.name for part in self.parts].index(name))
             count = numbers
@@ -150,30 +162,30 @@ class Corpus:
             rows = np.nonzero(source == number)[0]
             part = self.parts[number]
             if isinstance(stream := part.streams[split], StreamedTokens):
-                for block, some, index in stream.places(count[rows]):
-                    yield SamplePlaces(part, block, rows[some], index)
+                for block, block_rows, index in stream.locate_samples(count[rows]):
+                    yield SamplePlaces(part, block, rows[block_rows], index)
                 continue
-            epoch, index = np.divmod(count[rows], samples := self._samples(part, split))
-            found = order(self.seed, epoch, samples, index) if split == TRAIN else index
-            yield SamplePlaces(part, stream, rows, found)
+            epoch, index = np.divmod(count[rows], samples := self._count_source_samples(part, split))
+            stream_index = permute_indices(self.seed, epoch, samples, index) if split == TRAIN else index
+            yield SamplePlaces(part, stream, rows, stream_index)
 
-    def _samples(self, part: SourceTokens, split: str) -> int:
+    def _count_source_samples(self, part: SourceTokens, split: str) -> int:
         """Count the samples that a data source has in one epoch of a split; if streamed, in its first block."""
-        return max(0, self.objective.samples(part.beginning(split)))
+        return max(0, self.objective.samples(part.stream_or_first_block(split)))
 
 
-def corpus_of(config: Config, *, shared: Path | None = None, entry: str = "") -> Corpus:
+def open_run_corpus(config: Config, *, shared: Path | None = None, entry: str = "") -> Corpus:
     """Open the tokenised corpus that a run's configuration names, cut into samples for its training objective.
     `shared`: a folder for its tokens that other machines see; `entry`: the cache entry with its tokens, if known."""
-    m = config.model
+    model = config.model
     return open_corpus(
         config.data,
-        length=m.length,
-        source_length=m.source_length,
-        vocab=m.vocab,
-        segments=m.segments,
+        length=model.length,
+        source_length=model.source_length,
+        vocab=model.vocab,
+        segments=model.segments,
         seed=config.seed,
-        objective=objective_of(config),
+        objective=training_objective_name(config),
         shared=shared,
         entry=Path(entry) if entry else None,
     )
@@ -201,31 +213,31 @@ def open_corpus(
     Text is tokenised by the first process that asks, and cached. Raises ConfigError for a user's mistakes: the lines of
     `violations_of_sources`, a fault deep inside a file, a split without one whole sample.
     """
-    sources, known = sources_of(data), None
+    sources, vocabulary = list_sources(data), None
     if entry:
-        with _as_found(entry):
-            known = open_vocabulary(entry)
+        with _report_changed_entry(entry):
+            vocabulary = open_vocabulary(entry)
     elif data.kind != "synthetic":
-        known = given_vocabulary(data)
-    special = special_of(known, sources[0].data)
+        vocabulary = load_named_vocabulary(data)
+    special = choose_special_ids(vocabulary, sources[0].data)
     shape = SampleShape(length, source_length or length, vocab, segments, special, data.document_mask)
-    goal = make_objective(objective, shape, data.objective_settings)
+    goal = build_objective(objective, shape, data.objective_settings)
     if not entry:
         refuse_all(violations_of_sources(data, vocab=vocab, reserved=goal.reserved))
     opening = _Opening(sources, goal, vocab - goal.reserved, seed, length)
     if data.kind == "synthetic":
-        corpus = opening.synthetic()
+        corpus = opening.open_synthetic_corpus()
     else:
-        corpus = opening.trusted(entry) if entry else opening.tokenised(shared, known)
+        corpus = opening.open_trusted_corpus(entry) if entry else opening.open_tokenised_corpus(shared, vocabulary)
     if not entry:
-        _check_sizes(corpus, sources, length)
+        _check_split_sizes(corpus, sources, length)
     streamed = any(isinstance(part.streams[TRAIN], StreamedTokens) for part in corpus.parts)  # then weights are given
     samples = [1 if streamed else max(1, goal.samples(part.streams[TRAIN])) for part in corpus.parts]
-    return replace(corpus, shares=tuple(shares_of(sources, samples)))
+    return replace(corpus, shares=tuple(compute_shares(sources, samples)))
 
 
 @contextmanager
-def _as_found(folder: Path) -> Iterator[None]:
+def _report_changed_entry(folder: Path) -> Iterator[None]:
     """Raise OSError in place of Malformed: a cache entry of tokens has changed since the driver read it."""
     try:
         yield
@@ -233,17 +245,17 @@ def _as_found(folder: Path) -> Iterator[None]:
         raise OSError(f"{folder} is not what the driver has found there: {error}") from None
 
 
-def _check_sizes(corpus: Corpus, sources: Sequence[DataSource], length: int) -> None:
+def _check_split_sizes(corpus: Corpus, sources: Sequence[DataSource], length: int) -> None:
     """Raise ConfigError if a split of some data source has no sample of `length` tokens, or none with a label."""
     violations = []
     for source, part in zip(sources, corpus.parts, strict=True):
-        streams = {split: part.beginning(split) for split in part.streams}
-        small = too_small(source, streams, corpus.objective, length)
-        violations += small or teaches_nothing(source, streams, corpus.objective)
+        streams = {split: part.stream_or_first_block(split) for split in part.streams}
+        small = violations_of_small_splits(source, streams, corpus.objective, length)
+        violations += small or violations_of_unlabelled_splits(source, streams, corpus.objective)
     refuse_all(violations)
 
 
-def special_of(vocabulary: Vocabulary | None, data: Data) -> SpecialIds:
+def choose_special_ids(vocabulary: Vocabulary | None, data: Data) -> SpecialIds:
     """Return the ids of the special tokens that begin and end documents: the tokenizer's, else `data.separator`."""
     if vocabulary or data.kind != "tokens":
         return vocabulary.special if vocabulary else SpecialIds()
@@ -260,104 +272,109 @@ class _Opening:
     seed: int
     length: int
 
-    def synthetic(self) -> Corpus:
+    def open_synthetic_corpus(self) -> Corpus:
         """Open a corpus of random token ids, uniform in [0, vocab), for benchmarks (data=synthetic)."""
         vocab, seed = self.vocab, self.seed
         streams = {split: synthetic.RandomTokens(seed, i, vocab) for i, split in enumerate((TRAIN, VALIDATION))}
-        part = SourceTokens("", streams, short_hash(["synthetic", FORMAT, vocab, seed]))
+        part = SourceTokens("", streams, hash_values(["synthetic", FORMAT, vocab, seed]))
         return Corpus(vocab, self.objective, seed, (part,), (1,))
 
-    def tokenised(self, shared: Path | None, given: Vocabulary | None) -> Corpus:
+    def open_tokenised_corpus(self, shared: Path | None, existing_vocabulary: Vocabulary | None) -> Corpus:
         """Open a corpus: tokenise the text of each data source, or take its tokens from the cache if a process has done
-        so. `shared`: a folder that other machines see, in which the cache entries are put too; `given`: the tokenizer;
-        None trains one, on all sources together."""
+        so. `shared`: a folder that other machines see, in which the cache entries are put too; `existing_vocabulary`:
+        the tokenizer; None trains one, on all sources together."""
         folder, entries = None, []
         if len(self.sources) > 1:
-            folder, names = cache_entries.open_common(self.sources, self.vocab, shared, given)
-            given = given or open_vocabulary(folder)
+            folder, names = cache_entries.open_common_entry(self.sources, self.vocab, shared, existing_vocabulary)
+            existing_vocabulary = existing_vocabulary or open_vocabulary(folder)
         for source in self.sources:
-            with naming(source):
-                entries.append(cache_entries.open_entry(source.data, self.vocab, shared, given))
-        assert not folder or names == [place.name for place, _ in entries]
-        return self._of_entries(folder or entries[0][0], entries)
+            with name_source_in_errors(source):
+                entries.append(cache_entries.open_entry(source.data, self.vocab, shared, existing_vocabulary))
+        assert not folder or names == [entry.name for entry, _ in entries]
+        return self._assemble_corpus(folder or entries[0][0], entries)
 
-    def trusted(self, folder: Path) -> Corpus:
+    def open_trusted_corpus(self, folder: Path) -> Corpus:
         """Open the corpus from cache entries of tokens that another process of this run has verified, without hashing
         them again. `folder`: the entry that has the tokenizer. Raises OSError if an entry has changed since."""
         read = partial(cache_entries.read_entry, vocab=self.vocab, deep=False)
-        with _as_found(folder):
+        with _report_changed_entry(folder):
             several = len(self.sources) > 1
-            names = cache.open_trusted(folder, cache_entries.read_common).entries if several else [folder.name]
+            names = (
+                cache.open_trusted_entry(folder, cache_entries.read_common_entry).entries if several else [folder.name]
+            )
             if len(names) != len(self.sources):
                 raise Malformed(f"has {len(names)} sources, not {len(self.sources)}")
             places = [folder.parent / name for name in names]
-            entries = [(place, cache.open_trusted(place, read)) for place in places]
-            return self._of_entries(folder, entries, trusted=True)
+            entries = [(place, cache.open_trusted_entry(place, read)) for place in places]
+            return self._assemble_corpus(folder, entries, trusted=True)
 
-    def _of_entries(self, folder: Path, entries: Sequence[tuple[Path, TokenFiles]], trusted: bool = False) -> Corpus:
+    def _assemble_corpus(
+        self, folder: Path, entries: Sequence[tuple[Path, TokenFiles]], trusted: bool = False
+    ) -> Corpus:
         """Make the corpus out of the cache entries with its sources' tokens, (folder, description) each. `folder`: the
         entry that holds their common tokenizer, if there is one; `trusted`: True if another process of this run has
         verified them."""
         vocabulary, parts = open_vocabulary(folder), []
-        for source, (place, found) in zip(self.sources, entries, strict=True):
-            with naming(source):
-                streams = cache_entries.streams_of(place, found, self.vocab)
-                streams = dict(self._rows_of(source.data, streams, place, vocabulary, trusted))
+        for source, (entry_folder, token_files) in zip(self.sources, entries, strict=True):
+            with name_source_in_errors(source):
+                streams = cache_entries.open_token_streams(entry_folder, token_files, self.vocab)
+                streams = dict(self._pack_rows(source.data, streams, entry_folder, vocabulary, trusted))
                 if is_streamed(source.data):
-                    streams[TRAIN] = self._streamed(source.data, place, vocabulary)
-            parts.append(SourceTokens(source.name, streams, found.digest(place)))
+                    streams[TRAIN] = self._open_streamed_tokens(source.data, entry_folder, vocabulary)
+            parts.append(SourceTokens(source.name, streams, token_files.hash_tokens(entry_folder)))
         return Corpus(
             vocab=vocabulary.size if vocabulary else self.vocab,
             objective=self.objective,
             seed=self.seed,
             parts=tuple(parts),
             shares=(1,) * len(parts),
-            special=special_of(vocabulary, self.sources[0].data),
+            special=choose_special_ids(vocabulary, self.sources[0].data),
             vocabulary=vocabulary,
             entry=folder,
         )
 
-    def _streamed(self, data: Data, head: Path, vocabulary: Vocabulary | None) -> StreamedTokens:
+    def _open_streamed_tokens(self, data: Data, head: Path, vocabulary: Vocabulary | None) -> StreamedTokens:
         """Return the training tokens of a streamed data source, which is tokenised block by block during training.
         `head`: the folder of its cache entry, with the tokenizer and the held-out documents. Raises ConfigError if its
         files are missing."""
-        kind, objective = kind_of(data), self.objective
+        kind, objective = find_source_kind(data), self.objective
 
-        def write(folder: Path, documents: list[tuple[int, Any]]) -> dict[str, Any]:
+        def write_block(folder: Path, documents: list[tuple[int, Any]]) -> dict[str, Any]:
             """Write the tokens of a block's documents into `folder`; return the description of these files."""
             return kind.write_tokens(folder, vocabulary, self.vocab, [(iter(documents), 0), (iter(()), 0)])
 
-        def cut(place: Path, found: TokenFiles) -> Any:
-            """Open the tokens of a streamed source's block in the folder `place`, packed into rows for training."""
-            train = {TRAIN: cache_entries.streams_of(place, found, self.vocab)[TRAIN]}
-            return self._rows_of(data, train, place, vocabulary, trusted=False)[TRAIN]
+        def open_block_rows(entry_folder: Path, token_files: TokenFiles) -> Any:
+            """Open the tokens of a streamed source's block in the folder `entry_folder`, packed into rows for
+            training."""
+            train = {TRAIN: cache_entries.open_token_streams(entry_folder, token_files, self.vocab)[TRAIN]}
+            return self._pack_rows(data, train, entry_folder, vocabulary, trusted=False)[TRAIN]
 
         rows = [data.packing, data.overlong] if data.overlong != "split" else data.packing
-        begin = special_of(vocabulary, data).begin
+        begin = choose_special_ids(vocabulary, data).begin
         decisive = [head.name, rows, self.length, word_of_objective(objective), objective.needs, begin]
         return StreamedTokens(
-            folder=head.parent / cache.hash_of(["blocks", *decisive]),
-            reader=kind.blocks(kind.find(data), data),
-            write=write,
+            folder=head.parent / cache.hash_cache_key(["blocks", *decisive]),
+            reader=kind.open_block_reader(kind.find(data), data),
+            write=write_block,
             read=partial(cache_entries.read_entry, vocab=self.vocab),
-            cut=cut,
+            cut=open_block_rows,
             count=lambda stream: max(0, objective.samples(stream)),
             seed=self.seed,
         )
 
-    def _rows_of(
+    def _pack_rows(
         self, data: Data, streams: Mapping[str, Any], place: Path, vocabulary: Vocabulary | None, trusted: bool
     ) -> Mapping[str, Any]:
         """Return the token streams of a source by split, packed into rows of `length` tokens unless data.packing=cut;
         `place`: the folder of the source's cache entry. Raises ConfigError if documents are to be kept apart and
         neither a token nor an index marks where they begin."""
-        begin = special_of(vocabulary, data).begin  # -1: no token
+        begin = choose_special_ids(vocabulary, data).begin  # -1: no token
         apart = {"data.packing": data.packing != "cut", "data.document_mask": data.document_mask}
-        if begin < 0 and any(starts_of(stream) is None and len(stream) for stream in streams.values()):
-            for key in (key for key, wanted in apart.items() if wanted):
+        if begin < 0 and any(known_document_starts(stream) is None and len(stream) for stream in streams.values()):
+            for key in (key for key, is_wanted in apart.items() if is_wanted):
                 reason = f"{key} needs documents: a token must tell where documents begin, as no index does"
-                raise ConfigError(violation("data.separator", begin, reason, ["a token"]))
+                raise ConfigError(format_violation("data.separator", begin, reason, ["a token"]))
         if data.packing == "cut":
             return streams
-        more = {"apart": data.document_mask, "trusted": trusted}
-        return packing.packed_streams(streams, place, self.length, begin, data.overlong, **more)
+        packing_options = {"apart": data.document_mask, "trusted": trusted}
+        return packing.pack_streams(streams, place, self.length, begin, data.overlong, **packing_options)

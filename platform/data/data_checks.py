@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from platform.boundary.local_files import violation_of_protocol
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.local_files import find_protocol_fault
+from platform.boundary.refusals import ConfigError, format_violation
 from platform.config.fields import Data
 from platform.data import text_sources as text_sources  # its import registers the kinds of sources
 from platform.data import tokenizer
-from platform.data.mixture import PATHS, DataSource, of_source, sources_of
-from platform.data.objectives import Objective, of_objective
-from platform.data.source_kind import KINDS, is_streamed, kind_of
-from platform.data.tokenizer import added_tokens, given_vocabulary, template_of
-from platform.plan.layout import count_of
+from platform.data.mixture import PATHS, DataSource, list_sources, name_source_in_line
+from platform.data.objectives import Objective, name_objective_in_errors
+from platform.data.source_kind import KINDS, find_source_kind, is_streamed
+from platform.data.tokenizer import extra_special_tokens, load_named_vocabulary, read_chat_template
+from platform.plan.layout import format_count
 from platform.plan.model_types import LABEL_WEIGHTS
 
 _AT_ONCE = 1024  # samples whose labels are counted at once
@@ -29,11 +29,11 @@ def violations_of_sources(data: Data, *, vocab: int = tokenizer.SMALLEST, reserv
     if data.kind not in (kinds := [*KINDS, "synthetic", "mixture"]):
         return [f"data={data.kind}: unknown; there are {', '.join(kinds)}"]
     try:
-        sources = sources_of(data)
+        sources = list_sources(data)
     except ConfigError as error:
         return error.violations
     violations = [line for source in sources for line in _violations_of_source(source)]
-    textual = any(kind_of(source.data).texts for source in sources)
+    textual = any(find_source_kind(source.data).texts for source in sources)
     return violations + ([] if data.kind == "synthetic" else _violations_of_tokenizer(data, vocab, reserved, textual))
 
 
@@ -42,20 +42,22 @@ def _violations_of_tokenizer(data: Data, vocab: int, reserved: int, textual: boo
     `vocab`: number of the model's token ids, of which the objective reserves `reserved`; `textual`: True if the data is
     text, which needs a tokenizer."""
     try:
-        given = given_vocabulary(data)
-        added_tokens(data), template_of(data)
+        vocabulary = load_named_vocabulary(data)
+        extra_special_tokens(data), read_chat_template(data)
     except ConfigError as error:
         return error.violations
-    if given and given.size + reserved > vocab:
-        reason = f"has {given.size} tokens, and the model has model.vocab={vocab}"
+    if vocabulary and vocabulary.size + reserved > vocab:
+        reason = f"has {vocabulary.size} tokens, and the model has model.vocab={vocab}"
         if reserved:
             reason += f"; {reserved} more must be free, as none of its tokens stands for what is hidden, like [MASK]"
-        return [violation("data.tokenizer", data.tokenizer, reason, [f"model.vocab={given.size + reserved}"])]
-    least = tokenizer.SMALLEST + len(added_tokens(data)) + reserved
-    if textual and not given and vocab < least:
+        return [
+            format_violation("data.tokenizer", data.tokenizer, reason, [f"model.vocab={vocabulary.size + reserved}"])
+        ]
+    least = tokenizer.SMALLEST + len(extra_special_tokens(data)) + reserved
+    if textual and not vocabulary and vocab < least:
         hidden = f", {reserved} of them for what is hidden" if reserved else ""
         reason = f"a byte-level tokenizer needs at least {least}{hidden}"
-        return [violation("model.vocab", vocab, reason, [least])]
+        return [format_violation("model.vocab", vocab, reason, [least])]
     return []
 
 
@@ -66,36 +68,38 @@ def _violations_of_source(source: DataSource) -> list[str]:
     if not (0 <= data.validation < 1 or (source.name and data.validation == 1)):
         lines.append(f"data.validation={data.validation}: a fraction from 0 to below 1 is needed, such as 0.05")
     if data.path and data.kind in ("stdlib", "synthetic"):
-        lines.append(violation("data.path", data.path, f"data={data.kind} reads no path", ["data=text", '""']))
+        lines.append(format_violation("data.path", data.path, f"data={data.kind} reads no path", ["data=text", '""']))
     elif data.kind != "synthetic":
         urls = {f"data.{name}": getattr(data, name) for name in PATHS}
         remote = {key: url for key, url in urls.items() if "://" in url}  # what is there shows when it is read
-        wrong = {key: violation_of_protocol(url, writing=False) for key, url in remote.items()}
-        lines += [violation(key, remote[key], reason, ["a path"]) for key, reason in wrong.items() if reason]
-        lines += [] if remote else kind_of(data).violations_of_source(data)
-    if is_streamed(data) and (data.kind == "synthetic" or not kind_of(data).blockwise):
-        lines.append(violation("data.streaming", True, f"data={data.kind} is read as a whole", [False]))
+        reasons = {key: find_protocol_fault(url, writing=False) for key, url in remote.items()}
+        lines += [format_violation(key, remote[key], reason, ["a path"]) for key, reason in reasons.items() if reason]
+        lines += [] if remote else find_source_kind(data).violations_of_source(data)
+    if is_streamed(data) and (data.kind == "synthetic" or not find_source_kind(data).blockwise):
+        lines.append(format_violation("data.streaming", True, f"data={data.kind} is read as a whole", [False]))
     elif is_streamed(data) and data.validation and not data.validation_path:
         reason = "of a source that is never read as a whole no part can be held out"
-        lines.append(violation("data.validation", data.validation, reason, [0, "data.validation_path=FILE"]))
-    return [of_source(source, line) for line in lines]
+        lines.append(format_violation("data.validation", data.validation, reason, [0, "data.validation_path=FILE"]))
+    return [name_source_in_line(source, line) for line in lines]
 
 
-def too_small(source: DataSource, streams: Mapping[str, Any], objective: Objective, length: int) -> list[str]:
+def violations_of_small_splits(
+    source: DataSource, streams: Mapping[str, Any], objective: Objective, length: int
+) -> list[str]:
     """Return a refusal line for each split of a data source that is too small for one sample of the objective (`length`
     tokens), with the nearest legal settings. `streams`: split -> its tokens."""
     tokens = {split: len(stream) for split, stream in streams.items()}
     needed, total = objective.needs, sum(tokens.values())
     violations, more = [], "a larger data.block" if is_streamed(source.data) else "more text"
-    unread = "train" if not source.trained else "validation" if source.data.validation == 0 else ""
-    none = [split for split, stream in streams.items() if objective.samples(stream) < 1]
-    for split in (split for split in none if split != unread):
+    unread = "train" if not source.is_trained else "validation" if source.data.validation == 0 else ""
+    empty_splits = [split for split, stream in streams.items() if objective.samples(stream) < 1]
+    for split in (split for split in empty_splits if split != unread):
         remedies = [f"model.length={tokens[split] - 1}"] if tokens[split] > 1 and needed > length else []
         if split == "validation" and total >= 3 * needed:
-            remedies.append(f"{source.key}.validation={ceil(200 * needed / total) / 100:g}")
-        of = f" of {source.key}" if source.name else ""
+            remedies.append(f"{source.config_key}.validation={ceil(200 * needed / total) / 100:g}")
+        of = f" of {source.config_key}" if source.name else ""
         violations.append(
-            f"model.length={length}: a sample is {count_of(needed, 'token')}, and the {split} split{of} has"
+            f"model.length={length}: a sample is {format_count(needed, 'token')}, and the {split} split{of} has"
             f" {tokens[split]}; nearest legal: {' or '.join([*remedies, more])}"
         )
     return violations
@@ -105,22 +109,26 @@ def check_sample(name: str, batch: Callable[[], Mapping[str, Any]], lengths: Map
     """Make a data sample by calling `batch`, as the objective `name` does, and check that the model can read it.
     `lengths`: name of each data tensor that the model reads -> its length in tokens. Raises ConfigError for a missing
     tensor, a wrong shape or type, or any error in a user's own objective."""
-    with of_objective(name):
-        found = dict(batch())
-    there = ", ".join(found) or "none"
-    if missing := [wanted for wanted in lengths if wanted not in found]:
-        raise ConfigError(f"data.objective={name}: makes no data tensor {missing[0]!r}, which the model reads: {there}")
-    for wanted, length in lengths.items():
-        shape, dtype = np.shape(found[wanted]), np.asarray(found[wanted]).dtype
-        kind = np.dtype(np.float64 if wanted == LABEL_WEIGHTS else np.int64)
+    with name_objective_in_errors(name):
+        tensors = dict(batch())
+    names_made = ", ".join(tensors) or "none"
+    if missing := [tensor_name for tensor_name in lengths if tensor_name not in tensors]:
+        raise ConfigError(
+            f"data.objective={name}: makes no data tensor {missing[0]!r}, which the model reads: {names_made}"
+        )
+    for tensor_name, length in lengths.items():
+        shape, dtype = np.shape(tensors[tensor_name]), np.asarray(tensors[tensor_name]).dtype
+        kind = np.dtype(np.float64 if tensor_name == LABEL_WEIGHTS else np.int64)
         if shape != (1, length) or dtype != kind:
-            made = f"makes {wanted!r} as {dtype} of shape {list(shape)}"
-            raise ConfigError(f"data.objective={name}: {made} for one sample; the model reads {kind} [1, {length}]")
-        if not np.isfinite(found[wanted]).all():
-            raise ConfigError(f"data.objective={name}: makes {wanted!r} with a weight that is no finite number")
+            description = f"makes {tensor_name!r} as {dtype} of shape {list(shape)}"
+            raise ConfigError(
+                f"data.objective={name}: {description} for one sample; the model reads {kind} [1, {length}]"
+            )
+        if not np.isfinite(tensors[tensor_name]).all():
+            raise ConfigError(f"data.objective={name}: makes {tensor_name!r} with a weight that is no finite number")
 
 
-def teaches_nothing(source: DataSource, streams: Mapping[str, Any], objective: Objective) -> list[str]:
+def violations_of_unlabelled_splits(source: DataSource, streams: Mapping[str, Any], objective: Objective) -> list[str]:
     """Return a refusal line for each split of a data source in which no sample has a label, so that a run would learn
     nothing of it, with a loss of 0. `streams`: split -> its tokens, of which a long one is looked at only at its
     beginning."""
@@ -132,5 +140,7 @@ def teaches_nothing(source: DataSource, streams: Mapping[str, Any], objective: O
         if samples and not any(objective.predicted(stream, index) for index in parts) and looked == samples:
             of = f"path={source.data.path}" if source.data.path else f"kind={source.data.kind}"
             reason = f"of the {samples} samples of its {split} split none has a label that counts"
-            violations.append(f"{source.key}.{of}: {reason}: nothing would be learned; nearest legal: other data")
+            violations.append(
+                f"{source.config_key}.{of}: {reason}: nothing would be learned; nearest legal: other data"
+            )
     return violations

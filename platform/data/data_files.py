@@ -15,12 +15,12 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
-from platform.boundary.confinement import limits, parser_of
-from platform.boundary.documents import first_line, from_json, json_file, one_line, open_regular
-from platform.boundary.redaction import bare_url
+from platform.boundary.confinement import compute_limits, use_parser
+from platform.boundary.documents import open_regular_file, parse_json, parser_error_line, printable_line, read_json_file
+from platform.boundary.redaction import strip_url_secrets
 from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed
-from platform.boundary.storage import RemoteFile, find_remote, open_remote, remedy
+from platform.boundary.storage import RemoteFile, find_remote_files, open_remote_file, suggest_remedy
 
 PACKED = (".gz", ".zst")  # endings that may follow: of compressed files
 LINE = 64 << 20  # bytes of the longest line
@@ -33,12 +33,12 @@ _SAMPLES, _SAMPLE = 16, 64 << 10  # stretches of a file that stand for it, and t
 DataFile = Path | RemoteFile
 
 
-def size_of(file: DataFile) -> int:
+def file_size(file: DataFile) -> int:
     """Return the size of a data file in bytes, as stored (compressed). Raises OSError."""
     return file.size if isinstance(file, RemoteFile) else file.stat().st_size
 
 
-def ending(file: DataFile) -> str:
+def format_suffix(file: DataFile) -> str:
     """Return the suffix of a data file that gives its format, such as ".jsonl", without a suffix of compression."""
     name = file.name
     for packed in PACKED:
@@ -50,10 +50,10 @@ def ending(file: DataFile) -> str:
 def open_raw(file: DataFile) -> Iterator[BinaryIO]:
     """Open a data file, at a path or URL, as a buffered byte stream that can seek, without unpacking it."""
     if isinstance(file, RemoteFile):
-        with open_remote(file.url) as remote:
+        with open_remote_file(file.url) as remote:
             yield remote
     else:
-        with io.BufferedReader(open_regular(file)) as local:
+        with io.BufferedReader(open_regular_file(file)) as local:
             yield cast(BinaryIO, local)
 
 
@@ -67,11 +67,11 @@ class Bounded:
 
     def read(self, size: int) -> bytes:
         """Return the next bytes of the data file, at most `size`. Raises ConfigError if it unpacks to too many."""
-        return self._checked(self._stream.read(size))
+        return self._count_bytes(self._stream.read(size))
 
     def readline(self, size: int | None = None) -> bytes:
         """Return the next line of a data file, of at most `size` bytes. Raises ConfigError beyond LINE bytes."""
-        text = self._checked(self._stream.readline(LINE + 1 if size is None else size))
+        text = self._count_bytes(self._stream.readline(LINE + 1 if size is None else size))
         if len(text) > LINE:
             raise ConfigError(f"a line of more than {LINE >> 20} MiB; cut it")
         return text
@@ -84,7 +84,7 @@ class Bounded:
         """Return how many unpacked bytes of the data file have been read."""
         return self._place
 
-    def _checked(self, data: bytes) -> bytes:
+    def _count_bytes(self, data: bytes) -> bytes:
         """Count unpacked bytes of a data file, and return them. Raises ConfigError if it unpacks to too many."""
         self._place += len(data)
         if self._place > self._most:
@@ -102,40 +102,40 @@ def open_unpacked(file: DataFile) -> Iterator[Bounded]:
         if begins[:2] == _GZIP:
             stream = gzip.GzipFile(fileobj=raw)
         elif begins == _ZSTD:
-            arrow = pyarrow(file)
+            arrow = import_pyarrow(file)
             stream = io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(raw, mode="r"), "zstd"))
-        yield Bounded(cast(BinaryIO, stream), size_of(file))
+        yield Bounded(cast(BinaryIO, stream), file_size(file))
 
 
-def pyarrow(file: DataFile) -> Any:
+def import_pyarrow(file: DataFile) -> Any:
     """Return the module pyarrow, to read a data file. Raises ConfigError, with the install command, without it."""
     try:
         import pyarrow as found
     except ImportError:
-        what = "".join(PurePosixPath(file.name).suffixes[-1:]) or file.name
-        raise ConfigError(f"{what} needs pyarrow: pip install 'elastic-platform[data]'") from None
+        suffix_or_name = "".join(PurePosixPath(file.name).suffixes[-1:]) or file.name
+        raise ConfigError(f"{suffix_or_name} needs pyarrow: pip install 'elastic-platform[data]'") from None
     return found
 
 
 @contextmanager
-def naming_file(file: DataFile, key: str = "data.path") -> Iterator[None]:
+def name_file_in_errors(file: DataFile, key: str = "data.path") -> Iterator[None]:
     """Raise ConfigError, naming the data file and the configuration's `key` that leads to it, in place of errors from
     reading or parsing the file within the context."""
     try:
         yield
     except (ConfigError, OSError, EOFError, zlib.error, UnicodeDecodeError, Malformed) as error:
-        raise ConfigError(f"{key}={file}: {reason_of(error)}") from None
+        raise ConfigError(f"{key}={file}: {error_reason(error)}") from None
     except (OverflowError, RecursionError) as error:  # a date, or lists in lists, beyond what Python holds
-        raise ConfigError(f"{key}={file}: {reason_of(error)}") from None
+        raise ConfigError(f"{key}={file}: {error_reason(error)}") from None
     except Exception as error:
         if isinstance(file, RemoteFile) or type(error).__module__.startswith("pyarrow"):  # they raise their own
-            raise ConfigError(f"{key}={file}: {reason_of(error)}") from None
+            raise ConfigError(f"{key}={file}: {error_reason(error)}") from None
         raise
 
 
-def reason_of(error: Exception) -> str:
+def error_reason(error: Exception) -> str:
     """Return why a data file could not be read, in one line, out of the error that reading it raised."""
-    return getattr(error, "strerror", None) or first_line(error)
+    return getattr(error, "strerror", None) or parser_error_line(error)
 
 
 def content_hash(file: DataFile) -> str:
@@ -147,13 +147,13 @@ def content_hash(file: DataFile) -> str:
     return digest.hexdigest()
 
 
-def stamp(file: DataFile) -> list[Any]:
+def content_stamp(file: DataFile) -> list[Any]:
     """Return values that identify a data file's content without reading all of it: for a path its size and the SHA-256
     of _SAMPLES stretches, spread evenly from the first to the last byte; for a URL its size and the version that its
     storage reports. Raises OSError."""
     if isinstance(file, RemoteFile):
         return [file.size, file.version]
-    digest, size = hashlib.sha256(), size_of(file)
+    digest, size = hashlib.sha256(), file_size(file)
     with open_raw(file) as stream:
         for i in range(_SAMPLES):
             stream.seek(max(0, size - _SAMPLE) * i // (_SAMPLES - 1))
@@ -161,7 +161,7 @@ def stamp(file: DataFile) -> list[Any]:
     return [size, digest.hexdigest()]
 
 
-def encodable(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Replace lone surrogates in the text of a data file, which JSON may hold and UTF-8 cannot encode, by "?"."""
     return text.encode(errors="replace").decode()
 
@@ -178,106 +178,112 @@ def find_files(key: str, value: str, endings: list[str] = ENDINGS) -> list[DataF
     of which the files count that are not hidden and have one of the suffixes `endings`; or a URL of any of these.
     Raises ConfigError, naming the key, if there is none."""
     if "://" in value:
-        return _remote_files(key, value, endings)
+        return _find_remote_files(key, value, endings)
     path = Path(value).expanduser()
     try:
         if path.is_dir():
-            found = _saved_dataset(path) or walk(path, endings, skip=set())
-            wanted = f"no file in this folder ends with any of {' '.join(endings)}; name others by a glob"
+            files = _find_saved_dataset(path) or find_files_in_folder(path, endings, skip=set())
+            reason = f"no file in this folder ends with any of {' '.join(endings)}; name others by a glob"
         elif path.exists():
-            found, wanted = [path] if path.is_file() else [], "a pipe or a device, and a regular file is needed"
+            files, reason = [path] if path.is_file() else [], "a pipe or a device, and a regular file is needed"
         else:
-            found = [file for file in _matching(path) if file.is_file()]
-            wanted = "no file or folder, and no file matches it as a glob" + _nearest(path)
+            files = [file for file in _glob_paths(path) if file.is_file()]
+            reason = "no file or folder, and no file matches it as a glob" + _suggest_nearest_paths(path)
     except ConfigError as error:
         raise ConfigError(f"{key}={value}: {error}") from None
     except OSError as error:
-        raise ConfigError(f"{key}={value}: cannot be read: {reason_of(error)}") from None
-    if not found:
-        raise ConfigError(f"{key}={value}: {wanted}")
-    return list(found)
+        raise ConfigError(f"{key}={value}: cannot be read: {error_reason(error)}") from None
+    if not files:
+        raise ConfigError(f"{key}={value}: {reason}")
+    return list(files)
 
 
-class _Looking:
+class _NameCounter:
     """Count of the names that are looked at for one key. Raises ConfigError if they are more than MOST."""
 
     def __init__(self) -> None:
         """Start the count of file names that the search for one path of data has examined at 0."""
         self._seen = 0
 
-    def see(self, names: int) -> None:
+    def count_names(self, names: int) -> None:
         """Count `names` more file names that the search for data examined. Raises ConfigError beyond MOST in all."""
         self._seen += names
         if self._seen > MOST:
             raise ConfigError(f"more than {MOST:,} files and folders are there; name fewer, or put texts into .jsonl")
 
 
-def _matching(pattern: Path) -> list[Path]:
+def _glob_paths(pattern: Path) -> list[Path]:
     """Return the sorted paths of data files that match a glob, "**" included. Raises ConfigError beyond MOST names."""
-    return sorted(set(map(Path, _below(pattern.anchor, pattern.parts[bool(pattern.anchor) :], _Looking()))))
+    return sorted(set(map(Path, _expand_glob(pattern.anchor, pattern.parts[bool(pattern.anchor) :], _NameCounter()))))
 
 
-def _below(folder: str, parts: Sequence[str], looking: _Looking) -> Iterator[str]:
+def _expand_glob(folder: str, parts: Sequence[str], looking: _NameCounter) -> Iterator[str]:
     """Yield the paths of data files below `folder` ("" for the current one) that match `parts`, the components of a
     glob; `looking` counts the names examined."""
     if not parts:
         yield folder
     elif parts[0] == "**":
         for parent, folders, names in os.walk(folder or ".", followlinks=True):
-            looking.see(len(folders) + len(names))
+            looking.count_names(len(folders) + len(names))
             folders[:] = [name for name in folders if not name.startswith(".")]
             if parts[1:]:
-                yield from _below(parent, parts[1:], looking)
+                yield from _expand_glob(parent, parts[1:], looking)
             else:
                 yield from (os.path.join(parent, name) for name in names if not name.startswith("."))
     elif not glob.has_magic(parts[0]):
-        if os.path.lexists(there := os.path.join(folder, parts[0])):
-            yield from _below(there, parts[1:], looking)
+        if os.path.lexists(path := os.path.join(folder, parts[0])):
+            yield from _expand_glob(path, parts[1:], looking)
     else:
-        for name in _names(folder or "."):
-            looking.see(1)
+        for name in _list_file_names(folder or "."):
+            looking.count_names(1)
             if fnmatch(name, parts[0]) and (not name.startswith(".") or parts[0].startswith(".")):
-                yield from _below(os.path.join(folder, name), parts[1:], looking)
+                yield from _expand_glob(os.path.join(folder, name), parts[1:], looking)
 
 
-def _names(folder: str) -> Iterator[str]:
+def _list_file_names(folder: str) -> Iterator[str]:
     """Yield the file names in a folder of data; none if it is not a folder or may not be read."""
     with suppress(OSError), os.scandir(folder) as entries:
         yield from (entry.name for entry in entries)
 
 
-def walk(folder: Path, endings: list[str], skip: set[str]) -> list[Path]:
+def find_files_in_folder(folder: Path, endings: list[str], skip: set[str]) -> list[Path]:
     """Find the data files under `folder` whose suffix is one of `endings` (or that and a compression's), in one order
     on every machine; hidden folders and folders named in `skip` are left out. Raises OSError, and ConfigError if there
     are more than MOST names to look at."""
 
-    def refuse(error: OSError) -> None:  # to skip a folder would silently change the corpus
+    def raise_error(error: OSError) -> None:  # to skip a folder would silently change the corpus
         """Raise the error of a folder of data that cannot be listed: to skip it would silently change the corpus."""
         raise error
 
-    found, looking = [], _Looking()
-    for parent, folders, names in os.walk(folder, onerror=refuse):
-        looking.see(len(folders) + len(names))
+    files, looking = [], _NameCounter()
+    for parent, folders, names in os.walk(folder, onerror=raise_error):
+        looking.count_names(len(folders) + len(names))
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
-        found += [Path(parent, name) for name in names if not name.startswith(".") and ending(Path(name)) in endings]
-    return sorted(file for file in found if file.is_file())
+        files += [
+            Path(parent, name) for name in names if not name.startswith(".") and format_suffix(Path(name)) in endings
+        ]
+    return sorted(file for file in files if file.is_file())
 
 
-def _remote_files(key: str, url: str, endings: list[str]) -> list[DataFile]:
+def _find_remote_files(key: str, url: str, endings: list[str]) -> list[DataFile]:
     """Find the data files at a URL: a file, a glob or a folder of a remote storage. Raises ConfigError, naming the
     configuration `key`, if there is none or the storage refuses."""
     try:
-        files = find_remote(url, lambda name: ending(Path(name)) in endings)
+        files = find_remote_files(url, lambda name: format_suffix(Path(name)) in endings)
     except FileNotFoundError:
-        raise ConfigError(f"{key}={bare_url(url)}: no such file") from None
+        raise ConfigError(f"{key}={strip_url_secrets(url)}: no such file") from None
     except Exception as error:  # a client library may raise anything
-        raise ConfigError(f"{key}={bare_url(url)}: cannot be read: {reason_of(error)}{remedy(url, error)}") from None
+        raise ConfigError(
+            f"{key}={strip_url_secrets(url)}: cannot be read: {error_reason(error)}{suggest_remedy(url, error)}"
+        ) from None
     if not files:
-        raise ConfigError(f"{key}={bare_url(url)}: no file there, or none ends with any of {' '.join(endings)}")
+        raise ConfigError(
+            f"{key}={strip_url_secrets(url)}: no file there, or none ends with any of {' '.join(endings)}"
+        )
     return list(files)
 
 
-def _saved_dataset(folder: Path) -> list[Path]:
+def _find_saved_dataset(folder: Path) -> list[Path]:
     """Return the data files that Hugging Face's `datasets` saved in `folder`, in order; [] if it holds no dataset.
     Raises ConfigError for several datasets in one folder, and for a dataset whose rows are chosen by an index."""
     if (folder / "dataset_dict.json").is_file():
@@ -288,20 +294,20 @@ def _saved_dataset(folder: Path) -> list[Path]:
     if not (folder / "state.json").is_file():
         return []
     try:
-        state = json_file(folder / "state.json")
+        state = read_json_file(folder / "state.json")
         names = [str(part["filename"]) for part in state["_data_files"]]
         chosen = state.get("_indices_data_files")
     except (Malformed, OSError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"state.json is none of a dataset: {error}") from None
     if chosen:
         raise ConfigError("its rows are chosen by an index; save it again with a newer version of datasets")
-    found = [folder / Path(name).name for name in names]
-    if missing := [path.name for path in found if not path.is_file()]:
+    files = [folder / Path(name).name for name in names]
+    if missing := [path.name for path in files if not path.is_file()]:
         raise ConfigError(f"lacks {', '.join(missing[:3])}, which its state.json names")
-    return found
+    return files
 
 
-def _nearest(path: Path) -> str:
+def _suggest_nearest_paths(path: Path) -> str:
     """Return "; nearest: PATHS", data files named like the missing `path`, for its refusal; "" if none is."""
     beside = sorted(p.name for p in islice(path.parent.glob("[!.]*"), 1000)) if path.parent.is_dir() else []
     close = get_close_matches(path.name, beside, cutoff=0.5)
@@ -319,14 +325,14 @@ _ROW = 1 << 16  # bytes of a row of a table beside its text
 _VALUES = 1 << 24  # in a row of a table, such as tokens
 
 
-def json_lines(file: DataFile, fields: Sequence[str]) -> Iterator[Record]:
+def read_json_lines(file: DataFile, fields: Sequence[str]) -> Iterator[Record]:
     """Yield the records of a .jsonl data file, perhaps compressed, as (place, fields); blank lines are left out."""
     with open_unpacked(file) as stream:
         for number, text in enumerate(stream, 1):
             if not text.strip():
                 continue
             try:
-                values = from_json(text, LINE + 1, strict=False)
+                values = parse_json(text, LINE + 1, strict=False)
             except Malformed as error:
                 raise ConfigError(f"line {number} is {error}") from None
             if not isinstance(values, dict):
@@ -334,55 +340,55 @@ def json_lines(file: DataFile, fields: Sequence[str]) -> Iterator[Record]:
             yield f"line {number}", values
 
 
-def table_rows(form: str, file: DataFile, fields: Sequence[str]) -> Iterator[Record]:
+def read_table_rows(form: str, file: DataFile, fields: Sequence[str]) -> Iterator[Record]:
     """Yield the rows of a data table as (place, fields), of the columns `fields` only. `form`: parquet, or arrow for an
     Arrow IPC file or stream (as Hugging Face datasets are saved). A child process parses it, see
     `platform.data.parsers`."""
-    pyarrow(file)
-    packed = size_of(file)
+    import_pyarrow(file)
+    packed = file_size(file)
     most, unpacked, number = max(UNPACKED, RATIO * packed), 0, 0
-    bounds = limits(_MEMORY + 4 * packed, 60 + packed / _SPEED, LINE + _ROW)
-    with open_raw(file) as raw, parser_of("platform.data.parsers:answer_table") as parser:
+    bounds = compute_limits(_MEMORY + 4 * packed, 60 + packed / _SPEED, LINE + _ROW)
+    with open_raw(file) as raw, use_parser("platform.data.parsers:answer_table") as parser:
 
-        def read(offset: int, size: int) -> bytes:
+        def read_range(offset: int, size: int) -> bytes:
             """Return `size` bytes of the data table's file from byte `offset` on, for the process that parses it."""
             raw.seek(offset)
             return raw.read(size)
 
         opening = {"do": "open", "form": form, "size": packed, "columns": [*fields]}
-        _check_columns(from_json(parser.ask(opening, b"", bounds, read), bounds.output), fields)
-        while lines := parser.ask({"do": "next", "output": bounds.output}, b"", bounds, read):
+        _check_columns(parse_json(parser.request_answer(opening, b"", bounds, read_range), bounds.output), fields)
+        while lines := parser.request_answer({"do": "next", "output": bounds.output}, b"", bounds, read_range):
             unpacked += len(lines)
             if unpacked > most:
                 raise ConfigError(f"it unpacks to more than {RATIO} times its size, which no text does")
             for line in lines.split(b"\n"):
                 number += 1
-                row = from_json(line, bounds.output, _VALUES, strict=False)
+                row = parse_json(line, bounds.output, _VALUES, strict=False)
                 assert isinstance(row, dict)
                 yield f"row {number}", row
 
 
 ROWS: dict[str, Callable[[DataFile, Sequence[str]], Iterator[Record]]] = {
-    ".jsonl": json_lines,
-    ".parquet": partial(table_rows, "parquet"),
-    ".arrow": partial(table_rows, "arrow"),
+    ".jsonl": read_json_lines,
+    ".parquet": partial(read_table_rows, "parquet"),
+    ".arrow": partial(read_table_rows, "arrow"),
 }
 
 
 def _check_columns(names: list[str], fields: Sequence[str]) -> None:
     """Raise ConfigError if a table of data, with columns `names`, has none of the wanted columns `fields`."""
     if not any(name in names for name in fields):
-        there = one_line(", ".join(names[:20])) or "none"
-        raise ConfigError(f"data.field={fields[0]}: no such column; its columns: {there}")
+        known_columns = printable_line(", ".join(names[:20])) or "none"
+        raise ConfigError(f"data.field={fields[0]}: no such column; its columns: {known_columns}")
 
 
-def text_of(record: Record, field: str) -> str:
+def read_field_text(record: Record, field: str) -> str:
     """Return the text in a `field` of a data record, "" for null. Raises ConfigError, which lists the fields with text,
     if the field is missing or no text."""
     place, values = record
     value = values.get(field)
     if isinstance(value, str):
-        return encodable(value)
+        return replace_surrogates(value)
     if value is None and field in values and not place.startswith("line"):
         return ""  # tables say null for what is empty
     texts = ", ".join(name for name, v in values.items() if isinstance(v, str)) or "none"

@@ -23,6 +23,6 @@ def html_head(title: str, policy: str, *styles: str) -> str:
     return _HEAD.format(title=escape(title), policy=policy, styles=inside)
 
 
-def allowed(text: str) -> str:
+def policy_hash(text: str) -> str:
     """Return the hash by which the policy of an HTML page allows a script or style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from platform.boundary.refusals import closest, refuse_all, rephrasing, violation
-from platform.boundary.schema import fits
-from platform.config.fields import KEYS, Data, declared, violations_of_value
-from platform.config.key import type_in_words
+from platform.boundary.refusals import closest_values, format_violation, refuse_all, rephrase_refusals
+from platform.boundary.schema import fits_type
+from platform.config.fields import KEYS, Data, read_declared_types, violations_of_value
+from platform.config.key import describe_type
 
 _FINEST = 1 << 20  # parts into which weights are rounded
 _GOLDEN = 648056  # of _FINEST parts, by the golden section: multiples of it are spread evenly
@@ -45,126 +45,131 @@ class DataSource:
     epochs: float = 1.0  # how often it is read while the others are read as often as theirs say
 
     @property
-    def trained(self) -> bool:
+    def is_trained(self) -> bool:
         """Return True if this data source has training samples, False if it is held out for validation as a whole."""
         return self.data.validation < 1
 
     @property
-    def key(self) -> str:
+    def config_key(self) -> str:
         """Return the configuration key of a data source: "data", or "data.sources.NAME" in a mixture."""
         return f"data.sources.{self.name}" if self.name else "data"
 
 
-def sources_of(data: Data) -> list[DataSource]:
+def list_sources(data: Data) -> list[DataSource]:
     """Return the data sources that a corpus is made of, in the order of the configuration: the mixture's, or a single
     one without a name. Raises ConfigError with all mistakes in the sources of a mixture."""
     if data.kind != "mixture":
         return [DataSource("", data)]
-    lines = [line for name, given in data.sources.items() for line in _violations_of_source(name, given)]
+    lines = [line for name, options in data.sources.items() for line in _violations_of_source(name, options)]
     if not data.sources:
         lines = ["data.sources: data=mixture needs sources, such as data.sources.web.path=FILE"]
     elif len(data.sources) > _MOST:
         lines = [f"data.sources: {len(data.sources)} sources, of which there may be {_MOST}"]
     if not lines:
-        found = [_source(name, given, data) for name, given in data.sources.items()]
-        trained = [source for source in found if source.trained]
+        sources = [_build_source(name, options, data) for name, options in data.sources.items()]
+        trained = [source for source in sources if source.is_trained]
         weighted = [source for source in trained if source.weight]
         if not trained:
             lines = ["data.sources: all of them are held out (validation=1), and none is left to train on"]
         elif weighted and len(weighted) < len(trained):
             without = next(source for source in trained if not source.weight)
-            lines = [f"{without.key}.weight: must be given, as {weighted[0].key}.weight is"]
+            lines = [f"{without.config_key}.weight: must be given, as {weighted[0].config_key}.weight is"]
         elif len(trained) > 1 and not weighted and (streamed := [s for s in trained if s.data.streaming]):
-            lines = [f"{source.key}.weight: must be given, as {streamed[0].key} is streamed" for source in trained]
+            lines = [
+                f"{source.config_key}.weight: must be given, as {streamed[0].config_key} is streamed"
+                for source in trained
+            ]
     refuse_all(lines)
-    return found
+    return sources
 
 
-def _source(name: str, given: Mapping[str, Any], data: Data) -> DataSource:
-    """Construct source `name` of a data mixture: keys that are not `given` to it come from the mixture, `data`."""
-    own = {key: value for key, value in given.items() if key in OWN}
-    weighed = {key: float(given[key]) for key in ("weight", "epochs") if key in given}
-    return DataSource(name, replace(data, **{"kind": "text", **own}, sources={}), **weighed)
+def _build_source(name: str, options: Mapping[str, Any], data: Data) -> DataSource:
+    """Construct source `name` of a data mixture: keys that are not `options` to it come from the mixture, `data`."""
+    data_options = {key: value for key, value in options.items() if key in OWN}
+    weighed = {key: float(options[key]) for key in ("weight", "epochs") if key in options}
+    return DataSource(name, replace(data, **{"kind": "text", **data_options}, sources={}), **weighed)
 
 
-def _violations_of_source(name: str, given: Any) -> list[str]:
-    """Return a refusal line for each mistake in `given`, the keys (path, weight, ...) of source `name` of a data
+def _violations_of_source(name: str, options: Any) -> list[str]:
+    """Return a refusal line for each mistake in `options`, the keys (path, weight, ...) of source `name` of a data
     mixture."""
     key = f"data.sources.{name}"
-    if wrong := _violations_of_name(name):
-        return wrong
-    if not isinstance(given, Mapping):
-        return [violation(key, given, "must be keys with values", [f"{key}.path=FILE"])]
-    lines, (types, _) = [], declared(Data)
-    for own, value in given.items():
-        where = f"{key}.{own}"
-        if own in ("weight", "epochs"):
-            if not fits(value, float) or not 1e-9 <= value <= 1e9:
-                lines.append(violation(where, value, "must be a number from 1e-9 to 1e9", [1]))
-        elif own not in OWN:
-            near = [f"{key}.{name}" for name in closest(own, [*OWN, "weight", "epochs"])[:3]]
-            lines.append(violation(where, value, "unknown key", near))
-        elif own == "kind" and value in ("mixture", "synthetic"):
-            lines.append(violation(where, value, "no source of a mixture", ["text"]))
-        elif not fits(value, types[own]):
-            lines.append(violation(where, value, f"must be {type_in_words(types[own])}"))
-        elif own != "validation" or value != 1:
+    if name_violations := _violations_of_name(name):
+        return name_violations
+    if not isinstance(options, Mapping):
+        return [format_violation(key, options, "must be keys with values", [f"{key}.path=FILE"])]
+    lines, (types, _) = [], read_declared_types(Data)
+    for option, value in options.items():
+        option_key = f"{key}.{option}"
+        if option in ("weight", "epochs"):
+            if not fits_type(value, float) or not 1e-9 <= value <= 1e9:
+                lines.append(format_violation(option_key, value, "must be a number from 1e-9 to 1e9", [1]))
+        elif option not in OWN:
+            near = [f"{key}.{name}" for name in closest_values(option, [*OWN, "weight", "epochs"])[:3]]
+            lines.append(format_violation(option_key, value, "unknown key", near))
+        elif option == "kind" and value in ("mixture", "synthetic"):
+            lines.append(format_violation(option_key, value, "no source of a mixture", ["text"]))
+        elif not fits_type(value, types[option]):
+            lines.append(format_violation(option_key, value, f"must be {describe_type(types[option])}"))
+        elif option != "validation" or value != 1:
             lines += [
-                f"{where}{line.removeprefix(f'data.{own}')}"
-                for line in violations_of_value(f"data.{own}", value, KEYS[f"data.{own}"])
+                f"{option_key}{line.removeprefix(f'data.{option}')}"
+                for line in violations_of_value(f"data.{option}", value, KEYS[f"data.{option}"])
             ]
-    if {"weight", "epochs"} <= given.keys():
-        lines.append(violation(f"{key}.epochs", given["epochs"], f"{key}.weight says how much of it is read"))
-    if given.get("validation") == 1:
-        read = (name for name in ("weight", "epochs") if name in given)
-        lines += [violation(f"{key}.{n}", given[n], f"{key}.validation=1: all of it is held out") for n in read]
+    if {"weight", "epochs"} <= options.keys():
+        lines.append(format_violation(f"{key}.epochs", options["epochs"], f"{key}.weight says how much of it is read"))
+    if options.get("validation") == 1:
+        read = (name for name in ("weight", "epochs") if name in options)
+        lines += [
+            format_violation(f"{key}.{n}", options[n], f"{key}.validation=1: all of it is held out") for n in read
+        ]
     return lines
 
 
-def of_source(source: DataSource, line: str) -> str:
+def name_source_in_line(source: DataSource, line: str) -> str:
     """Replace the key "data.KEY" at the start of a refusal line by the data source's: "data.sources.NAME.KEY"."""
-    return f"{source.key}.{line.removeprefix('data.')}" if line.startswith("data.") else line
+    return f"{source.config_key}.{line.removeprefix('data.')}" if line.startswith("data.") else line
 
 
-def naming(source: DataSource) -> AbstractContextManager[None]:
+def name_source_in_errors(source: DataSource) -> AbstractContextManager[None]:
     """Return a context in which a ConfigError names the data source's "data.sources.NAME.KEY", not "data.KEY"."""
-    return rephrasing(partial(of_source, source))
+    return rephrase_refusals(partial(name_source_in_line, source))
 
 
-def paths_of(data: Data) -> dict[str, str]:
+def paths_by_key(data: Data) -> dict[str, str]:
     """Return the paths and URLs in a data configuration: full key, such as "data.path" -> path, "" if unset."""
-    found = {f"data.{name}": getattr(data, name) for name in PATHS}
-    for source, given in data.sources.items():
-        if isinstance(given, Mapping) and not _violations_of_name(source):
-            found |= {f"data.sources.{source}.{name}": str(given[name]) for name in PATHS if name in given}
-    return found
+    paths = {f"data.{name}": getattr(data, name) for name in PATHS}
+    for source, options in data.sources.items():
+        if isinstance(options, Mapping) and not _violations_of_name(source):
+            paths |= {f"data.sources.{source}.{name}": str(options[name]) for name in PATHS if name in options}
+    return paths
 
 
 def _violations_of_name(name: Any) -> list[str]:
     """Return [a refusal line] if the name of a data mixture's source is no identifier, else []."""
     if isinstance(name, str) and name.isidentifier():
         return []
-    return [violation("data.sources", name, "the name of a source has letters, digits and _")]
+    return [format_violation("data.sources", name, "the name of a source has letters, digits and _")]
 
 
-def shares_of(sources: Sequence[DataSource], samples: Sequence[int]) -> list[int]:
+def compute_shares(sources: Sequence[DataSource], samples: Sequence[int]) -> list[int]:
     """Return each data source's share of a mixture's training samples, as integers in lowest terms: in proportion to
     its weight or, without weights, to its epochs times `samples`, the number of samples that it has in one epoch; 0 for
     a held-out source."""
     if total := sum(source.weight for source in sources):
-        found = [max(1, round(source.weight / total * _FINEST)) for source in sources]
+        shares = [max(1, round(source.weight / total * _FINEST)) for source in sources]
     else:
         exact = [Fraction(str(source.epochs)) * n for source, n in zip(sources, samples, strict=True)]
         scale = lcm(*(part.denominator for part in exact))
-        found = [max(1, int(part * scale)) for part in exact]
-    found = [share if source.trained else 0 for source, share in zip(sources, found, strict=True)]
-    found = [share // gcd(*found) for share in found]
-    if (whole := sum(found)) > _LARGEST:  # more than 64 bits can count
-        found = [max(1, share * _LARGEST // whole) if share else 0 for share in found]
-    return found
+        shares = [max(1, int(part * scale)) for part in exact]
+    shares = [share if source.is_trained else 0 for source, share in zip(sources, shares, strict=True)]
+    shares = [share // gcd(*shares) for share in shares]
+    if (share_sum := sum(shares)) > _LARGEST:  # more than 64 bits can count
+        shares = [max(1, share * _LARGEST // share_sum) if share else 0 for share in shares]
+    return shares
 
 
-def turns(parts: Sequence[int], index: ArrayLike) -> tuple[Ints, Ints]:
+def deal_samples_to_sources(parts: Sequence[int], index: ArrayLike) -> tuple[Ints, Ints]:
     """Deal the samples of a mixture's endless global order to its data sources: return, for each sample number in
     `index`, the number of its source, and how many samples of that source come before it; int64, shaped as `index`.
     `parts`: the shares of the sources; one of 0 gets none.
@@ -173,12 +178,12 @@ def turns(parts: Sequence[int], index: ArrayLike) -> tuple[Ints, Ints]:
     samples that are left, the second source gets its due in the same way, and so on. So each source's count is near its
     due at every place, and exact after each whole sum of the shares. Phases keep small sources from coming together.
 
-    >>> turns([2, 1], range(6))[0].tolist()
+    >>> deal_samples_to_sources([2, 1], range(6))[0].tolist()
     [0, 1, 0, 0, 1, 0]
     """
     if 0 in parts:
         some = [number for number, share in enumerate(parts) if share]
-        source, count = turns([parts[number] for number in some], index)
+        source, count = deal_samples_to_sources([parts[number] for number in some], index)
         return np.array(some)[source], count
     total, shape = sum(parts), np.shape(index)
     index = np.asarray(index, np.int64).reshape(-1)
@@ -207,7 +212,7 @@ _SHIFT_1, _SHIFT_2, _SHIFT_3 = (np.uint64(c) for c in (30, 27, 31))
 _ROUNDS = 8  # of the Feistel network; with 4, the permutations of small ranges are measurably uneven
 
 
-def mix(*words: ArrayLike) -> NDArray[np.uint64]:
+def hash_integers(*words: ArrayLike) -> NDArray[np.uint64]:
     """Hash integers (such as seed, epoch, sample) to 64 bits, elementwise with broadcasting: the random numbers of the
     data order and the objectives, without a generator's state. The hash is the finaliser of SplitMix64, once per
     word."""
@@ -221,7 +226,7 @@ def mix(*words: ArrayLike) -> NDArray[np.uint64]:
     return np.asarray(hashed)
 
 
-def order(seed: int, epoch: ArrayLike, n: int, index: ArrayLike) -> NDArray[np.int64]:
+def permute_indices(seed: int, epoch: ArrayLike, n: int, index: ArrayLike) -> NDArray[np.int64]:
     """Shuffle samples: map number `index` to its image in the permutation of [0, n) that `seed` and `epoch` give,
     elementwise with broadcasting.
 
@@ -231,16 +236,16 @@ def order(seed: int, epoch: ArrayLike, n: int, index: ArrayLike) -> NDArray[np.i
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
 
-    def permute(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    def apply_feistel_network(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Apply the Feistel network, which permutes sample numbers in [0, 4**half), to each number in `x`."""
         left, right = x >> shift, x & mask
         for turn in range(_ROUNDS):
-            left, right = right, left ^ (mix(seed, epoch, turn, right) & mask)
+            left, right = right, left ^ (hash_integers(seed, epoch, turn, right) & mask)
         return (left << shift) | right
 
     index = np.asarray(index)
     assert np.all((index >= 0) & (index < n)), f"index outside [0, {n})"
-    x = permute(index.astype(np.uint64))
+    x = apply_feistel_network(index.astype(np.uint64))
     while np.any(outside := x >= n):
-        x = np.where(outside, permute(x), x)
+        x = np.where(outside, apply_feistel_network(x), x)
     return np.asarray(x).astype(np.int64)

@@ -15,13 +15,22 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.boundary.refusals import ConfigError, OwnCodeError, own_code, violation
-from platform.config.extensions import admit, with_settings
+from platform.boundary.refusals import ConfigError, OwnCodeError, format_violation, guard_own_code
+from platform.config.extensions import bind_settings, register_own_function
 from platform.config.fields import LOSS_OF, WEIGHTED, allow_objective
-from platform.data.mixture import mix
+from platform.data.mixture import hash_integers
 from platform.data.special_tokens import SpecialIds
-from platform.data.streams import PADDING, Ints, PackedStream, among, first_of_documents, learned_of, starts_of, taken
-from platform.plan.layout import count_of
+from platform.data.streams import (
+    PADDING,
+    Ints,
+    PackedStream,
+    document_start_mask,
+    known_document_starts,
+    membership_mask,
+    read_padded_ids,
+    token_loss_mask,
+)
+from platform.plan.layout import format_count
 from platform.plan.model_types import CROSS_ENTROPY
 
 NOISE = 0.15  # fraction of the tokens that are predicted (BERT; T5)
@@ -95,7 +104,7 @@ class Causal:
     def places(self, stream: Any, index: Ints) -> Ints:
         """Return the stream positions of the tokens that samples `index` read, [len(index), length]; -1 for none."""
         if isinstance(stream, PackedStream):
-            return stream.places(index, self.length)
+            return stream.token_positions(index, self.length)
         return index[:, None] * self.length + np.arange(self.length)
 
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
@@ -104,40 +113,43 @@ class Causal:
         `positions`, how far from there the token is. Each is int64 [len(index), length]."""
         place = self.places(stream, index)
         if isinstance(stream, PackedStream):
-            tokens, labels = taken(stream, place), taken(stream, np.where(place < 0, PADDING, place + 1))
+            tokens, labels = (
+                read_padded_ids(stream, place),
+                read_padded_ids(stream, np.where(place < 0, PADDING, place + 1)),
+            )
         else:
-            rows = _ids(stream, np.concatenate([place, place[:, -1:] + 1], 1))
+            rows = _gather_token_ids(stream, np.concatenate([place, place[:, -1:] + 1], 1))
             tokens, labels = rows[:, :-1], rows[:, 1:]
         column = np.arange(self.length)
-        first = first_of_documents(stream, place, tokens, self.special.begin)
+        first = document_start_mask(stream, place, tokens, self.special.begin)
         begins = np.maximum.accumulate(np.where(first, column, 0), 1)
-        if self._counts(stream):
-            labels = np.where(self._learned(stream, place, labels), labels, PADDING)
+        if self._can_ignore_labels(stream):
+            labels = np.where(self._mask_learned_labels(stream, place, labels), labels, PADDING)
         return {"tokens": tokens, "labels": labels, "begins": begins, "positions": column - begins}
 
     def predicted(self, stream: Any, index: Ints) -> int:
         """Count the labels of samples `index` of a token stream, for next-token prediction, that are not padding."""
-        if self._counts(stream) or isinstance(stream, PackedStream):
+        if self._can_ignore_labels(stream) or isinstance(stream, PackedStream):
             return int((self.batch(stream, index, np.empty(0, np.uint64))["labels"] >= 0).sum())
         return len(index) * self.length
 
-    def _counts(self, stream: Any) -> bool:
+    def _can_ignore_labels(self, stream: Any) -> bool:
         """Return True if some tokens of the stream may be left out of the loss, so that labels must be counted."""
-        known = starts_of(stream) is not None or self.special.begin != self.special.end
-        return learned_of(stream) is not None or (known and (self.within or isinstance(stream, PackedStream)))
+        known = known_document_starts(stream) is not None or self.special.begin != self.special.end
+        return token_loss_mask(stream) is not None or (known and (self.within or isinstance(stream, PackedStream)))
 
-    def _learned(self, stream: Any, place: Ints, labels: Ints) -> NDArray[np.bool_]:
+    def _mask_learned_labels(self, stream: Any, place: Ints, labels: Ints) -> NDArray[np.bool_]:
         """Return a mask of the labels that count in the loss of next-token prediction, shaped as `labels` [samples,
         length]. `place`: position in the token stream of the token before each label."""
-        after, learned = np.where(place < 0, PADDING, place + 1), learned_of(stream)
-        found = labels >= 0
+        after, learned = np.where(place < 0, PADDING, place + 1), token_loss_mask(stream)
+        mask = labels >= 0
         if learned is not None:
-            found &= learned[np.clip(after, 0, len(learned) - 1)]
+            mask &= learned[np.clip(after, 0, len(learned) - 1)]
         if self.within or isinstance(stream, PackedStream):
-            starts, begin = starts_of(stream), self.special.begin
-            begins = labels == begin if starts is None else among(starts, after)
-            found &= ~begins | (labels == self.special.end)
-        return found
+            starts, begin = known_document_starts(stream), self.special.begin
+            begins = labels == begin if starts is None else membership_mask(starts, after)
+            mask &= ~begins | (labels == self.special.end)
+        return mask
 
 
 @dataclass(frozen=True)
@@ -164,15 +176,15 @@ class Masked:
     @property
     def names(self) -> dict[int, str]:
         """Return what people call the ids that this objective puts in the place of text: the mask."""
-        return {self._mask: "[MASK]"}
+        return {self._mask_id: "[MASK]"}
 
     @property
-    def _mask(self) -> int:
+    def _mask_id(self) -> int:
         """Return the id that hides a token: the tokenizer's own, or the last one of the vocabulary."""
         return self.vocab - 1 if self.special.mask is None else self.special.mask
 
     @property
-    def _count(self) -> int:
+    def _num_masked_tokens(self) -> int:
         """Return how many tokens of a sample are masked and predicted: 15 % of its length, at least one."""
         return max(1, round(NOISE * self.length))
 
@@ -189,23 +201,23 @@ class Masked:
         `labels`, the original tokens at the predicted places, else -1; and, if the model has any, `segments`, the
         number of each token's segment. Each is int64 [len(index), length]. `keys` [len(index)]: random keys that decide
         which tokens are masked."""
-        rows = _ids(stream, self.places(stream, index))
+        rows = _gather_token_ids(stream, self.places(stream, index))
         place, key = np.arange(self.length), keys[:, None]
-        chosen = _choice(key, self.length, self._count)
-        lot = mix(key, 1, place) % np.uint64(10)
-        mask, ids = self._mask, self.vocab if self.special.mask is None else self.special.size
-        random = (mix(key, 2, place) % np.uint64(ids - 1)).astype(np.int64)
+        chosen = _draw_prediction_mask(key, self.length, self._num_masked_tokens)
+        lot = hash_integers(key, 1, place) % np.uint64(10)
+        mask, ids = self._mask_id, self.vocab if self.special.mask is None else self.special.size
+        random = (hash_integers(key, 2, place) % np.uint64(ids - 1)).astype(np.int64)
         random += random >= mask
         seen = np.where(lot < 8, mask, np.where(lot == 8, random, rows))
-        found = {"tokens": np.where(chosen, seen, rows), "labels": np.where(chosen, rows, PADDING)}
+        tensors = {"tokens": np.where(chosen, seen, rows), "labels": np.where(chosen, rows, PADDING)}
         if self.segments:
             begun = np.cumsum(rows[:, 1:] == self.special.begin, 1)
-            found["segments"] = np.pad(begun, ((0, 0), (1, 0))).clip(max=self.segments - 1)
-        return found
+            tensors["segments"] = np.pad(begun, ((0, 0), (1, 0))).clip(max=self.segments - 1)
+        return tensors
 
     def predicted(self, stream: Any, index: Ints) -> int:
         """Count the labels of samples `index`, for masked-token prediction, that are not padding."""
-        return len(index) * self._count
+        return len(index) * self._num_masked_tokens
 
 
 @dataclass(frozen=True)
@@ -214,7 +226,8 @@ class SpanDenoising:
     place of each span, the decoder writes each span behind its sentinel, and what ends documents at the end. Sentinels
     are the tokenizer's, or the vocabulary's last ids, downwards.
 
-    A sample takes as many tokens as fit into both lengths; `_noise` gives how many are missing, and in how many spans.
+    A sample takes as many tokens as fit into both lengths; `_count_noise_and_spans` gives how many are missing, and in
+    how many spans.
     """
 
     source_length: int
@@ -225,24 +238,24 @@ class SpanDenoising:
     @property
     def needs(self) -> int:
         """Return how many tokens of a stream one sample of span denoising takes: the most that both lengths allow."""
-        fitting = [n for n in range(2, self.source_length + self.length) if self._fits(n)]
+        fitting = [n for n in range(2, self.source_length + self.length) if self._can_fit_sample(n)]
         if not fitting:
             raise ConfigError(f"model.length={self.length}: span denoising needs at least 3, and a source of 2")
         return fitting[-1]
 
-    def _fits(self, n: int) -> bool:
+    def _can_fit_sample(self, n: int) -> bool:
         """Return True if a span-denoising sample of n tokens fits: the text the encoder, removed spans the decoder."""
-        noise, spans = _noise(n)
+        noise, spans = _count_noise_and_spans(n)
         return n - noise + spans <= self.source_length and noise + spans + 1 <= self.length
 
     @property
     def reserved(self) -> int:
         """Return the number of vocabulary ids that stand for missing spans: 0 if the tokenizer has sentinels for them.
         Raises ConfigError if it has some, but fewer than a sample has spans."""
-        spans, there = _noise(self.needs)[1], self.special.sentinels
-        if there and spans > there:
-            raise ConfigError(f"model.length={self.length}: {spans} spans, and the tokenizer has {there} sentinels")
-        return 0 if there else spans
+        spans, sentinels = _count_noise_and_spans(self.needs)[1], self.special.sentinels
+        if sentinels and spans > sentinels:
+            raise ConfigError(f"model.length={self.length}: {spans} spans, and the tokenizer has {sentinels} sentinels")
+        return 0 if sentinels else spans
 
     def samples(self, stream: Any) -> int:
         """Return how many samples of span denoising, of `needs` tokens each, a token stream has."""
@@ -251,10 +264,10 @@ class SpanDenoising:
     @property
     def names(self) -> dict[int, str]:
         """Return what people call the ids that stand for missing spans: [span 1], [span 2] and so on."""
-        return {self._highest - i: f"[span {i + 1}]" for i in range(_noise(self.needs)[1])}
+        return {self._first_sentinel - i: f"[span {i + 1}]" for i in range(_count_noise_and_spans(self.needs)[1])}
 
     @property
-    def _highest(self) -> int:
+    def _first_sentinel(self) -> int:
         """Return the id of the first sentinel; the others are below it."""
         return self.vocab - 1 if self.special.sentinel is None else self.special.sentinel
 
@@ -268,25 +281,27 @@ class SpanDenoising:
         sentinel; and `tokens`, the labels shifted right as the decoder reads them; int64. `keys` [len(index)]: random
         keys that decide which spans are missing."""
         n = self.needs
-        noise, spans = _noise(n)
-        rows = _ids(stream, self.places(stream, index))
+        noise, spans = _count_noise_and_spans(n)
+        rows = _gather_token_ids(stream, self.places(stream, index))
         # lengths of kept and missing stretches in turn, a kept one first
-        stretches = np.stack([_parts(keys, 0, n - noise, spans), _parts(keys, 1, noise, spans)], -1)
+        stretches = np.stack(
+            [_draw_span_lengths(keys, 0, n - noise, spans), _draw_span_lengths(keys, 1, noise, spans)], -1
+        )
         starts = np.cumsum(stretches.reshape(len(rows), -1), 1)[:, :-1]
         first = np.zeros_like(rows)
         np.put_along_axis(first, starts, 1, 1)
         stretch = np.cumsum(first, 1)
-        missing, sentinel = stretch % 2 == 1, self._highest - stretch // 2
+        missing, sentinel = stretch % 2 == 1, self._first_sentinel - stretch // 2
         begins = missing & (first == 1)
         source = np.where(begins, sentinel, rows)[~missing | begins].reshape(len(rows), -1)
         both = np.stack([sentinel, rows], -1)[np.stack([begins, missing], -1)].reshape(len(rows), -1)
         labels = np.pad(both, ((0, 0), (0, 1)), constant_values=self.special.end)
-        decoder = target(_padded(labels, self.length), self.special.start)
-        return {"source": _padded(source, self.source_length), **decoder}
+        decoder = build_decoder_tensors(_pad_rows(labels, self.length), self.special.start)
+        return {"source": _pad_rows(source, self.source_length), **decoder}
 
     def predicted(self, stream: Any, index: Ints) -> int:
         """Count the labels of samples `index`, for span denoising, that are not padding."""
-        return len(index) * (sum(_noise(self.needs)) + 1)
+        return len(index) * (sum(_count_noise_and_spans(self.needs)) + 1)
 
 
 @dataclass(frozen=True)
@@ -307,7 +322,7 @@ class Pairs:
         """Return text pairs `index` as int64 data tensors: `source`, `labels` (target), `tokens` (shifted labels)."""
         end, start = self.special.end, self.special.start
         source, answer = (stream.rows(side, index, n, end) for side, n in enumerate((self.source_length, self.length)))
-        return {"source": source, **target(answer, start)}
+        return {"source": source, **build_decoder_tensors(answer, start)}
 
     def predicted(self, stream: Any, index: Ints) -> int:
         """Count the labels in the targets of text pairs `index`: their tokens and the end token, cut to `length`."""
@@ -341,10 +356,10 @@ def register_objective(
     mean is over the sum of their magnitudes. `loss`: its loss function unless `train.loss` names another; "" is
     cross-entropy. `settings`: a dataclass of data.objective_settings, which `make` gets as `settings`.
     """
-    admit("data.objective", name, settings, make)
+    register_own_function("data.objective", name, settings, make)
     if isinstance(models, str) or not all(isinstance(kind, str) for kind in models):
         reason = f"is registered for models={models!r}, which is no list of kinds of models"
-        raise ConfigError(violation("data.objective", name, reason, ['("decoder",)']))
+        raise ConfigError(format_violation("data.objective", name, reason, ['("decoder",)']))
     OBJECTIVES[name] = make
     (WEIGHTED.add if weighted else WEIGHTED.discard)(name)
     LOSS_OF[name] = loss or CROSS_ENTROPY
@@ -352,40 +367,40 @@ def register_objective(
         allow_objective(kind, name)
 
 
-def target(labels: Ints, start: int) -> dict[str, Ints]:
+def build_decoder_tensors(labels: Ints, start: int) -> dict[str, Ints]:
     """Return a decoder's data tensors for `labels` [samples, length]: these, and `tokens`, shifted right by one."""
     shifted = np.pad(labels[:, :-1], ((0, 0), (1, 0)), constant_values=start)
     return {"tokens": np.where(labels < 0, PADDING, shifted), "labels": labels}
 
 
-def _noise(n: int) -> tuple[int, int]:
+def _count_noise_and_spans(n: int) -> tuple[int, int]:
     """Return how many tokens span denoising removes from a sample of n tokens, and how many spans these form."""
     noise = max(1, round(NOISE * n))
     return noise, max(1, round(noise / SPAN))
 
 
-def _ids(stream: Any, place: Ints) -> Ints:
+def _gather_token_ids(stream: Any, place: Ints) -> Ints:
     """Return the token ids of a stream at positions `place`, all of which are in it, int64."""
     return np.asarray(stream[place]).astype(np.int64)
 
 
-def _padded(rows: Ints, length: int) -> Ints:
+def _pad_rows(rows: Ints, length: int) -> Ints:
     """Pad rows of token ids [samples, any] with -1 at the end to [samples, length]."""
     return np.pad(rows, ((0, 0), (0, length - rows.shape[1])), constant_values=PADDING)
 
 
-def _choice(key: NDArray[np.uint64], n: int, count: int) -> NDArray[np.bool_]:
+def _draw_prediction_mask(key: NDArray[np.uint64], n: int, count: int) -> NDArray[np.bool_]:
     """Draw a mask [rows, n] of the tokens to predict, `count` True in each row, by random keys `key` [rows, 1]."""
     chosen = np.zeros((len(key), n), bool)
-    ranked = np.argsort(mix(key, 0, np.arange(n)), 1, kind="stable")
+    ranked = np.argsort(hash_integers(key, 0, np.arange(n)), 1, kind="stable")
     np.put_along_axis(chosen, ranked[:, :count], True, 1)
     return chosen
 
 
-def _parts(keys: Keys, salt: int, total: int, parts: int) -> Ints:
+def _draw_span_lengths(keys: Keys, salt: int, total: int, parts: int) -> Ints:
     """Divide each sample's `total` tokens at random into `parts` spans, uniformly among all ways: return their positive
     lengths, int64 [rows, parts]. `keys` [rows] and `salt`, the number of the draw, decide it."""
-    cuts = _choice(mix(keys, 3, salt)[:, None], total - 1, parts - 1)
+    cuts = _draw_prediction_mask(hash_integers(keys, 3, salt)[:, None], total - 1, parts - 1)
     ends = np.nonzero(cuts)[1].reshape(len(keys), parts - 1) + 1
     return np.diff(ends, axis=1, prepend=0, append=total)
 
@@ -396,13 +411,13 @@ def _parts(keys: Keys, salt: int, total: int, parts: int) -> Ints:
 _WORDS: dict[type, str] = {Causal: "Causal", Masked: "Masked", SpanDenoising: "SpanDenoising", Pairs: "Pairs"}
 
 
-def make_objective(name: str, shape: SampleShape, settings: Mapping[str, Any]) -> Objective:
+def build_objective(name: str, shape: SampleShape, settings: Mapping[str, Any]) -> Objective:
     """Construct the training objective that `data.objective` names, for samples of `shape`. A user's own gets
     `settings`, the data.objective_settings, and its samples are checked; ConfigError names any error in it."""
     if name in GIVEN:
         return OBJECTIVES[name](shape)
-    with of_objective(name):
-        make = with_settings(OBJECTIVES[name], "data.objective", name, settings)
+    with name_objective_in_errors(name):
+        make = bind_settings(OBJECTIVES[name], "data.objective", name, settings)
         return OwnObjective(name, make(shape), shape)
 
 
@@ -419,86 +434,98 @@ class OwnObjective:
     @property
     def needs(self) -> int:
         """Return how many tokens of a stream one sample of the user's training objective takes, at least 1."""
-        return self._said("needs", 1)
+        return self._ask_integer("needs", 1)
 
     @property
     def reserved(self) -> int:
         """Return how many ids at the top of the vocabulary the user's training objective reserves for itself."""
-        return self._said("reserved", 0)
+        return self._ask_integer("reserved", 0)
 
     def samples(self, stream: Any) -> int:
         """Return how many training samples the user's objective makes of a stream of tokens."""
-        return self._said("samples", -1, stream)
+        return self._ask_integer("samples", -1, stream)
 
     def predicted(self, stream: Any, index: Ints) -> int:
         """Return how many labels that are not padding the user's objective counts in samples `index`."""
-        return self._said("predicted", 0, stream, index)
+        return self._ask_integer("predicted", 0, stream, index)
 
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
         """Return samples `index` of a token stream as data tensors by name, made by the user's training objective and
         checked. Raises ConfigError for illegal samples. `keys`: the random key of each sample."""
-        with of_objective(self.name):
-            found = dict(self.made.batch(stream, index, keys))
-            for name, most in self._limits.items():
-                if name in found:
-                    self._check(name, np.asarray(found[name]), most, index)
-            labels = np.asarray(found.get("labels", ()))
+        with name_objective_in_errors(self.name):
+            tensors = dict(self.made.batch(stream, index, keys))
+            for name, most in self._tensor_bounds.items():
+                if name in tensors:
+                    self._check_tensor(name, np.asarray(tensors[name]), most, index)
+            labels = np.asarray(tensors.get("labels", ()))
             if labels.shape == (len(index), self.shape.length):
-                self._check_predicted(stream, index, (labels >= 0).sum(1))
-        return found
+                self._check_label_count(stream, index, (labels >= 0).sum(1))
+        return tensors
 
     @property
-    def _limits(self) -> dict[str, int]:
+    def _tensor_bounds(self) -> dict[str, int]:
         """Return data tensor -> bound of its integers in samples: legal are [0, bound), and -1 for padding."""
         ids, places = ("tokens", "labels", "source"), ("begins", "positions")
         segments = {"segments": self.shape.segments} if self.shape.segments else {}
         return dict.fromkeys(ids, self.shape.vocab) | dict.fromkeys(places, self.shape.length) | segments
 
-    def _check(self, name: str, rows: Any, most: int, index: Ints) -> None:
+    def _check_tensor(self, name: str, rows: Any, most: int, index: Ints) -> None:
         """Raise ConfigError if data tensor `name` of the user's objective is illegal: `rows` must be one row of
         integers for each sample in `index`, each integer padding (-1) or in [0, most)."""
-        of = f"data.objective={self.name}: "
+        config_key = f"data.objective={self.name}: "
         if rows.dtype.kind not in "iu" or rows.ndim != 2 or len(rows) != len(index):
-            made = f"makes {name!r} as {rows.dtype} of shape {list(rows.shape)}"
+            description = f"makes {name!r} as {rows.dtype} of shape {list(rows.shape)}"
             raise ConfigError(
-                f"{of}{made} for {count_of(len(index), 'sample')}: rows of integers are needed, one for each"
+                f"{config_key}{description} for {format_count(len(index), 'sample')}: "
+                "rows of integers are needed, one for each"
             )
         if rows.size and (rows.min() < PADDING or rows.max() >= most):
             row, column = np.argwhere((rows < PADDING) | (rows >= most))[0]
             where = f"sample {index[row]} has {rows[row, column]} in {name!r}, at place {column}"
-            raise ConfigError(f"{of}{where}: legal are 0 to {most - 1}, and -1 for padding")
+            raise ConfigError(f"{config_key}{where}: legal are 0 to {most - 1}, and -1 for padding")
 
-    def _check_predicted(self, stream: Any, index: Ints, labels: Ints) -> None:
+    def _check_label_count(self, stream: Any, index: Ints, labels: Ints) -> None:
         """Raise ConfigError if `predicted` of the user's objective is not the number of labels that samples `index` of
         the token stream have, `labels` [len(index)]."""
         if self.predicted(stream, index) == labels.sum():
             return
-        each = [self.predicted(stream, index[i : i + 1]) for i in range(len(index))]
-        wrong = [i for i, said in enumerate(each) if said != labels[i]]
-        of, there, said = f"samples {index[0]} to {index[-1]}", labels.sum(), self.predicted(stream, index)
-        if wrong:
-            of, there, said = f"sample {index[wrong[0]]}", labels[wrong[0]], each[wrong[0]]
-        reason = f"{of}: {count_of(there, 'label')}, and predicted says {said}"
+        said_counts = [self.predicted(stream, index[i : i + 1]) for i in range(len(index))]
+        mismatches = [i for i, said_count in enumerate(said_counts) if said_count != labels[i]]
+        sample_range, actual_count, said_count = (
+            f"samples {index[0]} to {index[-1]}",
+            labels.sum(),
+            self.predicted(stream, index),
+        )
+        if mismatches:
+            sample_range, actual_count, said_count = (
+                f"sample {index[mismatches[0]]}",
+                labels[mismatches[0]],
+                said_counts[mismatches[0]],
+            )
+        reason = f"{sample_range}: {format_count(actual_count, 'label')}, and predicted says {said_count}"
         raise ConfigError(f"data.objective={self.name}: {reason}; -1 is a label that is not predicted")
 
-    def _said(self, what: str, least: int, *given: Any) -> int:
-        """Return the integer `what` of the user's training objective, given `given`; ConfigError if not >= `least`."""
-        with of_objective(self.name):
-            value = getattr(self.made, what)
-            value = value(*given) if given else value
+    def _ask_integer(self, attribute: str, least: int, *call_arguments: Any) -> int:
+        """Return the integer `attribute` of the user's training objective, given `call_arguments`; ConfigError if not
+        >= `least`."""
+        with name_objective_in_errors(self.name):
+            value = getattr(self.made, attribute)
+            value = value(*call_arguments) if call_arguments else value
             if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"data.objective={self.name}: says {what}={value!r}; an integer >= {least} is needed")
+                raise ConfigError(
+                    f"data.objective={self.name}: says {attribute}={value!r}; an integer >= {least} is needed"
+                )
             return int(value)
 
 
 @contextmanager
-def of_objective(name: str) -> Iterator[None]:
+def name_objective_in_errors(name: str) -> Iterator[None]:
     """Raise ConfigError, naming data.objective, in place of any error of a user's own objective within the context."""
     if name in GIVEN:
         yield
         return
     try:
-        with own_code(f"data.objective={name}", (ConfigError, OSError)):
+        with guard_own_code(f"data.objective={name}", (ConfigError, OSError)):
             yield
     except OwnCodeError as error:
         raise ConfigError(f"data.objective={name}: {error}") from error

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from platform.boundary import schema
 from platform.boundary.schema import Malformed, OneOf, Span
-from platform.boundary.terminal import phase
+from platform.boundary.terminal import show_phase
 from platform.data import cache
-from platform.data.streams import Ints, PackedStream, beginnings, mapped
-from platform.plan.layout import LEAST_PIECE, MOST_ROUNDS, zigzag
+from platform.data.streams import Ints, PackedStream, find_document_starts, map_array
+from platform.plan.layout import LEAST_PIECE, MOST_ROUNDS, zigzag_order
 
 # Orders of the documents in packed rows, by which ranks that share a row have equal work.
 #
@@ -40,49 +40,51 @@ _AT_ONCE = 1 << 20  # numbers in an array
 Floats = NDArray[np.float64]
 
 
-def evened(pieces: Ints, rows: Ints, length: int) -> Ints:
+def even_rows(pieces: Ints, rows: Ints, length: int) -> Ints:
     """Return the pieces of packed rows of `length` tokens, each row's in an order that gives ranks of a context equal
     work; arguments as of `PackedStream`."""
-    counts, found, ranks = np.diff(rows), pieces.copy(), _ranks_of_cells(length)
+    counts, evened_pieces, ranks = np.diff(rows), pieces.copy(), _ranks_of_cells(length)
     for count in np.unique(counts[counts > 1]).tolist():
-        every = np.flatnonzero(counts == count)
+        rows_of_count = np.flatnonzero(counts == count)
         step = max(1, _AT_ONCE // (TOGETHER * max(count, len(ranks))))
-        for some in np.split(every, range(step, len(every), step)):
-            place = rows[some][:, None] + np.arange(count)
-            found[place] = _ordered(found[place], length, ranks)
-    return found
+        for row_batch in np.split(rows_of_count, range(step, len(rows_of_count), step)):
+            piece_index = rows[row_batch][:, None] + np.arange(count)
+            evened_pieces[piece_index] = _choose_even_order(evened_pieces[piece_index], length, ranks)
+    return evened_pieces
 
 
-def _ordered(pieces: Ints, length: int, ranks: Floats) -> Ints:
+def _choose_even_order(pieces: Ints, length: int, ranks: Floats) -> Ints:
     """Return the pieces [rows, documents, 2] of some rows, each row's in the most even order of those tried."""
     keys, sizes = pieces[..., 0], pieces[..., 1]
-    best, order = imbalance(sizes, length, ranks), np.tile(np.arange(keys.shape[1]), (len(keys), 1))
+    best, order = work_imbalance(sizes, length, ranks), np.tile(np.arange(keys.shape[1]), (len(keys), 1))
     for first in range(0, TRIES, TOGETHER):
         left = np.flatnonzero(best > EVEN)
-        tries = np.argsort(_drawn(keys[left, None], np.arange(first, first + TOGETHER)[:, None]), 2, kind="stable")
-        work = imbalance(np.take_along_axis(sizes[left, None], tries, 2), length, ranks)
+        tries = np.argsort(
+            _draw_integers(keys[left, None], np.arange(first, first + TOGETHER)[:, None]), 2, kind="stable"
+        )
+        work = work_imbalance(np.take_along_axis(sizes[left, None], tries, 2), length, ranks)
         least = np.arange(len(left)), work.argmin(1)
         better = work[least] < best[left]
         best[left[better]], order[left[better]] = work[least][better], tries[least][better]
     return np.take_along_axis(pieces, order[..., None], 1)
 
 
-def imbalance(sizes: Ints, length: int, ranks: Floats | None = None) -> Floats:
+def work_imbalance(sizes: Ints, length: int, ranks: Floats | None = None) -> Floats:
     """Return the work of the busiest rank of a context in terms of the mean, in the most uneven context, for documents
     of `sizes` [..., documents] end to end in a row of `length` tokens; padding behind them is a document too."""
     ranks = _ranks_of_cells(length) if ranks is None else ranks
     cells, ends, zero = len(ranks), np.cumsum(sizes, -1), np.zeros((*sizes.shape[:-1], 1), np.int64)
-    starts, before = (np.concatenate([zero, x], -1) for x in (ends, np.cumsum(_seen(sizes), -1)))
+    starts, before = (np.concatenate([zero, x], -1) for x in (ends, np.cumsum(_count_seen_keys(sizes), -1)))
     border, rows = np.arange(cells + 1) * length // cells, prod(zero.shape)
     next_border = -(-ends * cells // length) + np.arange(rows).reshape(zero.shape) * (cells + 1)
     ended = np.bincount(next_border.ravel(), minlength=rows * (cells + 1)).reshape(*zero.shape[:-1], cells + 1)
     document = np.cumsum(ended, -1)  # in which a border lies
     into = border - np.take_along_axis(starts, document, -1)
-    seen = (np.take_along_axis(before, document, -1) + _seen(into)).astype(np.float64)
+    seen = (np.take_along_axis(before, document, -1) + _count_seen_keys(into)).astype(np.float64)
     return (np.diff(seen) @ ranks).max(-1) / seen[..., -1]
 
 
-def _seen(tokens: Ints) -> Ints:
+def _count_seen_keys(tokens: Ints) -> Ints:
     """Return how many keys the first so many tokens of a document see together."""
     return tokens * (tokens + 1) // 2
 
@@ -92,15 +94,15 @@ def _ranks_of_cells(length: int) -> Floats:
     ranks, or 0."""
     rounds = {n: min(MOST_ROUNDS, 1 << max(1, length // (2 * n * LEAST_PIECE)).bit_length() - 1) for n in RANKS}
     cells = max(2 * n * m for n, m in rounds.items())
-    found = []
+    blocks_of_ranks = []
     for n, m in rounds.items():
         of_pieces = np.zeros((2 * n * m, n))
-        of_pieces[zigzag(n, m), np.repeat(np.arange(n), 2 * m)] = n
-        found.append(np.repeat(of_pieces, cells // len(of_pieces), 0))
-    return np.concatenate(found, 1)
+        of_pieces[zigzag_order(n, m), np.repeat(np.arange(n), 2 * m)] = n
+        blocks_of_ranks.append(np.repeat(of_pieces, cells // len(of_pieces), 0))
+    return np.concatenate(blocks_of_ranks, 1)
 
 
-def _drawn(keys: Ints, number: Ints) -> NDArray[np.uint64]:
+def _draw_integers(keys: Ints, number: Ints) -> NDArray[np.uint64]:
     """Return a random integer for each key in each draw of a `number`, the same on every machine (SplitMix64)."""
     x = keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + (number.astype(np.uint64) << np.uint64(40))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -113,7 +115,7 @@ FORMAT = 1  # of an entry: raise it when the same documents would give other row
 _COUNT = Annotated[int, Span(0, 1 << 50)]
 
 
-def packed_streams(
+def pack_streams(
     streams: Mapping[str, Any],
     tokens: Path,
     length: int,
@@ -129,29 +131,29 @@ def packed_streams(
     know. `overlong`: what becomes of documents that are longer than a row (`best_fit`); `apart`: no token sees another
     document. Raises ConfigError, OSError, Malformed."""
     policy = [*([] if overlong == "split" else [overlong]), *([f"even {EVEN_ROWS_FORMAT}"] if apart else [])]
-    place = tokens.parent / cache.hash_of(["packed", FORMAT, tokens.name, length, begin, *policy])
+    entry = tokens.parent / cache.hash_cache_key(["packed", FORMAT, tokens.name, length, begin, *policy])
     sizes = {split: len(stream) for split, stream in streams.items()}
-    read = partial(_read, sizes=sizes, length=length, deep=not trusted, whole=overlong == "split")
+    read = partial(_read_packed_rows, sizes=sizes, length=length, deep=not trusted, whole=overlong == "split")
 
-    def make(folder: Path) -> dict[str, Any]:
+    def build_rows(folder: Path) -> dict[str, Any]:
         """Pack each split's documents into rows, written to the cache entry `folder`; return their numbers."""
         counts = {}
         for split, stream in streams.items():
-            bounds = np.append(beginnings(stream, begin), len(stream))
+            bounds = np.append(find_document_starts(stream, begin), len(stream))
             if longer := int((np.diff(bounds) > length).sum()):
-                what = {"split": "split over rows", "cut": "cut", "drop": "dropped"}[overlong]
+                treatment = {"split": "split over rows", "cut": "cut", "drop": "dropped"}[overlong]
                 message = "%s: %d of %d documents are longer than a row of %d tokens, and are %s"
-                logger.info(message, split, longer, len(bounds) - 1, length, what)
-            with phase("packing documents into rows"):
+                logger.info(message, split, longer, len(bounds) - 1, length, treatment)
+            with show_phase("packing documents into rows"):
                 pieces, rows = best_fit(bounds, length, overlong)
-                pieces = evened(pieces, rows, length) if apart else pieces
+                pieces = even_rows(pieces, rows, length) if apart else pieces
             pieces.astype("<i8").tofile(folder / f"{split}_pieces.bin")
             rows.astype("<i8").tofile(folder / f"{split}_rows.bin")
             counts[split] = [len(pieces), len(rows)]
         return {"splits": counts}
 
-    found = cache.open_trusted(place, read) if trusted else cache.fetch(place, make, read)
-    return {split: PackedStream(stream, *found[split]) for split, stream in streams.items()}
+    rows_by_split = cache.open_trusted_entry(entry, read) if trusted else cache.fetch_entry(entry, build_rows, read)
+    return {split: PackedStream(stream, *rows_by_split[split]) for split, stream in streams.items()}
 
 
 @dataclass(frozen=True)
@@ -162,26 +164,26 @@ class _Rows:
     files: dict[str, Any]
 
 
-def _read(
+def _read_packed_rows(
     folder: Path, meta: dict[str, Any], sizes: Mapping[str, int], length: int, deep: bool, whole: bool
 ) -> dict[str, tuple[Ints, Ints]]:
     """Read the packed rows of documents from the cache entry `folder`, split -> (pieces, rows), mapped into memory, and
     check them against the description `meta` and, if `deep`, against the numbers of tokens `sizes`; `whole`: rows hold
     all tokens. Raises Malformed for rows that `best_fit` cannot have made."""
-    described = schema.read(_Rows, meta)
-    found = {}
+    described = schema.parse_value(_Rows, meta)
+    rows_by_split = {}
     for split, size in sizes.items():
-        pieces, rows = (mapped(folder / f"{split}_{name}.bin", "<i8") for name in ("pieces", "rows"))
+        pieces, rows = (map_array(folder / f"{split}_{name}.bin", "<i8") for name in ("pieces", "rows"))
         counts = [len(pieces) / 2, len(rows)]
         if counts != list(described.splits.get(split, ())) or (
-            deep and not _fits(pieces.reshape(-1, 2), rows, size, length, whole)
+            deep and not _are_rows_legal(pieces.reshape(-1, 2), rows, size, length, whole)
         ):
             raise Malformed(f"the rows of {split} are not its tokens")
-        found[split] = pieces.reshape(-1, 2), rows
-    return found
+        rows_by_split[split] = pieces.reshape(-1, 2), rows
+    return rows_by_split
 
 
-def _fits(pieces: Ints, rows: Ints, size: int, length: int, whole: bool) -> bool:
+def _are_rows_legal(pieces: Ints, rows: Ints, size: int, length: int, whole: bool) -> bool:
     """Return True if packed rows of documents are legal: each of `size` tokens in one row (at most one unless `whole`),
     and at most `length` tokens per row. `pieces`: (first token, tokens) each; `rows`: bounds of the rows among them."""
     if not len(rows) or rows[0] != 0 or rows[-1] != len(pieces) or (np.diff(rows) < 1).any():
@@ -200,43 +202,45 @@ def best_fit(bounds: Ints, length: int, overlong: str = "split") -> tuple[Ints, 
     """Pack documents, which lie between `bounds` (ascending token positions, the first 0), into rows of `length`
     tokens: return int64 pieces [n, 2] of (first token, tokens), and the bounds of rows among them. A document that is
     longer is split after every `length` tokens, or cut after so many, or dropped, as `overlong` says."""
-    pieces = _cut(bounds, length)
+    pieces = _cut_documents(bounds, length)
     if overlong != "split":
         first = (
-            np.isin(pieces[:, 0], bounds) if overlong == "cut" else np.diff(bounds)[_document(pieces, bounds)] <= length
+            np.isin(pieces[:, 0], bounds)
+            if overlong == "cut"
+            else np.diff(bounds)[_document_numbers(pieces, bounds)] <= length
         )
         pieces = pieces[first]
     row = np.empty(len(pieces), np.int64)
     rooms: list[list[int]] = [[] for _ in range(length + 1)]  # by the tokens that still fit: the rows with such room
-    there, count = 0, 0  # bit n of `there` is set if rooms[n] holds a row
+    room_bits, count = 0, 0  # bit n of `there` is set if rooms[n] holds a row
     sizes = pieces[:, 1].tolist()
     for number in np.argsort(-pieces[:, 1], kind="stable").tolist():
         size = sizes[number]
-        if fitting := there >> size:
+        if fitting := room_bits >> size:
             room = size + (fitting & -fitting).bit_length() - 1
-            found = rooms[room].pop()
-            there ^= 0 if rooms[room] else 1 << room
+            target_row = rooms[room].pop()
+            room_bits ^= 0 if rooms[room] else 1 << room
         else:
-            room, found = length, count
+            room, target_row = length, count
             count += 1
-        row[number] = found
+        row[number] = target_row
         if left := room - size:
-            rooms[left].append(found)
-            there |= 1 << left
+            rooms[left].append(target_row)
+            room_bits |= 1 << left
     first = np.full(count, len(pieces), np.int64)
     np.minimum.at(first, row, np.arange(len(pieces)))
-    place = np.empty(count, np.int64)
-    place[np.argsort(first)] = np.arange(count)
-    order = np.lexsort((pieces[:, 0], place[row]))
-    return pieces[order], np.append(0, np.cumsum(np.bincount(place[row], minlength=count)))
+    row_rank = np.empty(count, np.int64)
+    row_rank[np.argsort(first)] = np.arange(count)
+    order = np.lexsort((pieces[:, 0], row_rank[row]))
+    return pieces[order], np.append(0, np.cumsum(np.bincount(row_rank[row], minlength=count)))
 
 
-def _document(pieces: Ints, bounds: Ints) -> Ints:
+def _document_numbers(pieces: Ints, bounds: Ints) -> Ints:
     """Return, for each piece of a packed document, the number of its document, which lies between `bounds`."""
     return np.searchsorted(bounds, pieces[:, 0], "right") - 1
 
 
-def _cut(bounds: Ints, length: int) -> Ints:
+def _cut_documents(bounds: Ints, length: int) -> Ints:
     """Cut documents, given by their `bounds`, into pieces of at most `length` tokens: [n, 2] of (first, tokens)."""
     sizes = np.diff(bounds)
     parts = -(-sizes // length)

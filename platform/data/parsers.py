@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from platform.boundary.parser_process import AskedFile, Read
-from platform.data.tokenizer_files import made_of, parse_tokenizer
+from platform.data.tokenizer_files import convert_to_tokenizer_json, parse_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -27,37 +27,37 @@ def answer_table(request: dict[str, Any], body: bytes, read: Read) -> bytes:
     rows as lines of JSON, nothing after the last. `read` fetches bytes of the file from the parent."""
     global _rows
     if request["do"] == "next":
-        return _next(request["output"])
+        return _read_next_rows(request["output"])
     import pyarrow
 
     _left.clear()
     pyarrow.set_cpu_count(1)
     raw = AskedFile(read, request["size"])
-    opened = _parquet if request["form"] == "parquet" else _arrow
+    opened = _open_parquet if request["form"] == "parquet" else _open_arrow
     schema, batches = opened(pyarrow.PythonFile(raw, mode="r"), raw, request["columns"])
-    _rows = (row for batch in batches for row in _lines(batch))
+    _rows = (row for batch in batches for row in _encode_table_rows(batch))
     return json.dumps(schema.names[:1000]).encode()
 
 
-def _next(most: int) -> bytes:
+def _read_next_rows(most: int) -> bytes:
     """Return the next rows of the opened data table as lines of JSON, b"" at its end; `most`: the most bytes of the
     answer. Raises ValueError if a single row has more."""
-    found, size = _left[:], sum(map(len, _left))
+    rows, size = _left[:], sum(map(len, _left))
     _left.clear()
     for row in _rows:
-        if found and size + len(row) > _ENOUGH:
+        if rows and size + len(row) > _ENOUGH:
             _left.append(row)
             break
         if len(row) + 1 > most:
             raise ValueError(f"a row of more than {most >> 20} MiB; cut it")
-        found.append(row)
+        rows.append(row)
         size += len(row)
-        if len(found) == AT_ONCE:
+        if len(rows) == AT_ONCE:
             break
-    return b"\n".join(found)
+    return b"\n".join(rows)
 
 
-def _parquet(source: Any, raw: AskedFile, wanted: list[str]) -> tuple[Any, Iterator[Any]]:
+def _open_parquet(source: Any, raw: AskedFile, wanted: list[str]) -> tuple[Any, Iterator[Any]]:
     """Open a Parquet data file; return its schema, and an iterator over batches of rows with the `wanted` columns."""
     from pyarrow import parquet
 
@@ -67,7 +67,7 @@ def _parquet(source: Any, raw: AskedFile, wanted: list[str]) -> tuple[Any, Itera
     return table.schema_arrow, batches
 
 
-def _arrow(source: Any, raw: AskedFile, wanted: list[str]) -> tuple[Any, Iterator[Any]]:
+def _open_arrow(source: Any, raw: AskedFile, wanted: list[str]) -> tuple[Any, Iterator[Any]]:
     """Open an Arrow data file (IPC file or stream); return its schema, and an iterator over batches of rows with the
     `wanted` columns. Raises ValueError for a torn stream."""
     from pyarrow import ipc
@@ -89,26 +89,26 @@ def _arrow(source: Any, raw: AskedFile, wanted: list[str]) -> tuple[Any, Iterato
     return schema, iter(ipc.open_stream(source, options=options))
 
 
-def _lines(batch: Any) -> Iterator[bytes]:
+def _encode_table_rows(batch: Any) -> Iterator[bytes]:
     """Yield each row of a data table's batch (pyarrow) as JSON bytes. Raises pyarrow's error for corrupt ones."""
     batch.validate(full=True)
     step = 1 if "dictionary" in str(batch.schema) else AT_ONCE  # its size says nothing of that of its rows
     for start in range(0, batch.num_rows, step):
-        yield from _of_slice(batch.slice(start, step))
+        yield from _encode_row_slice(batch.slice(start, step))
 
 
-def _of_slice(batch: Any) -> Iterator[bytes]:
+def _encode_row_slice(batch: Any) -> Iterator[bytes]:
     """Yield each row of a data table's batch (pyarrow) as JSON bytes, halving one too large to convert at once."""
     if batch.num_rows > 1 and batch.get_total_buffer_size() > _ENOUGH and batch.nbytes > _ENOUGH:
         half = batch.num_rows // 2
-        yield from _of_slice(batch.slice(0, half))
-        yield from _of_slice(batch.slice(half))
+        yield from _encode_row_slice(batch.slice(0, half))
+        yield from _encode_row_slice(batch.slice(half))
         return
     for row in batch.to_pylist():
-        yield json.dumps(row, ensure_ascii=False, default=_no_json).encode()
+        yield json.dumps(row, ensure_ascii=False, default=_replace_unknown_value).encode()
 
 
-def _no_json(value: Any) -> Any:
+def _replace_unknown_value(value: Any) -> Any:
     """Return [type name] in place of a data table's value that JSON lacks (bytes, a date): no text and no number."""
     return [type(value).__name__]
 
@@ -122,49 +122,49 @@ def answer_template(request: dict[str, Any], body: bytes, read: Read) -> bytes:
     """Answer the parent's request to this child process, which runs a chat template in Jinja's sandbox: check that
     `template` is one; or, for a body of JSON, return the texts that the template makes of its `messages`, as a JSON
     list, one for each (number of messages, True to begin an answer after them) in `wanted`."""
-    template = _compiled(request["template"])
+    template = _compile_template(request["template"])
     if not body:
         return b""
-    given = json.loads(body)
-    messages, named = given["messages"], given["named"]
+    payload = json.loads(body)
+    messages, named = payload["messages"], payload["named"]
     return json.dumps(
         [
             template.render(messages=messages[:number], add_generation_prompt=prompt, **named)
-            for number, prompt in given["wanted"]
+            for number, prompt in payload["wanted"]
         ]
     ).encode()
 
 
-def _compiled(text: str) -> Any:
+def _compile_template(text: str) -> Any:
     """Return a chat template, compiled from its text in Jinja's sandbox and kept until another one is asked for."""
     if text not in _templates:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         _templates.clear()
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_generation(), "jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=[_build_generation_extension(), "jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
+        environment.filters["tojson"] = _dump_json
+        environment.globals["raise_exception"] = _raise_template_error
         del environment.globals["lipsum"], environment.filters["random"]  # one conversation is always one text
         _templates[text] = environment.from_string(text)
     return _templates[text]
 
 
-def _refuse(message: str) -> NoReturn:
+def _raise_template_error(message: str) -> NoReturn:
     """Raise TemplateError with a chat template's own message: the `raise_exception` that templates call to refuse."""
     from jinja2 import TemplateError
 
     raise TemplateError(message)
 
 
-def _to_json(value: Any, indent: int | None = None, **more: Any) -> str:
+def _dump_json(value: Any, indent: int | None = None, **more: Any) -> str:
     """Return plain data as JSON: the chat templates' filter `tojson`, without the HTML escapes of Jinja's own."""
-    kept = {name: more[name] for name in ("ensure_ascii", "separators", "sort_keys") if name in more}
-    return json.dumps(value, indent=indent, **{"ensure_ascii": False, **kept})
+    options = {name: more[name] for name in ("ensure_ascii", "separators", "sort_keys") if name in more}
+    return json.dumps(value, indent=indent, **{"ensure_ascii": False, **options})
 
 
-def _generation() -> type:
+def _build_generation_extension() -> type:
     """Return the Jinja extension for {% generation %} blocks of chat templates, which leaves their text as it is."""
     from jinja2 import nodes
     from jinja2.ext import Extension
@@ -194,46 +194,52 @@ def answer_tokenizer(request: dict[str, Any], body: bytes, read: Read) -> bytes:
     return _DO[request["do"]](request, body)
 
 
-def _make(request: dict[str, Any], body: bytes) -> bytes:
+def _answer_build(request: dict[str, Any], body: bytes) -> bytes:
     """Return a tokenizer.json made of a tokenizer's other files, listed in the request and end to end in the body."""
-    found, place = {}, 0
+    files, offset = {}, 0
     for name, size in request["files"]:
-        found[name] = body[place : place + size]
-        place += size
-    return made_of(found, request["words"])
+        files[name] = body[offset : offset + size]
+        offset += size
+    return convert_to_tokenizer_json(files, request["words"])
 
 
-def _add(request: dict[str, Any], body: bytes) -> bytes:
+def _answer_add(request: dict[str, Any], body: bytes) -> bytes:
     """Add the request's special tokens to the tokenizer.json in the body, and return it."""
     tokenizer = parse_tokenizer(body)
     tokenizer.add_special_tokens(request["tokens"])
     return tokenizer.to_str().encode()
 
 
-def _open(request: dict[str, Any], body: bytes) -> bytes:
+def _answer_open(request: dict[str, Any], body: bytes) -> bytes:
     """Open the tokenizer.json in the body; return its vocabulary and its added tokens (id, text, special) as JSON."""
     _opened[:] = [parse_tokenizer(body)]
     added = [(i, token.content, token.special) for i, token in _opened[0].get_added_tokens_decoder().items()]
     return json.dumps({"vocab": _opened[0].get_vocab(with_added_tokens=True), "added": added}).encode()
 
 
-def _encode(request: dict[str, Any], body: bytes) -> bytes:
+def _answer_encode(request: dict[str, Any], body: bytes) -> bytes:
     """Tokenize the texts in the body (JSON) by the opened tokenizer. Return 4-byte integers: the number of tokens in
     each text, the ids of all and, with `ends`, the number of characters of its text up to the end of each token."""
     texts = json.loads(body)
     run = _opened[0].encode_batch if request["ends"] else _opened[0].encode_batch_fast
-    found = run(texts, add_special_tokens=False)
-    out = array("I", [len(e) for e in found])
-    for encoding in found:
-        out.extend(encoding.ids)
-    for encoding in found if request["ends"] else ():
-        out.extend([end for _, end in encoding.offsets])
-    return out.tobytes()
+    encodings = run(texts, add_special_tokens=False)
+    numbers = array("I", [len(e) for e in encodings])
+    for encoding in encodings:
+        numbers.extend(encoding.ids)
+    for encoding in encodings if request["ends"] else ():
+        numbers.extend([end for _, end in encoding.offsets])
+    return numbers.tobytes()
 
 
-def _decode(request: dict[str, Any], body: bytes) -> bytes:
+def _answer_decode(request: dict[str, Any], body: bytes) -> bytes:
     """Return the text, in UTF-8, that the opened tokenizer decodes from the token ids in the body (JSON)."""
     return _opened[0].decode(json.loads(body), skip_special_tokens=request["skip"]).encode(errors="replace")
 
 
-_DO = {"make": _make, "add": _add, "open": _open, "encode": _encode, "decode": _decode}
+_DO = {
+    "make": _answer_build,
+    "add": _answer_add,
+    "open": _answer_open,
+    "encode": _answer_encode,
+    "decode": _answer_decode,
+}

@@ -16,14 +16,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.boundary.refusals import ConfigError
-from platform.boundary.terminal import phase
+from platform.boundary.terminal import show_phase
 from platform.config.fields import Data
 from platform.data import tokenizer
-from platform.data.data_files import ENDINGS, ROWS, DataFile, content_hash, ending, find_files, size_of, stamp
-from platform.data.mixture import order
-from platform.data.tokenizer import Vocabulary, added_tokens, open_vocabulary, template_of
+from platform.data.data_files import (
+    ENDINGS,
+    ROWS,
+    DataFile,
+    content_hash,
+    content_stamp,
+    file_size,
+    find_files,
+    format_suffix,
+)
+from platform.data.mixture import permute_indices
+from platform.data.tokenizer import Vocabulary, extra_special_tokens, open_vocabulary, read_chat_template
 from platform.data.tokenizer_files import JSON, TEMPLATE
-from platform.plan.layout import count_of
+from platform.plan.layout import format_count
 
 # Blocks of a streamed source: the reader of its documents, block by block. See `platform.data.cache_entries`.
 
@@ -63,38 +72,38 @@ class BlockReader:
         self._rest: Iterator[tuple[PiecePlace, bool, Any]] = iter(())
         self._next: tuple[PiecePlace, bool, Any] | None = None  # what _rest has given and no block has taken
 
-    def block(self, start: PiecePlace) -> tuple[list[tuple[int, Any]], PiecePlace | None]:
+    def read_block(self, start: PiecePlace) -> tuple[list[tuple[int, Any]], PiecePlace | None]:
         """Read the block of a streamed source that begins at `start`: return its documents in pieces, (number of the
         document, piece) each, and where the next block begins, None at the end of the source. Raises ConfigError,
         OSError."""
         if not self._next or self._next[0].file != start.file or self._next[0] > start:
-            self._rest = self._pieces(start)
-            self._advance()
+            self._rest = self._iterate_pieces(start)
+            self._read_next_piece()
         while self._next and self._next[0] < start:
-            self._advance()
-        found: list[tuple[int, Any]] = []
+            self._read_next_piece()
+        block_documents: list[tuple[int, Any]] = []
         size, number = 0, 0
         while self._next:
             place, begins, piece = self._next
             if size >= (self._most if begins else 2 * self._most):
-                return found, place
+                return block_documents, place
             number += begins
-            found.append((number, piece))
+            block_documents.append((number, piece))
             size += self._size(piece)
-            self._advance()
-        return found, None
+            self._read_next_piece()
+        return block_documents, None
 
-    def beginnings(self, start: PiecePlace, end: PiecePlace | None) -> list[PiecePlace]:
+    def find_document_starts(self, start: PiecePlace, end: PiecePlace | None) -> list[PiecePlace]:
         """Return where the documents of the block from `start` to `end` begin; None: to the end of the source."""
-        inside = takewhile(lambda piece: end is None or piece[0] < end, self._pieces(start))
+        inside = takewhile(lambda piece: end is None or piece[0] < end, self._iterate_pieces(start))
         return [place for i, (place, begins, _) in enumerate(inside) if begins or not i]
 
-    def _advance(self) -> None:
+    def _read_next_piece(self) -> None:
         """Read the next piece of a streamed source's documents, and hold it for the next block; None at the end."""
         self._next = None  # what raises is not read on from
         self._next = next(self._rest, None)
 
-    def _pieces(self, start: PiecePlace) -> Iterator[tuple[PiecePlace, bool, Any]]:
+    def _iterate_pieces(self, start: PiecePlace) -> Iterator[tuple[PiecePlace, bool, Any]]:
         """Yield the pieces of a streamed source's documents from `start` on: (place, True to begin one, piece)."""
         for file in range(start.file, len(self._parts)):
             before = -1
@@ -162,114 +171,128 @@ class SourceKind:
     learned: bool = False
     blockwise: bool = True
 
-    def parts(self, files: Sequence[DataFile]) -> list[Sequence[DataFile]]:
+    def group_files(self, files: Sequence[DataFile]) -> list[Sequence[DataFile]]:
         """Return the files of a data source in groups, each of which can be read without the others."""
         return [[file] for file in files]
 
-    def held(self, data: Data) -> list[DataFile]:
+    def find_held_out_files(self, data: Data) -> list[DataFile]:
         """Return the files of a data source that are held out for validation as a whole. Raises ConfigError."""
-        return held_files(data, self.endings)
+        return find_validation_files(data, self.endings)
 
     def violations_of_source(self, data: Data) -> list[str]:
         """Return a refusal line for each mistake in a data source that shows at the beginnings of its files."""
         lines: list[str] = []
         files: Sequence[DataFile] = ()
-        held: Sequence[DataFile] = ()
-        with _noting(lines, data):
-            found = self.find(data)
-            if found and not any(map(size_of, found)):
-                raise self._nothing_in(data)
-            files = found
-        with _noting(lines, data):
-            held = self.held(data)
-        parts = [("data.path", part) for part in self.parts(files)[:_SNIFFED]]
-        for key, part in [*parts, *(("data.validation_path", [file]) for file in held[:_SNIFFED])]:
-            with _noting(lines, data):
-                next(self.read(part, data, key), None)
+        held_out_files: Sequence[DataFile] = ()
+        with _collect_violations(lines, data):
+            located_files = self.find(data)
+            if located_files and not any(map(file_size, located_files)):
+                raise self._empty_source_error(data)
+            files = located_files
+        with _collect_violations(lines, data):
+            held_out_files = self.find_held_out_files(data)
+        file_groups = [("data.path", file_group) for file_group in self.group_files(files)[:_SNIFFED]]
+        for key, file_group in [
+            *file_groups,
+            *(("data.validation_path", [file]) for file in held_out_files[:_SNIFFED]),
+        ]:
+            with _collect_violations(lines, data):
+                next(self.read(file_group, data, key), None)
         return lines
 
-    def decisive(self, data: Data, files: Sequence[DataFile]) -> list[Any]:
+    def decisive_values(self, data: Data, files: Sequence[DataFile]) -> list[Any]:
         """Return the values that decide which documents a data source has, and how a streamed one is divided into
         blocks; they name its cache entry. Of each file of a streamed source: format, size and samples of its
         content."""
         if not is_streamed(data):
             return self.content(data, files)
         digest = hashlib.sha256()
-        for _, document in [] if files else self._first_block(files, data):
+        for _, document in [] if files else self._read_first_block(files, data):
             digest.update(document.encode() if isinstance(document, str) else document.astype("<i8").tobytes())
-        stamps = [[ending(file), *stamp(file)] for file in files] or [[digest.hexdigest()]]
-        held = [content_hash(file) for file in self.held(data)]
-        return ["stream", FORMAT, data.kind, stamps, held, data.field, *more_fields(data), data.block]
+        stamps = [[format_suffix(file), *content_stamp(file)] for file in files] or [[digest.hexdigest()]]
+        held = [content_hash(file) for file in self.find_held_out_files(data)]
+        return ["stream", FORMAT, data.kind, stamps, held, data.field, *extra_fields(data), data.block]
 
-    def blocks(self, files: Sequence[DataFile], data: Data) -> BlockReader:
+    def open_block_reader(self, files: Sequence[DataFile], data: Data) -> BlockReader:
         """Construct the reader that yields a streamed source's documents block by block, while training goes on."""
-        return BlockReader(self.parts(files), lambda part: self.read(part, data, "data.path"), self.size, data.block)
+        return BlockReader(
+            self.group_files(files), lambda part: self.read(part, data, "data.path"), self.size, data.block
+        )
 
-    def splits(self, files: Sequence[DataFile], data: Data) -> Splits:
+    def read_splits(self, files: Sequence[DataFile], data: Data) -> Splits:
         """Read all documents of a data source once, to find faults, and divide them into training and validation; of a
         streamed source only the held-out ones are read, and its first block trains a tokenizer. Raises ConfigError."""
-        others = self.held(data)
+        held_out_files = self.find_held_out_files(data)
 
         def held_documents() -> Documents:
             """Return the documents in the data files that are held out for validation; none without such files."""
-            return self.read(others, data, "data.validation_path") if others else iter(())
+            return self.read(held_out_files, data, "data.validation_path") if held_out_files else iter(())
 
         if is_streamed(data):
-            return Splits(lambda held: held_documents() if held else iter(()), lambda: self._first_texts(files, data))
+            return Splits(
+                lambda held: held_documents() if held else iter(()), lambda: self._read_first_texts(files, data)
+            )
         sizes: list[int] = []
-        with phase("reading documents", unit="characters" if self.texts else "tokens") as shown:
+        with show_phase("reading documents", unit="characters" if self.texts else "tokens") as shown:
             for number, document in self.read(files, data, "data.path"):
                 if number == len(sizes):
                     sizes.append(0)
                 sizes[number] += (size := self.size(document))
-                shown.add(size)
+                shown.count_done(size)
             if not sizes:
-                raise self._nothing_in(data)
+                raise self._empty_source_error(data)
             for _ in held_documents():
                 pass
-        chosen = set() if others else held_out(sizes, data.validation)
+        chosen = set() if held_out_files else choose_held_out_documents(sizes, data.validation)
 
-        def split(held: bool) -> Documents:
+        def read_split(held: bool) -> Documents:
             """Return the documents for validation if `held`, else the documents for training, of this data source."""
-            if others and held:
+            if held_out_files and held:
                 return held_documents()
-            return (found for found in self.read(files, data, "data.path") if (found[0] in chosen) == held)
+            return (
+                numbered_document
+                for numbered_document in self.read(files, data, "data.path")
+                if (numbered_document[0] in chosen) == held
+            )
 
-        tail = 0.0 if others or chosen else data.validation
-        return Splits(split, lambda: self._texts(split(False), sum(sizes)), len(sizes), sum(sizes), tail)
+        tail = 0.0 if held_out_files or chosen else data.validation
+        return Splits(
+            read_split, lambda: self._gather_texts(read_split(False), sum(sizes)), len(sizes), sum(sizes), tail
+        )
 
-    def training_texts(self, files: Sequence[DataFile], data: Data) -> Texts:
+    def read_training_texts(self, files: Sequence[DataFile], data: Data) -> Texts:
         """Return the texts of a data source, in pieces, for a tokenizer to be trained on. Raises ConfigError."""
-        return self.splits(files, data).texts()
+        return self.read_splits(files, data).texts()
 
     def write_entry(
-        self, folder: Path, files: Sequence[DataFile], data: Data, vocab: int, given: Vocabulary | None
+        self, folder: Path, files: Sequence[DataFile], data: Data, vocab: int, existing_vocabulary: Vocabulary | None
     ) -> dict[str, Any]:
         """Build the cache entry of a data source: write into `folder` tokens.bin (the training documents, then the
         held-out ones), the arrays beside them (starts.bin, int64; learned.bin, a byte per token), and the tokenizer, of
-        at most `vocab` entries, which is trained if none is `given`. Return its description. The documents are read
-        once for their sizes and their faults, once to train the tokenizer, and once per split to encode them."""
-        splits = self.splits(files, data)
+        at most `vocab` entries, which is trained if none is `existing_vocabulary`. Return its description. The
+        documents are read once for their sizes and their faults, once to train the tokenizer, and once per split to
+        encode them."""
+        splits = self.read_splits(files, data)
         if self.texts and splits.documents:
-            documents = count_of(splits.documents, "document")
+            documents = format_count(splits.documents, "document")
             logger.info("tokenising %s, %.1f million characters", documents, splits.characters / 1e6)
-        vocabulary = self.vocabulary(folder, splits.texts, data, vocab, given)
+        vocabulary = self.save_or_train_vocabulary(folder, splits.texts, data, vocab, existing_vocabulary)
         parts = [(splits.read(False), splits.characters), (splits.read(True), 0)]
-        found = self.write_tokens(folder, vocabulary, vocab, parts)
+        description = self.write_tokens(folder, vocabulary, vocab, parts)
         if splits.tail:
-            end = found["splits"]["validation"][1]
+            end = description["splits"]["validation"][1]
             trained = end - round(end * splits.tail)
-            found["splits"] = splits_at(trained, end)
-        return found
+            description["splits"] = describe_splits(trained, end)
+        return description
 
-    def vocabulary(
-        self, folder: Path, texts: Callable[[], Texts], data: Data, vocab: int, given: Vocabulary | None
+    def save_or_train_vocabulary(
+        self, folder: Path, texts: Callable[[], Texts], data: Data, vocab: int, existing_vocabulary: Vocabulary | None
     ) -> Vocabulary | None:
-        """Return the tokenizer of a data source, saved in its cache entry `folder`: the one `given` or, for a source of
-        text, one trained on `texts`, as the keys of `data` say; None if the source holds token ids."""
-        if given:
-            given.save(folder)
-        return given or (train_on(folder, texts(), vocab, data) if self.texts else None)
+        """Return the tokenizer of a data source, saved in its cache entry `folder`: the one `existing_vocabulary` or,
+        for a source of text, one trained on `texts`, as the keys of `data` say; None if the source holds token ids."""
+        if existing_vocabulary:
+            existing_vocabulary.save(folder)
+        return existing_vocabulary or (train_vocabulary(folder, texts(), vocab, data) if self.texts else None)
 
     def write_tokens(
         self, folder: Path, vocabulary: Vocabulary | None, vocab: int, parts: Sequence[tuple[Documents, int]]
@@ -277,13 +300,13 @@ class SourceKind:
         """Tokenize documents into the cache entry `folder`, tokens.bin and the arrays beside it; return their
         description. `parts`: the documents for training, then the held-out ones, each with their number of characters,
         0 if unknown."""
-        ends, place, dtype = [], 0, type_of(vocab)
+        ends, place, dtype = [], 0, token_dtype(vocab)
         with ExitStack() as opened:
             names = ["tokens", *(["starts"] if self.starts else []), *(["learned"] if self.learned else [])]
             open_ = {name: opened.enter_context((folder / f"{name}.bin").open("wb")) for name in names}
             for documents, characters in parts:
                 for part in self.encode(vocabulary, documents, characters):
-                    check_largest(int(part.ids.max(initial=0)), vocab)
+                    check_largest_id(int(part.ids.max(initial=0)), vocab)
                     open_["tokens"].write(part.ids.astype(dtype).tobytes())
                     if self.starts:
                         open_["starts"].write((np.array(part.bounds, "<i8") + place).astype("<i8").tobytes())
@@ -292,60 +315,60 @@ class SourceKind:
                         open_["learned"].write(learned.astype("|u1").tobytes())
                     place += len(part.ids)
                 ends.append(place)
-        return {"dtype": dtype.str, "splits": splits_at(*ends)}
+        return {"dtype": dtype.str, "splits": describe_splits(*ends)}
 
-    def _texts(self, documents: Iterable[tuple[int, Any]], characters: int) -> Texts:
+    def _gather_texts(self, documents: Iterable[tuple[int, Any]], characters: int) -> Texts:
         """Return the texts in documents, and their total number of `characters`, for a tokenizer to be trained on."""
         parts = self.texts or (lambda _: ())
         return Texts((text for _, document in documents for text in parts(document)), characters)
 
-    def _first_block(self, files: Sequence[DataFile], data: Data) -> list[tuple[int, Any]]:
+    def _read_first_block(self, files: Sequence[DataFile], data: Data) -> list[tuple[int, Any]]:
         """Return the documents of a streamed data source's first block, numbered. Raises ConfigError without one."""
-        found, _ = self.blocks(files, data).block(BEGIN)
-        if not found:
-            raise self._nothing_in(data)
-        return found
+        block_documents, _ = self.open_block_reader(files, data).read_block(BEGIN)
+        if not block_documents:
+            raise self._empty_source_error(data)
+        return block_documents
 
-    def _first_texts(self, files: Sequence[DataFile], data: Data) -> Texts:
+    def _read_first_texts(self, files: Sequence[DataFile], data: Data) -> Texts:
         """Return the texts of a streamed data source's first block, for a tokenizer to be trained on."""
-        documents = self._first_block(files, data)
-        return self._texts(documents, sum(self.size(document) for _, document in documents))
+        documents = self._read_first_block(files, data)
+        return self._gather_texts(documents, sum(self.size(document) for _, document in documents))
 
-    def _nothing_in(self, data: Data) -> ConfigError:
+    def _empty_source_error(self, data: Data) -> ConfigError:
         """Return the ConfigError that refuses a data source without a document, naming its path or kind."""
-        return ConfigError(f"{place_of(data)}: no {'text' if self.texts else 'tokens'} in it")
+        return ConfigError(f"{source_setting(data)}: no {'text' if self.texts else 'tokens'} in it")
 
 
 KINDS: dict[str, SourceKind] = {}  # by data.kind; each is in a file here, or of the user's own
 
 
-def kind_of(data: Data) -> SourceKind:
+def find_source_kind(data: Data) -> SourceKind:
     """Return the SourceKind that reads a data source, by its data.kind (pairs, tokens, ...); text by default."""
     return KINDS.get(data.kind, KINDS["text"])
 
 
-def place_of(data: Data) -> str:
+def source_setting(data: Data) -> str:
     """Return the setting that names a data source to the user, in a refusal: data.path=PATH, or data=KIND."""
     return f"data.path={data.path}" if data.path else f"data={data.kind}"
 
 
-def more_fields(data: Data) -> list[str]:
+def extra_fields(data: Data) -> list[str]:
     """Return the field names of a data record, beside `data.field`, that decide the text read from it."""
     return [data.target_field, *([data.input_field] if data.input_field not in ("", UNREAD) else [])]
 
 
 @contextmanager
-def _noting(lines: list[str], data: Data) -> Iterator[None]:
+def _collect_violations(lines: list[str], data: Data) -> Iterator[None]:
     """Append the refusal lines of an error about a data source, raised within the context, to `lines`."""
     try:
         yield
     except ConfigError as error:
         lines += error.violations
     except OSError as error:
-        lines.append(f"{place_of(data)}: cannot be read: {error.strerror}")
+        lines.append(f"{source_setting(data)}: cannot be read: {error.strerror}")
 
 
-def held_out(sizes: Sequence[int], fraction: float) -> set[int]:
+def choose_held_out_documents(sizes: Sequence[int], fraction: float) -> set[int]:
     """Choose the documents held out for validation, by number: in a fixed random order, each that still fits into
     `fraction` of the corpus. `sizes`: characters of each document.
 
@@ -354,59 +377,62 @@ def held_out(sizes: Sequence[int], fraction: float) -> set[int]:
     """
     room = budget = fraction * sum(sizes)
     held = set()
-    for number in order(0, 0, len(sizes), np.arange(len(sizes))).tolist():
+    for number in permute_indices(0, 0, len(sizes), np.arange(len(sizes))).tolist():
         if sizes[number] <= room:
             held.add(number)
             room -= sizes[number]
     return held if room <= budget / 2 else set()
 
 
-def held_files(data: Data, endings: list[str] = ENDINGS) -> list[DataFile]:
+def find_validation_files(data: Data, endings: list[str] = ENDINGS) -> list[DataFile]:
     """Find the data files of `data.validation_path`, held out for validation; [] if it is "". Raises ConfigError."""
     return find_files("data.validation_path", data.validation_path, endings) if data.validation_path else []
 
 
-def train_on(folder: Path, given: Texts, vocab: int, data: Data) -> Vocabulary:
+def train_vocabulary(folder: Path, texts: Texts, vocab: int, data: Data) -> Vocabulary:
     """Train a tokenizer of at most `vocab` entries on texts, of which long ones are sampled evenly, with the special
     tokens and the chat template that the keys of `data` name; save it in `folder`, and return it."""
-    share = min(1.0, _TRAINING / given.characters)
-    pieces = (t for i, t in enumerate(given.pieces) if int((i + 1) * share) > int(i * share))
-    read = given.characters * share / 1e6
-    with phase(f"training a tokenizer of {vocab} entries on {read:.1f} million characters"):
-        bpe = tokenizer.train_tokenizer(pieces, vocab, added_tokens(data))
+    share = min(1.0, _TRAINING / texts.characters)
+    pieces = (t for i, t in enumerate(texts.pieces) if int((i + 1) * share) > int(i * share))
+    million_characters = texts.characters * share / 1e6
+    with show_phase(f"training a tokenizer of {vocab} entries on {million_characters:.1f} million characters"):
+        bpe = tokenizer.train_tokenizer(pieces, vocab, extra_special_tokens(data))
     bpe.save(str(folder / JSON))
-    if template := template_of(data):
+    if template := read_chat_template(data):
         (folder / TEMPLATE).write_text(template)
-    made = open_vocabulary(folder)
-    assert made
-    return made
+    vocabulary = open_vocabulary(folder)
+    assert vocabulary
+    return vocabulary
 
 
 def training_options(data: Data) -> list[Any]:
     """Return the options in `data` for the training of a tokenizer (special tokens, template); [] if none is set."""
-    found = [added_tokens(data), template_of(data)]
-    return [found] if any(found) else []
+    options = [extra_special_tokens(data), read_chat_template(data)]
+    return [options] if any(options) else []
 
 
-def splits_at(trained: int, end: int) -> dict[str, list[int]]:
+def describe_splits(trained: int, end: int) -> dict[str, list[int]]:
     """Describe the splits of a token stream for a cache entry: [0, `trained`) to train on, the rest held out."""
     return {"train": [0, trained], "validation": [trained, end]}
 
 
-def type_of(vocab: int) -> np.dtype:
+def token_dtype(vocab: int) -> np.dtype:
     """Return the smallest unsigned integer type that holds all token ids of a vocabulary, for files of tokens."""
     return np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
 
 
-def contents(files: Sequence[DataFile]) -> list[list[Any]]:
+def hash_file_contents(files: Sequence[DataFile]) -> list[list[Any]]:
     """Return [format, SHA-256] of each data file, which decide the documents in it: False for text, True for .jsonl, or
     the suffix of a table."""
     formats = {end: end if end != ".jsonl" else True for end in ROWS}
-    with phase("hashing files", sum(map(size_of, files)), "B") as shown:
-        return [[formats.get(ending(file), False), content_hash(file)] for file in shown.each(files, size_of)]
+    with show_phase("hashing files", sum(map(file_size, files)), "B") as shown:
+        return [
+            [formats.get(format_suffix(file), False), content_hash(file)]
+            for file in shown.iterate_parts(files, file_size)
+        ]
 
 
-def check_largest(largest: int, vocab: int) -> None:
+def check_largest_id(largest: int, vocab: int) -> None:
     """Raise ConfigError if `largest`, the largest token id of some data, is beyond the model's vocabulary."""
     if largest >= vocab:
         raise ConfigError(f"has token {largest}, and the model {vocab}; nearest legal: model.vocab={largest + 1}")

@@ -51,37 +51,44 @@ class SpecialIds:
         return self.front[0]
 
 
-def named_tokens(settings: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+def collect_named_tokens(settings: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Return role -> special token (bos, eos, pad, ...) as a tokenizer's `settings` files name them, such as
     tokenizer_config.json; of several files the first counts."""
-    out: dict[str, str] = {}
-    for found in settings:
-        for key, value in found.items():
+    tokens_by_role: dict[str, str] = {}
+    for config in settings:
+        for key, value in config.items():
             role, _, kind = key.rpartition("_")
             text = value.get("content") if isinstance(value, Mapping) else value
             if kind == "token" and role and isinstance(text, str):
-                out.setdefault(role, text)
-    return out
+                tokens_by_role.setdefault(role, text)
+    return tokens_by_role
 
 
-def with_usual(tokenizer: Tokenizer | ConfinedTokenizer, named: Mapping[str, str]) -> dict[str, str]:
+def add_usual_tokens(tokenizer: Tokenizer | ConfinedTokenizer, named: Mapping[str, str]) -> dict[str, str]:
     """Return the `named` special tokens and the tokenizer's USUAL mask; all USUAL ones if no end is named."""
     silent = not named.keys() & {"eos", _ALSO["eos"]}
-    wanted = [role for role in USUAL if role not in named and (silent or role == "mask")]
-    found = {role: next((t for t in USUAL[role] if tokenizer.token_to_id(t) is not None), "") for role in wanted}
-    return {**named, **{role: text for role, text in found.items() if text}}
+    missing_roles = [role for role in USUAL if role not in named and (silent or role == "mask")]
+    spellings = {
+        role: next((t for t in USUAL[role] if tokenizer.token_to_id(t) is not None), "") for role in missing_roles
+    }
+    return {**named, **{role: text for role, text in spellings.items() if text}}
 
 
-def special_ids(tokenizer: Tokenizer | ConfinedTokenizer, named: Mapping[str, str]) -> SpecialIds | None:
+def find_special_ids(tokenizer: Tokenizer | ConfinedTokenizer, named: Mapping[str, str]) -> SpecialIds | None:
     """Return the ids of a tokenizer's special tokens, for samples to be made with. `named`: role -> its spelling. None
     if no token ends documents."""
 
-    def of(role: str) -> int | None:
+    def find_role_id(role: str) -> int | None:
         """Return the id of the tokenizer's special token for a role, such as "eos"; None if it has none."""
         names = [named[r] for r in (role, _ALSO.get(role, "")) if r in named]
         return next((i for name in names if (i := tokenizer.token_to_id(name)) is not None), None)
 
-    end, begin, pad, first = of("eos"), of("bos"), of("pad"), tokenizer.token_to_id(SENTINEL.format(0))
+    end, begin, pad, first = (
+        find_role_id("eos"),
+        find_role_id("bos"),
+        find_role_id("pad"),
+        tokenizer.token_to_id(SENTINEL.format(0)),
+    )
     if end is None:
         return None
     front = (end,) if begin in (None, end) else (end, begin)
@@ -90,4 +97,4 @@ def special_ids(tokenizer: Tokenizer | ConfinedTokenizer, named: Mapping[str, st
     while first is not None and tokenizer.token_to_id(SENTINEL.format(sentinels)) == first - sentinels:
         sentinels += 1
     size = max(tokenizer.get_vocab().values()) + 1
-    return SpecialIds(front, start, of("mask"), first, sentinels, size)
+    return SpecialIds(front, start, find_role_id("mask"), first, sentinels, size)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import numpy as np
 
-from platform.boundary.redaction import redact
-from platform.boundary.terminal import printable
-from platform.config.fields import objective_of
-from platform.data.html_head import allowed, html_head
-from platform.data.step_view import StepSequence, StepView, TokenTexts, reader_in_words
+from platform.boundary.redaction import redact_secrets
+from platform.boundary.terminal import escape_unprintable
+from platform.config.fields import training_objective_name
+from platform.data.html_head import html_head, policy_hash
+from platform.data.step_view import StepSequence, StepView, TokenTexts, describe_reader
 from platform.data.streams import PADDING
-from platform.plan.layout import count_of
+from platform.plan.layout import format_count
 from platform.plan.model_types import LABEL_WEIGHTS
 
 if TYPE_CHECKING:
@@ -52,53 +52,62 @@ class _Token(NamedTuple):
     begins: bool = False
 
 
-def lines_of(sequence: StepSequence, texts: TokenTexts, begin: int) -> dict[str, list[Fragment]]:
+def build_sequence_fragments(sequence: StepSequence, texts: TokenTexts, begin: int) -> dict[str, list[Fragment]]:
     """Return the pieces of a sequence: under "source" the encoder's, and under "" the pieces that are read and learned.
     `begin`: the id of the token that begins documents."""
-    given, lines = sequence.tensors, {}
-    if "source" in given:
-        lines["source"] = [*_line_fragments([_Token(i) for i in given["source"].tolist()], texts)]
-    follow = np.append(given["tokens"][1:], PADDING) == given["labels"]
-    learned = given["labels"] >= 0
-    form = _one_text if 2 * (follow & learned).sum() >= learned.sum() else _in_place
-    return lines | {"": [*_line_fragments([*form(given, begin)], texts)]}
+    tensors, lines = sequence.tensors, {}
+    if "source" in tensors:
+        lines["source"] = [*_line_fragments([_Token(i) for i in tensors["source"].tolist()], texts)]
+    follow = np.append(tensors["tokens"][1:], PADDING) == tensors["labels"]
+    learned = tensors["labels"] >= 0
+    form = _merge_following_labels if 2 * (follow & learned).sum() >= learned.sum() else _merge_aligned_labels
+    return lines | {"": [*_line_fragments([*form(tensors, begin)], texts)]}
 
 
-def _label_weights(given: Mapping[str, Any]) -> list[float | None]:
+def _label_weights(tensors: Mapping[str, Any]) -> list[float | None]:
     """Return the weight in the loss of the label at each place of a sequence, None where none is predicted."""
-    weights = given.get(LABEL_WEIGHTS, np.ones(len(given["labels"])))
-    return [w if label >= 0 else None for label, w in zip(given["labels"].tolist(), weights.tolist(), strict=True)]
+    weights = tensors.get(LABEL_WEIGHTS, np.ones(len(tensors["labels"])))
+    return [w if label >= 0 else None for label, w in zip(tensors["labels"].tolist(), weights.tolist(), strict=True)]
 
 
-def _borders(given: Mapping[str, Any], begin: int) -> list[bool]:
+def _mark_document_borders(tensors: Mapping[str, Any], begin: int) -> list[bool]:
     """Return True for each token of a sequence with which a document begins, as far as the sequence shows it."""
-    tokens, place = given["tokens"], np.arange(len(given["tokens"]))
-    if "source" in given:  # a decoder's, whose first token and last label are none of a document
+    tokens, place = tensors["tokens"], np.arange(len(tensors["tokens"]))
+    if "source" in tensors:  # a decoder's, whose first token and last label are none of a document
         return [False] * len(tokens)
-    found = (tokens == begin) & (begin >= 0)
-    if "begins" in given:
-        found |= (given["begins"] == place) & (place > 0) & (tokens >= 0)
-    return [bool(x) for x in found]
+    borders = (tokens == begin) & (begin >= 0)
+    if "begins" in tensors:
+        borders |= (tensors["begins"] == place) & (place > 0) & (tokens >= 0)
+    return [bool(x) for x in borders]
 
 
-def _one_text(given: Mapping[str, Any], begin: int) -> Iterator[_Token]:
+def _merge_following_labels(tensors: Mapping[str, Any], begin: int) -> Iterator[_Token]:
     """Yield the tokens of a sequence whose labels are the tokens that follow: both are one text. A label that is not
     the next token, as at the end, stands between the two."""
-    labels, weights, borders = given["labels"].tolist(), _label_weights(given), _borders(given, begin)
-    ends = begin if "source" not in given else PADDING
-    wanted = PADDING
-    for i, token in enumerate(given["tokens"].tolist()):
-        if i and wanted != PADDING and wanted != token:
-            yield _Token(wanted, weights[i - 1], None, wanted == ends)
-        yield _Token(token, weights[i - 1] if i and wanted == token else None, None, borders[i])
-        wanted = labels[i]
-    if wanted != PADDING:
-        yield _Token(wanted, weights[-1], None, wanted == ends)
+    labels, weights, borders = (
+        tensors["labels"].tolist(),
+        _label_weights(tensors),
+        _mark_document_borders(tensors, begin),
+    )
+    ends = begin if "source" not in tensors else PADDING
+    next_label = PADDING
+    for i, token in enumerate(tensors["tokens"].tolist()):
+        if i and next_label != PADDING and next_label != token:
+            yield _Token(next_label, weights[i - 1], None, next_label == ends)
+        yield _Token(token, weights[i - 1] if i and next_label == token else None, None, borders[i])
+        next_label = labels[i]
+    if next_label != PADDING:
+        yield _Token(next_label, weights[-1], None, next_label == ends)
 
 
-def _in_place(given: Mapping[str, Any], begin: int) -> Iterator[_Token]:
+def _merge_aligned_labels(tensors: Mapping[str, Any], begin: int) -> Iterator[_Token]:
     """Yield the tokens of a sequence whose labels belong in the places of the tokens that are read there."""
-    values = given["tokens"].tolist(), given["labels"].tolist(), _label_weights(given), _borders(given, begin)
+    values = (
+        tensors["tokens"].tolist(),
+        tensors["labels"].tolist(),
+        _label_weights(tensors),
+        _mark_document_borders(tensors, begin),
+    )
     rows = zip(*values, strict=True)
     for token, label, weight, begins in rows:
         if weight is None:
@@ -109,11 +118,11 @@ def _in_place(given: Mapping[str, Any], begin: int) -> Iterator[_Token]:
 
 def _line_fragments(tokens: Sequence[_Token], texts: TokenTexts) -> Iterator[Fragment]:
     """Yield the pieces that show the tokens of a line; padding is counted alone."""
-    there = [token for token in tokens if token.id != PADDING]
-    spelled = texts.texts([token.id for token in there])
-    read = texts.texts([token.id if token.instead is None else token.instead for token in there])
+    shown_tokens = [token for token in tokens if token.id != PADDING]
+    spelled = texts.spell_tokens([token.id for token in shown_tokens])
+    read_texts = texts.spell_tokens([token.id if token.instead is None else token.instead for token in shown_tokens])
     weight: float | None = 1.0
-    for place, (token, text, instead) in enumerate(zip(there, spelled, read, strict=True)):
+    for place, (token, text, instead) in enumerate(zip(shown_tokens, spelled, read_texts, strict=True)):
         if token.begins:
             yield Fragment("▌", BORDER, "a document begins")
         if token.weight is not None and token.weight != weight:
@@ -126,7 +135,7 @@ def _line_fragments(tokens: Sequence[_Token], texts: TokenTexts) -> Iterator[Fra
             yield Fragment(text, READ, f"{about}: read, not learned")
         else:
             yield Fragment(text, LEARNED, f"{about}: learned, weight {token.weight:g}")
-    if padding := len(tokens) - len(there):
+    if padding := len(tokens) - len(shown_tokens):
         yield Fragment(f" ({padding} of padding)", NOTE)
 
 
@@ -149,28 +158,28 @@ _DOCUMENTS = 2  # that a line names on a screen
 _LEAST = 3  # lines of a sequence on a screen
 
 
-def heading(view: StepView) -> list[str]:
+def heading_lines(view: StepView) -> list[str]:
     """Return the lines that say which step it is, and what it takes."""
     c, (first, end) = view.taken.config, view.taken.samples
-    tokens = count_of(view.count * view.taken.length, "token", ",")
-    cut = f", each cut into {view.pieces}" if view.pieces > 1 else ""
+    tokens = format_count(view.num_sequences * view.taken.length, "token", ",")
+    cut = f", each cut into {view.pieces_per_sample}" if view.pieces_per_sample > 1 else ""
     lines = [
-        f"step {view.taken.step} of {c.train.steps} learns from {count_of(view.count, 'sequence', ',')}"
+        f"step {view.taken.step} of {c.train.steps} learns from {format_count(view.num_sequences, 'sequence', ',')}"
         f" of {view.taken.length} tokens: samples {first:,} to {end - 1:,} of the run's order{cut}",
-        f"{tokens}, {view.labels:,} learned; data={c.data.kind}, data.objective={objective_of(c)}",
+        f"{tokens}, {view.num_labels:,} learned; data={c.data.kind}, data.objective={training_objective_name(c)}",
     ]
     if view.taken.plan:
         plan = view.taken.plan
-        batch = count_of(plan.of_length(view.taken.length).sizes["batch"], "sequence", ",")
+        batch = format_count(plan.plan_of_length(view.taken.length).sizes["batch"], "sequence", ",")
         lines.append(f"plan {plan.mesh}: microbatches of {batch}, read by the ranks that each line names")
-        if view.busiest:
-            ranks = plan.mesh.extent([axis for axis, _ in plan.scheme.context])
-            share = f"{view.busiest:.2f} times the mean of attention's scores"
+        if view.work_imbalance:
+            ranks = plan.mesh.count_ranks([axis for axis, _ in plan.scheme.context])
+            share = f"{view.work_imbalance:.2f} times the mean of attention's scores"
             lines.append(f"work: the busiest of {ranks} ranks that share a sequence has {share}, documents counted")
     return [*lines, *([view.taken.why] if view.taken.why else [])]
 
 
-def about(sequence: StepSequence, length: int, most: int | None = None) -> str:
+def sequence_title(sequence: StepSequence, length: int, most: int | None = None) -> str:
     """Return the line that says which sequence of a step it is, of which documents (at most `most`), and which ranks
     read it."""
     sample = f"sample {sequence.sample:,}" + (f", piece {sequence.piece + 1}" if sequence.piece else "")
@@ -180,39 +189,41 @@ def about(sequence: StepSequence, length: int, most: int | None = None) -> str:
     ]
     parts = [sequence.source, sample, *named]
     if sequence.microbatch is not None:
-        who = ", ".join(reader_in_words(reader, length) for reader in sequence.readers)
-        parts.append(f"microbatch {sequence.microbatch}, {who}")
-    return printable(f"{sequence.position:>3}  {'; '.join(filter(None, parts))}")
+        reader_names = ", ".join(describe_reader(reader, length) for reader in sequence.readers)
+        parts.append(f"microbatch {sequence.microbatch}, {reader_names}")
+    return escape_unprintable(f"{sequence.position:>3}  {'; '.join(filter(None, parts))}")
 
 
-def listed(view: StepView, stream: TextIO, whole: bool = False, only: int | None = None) -> Iterator[str]:
+def list_sequences(view: StepView, stream: TextIO, whole: bool = False, only: int | None = None) -> Iterator[str]:
     """Yield the lines of a step's listing, for the screen and colours of `stream`: a screen of lines, or the `whole`.
     `only`: the position of the single sequence to show."""
     width, height = shutil.get_terminal_size()
-    console = _console(stream, width)
+    console = _open_memory_console(stream, width)
     coloured = console.color_system is not None
-    head = [*heading(view), _LEGEND[coloured]]
-    room = max(_LEAST, height - sum(_height(line, width) for line in head) - 2)  # and the last line, and the prompt
-    shown = range(view.count) if only is None else range(only, only + 1)
+    head = [*heading_lines(view), _LEGEND[coloured]]
+    room = max(
+        _LEAST, height - sum(_count_screen_lines(line, width) for line in head) - 2
+    )  # and the last line, and the prompt
+    shown = range(view.num_sequences) if only is None else range(only, only + 1)
     if not (whole := whole or only is not None):
         shown = shown[: max(1, room // _LEAST)]
     lines = None if whole else max(1, room // len(shown) - 1)
     texts = TokenTexts(view.corpus)
-    yield from (_painted(console, line, "bold" if not i else "dim") for i, line in enumerate(head))
+    yield from (_paint_line(console, line, "bold" if not i else "dim") for i, line in enumerate(head))
     for start in range(shown.start, shown.stop, _AT_ONCE):
-        for sequence in view.sequences(start, min(start + _AT_ONCE, shown.stop)):
-            title = about(sequence, view.taken.length, None if whole else _DOCUMENTS)
-            yield _painted(console, title if whole else _cut_line(title, width), "bold")
-            found = lines_of(sequence, texts, view.corpus.special.begin)
-            of_each = lines and max(1, lines // len(found))
-            for name, pieces in found.items():
-                named = [Fragment(f"{name}: ", NOTE), *pieces] if name else pieces
-                yield from _folded(console, named, width - len(_INDENT), of_each)
-    if more := view.count - shown.stop if not whole else 0:
-        yield _painted(console, f"{count_of(more, 'more sequence', ',')}: --all, --sample N, --html FILE", "dim")
+        for sequence in view.read_sequences(start, min(start + _AT_ONCE, shown.stop)):
+            title = sequence_title(sequence, view.taken.length, None if whole else _DOCUMENTS)
+            yield _paint_line(console, title if whole else _cut_line(title, width), "bold")
+            fragments_by_name = build_sequence_fragments(sequence, texts, view.corpus.special.begin)
+            of_each = lines and max(1, lines // len(fragments_by_name))
+            for name, pieces in fragments_by_name.items():
+                labelled_pieces = [Fragment(f"{name}: ", NOTE), *pieces] if name else pieces
+                yield from _fold_fragments(console, labelled_pieces, width - len(_INDENT), of_each)
+    if more := view.num_sequences - shown.stop if not whole else 0:
+        yield _paint_line(console, f"{format_count(more, 'more sequence', ',')}: --all, --sample N, --html FILE", "dim")
 
 
-def _console(stream: TextIO, width: int) -> Console:
+def _open_memory_console(stream: TextIO, width: int) -> Console:
     """Return a console that writes into memory with the colours of `stream`: none into a pipe, or under NO_COLOR."""
     from rich.console import Console
 
@@ -222,21 +233,21 @@ def _console(stream: TextIO, width: int) -> Console:
     )  # fmt: skip
 
 
-def _painted(console: Console, line: str, style: str) -> str:
+def _paint_line(console: Console, line: str, style: str) -> str:
     """Return a line in a style, as its console shows it."""
     from rich.text import Text
 
-    return _characters(console, Text(line, style))
+    return _render_characters(console, Text(line, style))
 
 
-def _characters(console: Console, text: Text) -> str:
+def _render_characters(console: Console, text: Text) -> str:
     """Return the characters by which a console shows a line."""
     with console.capture() as captured:
         console.print(text, soft_wrap=True, end="")
     return captured.get()
 
 
-def _height(line: str, width: int) -> int:
+def _count_screen_lines(line: str, width: int) -> int:
     """Return the lines of a screen that a line takes."""
     return -(-max(1, len(line)) // width)
 
@@ -246,7 +257,7 @@ def _cut_line(line: str, width: int) -> str:
     return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
-def _with_marks(pieces: Sequence[Fragment]) -> Iterator[Fragment]:
+def _mark_runs(pieces: Sequence[Fragment]) -> Iterator[Fragment]:
     """Yield pieces with marks around the runs of kinds that differ by their colour otherwise."""
     before = ""
     for piece in [*pieces, Fragment("", NOTE)]:
@@ -256,20 +267,20 @@ def _with_marks(pieces: Sequence[Fragment]) -> Iterator[Fragment]:
         before = piece.kind
 
 
-def _folded(console: Console, pieces: Sequence[Fragment], width: int, most: int | None) -> Iterator[str]:
+def _fold_fragments(console: Console, pieces: Sequence[Fragment], width: int, most: int | None) -> Iterator[str]:
     """Yield the lines of `width` characters that show pieces, at most `most` of them; the last one then says how many
     tokens it leaves out."""
-    pieces = pieces if console.color_system else [*_with_marks(pieces)]
-    lines = [*islice(_wrapped_lines(pieces, lambda _: width), most and most + 1)]
+    pieces = pieces if console.color_system else [*_mark_runs(pieces)]
+    lines = [*islice(_wrap_fragments(pieces, lambda _: width), most and most + 1)]
     if most and len(lines) > most:
         total = sum(piece.kind in TOKENS for piece in pieces)
         more = " … {:,} more tokens"
-        lines = [*islice(_wrapped_lines(pieces, lambda n: width - (len(more) + 2) * (n == most - 1)), most)]
+        lines = [*islice(_wrap_fragments(pieces, lambda n: width - (len(more) + 2) * (n == most - 1)), most)]
         lines[-1][0].append(more.format(total - lines[-1][1]), "dim")
-    yield from (_characters(console, line) for line, _ in lines)
+    yield from (_render_characters(console, line) for line, _ in lines)
 
 
-def _wrapped_lines(pieces: Sequence[Fragment], width: Callable[[int], int]) -> Iterator[tuple[Text, int]]:
+def _wrap_fragments(pieces: Sequence[Fragment], width: Callable[[int], int]) -> Iterator[tuple[Text, int]]:
     """Yield the lines that show pieces, each of at most `width(its number)` cells behind the indent, with the number of
     tokens that end in it or before."""
     from rich.cells import cell_len
@@ -297,14 +308,14 @@ _NAMES = {"labels": "learned", "label_weights": "weight"}
 def table_of_tokens(view: StepView, positions: range) -> Iterator[str]:
     """Yield the lines of a table of the tokens of a step's sequences at `positions`, a column per data tensor."""
     texts = TokenTexts(view.corpus)
-    yield from heading(view)
+    yield from heading_lines(view)
     for position in positions:
-        for sequence in view.sequences(position, position + 1):
-            yield about(sequence, view.taken.length)
-            yield from _table_rows(sequence, texts)
+        for sequence in view.read_sequences(position, position + 1):
+            yield sequence_title(sequence, view.taken.length)
+            yield from _format_table_rows(sequence, texts)
 
 
-def _table_rows(sequence: StepSequence, texts: TokenTexts) -> Iterator[str]:
+def _format_table_rows(sequence: StepSequence, texts: TokenTexts) -> Iterator[str]:
     """Yield the lines of the table of one sequence: tensors of one length side by side."""
     lengths = dict.fromkeys(map(len, sequence.tensors.values()))
     for length in lengths:
@@ -313,7 +324,7 @@ def _table_rows(sequence: StepSequence, texts: TokenTexts) -> Iterator[str]:
             if len(values) == length:
                 columns.append([_NAMES.get(name, name), *("-" if v == -1 else f"{v:g}" for v in values.tolist())])
                 if name in ("tokens", "labels", "source"):
-                    spelled = iter(texts.texts([v for v in values.tolist() if v >= 0]))
+                    spelled = iter(texts.spell_tokens([v for v in values.tolist() if v >= 0]))
                     columns.append(["text", *(f"'{next(spelled)}'" if v >= 0 else "" for v in values.tolist())])
         widths = [max(map(len, column)) for column in columns]
         for row in zip(*columns, strict=True):
@@ -348,28 +359,31 @@ _HTML_PAGE_LEGEND = (
 )  # fmt: skip
 
 
-def page_of(view: StepView, whole: bool = False) -> Iterator[str]:
+def render_step_page(view: StepView, whole: bool = False) -> Iterator[str]:
     """Yield the parts of a page that shows the sequences of a step: as many as have MOST tokens, unless the `whole` is
     wanted."""
-    title, *more = map(redact, heading(view))
-    yield html_head(title, f"default-src 'none'; style-src {allowed(_STYLE)}", _STYLE)
+    title, *more = map(redact_secrets, heading_lines(view))
+    yield html_head(title, f"default-src 'none'; style-src {policy_hash(_STYLE)}", _STYLE)
     yield f"<h1>{escape(title)}</h1>\n" + "".join(f"<p>{escape(line)}</p>\n" for line in more)
-    yield f"<pre>{''.join(_spans(_HTML_PAGE_LEGEND))}</pre>\n"
-    shown = view.count if whole else min(view.count, max(1, MOST // view.taken.length))
+    yield f"<pre>{''.join(_render_spans(_HTML_PAGE_LEGEND))}</pre>\n"
+    shown = view.num_sequences if whole else min(view.num_sequences, max(1, MOST // view.taken.length))
     texts, begin = TokenTexts(view.corpus), view.corpus.special.begin
     for start in range(0, shown, 64):
-        for sequence in view.sequences(start, min(start + 64, shown)):
-            yield f"<article><h2>{escape(redact(about(sequence, view.taken.length)))}</h2>\n"
-            for name, pieces in lines_of(sequence, texts, begin).items():
+        for sequence in view.read_sequences(start, min(start + 64, shown)):
+            yield f"<article><h2>{escape(redact_secrets(sequence_title(sequence, view.taken.length)))}</h2>\n"
+            for name, pieces in build_sequence_fragments(sequence, texts, begin).items():
                 label = f'<span class="note">{escape(name)}: </span>' if name else ""
-                yield f"<pre>{label}{''.join(_spans(pieces))}</pre>\n"
+                yield f"<pre>{label}{''.join(_render_spans(pieces))}</pre>\n"
             yield "</article>\n"
-    if shown < view.count:
-        yield f"<p>{count_of(view.count - shown, 'more sequence', ',')} of this step: --all puts them here.</p>\n"
+    if shown < view.num_sequences:
+        yield (
+            f"<p>{format_count(view.num_sequences - shown, 'more sequence', ',')} "
+            "of this step: --all puts them here.</p>\n"
+        )
     yield "</html>\n"
 
 
-def _spans(pieces: list[Fragment] | tuple[Fragment, ...]) -> Iterator[str]:
+def _render_spans(pieces: list[Fragment] | tuple[Fragment, ...]) -> Iterator[str]:
     """Yield the elements that show pieces: text alone, in which no markup of a corpus is any."""
     tokens = 0
     for piece in pieces:

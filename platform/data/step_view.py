@@ -13,18 +13,25 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.boundary.terminal import printable
+from platform.boundary.terminal import escape_unprintable
 from platform.config.fields import Config, Data
 from platform.data import text_sources as text_sources  # its import registers the kinds of sources
 from platform.data.cache_entries import StreamedTokens
 from platform.data.corpus import TRAIN, Corpus, SourceTokens
-from platform.data.data_files import DataFile, size_of
-from platform.data.mixture import sources_of
-from platform.data.source_kind import Documents, SourceKind, kind_of
-from platform.data.streams import JoinedTokens, PairStream, beginnings, beneath, pieces_of, starts_of
+from platform.data.data_files import DataFile, file_size
+from platform.data.mixture import list_sources
+from platform.data.source_kind import Documents, SourceKind, find_source_kind
+from platform.data.streams import (
+    JoinedTokens,
+    PairStream,
+    bare_tokens,
+    find_document_starts,
+    known_document_starts,
+    read_sequence_batch,
+)
 from platform.plan.layout import Layout
 from platform.plan.plan import Plan
-from platform.plan.plan_summary import ranks_of_context
+from platform.plan.plan_summary import coordinates_of_context
 
 # Names of documents: the file and record that a document of a token stream was read from.
 
@@ -32,50 +39,52 @@ MOST = 1 << 28  # bytes of a source that is read again to find the files of its 
 NameOf = Callable[[int, int], str]  # number of a document in its stream, position of a token in it -> its name
 
 
-def names_of(data: Data, part: SourceTokens, stream: Any) -> NameOf:
+def build_document_namer(data: Data, part: SourceTokens, stream: Any) -> NameOf:
     """Return the function that names the documents of a source's training `stream`; a source of more than MOST bytes
     is not read for it, and its documents have numbers alone."""
-    tokens = beneath(stream)
+    tokens = bare_tokens(stream)
     if isinstance(tokens, JoinedTokens):
-        return lambda number, place: f"{_seen_path(tokens.file_at(place))}, document {number + 1}"
+        return lambda number, place: f"{_display_path(tokens.file_of_token(place))}, document {number + 1}"
     streamed = part.streams["train"]
     if isinstance(streamed, StreamedTokens):
-        files = kind_of(data).find(data)
-        parts, root = kind_of(data).parts(files), _root(files)
-        block, places = streamed.documents(stream)
+        files = find_source_kind(data).find(data)
+        parts, root = find_source_kind(data).group_files(files), _common_folder(files)
+        block, places = streamed.locate_documents(stream)
         return lambda number, _: f"{_document_name(parts[places[number].file], 0, root)} in block {block}"
-    found = [] if data.kind == "synthetic" else _read_again(data)
-    return lambda number, _: found[number] if number < len(found) else f"document {number + 1}"
+    document_names = [] if data.kind == "synthetic" else _read_document_names(data)
+    return lambda number, _: document_names[number] if number < len(document_names) else f"document {number + 1}"
 
 
-def _read_again(data: Data) -> list[str]:
+def _read_document_names(data: Data) -> list[str]:
     """Return the names of a source's training documents, in the order of their tokens; [] if it is too large."""
-    kind = kind_of(data)
-    where: list[str] = []
+    kind = find_source_kind(data)
+    document_names: list[str] = []
     files = kind.find(data)
-    if sum(map(size_of, files)) > MOST:
+    if sum(map(file_size, files)) > MOST:
         return []
 
-    def read(some: Sequence[DataFile], data: Data, key: str) -> Documents:
+    def read_and_note_names(some: Sequence[DataFile], data: Data, key: str) -> Documents:
         """Read a source's documents as its kind does, and note the name of each."""
         if key != "data.path":
             yield from kind.read(some, data, key)
             return
-        for number, name, document in _named_documents(kind, kind.parts(some) if some else [some], data, key):
-            if number == len(where):
-                where.append(name)
+        for number, name, document in _read_named_documents(
+            kind, kind.group_files(some) if some else [some], data, key
+        ):
+            if number == len(document_names):
+                document_names.append(name)
             yield number, document
 
-    splits = replace(kind, read=read).splits(files, data)
-    return [where[number] for number in dict.fromkeys(number for number, _ in splits.read(False))]
+    splits = replace(kind, read=read_and_note_names).read_splits(files, data)
+    return [document_names[number] for number in dict.fromkeys(number for number, _ in splits.read(False))]
 
 
-def _named_documents(
+def _read_named_documents(
     kind: SourceKind, parts: Sequence[Sequence[DataFile]], data: Data, key: str
 ) -> Iterator[tuple[int, str, Any]]:
     """Yield (number, name, piece) of each piece of a source's documents, group of files by group."""
     word = "pair" if data.kind == "pairs" else "document"
-    before, root = 0, _root([file for files in parts for file in files])
+    before, root = 0, _common_folder([file for files in parts for file in files])
     for files in parts:
         count = 0
         for number, piece in kind.read(files, data, key):
@@ -88,10 +97,10 @@ def _document_name(files: Sequence[DataFile], number: int, root: str = "", word:
     """Return the name of document `number` of a group of files, seen from the folder `root`."""
     if len(files) != 1:
         return f"{word} {number + 1}"
-    return _seen_path(files[0], root) + (f", {word} {number + 1}" if number else "")
+    return _display_path(files[0], root) + (f", {word} {number + 1}" if number else "")
 
 
-def _seen_path(file: DataFile | None, root: str = "") -> str:
+def _display_path(file: DataFile | None, root: str = "") -> str:
     """Return the path of a data file, seen from the working directory, else from the folder `root`; or its URL."""
     for folder in (str(Path.cwd()), root):
         if folder and isinstance(file, Path) and file.is_relative_to(folder):
@@ -99,7 +108,7 @@ def _seen_path(file: DataFile | None, root: str = "") -> str:
     return str(file)
 
 
-def _root(files: Sequence[DataFile]) -> str:
+def _common_folder(files: Sequence[DataFile]) -> str:
     """Return the innermost folder that has all the files of a source; "" for URLs."""
     paths = [file.parent for file in files if isinstance(file, Path)]
     return commonpath(paths) if paths else ""
@@ -108,24 +117,24 @@ def _root(files: Sequence[DataFile]) -> str:
 # Work of attention on the ranks that share the sequences of a step, with what their documents hide counted.
 
 
-def work_of_documents(plan: Plan, begins: NDArray[Any]) -> NDArray[np.int64]:
+def count_attention_scores(plan: Plan, begins: NDArray[Any]) -> NDArray[np.int64]:
     """Return how many scores each rank of a context computes per head, [ranks, sequences], for sequences whose tokens'
     documents begin at `begins` [sequences, length]."""
-    column, places = np.arange(begins.shape[1]), ranks_of_context(plan)
-    found = np.zeros((len(places), len(begins)), np.int64)
-    for planned in plan.attentions:
+    column, places = np.arange(begins.shape[1]), coordinates_of_context(plan)
+    scores = np.zeros((len(places), len(begins)), np.int64)
+    for planned in plan.attention_operations:
         operation, out = planned.operation, planned.operation.outputs[0]
         seen = column - (begins if operation["begins"] else np.zeros_like(begins)) + 1
         seen = np.minimum(seen, operation["window"] or len(column))
         for i, at in enumerate(places):
-            found[i] += sum(seen[:, q.first : q.end].sum(1) for q in plan.stretches(out, "length", at))
-    return found
+            scores[i] += sum(seen[:, q.first : q.end].sum(1) for q in plan.stretches_of_rank(out, "length", at))
+    return scores
 
 
-def busiest(work: NDArray[np.int64], together: int) -> float:
+def busiest_rank_ratio(work: NDArray[np.int64], together: int) -> float:
     """Return the `work` of the ranks that others wait for, in so many sequences `together`, in terms of the mean."""
-    each = np.add.reduceat(work, np.arange(0, work.shape[1], together), 1)
-    return float(each.max(0).sum() / each.mean(0).sum())
+    work_together = np.add.reduceat(work, np.arange(0, work.shape[1], together), 1)
+    return float(work_together.max(0).sum() / work_together.mean(0).sum())
 
 
 _AT_ONCE = 64  # sequences that are read at once
@@ -184,52 +193,60 @@ class StepView:
     _names: dict[int, tuple[Any, NameOf]] = field(default_factory=dict)  # by identity of a stream, which stays
 
     @property
-    def pieces(self) -> int:
+    def pieces_per_sample(self) -> int:
         """Return the number of sequences that a sample is cut into in this step."""
         return self.taken.config.model.length // self.taken.length
 
     @property
-    def count(self) -> int:
+    def num_sequences(self) -> int:
         """Return the number of sequences of this step."""
-        return (self.taken.samples[1] - self.taken.samples[0]) * self.pieces
+        return (self.taken.samples[1] - self.taken.samples[0]) * self.pieces_per_sample
 
     @cached_property
-    def labels(self) -> int:
+    def num_labels(self) -> int:
         """Return the number of tokens that this step learns to predict, over which its loss is a mean."""
         return self.corpus.predicted(TRAIN, *self.taken.samples)
 
     @cached_property
-    def busiest(self) -> float:
+    def work_imbalance(self) -> float:
         """Return the work of attention of the ranks that others of their context wait for, in terms of the mean; 0 if
         no documents are kept apart, or no ranks share a sequence, or the plan is not known."""
-        plan = self.taken.plan and self.taken.plan.of_length(self.taken.length)
+        plan = self.taken.plan and self.taken.plan.plan_of_length(self.taken.length)
         if not (plan and plan.scheme.context and self.taken.config.data.document_mask):
             return 0.0
-        out, first, parts = plan.attentions[0].operation.outputs[0], self.taken.samples[0] * self.pieces, []
-        for start in range(first, first + self.count, _AT_ONCE):
-            end = min(start + _AT_ONCE, first + self.count)
-            parts.append(work_of_documents(plan, pieces_of(self.corpus, TRAIN, start, end, self.pieces)["begins"]))
-        return busiest(np.concatenate(parts, 1), plan.local_shape(out)[out.dims.index("batch")])
+        out, first, parts = (
+            plan.attention_operations[0].operation.outputs[0],
+            self.taken.samples[0] * self.pieces_per_sample,
+            [],
+        )
+        for start in range(first, first + self.num_sequences, _AT_ONCE):
+            end = min(start + _AT_ONCE, first + self.num_sequences)
+            parts.append(
+                count_attention_scores(
+                    plan, read_sequence_batch(self.corpus, TRAIN, start, end, self.pieces_per_sample)["begins"]
+                )
+            )
+        return busiest_rank_ratio(np.concatenate(parts, 1), plan.local_shape(out)[out.dims.index("batch")])
 
     @cached_property
-    def readers(self) -> Sequence[ReadingRanks]:
+    def reading_ranks(self) -> Sequence[ReadingRanks]:
         """Return which ranks read which sequences of a microbatch; () if the plan is not known."""
-        return ranks_that_read(self.taken.plan.of_length(self.taken.length)) if self.taken.plan else ()
+        return find_reading_ranks(self.taken.plan.plan_of_length(self.taken.length)) if self.taken.plan else ()
 
-    def sequences(self, start: int, end: int) -> Iterator[StepSequence]:
+    def read_sequences(self, start: int, end: int) -> Iterator[StepSequence]:
         """Yield the sequences at positions [start, end) of the step's global batch, read as a rank reads them."""
-        first, pieces = self.taken.samples[0] * self.pieces, self.pieces
-        rows = pieces_of(self.corpus, TRAIN, first + start, first + end, pieces)
+        first, pieces = self.taken.samples[0] * self.pieces_per_sample, self.pieces_per_sample
+        rows = read_sequence_batch(self.corpus, TRAIN, first + start, first + end, pieces)
         numbers = np.arange((first + start) // pieces, -(-(first + end) // pieces))
         origins = {}
-        for part, stream, places, index in self.corpus.places(TRAIN, numbers):
+        for part, stream, places, index in self.corpus.locate_samples(TRAIN, numbers):
             for number, sample in zip(numbers[places], index, strict=True):
                 origins[int(number)] = part, stream, int(sample)
         for position in range(start, end):
             number, piece = divmod(first + position, pieces)
             part, stream, sample = origins[number]
-            tensors = {name: found[position - start] for name, found in rows.items()}
-            microbatch, row = self._microbatch_of(position)
+            tensors = {name: tensor_rows[position - start] for name, tensor_rows in rows.items()}
+            microbatch, row = self._locate_microbatch(position)
             yield StepSequence(
                 position=position,
                 source=part.name,
@@ -237,69 +254,74 @@ class StepView:
                 piece=piece,
                 documents=list(self._document_names(part, stream, sample, piece)),
                 microbatch=microbatch,
-                readers=[r for r in self.readers if r.rows[0] <= row < r.rows[1]],
+                readers=[r for r in self.reading_ranks if r.rows[0] <= row < r.rows[1]],
                 tensors=tensors,
             )
 
-    def _microbatch_of(self, position: int) -> tuple[int | None, int]:
+    def _locate_microbatch(self, position: int) -> tuple[int | None, int]:
         """Return the microbatch of the sequence at a position of the global batch, and its row there."""
         plan = self.taken.plan
-        return divmod(position, plan.of_length(self.taken.length).sizes["batch"]) if plan else (None, 0)
+        return divmod(position, plan.plan_of_length(self.taken.length).sizes["batch"]) if plan else (None, 0)
 
     def _document_names(self, part: SourceTokens, stream: Any, sample: int, piece: int) -> Iterator[str]:
         """Yield the names of the documents in a sequence, in order; none if documents have no boundaries."""
         if isinstance(stream, PairStream):
-            yield self._namer(part, stream)(sample, 0)
+            yield self._document_namer(part, stream)(sample, 0)
             return
         places, begin = getattr(self.corpus.objective, "places", None), self.corpus.special.begin
-        if not places or (starts_of(stream) is None and (begin < 0 or len(stream) > _SEARCHED)):
+        if not places or (known_document_starts(stream) is None and (begin < 0 or len(stream) > _SEARCHED)):
             return
         of_sample = places(stream, np.array([sample]))[0]
-        if self.pieces > 1:
+        if self.pieces_per_sample > 1:
             of_sample = of_sample[piece * self.taken.length : (piece + 1) * self.taken.length]
         of_sample = of_sample[of_sample >= 0]
-        numbers = np.searchsorted(self._starts(stream), of_sample, "right") - 1
+        numbers = np.searchsorted(self._document_starts(stream), of_sample, "right") - 1
         for number, place in dict(zip(numbers[::-1].tolist(), of_sample[::-1].tolist(), strict=True)).items():
-            yield self._namer(part, stream)(number, place)
+            yield self._document_namer(part, stream)(number, place)
 
-    def _starts(self, stream: Any) -> Row:
+    def _document_starts(self, stream: Any) -> Row:
         """Return the positions at which the documents of a token stream begin."""
-        return beginnings(stream, self.corpus.special.begin)
+        return find_document_starts(stream, self.corpus.special.begin)
 
-    def _namer(self, part: SourceTokens, stream: Any) -> NameOf:
+    def _document_namer(self, part: SourceTokens, stream: Any) -> NameOf:
         """Return the function that names the documents of a token stream."""
         if id(stream) not in self._names:
-            data = next(source.data for source in sources_of(self.taken.config.data) if source.name == part.name)
-            self._names[id(stream)] = stream, names_of(data, part, stream)
+            data = next(source.data for source in list_sources(self.taken.config.data) if source.name == part.name)
+            self._names[id(stream)] = stream, build_document_namer(data, part, stream)
         return self._names[id(stream)][1]
 
 
-def ranks_that_read(plan: Plan) -> list[ReadingRanks]:
+def find_reading_ranks(plan: Plan) -> list[ReadingRanks]:
     """Return which ranks of a plan read which part of a microbatch's sequences, each part once; what a rank reads for
     several operations counts once."""
     ranks: dict[_ReadPart, list[int]] = {}
     seats: dict[_ReadPart, str] = {}
-    stages = [plan.at(stage) for stage in range(plan.stages)]
-    layouts = [dict.fromkeys(x for name, r in s.readers.items() if name != "source" for x in r.values())
+    stages = [plan.stage_part(stage) for stage in range(plan.num_stages)]
+    layouts = [dict.fromkeys(x for name, r in s.reader_layouts.items() if name != "source" for x in r.values())
                for s in stages]  # fmt: skip
-    for rank in range(plan.mesh.size):
-        here = plan.mesh.coordinates(rank)
-        stage, mine = stages[here["stage"]], {}
-        for layout in layouts[here["stage"]]:
-            if layout.present(here):
-                (first, count), tokens = _block(stage, "batch", layout, here)[0], _block(stage, "length", layout, here)
-                axes = plan.mesh.ordered([*layout["batch"], *layout["length"]])
-                mine[_ReadPart((first, first + count), tokens)] = " ".join(f"{axis} {here[axis]}" for axis in axes)
-        for part in mine:
-            if not any(part is not other and part.within(other) for other in mine):
+    for rank in range(plan.mesh.world_size):
+        coordinates = plan.mesh.rank_coordinates(rank)
+        stage, rank_parts = stages[coordinates["stage"]], {}
+        for layout in layouts[coordinates["stage"]]:
+            if layout.has_block(coordinates):
+                (first, count), tokens = (
+                    _list_read_stretches(stage, "batch", layout, coordinates)[0],
+                    _list_read_stretches(stage, "length", layout, coordinates),
+                )
+                axes = plan.mesh.order_axes([*layout["batch"], *layout["length"]])
+                rank_parts[_ReadPart((first, first + count), tokens)] = " ".join(
+                    f"{axis} {coordinates[axis]}" for axis in axes
+                )
+        for part in rank_parts:
+            if not any(part is not other and part.is_inside(other) for other in rank_parts):
                 ranks.setdefault(part, []).append(rank)
-                seats.setdefault(part, mine[part])
-    return [ReadingRanks(tuple(found), seats[part], *part) for part, found in ranks.items()]
+                seats.setdefault(part, rank_parts[part])
+    return [ReadingRanks(tuple(part_ranks), seats[part], *part) for part, part_ranks in ranks.items()]
 
 
-def _block(stage: Plan, dim: str, layout: Layout, here: Mapping[str, int]) -> tuple[Stretch, ...]:
-    """Return the stretches, (first, number), of a dim of the data that the rank at `here` reads in a layout."""
-    return tuple((first, n) for first, n in stage.planner.stretches(dim, stage.sizes[dim], layout, here))
+def _list_read_stretches(stage: Plan, dim: str, layout: Layout, coordinates: Mapping[str, int]) -> tuple[Stretch, ...]:
+    """Return the stretches, (first, number), of a dim of the data that the rank at `coordinates` reads in a layout."""
+    return tuple((first, n) for first, n in stage.planner.stretches_of_rank(dim, stage.sizes[dim], layout, coordinates))
 
 
 class _ReadPart(NamedTuple):
@@ -308,31 +330,31 @@ class _ReadPart(NamedTuple):
     rows: Stretch
     tokens: tuple[tuple[int, int], ...]
 
-    def within(self, other: _ReadPart) -> bool:
+    def is_inside(self, other: _ReadPart) -> bool:
         """Return True if another part has all of this one."""
         inside = all(any(a <= first and first + n <= a + m for a, m in other.tokens) for first, n in self.tokens)
         return inside and other.rows[0] <= self.rows[0] and self.rows[1] <= other.rows[1]
 
 
-def reader_in_words(reader: ReadingRanks, length: int) -> str:
+def describe_reader(reader: ReadingRanks, length: int) -> str:
     """Return who reads, such as "data 1 (ranks 2-3)", and which tokens, if it is not all `length` of a sequence."""
-    ranks = ranges(reader.ranks)
-    who = f"{reader.seat} ({ranks})" if reader.seat else ranks
+    ranks = ranks_in_words(reader.ranks)
+    reader_name = f"{reader.seat} ({ranks})" if reader.seat else ranks
     if sum(n for _, n in reader.tokens) == length:
-        return who
+        return reader_name
     tokens = [f"{first}-{first + n - 1}" for first, n in reader.tokens]
     if len(tokens) > _PIECES:
-        return f"{who} tokens {tokens[0]}, {tokens[1]}, ... {tokens[-1]}, {len(tokens)} pieces"
-    return f"{who} tokens {' and '.join(tokens)}"
+        return f"{reader_name} tokens {tokens[0]}, {tokens[1]}, ... {tokens[-1]}, {len(tokens)} pieces"
+    return f"{reader_name} tokens {' and '.join(tokens)}"
 
 
-def ranges(ranks: Sequence[int]) -> str:
+def ranks_in_words(ranks: Sequence[int]) -> str:
     """Return ranks in words: "rank 3", "ranks 0-3,8"."""
-    found = []
+    runs = []
     for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
         some = [rank for _, rank in run]
-        found.append(f"{some[0]}-{some[-1]}" if len(some) > 1 else str(some[0]))
-    return f"rank{'s' if len(ranks) > 1 else ''} {','.join(found)}"
+        runs.append(f"{some[0]}-{some[-1]}" if len(some) > 1 else str(some[0]))
+    return f"rank{'s' if len(ranks) > 1 else ''} {','.join(runs)}"
 
 
 # Texts of single tokens, which joined end to end are the text of the whole.
@@ -351,36 +373,36 @@ class TokenTexts:
         self._named: Mapping[int, str] = getattr(corpus.objective, "names", {})
         self._known: dict[int, str] = {}
 
-    def texts(self, ids: Sequence[int]) -> list[str]:
+    def spell_tokens(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each of consecutive tokens; where several tokens have the bytes of one character, all of
         its text belongs to the last of them."""
-        found = [self._text_behind(i) for i in ids]
+        token_texts = [self._spell_token(i) for i in ids]
         start = 0
         for end in range(1, len(ids) + 1):
-            if end < len(ids) and _HALF in found[end]:
+            if end < len(ids) and _HALF in token_texts[end]:
                 continue
-            if end - start > 1 and _HALF in found[start]:
-                found[start:end] = [""] * (end - start - 1) + [self._behind(ids[start:end])]
+            if end - start > 1 and _HALF in token_texts[start]:
+                token_texts[start:end] = [""] * (end - start - 1) + [self._decode_behind_anchor(ids[start:end])]
             start = end
-        return [_with_signs(text) for text in found]
+        return [_substitute_signs(text) for text in token_texts]
 
-    def _text_behind(self, number: int) -> str:
+    def _spell_token(self, number: int) -> str:
         """Return the text that a token adds to another one before it."""
         if (text := self._known.get(number)) is None:
-            text = self._behind([number]) or self._named.get(number) or f"<{number}>"
+            text = self._decode_behind_anchor([number]) or self._named.get(number) or f"<{number}>"
             self._known[number] = text
         return text
 
-    def _behind(self, ids: Sequence[int]) -> str:
+    def _decode_behind_anchor(self, ids: Sequence[int]) -> str:
         """Return the text that tokens add to another one before them; a tokenizer may drop a space at the beginning."""
-        return self._corpus.decode([*self._anchor, *ids]).removeprefix(self._corpus.decode(self._anchor))
+        return self._corpus.decode([*self._anchor_ids, *ids]).removeprefix(self._corpus.decode(self._anchor_ids))
 
     @cached_property
-    def _anchor(self) -> list[int]:
+    def _anchor_ids(self) -> list[int]:
         """Return a token that texts are looked up behind; none for tokens without a tokenizer."""
         return self._corpus.encode("a")[-1:] if self._corpus.vocabulary else []
 
 
-def _with_signs(text: str) -> str:
+def _substitute_signs(text: str) -> str:
     """Return a token's text in one line, with signs in the place of ends of lines and tabs."""
-    return printable("".join(_SIGNS.get(c, c) for c in text))
+    return escape_unprintable("".join(_SIGNS.get(c, c) for c in text))

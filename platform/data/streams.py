@@ -9,26 +9,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.data.mixture import mix
+from platform.data.mixture import hash_integers
 
 PADDING = -1
 _WINDOW = 1 << 22  # tokens that are looked at once
 Ints = NDArray[np.int64]
 
 
-def mapped(file: Path, dtype: str) -> NDArray[Any]:
+def map_array(file: Path, dtype: str) -> NDArray[Any]:
     """Return an array of numbers from a token cache entry's file, mapped into memory. Raises OSError, ValueError."""
     return np.memmap(file, dtype, "r").view(np.ndarray) if file.stat().st_size else np.empty(0, dtype)
 
 
-def beginnings(stream: Any, end: int) -> Ints:
+def find_document_starts(stream: Any, end: int) -> Ints:
     """Return the positions at which the documents of a stream of tokens begin, ascending: the stream's own, or else the
     positions of the token `end` (-1: none); the stream's first position is always among them."""
-    if (found := starts_of(stream)) is None:
+    if (starts := known_document_starts(stream)) is None:
         windows = range(0, len(stream) if end >= 0 else 0, _WINDOW)
         where = (np.arange(i, min(i + _WINDOW, len(stream))) for i in windows)
-        found = np.concatenate([np.empty(0, np.int64), *(place[np.asarray(stream[place]) == end] for place in where)])
-    return found if len(found) and found[0] == 0 else np.concatenate([np.zeros(1, np.int64), found])
+        starts = np.concatenate([np.empty(0, np.int64), *(place[np.asarray(stream[place]) == end] for place in where)])
+    return starts if len(starts) and starts[0] == 0 else np.concatenate([np.zeros(1, np.int64), starts])
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class PackedStream:
         """Return the tokens at positions `index` of the stream beneath the packed rows."""
         return np.asarray(self.tokens[index])
 
-    def places(self, index: Ints, length: int) -> Ints:
+    def token_positions(self, index: Ints, length: int) -> Ints:
         """Return the stream positions of the tokens in packed rows `index`, int64 [len(index), length]; -1 where a row
         has no more tokens."""
         first, counts = self.rows[index], self.rows[index + 1] - self.rows[index]
@@ -57,60 +57,60 @@ class PackedStream:
         ends = np.cumsum(sizes)
         token = np.repeat(starts - (ends - sizes), sizes) + np.arange(sizes.sum())
         filled = np.diff(np.append(0, ends)[np.append(0, np.cumsum(counts))])
-        found = np.full((len(index), length), PADDING, np.int64)
-        found[np.arange(length) < filled[:, None]] = token
-        return found
+        positions = np.full((len(index), length), PADDING, np.int64)
+        positions[np.arange(length) < filled[:, None]] = token
+        return positions
 
 
-def _laid_out(stream: Any) -> Any:
+def _stream_beneath_rows(stream: Any) -> Any:
     """Return the token stream that a packed stream lays into rows; any other stream as it is."""
     return stream.tokens if isinstance(stream, PackedStream) else stream
 
 
-def beneath(stream: Any) -> Any:
+def bare_tokens(stream: Any) -> Any:
     """Return the tokens of a stream without rows and without facts about its documents."""
-    laid = _laid_out(stream)
+    laid = _stream_beneath_rows(stream)
     return laid.tokens if isinstance(laid, DocumentStream) else laid
 
 
-def starts_of(stream: Any) -> Ints | None:
+def known_document_starts(stream: Any) -> Ints | None:
     """Return the positions in a token stream at which documents begin; None if only a special token marks them."""
-    laid = _laid_out(stream)
+    laid = _stream_beneath_rows(stream)
     return laid.starts if isinstance(laid, DocumentStream) else None
 
 
-def learned_of(stream: Any) -> NDArray[np.bool_] | None:
+def token_loss_mask(stream: Any) -> NDArray[np.bool_] | None:
     """Return a mask of the tokens in a stream that count in the loss; None if all of them count."""
-    laid = _laid_out(stream)
+    laid = _stream_beneath_rows(stream)
     return laid.learned if isinstance(laid, DocumentStream) else None
 
 
-def taken(stream: Any, place: Ints) -> Ints:
+def read_padded_ids(stream: Any, place: Ints) -> Ints:
     """Return the token ids of a stream at positions `place`, int64; PADDING (-1) for positions outside of it."""
-    there = (place >= 0) & (place < len(stream))
-    return np.where(there, np.asarray(stream[np.where(there, place, 0)]).astype(np.int64), PADDING)
+    is_inside = (place >= 0) & (place < len(stream))
+    return np.where(is_inside, np.asarray(stream[np.where(is_inside, place, 0)]).astype(np.int64), PADDING)
 
 
-def among(ascending: Ints, values: Ints) -> NDArray[np.bool_]:
+def membership_mask(ascending: Ints, values: Ints) -> NDArray[np.bool_]:
     """Return a mask of the token positions `values` that occur in `ascending`, such as the starts of documents."""
     where = np.minimum(np.searchsorted(ascending, values), len(ascending) - 1)
     return np.asarray(ascending)[where] == values if len(ascending) else np.zeros(values.shape, bool)
 
 
-def first_of_documents(stream: Any, place: Ints, tokens: Ints, end: int) -> NDArray[np.bool_]:
+def document_start_mask(stream: Any, place: Ints, tokens: Ints, end: int) -> NDArray[np.bool_]:
     """Return a mask of the tokens [rows, length] that begin a document, or a piece of one, at positions `place` of a
     token stream; padding behind a row's last piece counts as another document."""
-    starts = starts_of(stream)
-    found = (tokens == end) & (end >= 0) if starts is None else among(starts, place)
+    starts = known_document_starts(stream)
+    start_mask = (tokens == end) & (end >= 0) if starts is None else membership_mask(starts, place)
     if isinstance(stream, PackedStream):
         before = np.pad(place[:, :-1], ((0, 0), (1, 0)), constant_values=PADDING - 1)
-        found = (found & (place >= 0)) | ((place != before + 1) & (place != before))
-    return found
+        start_mask = (start_mask & (place >= 0)) | ((place != before + 1) & (place != before))
+    return start_mask
 
 
-def documents(stream: Any, end: int) -> Iterator[NDArray[Any]]:
+def split_documents(stream: Any, end: int) -> Iterator[NDArray[Any]]:
     """Yield the token ids of each document in a stream; `end`: the token that begins one, if no index does."""
-    starts = [*beginnings(stream, end).tolist(), len(stream)]
+    starts = [*find_document_starts(stream, end).tolist(), len(stream)]
     for start, until in pairwise(starts):
         yield np.asarray(stream[np.arange(start, until)])
 
@@ -150,7 +150,7 @@ class JoinedTokens:
         """Return the number of tokens of this data split, which may lie in several files."""
         return self.end - self.start
 
-    def file_at(self, place: int) -> Path | None:
+    def file_of_token(self, place: int) -> Path | None:
         """Return the file in which the token at position `place` of this data split lies; None if it is not known."""
         bounds = np.cumsum([len(array) for array in self.arrays])
         return getattr(self.arrays[int(np.searchsorted(bounds, place + self.start, "right"))], "file", None)
@@ -161,12 +161,12 @@ class JoinedTokens:
         if len(self.arrays) == 1:
             return np.asarray(self.arrays[0][place])
         bounds = np.cumsum([0, *map(len, self.arrays)])
-        which = np.searchsorted(bounds, place, "right") - 1
-        found = np.empty(place.shape, np.int64)
-        for number in np.unique(which):
-            here = which == number
-            found[here] = self.arrays[number][place[here] - bounds[number]]
-        return found
+        array_numbers = np.searchsorted(bounds, place, "right") - 1
+        ids = np.empty(place.shape, np.int64)
+        for number in np.unique(array_numbers):
+            in_array = array_numbers == number
+            ids[in_array] = self.arrays[number][place[in_array] - bounds[number]]
+        return ids
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class RandomTokens:
 
     def __getitem__(self, index: NDArray[np.int64]) -> NDArray[Any]:
         """Return the random token ids at positions `index`, each a hash of seed, split and position."""
-        return mix(self.seed, self.number, index) % np.uint64(self.vocab)
+        return hash_integers(self.seed, self.number, index) % np.uint64(self.vocab)
 
 
 def encode_bytes(text: str, vocab: int) -> list[int]:
@@ -220,26 +220,28 @@ def show_ids(ids: Sequence[int]) -> str:
 # Pieces: samples cut into shorter sequences, for steps whose sequences are shorter than model.length.
 
 
-def cut(samples: Mapping[str, Ints], pieces: int) -> dict[str, Ints]:
+def cut_samples(samples: Mapping[str, Ints], pieces: int) -> dict[str, Ints]:
     """Cut each sample's data tensors [samples, length] into `pieces` sequences: return [samples * pieces, length /
     pieces]. A token keeps its label, even if this begins the next piece. A document that began before a piece begins
     with the piece."""
-    found = {name: rows.reshape(len(rows) * pieces, -1) for name, rows in samples.items()}
-    length = found["tokens"].shape[1]
-    if "begins" in found:
+    sequences = {name: rows.reshape(len(rows) * pieces, -1) for name, rows in samples.items()}
+    length = sequences["tokens"].shape[1]
+    if "begins" in sequences:
         offset = np.tile(np.arange(pieces) * length, len(samples["tokens"]))[:, None]
-        found["begins"] = np.maximum(found["begins"] - offset, 0)
-    if "positions" in found:
-        found["positions"] = np.minimum(found["positions"], np.arange(length))
-    if "segments" in found:
-        found["segments"] = found["segments"] - found["segments"][:, :1]
-    return found
+        sequences["begins"] = np.maximum(sequences["begins"] - offset, 0)
+    if "positions" in sequences:
+        sequences["positions"] = np.minimum(sequences["positions"], np.arange(length))
+    if "segments" in sequences:
+        sequences["segments"] = sequences["segments"] - sequences["segments"][:, :1]
+    return sequences
 
 
-def pieces_of(corpus: Any, split: str, start: int, end: int, pieces: int) -> dict[str, Any]:
+def read_sequence_batch(corpus: Any, split: str, start: int, end: int, pieces: int) -> dict[str, Any]:
     """Return sequences [start, end) as `Corpus.batch` does samples, with each of these cut into `pieces` sequences."""
     if pieces == 1:
         return corpus.batch(split, start, end)
     first = start // pieces
     samples = corpus.batch(split, first, -(-end // pieces))
-    return {name: rows[start - first * pieces : end - first * pieces] for name, rows in cut(samples, pieces).items()}
+    return {
+        name: rows[start - first * pieces : end - first * pieces] for name, rows in cut_samples(samples, pieces).items()
+    }

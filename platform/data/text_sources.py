@@ -19,25 +19,32 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.boundary.refusals import READING, ConfigError, OwnCodeError, own_code, rephrasing, violation
-from platform.boundary.schema import changed
-from platform.config.extensions import admit, with_settings
+from platform.boundary.refusals import (
+    READING,
+    ConfigError,
+    OwnCodeError,
+    format_violation,
+    guard_own_code,
+    rephrase_refusals,
+)
+from platform.boundary.schema import map_nested_values
+from platform.config.extensions import bind_settings, register_own_function
 from platform.config.fields import Data
 from platform.data import tokenizer
-from platform.data.chat_templates import ANSWERS, Conversation, Parts, conversation
+from platform.data.chat_templates import ANSWERS, Conversation, Parts, parse_conversation
 from platform.data.data_files import (
     ROWS,
     Bounded,
     DataFile,
     RemoteFile,
     content_hash,
-    encodable,
-    ending,
     find_files,
-    naming_file,
+    find_files_in_folder,
+    format_suffix,
+    name_file_in_errors,
     open_unpacked,
-    text_of,
-    walk,
+    read_field_text,
+    replace_surrogates,
 )
 from platform.data.source_kind import (
     KINDS,
@@ -46,16 +53,16 @@ from platform.data.source_kind import (
     Encoded,
     SourceKind,
     Splits,
-    contents,
-    held_files,
+    extra_fields,
+    find_validation_files,
+    hash_file_contents,
     is_streamed,
-    more_fields,
-    place_of,
-    type_of,
+    source_setting,
+    token_dtype,
 )
 from platform.data.token_files import encode_tokens
 from platform.data.tokenizer import Vocabulary
-from platform.plan.layout import count_of
+from platform.plan.layout import format_count
 
 ENDINGS = [*ROWS]
 ALPACA_INPUT = "input"
@@ -78,19 +85,19 @@ class Instruction:
     place: str
 
     @property
-    def texts(self) -> list[str]:
+    def message_texts(self) -> list[str]:
         """Return the texts of this conversation's messages, for a tokenizer to be trained on."""
         return [message["content"] for message in self.messages if isinstance(message.get("content"), str)]
 
 
-def instruction_files(data: Data) -> list[DataFile]:
+def find_instruction_files(data: Data) -> list[DataFile]:
     """Find the record files of data=instructions (conversations, or prompts with answers). Raises ConfigError."""
     if not data.path:
         raise ConfigError(f"data.path: data={data.kind} needs a file of records: {', '.join(ENDINGS)}")
-    found = find_files("data.path", data.path, ENDINGS)
-    if wrong := [file for file in found if ending(file) not in ROWS]:
-        raise ConfigError(f"data.path={wrong[0]}: no file of records, which end with {', '.join(ENDINGS)}")
-    return found
+    files = find_files("data.path", data.path, ENDINGS)
+    if other_files := [file for file in files if format_suffix(file) not in ROWS]:
+        raise ConfigError(f"data.path={other_files[0]}: no file of records, which end with {', '.join(ENDINGS)}")
+    return files
 
 
 def read_instructions(
@@ -103,29 +110,32 @@ def read_instructions(
     for a prompt of which a part would not be read."""
     number = 0
     for file in files:
-        with naming_file(file, key):
-            for place, values in ROWS[ending(file)](file, [data.field, data.target_field, _input_field(data)]):
-                if found := _instruction(values, data, f"{key}={file}: {place}", place):
-                    yield number, found
+        with name_file_in_errors(file, key):
+            for place, values in ROWS[format_suffix(file)](file, [data.field, data.target_field, _input_field(data)]):
+                if instruction := _parse_instruction(values, data, f"{key}={file}: {place}", place):
+                    yield number, instruction
                     number += 1
 
 
-def _instruction(values: dict[str, Any], data: Data, where: str, place: str) -> Instruction | None:
+def _parse_instruction(values: dict[str, Any], data: Data, where: str, place: str) -> Instruction | None:
     """Return the conversation that a data record's values hold, None for a pair with a blank part. `where`: the
     record's file and place; `place`: its place alone, for refusals. Raises ConfigError."""
-    given, answer = values.get(data.field), values.get(data.target_field)
-    if isinstance(given, str) and isinstance(answer, str):
-        if not given.strip() or not answer.strip():
+    field_value, answer = values.get(data.field), values.get(data.target_field)
+    if isinstance(field_value, str) and isinstance(answer, str):
+        if not field_value.strip() or not answer.strip():
             return None
-        pair = [("user", encodable(given + _more(values, data, place))), (ANSWERS, encodable(answer))]
+        pair = [
+            ("user", replace_surrogates(field_value + _read_prompt_addition(values, data, place))),
+            (ANSWERS, replace_surrogates(answer)),
+        ]
         return Instruction([{"role": role, "content": text} for role, text in pair], True, where)
-    messages = conversation(_with_roles(changed(given, str, encodable)))
+    messages = parse_conversation(_convert_roles(map_nested_values(field_value, str, replace_surrogates)))
     if not messages:
-        there = ", ".join(values) or "none"
-        wanted = f"no messages in data.field={data.field}, nor a prompt with its answer in data.target_field"
-        wanted += f"={data.target_field}; a message has role and content, or from and value"
-        raise ConfigError(f"{place} has {wanted}; its fields: {there}")
-    if not any(message["role"] == ANSWERS and _says(message.get("content")) for message in messages):
+        field_names = ", ".join(values) or "none"
+        fault = f"no messages in data.field={data.field}, nor a prompt with its answer in data.target_field"
+        fault += f"={data.target_field}; a message has role and content, or from and value"
+        raise ConfigError(f"{place} has {fault}; its fields: {field_names}")
+    if not any(message["role"] == ANSWERS and _has_content(message.get("content")) for message in messages):
         raise ConfigError(f"{place} has no answer: no message with role {ANSWERS}")
     return Instruction(messages, False, where)
 
@@ -135,7 +145,7 @@ def _input_field(data: Data) -> str:
     return data.input_field or ALPACA_INPUT
 
 
-def _more(values: dict[str, Any], data: Data, place: str) -> str:
+def _read_prompt_addition(values: dict[str, Any], data: Data, place: str) -> str:
     """Return the text that a data record adds to its prompt, "" for none. Raises ConfigError if it is no text, or if it
     is there and data.input_field does not say whether to add it. `place`: the record's, for the refusal."""
     name = _input_field(data)
@@ -153,17 +163,17 @@ def _more(values: dict[str, Any], data: Data, place: str) -> str:
     return f"\n{text}" if text.strip() else ""
 
 
-def _with_roles(value: Any) -> Any:
+def _convert_roles(value: Any) -> Any:
     """Convert a conversation from ShareGPT's form (`from`, `value`) to roles and contents; return others as given."""
-    said = isinstance(value, list) and all(isinstance(m, dict) and {"from", "value"} <= m.keys() for m in value)
-    if not said or not all(isinstance(m["from"], str) for m in value):
+    is_sharegpt = isinstance(value, list) and all(isinstance(m, dict) and {"from", "value"} <= m.keys() for m in value)
+    if not is_sharegpt or not all(isinstance(m["from"], str) for m in value):
         return value
-    rest = [{k: v for k, v in m.items() if k not in ("from", "value")} for m in value]
+    other_keys = [{k: v for k, v in m.items() if k not in ("from", "value")} for m in value]
     named = [{"role": _SHAREGPT.get(m["from"], m["from"]), "content": m["value"]} for m in value]
-    return [{**more, **message} for more, message in zip(rest, named, strict=True)]
+    return [{**more, **message} for more, message in zip(other_keys, named, strict=True)]
 
 
-def _says(content: Any) -> bool:
+def _has_content(content: Any) -> bool:
     """Return True if the content of a conversation's message, a text or a list, is not blank."""
     return bool(content.strip() if isinstance(content, str) else content)
 
@@ -177,22 +187,22 @@ def encode_instructions(vocabulary: Vocabulary | None, documents: Documents, cha
     conversation that the template refuses."""
     assert vocabulary
     while batch := [instruction for _, instruction in islice(documents, _BATCH)]:
-        found = vocabulary.encode_parts([_parts(instruction, vocabulary) for instruction in batch])
-        ids = np.array([i for some, _ in found for i in some], np.int64)
-        learned = np.array([wanted for _, some in found for wanted in some], bool)
-        ends = np.cumsum([len(some) for some, _ in found])
+        encoded = vocabulary.encode_parts([_render_instruction_parts(instruction, vocabulary) for instruction in batch])
+        ids = np.array([i for some, _ in encoded for i in some], np.int64)
+        learned = np.array([is_learned for _, some in encoded for is_learned in some], bool)
+        ends = np.cumsum([len(some) for some, _ in encoded])
         yield Encoded(ids, [0, *ends[:-1].tolist()], learned)
 
 
-def _parts(instruction: Instruction, vocabulary: Vocabulary) -> Parts:
+def _render_instruction_parts(instruction: Instruction, vocabulary: Vocabulary) -> Parts:
     """Write a conversation as pieces of text to be tokenised: (text, True if it is one special token, True if it is
     learned). `vocabulary`: the tokenizer, whose chat template is used. Raises ConfigError if it writes no answer."""
     if instruction.pair and not vocabulary.has_chat:
-        prompt, answer = instruction.texts
-        begin, end = (vocabulary.spelling(i) for i in (vocabulary.special.begin, vocabulary.special.end))
+        prompt, answer = instruction.message_texts
+        begin, end = (vocabulary.spell_token(i) for i in (vocabulary.special.begin, vocabulary.special.end))
         return [(begin, True, False), (prompt, False, False), (answer, False, True), (end, True, True)]
-    with rephrasing(lambda line: f"{instruction.place}: {line}"):
-        parts = list(vocabulary.chat.parts(instruction.messages))
+    with rephrase_refusals(lambda line: f"{instruction.place}: {line}"):
+        parts = list(vocabulary.chat.render_parts(instruction.messages))
     if not _writes_answer(instruction, "".join(text for text, special, answer in parts if answer and not special)):
         reason = "the chat template writes no answer of this conversation, of which nothing would be learned"
         raise ConfigError(f"{instruction.place}: {reason}; nearest legal: another data.chat_template")
@@ -207,12 +217,12 @@ def _writes_answer(instruction: Instruction, learned: str) -> bool:
 
 
 KINDS["instructions"] = SourceKind(
-    instruction_files,
+    find_instruction_files,
     read_instructions,
     encode_instructions,
-    content=lambda data, files: ["instructions", *deciding(data, files), *more_fields(data)],
-    texts=lambda instruction: instruction.texts,
-    size=lambda instruction: sum(map(len, instruction.texts)),
+    content=lambda data, files: ["instructions", *deciding_values(data, files), *extra_fields(data)],
+    texts=lambda instruction: instruction.message_texts,
+    size=lambda instruction: sum(map(len, instruction.message_texts)),
     endings=ENDINGS,
     starts=True,
     learned=True,
@@ -226,17 +236,17 @@ _READ_AT_ONCE = 64 * 1024  # bytes of a long document that are read at once
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "encodings"}
 
 
-def stdlib_files(data: Data) -> list[Path]:
+def find_stdlib_files(data: Data) -> list[Path]:
     """Find the files of data=stdlib: Python sources of the running interpreter's standard library (about 9 MB)."""
-    return walk(Path(sysconfig.get_path("stdlib")), [".py"], skip=_NOT_STDLIB)
+    return find_files_in_folder(Path(sysconfig.get_path("stdlib")), [".py"], skip=_NOT_STDLIB)
 
 
 def stdlib_bytes(data: Data) -> int:
     """Return the size in bytes of the text of data=stdlib: the standard library's source files, all together."""
-    return sum(file.stat().st_size for file in stdlib_files(data))
+    return sum(file.stat().st_size for file in find_stdlib_files(data))
 
 
-def text_files(data: Data) -> list[DataFile]:
+def find_text_files(data: Data) -> list[DataFile]:
     """Find the user's files of data=text: `data.path` is a file, a glob, a folder (of which non-hidden files with the
     suffixes ENDINGS count), or a URL. Raises ConfigError if there is none."""
     if not data.path:
@@ -247,26 +257,26 @@ def text_files(data: Data) -> list[DataFile]:
 def register_source(name: str, files: Callable[..., Sequence[DataFile | str]], settings: type | None = None) -> None:
     """Register a user's source of text as `data.kind=NAME`: the function `files`, given the keys of group data, returns
     the paths of its text files. `settings`: a dataclass of data.settings, which `files` gets as `settings`."""
-    admit("data.kind", name, settings, files)
-    KINDS[name] = replace(KINDS["text"], find=partial(registered_files, files))
+    register_own_function("data.kind", name, settings, files)
+    KINDS[name] = replace(KINDS["text"], find=partial(find_registered_files, files))
 
 
-def registered_files(find: Callable[..., object], data: Data) -> list[DataFile]:
+def find_registered_files(find: Callable[..., object], data: Data) -> list[DataFile]:
     """Return the text files of a user's data source, which its function `find` returns. Raises ConfigError, naming the
     source, if that raises, or gives anything but an iterable of paths; its own ConfigError and OSError pass
     unchanged."""
-    given: object = None
+    returned: object = None
     try:
-        with own_code(f"data.kind={data.kind}", (ConfigError, OSError), READING):
-            given = with_settings(find, "data.kind", data.kind, data.settings)(data)
-            found = [file if isinstance(file, RemoteFile) else Path(file) for file in cast(Iterable[Any], given)]
+        with guard_own_code(f"data.kind={data.kind}", (ConfigError, OSError), READING):
+            returned = bind_settings(find, "data.kind", data.kind, data.settings)(data)
+            files = [file if isinstance(file, RemoteFile) else Path(file) for file in cast(Iterable[Any], returned)]
     except OwnCodeError as error:
-        what = "" if given is None else f" gives {type(given).__name__}, not paths of files:"
+        type_phrase = "" if returned is None else f" gives {type(returned).__name__}, not paths of files:"
         reason = str(error).removeprefix("raises ")
-        raise ConfigError(f"data.kind={data.kind}: its source{what} {reason}") from error
-    if not found:
-        raise ConfigError(f"{place_of(data)}: no file in it")
-    return found
+        raise ConfigError(f"data.kind={data.kind}: its source{type_phrase} {reason}") from error
+    if not files:
+        raise ConfigError(f"{source_setting(data)}: no file in it")
+    return files
 
 
 def read_documents(files: Iterable[DataFile], data: Data, key: str = "data.path") -> Iterator[tuple[int, str]]:
@@ -277,14 +287,14 @@ def read_documents(files: Iterable[DataFile], data: Data, key: str = "data.path"
     """
     number = -1
     for file in files:
-        reader = _records if ending(file) in ROWS else _blocks
-        with naming_file(file, key):
+        reader = _read_record_texts if format_suffix(file) in ROWS else _read_text_pieces
+        with name_file_in_errors(file, key):
             for begins, piece in reader(file, data):
                 number += begins
                 yield number, piece
 
 
-def _blocks(file: DataFile, data: Data) -> Iterator[tuple[bool, str]]:
+def _read_text_pieces(file: DataFile, data: Data) -> Iterator[tuple[bool, str]]:
     """Read a text file as one document: yield its pieces of about _READ_AT_ONCE bytes, each with True if it is the
     first, ended by a line end if one is near. Raises ConfigError for a NUL byte or text that is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
@@ -293,7 +303,7 @@ def _blocks(file: DataFile, data: Data) -> Iterator[tuple[bool, str]]:
         while True:
             start = stream.tell()
             block = stream.read(_READ_AT_ONCE) + stream.readline(_READ_AT_ONCE)
-            piece = _decoded(decoder, block, start, stream)
+            piece = _decode_block(decoder, block, start, stream)
             if piece:
                 yield begins, piece
                 begins = False
@@ -301,7 +311,7 @@ def _blocks(file: DataFile, data: Data) -> Iterator[tuple[bool, str]]:
                 return
 
 
-def _decoded(decoder: codecs.IncrementalDecoder, block: bytes, start: int, stream: Bounded) -> str:
+def _decode_block(decoder: codecs.IncrementalDecoder, block: bytes, start: int, stream: Bounded) -> str:
     """Decode the next block of a text file from UTF-8; `start`: its first byte's number. Raises ConfigError for a NUL
     byte, or bytes that are not UTF-8."""
     if (nul := block.find(0)) >= 0:
@@ -313,10 +323,10 @@ def _decoded(decoder: codecs.IncrementalDecoder, block: bytes, start: int, strea
         raise ConfigError(f"not UTF-8 at byte {offset}; convert it (iconv -t UTF-8) or leave it out") from None
 
 
-def _records(file: DataFile, data: Data) -> Iterator[tuple[bool, str]]:
+def _read_record_texts(file: DataFile, data: Data) -> Iterator[tuple[bool, str]]:
     """Yield (True, text of field `data.field`) of each record in a data file, a document each; skip empty texts."""
-    for record in ROWS[ending(file)](file, [data.field]):
-        if text := text_of(record, data.field):
+    for record in ROWS[format_suffix(file)](file, [data.field]):
+        if text := read_field_text(record, data.field):
             yield True, text
 
 
@@ -326,14 +336,14 @@ def encode_texts(vocabulary: Vocabulary | None, pieces: Documents, characters: i
     return map(Encoded, tokenizer.encode_documents(vocabulary, pieces, characters))
 
 
-def deciding(data: Data, files: Sequence[DataFile]) -> list[Any]:
+def deciding_values(data: Data, files: Sequence[DataFile]) -> list[Any]:
     """Return formats, content hashes and field of text files, which decide their documents and name a cache entry."""
-    others = held_files(data)
-    return [contents(files), data.field, *([contents(others)] if others else [])]
+    others = find_validation_files(data)
+    return [hash_file_contents(files), data.field, *([hash_file_contents(others)] if others else [])]
 
 
-KINDS["text"] = SourceKind(text_files, read_documents, encode_texts, deciding, texts=lambda piece: [piece])
-KINDS["stdlib"] = replace(KINDS["text"], find=stdlib_files)
+KINDS["text"] = SourceKind(find_text_files, read_documents, encode_texts, deciding_values, texts=lambda piece: [piece])
+KINDS["stdlib"] = replace(KINDS["text"], find=find_stdlib_files)
 
 
 # Source of documents that a function of the user's own yields: texts, or lists of tokens.
@@ -348,14 +358,14 @@ def register_documents(
     iterable of documents: texts or, with `tokens`, sequences of token ids. It is called anew for every pass over them,
     and must then give the same documents in the same order. `settings`: a dataclass of data.settings, which `read` gets
     as `settings`."""
-    admit("data.kind", name, settings, read)
-    documents = partial(read_own, read, _tokens if tokens else _text)
+    register_own_function("data.kind", name, settings, read)
+    documents = partial(read_user_documents, read, _convert_token_ids if tokens else _convert_text)
     texts = None if tokens else lambda text: [text]
     encode = encode_tokens if tokens else encode_texts
-    KINDS[name] = OwnKind(lambda data: [], documents, encode, partial(_content, documents), texts, starts=tokens)
+    KINDS[name] = OwnKind(lambda data: [], documents, encode, partial(_hash_documents, documents), texts, starts=tokens)
 
 
-def read_own(
+def read_user_documents(
     read: Callable[..., Iterable[Any]],
     convert: Callable[[Any, Data, int], Any],
     files: Sequence[DataFile],
@@ -366,21 +376,21 @@ def read_own(
     by `convert`; empty ones are left out. Raises ConfigError, naming the function and the document, for any error that
     it raises, and for a value that is no document."""
     number, place = 0, 0
-    with _reading(data):
-        documents = iter(with_settings(read, "data.kind", data.kind, data.settings)(data))
+    with _name_document_in_errors(data):
+        documents = iter(bind_settings(read, "data.kind", data.kind, data.settings)(data))
     while True:
-        with _reading(data, f", for document {place}"):
+        with _name_document_in_errors(data, f", for document {place}"):
             document = next(documents, _NO_MORE)
         if document is _NO_MORE:
             return
-        found = convert(document, data, place)
+        converted = convert(document, data, place)
         place += 1
-        if len(found):
-            yield number, found
+        if len(converted):
+            yield number, converted
             number += 1
 
 
-def _content(read: Callable[..., Iterable[Any]], data: Data, files: Sequence[DataFile]) -> list[Any]:
+def _hash_documents(read: Callable[..., Iterable[Any]], data: Data, files: Sequence[DataFile]) -> list[Any]:
     """Return ["own", SHA-256 of all documents that the user's function gives], which names their cache entry."""
     digest = hashlib.sha256()
     for _, document in read(files, data):
@@ -389,32 +399,32 @@ def _content(read: Callable[..., Iterable[Any]], data: Data, files: Sequence[Dat
     return ["own", digest.hexdigest()]
 
 
-def _text(document: Any, data: Data, place: int) -> str:
+def _convert_text(document: Any, data: Data, place: int) -> str:
     """Return a document that the user's data source gives as text. Raises ConfigError, with its number, if not."""
     if isinstance(document, str):
-        return encodable(document)
+        return replace_surrogates(document)
     raise ConfigError(f"data.kind={data.kind}: document {place} is a {type(document).__name__}, not a text")
 
 
-def _tokens(document: Any, data: Data, place: int) -> NDArray[np.int64]:
+def _convert_token_ids(document: Any, data: Data, place: int) -> NDArray[np.int64]:
     """Return a document that the user's data source gives as token ids. Raises ConfigError if it is no list of them."""
     try:
-        found = np.asarray(document)
+        ids = np.asarray(document)
     except (TypeError, ValueError):
-        found = np.zeros((1, 1))
-    if found.ndim != 1 or (len(found) and (found.dtype.kind not in "iu" or int(found.min()) < 0)):
+        ids = np.zeros((1, 1))
+    if ids.ndim != 1 or (len(ids) and (ids.dtype.kind not in "iu" or int(ids.min()) < 0)):
         raise ConfigError(f"data.kind={data.kind}: document {place} is no list of token ids")
-    if len(found) and int(found.max()) >= 1 << 31:
-        raise ConfigError(f"data.kind={data.kind}: document {place} has token {found.max()}")
-    return found.astype(np.int64)
+    if len(ids) and int(ids.max()) >= 1 << 31:
+        raise ConfigError(f"data.kind={data.kind}: document {place} has token {ids.max()}")
+    return ids.astype(np.int64)
 
 
 @contextmanager
-def _reading(data: Data, which: str = "") -> Iterator[None]:
+def _name_document_in_errors(data: Data, which: str = "") -> Iterator[None]:
     """Raise ConfigError, naming data.kind and `which` document, in place of an error of the user's data source."""
     name = f"data.kind={data.kind}"
     try:
-        with own_code(name, (ConfigError, OSError), READING):
+        with guard_own_code(name, (ConfigError, OSError), READING):
             yield
     except OwnCodeError as error:
         raise ConfigError(f"{name}: {error}{which}") from error
@@ -423,42 +433,44 @@ def _reading(data: Data, which: str = "") -> Iterator[None]:
 class OwnKind(SourceKind):
     """Kind of source of a user's function that yields documents, and reads no files of ours."""
 
-    def parts(self, files: Sequence[DataFile]) -> list[Sequence[DataFile]]:
+    def group_files(self, files: Sequence[DataFile]) -> list[Sequence[DataFile]]:
         """Return a single empty group of files, as the user's function gives all documents at once, without files."""
         return [[]]
 
-    def held(self, data: Data) -> list[DataFile]:
+    def find_held_out_files(self, data: Data) -> list[DataFile]:
         """Return no files to hold out, as the user's data source has none. Raises ConfigError if some are named."""
         if data.validation_path:
             reason = f"data.kind={data.kind} reads no files"
-            raise ConfigError(violation("data.validation_path", data.validation_path, reason, ['""']))
+            raise ConfigError(format_violation("data.validation_path", data.validation_path, reason, ['""']))
         return []
 
     def write_entry(
-        self, folder: Path, files: Sequence[DataFile], data: Data, vocab: int, given: Vocabulary | None
+        self, folder: Path, files: Sequence[DataFile], data: Data, vocab: int, existing_vocabulary: Vocabulary | None
     ) -> dict[str, Any]:
         """Build the cache entry of the documents that the user's function gives; return its description. Raises
         ConfigError if two passes over the documents differ."""
         whole = not is_streamed(data)
-        before = whole and self.content(data, files)
-        found = super().write_entry(folder, files, data, vocab, given)
-        if (whole and self.content(data, files)) != before:
+        content_before = whole and self.content(data, files)
+        description = super().write_entry(folder, files, data, vocab, existing_vocabulary)
+        if (whole and self.content(data, files)) != content_before:
             raise ConfigError(f"data.kind={data.kind}: gives other documents every time; give the same, in one order")
-        return found
+        return description
 
 
 # Source of pairs of texts, line by line, from fields of records, or from docstrings.
 
 
-def pair_files(data: Data) -> list[DataFile]:
+def find_pair_files(data: Data) -> list[DataFile]:
     """Find the files of data=pairs, for `read_pairs`: one of source texts and one of targets, files of records, or,
     without a path, Python's standard library. Raises ConfigError if a path is missing or they do not make pairs."""
     if not data.path:
-        return list(stdlib_files(data))
+        return list(find_stdlib_files(data))
     named = {"data.path": data.path, "data.target_path": data.target_path}
-    found = [find_files(key, path) for key, path in named.items() if path]
-    if [len(f) for f in found] == [1, 1] or (len(found) == 1 and all(ending(file) in ROWS for file in found[0])):
-        return [file for part in found for file in part]
+    file_groups = [find_files(key, path) for key, path in named.items() if path]
+    if [len(f) for f in file_groups] == [1, 1] or (
+        len(file_groups) == 1 and all(format_suffix(file) in ROWS for file in file_groups[0])
+    ):
+        return [file for part in file_groups for file in part]
     raise ConfigError(f"data.path={data.path}: data=pairs needs .jsonl files, or one file and data.target_path=FILE")
 
 
@@ -466,48 +478,48 @@ def read_pairs(files: Sequence[DataFile], data: Data) -> Iterator[tuple[str, str
     """Yield the pairs of texts (source, target), neither blank, in the `files` of data=pairs. Raises ConfigError for
     files of unequal lengths and faults in them."""
     if not data.path:
-        found = _stdlib(cast(Sequence[Path], files))
+        pairs = _read_docstring_pairs(cast(Sequence[Path], files))
     elif data.target_path:
-        found = _lines(*files)
+        pairs = _read_line_pairs(*files)
     else:
-        found = (pair for file in files for pair in _objects(file, data))
-    return ((source, target) for source, target in found if source.strip() and target.strip())
+        pairs = (pair for file in files for pair in _read_record_pairs(file, data))
+    return ((source, target) for source, target in pairs if source.strip() and target.strip())
 
 
-def _lines(source: DataFile, target: DataFile) -> Iterator[tuple[str, str]]:
+def _read_line_pairs(source: DataFile, target: DataFile) -> Iterator[tuple[str, str]]:
     """Yield pairs of texts: each line of the data file `source` with the same line of the file `target`. Raises
     ConfigError if one has more lines."""
     lines = [0, 0]
-    for pair in zip_longest(_text_lines(source, "data.path"), _text_lines(target, "data.target_path")):
+    for pair in zip_longest(_read_text_lines(source, "data.path"), _read_text_lines(target, "data.target_path")):
         lines = [n + (text is not None) for n, text in zip(lines, pair, strict=True)]
         if None not in pair:
             yield pair
     if lines[0] != lines[1]:
         raise ConfigError(
-            f"data.target_path={target}: {count_of(lines[1], 'line')} beside the {lines[0]} of data.path={source}"
+            f"data.target_path={target}: {format_count(lines[1], 'line')} beside the {lines[0]} of data.path={source}"
         )
 
 
-def _text_lines(file: DataFile, key: str) -> Iterator[str]:
+def _read_text_lines(file: DataFile, key: str) -> Iterator[str]:
     """Yield the lines of a data file of UTF-8 text, perhaps compressed. Raises ConfigError, which names `key`."""
-    with naming_file(file, key), open_unpacked(file) as stream:
+    with name_file_in_errors(file, key), open_unpacked(file) as stream:
         for line in stream:
             yield line.decode().removesuffix("\n").removesuffix("\r")  # other line ends belong to the text
 
 
-def _objects(file: DataFile, data: Data) -> Iterator[tuple[str, str]]:
+def _read_record_pairs(file: DataFile, data: Data) -> Iterator[tuple[str, str]]:
     """Yield pairs of texts, fields `data.field` and `data.target_field` of each record in a data file. Raises
     ConfigError for a record that lacks one."""
     fields = [data.field, data.target_field]
-    with naming_file(file):
-        for place, values in ROWS[ending(file)](file, fields):
-            found = [values.get(name) for name in fields]
-            if not all(isinstance(text, str) for text in found):
+    with name_file_in_errors(file):
+        for place, values in ROWS[format_suffix(file)](file, fields):
+            texts = [values.get(name) for name in fields]
+            if not all(isinstance(text, str) for text in texts):
                 raise ConfigError(f"{place} has no texts data.field={fields[0]} and data.target_field={fields[1]}")
-            yield encodable(cast(str, found[0])), encodable(cast(str, found[1]))
+            yield replace_surrogates(cast(str, texts[0])), replace_surrogates(cast(str, texts[1]))
 
 
-def _stdlib(modules: Sequence[Path]) -> Iterator[tuple[str, str]]:
+def _read_docstring_pairs(modules: Sequence[Path]) -> Iterator[tuple[str, str]]:
     """Yield (header, first paragraph of the docstring) of every function and class in Python source files that has a
     docstring, as pairs of texts for data=pairs without a path."""
     for module in modules:
@@ -530,7 +542,7 @@ def encode_pairs(vocabulary: Vocabulary | None, pairs: Documents, characters: in
     """Yield the token ids of pairs of texts, batch by batch, with the positions at which each text ends."""
     assert vocabulary
     while batch := [text for _, pair in islice(pairs, _PAIRS_BATCH) for text in pair]:
-        encoded = vocabulary.encode_all(batch)
+        encoded = vocabulary.encode_texts(batch)
         ids = np.concatenate([np.array(ids, np.int64) for ids in encoded])
         yield Encoded(ids, np.cumsum([len(ids) for ids in encoded]).tolist())
 
@@ -538,27 +550,27 @@ def encode_pairs(vocabulary: Vocabulary | None, pairs: Documents, characters: in
 class PairKind(SourceKind):
     """Kind of source of pairs of texts, which are read as a whole."""
 
-    def parts(self, files: Sequence[DataFile]) -> list[Sequence[DataFile]]:
+    def group_files(self, files: Sequence[DataFile]) -> list[Sequence[DataFile]]:
         """Return the data files of pairs of texts as one group, as a pair's halves may be in two files."""
         return [files] if files else []
 
-    def held(self, data: Data) -> list[DataFile]:
+    def find_held_out_files(self, data: Data) -> list[DataFile]:
         """Return no files to hold out: of pairs of texts, single pairs are held out for validation, not whole files."""
         return []
 
-    def splits(self, files: Sequence[DataFile], data: Data) -> Splits:
+    def read_splits(self, files: Sequence[DataFile], data: Data) -> Splits:
         """Read a data source's pairs of texts once, and split them for training and validation. Raises ConfigError."""
         pairs = [*self.read(files, data, "data.path")]
-        found = SourceKind.splits(replace(self, read=lambda *_: iter(pairs)), files, data)
-        trained = sum(self.size(pair) for _, pair in found.read(False))
-        return replace(found, texts=lambda: self._texts(found.read(False), trained), tail=0.0)
+        splits = SourceKind.read_splits(replace(self, read=lambda *_: iter(pairs)), files, data)
+        trained = sum(self.size(pair) for _, pair in splits.read(False))
+        return replace(splits, texts=lambda: self._gather_texts(splits.read(False), trained), tail=0.0)
 
     def write_tokens(
         self, folder: Path, vocabulary: Vocabulary | None, vocab: int, parts: Sequence[tuple[Documents, int]]
     ) -> dict[str, Any]:
         """Tokenize pairs of texts into the cache entry `folder`: tokens.bin, and ends.bin (int64, the position in its
         split where each text ends). Return their description: of each split the numbers of tokens and pairs."""
-        dtype, written = type_of(vocab), []
+        dtype, written = token_dtype(vocab), []
         with (folder / "tokens.bin").open("wb") as tokens, (folder / "ends.bin").open("wb") as ends:
             for pairs, characters in parts:
                 place = texts = 0
@@ -571,7 +583,7 @@ class PairKind(SourceKind):
 
 
 KINDS["pairs"] = PairKind(
-    pair_files,
+    find_pair_files,
     lambda files, data, key: enumerate(read_pairs(files, data)),
     encode_pairs,
     content=lambda data, files: [[deciding_options(data), *map(content_hash, files)]],

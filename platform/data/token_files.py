@@ -14,32 +14,32 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.boundary.documents import open_regular
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.documents import open_regular_file
+from platform.boundary.refusals import ConfigError, format_violation
 from platform.config.fields import Data
 from platform.data.data_files import (
     ROWS,
     DataFile,
     RemoteFile,
     content_hash,
-    ending,
+    content_stamp,
+    file_size,
     find_files,
-    naming_file,
-    size_of,
-    stamp,
+    format_suffix,
+    name_file_in_errors,
 )
 from platform.data.source_kind import (
     KINDS,
     Documents,
     Encoded,
     SourceKind,
-    check_largest,
-    held_files,
+    check_largest_id,
+    describe_splits,
+    find_validation_files,
     is_streamed,
-    splits_at,
 )
 from platform.data.tokenizer import Vocabulary
-from platform.plan.layout import count_of
+from platform.plan.layout import format_count
 
 _MAGIC = b"MMIDIDX\0\0"  # of Megatron-LM's .idx
 _COUNTS = struct.Struct("<9sQBQQ")  # magic, version, code of the type, sequences, documents and one
@@ -65,25 +65,25 @@ class TokenFile:
     count: int
     starts: Positions | None = None
 
-    def tokens(self) -> NDArray[np.integer]:
+    def map_tokens(self) -> NDArray[np.integer]:
         """Return the token ids of a .bin file as an array mapped into memory."""
         if not self.count:
             return np.empty(0, self.dtype)
         return np.memmap(self.file, self.dtype, "r", self.offset, (self.count,)).view(np.ndarray)
 
-    def check(self, vocab: int, whole: bool) -> None:
+    def check_tokens(self, vocab: int, whole: bool) -> None:
         """Raise ConfigError if a token in this .bin file is not in a vocabulary of `vocab` entries. `whole`: True to
         check the whole file; False to check stretches of it, spread evenly from the first to the last token."""
-        tokens, most, at = self.tokens(), 0, 0
+        tokens, largest, largest_position = self.map_tokens(), 0, 0
         starts = range(0, self.count, _AT_ONCE)
         if not whole and len(starts) > _STRETCHES:
             starts = range(0, self.count - _AT_ONCE + 1, (self.count - _AT_ONCE) // (_STRETCHES - 1))
         for start in starts:
             part = tokens[start : start + _AT_ONCE]
             check_ids(part, start)
-            if (here := int(part.max())) > most:
-                most, at = here, start + int(part.argmax())
-        check_ids(np.array([most]), at, vocab)
+            if (stretch_largest := int(part.max())) > largest:
+                largest, largest_position = stretch_largest, start + int(part.argmax())
+        check_ids(np.array([largest]), largest_position, vocab)
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ class CheckedTokens:
 
     def __getitem__(self, index: Positions) -> NDArray[np.integer]:
         """Return the tokens of the .bin file at `index`. Raises ConfigError for one beyond the vocabulary."""
-        found = self.tokens[index]
-        with naming_file(self.file):
-            check_ids(found, index, self.vocab)
-        return found
+        ids = self.tokens[index]
+        with name_file_in_errors(self.file):
+            check_ids(ids, index, self.vocab)
+        return ids
 
 
 def check_ids(ids: NDArray[np.integer], place: Positions | int, vocab: int | None = None) -> None:
@@ -120,36 +120,36 @@ def check_ids(ids: NDArray[np.integer], place: Positions | int, vocab: int | Non
     raise ConfigError(f"token {number} is {most}, and the model has {vocab}; nearest legal: model.vocab={most + 1}")
 
 
-def token_files(data: Data) -> list[DataFile]:
+def find_token_files(data: Data) -> list[DataFile]:
     """Find the files of data=tokens: .bin, or records with lists of tokens in `data.field`. Raises ConfigError."""
     if not data.path:
         raise ConfigError("data.path: data=tokens needs a file, a folder or a glob")
-    found = [file for file in find_files("data.path", data.path, ENDINGS) if not file.name.endswith(".idx")]
-    if is_streamed(data) and not all(ending(file) in ROWS for file in found):
+    files = [file for file in find_files("data.path", data.path, ENDINGS) if not file.name.endswith(".idx")]
+    if is_streamed(data) and not all(format_suffix(file) in ROWS for file in files):
         reason = ".bin files are read where they lie, without a copy"
-        raise ConfigError(violation("data.streaming", True, reason, [False]))
-    return found
+        raise ConfigError(format_violation("data.streaming", True, reason, [False]))
+    return files
 
 
-def index_of(file: Path) -> Path | None:
+def find_index(file: Path) -> Path | None:
     """Return the path of Megatron-LM's .idx file beside a .bin file of tokens, None if there is none."""
-    found = file.with_suffix(".idx")
-    return found if found.is_file() else None
+    index_path = file.with_suffix(".idx")
+    return index_path if index_path.is_file() else None
 
 
-def locate(file: DataFile, data: Data) -> TokenFile:
+def locate_tokens(file: DataFile, data: Data) -> TokenFile:
     """Find where the tokens in a .bin file are: their type, offset and number. Raises ConfigError, naming the file, if
     it is no such file, or not whole."""
-    with naming_file(file):
+    with name_file_in_errors(file):
         if isinstance(file, RemoteFile):
             raise ConfigError("a .bin is read in place: copy it to a path, or mount its storage")
         size, head = _size_and_head(file)
-    if index := index_of(file):
-        with naming_file(index):
-            return _megatron(file, index, size)
-    with naming_file(file):
+    if index := find_index(file):
+        with name_file_in_errors(index):
+            return _locate_megatron_tokens(file, index, size)
+    with name_file_in_errors(file):
         if len(head) == 12 and (known := _MAGICS.get(int(np.frombuffer(head, "<i4")[0]))):
-            return _llm_c(file, np.frombuffer(head, "<i4"), *known, size)
+            return _locate_llm_c_tokens(file, np.frombuffer(head, "<i4"), *known, size)
         dtype = np.dtype(_DTYPES[data.dtype])
         if size % dtype.itemsize:
             raise ConfigError(f"{size} bytes are no whole number of tokens of data.dtype={data.dtype}")
@@ -158,38 +158,39 @@ def locate(file: DataFile, data: Data) -> TokenFile:
 
 def _size_and_head(file: Path) -> tuple[int, bytes]:
     """Return the size of a .bin file of tokens in bytes, and its first 12 bytes, which show its format."""
-    with open_regular(file) as raw:
+    with open_regular_file(file) as raw:
         size = raw.seek(0, 2)
         raw.seek(0)
         return size, raw.read(12)
 
 
-def _llm_c(file: Path, header: NDArray[np.integer], version: int, dtype: str, size: int) -> TokenFile:
+def _locate_llm_c_tokens(file: Path, header: NDArray[np.integer], version: int, dtype: str, size: int) -> TokenFile:
     """Find the tokens in llm.c's .bin of `size` bytes. `header`: its first integers, magic, version and tokens."""
     count = int(header[2])
     if int(header[1]) != version:
         raise ConfigError(f"version {header[1]} of llm.c's format is not known, {version} is")
-    if size != (wanted := _HEADER + count * np.dtype(dtype).itemsize):
-        raise ConfigError(f"{size} bytes, where {count} tokens of llm.c's format take {wanted}")
+    if size != (expected_size := _HEADER + count * np.dtype(dtype).itemsize):
+        raise ConfigError(f"{size} bytes, where {count} tokens of llm.c's format take {expected_size}")
     return TokenFile(file, dtype, _HEADER, count)
 
 
-def _megatron(file: Path, index: Path, size: int) -> TokenFile:
+def _locate_megatron_tokens(file: Path, index: Path, size: int) -> TokenFile:
     """Find the tokens of Megatron-LM's .bin of `size` bytes and where its documents begin, by its .idx. Raises
     ConfigError if the two do not fit, or the sequences do not lie end to end."""
-    with open_regular(index) as raw:
-        head, there = raw.read(_COUNTS.size), raw.seek(0, 2)
-    if there > _INDEX:
-        raise ConfigError(f"{there} bytes of an index, and at most {_INDEX} are read; divide it, and its .bin")
+    with open_regular_file(index) as raw:
+        head, index_size = raw.read(_COUNTS.size), raw.seek(0, 2)
+    if index_size > _INDEX:
+        raise ConfigError(f"{index_size} bytes of an index, and at most {_INDEX} are read; divide it, and its .bin")
     if len(head) < _COUNTS.size or head[: len(_MAGIC)] != _MAGIC:
         raise ConfigError("no index of Megatron-LM: its first bytes are others")
     _, version, code, sequences, documents = _COUNTS.unpack(head)
     if version != 1 or code not in _CODES:
         raise ConfigError(f"version {version} and type {code} of Megatron-LM's format are not known")
     itemsize, ends = np.dtype(_CODES[code]).itemsize, _COUNTS.size + 12 * sequences + 8 * documents
-    if there not in (ends, ends + sequences):  # the last part, of one byte each, is that of other modes
+    if index_size not in (ends, ends + sequences):  # the last part, of one byte each, is that of other modes
         raise ConfigError(
-            f"{there} bytes, where {count_of(sequences, 'sequence')} and {count_of(documents, 'document')} take {ends}"
+            f"{index_size} bytes, where {format_count(sequences, 'sequence')} and "
+            f"{format_count(documents, 'document')} take {ends}"
         )
     lengths = np.memmap(index, "<i4", "r", _COUNTS.size, (sequences,)) if sequences else np.empty(0, "<i4")
     pointers, bounds = (
@@ -210,7 +211,7 @@ def write_megatron(path: Path, documents: Iterable[NDArray[np.integer]], vocab: 
     """Write documents of tokens as PATH.bin and PATH.idx, as Megatron-LM reads them. Raises OSError."""
     code = 8 if vocab <= 1 << 16 else 4
     with path.with_name(f"{path.name}.bin").open("wb") as file:
-        sizes = np.array(_append(file, documents, _CODES[code]), "<i4")
+        sizes = np.array(_append_documents(file, documents, _CODES[code]), "<i4")
     pointers = (np.cumsum(sizes, dtype="<i8") - sizes) * np.dtype(_CODES[code]).itemsize
     with path.with_name(f"{path.name}.idx").open("wb") as file:
         file.write(_COUNTS.pack(_MAGIC, 1, code, len(sizes), len(sizes) + 1))
@@ -223,16 +224,16 @@ def write_nanogpt(path: Path, documents: Iterable[NDArray[np.integer]], vocab: i
     it cannot read, in llm.c's format for Llama 3. Raises OSError."""
     with path.with_name(f"{path.name}.bin").open("wb") as file:
         if vocab <= 1 << 16:
-            _append(file, documents, "<u2")
+            _append_documents(file, documents, "<u2")
             return
         file.write(bytes(_HEADER))
-        if (count := sum(_append(file, documents, "<u4"))) >= 1 << 31:
+        if (count := sum(_append_documents(file, documents, "<u4"))) >= 1 << 31:
             raise ConfigError(f"{path}.bin: {count} tokens, of which llm.c's format may have {(1 << 31) - 1}")
         file.seek(0)
         file.write(np.array([20240801, 7, count], "<i4").tobytes())
 
 
-def _append(file: BinaryIO, documents: Iterable[NDArray[np.integer]], dtype: str) -> list[int]:
+def _append_documents(file: BinaryIO, documents: Iterable[NDArray[np.integer]], dtype: str) -> list[int]:
     """Write documents, arrays of token ids, to a file as integers of `dtype`; return the number of tokens of each."""
     lengths = []
     for document in documents:
@@ -252,44 +253,47 @@ Ids = NDArray[np.int64]
 def _deciding_values(data: Data, files: Sequence[DataFile]) -> list[Any]:
     """Return the values that name the cache entry of files of tokens: hashes of the files and of their indices, and how
     they are read. Of .bin files too long to be read as a whole, sizes and samples are hashed."""
-    whole = _read_whole([*files, *(others := held_files(data, ENDINGS))])
+    reads_whole = _is_read_whole([*files, *(held_out_files := find_validation_files(data, ENDINGS))])
 
-    def hashes(some: Sequence[DataFile]) -> list[list[Any]]:
+    def hash_files(some: Sequence[DataFile]) -> list[list[Any]]:
         """Return, for each file of tokens, its format and the hash of its content (or of samples), and its index's."""
-        each = [(file, [index] if isinstance(file, Path) and (index := index_of(file)) else []) for file in some]
-        content = {file: content_hash(file) if whole or ending(file) in ROWS else stamp(file) for file in some}
-        return [[*map(ending, [file, *index]), content[file], *map(content_hash, index)] for file, index in each]
+        each = [(file, [index] if isinstance(file, Path) and (index := find_index(file)) else []) for file in some]
+        content = {
+            file: content_hash(file) if reads_whole or format_suffix(file) in ROWS else content_stamp(file)
+            for file in some
+        }
+        return [[*map(format_suffix, [file, *index]), content[file], *map(content_hash, index)] for file, index in each]
 
-    return ["tokens", hashes(files), hashes(others), data.field, data.dtype]
+    return ["tokens", hash_files(files), hash_files(held_out_files), data.field, data.dtype]
 
 
-def _read_whole(files: Sequence[DataFile]) -> bool:
+def _is_read_whole(files: Sequence[DataFile]) -> bool:
     """Return True if .bin files of tokens are short enough to be checked as a whole before a run, not in training."""
-    return sum(size_of(file) for file in files if ending(file) not in ROWS) <= _WHOLE
+    return sum(file_size(file) for file in files if format_suffix(file) not in ROWS) <= _WHOLE
 
 
-def _name(
-    folder: Path, files: Sequence[DataFile], others: Sequence[DataFile], data: Data, vocab: int
+def _describe_bin_files(
+    folder: Path, files: Sequence[DataFile], held_out_files: Sequence[DataFile], data: Data, vocab: int
 ) -> dict[str, Any]:
-    """Describe .bin files of tokens that stay where they are, for a cache entry: `files` to train on, `others` held
-    out. Without held-out files the end of the tokens is held out, from the beginning of a document on if an index has
-    the beginnings; these are written to starts.bin in `folder`."""
-    found = [locate(file, data) for file in (*files, *others)]
-    whole = _read_whole([*files, *others])
-    for file in found:
-        with naming_file(file.file):
-            file.check(vocab, whole)
-    ends = [0, *accumulate(file.count for file in found)]
-    starts = [file.starts + end for file, end in zip(found, ends, strict=False) if file.starts is not None]
-    known = np.concatenate(starts) if len(starts) == len(found) else np.empty(0, np.int64)
-    trained = ends[len(files)] if others else ends[-1] - round(ends[-1] * data.validation)
-    if len(known) and not others:
+    """Describe .bin files of tokens that stay where they are, for a cache entry: `files` to train on, `held_out_files`
+    held out. Without held-out files the end of the tokens is held out, from the beginning of a document on if an index
+    has the beginnings; these are written to starts.bin in `folder`."""
+    bin_files = [locate_tokens(file, data) for file in (*files, *held_out_files)]
+    reads_whole = _is_read_whole([*files, *held_out_files])
+    for file in bin_files:
+        with name_file_in_errors(file.file):
+            file.check_tokens(vocab, reads_whole)
+    ends = [0, *accumulate(file.count for file in bin_files)]
+    starts = [file.starts + end for file, end in zip(bin_files, ends, strict=False) if file.starts is not None]
+    known = np.concatenate(starts) if len(starts) == len(bin_files) else np.empty(0, np.int64)
+    trained = ends[len(files)] if held_out_files else ends[-1] - round(ends[-1] * data.validation)
+    if len(known) and not held_out_files:
         trained = int(known[np.searchsorted(known, trained)]) if trained <= known[-1] else ends[-1]
     known.astype("<i8").tofile(folder / "starts.bin")
-    return {"arrays": [_place(file) for file in found], "splits": splits_at(trained, ends[-1])}
+    return {"arrays": [_describe_bin_place(file) for file in bin_files], "splits": describe_splits(trained, ends[-1])}
 
 
-def _place(file: TokenFile) -> dict[str, Any]:
+def _describe_bin_place(file: TokenFile) -> dict[str, Any]:
     """Describe where the tokens of a .bin file are, for a cache entry: path, type, offset, number, file size."""
     size = file.file.stat().st_size
     path = str(file.file.absolute())
@@ -304,20 +308,20 @@ def read_tokens(
     and the place, for a value that is no list of tokens of the vocabulary."""
     number = 0
     for file in files:
-        if ending(file) not in ROWS:
-            locate(file, data)
+        if format_suffix(file) not in ROWS:
+            locate_tokens(file, data)
             continue
-        with naming_file(file, key):
-            for place, values in ROWS[ending(file)](file, [data.field]):
+        with name_file_in_errors(file, key):
+            for place, values in ROWS[format_suffix(file)](file, [data.field]):
                 if data.field not in values:
                     raise ConfigError(f"data.field={data.field} is missing in {place}")
-                ids = _array(values[data.field])
+                ids = _parse_token_ids(values[data.field])
                 if ids is None:
                     raise ConfigError(f"data.field={data.field} is no list of tokens in {place}")
                 if len(ids) and int(ids.min()) < 0:
                     raise ConfigError(f"data.field={data.field} has token {ids.min()} in {place}")
                 if len(ids):
-                    check_largest(int(ids.max()), vocab)
+                    check_largest_id(int(ids.max()), vocab)
                     yield number, ids
                     number += 1
 
@@ -329,32 +333,34 @@ def encode_tokens(vocabulary: Vocabulary | None, documents: Documents, character
         yield Encoded(np.concatenate(batch), [0, *ends[:-1].tolist()])
 
 
-def _array(given: Any) -> Ids | None:
+def _parse_token_ids(value: Any) -> Ids | None:
     """Return a data record's list of token ids as an int64 array, None if it is no list of integers."""
-    if not isinstance(given, list) or not all(type(i) is int and abs(i) < 1 << 62 for i in given):
+    if not isinstance(value, list) or not all(type(i) is int and abs(i) < 1 << 62 for i in value):
         return None
-    return np.array(given, np.int64)
+    return np.array(value, np.int64)
 
 
 class TokenKind(SourceKind):
     """Kind of source of tokens made by other programs."""
 
     def write_entry(
-        self, folder: Path, files: Sequence[DataFile], data: Data, vocab: int, given: Vocabulary | None
+        self, folder: Path, files: Sequence[DataFile], data: Data, vocab: int, existing_vocabulary: Vocabulary | None
     ) -> dict[str, Any]:
         """Build the cache entry of files of tokens: starts.bin, where their documents begin (training ones first), and
         tokens.bin for records; .bin files are only referred to. Return its description. Raises ConfigError, also for
         tokens that a vocabulary of `vocab` entries does not have."""
-        others = self.held(data)
-        forms = {ending(file) in ROWS for file in (*files, *others)}
+        held_out_files = self.find_held_out_files(data)
+        forms = {format_suffix(file) in ROWS for file in (*files, *held_out_files)}
         if len(forms) > 1:
             raise ConfigError(f"data.path={data.path}: .bin files beside records of tokens; name either by a glob")
         if True in forms:
             kind = replace(self, read=partial(read_tokens, vocab=vocab))
-            return SourceKind.write_entry(kind, folder, files, data, vocab, given)
-        if given:
-            given.save(folder)
-        return _name(folder, files, others, data, vocab)
+            return SourceKind.write_entry(kind, folder, files, data, vocab, existing_vocabulary)
+        if existing_vocabulary:
+            existing_vocabulary.save(folder)
+        return _describe_bin_files(folder, files, held_out_files, data, vocab)
 
 
-KINDS["tokens"] = TokenKind(token_files, read_tokens, encode_tokens, _deciding_values, endings=ENDINGS, starts=True)
+KINDS["tokens"] = TokenKind(
+    find_token_files, read_tokens, encode_tokens, _deciding_values, endings=ENDINGS, starts=True
+)

@@ -17,12 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.boundary import documents
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, format_violation
 from platform.boundary.schema import Malformed
-from platform.boundary.terminal import phase
+from platform.boundary.terminal import show_phase
 from platform.config.fields import Data
-from platform.data.chat_templates import CHATML, CHATML_TOKENS, ChatTemplate, ConfinedTokenizer, Parts, with_tokens
-from platform.data.special_tokens import SpecialIds, named_tokens, special_ids, with_usual
+from platform.data.chat_templates import (
+    CHATML,
+    CHATML_TOKENS,
+    ChatTemplate,
+    ConfinedTokenizer,
+    Parts,
+    add_tokens_to_json,
+)
+from platform.data.special_tokens import SpecialIds, add_usual_tokens, collect_named_tokens, find_special_ids
 from platform.data.tokenizer_files import (
     CONFIG,
     JSON,
@@ -30,11 +37,11 @@ from platform.data.tokenizer_files import (
     NAMES,
     TEMPLATE,
     TokenizerFiles,
+    add_config_keys,
     chat_template,
     parse_tokenizer,
-    read_files,
-    settings_of,
-    with_config,
+    read_token_settings,
+    read_tokenizer_files,
 )
 
 if TYPE_CHECKING:
@@ -84,15 +91,17 @@ class Vocabulary:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, in which the spelling of a special token is text."""
-        return self.encode_all([text])[0]
+        return self.encode_texts([text])[0]
 
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each of several texts, encoded on all cores; special tokens' spellings are text."""
-        if not self._spelled:
+        if not self._cut_pattern:
             return [e.ids for e in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
-        parts = [self._spelled.split(text) for text in texts]
-        found = self.tokenizer.encode_batch_fast([part for some in parts for part in some], add_special_tokens=False)
-        ids = iter(e.ids for e in found)
+        parts = [self._cut_pattern.split(text) for text in texts]
+        encodings = self.tokenizer.encode_batch_fast(
+            [part for some in parts for part in some], add_special_tokens=False
+        )
+        ids = iter(e.ids for e in encodings)
         return [[i for _ in some for i in next(ids)] for some in parts]
 
     def encode_parts(self, documents: Sequence[Parts]) -> list[tuple[list[int], list[bool]]]:
@@ -100,8 +109,8 @@ class Vocabulary:
         an answer. Parts between special tokens are encoded together; the part that holds a token's last character
         decides."""
         runs = [[list(run) for _, run in groupby(parts, itemgetter(1))] for parts in documents]
-        plain = ["".join(part[0] for part in run) for some in runs for run in some if not run[0][1]]
-        encoded, found = iter(self._with_ends(plain)), []
+        plain_texts = ["".join(part[0] for part in run) for some in runs for run in some if not run[0][1]]
+        encoded, encoded_documents = iter(self._encode_with_ends(plain_texts)), []
         for some in runs:
             ids: list[int] = []
             answers: list[bool] = []
@@ -114,40 +123,40 @@ class Vocabulary:
                     ends = next(encoded)
                     ids += [i for i, _ in ends]
                     answers += [characters[max(0, end - 1)] for _, end in ends]
-            found.append((ids, answers))
-        return found
+            encoded_documents.append((ids, answers))
+        return encoded_documents
 
-    def _with_ends(self, texts: Sequence[str]) -> Iterator[list[tuple[int, int]]]:
-        """Tokenize texts, as `encode_all`: yield (id, number of characters of the text up to its end) of each text's
+    def _encode_with_ends(self, texts: Sequence[str]) -> Iterator[list[tuple[int, int]]]:
+        """Tokenize texts, as `encode_texts`: yield (id, number of characters of the text up to its end) of each text's
         tokens."""
-        parts = [self._spelled.split(text) if self._spelled else [text] for text in texts]
+        parts = [self._cut_pattern.split(text) if self._cut_pattern else [text] for text in texts]
         every = [part for some in parts for part in some]
         encoded: Iterator[Any] = iter(self.tokenizer.encode_batch(every, add_special_tokens=False))
         for some in parts:
-            found: list[tuple[int, int]] = []
-            place = 0
+            tokens: list[tuple[int, int]] = []
+            offset = 0
             for part in some:
                 e = next(encoded)
-                found += [(i, place + end) for i, (_, end) in zip(e.ids, e.offsets, strict=True)]
-                place += len(part)
-            yield found
+                tokens += [(i, offset + end) for i, (_, end) in zip(e.ids, e.offsets, strict=True)]
+                offset += len(part)
+            yield tokens
 
-    def spelling(self, number: int) -> str:
+    def spell_token(self, number: int) -> str:
         """Return the text by which this tokenizer spells the token of id `number`."""
         return str(self.tokenizer.id_to_token(number))
 
     @cached_property
-    def _spelled(self) -> re.Pattern[str] | None:
+    def _cut_pattern(self) -> re.Pattern[str] | None:
         """Return the pattern of places at which texts are cut before they are tokenised, lest the spelling of a special
         token in a text become that token, as in unigram models: behind its first character. None if none would."""
-        made = []
+        patterns = []
         for number, token in self.tokenizer.get_added_tokens_decoder().items():
             text = token.content
             if token.special and len(text) > 1:
                 spellings = self.tokenizer.encode_batch_fast([text, f"a{text}", f" {text} "], add_special_tokens=False)
                 if any(number in e.ids for e in spellings) and text != self.named.get("unk"):
-                    made.append(f"(?<={re.escape(text[0])})(?={re.escape(text[1:])})")
-        return re.compile("|".join(made)) if made else None
+                    patterns.append(f"(?<={re.escape(text[0])})(?={re.escape(text[1:])})")
+        return re.compile("|".join(patterns)) if patterns else None
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text that the tokenizer decodes from token ids, special tokens spelled out; skip unknown ids."""
@@ -163,76 +172,80 @@ class Vocabulary:
         """Return the tokenizer's chat template. Raises ConfigError if it has none."""
         text = chat_template(self.files)
         if not text:
-            raise ConfigError(violation("data.chat_template", "", "the tokenizer has none", ["chatml", "a file"]))
+            raise ConfigError(
+                format_violation("data.chat_template", "", "the tokenizer has none", ["chatml", "a file"])
+            )
         return ChatTemplate(text, self.named, self.special_tokens)
 
 
-def vocabulary_of(files: TokenizerFiles, given: bool = True) -> Vocabulary:
+def build_vocabulary(files: TokenizerFiles, given: bool = True) -> Vocabulary:
     """Construct a vocabulary from a tokenizer's files, name -> bytes. `given`: False if it was trained here. Raises
     Malformed for files of no tokenizer, and if no special token ends documents."""
     tokenizer = ConfinedTokenizer(files[JSON]) if given else parse_tokenizer(files[JSON])
-    named = with_usual(tokenizer, named_tokens(settings_of(files)))
+    named = add_usual_tokens(tokenizer, collect_named_tokens(read_token_settings(files)))
     for role, token in named.items():
-        if half := documents.half_character(token):
+        if half := documents.find_half_character(token):
             raise Malformed(f"{role}_token is no text: it has {half}")
-    if not (special := special_ids(tokenizer, named)):
+    if not (special := find_special_ids(tokenizer, named)):
         raise Malformed("names no token that ends documents; data.end_token=TOKEN does")
     return Vocabulary(tokenizer, files, named, special, given)
 
 
 def open_vocabulary(folder: Path) -> Vocabulary | None:
     """Open the tokenizer that `Vocabulary.save` put into a cache entry; None without one. Raises Malformed, OSError."""
-    found = {name: documents.read_bytes(folder / name, 1 << 30) for name in NAMES if (folder / name).is_file()}
-    if JSON not in found:
+    files = {name: documents.read_bytes(folder / name, 1 << 30) for name in NAMES if (folder / name).is_file()}
+    if JSON not in files:
         return None
-    return vocabulary_of(found) if CONFIG in found else vocabulary_of(own_files(found), given=False)
+    return build_vocabulary(files) if CONFIG in files else build_vocabulary(add_own_config(files), given=False)
 
 
-def own_files(found: TokenizerFiles) -> dict[str, bytes]:
+def add_own_config(files: TokenizerFiles) -> dict[str, bytes]:
     """Return the files of a tokenizer trained on the corpus, and one more that names its special tokens."""
-    return with_config(found, OWN)
+    return add_config_keys(files, OWN)
 
 
-def given_vocabulary(data: Data) -> Vocabulary | None:
+def load_named_vocabulary(data: Data) -> Vocabulary | None:
     """Return the tokenizer that data.tokenizer names, with the special tokens and the chat template of other keys of
     `data`; None if one is to be trained on the corpus. Raises ConfigError."""
     if data.tokenizer in ("", TRAIN):
         return None
-    found = read_files(data.tokenizer, data.tokenizer_words)
+    files = read_tokenizer_files(data.tokenizer, data.tokenizer_words)
     roles = {"eos_token": data.end_token, "bos_token": data.begin_token}
-    if said := {name: token for name, token in roles.items() if token}:
-        found = with_config(found, said)
-    template, added = template_of(data), added_tokens(data)
+    if named_ends := {name: token for name, token in roles.items() if token}:
+        files = add_config_keys(files, named_ends)
+    template, added = read_chat_template(data), extra_special_tokens(data)
     try:
-        tokenizer = ConfinedTokenizer(found[JSON])
-        if lacking := [token for token in said.values() if tokenizer.token_to_id(token) is None and token not in added]:
+        tokenizer = ConfinedTokenizer(files[JSON])
+        if lacking := [
+            token for token in named_ends.values() if tokenizer.token_to_id(token) is None and token not in added
+        ]:
             raise Malformed(f"has no token {lacking[0]!r}")
         if new := [token for token in added if tokenizer.token_to_id(token) is None]:
-            found = {**found, JSON: with_tokens(found[JSON], new)}
+            files = {**files, JSON: add_tokens_to_json(files[JSON], new)}
         del tokenizer  # its child is free for the next
-        made = vocabulary_of(found)
+        vocabulary = build_vocabulary(files)
     except Malformed as error:
-        raise ConfigError(violation(KEY, data.tokenizer, str(error), [TRAIN])) from None
-    if CONFIG not in found:
-        named = {f"{role}_token": token for role, token in made.named.items()}
-        found = with_config(found, {"tokenizer_class": OWN["tokenizer_class"], **named})
-    return replace(made, files={**found, TEMPLATE: template.encode()} if template else found)
+        raise ConfigError(format_violation(KEY, data.tokenizer, str(error), [TRAIN])) from None
+    if CONFIG not in files:
+        named = {f"{role}_token": token for role, token in vocabulary.named.items()}
+        files = add_config_keys(files, {"tokenizer_class": OWN["tokenizer_class"], **named})
+    return replace(vocabulary, files={**files, TEMPLATE: template.encode()} if template else files)
 
 
-def added_tokens(data: Data) -> list[str]:
+def extra_special_tokens(data: Data) -> list[str]:
     """Return the special tokens that the keys of `data` add to a tokenizer's own."""
     return [*data.special_tokens, *(CHATML_TOKENS if data.chat_template == "chatml" else ())]
 
 
-def template_of(data: Data) -> str:
+def read_chat_template(data: Data) -> str:
     """Return the chat template that data.chat_template names, "" if it names none. Raises ConfigError."""
     if data.chat_template in ("", "chatml"):
         return CHATML if data.chat_template else ""
     try:
         text = documents.read_bytes(data.chat_template, _LARGEST_TEMPLATE).decode()
     except (Malformed, OSError, UnicodeDecodeError) as error:
-        line = documents.one_line(error)
-        raise ConfigError(violation("data.chat_template", data.chat_template, line, ["chatml"])) from None
+        line = documents.printable_line(error)
+        raise ConfigError(format_violation("data.chat_template", data.chat_template, line, ["chatml"])) from None
     ChatTemplate(text, {}, [])
     return text
 
@@ -261,17 +274,17 @@ def train_tokenizer(texts: Iterable[str], vocab: int, special: Sequence[str] = (
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((part for text in texts for part in _bounded(text)), trainer)
+    tokenizer.train_from_iterator((part for text in texts for part in _cut_long_runs(text)), trainer)
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
-def _bounded(text: str) -> list[str]:
+def _cut_long_runs(text: str) -> list[str]:
     """Cut a training text for the tokenizer after every _LONGEST letters (or digits, spaces, signs) in a row, because
     training takes time quadratic in the length of such a run, which is one word. Return its parts."""
-    if len(text) <= _LONGEST or not (found := list(_RUN.finditer(text))):
+    if len(text) <= _LONGEST or not (runs := list(_RUN.finditer(text))):
         return [text]
-    cuts = [0, *(run.end() for run in found), len(text)]
+    cuts = [0, *(run.end() for run in runs), len(text)]
     return [text[start:end] for start, end in pairwise(cuts) if start < end]
 
 
@@ -282,48 +295,48 @@ def encode_documents(
     with the special tokens `SpecialIds.front` in front of each document. `characters`: total length of the documents,
     to report progress, 0 if unknown."""
     current = -1
-    whole = _joined(pieces) if vocabulary.given else pieces
-    with phase("tokenising", characters, "characters") as shown:
-        for batch in _batches(whole):
+    joined_pieces = _join_pieces(pieces) if vocabulary.given else pieces
+    with show_phase("tokenising", characters, "characters") as shown:
+        for batch in _batch_pieces(joined_pieces):
             ids: list[int] = []
-            for (document, _), found in zip(batch, vocabulary.encode_all([p for _, p in batch]), strict=True):
+            for (document, _), piece_ids in zip(batch, vocabulary.encode_texts([p for _, p in batch]), strict=True):
                 if document != current:
                     ids += vocabulary.special.front
                     current = document
-                ids += found
+                ids += piece_ids
             yield np.array(ids, np.uint32)
-            shown.add(sum(len(piece) for _, piece in batch))
+            shown.count_done(sum(len(piece) for _, piece in batch))
 
 
-def _joined(pieces: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+def _join_pieces(pieces: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
     """Join the pieces of each document for the tokenizer, because tokens may cross them; yield (number, text). A
     document of more than _WHOLE characters is cut behind the last line end, or before the last space, within as
     many."""
     for document, group in groupby(pieces, itemgetter(0)):
-        rest = ""
+        pending_text = ""
         for _, piece in group:
-            rest += piece
-            if len(rest) > _WHOLE:
-                *cut, rest = _cut(rest)
-                yield from ((document, text) for text in cut)
-        if rest:
-            yield document, rest
+            pending_text += piece
+            if len(pending_text) > _WHOLE:
+                *stretches, pending_text = _cut_stretches(pending_text)
+                yield from ((document, text) for text in stretches)
+        if pending_text:
+            yield document, pending_text
 
 
-def _cut(text: str) -> Iterator[str]:
+def _cut_stretches(text: str) -> Iterator[str]:
     """Yield a document's text in stretches of at most _WHOLE characters for the tokenizer, each up to a line end or at
     least a space if one is near; the last one may be empty."""
-    place = 0
-    while len(text) - place > _WHOLE:
-        end = place + _WHOLE
-        line, space = (text.rfind(mark, place + _WHOLE // 2, end) for mark in ("\n", " "))
+    position = 0
+    while len(text) - position > _WHOLE:
+        end = position + _WHOLE
+        line, space = (text.rfind(mark, position + _WHOLE // 2, end) for mark in ("\n", " "))
         end = line + 1 if line >= 0 else space if space >= 0 else end
-        yield text[place:end]
-        place = end
-    yield text[place:]
+        yield text[position:end]
+        position = end
+    yield text[position:]
 
 
-def _batches(pieces: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+def _batch_pieces(pieces: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
     """Group pieces of documents, (number of the document, text) each, into batches of at least _BATCH characters, which
     the tokenizer encodes at once."""
     batch: list[tuple[int, str]] = []

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 
 from platform.boundary import documents
-from platform.boundary.local_files import violation_of_protocol
-from platform.boundary.redaction import bare_url, register_url_secrets
-from platform.boundary.refusals import ConfigError, violation
-from platform.boundary.schema import Malformed, shown
-from platform.data.chat_templates import make_json
+from platform.boundary.local_files import find_protocol_fault
+from platform.boundary.redaction import register_url_secrets, strip_url_secrets
+from platform.boundary.refusals import ConfigError, format_violation
+from platform.boundary.schema import Malformed, shorten_value
+from platform.data.chat_templates import build_tokenizer_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # Merges of BPE, for vocabularies that are published as tokens in their order, without the pairs that make them.
 
 
-def merges_of(tokens: Iterable[str], known: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+def derive_merges(tokens: Iterable[str], known: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Yield a BPE tokenizer's merges, the pairs of `known` tokens that make each of `tokens`, ordered by their ids."""
     for token in tokens:
         pairs = ((token[:i], token[i:]) for i in range(1, len(token)))
@@ -72,7 +72,7 @@ class Encoding:
     special: Mapping[str, int] = field(default_factory=dict)
 
 
-def _llama3() -> dict[str, int]:
+def _llama3_special_tokens() -> dict[str, int]:
     """Return special token -> id for Llama 3's tokenizer: 256 tokens, from 128000 on."""
     first = ["begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1",
              "finetune_right_pad_id", "reserved_special_token_2", "start_header_id", "end_header_id", "eom_id",
@@ -87,7 +87,7 @@ KNOWN = {  # number of ranks -> encoding
     50256: Encoding("gpt2", {END: 50256}),  # gpt2, r50k_base
     50280: Encoding("gpt2", {END: 50256}),  # p50k_base
     100256: Encoding("cl100k_base", {END: 100257, **_FIM, "<|endofprompt|>": 100276}),
-    128000: Encoding("cl100k_base", _llama3()),
+    128000: Encoding("cl100k_base", _llama3_special_tokens()),
     151643: Encoding("qwen", _QWEN),
     199998: Encoding("o200k_base", {END: 199999, "<|endofprompt|>": 200018}),
 }
@@ -101,16 +101,16 @@ def read_ranks(raw: bytes, words: str = "") -> tuple[dict[bytes, int], Encoding]
     for number, line in enumerate(raw.splitlines(), 1):
         if not line:
             continue
-        found = LINE.fullmatch(line)
-        if not found or number > _MOST:
+        line_match = LINE.fullmatch(line)
+        if not line_match or number > _MOST:
             raise Malformed(f"line {number} is no token in base64 and its rank")
         try:
-            token = base64.b64decode(found[1], validate=True)
+            token = base64.b64decode(line_match[1], validate=True)
         except binascii.Error:
             raise Malformed(f"line {number} is no token in base64 and its rank") from None
-        if token in tokens or int(found[2]) >= _MOST:
+        if token in tokens or int(line_match[2]) >= _MOST:
             raise Malformed(f"line {number} repeats a token, or its rank is too high")
-        tokens[token] = int(found[2])
+        tokens[token] = int(line_match[2])
     if len({*tokens.values()}) < len(tokens) or not all(bytes([b]) in tokens for b in range(256)):
         raise Malformed("two tokens have one rank, or a byte has none")
     known = KNOWN.get(len(tokens), Encoding(""))
@@ -126,7 +126,7 @@ def read_ranks(raw: bytes, words: str = "") -> tuple[dict[bytes, int], Encoding]
     return tokens, Encoding(words, special)
 
 
-def tokenizer_of_ranks(tokens: Mapping[bytes, int], encoding: Encoding) -> Tokenizer:
+def build_ranks_tokenizer(tokens: Mapping[bytes, int], encoding: Encoding) -> Tokenizer:
     """Construct a Tokenizer that gives every text the ids that tiktoken gives it by these ranks. Raises Malformed if
     its regular expression of words is none."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -134,7 +134,7 @@ def tokenizer_of_ranks(tokens: Mapping[bytes, int], encoding: Encoding) -> Token
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # of byte-level BPE: a byte's own character, or one >= 256
     letters = dict(zip(sorted(range(256), key=lambda byte: (chr(byte) not in alphabet, byte)), alphabet, strict=True))
     spelled = {"".join(letters[byte] for byte in token): rank for token, rank in tokens.items()}
-    merges = [*merges_of(sorted(spelled, key=spelled.__getitem__), spelled)]
+    merges = [*derive_merges(sorted(spelled, key=spelled.__getitem__), spelled)]
     tokenizer = Tokenizer(models.BPE({**spelled, **encoding.special}, merges, ignore_merges=True))
     try:
         words: Any = pre_tokenizers.Split(Regex(WORDS.get(encoding.words, encoding.words)), "isolated")
@@ -159,7 +159,7 @@ _SENTENCEPIECE_MODEL_MOST = 1 << 21  # pieces
 NEEDS = "a sentencepiece model needs sentencepiece: pip install 'elastic-platform[sentencepiece]'"
 
 
-def read_model(raw: bytes) -> Any:
+def read_sentencepiece_model(raw: bytes) -> Any:
     """Parse the bytes of a sentencepiece model file as its `ModelProto`. Raises Malformed for other bytes, for
     unsupported features, and if the package that has the schema is not there."""
     try:
@@ -192,24 +192,26 @@ def read_model(raw: bytes) -> Any:
     return model
 
 
-def tokenizer_of_model(model: Any) -> Tokenizer:
+def build_sentencepiece_tokenizer(model: Any) -> Tokenizer:
     """Convert a sentencepiece `ModelProto` to a Tokenizer that gives every text the same ids."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pieces, trainer, normalizer = model.pieces, model.trainer_spec, model.normalizer_spec
-    own = sorted((p.piece for p in pieces if p.type == p.USER_DEFINED), key=len, reverse=True)
+    user_pieces = sorted((p.piece for p in pieces if p.type == p.USER_DEFINED), key=len, reverse=True)
     if trainer.model_type == trainer.UNIGRAM:
         best = max((p.score for p in pieces if p.type == p.NORMAL), default=0.0)
         scored = [(p.piece, len(p.piece) * best - 0.1 if p.type == p.USER_DEFINED else p.score) for p in pieces]
-        made: Any = models.Unigram(scored, trainer.unk_id, trainer.byte_fallback)
+        core_model: Any = models.Unigram(scored, trainer.unk_id, trainer.byte_fallback)
     else:
         vocab = {piece.piece: number for number, piece in enumerate(pieces)}
         merged = sorted((p for p in pieces if p.type == p.NORMAL), key=lambda p: -p.score)
         parts = {p.piece: vocab[p.piece] for p in pieces if p.type in (p.NORMAL, p.USER_DEFINED)}
         unknown = pieces[trainer.unk_id].piece if 0 <= trainer.unk_id < len(pieces) else None
         more = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": trainer.byte_fallback}
-        made = models.BPE(vocab, [*merges_of((p.piece for p in merged), parts)], ignore_merges=bool(own), **more)
-    tokenizer = Tokenizer(made)
+        core_model = models.BPE(
+            vocab, [*derive_merges((p.piece for p in merged), parts)], ignore_merges=bool(user_pieces), **more
+        )
+    tokenizer = Tokenizer(core_model)
     charsmap = normalizer.precompiled_charsmap
     steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
     if normalizer.remove_extra_whitespaces:
@@ -218,8 +220,8 @@ def tokenizer_of_model(model: Any) -> Tokenizer:
         steps.append(normalizers.Prepend(" "))
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
     words: list[Any] = []
-    if own:
-        words.append(pre_tokenizers.Split(Regex("|".join(map(re.escape, own))), "isolated"))
+    if user_pieces:
+        words.append(pre_tokenizers.Split(Regex("|".join(map(re.escape, user_pieces))), "isolated"))
     if not any(re.search(f"[^{SPACE}]{SPACE}", p.piece) for p in pieces if p.type == p.NORMAL):
         words.append(pre_tokenizers.Split(Regex(f"{SPACE}+"), "merged_with_next"))  # no piece crosses: word by word
     if words:
@@ -245,19 +247,21 @@ MODELS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.mod
 NAMES = (JSON, *BESIDE, *MERGES, WORD_PIECES, *MODELS)  # that files of a tokenizer may have here
 
 
-def read_files(source: str, words: str = "", key: str = KEY) -> dict[str, bytes]:
+def read_tokenizer_files(source: str, words: str = "", key: str = KEY) -> dict[str, bytes]:
     """Read the files of the tokenizer at `source`, a path or URL of a folder or file, by name; tokenizer.json is among
     them, made of the others if it is not there. `words`: word pattern of a tiktoken file, see `read_ranks`. Raises
     ConfigError, in a line that names `key`."""
     try:
-        found = _gathered(source)
-        if all(name in BESIDE for name in found):
+        files = _gather_files(source)
+        if all(name in BESIDE for name in files):
             forms = ", ".join((JSON, *MODELS, MERGES[0], WORD_PIECES, "*.tiktoken"))
             raise Malformed(f"holds no tokenizer: none of {forms}")
-        return found if JSON in found else {**found, JSON: make_json(found, words)}
+        return files if JSON in files else {**files, JSON: build_tokenizer_json(files, words)}
     except (Malformed, OSError, ValueError) as error:
-        line = documents.one_line(getattr(error, "strerror", None) or error)
-        raise ConfigError(violation(key, bare_url(source), line, ["train"] if key == KEY else [])) from None
+        line = documents.printable_line(getattr(error, "strerror", None) or error)
+        raise ConfigError(
+            format_violation(key, strip_url_secrets(source), line, ["train"] if key == KEY else [])
+        ) from None
 
 
 def has_tokenizer(folder: str) -> bool:
@@ -270,36 +274,42 @@ def has_tokenizer(folder: str) -> bool:
     return bool(names & {JSON, MERGES[0], WORD_PIECES, *MODELS}) or any(name.endswith(".tiktoken") for name in names)
 
 
-def _gathered(source: str) -> dict[str, bytes]:
+def _gather_files(source: str) -> dict[str, bytes]:
     """Read the files of a tokenizer at `source`, a path or URL: return name -> bytes, unchanged. Raises Malformed,
     OSError."""
     register_url_secrets(source)
-    if reason := violation_of_protocol(source, writing=False):
+    if reason := find_protocol_fault(source, writing=False):
         raise Malformed(reason)
     storage, path = fsspec.core.url_to_fs(source)
     if storage.isdir(path):
-        there = {PurePosixPath(entry["name"]).name: entry for entry in storage.ls(path, detail=True)}
-        tiktoken = [name for name in there if name.endswith(".tiktoken")]
-        wanted = [JSON, *MERGES, WORD_PIECES, *MODELS, *BESIDE, *tiktoken]
-        names = [name for name in wanted if name in there and there[name]["type"] == "file"]
-        return {_name_of(name): _read(storage, there[name]["name"]) for name in dict.fromkeys(names)}
+        entries = {PurePosixPath(entry["name"]).name: entry for entry in storage.ls(path, detail=True)}
+        tiktoken = [name for name in entries if name.endswith(".tiktoken")]
+        known_names = [JSON, *MERGES, WORD_PIECES, *MODELS, *BESIDE, *tiktoken]
+        names = [name for name in known_names if name in entries and entries[name]["type"] == "file"]
+        return {
+            _usual_file_name(name): _read_tokenizer_file(storage, entries[name]["name"])
+            for name in dict.fromkeys(names)
+        }
     if not storage.isfile(path):
         raise Malformed("no such file or folder")
     folder, name = str(PurePosixPath(path).parent), PurePosixPath(path).name
     if name in MERGES or name == WORD_PIECES:
         raise Malformed(f"{name} is one of several files; name their folder")
     beside = [other for other in BESIDE if storage.isfile(f"{folder}/{other}")]
-    return {_name_of(name): _read(storage, path), **{other: _read(storage, f"{folder}/{other}") for other in beside}}
+    return {
+        _usual_file_name(name): _read_tokenizer_file(storage, path),
+        **{other: _read_tokenizer_file(storage, f"{folder}/{other}") for other in beside},
+    }
 
 
-def _name_of(name: str) -> str:
+def _usual_file_name(name: str) -> str:
     """Return the name under which a tokenizer's file is kept: its own, or the usual one for its format."""
     if name in NAMES:
         return name
     return "tokenizer.tiktoken" if name.endswith(".tiktoken") else JSON if name.endswith(".json") else MODELS[0]
 
 
-def _read(storage: Any, path: str) -> bytes:
+def _read_tokenizer_file(storage: Any, path: str) -> bytes:
     """Read a tokenizer's file from a storage of fsspec. Raises Malformed if it is too large, OSError."""
     if "file" in ([storage.protocol] if isinstance(storage.protocol, str) else storage.protocol):
         return documents.read_bytes(path, LARGEST)  # no pipe, no device
@@ -309,58 +319,58 @@ def _read(storage: Any, path: str) -> bytes:
     return raw
 
 
-def made_of(found: dict[str, bytes], words: str) -> bytes:
+def convert_to_tokenizer_json(files: dict[str, bytes], words: str) -> bytes:
     """Convert a tokenizer's other files to the bytes of a tokenizer.json. Raises Malformed, and what the library
     raises: only for a child process (`platform.data.parsers`)."""
-    if {*MERGES} <= found.keys():
-        made = _of_merges(found)
-    elif WORD_PIECES in found:
-        made = _of_word_pieces(found)
+    if {*MERGES} <= files.keys():
+        tokenizer = _build_bpe_tokenizer(files)
+    elif WORD_PIECES in files:
+        tokenizer = _build_word_piece_tokenizer(files)
     else:
-        made = _of_one(next(raw for name, raw in found.items() if name not in BESIDE), words)
-    _add_tokens(made, found)
-    return made.to_str().encode()
+        tokenizer = _build_single_file_tokenizer(next(raw for name, raw in files.items() if name not in BESIDE), words)
+    _add_listed_tokens(tokenizer, files)
+    return tokenizer.to_str().encode()
 
 
-def _of_one(raw: bytes, words: str) -> Tokenizer:
+def _build_single_file_tokenizer(raw: bytes, words: str) -> Tokenizer:
     """Construct a tokenizer from one file, by content: tokenizer.json, tiktoken or sentencepiece. Raises Malformed."""
     if raw[:1] == b"{":
         return parse_tokenizer(raw)
     first = raw.partition(b"\n")[0]
     if LINE.fullmatch(first.rstrip(b"\r")):
-        return tokenizer_of_ranks(*read_ranks(raw, words))
-    return tokenizer_of_model(read_model(raw))
+        return build_ranks_tokenizer(*read_ranks(raw, words))
+    return build_sentencepiece_tokenizer(read_sentencepiece_model(raw))
 
 
-def _of_merges(found: TokenizerFiles) -> Tokenizer:
+def _build_bpe_tokenizer(files: TokenizerFiles) -> Tokenizer:
     """Construct a BPE tokenizer from vocab.json and merges.txt, as GPT-2's. Raises Malformed."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    vocab = json_of(found, MERGES[0])
+    vocab = read_json_map(files, MERGES[0])
     if not all(type(i) is int and 0 <= i < 1 << 31 for i in vocab.values()):
         raise Malformed(f"{MERGES[0]}: holds more than tokens and their ids")
-    lines = found[MERGES[1]].decode(errors="strict").splitlines()
+    lines = files[MERGES[1]].decode(errors="strict").splitlines()
     pairs = [line.split(" ") for line in lines if line and not line.startswith("#version")]
     if any(len(pair) != 2 for pair in pairs):
         raise Malformed(f"{MERGES[1]}: a line is no pair of tokens")
     merges = [(left, right) for left, right in pairs]
-    tokenizer = Tokenizer(_built(lambda: models.BPE(vocab, merges)))
-    space = settings_of(found)[0].get("add_prefix_space", False) is True
+    tokenizer = Tokenizer(_build_or_refuse(lambda: models.BPE(vocab, merges)))
+    space = read_token_settings(files)[0].get("add_prefix_space", False) is True
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=space)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _of_word_pieces(found: TokenizerFiles) -> Tokenizer:
+def _build_word_piece_tokenizer(files: TokenizerFiles) -> Tokenizer:
     """Construct a WordPiece tokenizer from vocab.txt, as BERT's. Raises Malformed."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    words = found[WORD_PIECES].decode(errors="strict").split("\n")
+    words = files[WORD_PIECES].decode(errors="strict").split("\n")
     vocab = {word.rstrip("\r"): i for i, word in enumerate(words[:-1] if words[-1] == "" else words)}
-    settings = settings_of(found)[0]
+    settings = read_token_settings(files)[0]
     lower, accents = settings.get("do_lower_case", True) is True, settings.get("strip_accents")
     unknown = "[UNK]"
-    tokenizer = Tokenizer(_built(lambda: models.WordPiece(vocab, unk_token=unknown)))
+    tokenizer = Tokenizer(_build_or_refuse(lambda: models.WordPiece(vocab, unk_token=unknown)))
     chinese = settings.get("tokenize_chinese_chars", True) is True
     tokenizer.normalizer = normalizers.BertNormalizer(
         clean_text=True,
@@ -374,32 +384,34 @@ def _of_word_pieces(found: TokenizerFiles) -> Tokenizer:
     return tokenizer
 
 
-def _add_tokens(tokenizer: Tokenizer, found: TokenizerFiles) -> None:
+def _add_listed_tokens(tokenizer: Tokenizer, files: TokenizerFiles) -> None:
     """Add the tokens that added_tokens.json, or tokenizer_config.json, has beside the vocabulary, in the order of their
     ids. Raises Malformed if one would get another id."""
     from tokenizers import AddedToken
 
-    wanted: dict[int, tuple[str, bool]] = {}
-    if "added_tokens.json" in found:
-        wanted |= {i: (text, True) for text, i in json_of(found, "added_tokens.json").items() if type(i) is int}
-    described = settings_of(found)[0].get("added_tokens_decoder")
+    listed_tokens: dict[int, tuple[str, bool]] = {}
+    if "added_tokens.json" in files:
+        listed_tokens |= {
+            i: (text, True) for text, i in read_json_map(files, "added_tokens.json").items() if type(i) is int
+        }
+    described = read_token_settings(files)[0].get("added_tokens_decoder")
     for number, token in (described if isinstance(described, dict) else {}).items():
         if number.isdecimal() and isinstance(token, dict) and isinstance(token.get("content"), str):
-            wanted[int(number)] = token["content"], token.get("special") is True
-    for number, (text, special) in sorted(wanted.items()):
+            listed_tokens[int(number)] = token["content"], token.get("special") is True
+    for number, (text, special) in sorted(listed_tokens.items()):
         tokenizer.add_tokens([AddedToken(text, special=special, normalized=False)])
         if tokenizer.token_to_id(text) != number:
-            raise Malformed(f"the added token {shown(text)} has the id {number}, which leaves a gap")
+            raise Malformed(f"the added token {shorten_value(text)} has the id {number}, which leaves a gap")
 
 
-def _built(make: Callable[[], Any]) -> Any:
+def _build_or_refuse(make: Callable[[], Any]) -> Any:
     """Call `make`, which builds a tokenizer's part from foreign data; return that. Raises Malformed if it fails."""
     try:
         return make()
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # the library raises its own, and panics are no Exception
-        raise Malformed(documents.one_line(error)) from None
+        raise Malformed(documents.printable_line(error)) from None
 
 
 def parse_tokenizer(raw: bytes) -> Tokenizer:
@@ -411,43 +423,43 @@ def parse_tokenizer(raw: bytes) -> Tokenizer:
         text = raw.decode()
     except UnicodeDecodeError:
         raise Malformed(f"{JSON} is no UTF-8") from None
-    tokenizer: Tokenizer = _built(lambda: Tokenizer.from_str(text))
+    tokenizer: Tokenizer = _build_or_refuse(lambda: Tokenizer.from_str(text))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # not saved in the file: special tokens in a text are text
     return tokenizer
 
 
-def json_of(found: TokenizerFiles, name: str) -> dict[str, Any]:
+def read_json_map(files: TokenizerFiles, name: str) -> dict[str, Any]:
     """Return the map in the JSON file `name` of a tokenizer's files, {} if it is not there. Raises Malformed."""
-    if name not in found:
+    if name not in files:
         return {}
     try:
-        value = documents.from_json(found[name], LARGEST, _VALUES, strict=False)
+        value = documents.parse_json(files[name], LARGEST, _VALUES, strict=False)
     except Malformed as error:
-        raise error.within(name) from None
+        raise error.add_outer_key(name) from None
     if type(value) is not dict:
         raise Malformed("no map", name)
     return value
 
 
-def settings_of(found: TokenizerFiles) -> list[dict[str, Any]]:
+def read_token_settings(files: TokenizerFiles) -> list[dict[str, Any]]:
     """Return the settings in a tokenizer's files that name special tokens, most important first. Raises Malformed."""
-    return [json_of(found, CONFIG), json_of(found, "special_tokens_map.json")]
+    return [read_json_map(files, CONFIG), read_json_map(files, "special_tokens_map.json")]
 
 
-def chat_template(found: TokenizerFiles) -> str:
+def chat_template(files: TokenizerFiles) -> str:
     """Return the text of a tokenizer's chat template (Jinja), out of its files; "" if it has none. Raises Malformed."""
-    if TEMPLATE in found:
-        return found[TEMPLATE].decode(errors="strict")
-    given = json_of(found, CONFIG).get("chat_template", "")
-    if isinstance(given, list):  # several by name
-        named = {t.get("name"): t.get("template") for t in given if isinstance(t, dict)}
-        given = named.get("default", "")
-    return given if isinstance(given, str) else ""
+    if TEMPLATE in files:
+        return files[TEMPLATE].decode(errors="strict")
+    template = read_json_map(files, CONFIG).get("chat_template", "")
+    if isinstance(template, list):  # several by name
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default", "")
+    return template if isinstance(template, str) else ""
 
 
-def with_config(found: TokenizerFiles, settings: Mapping[str, Any]) -> dict[str, bytes]:
+def add_config_keys(files: TokenizerFiles, settings: Mapping[str, Any]) -> dict[str, bytes]:
     """Return a tokenizer's files with the keys `settings` added in tokenizer_config.json."""
-    raw = json.dumps({**json_of(found, CONFIG), **settings}, indent=2) + "\n"
-    return {**found, CONFIG: raw.encode()}
+    raw = json.dumps({**read_json_map(files, CONFIG), **settings}, indent=2) + "\n"
+    return {**files, CONFIG: raw.encode()}

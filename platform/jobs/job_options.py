@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import Field, dataclass, fields
 from typing import Any, TypeVar, get_type_hints
 
-from platform.boundary.refusals import closest, in_words, refuse_all, violation
+from platform.boundary.refusals import closest_values, format_value, format_violation, refuse_all
 from platform.config.fields import violations_of_value
-from platform.config.key import WORKERS, job_seconds, key, type_in_words
+from platform.config.key import WORKERS, describe_type, key, parse_job_limit
 
 PREFIX = "job."
 _NAMED = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
@@ -136,26 +136,30 @@ def take_options(kind: type[Options], arguments: Sequence[str]) -> tuple[Options
     line per mistake in the options."""
     known: dict[str, Field[Any]] = {f"{PREFIX}{f.name}": f for f in fields(kind)}
     hints = get_type_hints(kind)
-    given: dict[str, Any] = {}
-    lines, rest = [], []
+    option_values: dict[str, Any] = {}
+    lines, other_arguments = [], []
     for argument in arguments:
         name, equals, text = argument.lstrip("+").partition("=")
         if not name.startswith(PREFIX):
-            rest.append(argument)
+            other_arguments.append(argument)
         elif not equals or name not in known:
-            near = closest(name.removeprefix(PREFIX), hints)[:3]
-            lines.append(violation(name, text, "unknown key", [f"{PREFIX}{one}" for one in near]))
+            near = closest_values(name.removeprefix(PREFIX), hints)[:3]
+            lines.append(format_violation(name, text, "unknown key", [f"{PREFIX}{one}" for one in near]))
         else:
             field = known[name]
             try:
-                given[field.name] = _parse(text, hints[field.name])
+                option_values[field.name] = _parse_option(text, hints[field.name])
             except ValueError:
-                lines.append(violation(name, text, f"must be {type_in_words(hints[field.name])}", [field.default]))
-    lines += [line for name, value in given.items() for line in _violations_of_option(known[f"{PREFIX}{name}"], value)]
-    return kind(**(given if not lines else {})), rest, lines
+                lines.append(
+                    format_violation(name, text, f"must be {describe_type(hints[field.name])}", [field.default])
+                )
+    lines += [
+        line for name, value in option_values.items() for line in _violations_of_option(known[f"{PREFIX}{name}"], value)
+    ]
+    return kind(**(option_values if not lines else {})), other_arguments, lines
 
 
-def _parse(text: str, kind: Any) -> Any:
+def _parse_option(text: str, kind: Any) -> Any:
     """Parse the typed value of a job's option, of type `kind`. Raises ValueError for an illegal one."""
     if kind is bool:
         return {"true": True, "false": False}[text] if text in ("true", "false") else int("")
@@ -172,12 +176,12 @@ def _violations_of_option(field: Field[Any], value: Any) -> Iterator[str]:
     yield from violations_of_value(f"{PREFIX}{field.name}", value, field.metadata["key"])
     if field.name in ("time", "wait") and value:
         try:
-            job_seconds(value)
+            parse_job_limit(value)
         except ValueError:
-            yield violation(f"{PREFIX}{field.name}", value, "must be H:MM:SS or D-HH:MM:SS", ["48:00:00"])
+            yield format_violation(f"{PREFIX}{field.name}", value, "must be H:MM:SS or D-HH:MM:SS", ["48:00:00"])
 
 
-def lacking_options(needed: dict[str, str]) -> None:
+def refuse_missing_options(needed: dict[str, str]) -> None:
     """Raise ConfigError, with a line for each, if keys that must be given are not. `needed`: key -> its value, "" for
     none."""
     example = {
@@ -187,10 +191,10 @@ def lacking_options(needed: dict[str, str]) -> None:
         "job.claim": "job.claim=NAME",
     }
     missing = [name for name, value in needed.items() if not value]
-    refuse_all(violation(n, "", "must be given", [example.get(n, f"{n}=2")]) for n in missing)
+    refuse_all(format_violation(n, "", "must be given", [example.get(n, f"{n}=2")]) for n in missing)
 
 
-def options_page(kind: type[JobOptions]) -> Iterator[str]:
+def list_option_rows(kind: type[JobOptions]) -> Iterator[str]:
     """Yield the rows of a table of a job's own options for a page: key, default and meaning."""
     shared = {f.name for f in fields(JobOptions)}
     for f in fields(kind):
@@ -198,5 +202,5 @@ def options_page(kind: type[JobOptions]) -> Iterator[str]:
             default = f.default_factory() if callable(f.default_factory) else f.default
             legal = f.metadata["key"].choices
             one_of = f" ({', '.join(str(c) or chr(34) * 2 for c in legal)})" if legal else ""
-            cell = f"`{in_words(default)}`" if default != "" else ""
+            cell = f"`{format_value(default)}`" if default != "" else ""
             yield f"| `{PREFIX}{f.name}` | {cell} | {f.metadata['key'].guidance}{one_of} |"

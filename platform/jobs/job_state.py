@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from platform.boundary import documents
-from platform.boundary.refusals import ConfigError, as_refusal, typed_command, violation
+from platform.boundary.refusals import ConfigError, format_violation, refuse_failures, typed_command
 from platform.boundary.schema import Malformed
 from platform.cluster import run_directory
-from platform.config.key import hms
-from platform.jobs.supervisor import CLOSED, ENDED, read_drivers, spent
+from platform.config.key import format_hms
+from platform.jobs.supervisor import CLOSED, ENDED, count_spent_retries, read_drivers
 from platform.monitor import events
 from platform.monitor.events import End, JournalEvent
 from platform.monitor.json_records import JOURNAL, METRICS
 from platform.monitor.verdict.evidence import ALIVE, GONE, STOPPED, UNKNOWN
-from platform.plan.layout import count_of
+from platform.plan.layout import format_count
 from platform.status.seen_run import owner_state
 
 # Logs of a job in its run directory, which outlive the nodes: of workers, of the driver, of Ray on every node.
@@ -39,31 +39,31 @@ _KEPT = 100  # lines of each of Ray's files that are kept when a node's Ray has 
 _MOST = 8 << 20  # bytes of a node's log: what comes back again and again must not fill a storage
 
 
-def log_files(run_dir: Path) -> list[Path]:
+def list_log_files(run_dir: Path) -> list[Path]:
     """List the log files of a run directory, the last written at the end."""
-    found = []
+    dated_files = []
     for path in (run_dir / LOGS).glob("*.log"):
         with suppress(OSError):
             if not path.is_symlink() and path.is_file():
-                found.append((path.stat().st_mtime, path))
-    return [path for _, path in sorted(found)]
+                dated_files.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(dated_files)]
 
 
-def log_lines(run_dir: Path, name: str = "", count: int = 20) -> Iterator[str]:
+def read_log_lines(run_dir: Path, name: str = "", count: int = 20) -> Iterator[str]:
     """Yield the last `count` lines of each log of a run directory whose name contains `name`, the one that was written
     last at the end. Raises ConfigError if there is none."""
-    found = [path for path in log_files(run_dir) if name in path.name]
-    if not found:
-        there = [path.name for path in log_files(run_dir)][-3:]
-        what = f"has no log with {name!r} in its name" if there else "has no logs"
-        raise ConfigError(violation("run.dir", run_dir, what, there))
-    for path in found:
+    log_paths = [path for path in list_log_files(run_dir) if name in path.name]
+    if not log_paths:
+        existing_names = [path.name for path in list_log_files(run_dir)][-3:]
+        constraint = f"has no log with {name!r} in its name" if existing_names else "has no logs"
+        raise ConfigError(format_violation("run.dir", run_dir, constraint, existing_names))
+    for path in log_paths:
         yield f"==> {path} <=="
-        yield from tail(path, count)
+        yield from read_last_log_lines(path, count)
         yield ""
 
 
-def tail(path: Path, count: int) -> list[str]:
+def read_last_log_lines(path: Path, count: int) -> list[str]:
     """Return the last `count` lines of a text file, without what would move a terminal's cursor; [] if it cannot be
     read."""
     try:
@@ -79,20 +79,22 @@ def tail(path: Path, count: int) -> list[str]:
     return ["".join(c if c.isprintable() or c == "\t" else " " for c in line) for line in lines][-count:]
 
 
-def keep_ray_logs(run_dir: Path | None, directory: str, said: str) -> None:
+def keep_ray_logs(run_dir: Path | None, directory: str, ray_output: str) -> None:
     """Append to logs/node-HOST.log of a run directory how Ray ended on this node: the output of its command, and the
     end of its own files below `directory`, which is deleted with the node's part of the job. An error here is no reason
     for a node to stop."""
     if run_dir is None:
         return
     host = socket.gethostname()
-    parts = [("ray start", said.splitlines())]
-    parts += [(name, tail(Path(directory, "ray", "session_latest", "logs", name), _KEPT)) for name in _RAY]
+    parts = [("ray start", ray_output.splitlines())]
+    parts += [
+        (name, read_last_log_lines(Path(directory, "ray", "session_latest", "logs", name), _KEPT)) for name in _RAY
+    ]
     text = "".join(f"-- {name}\n" + "".join(f"{line}\n" for line in lines) for name, lines in parts if lines)
-    NodeLog(run_dir).write(f"== {time.strftime('%Y-%m-%d %H:%M:%S')} Ray has ended on {host}\n{text}".encode())
+    NodeLog(run_dir).append_text(f"== {time.strftime('%Y-%m-%d %H:%M:%S')} Ray has ended on {host}\n{text}".encode())
 
 
-def keep_at_the_end(run_dir: Path) -> None:
+def keep_logs_at_end(run_dir: Path) -> None:
     """Wait for SIGTERM or SIGINT, sent to a container beside Ray's when that has ended; then run `keep_ray_logs`."""
     ends = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)
@@ -108,7 +110,7 @@ class NodeLog:
         """Name the log of this node in a run directory, logs/node-HOST.log; nothing is written yet."""
         self._path = run_dir / LOGS / f"node-{socket.gethostname()}.log"
 
-    def write(self, text: bytes) -> None:
+    def append_text(self, text: bytes) -> None:
         """Append text to this node's log in the run directory."""
         with suppress(OSError):
             self._path.parent.mkdir(0o700, parents=True, exist_ok=True)
@@ -124,40 +126,40 @@ _HOW = {GONE: "lost: it has no end, and is gone", STOPPED: "stopped by a signal,
 _SHOWN = 20  # lives, the newest
 
 
-def status_lines(run_dir: Path) -> Iterator[str]:
+def describe_status(run_dir: Path) -> Iterator[str]:
     """Yield the lines of `python -m platform.jobs status`. Raises ConfigError if the directory holds no run, or what
     none writes."""
-    with as_refusal("run.dir", run_dir, OSError, Malformed, why="cannot be read ({})"):
-        config = run_directory.configuration(run_dir)
-        journal, drivers = list(run_directory.journal(run_dir)), read_drivers(run_dir)
-        step = run_directory.steps(run_dir)
+    with refuse_failures("run.dir", run_dir, OSError, Malformed, why="cannot be read ({})"):
+        config = run_directory.read_configuration(run_dir)
+        journal, drivers = list(run_directory.read_journal(run_dir)), read_drivers(run_dir)
+        step = run_directory.find_last_step(run_dir)
     if config is None and not journal and not drivers:
-        raise ConfigError(violation("run.dir", run_dir, "holds no run", ["what run.dir= said in the job"]))
-    lives = run_directory.lives(journal)
+        raise ConfigError(format_violation("run.dir", run_dir, "holds no run", ["what run.dir= said in the job"]))
+    lives = run_directory.split_by_driver(journal)
     yield f"run directory: {run_dir}"
-    yield f"state: {_state(run_dir, lives, drivers)}"
+    yield f"state: {_describe_state(run_dir, lives, drivers)}"
     saved = [event for event in journal if isinstance(event, events.Checkpoint)]
     newest = f"{saved[-1].step} ({saved[-1].directory})" if saved else "none"
     yield f"step: {step}{f' of {config.train.steps}' if config else ''}; newest checkpoint: {newest}"
     if drivers:
-        yield f"retries spent since the job was last closed: {spent(drivers)}"
+        yield f"retries spent since the job was last closed: {count_spent_retries(drivers)}"
     if lives:
         yield f"lives: {len(lives)}{f', of which the last {_SHOWN}' if len(lives) > _SHOWN else ''}"
         before = ""
         for number, life in [*enumerate(lives, 1)][-_SHOWN:]:
-            yield _line(number, life, before)
-            before = _code(life) or before
-    yield from _last_failure(journal)
-    found = log_files(run_dir)
-    yield f"logs: {count_of(len(found), 'file')} in {run_dir / 'logs'}; {typed_command('jobs')} logs {run_dir}"
+            yield _describe_life(number, life, before)
+            before = _find_code_hash(life) or before
+    yield from _describe_last_failure(journal)
+    log_paths = list_log_files(run_dir)
+    yield f"logs: {format_count(len(log_paths), 'file')} in {run_dir / 'logs'}; {typed_command('jobs')} logs {run_dir}"
 
 
-def _code(life: Sequence[JournalEvent]) -> str:
+def _find_code_hash(life: Sequence[JournalEvent]) -> str:
     """Return the hash of the package's sources that a job's driver ran, from its events; "" if not recorded."""
     return next(((e.code or {}).get("platform", "") for e in life if isinstance(e, events.Starting)), "")
 
 
-def _end(life: Sequence[JournalEvent]) -> tuple[float | None, str]:
+def _find_end(life: Sequence[JournalEvent]) -> tuple[float | None, str]:
     """Return when and, in words, how a driver ended, from its events; (None, "no end") if it has not."""
     for event in life:
         if isinstance(event, End):
@@ -166,60 +168,65 @@ def _end(life: Sequence[JournalEvent]) -> tuple[float | None, str]:
     return None, "no end"
 
 
-def _state(run_dir: Path, lives: Sequence[Sequence[JournalEvent]], drivers: Sequence[dict[str, Any]]) -> str:
+def _describe_state(run_dir: Path, lives: Sequence[Sequence[JournalEvent]], drivers: Sequence[dict[str, Any]]) -> str:
     """Return in words whether a driver trains the run now and, if not, how the last one ended."""
     last = drivers[-1] if drivers else {}
     if last.get("event") == CLOSED and "status" in last:
-        return f"ended with status {last['status']} ({_ENDS.get(last['status'], 'lost')}), {_since(last['time'])}"
+        return (
+            f"ended with status {last['status']} ({_ENDS.get(last['status'], 'lost')}), {_describe_age(last['time'])}"
+        )
     if last.get("event") == ENDED:
-        return f"between two lives: a driver ended with status {last.get('status')} {_since(last['time'])}"
-    ended, end = _end(lives[-1]) if lives else (None, "")
+        return f"between two lives: a driver ended with status {last.get('status')} {_describe_age(last['time'])}"
+    ended, end = _find_end(lives[-1]) if lives else (None, "")
     if ended is not None:
-        return f"ended: {end}, {_since(ended)}"
+        return f"ended: {end}, {_describe_age(ended)}"
     if not lives and not last:
         return "nothing has started"
     with suppress(OSError):
-        owner = documents.one_line(documents.read_bytes(run_dir / run_directory.LOCK))
-        return f"{_HOW[owner_state(owner)]}: {owner}, which wrote last {_ago(run_dir)}"
-    return f"its driver has no end, and wrote last {_ago(run_dir)}"
+        owner = documents.printable_line(documents.read_bytes(run_dir / run_directory.LOCK))
+        return f"{_HOW[owner_state(owner)]}: {owner}, which wrote last {_describe_last_write(run_dir)}"
+    return f"its driver has no end, and wrote last {_describe_last_write(run_dir)}"
 
 
-def _ago(run_dir: Path) -> str:
+def _describe_last_write(run_dir: Path) -> str:
     """Return in words how long ago the run in a run directory last wrote something."""
     times = []
     for name in (JOURNAL, METRICS):
         with suppress(OSError):
             times.append((run_dir / name).stat().st_mtime)
-    return _since(max(times, default=0.0))
+    return _describe_age(max(times, default=0.0))
 
 
-def _since(moment: float) -> str:
+def _describe_age(moment: float) -> str:
     """Return in words how long ago a moment was, given in seconds since the epoch; 0: never."""
     seconds = max(0, int(time.time() - moment))
-    return f"{hms(seconds)} ago" if moment else "never"
+    return f"{format_hms(seconds)} ago" if moment else "never"
 
 
-def _line(number: int, life: Sequence[JournalEvent], code_before: str) -> str:
+def _describe_life(number: int, life: Sequence[JournalEvent], code_before: str) -> str:
     """Return the line of `platform.jobs status` on one driver, from its journal events: number, start, duration, last
     step, end, nodes and failures. `code_before`: hash of the sources that the driver before it ran, "" if not known."""
-    (ended, end), code = _end(life), _code(life)
+    (ended, end), code = _find_end(life), _find_code_hash(life)
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(life[0].time))
-    lasted = "no end" if ended is None else hms(int(ended - life[0].time))
+    lasted = "no end" if ended is None else format_hms(int(ended - life[0].time))
     step = max(getattr(event, "step", 0) or 0 for event in life)
     formed = [event for event in life if isinstance(event, events.Formed)]
     nodes = len({worker.get("node") for worker in formed[-1].workers}) if formed else 0
     failures = sum(isinstance(event, events.Failure) for event in life)
-    said = [count_of(nodes, "node")] if nodes else []
-    said += [count_of(failures, "failure")] if failures else []
-    said += [f"other code: {code}"] if code_before and code not in ("", code_before) else []
-    return f"  {number}  {began}  {lasted}  to step {step}  {end}{''.join(f', {s}' for s in said)}"
+    remarks = [format_count(nodes, "node")] if nodes else []
+    remarks += [format_count(failures, "failure")] if failures else []
+    remarks += [f"other code: {code}"] if code_before and code not in ("", code_before) else []
+    return f"  {number}  {began}  {lasted}  to step {step}  {end}{''.join(f', {s}' for s in remarks)}"
 
 
-def _last_failure(journal: Sequence[JournalEvent]) -> Iterator[str]:
+def _describe_last_failure(journal: Sequence[JournalEvent]) -> Iterator[str]:
     """Yield a line on the last failure of a worker, with node and cause, if there was one."""
-    found = [event for event in journal if isinstance(event, events.Failure)]
-    if found:
-        last = found[-1]
-        where = f"; {last.log}" if last.log else ""
-        cause = documents.one_line(last.cause)
-        yield f"last failure: worker {last.number} on {last.node}, {_since(last.time)}: {last.kind}: {cause}{where}"
+    failures = [event for event in journal if isinstance(event, events.Failure)]
+    if failures:
+        last = failures[-1]
+        log_note = f"; {last.log}" if last.log else ""
+        cause = documents.printable_line(last.cause)
+        yield (
+            f"last failure: worker {last.number} on {last.node}, {_describe_age(last.time)}: "
+            f"{last.kind}: {cause}{log_note}"
+        )

@@ -8,13 +8,23 @@ from typing import Any
 
 import yaml
 
-from platform.boundary.refusals import refuse_all, violation
+from platform.boundary.refusals import format_violation, refuse_all
 from platform.config.groups import Monitor
-from platform.config.key import job_seconds
+from platform.config.key import parse_job_limit
 from platform.jobs.job_options import KubernetesOptions, take_options
-from platform.jobs.planned_run import GIB, TEMPLATES, JobSize, PlannedRun, as_typed, fill, folded, plan_job, within
+from platform.jobs.planned_run import (
+    GIB,
+    TEMPLATES,
+    JobSize,
+    PlannedRun,
+    fill_template,
+    fold_words,
+    plan_job,
+    quote_typed_words,
+    refuse_outside_paths,
+)
 from platform.monitor.sinks.sink_process import secrets_of_sinks
-from platform.plan.layout import count_of
+from platform.plan.layout import format_count
 
 _HEAD = {"cuda": {"cpu": "8", "memory": "32Gi"}, "cpu": {"cpu": "1", "memory": "4Gi"}}
 _DISK = {"cuda": "50Gi", "cpu": "5Gi"}  # of a node's own disk: logs, and what Ray spills
@@ -28,25 +38,25 @@ _KINDS = {  # launcher -> how a job's title names its kind, and its templates
 _OF_RAY = ("head_select", "head_tolerate", "wait")  # options that an Indexed Job, which has no head, does not read
 
 
-def kubernetes_job(typed: Sequence[str], config_dir: str | None = None) -> str:
+def render_kubernetes_job(typed: Sequence[str], config_dir: str | None = None) -> str:
     """Write the manifest of a run from arguments and options job.KEY=VALUE (KubernetesOptions). Raises ConfigError."""
     run = plan_job(KubernetesOptions, typed, config_dir, lambda o: f"{o.mount}/runs/{o.name}")
-    within(run.config, run.options.mount)
+    refuse_outside_paths(run.config, run.options.mount)
     _check_launcher(run)
-    values = _values(run)
-    parts = [fill((TEMPLATES / name).read_text(), values) for name in _KINDS[run.options.launcher][1]]
-    return fill((TEMPLATES / "title.txt").read_text(), values) + "---\n".join(parts)
+    values = _template_values(run)
+    parts = [fill_template((TEMPLATES / name).read_text(), values) for name in _KINDS[run.options.launcher][1]]
+    return fill_template((TEMPLATES / "title.txt").read_text(), values) + "---\n".join(parts)
 
 
-def kubernetes_claim(typed: Sequence[str], config_dir: str | None = None) -> tuple[str, str, str] | None:
-    """Write the claim that the arguments `typed`, which `kubernetes_job` takes, ask for with job.storage; return the
-    name of its file, its text and its size, None if they ask for none. It is no part of the job's own file: what
+def render_kubernetes_claim(typed: Sequence[str], config_dir: str | None = None) -> tuple[str, str, str] | None:
+    """Write the claim that the arguments `typed`, which `render_kubernetes_job` takes, ask for with job.storage; return
+    the name of its file, its text and its size, None if they ask for none. It is no part of the job's own file: what
     deletes a job must not delete its checkpoints."""
     o, _, _ = take_options(KubernetesOptions, typed)
     if not o.storage:
         return None
-    command = as_typed([*(["--config-dir", config_dir] if config_dir else []), *typed])
-    text = fill((TEMPLATES / "claim.yaml").read_text(), {**_flowed(vars(o)), "command": command})
+    command = quote_typed_words([*(["--config-dir", config_dir] if config_dir else []), *typed])
+    text = fill_template((TEMPLATES / "claim.yaml").read_text(), {**_format_values(vars(o)), "command": command})
     return f"claim-{o.claim}.yaml", text, o.storage
 
 
@@ -57,41 +67,53 @@ def _check_launcher(run: PlannedRun) -> None:
     if o.launcher == "ray":
         return
     lines = [
-        violation(f"job.{name}", value, "is for job.launcher=ray", [f"job.{name}={'' if name == 'wait' else '[]'}"])
+        format_violation(
+            f"job.{name}", value, "is for job.launcher=ray", [f"job.{name}={'' if name == 'wait' else '[]'}"]
+        )
         for name in _OF_RAY
         if (value := getattr(o, name))
     ]
-    world, each = run.world, run.size.workers
+    world, node_workers = run.world, run.size.workers
     if elastic.spares:
         lines.append(
-            violation("elastic.spares", elastic.spares, "torchrun starts the plan's workers and no others", [0])
+            format_violation("elastic.spares", elastic.spares, "torchrun starts the plan's workers and no others", [0])
         )
     if elastic.max_workers > world:
-        lines.append(violation("elastic.max_workers", elastic.max_workers, "torchrun starts no more", [world, 0]))
-    if world % each:
-        legal = [n for n in range(each, 0, -1) if world % n == 0]
-        lines.append(violation("job.workers", each, f"torchrun starts as many on each node, {world} in all", legal[:1]))
+        lines.append(
+            format_violation("elastic.max_workers", elastic.max_workers, "torchrun starts no more", [world, 0])
+        )
+    if world % node_workers:
+        legal = [n for n in range(node_workers, 0, -1) if world % n == 0]
+        lines.append(
+            format_violation(
+                "job.workers", node_workers, f"torchrun starts as many on each node, {world} in all", legal[:1]
+            )
+        )
     refuse_all(lines)
 
 
-def _nodes(run: PlannedRun) -> str:
+def _describe_nodes(run: PlannedRun) -> str:
     """Return in words how many nodes a Kubernetes job has, and how many GPUs or workers each of them."""
     size = run.size
-    what = count_of(size.workers, "GPU") if size.device == "cuda" else f"{count_of(size.workers, 'worker')} on CPUs"
-    less = size.least < size.most and run.options.launcher == "ray"
-    nodes = f"{size.least} to {size.most} nodes" if less else count_of(size.most, "node")
-    return f"{nodes} of {what}"
+    node_content = (
+        format_count(size.workers, "GPU")
+        if size.device == "cuda"
+        else f"{format_count(size.workers, 'worker')} on CPUs"
+    )
+    can_start_smaller = size.least < size.total_nodes and run.options.launcher == "ray"
+    nodes = f"{size.least} to {size.total_nodes} nodes" if can_start_smaller else format_count(size.total_nodes, "node")
+    return f"{nodes} of {node_content}"
 
 
-def _values(run: PlannedRun) -> dict[str, str | None]:
+def _template_values(run: PlannedRun) -> dict[str, str | None]:
     """Return template place -> YAML on one line for the manifest of a Kubernetes job; None for a place that this job
     does not have."""
     o, size, gpu = run.options, run.size, run.size.device == "cuda"
     grace = max(120, size.margin + 60)
-    seconds = job_seconds(o.time) if o.time else None
-    waiting = job_seconds(o.wait) if o.wait else None
-    own: dict[str, Any] = {
-        "run_dir": _run_dir(run),
+    seconds = parse_job_limit(o.time) if o.time else None
+    waiting = parse_job_limit(o.wait) if o.wait else None
+    job_values: dict[str, Any] = {
+        "run_dir": _find_run_dir(run),
         "deadline": None if seconds is None or waiting is None else seconds + waiting + grace,
         "waiting": waiting,
         "ray": version("ray"),
@@ -99,76 +121,76 @@ def _values(run: PlannedRun) -> dict[str, str | None]:
         "drain": str(max(60, size.margin)),
         "interface": o.interface if gpu else None,
         "head": {**_HEAD[size.device], "ephemeral-storage": _DISK[size.device]},
-        "worker": _resources(size),
+        "worker": _worker_resources(size),
         "least": size.least,
-        "most": size.most,
-        "elastic": size.least < size.most,
+        "most": size.total_nodes,
+        "elastic": size.least < size.total_nodes,
         "shm": f"{size.shm // GIB}Gi",
         "pull_secrets": [{"name": name} for name in o.pull_secrets],
         "marks": {**(_SCRAPED if o.launcher == "ray" else {}), **({_TOPOLOGY: o.topology} if o.topology else {})},
-        "pod_losses": (o.retries + 1) * size.most,
-        "head_select": _labels(o.head_select),
-        "head_tolerate": [_toleration(pair) for pair in o.head_tolerate],
-        "select": _labels(o.select),
-        "tolerate": [_toleration(pair) for pair in ([_TAINT] if gpu else []) + o.tolerate],
+        "pod_losses": (o.retries + 1) * size.total_nodes,
+        "head_select": _parse_labels(o.head_select),
+        "head_tolerate": [_parse_toleration(pair) for pair in o.head_tolerate],
+        "select": _parse_labels(o.select),
+        "tolerate": [_parse_toleration(pair) for pair in ([_TAINT] if gpu else []) + o.tolerate],
     }
     limit = [f"--time-limit={seconds}"] if seconds is not None else []
     options = [f"--retries={o.retries}", f"--notice={grace}", *limit]
     command = ["python", "-m", "platform.jobs", "supervise", *options, *run.arguments]
-    variables = [_variable(text) for text in o.secrets]
-    of_services = _of_services(run.config.monitor, {variable["name"] for variable in variables})
+    variables = [_secret_variable(text) for text in o.secrets]
+    sink_variables = _service_variables(run.config.monitor, {variable["name"] for variable in variables})
     return {
-        **_flowed({**vars(o), **own}),
+        **_format_values({**vars(o), **job_values}),
         "kind": _KINDS[o.launcher][0],
-        "nodes": _nodes(run),
+        "nodes": _describe_nodes(run),
         "command": run.command,
-        "entrypoint": folded(command),
-        "secrets": _items(variables) if variables else None,
-        "secrets_of_run": _items([*variables, *of_services]) if variables or of_services else None,
-        "arguments": _items(_pod_arguments(run, limit)),
+        "entrypoint": fold_words(command),
+        "secrets": _format_list(variables) if variables else None,
+        "secrets_of_run": _format_list([*variables, *sink_variables]) if variables or sink_variables else None,
+        "arguments": _format_list(_list_pod_arguments(run, limit)),
     }
 
 
-def _pod_arguments(run: PlannedRun, limit: list[str]) -> list[str]:
+def _list_pod_arguments(run: PlannedRun, limit: list[str]) -> list[str]:
     """Return the arguments of `platform.jobs pod` in every pod, as Kubernetes reads them: $(NAME) is a variable, and $$
     a $."""
     o, size = run.options, run.size
-    own = [
-        f"{_dollars(_run_dir(run))}/pods/$(JOB_UID)",  # of this Job: one that is made again has another
+    pod_arguments = [
+        f"{_double_dollars(_find_run_dir(run))}/pods/$(JOB_UID)",  # of this Job: one that is made again has another
         "--index=$(JOB_COMPLETION_INDEX)",
-        *(f"--pods={size.most}", f"--workers={size.workers}"),
+        *(f"--pods={size.total_nodes}", f"--workers={size.workers}"),
         *(f"--first={o.name}-0.{o.name}", "--address=$(POD_IP)", f"--drain={max(60, size.margin)}"),
         *(f"--retries={o.retries}", *limit, "--run"),
     ]
-    return [*own, *map(_dollars, run.arguments)]
+    return [*pod_arguments, *map(_double_dollars, run.arguments)]
 
 
-def _run_dir(run: PlannedRun) -> str:
+def _find_run_dir(run: PlannedRun) -> str:
     """Return the run directory of a Kubernetes job, as the last argument run.dir=PATH of its run names it."""
     typed = next(word.partition("=")[2] for word in reversed(run.arguments) if word.startswith("run.dir="))
     return typed.strip("'\"")
 
 
-def _dollars(word: str) -> str:
+def _double_dollars(word: str) -> str:
     """Return an argument of a pod with each $ doubled, so that Kubernetes expands no variable in it."""
     return word.replace("$", "$$")
 
 
-def _resources(size: JobSize) -> dict[str, str]:
+def _worker_resources(size: JobSize) -> dict[str, str]:
     """Return a worker pod's requests, which are its limits too."""
     gpus = {"nvidia.com/gpu": str(size.workers)} if size.device == "cuda" else {}
-    own = {"cpu": str(size.cpus), "memory": f"{size.memory // GIB}Gi", "ephemeral-storage": _DISK[size.device]}
-    return {**own, **gpus}
+    requests = {"cpu": str(size.cpus), "memory": f"{size.memory // GIB}Gi", "ephemeral-storage": _DISK[size.device]}
+    return {**requests, **gpus}
 
 
-def _variable(text: str) -> dict[str, Any]:
+def _secret_variable(text: str) -> dict[str, Any]:
     """Return the environment variable that comes from a Secret, typed as NAME=SECRET/KEY."""
-    name, _, place = text.partition("=")
-    secret, _, key = place.partition("/")
+    name, _, secret_place = text.partition("=")
+    secret, _, key = secret_place.partition("/")
     return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
 
 
-def _of_services(monitor: Monitor, named: Collection[str]) -> list[dict[str, Any]]:
+def _service_variables(monitor: Monitor, named: Collection[str]) -> list[dict[str, Any]]:
     """Return the variables with address and token of a run's services, but for `named` ones, each from a Secret."""
     return [
         {"name": variable, "valueFrom": {"secretKeyRef": {"name": service, "key": key, "optional": True}}}
@@ -177,28 +199,28 @@ def _of_services(monitor: Monitor, named: Collection[str]) -> list[dict[str, Any
     ]
 
 
-def _labels(pairs: Sequence[str]) -> dict[str, str]:
+def _parse_labels(pairs: Sequence[str]) -> dict[str, str]:
     """Return the node labels of a Kubernetes job, typed as KEY=VALUE, as a mapping."""
     return {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
 
 
-def _toleration(taint: str) -> dict[str, str]:
+def _parse_toleration(taint: str) -> dict[str, str]:
     """Return the Kubernetes toleration of a node's taint, typed as KEY or KEY=VALUE."""
     key, equals, value = taint.partition("=")
     return {"key": key, **({"operator": "Equal", "value": value} if equals else {"operator": "Exists"})}
 
 
-def _flowed(values: Mapping[str, Any]) -> dict[str, str | None]:
+def _format_values(values: Mapping[str, Any]) -> dict[str, str | None]:
     """Return values of a Kubernetes manifest by name as YAML on one line; None in place of an empty one."""
-    return {name: None if value in (None, "", [], {}) else _flow(value) for name, value in values.items()}
+    return {name: None if value in (None, "", [], {}) else _format_value(value) for name, value in values.items()}
 
 
-def _items(values: Sequence[Any]) -> str:
+def _format_list(values: Sequence[Any]) -> str:
     """Format a list in a Kubernetes manifest as YAML, each value on a line of its own."""
-    return "\n".join(f"- {_flow(value)}" for value in values)
+    return "\n".join(f"- {_format_value(value)}" for value in values)
 
 
-def _flow(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Format a plain value in a Kubernetes manifest as YAML on one line."""
     text: str = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...")

@@ -8,23 +8,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from platform.boundary.redaction import REDACTED, redact, register_url_secrets
-from platform.boundary.refusals import ConfigError, refuse_all, violation
-from platform.cluster.shown_commands import with_values
-from platform.config.arguments import experiment_of, typed_values
+from platform.boundary.redaction import REDACTED, redact_secrets, register_url_secrets
+from platform.boundary.refusals import ConfigError, format_violation, refuse_all
+from platform.cluster.shown_commands import replace_values
+from platform.config.arguments import find_experiment_name, parse_typed_values
 from platform.config.composition import CONF, open_composer
 from platform.config.fields import Config
-from platform.config.key import hms, job_seconds
-from platform.data.mixture import paths_of
-from platform.jobs.job_options import JobOptions, lacking_options, take_options
-from platform.launch import compose
-from platform.optimizer.optimizers import kept_numbers
-from platform.plan.accelerators import memory_of
+from platform.config.key import format_hms, parse_job_limit
+from platform.data.mixture import paths_by_key
+from platform.jobs.job_options import JobOptions, refuse_missing_options, take_options
+from platform.launch import compose_config
+from platform.optimizer.optimizers import count_state_numbers
+from platform.plan.accelerators import nominal_memory
 from platform.plan.plan import Plan
 from platform.predict.footprint import state_elements, weight_bytes
 from platform.predict.make_plan import make_plan
-from platform.predict.memory_budget import host_bytes, needed_bytes
-from platform.predict.remedies import Device, lack_of_host_memory, lack_of_memory
+from platform.predict.memory_budget import predict_host_bytes, predict_peak_bytes
+from platform.predict.remedies import Device, violation_of_host_memory, violation_of_memory
 from platform.predict.search import choose_plan
 
 # Size of a job: what a run's plan asks of a cluster, as nodes, CPUs, memory and seconds. Pure.
@@ -66,7 +66,7 @@ class JobSize:
     margin: int
 
     @property
-    def most(self) -> int:
+    def total_nodes(self) -> int:
         """Return the number of nodes of the whole job, with the spare ones."""
         return self.nodes + self.spares
 
@@ -76,20 +76,24 @@ def workers_per_node(options: JobOptions, world_size: int) -> int:
     return options.workers or min(_PER_NODE, world_size or _PER_NODE)
 
 
-def job_size(config: Config, plan: Plan, options: JobOptions) -> JobSize:
+def compute_job_size(config: Config, plan: Plan, options: JobOptions) -> JobSize:
     """Compute the nodes, GPUs and memory that the run of `config` under `plan` asks of a cluster. Where the
     configuration says nothing of fewer workers (elastic.min_workers), half of the nodes are enough to start with."""
     device = "cuda" if config.cluster.device == "cuda" else "cpu"
-    workers = workers_per_node(options, plan.mesh.size)
-    nodes = _ceil(plan.mesh.size, workers)
-    most = max(nodes + _ceil(config.elastic.spares, workers), _ceil(config.elastic.max_workers, workers))
-    least = _ceil(config.elastic.min_workers, workers) or (nodes if config.cluster.check else _ceil(nodes, 2))
-    own = _state_of_a_worker(config, plan)
-    state = _state(config, plan)
-    each = _PROCESS[device] + (_COPIES * own if config.elastic.snapshot_every else 0) + _SAVED * own
-    each += needed_bytes(config, plan) if device == "cpu" else host_bytes(config, plan)
-    shm = _gib(workers * _SHARED[device] + GIB)
-    memory = options.memory * GIB or _gib(int(_ROOM * (workers * each + _NODE[device])) + shm)
+    workers = workers_per_node(options, plan.mesh.world_size)
+    nodes = _ceil_divide(plan.mesh.world_size, workers)
+    most = max(nodes + _ceil_divide(config.elastic.spares, workers), _ceil_divide(config.elastic.max_workers, workers))
+    least = _ceil_divide(config.elastic.min_workers, workers) or (
+        nodes if config.cluster.check else _ceil_divide(nodes, 2)
+    )
+    worker_state = _worker_state_bytes(config, plan)
+    state = _checkpoint_bytes(config, plan)
+    worker_bytes = (
+        _PROCESS[device] + (_COPIES * worker_state if config.elastic.snapshot_every else 0) + _SAVED * worker_state
+    )
+    worker_bytes += predict_peak_bytes(config, plan) if device == "cpu" else predict_host_bytes(config, plan)
+    shm = _round_to_gib(workers * _SHARED[device] + GIB)
+    memory = options.memory * GIB or _round_to_gib(int(_ROOM * (workers * worker_bytes + _NODE[device])) + shm)
     margin = _LEAST_MARGIN + 2 * state / nodes / _WRITTEN
     return JobSize(
         device=device,
@@ -101,28 +105,31 @@ def job_size(config: Config, plan: Plan, options: JobOptions) -> JobSize:
         memory=memory,
         shm=shm,
         state=state,
-        margin=30 * _ceil(int(margin), 30),
+        margin=30 * _ceil_divide(int(margin), 30),
     )
 
 
-def _state_of_a_worker(config: Config, plan: Plan) -> int:
+def _worker_state_bytes(config: Config, plan: Plan) -> int:
     """Return the bytes of master copies and optimizer state on the worker that has most of them."""
-    first, kept, master = plan.mesh.coordinates(0), kept_numbers(config), plan.itemsize["master"]
-    places = [{**first, "stage": stage} for stage in range(plan.stages)]
-    return max(plan.masters_at(at) * master + weight_bytes(plan, kept, at)["optimizer"] for at in places)
+    first, numbers_kept, master = plan.mesh.rank_coordinates(0), count_state_numbers(config), plan.itemsize["master"]
+    places = [{**first, "stage": stage} for stage in range(plan.num_stages)]
+    return max(
+        plan.count_masters_of_rank(coordinates) * master + weight_bytes(plan, numbers_kept, coordinates)["optimizer"]
+        for coordinates in places
+    )
 
 
-def _state(config: Config, plan: Plan) -> int:
+def _checkpoint_bytes(config: Config, plan: Plan) -> int:
     """Return the bytes of a job's checkpoint: all master copies and optimizer state, once."""
-    return (plan.parameter_count + state_elements(plan, kept_numbers(config))) * plan.itemsize["master"]
+    return (plan.parameter_count + state_elements(plan, count_state_numbers(config))) * plan.itemsize["master"]
 
 
-def _gib(nbytes: int) -> int:
+def _round_to_gib(nbytes: int) -> int:
     """Return a number of bytes of a job's node rounded up to whole GiB."""
-    return _ceil(nbytes, GIB) * GIB
+    return _ceil_divide(nbytes, GIB) * GIB
 
 
-def _ceil(count: int, by: int) -> int:
+def _ceil_divide(count: int, by: int) -> int:
     """Return `count` divided by `by`, rounded up: such as the nodes that a job's workers need."""
     return -(-count // by)
 
@@ -157,37 +164,39 @@ def plan_job(
     register_url_secrets(list(typed))
     options, words, lines = take_options(kind, typed)
     lines += [
-        violation(
+        format_violation(
             word.partition("=")[0], REDACTED, "a secret, which the file would show: refer to it", ["${oc.env:NAME}"]
         )
         for word in words
-        if redact(word) != word
+        if redact_secrets(word) != word
     ]
     try:
-        config = compose(words, config_dir)
+        config = compose_config(words, config_dir)
     except ConfigError as error:
         lines += error.violations
     refuse_all(lines)
     with open_composer(config_dir):  # which knows the groups
-        given, experiment = typed_values(words), experiment_of(words)
+        typed_keys, experiment = parse_typed_values(words), find_experiment_name(words)
     if experiment is None:
-        raise ConfigError(violation("experiment", "", "must be given", ["+experiment=NAME"]))
-    lacking_options(_needed(config, options, given))
+        raise ConfigError(format_violation("experiment", "", "must be given", ["+experiment=NAME"]))
+    refuse_missing_options(_list_needed_keys(config, options, typed_keys))
     options = replace(options, name=options.name or re.sub(r"[^a-z0-9]+", "-", experiment.lower()).strip("-"))
-    plan, words = _settled(config, options, words)
-    size = job_size(config, plan, options)
-    memory = config.cluster.device_memory * 1e9 or memory_of(config.cluster.gpu)
-    if size.device == "cuda" and memory and (line := lack_of_memory(config, plan, Device(memory, config.cluster.gpu))):
-        raise ConfigError(line)
+    plan, words = _settle_plan(config, options, words)
+    size = compute_job_size(config, plan, options)
+    memory = config.cluster.device_memory * 1e9 or nominal_memory(config.cluster.gpu)
+    gpu = Device(memory, config.cluster.gpu) if memory else None
     node = Device(options.memory * GIB, f"job.memory={options.memory}")
-    if size.device == "cuda" and node.memory and (line := lack_of_host_memory(config, plan, node, size.workers)):
+    if size.device == "cuda" and gpu and (line := violation_of_memory(config, plan, gpu)):
         raise ConfigError(line)
-    if options.time and job_seconds(options.time) < (least := size.margin + _START):
+    if size.device == "cuda" and node.memory and (line := violation_of_host_memory(config, plan, node, size.workers)):
+        raise ConfigError(line)
+    if options.time and parse_job_limit(options.time) < (least := size.margin + _START):
         rule = f"its end, {size.margin} s before which the run saves, and its start take {least} s"
-        raise ConfigError(violation("job.time", options.time, rule, [hms(least)]))
+        raise ConfigError(format_violation("job.time", options.time, rule, [format_hms(least)]))
     directory = run_dir(options)
     by_ray = getattr(options, "launcher", "ray") == "ray"
-    grows = by_ray and hasattr(options, "claim") and size.least < size.most  # by the autoscaler: it must know for what
+    # by the autoscaler: it must know for what
+    grows = by_ray and hasattr(options, "claim") and size.least < size.total_nodes
     added = {
         "cluster": "ray" if by_ray else "",
         "cluster.wait": f"{_WAIT}" if by_ray else "",
@@ -198,29 +207,32 @@ def plan_job(
         "run.time_margin": f"{size.margin}",
         "data.cache": f"{directory.rpartition('/')[0] or '.'}/cache",  # for all nodes, once
     }
-    own = [f"{key}={value}" for key, value in added.items() if value and key not in given]
+    added_arguments = [f"{key}={value}" for key, value in added.items() if value and key not in typed_keys]
     flags = ["--config-dir", config_dir] if config_dir else []
-    arguments = [*flags, *words, *own]
-    return PlannedRun(config, options, size, plan.mesh.size, as_typed([*flags, *typed]), arguments)
+    arguments = [*flags, *words, *added_arguments]
+    return PlannedRun(config, options, size, plan.mesh.world_size, quote_typed_words([*flags, *typed]), arguments)
 
 
-def _settled(config: Config, options: JobOptions, words: list[str]) -> tuple[Plan, list[str]]:
+def _settle_plan(config: Config, options: JobOptions, words: list[str]) -> tuple[Plan, list[str]]:
     """Settle the open keys and the number of replicas of a job's run, in place, for its nodes; return its plan, and
     `words`, its arguments, with these values."""
     replicas, chooses = config.parallel.data == -1, bool(config.plan.search)
     world = options.nodes * workers_per_node(options, 0) if replicas or chooses else None
-    if chooses and (found := choose_plan(config, world or 0)) and found.best:
-        words, replicas = with_values(words, found.space.typed(found.best.choice)), False
+    if chooses and (search := choose_plan(config, world or 0)) and search.best_finalist:
+        words, replicas = replace_values(words, search.space.format_overrides(search.best_finalist.choice)), False
     plan = make_plan(config, world)
-    config.parallel.data = plan.replicas
-    return plan, [*words, *([f"parallel.data={plan.replicas}"] if replicas else [])]
+    config.parallel.data = plan.num_replicas
+    return plan, [*words, *([f"parallel.data={plan.num_replicas}"] if replicas else [])]
 
 
-def _needed(config: Config, options: JobOptions, given: Mapping[str, Any]) -> dict[str, str]:
+def _list_needed_keys(config: Config, options: JobOptions, typed_keys: Mapping[str, Any]) -> dict[str, str]:
     """Return the keys that any job of this run must have set, such as the data's path, with their values, "" if unset.
     The demonstration text counts as data if the user names it, or checks a cluster."""
-    own = config.data.kind == "stdlib" and "data" not in given and not config.cluster.check
-    needed = {"data.path": "" if own else config.data.path or config.data.kind, "checkpoint.url": config.checkpoint.url}
+    lacks_data = config.data.kind == "stdlib" and "data" not in typed_keys and not config.cluster.check
+    needed = {
+        "data.path": "" if lacks_data else config.data.path or config.data.kind,
+        "checkpoint.url": config.checkpoint.url,
+    }
     if config.parallel.data == -1 or config.plan.search:
         needed["job.nodes"] = str(options.nodes or "")
     for name in ("image", "claim"):
@@ -229,16 +241,16 @@ def _needed(config: Config, options: JobOptions, given: Mapping[str, Any]) -> di
     return needed
 
 
-def within(config: Config, mount: str) -> None:
+def refuse_outside_paths(config: Config, mount: str) -> None:
     """Raise ConfigError unless a job's data and checkpoints lie below `mount`, the volume that its pods share."""
     refuse_all(
-        violation(key, path, f"must lie below job.mount={mount}, where the claim is", [f"{mount}/..."])
-        for key, path in {**paths_of(config.data), "checkpoint.url": config.checkpoint.url}.items()
+        format_violation(key, path, f"must lie below job.mount={mount}, where the claim is", [f"{mount}/..."])
+        for key, path in {**paths_by_key(config.data), "checkpoint.url": config.checkpoint.url}.items()
         if path and "://" not in path and not path.startswith(f"{mount}/")
     )
 
 
-def fill(template: str, values: Mapping[str, str | None]) -> str:
+def fill_template(template: str, values: Mapping[str, str | None]) -> str:
     """Fill the places `@{NAME}` of a template; a line with a place whose value is None is left out, and a value of
     several lines is indented as its place. Raises KeyError for a place without a value."""
     lines = []
@@ -251,12 +263,12 @@ def fill(template: str, values: Mapping[str, str | None]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_typed(typed: Sequence[str]) -> str:
+def quote_typed_words(typed: Sequence[str]) -> str:
     """Quote the words typed for a job, as lines of the comment at the top of its script or manifest."""
-    return folded(typed, " \\\n#         ", 84)
+    return fold_words(typed, " \\\n#         ", 84)
 
 
-def folded(words: Sequence[str], between: str = "\n", width: int = 100) -> str:
+def fold_words(words: Sequence[str], between: str = "\n", width: int = 100) -> str:
     """Quote the words of a job's command for a shell; fold them into lines of about `width`, joined by `between`."""
     lines: list[str] = []
     for word in map(shlex.quote, words):

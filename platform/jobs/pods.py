@@ -32,8 +32,8 @@ from platform.cluster import run_directory
 from platform.cluster.crew import leftovers
 from platform.jobs.job_state import NodeLog
 from platform.jobs.rank import PID, STATUS
-from platform.jobs.ray_node import answers, free_port
-from platform.jobs.supervisor import TERMINATED, Supervision, Supervisor, seen
+from platform.jobs.ray_node import find_free_port, is_listening
+from platform.jobs.supervisor import TERMINATED, Supervision, Supervisor, read_or_default
 from platform.launch import FAILED, STOPPED
 
 # Board on which the pods of a job report to each other: small files in a folder that all of them see.
@@ -61,7 +61,7 @@ class TorchrunLife:
 
 
 @dataclass(frozen=True)
-class Word:
+class Heartbeat:
     """Heartbeat of a pod. `token`: random id, drawn when its process began; `beat`: number of heartbeats so far;
     `life`: the number of the last life that it joined, 0 for none; `runs`: its torchrun of that life runs; `leaving`:
     it has a stop signal."""
@@ -79,50 +79,50 @@ class Board:
     def __init__(self, folder: Path):
         """Open the board, a folder of files by which a job's pods speak to each other, no heartbeat read yet."""
         self._folder = folder
-        self._heard: dict[int, tuple[Word, float]] = {}  # the newest word of each pod, and when it was new
+        self._heard: dict[int, tuple[Heartbeat, float]] = {}  # the newest word of each pod, and when it was new
 
-    def announce(self, life: TorchrunLife) -> None:
+    def announce_life(self, life: TorchrunLife) -> None:
         """Write a life of the run (a driver with torchrun on all pods) to the board, for the other pods to join."""
-        self._write(_LIFE, life)
+        self._write_file(_LIFE, life)
 
-    def life(self) -> TorchrunLife | None:
+    def read_life(self) -> TorchrunLife | None:
         """Return the newest life of the run (a driver with torchrun on all pods) on the board; None before any."""
-        return self._read(TorchrunLife, _LIFE)
+        return self._read_file(TorchrunLife, _LIFE)
 
-    def end(self, status: int) -> None:
+    def announce_end(self, status: int) -> None:
         """Write to the board that the job is over, with this exit status, as its first pod."""
-        self._write(_END, {"status": status})
+        self._write_file(_END, {"status": status})
 
-    def ended(self) -> int | None:
+    def read_end_status(self) -> int | None:
         """Return the exit status with which the job is over by the board, None while it is not."""
-        return (self._read(_Status, _END) or {}).get("status")
+        return (self._read_file(_Status, _END) or {}).get("status")
 
-    def say(self, index: int, word: Word) -> None:
-        """Write a heartbeat, `word`, of the job's pod number `index` to the board."""
-        self._write(f"pod-{index}.json", word)
+    def write_heartbeat(self, index: int, heartbeat: Heartbeat) -> None:
+        """Write a heartbeat, `heartbeat`, of the job's pod number `index` to the board."""
+        self._write_file(f"pod-{index}.json", heartbeat)
 
-    def there(self, index: int) -> Word | None:
+    def read_heartbeat(self, index: int) -> Heartbeat | None:
         """Return the newest heartbeat of the job's pod number `index`; None if the pod counts as gone, as it has
         written no heartbeat, or none that is new for _SILENCE seconds. A heartbeat from before the first look may be a
         dead pod's."""
-        word, now = self._read(Word, f"pod-{index}.json"), monotonic()
-        before, since = self._heard.get(index, (word, -_SILENCE))
-        if word is None:
-            return before if before and now < since + _SILENCE else None
-        if word != before:
+        heartbeat, now = self._read_file(Heartbeat, f"pod-{index}.json"), monotonic()
+        last_heartbeat, since = self._heard.get(index, (heartbeat, -_SILENCE))
+        if heartbeat is None:
+            return last_heartbeat if last_heartbeat and now < since + _SILENCE else None
+        if heartbeat != last_heartbeat:
             since = now
-        self._heard[index] = word, since
-        return word if now < since + _SILENCE else None
+        self._heard[index] = heartbeat, since
+        return heartbeat if now < since + _SILENCE else None
 
-    def _write(self, name: str, what: object) -> None:
+    def _write_file(self, name: str, content: object) -> None:
         """Write a file of the pods' board in one step, for this user alone."""
         self._folder.mkdir(0o700, parents=True, exist_ok=True)
-        replace_text(self._folder / name, json.dumps(what, default=schema.fields_of), 0o600)
+        replace_text(self._folder / name, json.dumps(content, default=schema.encode_fields), 0o600)
 
-    def _read(self, kind: type[_Said], name: str) -> _Said | None:
+    def _read_file(self, kind: type[_Said], name: str) -> _Said | None:
         """Read a file of the pods' board as a `kind`, None if it is missing or broken."""
         try:
-            return schema.read(kind, documents.json_file(self._folder / name))
+            return schema.parse_value(kind, documents.read_json_file(self._folder / name))
         except (OSError, Malformed):
             return None
 
@@ -145,7 +145,9 @@ class PodOptions:
     drain: int = 60
 
 
-def torch_command(o: PodOptions, address: str, port: int, life: int, folder: str, launch: Sequence[str]) -> list[str]:
+def build_torch_command(
+    o: PodOptions, address: str, port: int, life: int, folder: str, launch: Sequence[str]
+) -> list[str]:
     """Return the command of torchrun on one pod, for a start (life) of it whose store is at `address` and `port`. It
     never starts a worker again by itself (--max-restarts): the driver goes on without it, and the next life has it
     back. Every line of a worker gets its rank and node before it; the lines of rank 0 are the run's own."""
@@ -169,28 +171,28 @@ class TorchNode(leftovers.Marked):
         self._options, self._log = options, NodeLog(run_dir)
         self._reader: threading.Thread | None = None
 
-    def start(self, address: str, port: int, life: int, launch: Sequence[str]) -> None:
-        """Start torchrun on this pod for a new life of the run, as `torch_command` says."""
+    def start_torchrun(self, address: str, port: int, life: int, launch: Sequence[str]) -> None:
+        """Start torchrun on this pod for a new life of the run, as `build_torch_command` says."""
         self.end()
         for name in (PID, STATUS):
             Path(self.directory, name).unlink(missing_ok=True)
         prefix = f"[rank${{rank}} {gethostname()}] "
         environment = {**os.environ, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": prefix, "PYTHONUNBUFFERED": "1"}
-        command = torch_command(self._options, address, port, life, self.directory, launch)
-        torchrun = self.run(command, environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        command = build_torch_command(self._options, address, port, life, self.directory, launch)
+        torchrun = self.start_main_program(command, environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert torchrun.stdout
-        self._reader = threading.Thread(target=self._keep, args=(torchrun.stdout,), daemon=True)
+        self._reader = threading.Thread(target=self._copy_output, args=(torchrun.stdout,), daemon=True)
         self._reader.start()
 
-    def _keep(self, said: IO[bytes]) -> None:
+    def _copy_output(self, output: IO[bytes]) -> None:
         """Print what torchrun and its workers print on this pod, and copy it to the run directory."""
-        with said:
-            for line in said:
+        with output:
+            for line in output:
                 with suppress(OSError):  # nobody listens
                     os.write(1, line)
-                self._log.write(line)
+                self._log.append_text(line)
 
-    def number(self, name: str) -> int | None:
+    def read_number(self, name: str) -> int | None:
         """Return the number that the driver on this pod has left in its file PID or STATUS, None before it has."""
         with suppress(OSError, ValueError):
             return int(Path(self.directory, name).read_text())
@@ -212,7 +214,7 @@ _REPORT_SECONDS = 60.0  # between two lines on what is waited for
 
 def run_pod(o: PodOptions, supervision: Supervision) -> int:
     """Run one pod of a job to its end; return its exit status, the run's own, or 143 after a stop signal."""
-    return _run_first(o, supervision) if o.index == 0 else _run_other(o, supervision)
+    return _run_first_pod(o, supervision) if o.index == 0 else _run_other_pod(o, supervision)
 
 
 class _Lives:
@@ -223,48 +225,54 @@ class _Lives:
         self._o, self._board = o, board
         self._others = range(1, o.pods)
         self._token = secrets.token_hex(8)
-        self._number = (board.life() or TorchrunLife(0, 1, [])).number
+        self._number = (board.read_life() or TorchrunLife(0, 1, [])).number
         self.now: TorchrunLife | None = None  # the life that runs
 
-    def missing(self) -> list[int]:
+    def find_missing_pods(self) -> list[int]:
         """Return the indices of the job's pods that could not join torchrun if it were started anew now."""
-        there = {index: self._board.there(index) for index in self._others}
-        return [index for index, word in there.items() if word is None or word.leaving or word.runs]
+        heartbeats = {index: self._board.read_heartbeat(index) for index in self._others}
+        return [
+            index for index, heartbeat in heartbeats.items() if heartbeat is None or heartbeat.leaving or heartbeat.runs
+        ]
 
-    def begin(self) -> TorchrunLife:
+    def begin_life(self) -> TorchrunLife:
         """Announce a new life of the run (torchrun started on all pods anew), with the pods that are there."""
-        words = [self._board.there(index) for index in self._others]
-        members = [self._token, *(word.token if word else "" for word in words)]
-        self.now = life = self._announce(free_port(self._o.address), members)
+        heartbeats = [self._board.read_heartbeat(index) for index in self._others]
+        members = [self._token, *(heartbeat.token if heartbeat else "" for heartbeat in heartbeats)]
+        self.now = life = self._announce_life(find_free_port(self._o.address), members)
         return life
 
-    def end(self) -> None:
+    def end_life(self) -> None:
         """Announce that torchrun's present life is over, by one without members, so that other pods end it."""
         self.now = None
-        self._announce(1, [])
+        self._announce_life(1, [])
 
-    def _announce(self, port: int, members: list[str]) -> TorchrunLife:
+    def _announce_life(self, port: int, members: list[str]) -> TorchrunLife:
         """Announce the run's next life (start of torchrun), with its store's port and its pods, and return it."""
         self._number += 1
         life = TorchrunLife(self._number, port, members)
-        self._board.announce(life)
+        self._board.announce_life(life)
         return life
 
-    def changed(self) -> str:
+    def find_restart_reason(self) -> str:
         """Return in words why torchrun should be started anew on all pods, "" if it should not: a pod of the job is
         leaving, or a lost one has come back and takes no part in the present life."""
         for index in self._others if self.now else ():
-            word = self._board.there(index)
-            if word and word.leaving:
+            heartbeat = self._board.read_heartbeat(index)
+            if heartbeat and heartbeat.leaving:
                 return f"pod {index} is told to go"
-            if word and self.now and (word.token != self.now.members[index] or self._left(word, self.now)):
+            if (
+                heartbeat
+                and self.now
+                and (heartbeat.token != self.now.members[index] or self._has_left(heartbeat, self.now))
+            ):
                 return f"pod {index} is there again"
         return ""
 
     @staticmethod
-    def _left(word: Word, life: TorchrunLife) -> bool:
+    def _has_left(heartbeat: Heartbeat, life: TorchrunLife) -> bool:
         """Return True if the pod of this heartbeat joined the `life` and has ended its torchrun since."""
-        return word.life == life.number and not word.runs
+        return heartbeat.life == life.number and not heartbeat.runs
 
 
 class _TorchrunDriver:
@@ -288,68 +296,68 @@ class _TorchrunDriver:
     def wait(self) -> int:
         """Run torchrun on all pods until its driver has ended; return the driver's status. One that gave up as workers
         had died counts as stopped: the next start of torchrun has their pods again."""
-        if self._gather():
-            life = self._lives.begin()
-            self._node.start(self._o.address, life.port, life.number, self._launch)
-            self._attend()
-        status, begun = self._node.number(STATUS), self._node.number(PID) is not None
+        if self._wait_for_pods():
+            life = self._lives.begin_life()
+            self._node.start_torchrun(self._o.address, life.port, life.number, self._launch)
+            self._attend_driver()
+        status, begun = self._node.read_number(STATUS), self._node.read_number(PID) is not None
         self._node.end()
-        self._lives.end()
+        self._lives.end_life()
         if status is None:
             status = -signal.SIGKILL if begun else STOPPED
-        if status == FAILED and seen(run_directory.bereaved, self._run_dir, False):
+        if status == FAILED and read_or_default(run_directory.has_lost_worker, self._run_dir, False):
             status = STOPPED
         self._status = status
         return status
 
-    def _gather(self) -> bool:
+    def _wait_for_pods(self) -> bool:
         """Wait until all of the job's pods are there; return False if the job was signalled to stop meanwhile."""
         due = time.monotonic() + _BEAT_SECONDS
-        while missing := self._lives.missing():
+        while missing := self._lives.find_missing_pods():
             if self._signal:
                 return False
             if time.monotonic() > due:
-                print_line(f"pod 0 on {gethostname()}: waiting for {_named(missing)}, of {self._o.pods} pods")
+                print_line(f"pod 0 on {gethostname()}: waiting for {_describe_pods(missing)}, of {self._o.pods} pods")
                 due = time.monotonic() + _REPORT_SECONDS
             time.sleep(_LOOK_SECONDS)
         return not self._signal
 
-    def _attend(self) -> None:
+    def _attend_driver(self) -> None:
         """Wait until torchrun and the driver in it have ended, and pass signals on to the driver."""
         until = None
-        while self._node.runs and (until is None or time.monotonic() < until):
-            process = self._node.number(PID)
-            if self._signal and self._node.number(STATUS) is None:
+        while self._node.is_running and (until is None or time.monotonic() < until):
+            process = self._node.read_number(PID)
+            if self._signal and self._node.read_number(STATUS) is None:
                 if process is None:
                     return  # nothing is done yet
                 with suppress(ProcessLookupError):
                     os.kill(process, self._signal)
                 self._signal = 0
-            if until is None and self._node.number(STATUS) is not None:
+            if until is None and self._node.read_number(STATUS) is not None:
                 until = time.monotonic() + _LINGER_SECONDS
             time.sleep(_LOOK_SECONDS / 5)
 
 
-def _named(indices: Sequence[int]) -> str:
+def _describe_pods(indices: Sequence[int]) -> str:
     """Return the pods with these indices in words: at most 8 by number, then how many more."""
     more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
     return f"pod{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices[:8]))}{more}"
 
 
-def _run_first(o: PodOptions, supervision: Supervision) -> int:
+def _run_first_pod(o: PodOptions, supervision: Supervision) -> int:
     """Run the supervisor of a run and torchrun in the job's first pod; announce the end, unless the pod restarts."""
     board = Board(o.shared)
-    if (status := board.ended()) is not None:  # this pod was lost when all was done
+    if (status := board.read_end_status()) is not None:  # this pod was lost when all was done
         return status
     lives, over = _Lives(o, board), threading.Event()
     with TorchNode(o, supervision.run_dir) as node:
 
-        def start(launch: Sequence[str], environment: Mapping[str, str]) -> _TorchrunDriver:
+        def start_driver(launch: Sequence[str], environment: Mapping[str, str]) -> _TorchrunDriver:
             """Prepare a driver that torchrun on all pods starts, for the supervisor, which waits for its end."""
             return _TorchrunDriver(node, lives, o, supervision.run_dir, launch)
 
-        supervisor = Supervisor(supervision, start=start)
-        watch = threading.Thread(target=_watch, args=(lives, supervisor, over), daemon=True)
+        supervisor = Supervisor(supervision, start=start_driver)
+        watch = threading.Thread(target=_watch_lives, args=(lives, supervisor, over), daemon=True)
         watch.start()
         try:
             status = supervisor.run()
@@ -357,45 +365,45 @@ def _run_first(o: PodOptions, supervision: Supervision) -> int:
             over.set()
             watch.join()
     if status != TERMINATED:
-        board.end(status)
+        board.announce_end(status)
     return status
 
 
-def _watch(lives: _Lives, supervisor: Supervisor, over: threading.Event) -> None:
+def _watch_lives(lives: _Lives, supervisor: Supervisor, over: threading.Event) -> None:
     """Replace the driver when a new start of torchrun would get pods back, or a pod is leaving."""
     reported: TorchrunLife | None = None
     while not over.wait(_LOOK_SECONDS):
         life = lives.now
-        if life and life is not reported and (why := lives.changed()):
+        if life and life is not reported and (why := lives.find_restart_reason()):
             reported = life
             print_line(f"pod 0 on {gethostname()}: {why}: the run saves, and goes on with all pods")
             supervisor.replace_driver()
 
 
-def _run_other(o: PodOptions, supervision: Supervision) -> int:
+def _run_other_pod(o: PodOptions, supervision: Supervision) -> int:
     """Run torchrun in another pod than the first, at each start that has this pod, until the run or the pod ends."""
-    board, going, said = Board(o.shared), threading.Event(), 0.0
-    word = Word(secrets.token_hex(8))
+    board, going, last_beat = Board(o.shared), threading.Event(), 0.0
+    heartbeat = Heartbeat(secrets.token_hex(8))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: going.set())
     with TorchNode(o, supervision.run_dir) as node:
-        while (status := board.ended()) is None:
-            life = board.life()
-            if life and node.runs and life.number > word.life:
+        while (status := board.read_end_status()) is None:
+            life = board.read_life()
+            if life and node.is_running and life.number > heartbeat.life:
                 node.end()  # that life is over, or its first pod was lost
-            elif life and life.number > word.life and o.index < len(life.members) and not going.is_set():
+            elif life and life.number > heartbeat.life and o.index < len(life.members) and not going.is_set():
                 # until its store answers, the first pod's name may be that of a lost one
-                if life.members[o.index] == word.token and answers(
+                if life.members[o.index] == heartbeat.token and is_listening(
                     o.first, life.port
                 ):  # till then the name may be a lost pod's
-                    node.start(o.first, life.port, life.number, supervision.launch)
-                    word = replace(word, life=life.number)
-            new = replace(word, runs=node.runs, leaving=going.is_set())
-            if new != word or time.monotonic() > said + _BEAT_SECONDS:
-                word, said = replace(new, beat=word.beat + 1), time.monotonic()
+                    node.start_torchrun(o.first, life.port, life.number, supervision.launch)
+                    heartbeat = replace(heartbeat, life=life.number)
+            new = replace(heartbeat, runs=node.is_running, leaving=going.is_set())
+            if new != heartbeat or time.monotonic() > last_beat + _BEAT_SECONDS:
+                heartbeat, last_beat = replace(new, beat=heartbeat.beat + 1), time.monotonic()
                 with suppress(OSError):  # of shared storage: the next word tries again
-                    board.say(o.index, word)
-            if word.leaving and not word.runs:
+                    board.write_heartbeat(o.index, heartbeat)
+            if heartbeat.leaving and not heartbeat.runs:
                 return TERMINATED
             time.sleep(_LOOK_SECONDS)
     return status

@@ -28,13 +28,13 @@ from socket import gethostname
 
 from platform.boundary import documents
 from platform.boundary.local_files import replace_text
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.refusals import ConfigError, format_violation
 from platform.boundary.schema import Malformed
 from platform.boundary.terminal import print_line
 from platform.cluster.crew import leftovers
-from platform.cluster.crew.channel import addresses, interface_of
-from platform.cluster.crew.leftovers import deaf_to_term
-from platform.jobs.job_state import keep_ray_logs, tail
+from platform.cluster.crew.channel import find_interface, list_addresses
+from platform.cluster.crew.leftovers import block_sigterm
+from platform.jobs.job_state import keep_ray_logs, read_last_log_lines
 from platform.jobs.supervisor import Supervision, Supervisor, wait_until
 from platform.launch import FAILED
 
@@ -45,32 +45,32 @@ _FAMILIES = {4: socket.AF_INET, 6: socket.AF_INET6}
 _ANYWHERE = {4: "192.0.2.1", 6: "2001:db8::1"}  # reserved for documentation: a route to it is the default route
 
 
-def gpus_here(environment: Mapping[str, str] = os.environ) -> int:
+def count_gpus(environment: Mapping[str, str] = os.environ) -> int:
     """Return the GPUs of this node in the allocation. Slurm says SLURM_GPUS_ON_NODE, or per node in one of the forms
     8, h100:8, gpu:h100:8 and a100:2,h100:2; without any of them CUDA_VISIBLE_DEVICES counts; else 0."""
     for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS"):
         text = environment.get(name, "")
         listed = name in ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")  # 0,1,4-7
-        if text and (count := _listed(text) if listed else _counted(text)):
+        if text and (count := _count_gpu_list(text) if listed else _sum_gpu_counts(text)):
             return count
     visible = environment.get("CUDA_VISIBLE_DEVICES", "")
     return 0 if visible in ("", "-1", "NoDevFiles") else len(visible.split(","))
 
 
-def _counted(text: str) -> int:
+def _sum_gpu_counts(text: str) -> int:
     """Return the GPUs in Slurm's [gpu:][TYPE:]COUNT[(...)],...: the sum of the COUNTs, 1 for a type without one."""
     parts = re.sub(r"\([^)]*\)", "", text).split(",")
     ends = [part.rpartition(":")[2] for part in parts]
     return sum(int(end) if end.isdigit() else 1 for end in ends)
 
 
-def _listed(text: str) -> int:
+def _count_gpu_list(text: str) -> int:
     """Return how many GPUs a list of Slurm's such as 0,1,4-7 has."""
     ranges = [part.rpartition(":")[2].partition("-") for part in text.split(",")]
     return sum(int(last or first) - int(first) + 1 for first, _, last in ranges if first.isdigit())
 
 
-def cpus_here(environment: Mapping[str, str] = os.environ) -> int:
+def count_cpus(environment: Mapping[str, str] = os.environ) -> int:
     """Return the number of CPUs here: Slurm's for the task, else for the node, else this process's affinity."""
     for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"):
         if (text := environment.get(name, "")).isdigit() and int(text):
@@ -78,7 +78,7 @@ def cpus_here(environment: Mapping[str, str] = os.environ) -> int:
     return len(os.sched_getaffinity(0))
 
 
-def own_address(interface: str = "", peer: str = "", version: int = 4) -> str:
+def find_own_address(interface: str = "", peer: str = "", version: int = 4) -> str:
     """Return the IP address of this node by which the others reach it: the address of the network interface named, else
     the one from which `peer` (a host of the same job; "" for none) is reached. `version`: IP version, 4 or 6.
 
@@ -86,11 +86,13 @@ def own_address(interface: str = "", peer: str = "", version: int = 4) -> str:
     ConfigError for an interface without such an address, and where only loopback is found and there is a peer.
     """
     if interface:
-        found = {name: address for name, address in addresses(version)}
-        if interface not in found:
+        address_by_name = {name: address for name, address in list_addresses(version)}
+        if interface not in address_by_name:
             constraint = f"has no IPv{version} address on node {socket.gethostname()}"
-            raise ConfigError(violation("job.interface", interface, constraint, [*found] or ["job.ip=6"]))
-        return found[interface]
+            raise ConfigError(
+                format_violation("job.interface", interface, constraint, [*address_by_name] or ["job.ip=6"])
+            )
+        return address_by_name[interface]
     family = _FAMILIES[version]
     try:
         target = socket.getaddrinfo(peer or _ANYWHERE[version], 9, family, socket.SOCK_DGRAM)[0][4]
@@ -101,26 +103,28 @@ def own_address(interface: str = "", peer: str = "", version: int = 4) -> str:
         if not peer:
             return {4: "127.0.0.1", 6: "::1"}[version]
         reason = f"no route over IPv{version} to node {peer} ({error})"
-        raise ConfigError(violation("job.interface", "", reason, [name for name, _ in addresses(version)])) from None
+        raise ConfigError(
+            format_violation("job.interface", "", reason, [name for name, _ in list_addresses(version)])
+        ) from None
     if peer and (address.startswith("127.") or address == "::1"):
         reason = f"{peer} is reached by loopback ({address}), which other nodes cannot reach"
-        raise ConfigError(violation("job.interface", "", reason, [name for name, _ in addresses(version)]))
+        raise ConfigError(format_violation("job.interface", "", reason, [name for name, _ in list_addresses(version)]))
     return address
 
 
-def endpoint(address: str, port: int) -> str:
+def format_endpoint(address: str, port: int) -> str:
     """Format HOST:PORT, with an IPv6 address in brackets."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def free_port(address: str) -> int:
+def find_free_port(address: str) -> int:
     """Return a TCP port that is free at this address now: nodes may be shared with other jobs."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with closing(socket.create_server((address, 0), family=family)) as listener:
         return int(listener.getsockname()[1])
 
 
-def answers(host: str, port: int) -> bool:
+def is_listening(host: str, port: int) -> bool:
     """Return True if a process accepts TCP connections at `host` and `port`, such as Ray's head on a job's node."""
     with suppress(OSError):
         socket.create_connection((host, port), timeout=2.0).close()
@@ -152,17 +156,17 @@ class NodeOptions:
     run_dir: Path | None = None
 
 
-def ray_command(address: str, options: NodeOptions, directory: str, head: str, port: int, gpus: int) -> list[str]:
+def build_ray_command(address: str, options: NodeOptions, directory: str, head: str, port: int, gpus: int) -> list[str]:
     """Return the command that starts Ray on a node at `address`, as the head at `port` or, if `head` is an address, as
     another node of its cluster; it runs until it is ended."""
     role = ["--head", f"--port={port}", "--include-dashboard=false"]
     if find_spec("grpc"):  # Ray's client, which nobody uses here, takes port 10001 otherwise, and cannot be left out
-        role.append(f"--ray-client-server-port={free_port(address)}")
+        role.append(f"--ray-client-server-port={find_free_port(address)}")
     return [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
         *([f"--address={head}"] if head else role),
         f"--node-ip-address={address}",
-        f"--num-cpus={max(cpus_here(), gpus)}",
+        f"--num-cpus={max(count_cpus(), gpus)}",
         f"--num-gpus={gpus}",
         f"--temp-dir={directory}/ray",
         f"--object-store-memory={_OBJECT_STORE}",
@@ -171,7 +175,7 @@ def ray_command(address: str, options: NodeOptions, directory: str, head: str, p
     ]
 
 
-def drain_command(head: str, node: str, seconds: int) -> list[str]:
+def build_drain_command(head: str, node: str, seconds: int) -> list[str]:
     """Return the command that announces to Ray's head at an address that a node (Ray's id) leaves within `seconds`."""
     return [
         *(sys.executable, "-m", "ray.scripts.scripts", "drain-node", f"--address={head}", f"--node-id={node}"),
@@ -180,9 +184,9 @@ def drain_command(head: str, node: str, seconds: int) -> list[str]:
     ]
 
 
-def ray_environment(address: str, environment: Mapping[str, str]) -> dict[str, str]:
+def build_ray_environment(address: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a node's Ray and workers: collectives use `address`'s interface unless one is set."""
-    interface = interface_of(address)
+    interface = find_interface(address)
     names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if interface else ()
     return {**dict.fromkeys(names, interface), **environment}
 
@@ -198,46 +202,53 @@ class RayNode(leftovers.Marked):
 
     def __enter__(self) -> RayNode:
         """Create the directory of this node's Ray, and start the process that cleans up once this one ends."""
-        with deaf_to_term():
+        with block_sigterm():
             return super().__enter__()
 
-    def start(self, head: str = "", port: int = 0) -> None:
-        """Start Ray on this node, as `ray_command` says. Raises ConfigError if no address is found for it."""
+    def start_ray(self, head: str = "", port: int = 0) -> None:
+        """Start Ray on this node, as `build_ray_command` says. Raises ConfigError if no address is found for it."""
         o = self._options
         peer = head.rpartition(":")[0].strip("[]") if head else o.peer
-        address = own_address(o.interface, peer, o.ip)
-        command = ray_command(address, o, self.directory, head, port, gpus_here())
-        with open(self._said, "wb") as said, deaf_to_term():  # pages of advice, such as to end it by `ray stop`
-            self.run(command, ray_environment(address, os.environ), stdout=said, stderr=said)
+        address = find_own_address(o.interface, peer, o.ip)
+        command = build_ray_command(address, o, self.directory, head, port, count_gpus())
+        with (
+            open(self._output_path, "wb") as output_file,
+            block_sigterm(),
+        ):  # pages of advice, such as to end it by `ray stop`
+            self.start_main_program(
+                command, build_ray_environment(address, os.environ), stdout=output_file, stderr=output_file
+            )
 
     @property
-    def _said(self) -> Path:
+    def _output_path(self) -> Path:
         """Return the path of this node's file with the output of the command `ray start`."""
         return Path(self.directory, "ray.out")
 
-    def said(self) -> str:
+    def read_last_output(self) -> str:
         """Return the last lines that the command `ray start` has printed on this node."""
-        return "\n".join(tail(self._said, _SAID_LINES))
+        return "\n".join(read_last_log_lines(self._output_path, _SAID_LINES))
 
     def keep_logs(self, run_dir: Path | None) -> None:
         """Keep the end of what Ray has written on this node in the run directory, as `keep_ray_logs` says."""
-        keep_ray_logs(run_dir, self.directory, self.said())
+        keep_ray_logs(run_dir, self.directory, self.read_last_output())
 
-    def leave(self, head: str) -> bool:
+    def announce_departure(self, head: str) -> bool:
         """Announce to Ray's head that this node leaves: the run saves, Ray ends. Return False if it has not joined."""
-        if not (node := self._node_id()):
+        if not (node := self._find_node_id()):
             return False
-        with open(self._said, "ab") as said, deaf_to_term():
-            self.popen(drain_command(head, node, self._options.drain), os.environ, stdout=said, stderr=said)
+        with open(self._output_path, "ab") as output_file, block_sigterm():
+            self.start_program(
+                build_drain_command(head, node, self._options.drain), os.environ, stdout=output_file, stderr=output_file
+            )
         return True
 
-    def _node_id(self) -> str:
+    def _find_node_id(self) -> str:
         """Return Ray's id of this node, which its processes were started with, "" if none is there yet."""
-        for process in leftovers.marked(self.directory):
+        for process in leftovers.find_marked_processes(self.directory):
             with suppress(OSError):
                 words = Path(f"/proc/{process}/cmdline").read_text(errors="replace")
-                if found := re.search(r"\0--node[-_]id=([0-9a-f]+)\0", words):
-                    return found[1]
+                if id_match := re.search(r"\0--node[-_]id=([0-9a-f]+)\0", words):
+                    return id_match[1]
         return ""
 
 
@@ -249,17 +260,17 @@ class _Head:
         self._node, self._options = node, options
         self._address = ""
 
-    def start(self) -> None:
+    def start_head(self) -> None:
         """Start Ray's head and publish its address to the job's other nodes. Raises ConfigError if it does not
         start."""
         for attempt in range(_ATTEMPTS):
             o = self._options
-            address = own_address(o.interface, o.peer, o.ip)
-            port = free_port(address)
-            self._node.start(port=port)
-            wait_until(lambda: not self._node.runs or answers(address, port), _HEAD_SECONDS)  # noqa: B023
-            if answers(address, port):
-                self._address = endpoint(address, port)
+            address = find_own_address(o.interface, o.peer, o.ip)
+            port = find_free_port(address)
+            self._node.start_ray(port=port)
+            wait_until(lambda: not self._node.is_running or is_listening(address, port), _HEAD_SECONDS)  # noqa: B023
+            if is_listening(address, port):
+                self._address = format_endpoint(address, port)
                 o.shared.mkdir(0o700, parents=True, exist_ok=True)
                 head = {"address": self._address, "run_dir": str(o.run_dir or "")}
                 replace_text(o.shared / HEAD, json.dumps(head), 0o600)
@@ -268,18 +279,23 @@ class _Head:
             self._node.end()
             self._node.keep_logs(o.run_dir)
             tried = f"attempt {attempt + 1} of {_ATTEMPTS}"
-            print_line(f"{self._node.said()}\nnode: {gethostname()}: Ray's head did not start, {tried}", sys.stderr)
+            print_line(
+                f"{self._node.read_last_output()}\nnode: {gethostname()}: Ray's head did not start, {tried}", sys.stderr
+            )
         raise ConfigError("node: Ray's head does not start on this node; what it says is above")
 
-    def environment(self) -> dict[str, str]:
+    def prepare_environment(self) -> dict[str, str]:
         """Return the environment of a driver, with the address of Ray's head; start the head again if it has ended.
         Raises ConfigError if it does not start."""
-        if not self._node.runs:
-            why = f"{self._node.said()}\nnode: {gethostname()}: Ray's head has ended, as above: it is started again"
+        if not self._node.is_running:
+            why = (
+                f"{self._node.read_last_output()}\nnode: {gethostname()}: Ray's head "
+                "has ended, as above: it is started again"
+            )
             print_line(why, sys.stderr)
             self._node.end()
             self._node.keep_logs(self._options.run_dir)
-            self.start()
+            self.start_head()
         return {"RAY_ADDRESS": self._address}
 
 
@@ -289,20 +305,20 @@ def run_head(options: NodeOptions, supervision: Supervision) -> int:
     a file is not."""
     with RayNode(options) as node:
         head = _Head(node, options)
-        head.start()
-        supervisor = Supervisor(supervision, head.environment)
-        threading.Thread(target=_watch, args=(node, options.shared / STOP, supervisor), daemon=True).start()
+        head.start_head()
+        supervisor = Supervisor(supervision, head.prepare_environment)
+        threading.Thread(target=_watch_stop_file, args=(node, options.shared / STOP, supervisor), daemon=True).start()
         return supervisor.run()
 
 
-def _watch(node: RayNode, stop: Path, supervisor: Supervisor) -> None:
+def _watch_stop_file(node: RayNode, stop: Path, supervisor: Supervisor) -> None:
     """Wait for the file `stop`, then ask for a stop of the job. Without a head Ray ends the driver after a minute, in
     which that can still save: have it replaced."""
     while not stop.exists():
-        if not node.runs:
+        if not node.is_running:
             supervisor.replace_driver()
         time.sleep(_LOOK_SECONDS)
-    supervisor.ask(signal.SIGUSR1)
+    supervisor.note_stop_signal(signal.SIGUSR1)
 
 
 def run_follower(options: NodeOptions) -> int:
@@ -311,7 +327,7 @@ def run_follower(options: NodeOptions) -> int:
     shared, going = options.shared, threading.Event()
     over = lambda: (shared / END).exists() or not shared.exists()  # noqa: E731  its script says so, or has removed it
     ends = lambda: going.is_set() or over()  # noqa: E731
-    head = partial(_of_head, shared, "address")
+    head = partial(_read_head_value, shared, "address")
     with RayNode(options) as node:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: going.set())
@@ -323,21 +339,23 @@ def run_follower(options: NodeOptions) -> int:
                     break
                 print_line(f"node: no head of Ray wrote its address to {shared} in {_JOIN_SECONDS:.0f} s", sys.stderr)
                 return FAILED
-            node.start(address)
-            wait_until(lambda: ends() or not node.runs or head() not in (address, ""))  # noqa: B023
-            if going.is_set() and node.runs and node.leave(address):
-                wait_until(lambda: over() or not node.runs, options.drain)
-            if not (node.runs or ends()):
-                print_line(f"{node.said()}\nnode: {gethostname()}: Ray has ended here; it joins again", sys.stderr)
-                run_dir = _of_head(shared, "run_dir")
+            node.start_ray(address)
+            wait_until(lambda: ends() or not node.is_running or head() not in (address, ""))  # noqa: B023
+            if going.is_set() and node.is_running and node.announce_departure(address):
+                wait_until(lambda: over() or not node.is_running, options.drain)
+            if not (node.is_running or ends()):
+                print_line(
+                    f"{node.read_last_output()}\nnode: {gethostname()}: Ray has ended here; it joins again", sys.stderr
+                )
+                run_dir = _read_head_value(shared, "run_dir")
                 node.keep_logs(Path(run_dir) if run_dir else None)
             node.end()
             wait_until(ends, _AGAIN_SECONDS)
     return 0
 
 
-def _of_head(shared: Path, name: str) -> str:
+def _read_head_value(shared: Path, name: str) -> str:
     """Read what the head wrote to the shared directory, its `address` or its `run_dir`, "" if that is not there."""
     with suppress(OSError, Malformed, KeyError, TypeError):
-        return str(documents.json_file(shared / HEAD)[name])
+        return str(documents.read_json_file(shared / HEAD)[name])
     return ""

@@ -6,39 +6,41 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from platform.boundary.refusals import ConfigError, violation
-from platform.jobs.job_options import SlurmOptions, lacking_options
-from platform.jobs.planned_run import GIB, TEMPLATES, PlannedRun, fill, folded, plan_job
+from platform.boundary.refusals import ConfigError, format_violation
+from platform.jobs.job_options import SlurmOptions, refuse_missing_options
+from platform.jobs.planned_run import GIB, TEMPLATES, PlannedRun, fill_template, fold_words, plan_job
 from platform.monitor.sinks.sink_process import secrets_of_sinks
-from platform.plan.layout import count_of
+from platform.plan.layout import format_count
 
 
-def slurm_job(typed: Sequence[str], config_dir: str | None = None) -> str:
+def render_slurm_job(typed: Sequence[str], config_dir: str | None = None) -> str:
     """Write the script of the run that the arguments `typed` describe, with options `job.KEY=VALUE` among them
     (`SlurmOptions`). Raises ConfigError."""
     run = plan_job(SlurmOptions, typed, config_dir, lambda o: f"runs/{o.name}")
     if run.options.runtime:
-        lacking_options({"job.image": run.options.image})
+        refuse_missing_options({"job.image": run.options.image})
     elif run.options.image:
         legal = ["job.runtime=pyxis", "job.runtime=apptainer"]
-        raise ConfigError(violation("job.image", run.options.image, "needs job.runtime", legal))
-    return fill((TEMPLATES / "train.sbatch").read_text(), _values(run))
+        raise ConfigError(format_violation("job.image", run.options.image, "needs job.runtime", legal))
+    return fill_template((TEMPLATES / "train.sbatch").read_text(), _template_values(run))
 
 
-def _values(run: PlannedRun) -> dict[str, str | None]:
+def _template_values(run: PlannedRun) -> dict[str, str | None]:
     """Return template place -> text for the sbatch script of a Slurm job, quoted as Slurm or bash reads it; None for a
     place that this job does not have."""
     o, size, gpu = run.options, run.size, run.size.device == "cuda"
     count = f"{o.gpu_type}:{size.workers}" if o.gpu_type else f"{size.workers}"
     typed = dict(word.partition("=")[::2] for word in run.arguments)  # as the job's own folder resolves them
-    srun, prefix = _container(run)
+    srun, prefix = _container_commands(run)
     interface = [f"--interface={o.interface}"] if o.interface else []
     ip = [f"--ip={o.ip}"] if o.ip != 4 else []
     return {
         **{name: str(value) or None for name, value in vars(o).items()},
         "command": run.command,
-        "what": f"{count_of(size.most, 'node')} of {count_of(size.workers, 'GPU' if gpu else 'CPU worker')}",
-        "nodes": f"{size.most}",
+        "what": (
+            f"{format_count(size.total_nodes, 'node')} of {format_count(size.workers, 'GPU' if gpu else 'CPU worker')}"
+        ),
+        "nodes": f"{size.total_nodes}",
         "gpus": (f"gpus-per-node={count}" if o.request == "gpus-per-node" else f"gres=gpu:{count}") if gpu else None,
         "cpus": f"{size.cpus}",
         "memory": f"{size.memory // GIB}G" if o.shared else "0",
@@ -48,41 +50,41 @@ def _values(run: PlannedRun) -> dict[str, str | None]:
         "saves": f"{size.margin - 30}",  # half a minute of it is for what Slurm and Ray do meanwhile
         "wanted": f"{size.nodes}",
         "options": "\n".join(f"#SBATCH {option}" for option in o.options) or None,
-        "secrets": _secrets(run),
-        "srun": " ".join(map(_word, srun)),
-        "prefix": " ".join([*map(_word, prefix), "python"]),
+        "secrets": _render_secrets(run),
+        "srun": " ".join(map(_quote_word, srun)),
+        "prefix": " ".join([*map(_quote_word, prefix), "python"]),
         "run_dir": shlex.quote(typed["run.dir"]),
         "url": shlex.quote(typed.get("checkpoint.url", run.config.checkpoint.url).rstrip("/")),
         "node": " ".join([*interface, *ip, f"--drain={max(60, size.margin)}"]),
-        "arguments": folded(run.arguments, " \\\n"),
+        "arguments": fold_words(run.arguments, " \\\n"),
     }
 
 
-def _secrets(run: PlannedRun) -> str | None:
+def _render_secrets(run: PlannedRun) -> str | None:
     """Return the lines of a Slurm job's script that read variables from files: the files of job.secrets, and the
     addresses and tokens of the services that its numbers go to, whose files may be missing; None without any."""
     typed = dict(pair.partition("=")[::2] for pair in run.options.secrets)
     files = [(variable, path, " must") for variable, path in typed.items()]
     of_services = secrets_of_sinks(run.config.monitor)
     files += [(name, f"~/.secrets/{service}/{key}", "") for name, service, key in of_services if name not in typed]
-    lines = [f"secret {variable} {_home(path)}{must}" for variable, path, must in files]
-    block = fill((TEMPLATES / "secrets.sh").read_text(), {"files": "\n".join(lines)})
+    lines = [f"secret {variable} {_quote_home_path(path)}{must}" for variable, path, must in files]
+    block = fill_template((TEMPLATES / "secrets.sh").read_text(), {"files": "\n".join(lines)})
     return block.removesuffix("\n") if lines else None
 
 
-def _home(path: str) -> str:
+def _quote_home_path(path: str) -> str:
     """Quote a path for bash, in which a leading ~ alone is the home directory."""
     return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else shlex.quote(path)
 
 
-def _word(text: str) -> str:
+def _quote_word(text: str) -> str:
     """Quote a word for bash, in which "$PWD" alone is a variable."""
     if "$PWD" not in text:
         return shlex.quote(text)
     return '"' + re.sub(r'([\\"`]|\$(?!PWD\b))', r"\\\1", text) + '"'
 
 
-def _container(run: PlannedRun) -> tuple[list[str], list[str]]:
+def _container_commands(run: PlannedRun) -> tuple[list[str], list[str]]:
     """Return the options of srun, and the command before Python's, by which every process runs in the job's container;
     both empty without one. Paths of the run are mounted; "$PWD", where the job was submitted, is too."""
     o, c = run.options, run.config

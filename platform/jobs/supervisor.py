@@ -22,12 +22,12 @@ from types import FrameType
 from typing import Annotated, Any, Protocol, TypeVar
 
 from platform.boundary import schema
-from platform.boundary.interrupts import end_handling
-from platform.boundary.refusals import ConfigError, as_refusal, violation
+from platform.boundary.interrupts import restore_handlers
+from platform.boundary.refusals import ConfigError, format_violation, refuse_failures
 from platform.boundary.schema import Malformed, OpenMap, Span, Text
 from platform.boundary.terminal import print_line
 from platform.cluster import run_directory
-from platform.cluster.crew.leftovers import deaf_to_term
+from platform.cluster.crew.leftovers import block_sigterm
 from platform.cluster.crew.ray_session import job_config
 from platform.cluster.crew.signals import REASON
 from platform.cluster.run_directory import lock_or_owner
@@ -73,31 +73,31 @@ class DriverEnd:
     over: bool = False
 
     @property
-    def lost(self) -> bool:
+    def is_lost(self) -> bool:
         """Return True if the driver was killed: by a signal, or by a library that left no time to record it."""
         killed = self.status < 0 or self.status > 128
         return killed or (self.status not in (DONE, REFUSED, STOPPED) and not self.recorded)
 
     @property
-    def costs(self) -> bool:
+    def costs_retry(self) -> bool:
         """Return True if starting the driver again after this end costs one of the job's retries."""
-        return self.lost or (self.status == STOPPED and not self.advanced)
+        return self.is_lost or (self.status == STOPPED and not self.advanced)
 
 
-def verdict(end: DriverEnd, spent: int, retries: int, elsewhere: bool) -> int | None:
+def decide_job_status(end: DriverEnd, spent: int, retries: int, elsewhere: bool) -> int | None:
     """Return the exit status with which a job ends after this `end` of its driver; None if the same command is started
     again at once. `spent`: retries spent, this end's included; `retries`: retries allowed; `elsewhere`: True if the
     scheduler starts a job again that ends with status 75."""
     if end.asked == signal.SIGTERM or end.asked == signal.SIGINT:
         return DONE if end.status == DONE else TERMINATED
-    if end.lost or end.status == STOPPED:
+    if end.is_lost or end.status == STOPPED:
         if spent > retries:
             return FAILED
         return STOPPED if end.over or end.asked or (end.status == STOPPED and elsewhere) else None
     return end.status if end.status in (DONE, REFUSED) else FAILED
 
 
-def spent(lines: Iterable[dict[str, Any]]) -> int:
+def count_spent_retries(lines: Iterable[dict[str, Any]]) -> int:
     """Count the retries that a job has spent, from the lines of drivers.jsonl since a job last ended there: drivers
     that were lost, or stopped without a step."""
     count, running = 0, False
@@ -116,7 +116,7 @@ def spent(lines: Iterable[dict[str, Any]]) -> int:
 def read_drivers(run_dir: Path) -> list[dict[str, Any]]:
     """Read the lines of drivers.jsonl in a run directory, [] if there is none. Raises Malformed, OSError."""
     try:
-        return list(json_records.lines(run_dir / DRIVERS, lambda line: schema.read(_LINE, line)))
+        return list(json_records.read_lines(run_dir / DRIVERS, lambda line: schema.parse_value(_LINE, line)))
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -146,7 +146,9 @@ class Supervision:
         """Return the run directory, which the next driver must find. Raises ConfigError if no argument names it."""
         named = [word.partition("=")[2] for word in self.launch if word.lstrip("+").startswith("run.dir=")]
         if not named or not named[-1]:
-            raise ConfigError(violation("run.dir", "", "must be given to a supervised run", ["run.dir=DIRECTORY"]))
+            raise ConfigError(
+                format_violation("run.dir", "", "must be given to a supervised run", ["run.dir=DIRECTORY"])
+            )
         return Path(named[-1].strip("'\"")).expanduser()
 
 
@@ -165,7 +167,7 @@ class Driver(Protocol):
 
 def start_process(arguments: Sequence[str], environment: Mapping[str, str]) -> Driver:
     """Start a driver as a process of its own, with arguments of `platform.launch`, that does not hear SIGTERM."""
-    with deaf_to_term():
+    with block_sigterm():
         return subprocess.Popen([*LAUNCHER, *arguments], env=environment)
 
 
@@ -197,30 +199,32 @@ class Supervisor:
             self._reason = Path(opened.enter_context(TemporaryDirectory(prefix="supervisor-")), "reason")
             os.environ[REASON] = str(self._reason)  # which the driver inherits, however it is started
             opened.callback(os.environ.pop, REASON, None)
-            opened.callback(end_handling, {number: signal.signal(number, self.ask) for number in SIGNALS})
-            with as_refusal("run.dir", run_dir, OSError, Malformed, why="cannot be used ({})"):
+            opened.callback(
+                restore_handlers, {number: signal.signal(number, self.note_stop_signal) for number in SIGNALS}
+            )
+            with refuse_failures("run.dir", run_dir, OSError, Malformed, why="cannot be used ({})"):
                 run_dir.mkdir(0o700, parents=True, exist_ok=True)
                 lock = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
                 opened.callback(os.close, lock)
                 if owner := lock_or_owner(lock):  # before anything is counted: its driver is not lost
-                    raise ConfigError(violation("run.dir", run_dir, f"has a job already, supervised by {owner}"))
+                    raise ConfigError(format_violation("run.dir", run_dir, f"has a job already, supervised by {owner}"))
                 record = JsonLines(run_dir / DRIVERS)
                 opened.callback(record.close)
-                used = spent(read_drivers(run_dir))
-            status = self._drivers(run_dir, record, used)
+                used = count_spent_retries(read_drivers(run_dir))
+            status = self._run_drivers(run_dir, record, used)
             if status != STOPPED or not self._o.elsewhere:
                 record.append({"event": CLOSED, "time": time.time(), "status": status})
             return status
 
-    def ask(self, number: int, frame: FrameType | None = None) -> None:
+    def note_stop_signal(self, number: int, frame: FrameType | None = None) -> None:
         """Note a signal that asks this job to stop, and pass it on to the driver; of a scheduler's signals, only the
         first: a second one would end the driver before it has saved, and Slurm's preemption sends two."""
         first, self._asked = not (self._asked or self._replacing), number
         if first or number == signal.SIGINT:
-            self._signal(number)
+            self._signal_driver(number)
 
-    def _signal(self, number: int, reason: str = "") -> None:
-        """Ask the driver, if it runs, to stop: by a signal that it hears (`deaf_to_term`), and a file with the reason,
+    def _signal_driver(self, number: int, reason: str = "") -> None:
+        """Ask the driver, if it runs, to stop: by a signal that it hears (`block_sigterm`), and a file with the reason,
         by default the signal `number`, which the job was sent."""
         if self._driver is not None and self._driver.poll() is None:
             with suppress(OSError):
@@ -231,39 +235,44 @@ class Supervisor:
         """Ask the driver, once, to save and stop, so that another one goes on here: what it stands on is lost."""
         if not self._replacing and self._driver is not None and self._driver.poll() is None:
             self._replacing = True
-            self._signal(signal.SIGUSR1, "its supervisor, for another driver to go on")
+            self._signal_driver(signal.SIGUSR1, "its supervisor, for another driver to go on")
 
-    def _drivers(self, run_dir: Path, record: JsonLines, used: int) -> int:
+    def _run_drivers(self, run_dir: Path, record: JsonLines, used: int) -> int:
         """Run one driver of the job after the other; return the status with which the job ends. `used`: retries so
         far."""
         if used > self._o.retries:
-            return self._spent(used)
+            return self._report_spent_retries(used)
         if used:
             print_line(f"supervisor: {used} of {self._o.retries} retries are spent")
         while True:
-            before = seen(run_directory.steps, run_dir, 0)
+            before = read_or_default(run_directory.find_last_step, run_dir, 0)
             record.append({"event": STARTED, "time": time.time(), "step": before})
-            status = self._one_driver()
-            after, over = seen(run_directory.steps, run_dir, 0), self._end is not None and time.monotonic() >= self._end
-            recorded = seen(run_directory.orphaned, run_dir, None) is None
+            status = self._run_one_driver()
+            after, over = (
+                read_or_default(run_directory.find_last_step, run_dir, 0),
+                self._end is not None and time.monotonic() >= self._end,
+            )
+            recorded = read_or_default(run_directory.find_orphan_step, run_dir, None) is None
             end = DriverEnd(status, recorded, after > before, self._asked, over)
-            used += end.costs
-            line = {"event": ENDED, "time": time.time(), "step": after, "status": status, "costs": end.costs}
+            used += end.costs_retry
+            line = {"event": ENDED, "time": time.time(), "step": after, "status": status, "costs": end.costs_retry}
             record.append(line)
-            final = verdict(end, used, self._o.retries, self._o.elsewhere and not self._replacing)
+            final = decide_job_status(end, used, self._o.retries, self._o.elsewhere and not self._replacing)
             if final is not None:
-                return self._spent(used) if used > self._o.retries and end.costs else final
-            how = "was lost" if end.lost else "stopped"
+                return self._report_spent_retries(used) if used > self._o.retries and end.costs_retry else final
+            ending = "was lost" if end.is_lost else "stopped"
             print_line(
-                f"supervisor: the driver {how} with status {status} after step {after}: the same command again"
+                f"supervisor: the driver {ending} with status {status} after step {after}: the same command again"
                 f" ({used} of {self._o.retries} retries spent)"
             )
-            if self._rest(max(min(_LONGEST_PAUSE, self._pause * used), self._leaving(run_dir, status))):
+            if self._pause_drivers(
+                max(min(_LONGEST_PAUSE, self._pause * used), self._departure_seconds(run_dir, status))
+            ):
                 return STOPPED if self._asked == signal.SIGUSR1 else TERMINATED
 
-    def _one_driver(self) -> int:
+    def _run_one_driver(self) -> int:
         """Run one driver process of the job to its end; return its exit status."""
-        arguments = [*self._o.launch, *self._over(self._o.run_dir)]
+        arguments = [*self._o.launch, *self._resume_override(self._o.run_dir)]
         if self._end is not None:
             arguments.append(f"run.time_limit={max(1, int(self._end - time.monotonic()))}")
         environment = {**os.environ, **self._environment()}
@@ -271,26 +280,32 @@ class Supervisor:
         self._reason.unlink(missing_ok=True)
         self._driver = self._start(arguments, environment)
         if self._asked:  # while it was starting
-            self._signal(self._asked)
+            self._signal_driver(self._asked)
         return self._driver.wait()
 
-    def _leaving(self, run_dir: Path, status: int) -> float:
+    def _departure_seconds(self, run_dir: Path, status: int) -> float:
         """Return the seconds to wait until leaving nodes are gone, as another driver on them would stop too."""
-        return self._o.notice if status == STOPPED and seen(run_directory.noticed, run_dir, False) else 0.0
+        return (
+            self._o.notice
+            if status == STOPPED and read_or_default(run_directory.is_ended_by_notice, run_dir, False)
+            else 0.0
+        )
 
-    def _over(self, run_dir: Path) -> list[str]:
+    def _resume_override(self, run_dir: Path) -> list[str]:
         """Return ["checkpoint.resume=never"] if the last driver was lost before its first checkpoint, else []."""
         chosen = any(word.lstrip("+").startswith("checkpoint.resume=") for word in self._o.launch)
         return (
-            ["checkpoint.resume=never"] if not chosen and seen(run_directory.has_nothing_saved, run_dir, False) else []
+            ["checkpoint.resume=never"]
+            if not chosen and read_or_default(run_directory.has_nothing_saved, run_dir, False)
+            else []
         )
 
-    def _rest(self, seconds: float) -> bool:
+    def _pause_drivers(self, seconds: float) -> bool:
         """Wait before the job's next driver is started; return True if the job was asked to stop meanwhile."""
         wait_until(lambda: self._asked, seconds, 0.1)
         return bool(self._asked)
 
-    def _spent(self, used: int) -> int:
+    def _report_spent_retries(self, used: int) -> int:
         """Print that all of the job's retries are spent; return the job's exit status."""
         print_line(
             f"supervisor: {used} retries are spent, and {self._o.retries} are allowed: the job ends; the same"
@@ -300,7 +315,7 @@ class Supervisor:
         return FAILED
 
 
-def seen(read: Callable[[Path], _Seen], run_dir: Path, otherwise: _Seen) -> _Seen:
+def read_or_default(read: Callable[[Path], _Seen], run_dir: Path, otherwise: _Seen) -> _Seen:
     """Return what `read` finds in a job's run directory; `otherwise` if its files cannot be read."""
     try:
         return read(run_dir)
@@ -311,15 +326,15 @@ def seen(read: Callable[[Path], _Seen], run_dir: Path, otherwise: _Seen) -> _See
 def wait_until(done: Callable[[], object], seconds: float = inf, every: float = 0.5) -> None:
     """Wait until `done`, for at most `seconds`; look whether it is once in `every` seconds."""
     deadline = time.monotonic() + seconds
-    while not done() and (left := deadline - time.monotonic()) > 0:
-        time.sleep(min(every, left))
+    while not done() and (remaining := deadline - time.monotonic()) > 0:
+        time.sleep(min(every, remaining))
 
 
 def end_ray_job(status: int, environment: Mapping[str, str] = os.environ) -> None:
     """Stop the Ray job that this process is the entry point of, if it is one and its status is not 0: KubeRay starts
     the whole RayJob again, with all of its nodes, where an entry point fails, and does not where the job is stopped.
     Only the loss of the entry point itself, with its node, is a failure to KubeRay."""
-    job = ray_job(environment)
+    job = find_ray_job(environment)
     if status in (DONE, TERMINATED) or not job:  # terminated: it is being stopped
         return
     print_line(f"supervisor: status {status}, which no other cluster would change: this RayJob ends as STOPPED")
@@ -332,6 +347,6 @@ def end_ray_job(status: int, environment: Mapping[str, str] = os.environ) -> Non
     time.sleep(_STOPPING_SECONDS)  # Ray sends SIGTERM
 
 
-def ray_job(environment: Mapping[str, str]) -> str:
+def find_ray_job(environment: Mapping[str, str]) -> str:
     """Return the submission id of the Ray job whose entry point has this environment, "" if there is none."""
     return str(job_config(environment).get("metadata", {}).get("job_submission_id", ""))

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from typing import Any
 
-from platform.config.extensions import admit, with_settings
+from platform.config.extensions import bind_settings, register_own_function
 from platform.config.fields import OBJECTIVES
 from platform.config.fields import Model as ModelConfig
 from platform.config.layout_rules import allow_dims
 from platform.model.branches import TwoLayer
 from platform.model.transformer import Decoder, Encoder, EncoderDecoder
-from platform.plan.scheme import as_model_mistakes
+from platform.plan.scheme import raise_model_mistakes
 
 MODELS: dict[str, Any] = {
     "decoder": Decoder,
@@ -38,7 +38,7 @@ def register_model(
     `platform.plan.chunks.RecordableModel`. `objectives`: the values of data.objective that it allows, the default
     first. `dims`: dims that only this model has, which tensor.layout may then split. `settings`: a dataclass of
     model.settings, which `model` gets as `settings`."""
-    admit("model.kind", name, settings, model)
+    register_own_function("model.kind", name, settings, model)
     MODELS[name] = model
     OBJECTIVES[name] = objectives
     allow_dims(dims)
@@ -47,13 +47,13 @@ def register_model(
 def build_model(config: ModelConfig) -> Any:
     """Return the model that `config.kind` names. Raises ModelMistake for an error in a user's own model class."""
     if MODELS[config.kind] is SHIPPED.get(config.kind):
-        return _shipped_model(config)
-    model = with_settings(MODELS[config.kind], "model.kind", config.kind, config.settings)
-    with as_model_mistakes(MODELS[config.kind]):
+        return _find_shipped_model(config)
+    model = bind_settings(MODELS[config.kind], "model.kind", config.kind, config.settings)
+    with raise_model_mistakes(MODELS[config.kind]):
         return model(config)
 
 
-def _shipped_model(config: ModelConfig) -> Any:
+def _find_shipped_model(config: ModelConfig) -> Any:
     """Return the shipped model of a configuration, which may change afterwards."""
     if (key := repr(config)) not in _KEPT:
         if len(_KEPT) >= MOST_KEPT:

@@ -13,7 +13,7 @@ from typing import Any
 from platform.config.fields import Model as ModelConfig
 from platform.model.feed_forward import Experts, FeedForward
 from platform.model.layers import STD, Layer, Norm, Residual, StackSpecs, dim_sizes, rotary_scaling
-from platform.plan.model_types import Parameter, resized, scores_of
+from platform.plan.model_types import Parameter, resize_dim, scores_spec
 from platform.plan.operations.registry import Ops
 
 # Multi-head latent attention: keys and values, and perhaps queries, are made from narrow latents.
@@ -38,29 +38,33 @@ class LatentAttention(Residual):
         self.q_latent, self.kv_latent, shared = (
             replace(shapes.stream, dims=(*outer, dim)) for dim in ("q_latent", "kv_latent", "d_kv")
         )
-        self.shared = resized(shared, "d_kv", c.d_rope)
-        self.key, self.value = (resized(shapes.query, "d_kv", n) for n in (d_kv - c.d_rope, self.width))
+        self.shared = resize_dim(shared, "d_kv", c.d_rope)
+        self.key, self.value = (resize_dim(shapes.query, "d_kv", n) for n in (d_kv - c.d_rope, self.width))
 
-        def down(part: str, dim: str, sizes: tuple[tuple[str, int], ...] = ()) -> Parameter:
+        def down_projection(part: str, dim: str, sizes: tuple[tuple[str, int], ...] = ()) -> Parameter:
             """Return a projection of the stream to `dim`, laid out as the stream along d_model: its result is a sum
             over ranks, where the stream would be gathered."""
             return Parameter(f"{name}.{part}", (dim, "d_model"), "vector", std=STD, decay=True, sizes=sizes)
 
-        def up(part: str, dim: str, sizes: tuple[tuple[str, int], ...] = ()) -> Parameter:
+        def up_projection(part: str, dim: str, sizes: tuple[tuple[str, int], ...] = ()) -> Parameter:
             """Return a projection of `dim` to heads."""
             dims = (*heads, dim)
             return Parameter(f"{name}.{part}", dims, "in", std=STD, decay=True, sizes=sizes, turned=True)
 
-        self.kv_down, self.rotary = down("kv_down", "kv_latent"), down("rotary_key", "d_kv", self.shared.sizes[-1:])
-        self.query_down = down("query_down", "q_latent") if c.q_latent else None
-        self.query = up("query_up", "q_latent") if c.q_latent else up("query", "d_model")
+        self.kv_down, self.rotary = (
+            down_projection("kv_down", "kv_latent"),
+            down_projection("rotary_key", "d_kv", self.shared.sizes[-1:]),
+        )
+        self.query_down = down_projection("query_down", "q_latent") if c.q_latent else None
+        self.query = up_projection("query_up", "q_latent") if c.q_latent else up_projection("query", "d_model")
         self.key_up, self.value_up = (
-            up(part, "kv_latent", spec.sizes[-1:]) for part, spec in (("key_up", self.key), ("value_up", self.value))
+            up_projection(part, "kv_latent", spec.sizes[-1:])
+            for part, spec in (("key_up", self.key), ("value_up", self.value))
         )
         out, dims = STD / sqrt(2 * c.layers), ("d_model", *heads)
         self.output = Parameter(f"{name}.output", dims, "out", std=out, decay=True, sizes=self.value.sizes[-1:])
-        self.query_norm = Norm.of_latent(f"{name}.q_latent_norm", "q_latent") if c.q_latent else None
-        self.kv_norm = Norm.of_latent(f"{name}.kv_latent_norm", "kv_latent")
+        self.query_norm = Norm.build_latent_norm(f"{name}.q_latent_norm", "q_latent") if c.q_latent else None
+        self.kv_norm = Norm.build_latent_norm(f"{name}.kv_latent_norm", "kv_latent")
 
     def __call__(
         self,
@@ -75,7 +79,7 @@ class LatentAttention(Residual):
         """Apply a latent attention, with norm and residual connection, to the stream x; arguments and result as those
         of `Attention`."""
         s, name, value, core = self.shapes, self.name, self.value, replace(self.value, region="core")
-        q, k, v = self.heads(ops, self.enter(ops, x))
+        q, k, v = self.project_heads(ops, self.prepare_input(ops, x))
         q, k, v = ops.relayout_each(
             (f"{name}.query_core", q, s.query, s.core_query),
             (f"{name}.key_core", k, s.query, s.core_query),
@@ -86,9 +90,9 @@ class LatentAttention(Residual):
         a = ops.attention(name, q, k, v, s.core_query, s.core_query, **more)
         a = ops.relayout(f"{name}.context", a, core, value)
         (y,) = ops.project(a, value, (self.output,), (s.stream,))
-        return self.leave(ops, x, y, following)
+        return self.add_to_stream(ops, x, y, following)
 
-    def heads(self, ops: Ops, entered: Any) -> tuple[Any, Any, Any]:
+    def project_heads(self, ops: Ops, entered: Any) -> tuple[Any, Any, Any]:
         """Return the queries, keys and values of all heads, made of the attention's input [length, batch, d_model]."""
         s, name, c = self.shapes, self.name, self.config
         first = (self.query_down, self.q_latent) if self.query_down else (self.query, s.query)
@@ -139,8 +143,8 @@ class Attention(Residual):
         bias = Parameter(f"{name}.output_bias", ("d_model",), "vector", "zeros")
         self.output_bias = [bias] if biases == "all" else []
         self.sink = Parameter(f"{name}.sink", ("heads",), "in", std=STD) if c.attention_sinks else None
-        self.query_norm = Norm.of_heads(f"{name}.query_norm", c, "heads") if c.query_key_norm else None
-        self.key_norm = Norm.of_heads(f"{name}.key_norm", c, "kv_heads") if c.query_key_norm else None
+        self.query_norm = Norm.build_head_norm(f"{name}.query_norm", c, "heads") if c.query_key_norm else None
+        self.key_norm = Norm.build_head_norm(f"{name}.key_norm", c, "kv_heads") if c.query_key_norm else None
 
     def __call__(
         self,
@@ -156,12 +160,12 @@ class Attention(Residual):
     ) -> Any:
         """Apply a Transformer's attention layer, with norm and residual connection, to the stream x [length, batch,
         d_model]; return the new stream (a pair with `following`, see `leave`). `memory`: the (key, value) of
-        cross-attention, from `keys_and_values`, both None if an earlier pass of generation has cached them; None for
-        self-attention. `mask`, `begins`, `bias`: arguments of `Ops.attention` (padding, first positions of documents,
-        relative bias). `entered`: the result of `enter`, if it has been computed already; `following`: the next
-        layer."""
+        cross-attention, from `project_keys_and_values`, both None if an earlier pass of generation has cached them;
+        None for self-attention. `mask`, `begins`, `bias`: arguments of `Ops.attention` (padding, first positions of
+        documents, relative bias). `entered`: the result of `enter`, if it has been computed already; `following`: the
+        next layer."""
         s, m = self.shapes, self.memory
-        entered = self.enter(ops, x) if entered is None else entered
+        entered = self.prepare_input(ops, x) if entered is None else entered
         weights, specs, biases = (self.query, self.key, self.value), (s.query, s.key, s.key), self.inner_biases
         if self.cross:
             (q,) = ops.project(entered, s.stream, weights[:1], specs[:1], biases[:1])
@@ -169,7 +173,7 @@ class Attention(Residual):
         else:
             q, k, v = ops.project(entered, s.stream, weights, specs, biases)
         q = self.query_norm(ops, q, s.query) if self.query_norm else q
-        if self.key_norm and not self.cross:  # that of a memory is in `keys_and_values`
+        if self.key_norm and not self.cross:  # that of a memory is in `project_keys_and_values`
             k = self.key_norm(ops, k, s.key)
         if self.config.positions == "rope" and not self.cross:
             turn: dict[str, Any] = {"theta": self.config.rope_theta, "scaling": self.scaling}
@@ -186,17 +190,17 @@ class Attention(Residual):
         a = ops.attention(self.name, q, k, v, s.core_query, m.core_key, self.sink, scale=self.scale, bias=bias, **hides)
         a = ops.relayout(f"{self.name}.context", a, s.core_query, s.query)
         (y,) = ops.project(a, s.query, (self.output,), (s.stream,), self.output_bias)
-        return self.leave(ops, x, y, following)
+        return self.add_to_stream(ops, x, y, following)
 
 
-def keys_and_values(ops: Ops, layers: list[Attention], memory: Any) -> list[tuple[Any, Any]]:
+def project_keys_and_values(ops: Ops, layers: list[Attention], memory: Any) -> list[tuple[Any, Any]]:
     """Compute the (key, value) of every cross-attention layer of a decoder from the encoder's output `memory`, in one
     group of einsums: the memory is converted once, and its gradient, summed over the layers, is reduced once."""
     shapes = layers[0].memory
     weights = [w for layer in layers for w in (layer.key, layer.value)]
     biases = [b for layer in layers for b in layer.inner_biases[1:]]
-    found = ops.project(memory, shapes.stream, weights, [shapes.key] * len(weights), biases)
-    pairs = zip(layers, found[::2], found[1::2], strict=True)
+    products = ops.project(memory, shapes.stream, weights, [shapes.key] * len(weights), biases)
+    pairs = zip(layers, products[::2], products[1::2], strict=True)
     return [(layer.key_norm(ops, k, shapes.key) if layer.key_norm else k, v) for layer, k, v in pairs]
 
 
@@ -258,11 +262,11 @@ class Stack(Layer):
         names = [f"{prefix}layers.{i}" for i in range(c.layers)]
         more: dict[str, Any] = {"causal": causal, "memory": memory}
         self.blocks = {
-            n: TransformerBlock(n, c, shapes, window=window_of(c, i), experts=has_experts(c, i), **more)
+            n: TransformerBlock(n, c, shapes, window=layer_window(c, i), experts=has_experts(c, i), **more)
             for i, n in enumerate(names)
         }
         self.units = tuple(names)
-        self.norm = None if c.post_norm else Norm.of(f"{prefix}norm", c)
+        self.norm = None if c.post_norm else Norm.build_model_norm(f"{prefix}norm", c)
 
     def __call__(
         self,
@@ -291,32 +295,34 @@ class Stack(Layer):
         if self.relative:
             options: Mapping[str, Any] = {"bidirectional": not self.causal, "distance": self.config.distance}
             keys = ops.remembered(s.core_query) if self.causal else s.core_query
-            bias = ops.relative_bias(self.relative, scores_of(s.core_query, keys), **options)
+            bias = ops.relative_bias(self.relative, scores_spec(s.core_query, keys), **options)
         crossing = [block.cross for block in blocks if block.cross and memory is not None]
-        pairs = keys_and_values(ops, crossing, memory) if crossing else [(None, None)] * len(blocks)
-        every = ops.recompute.every
-        for i in range(0, len(blocks), every):
-            together = blocks[i : i + every]
+        pairs = project_keys_and_values(ops, crossing, memory) if crossing else [(None, None)] * len(blocks)
+        group_size = ops.recompute.every
+        for i in range(0, len(blocks), group_size):
+            block_group = blocks[i : i + group_size]
 
-            def run(x: Any, bias: Any, *kv: Any, together: Sequence[TransformerBlock] = together) -> Any:
-                """Run the blocks `together` on the stream x; return it, beside the sum of their auxiliary losses if
-                there are any. `kv`: keys and values of their cross-attention."""
+            def run_blocks(
+                x: Any, bias: Any, *kv: Any, blocks_in_group: Sequence[TransformerBlock] = block_group
+            ) -> Any:
+                """Run the blocks `blocks_in_group` on the stream x; return it, beside the sum of their auxiliary losses
+                if there are any. `kv`: keys and values of their cross-attention."""
                 total = None
-                for block, pair in zip(together, zip(kv[::2], kv[1::2], strict=True), strict=True):
+                for block, pair in zip(blocks_in_group, zip(kv[::2], kv[1::2], strict=True), strict=True):
                     x, loss = block(
                         ops, x, pair, mask=mask, begins=begins, bias=bias, memory_mask=memory_mask, tokens=tokens
                     )
-                    x, total = ops.watch(block.name, x, s.stream), _sum(ops, total, loss)
+                    x, total = ops.watch(block.name, x, s.stream), _add_optional(ops, total, loss)
                 return x if total is None else (x, total)
 
-            kv = [x for pair in pairs[i : i + every] for x in pair]
-            found = ops.recomputed("full", together[0].name, run, s.stream, x, bias, *kv)
-            x, loss = found if isinstance(found, tuple) else (found, None)
-            auxiliary = _sum(ops, auxiliary, loss)
+            kv = [x for pair in pairs[i : i + group_size] for x in pair]
+            output = ops.recomputed("full", block_group[0].name, run_blocks, s.stream, x, bias, *kv)
+            x, loss = output if isinstance(output, tuple) else (output, None)
+            auxiliary = _add_optional(ops, auxiliary, loss)
         return self.norm(ops, x, s.stream) if self.norm and self.units[-1] in units else x, auxiliary
 
 
-def _sum(ops: Ops, one: Any, other: Any) -> Any:
+def _add_optional(ops: Ops, one: Any, other: Any) -> Any:
     """Return the sum of two activations, of which any may be None for nothing."""
     if one is None or other is None:
         return other if one is None else one
@@ -328,7 +334,7 @@ def has_experts(c: ModelConfig, layer: int) -> bool:
     return c.experts > 0 and (layer + 1) % c.experts_every == 0 and layer not in c.dense_layers
 
 
-def window_of(c: ModelConfig, layer: int) -> int:
+def layer_window(c: ModelConfig, layer: int) -> int:
     """Return the attention window of Transformer layer number `layer`, in tokens; 0 if it sees the whole sequence."""
     windowed = c.window < c.length and (not c.window_layers or layer in c.window_layers)
     return c.window if windowed else 0

@@ -52,7 +52,7 @@ class Branches(Layer):
         self.name, self.source, self.slices, self.inner, self.out = name, source, slices, inner, out
         read = slices or source
 
-        def weight(part: str, role: str, first: Spec, second: Spec, spread: float) -> Parameter:
+        def build_weight(part: str, role: str, first: Spec, second: Spec, spread: float) -> Parameter:
             """Construct a weight of a model's parallel branches between two activations: its dims are the dims that
             only one of them has, and the branch dim; the contracted dims of an `in` weight come last. `part`: last part
             of its name; `role`: its role, see `Parameter`; `spread`: its initial standard deviation."""
@@ -63,9 +63,9 @@ class Branches(Layer):
             dims = dims[turned:] + dims[:turned]
             return Parameter(f"{name}.{part}", dims, role, std=spread, decay=True, sizes=sizes, turned=turned)
 
-        self.weights = [weight(p, "in", read, inner, std) for p in projections]
+        self.weights = [build_weight(p, "in", read, inner, std) for p in projections]
         joined = std if out_std is None else out_std
-        self.joining = [weight("output", "out", out, inner, joined)] if join == "sum" else []
+        self.joining = [build_weight("output", "out", out, inner, joined)] if join == "sum" else []
 
     def __call__(self, ops: Ops, x: Any, inside: Inside | None = None) -> Any:
         """Run this model layer of parallel branches: project x [source] into the branches, apply `inside` to them, and
@@ -75,8 +75,8 @@ class Branches(Layer):
         read = self.slices or self.source
         if self.slices:
             x = ops.reshape(f"{self.name}.slices", x, self.source, self.slices)
-        held = ops.project(x, read, self.weights, [self.inner] * len(self.weights)) if self.weights else (x,)
-        y = inside(ops, *held) if inside else held[0]
+        projected = ops.project(x, read, self.weights, [self.inner] * len(self.weights)) if self.weights else (x,)
+        y = inside(ops, *projected) if inside else projected[0]
         if self.joining:
             return ops.project(y, self.inner, self.joining, (self.out,))[0]
         return ops.reshape(f"{self.name}.join", y, self.inner, self.out)

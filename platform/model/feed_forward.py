@@ -29,11 +29,13 @@ class Products(Layer):
     """Products of a feed-forward layer: down(f(up(x))), or down(f(gate(x)) * up(x)) with a gated activation. Experts
     have these Parameters one after the other, along a first dim experts."""
 
-    def __init__(self, name: str, c: ModelConfig, spec: Spec, hidden: Spec, bias: bool, made: Spec | None = None):
+    def __init__(
+        self, name: str, c: ModelConfig, spec: Spec, hidden: Spec, bias: bool, output_spec: Spec | None = None
+    ):
         """Construct the up, gate (of a gated activation) and down Parameters of products called `name`, of activations
-        of type `spec`, as which they make others of type `made` (None: the same type); `hidden`: the type of what lies
-        between up and down."""
-        self.spec, self.hidden, self.made = spec, hidden, made or spec
+        of type `spec`, as which they make others of type `output_spec` (None: the same type); `hidden`: the type of
+        what lies between up and down."""
+        self.spec, self.hidden, self.made = spec, hidden, output_spec or spec
         self.function, gated = ACTIVATIONS[c.activation]
         names, of_experts = ["up", "gate"] if gated else ["up"], ("experts",) if spec.region == "experts" else ()
         more: dict[str, Any] = {"decay": True, "sizes": tuple(pair for pair in hidden.sizes if pair[0] == "d_ff")}
@@ -63,7 +65,9 @@ class FeedForward(Residual):
     def __call__(self, ops: Ops, x: Any, entered: Any = None, tokens: Any = None) -> tuple[Any, Any]:
         """Apply norm, feed-forward layer and residual connection to the stream x; return it, and no auxiliary loss.
         `entered`: see `Attention`."""
-        return self.leave(ops, x, self.products(ops, self.enter(ops, x) if entered is None else entered)), None
+        return self.add_to_stream(
+            ops, x, self.products(ops, self.prepare_input(ops, x) if entered is None else entered)
+        ), None
 
 
 class Experts(Residual):
@@ -78,13 +82,13 @@ class Experts(Residual):
         of_experts = replace(places, dims=(*places.dims[:-1], "d_ff"), sizes=(*places.sizes, ("d_ff", width)))
         # sums over ranks are left to tokens, which are fewer; but a bias is added to what is complete
         self.given, self.made = replace(places, open="gradient"), replace(places, open="" if c.expert_bias else "value")
-        every = replace(shapes.hidden, sizes=(*shapes.hidden.sizes, ("d_ff", width * c.shared_experts)))
+        shared_hidden = replace(shapes.hidden, sizes=(*shapes.hidden.sizes, ("d_ff", width * c.shared_experts)))
         self.router = Parameter(f"{name}.router", ("experts", "d_model"), "vector", std=STD, decay=True)
         biased = c.expert_bias
         bias = Parameter(f"{name}.router_bias", ("experts",), "vector", "zeros")
         self.score_bias = [bias] if biased else []
         self.experts = Products(f"{name}.experts", c, self.given, of_experts, biased, self.made)
-        shared = Products(f"{name}.shared", c, shapes.stream, every, biased) if c.shared_experts else None
+        shared = Products(f"{name}.shared", c, shapes.stream, shared_hidden, biased) if c.shared_experts else None
         self.shared = shared
         weights = c.router, c.experts_per_token, c.router_normalised, c.router_scale
         groups = c.router_groups, c.router_groups_kept, c.router_group_best
@@ -101,16 +105,16 @@ class Experts(Residual):
         [length, batch], None in generation. `tokens`: a data tensor whose padding goes to no expert; `entered`: see
         `Attention`."""
         s, name, chosen = self.shapes, self.name, self.rules.chosen
-        entered = self.enter(ops, x) if entered is None else entered
+        entered = self.prepare_input(ops, x) if entered is None else entered
         seen = ops.jitter(f"{name}.jitter", entered, s.stream, self.config.router_jitter)
         (scores,) = ops.project(seen, s.stream, (self.router,), (s.scores,), self.score_bias)
         weights, auxiliary = ops.route(name, scores, s.scores, tokens, self.rules, self.states)
         if "rows" in self.given.dims:
             rows, counts = ops.dispatch_rows(name, entered, s.stream, weights, s.scores, self.given, chosen)
-            made = self.experts(ops, rows, counts)
-            y = ops.combine_rows(name, made, self.made, counts, weights, s.scores, s.stream, chosen)
+            expert_output = self.experts(ops, rows, counts)
+            y = ops.combine_rows(name, expert_output, self.made, counts, weights, s.scores, s.stream, chosen)
         else:
-            given = ops.dispatch(name, entered, s.stream, weights, s.scores, self.given, chosen)
-            y = ops.combine(name, self.experts(ops, given), self.made, weights, s.scores, s.stream, chosen)
+            slots = ops.dispatch(name, entered, s.stream, weights, s.scores, self.given, chosen)
+            y = ops.combine(name, self.experts(ops, slots), self.made, weights, s.scores, s.stream, chosen)
         y = ops.pointwise("add", y, self.shared(ops, entered)) if self.shared else y
-        return self.leave(ops, x, y), auxiliary
+        return self.add_to_stream(ops, x, y), auxiliary

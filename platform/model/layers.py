@@ -24,14 +24,14 @@ class StackSpecs:
     def __init__(self, length: int | None = None, slots: int = 0):
         """Construct the Specs of a Transformer stack's activations: regions, dims. `length`: its tokens a sequence."""
         sizes = () if length is None else (("length", length),)
-        own = () if length is None else (("slots", slots),)
+        slot_sizes = () if length is None else (("slots", slots),)
         self.stream = Spec.of("stream", "length batch d_model", sizes)
         self.query = Spec.of("attention", "length batch heads d_kv", sizes)
         self.key = Spec.of("attention", "length batch kv_heads d_kv", sizes)
         self.core_query, self.core_key = replace(self.query, region="core"), replace(self.key, region="core")
         self.hidden = Spec.of("mlp", "length batch d_ff", sizes)
-        self.scores = Spec.of("stream", "length batch experts", (*sizes, *own), "accumulate")
-        self.places = Spec.of("experts", "experts batch slots d_model", own)
+        self.scores = Spec.of("stream", "length batch experts", (*sizes, *slot_sizes), "accumulate")
+        self.places = Spec.of("experts", "experts batch slots d_model", slot_sizes)
         self.rows = Spec.of("experts", "rows d_model", sizes)
 
 
@@ -47,7 +47,7 @@ def dim_sizes(c: ModelConfig) -> dict[str, int]:
         "d_ff": c.d_ff or 4 * c.d_model,
         "vocab": c.vocab,
         "buckets": c.buckets,
-        **({"experts": c.experts, **places_of(c)} if c.experts else {}),
+        **({"experts": c.experts, **expert_place_sizes(c)} if c.experts else {}),
         **{dim: n for dim, n in (("q_latent", c.q_latent), ("kv_latent", c.kv_latent)) if n},
         **({"segments": c.segments} if c.segments else {}),
         **({"positions": c.position_rows or c.length} if c.within_documents or c.position_rows else {}),
@@ -68,12 +68,12 @@ def expert_width(c: ModelConfig) -> int:
     return c.expert_d_ff or dim_sizes(c)["d_ff"]
 
 
-def places_of(c: ModelConfig) -> dict[str, int]:
+def expert_place_sizes(c: ModelConfig) -> dict[str, int]:
     """Return the size of the dim in which a model's tokens lie at experts: slots, or rows that each token has."""
-    return {"slots": slots_of(c, c.length)} if c.capacity_factor else {"rows": c.experts_per_token}
+    return {"slots": slots_per_expert(c, c.length)} if c.capacity_factor else {"rows": c.experts_per_token}
 
 
-def slots_of(c: ModelConfig, length: int) -> int:
+def slots_per_expert(c: ModelConfig, length: int) -> int:
     """Return how many tokens of a sequence of `length` an expert takes, by the model configuration: at most all."""
     even = length * c.experts_per_token / c.experts
     return min(length, ceil(c.capacity_factor * even)) if c.capacity_factor else length
@@ -85,10 +85,10 @@ class Layer:
 
     def parameters(self) -> list[Parameter]:
         """Return the declared weights of this model layer and of the layers inside it, each once, in order."""
-        return list(dict.fromkeys(_parameters_in(vars(self).values())))
+        return list(dict.fromkeys(_iterate_parameters(vars(self).values())))
 
 
-def _parameters_in(values: Iterable[Any]) -> Iterator[Parameter]:
+def _iterate_parameters(values: Iterable[Any]) -> Iterator[Parameter]:
     """Yield the Parameters (declared weights) among the attribute `values` of a model layer, also of the layers, lists
     and dicts among them."""
     for value in values:
@@ -97,7 +97,7 @@ def _parameters_in(values: Iterable[Any]) -> Iterator[Parameter]:
         elif isinstance(value, Layer):
             yield from value.parameters()
         elif isinstance(value, list | dict):
-            yield from _parameters_in(value.values() if isinstance(value, dict) else value)
+            yield from _iterate_parameters(value.values() if isinstance(value, dict) else value)
 
 
 @dataclass(frozen=True)
@@ -111,18 +111,18 @@ class Norm(Layer):
     bias: Parameter | None
 
     @classmethod
-    def of(cls, name: str, c: ModelConfig) -> Norm:
+    def build_model_norm(cls, name: str, c: ModelConfig) -> Norm:
         """Construct a model's norm over d_model, by its configuration `c`, with the weights NAME.gain and NAME.bias."""
         bias = Parameter(f"{name}.bias", ("d_model",), "vector", "zeros") if c.norm == "layernorm" else None
         return cls(c.norm, c.norm_eps, Parameter(f"{name}.gain", ("d_model",), "vector", "ones"), bias)
 
     @classmethod
-    def of_latent(cls, name: str, dim: str) -> Norm:
+    def build_latent_norm(cls, name: str, dim: str) -> Norm:
         """Construct the RMSNorm of an attention's latent over its width `dim`, with the weight NAME.gain."""
         return cls("rmsnorm", LATENT_EPS, Parameter(f"{name}.gain", (dim,), "in", "ones"), None)
 
     @classmethod
-    def of_heads(cls, name: str, c: ModelConfig, heads: str) -> Norm:
+    def build_head_norm(cls, name: str, c: ModelConfig, heads: str) -> Norm:
         """Construct the RMSNorm of attention queries or keys, over each head or all `heads`; its gain is NAME.gain."""
         dims = (heads, "d_kv") if c.query_key_norm_over == "heads" else ("d_kv",)
         return cls("rmsnorm", c.norm_eps, Parameter(f"{name}.gain", dims, "in", "ones"), None)
@@ -131,7 +131,7 @@ class Norm(Layer):
         """Apply a model's LayerNorm or RMSNorm to the activation x over the dims of the gain; `spec`: dims of x."""
         return ops.norm(x, spec, self.kind, self.gain, self.bias, self.eps)
 
-    def of_sum(self, ops: Ops, name: str, x: Any, y: Any, spec: Spec) -> tuple[Any, Any]:
+    def add_and_normalise(self, ops: Ops, name: str, x: Any, y: Any, spec: Spec) -> tuple[Any, Any]:
         """Add y, after the dropout `name`, to a Transformer's residual stream x; return the sum, and its norm."""
         return ops.residual_norm(name, x, y, spec, self.kind, self.gain, self.bias, self.eps)
 
@@ -143,18 +143,20 @@ class Residual(Layer):
     def __init__(self, name: str, c: ModelConfig, shapes: StackSpecs):
         """Construct the norm of a Transformer's residual layer `name`; `shapes`: Specs of its stack's activations."""
         self.name, self.config, self.shapes = name, c, shapes
-        self.norm = Norm.of(f"{name}.norm", c)
+        self.norm = Norm.build_model_norm(f"{name}.norm", c)
 
-    def enter(self, ops: Ops, x: Any) -> Any:
+    def prepare_input(self, ops: Ops, x: Any) -> Any:
         """Return the layer's input from the Transformer's residual stream x: its norm, or x if norms come after."""
         return x if self.config.post_norm else self.norm(ops, x, self.shapes.stream)
 
-    def leave(self, ops: Ops, x: Any, y: Any, following: Residual | None = None) -> Any:
+    def add_to_stream(self, ops: Ops, x: Any, y: Any, following: Residual | None = None) -> Any:
         """Add a Transformer layer's output y, with dropout, to the residual stream x; a post-norm model then normalises
         the sum. Return the new stream or, with a `following` layer, a pair: the new stream, and its norm, the input of
-        that layer (see `enter`)."""
+        that layer (see `prepare_input`)."""
         name, stream, post = f"{self.name}.residual", self.shapes.stream, self.config.post_norm
         if following and not post:
-            return following.norm.of_sum(ops, name, x, y, stream)
-        left = self.norm.of_sum(ops, name, x, y, stream)[1] if post else ops.residual(name, x, y, stream)
-        return (left, left) if following else left
+            return following.norm.add_and_normalise(ops, name, x, y, stream)
+        new_stream = (
+            self.norm.add_and_normalise(ops, name, x, y, stream)[1] if post else ops.residual(name, x, y, stream)
+        )
+        return (new_stream, new_stream) if following else new_stream

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from platform.boundary.refusals import OwnCodeError, own_code, violation
-from platform.config.extensions import admit, with_settings
-from platform.config.fields import WEIGHTED, Config, loss_of, objective_of
-from platform.plan.layout import count_of
+from platform.boundary.refusals import OwnCodeError, format_violation, guard_own_code
+from platform.config.extensions import bind_settings, register_own_function
+from platform.config.fields import WEIGHTED, Config, training_loss_name, training_objective_name
+from platform.plan.layout import format_count
 from platform.plan.model_types import CROSS_ENTROPY
 from platform.plan.model_types import LOSSES as KINDS
 from platform.plan.plan import Plan
@@ -30,67 +30,71 @@ def register_loss(name: str, loss: Callable[..., Any], settings: type | None = N
     `mean_log_probability` over vocab, tensors of one number per label) to the loss of each label, elementwise and
     differentiably. The loss of a step is the mean over its labels. `settings`: a dataclass of train.loss_settings,
     which `loss` gets as `settings`."""
-    admit("train.loss", name, settings, loss)
+    register_own_function("train.loss", name, settings, loss)
     LOSSES[name] = loss
 
 
-def losses_of(config: Config) -> dict[str, TokenLoss | None]:
+def loss_functions(config: Config) -> dict[str, TokenLoss | None]:
     """Return loss name -> function for a run's model: cross-entropy (None) and the loss that is configured."""
-    name = loss_of(config)
+    name = training_loss_name(config)
     loss = LOSSES[name]
-    return {CROSS_ENTROPY: None, name: loss and with_settings(loss, "train.loss", name, config.train.loss_settings)}
+    return {CROSS_ENTROPY: None, name: loss and bind_settings(loss, "train.loss", name, config.train.loss_settings)}
 
 
 def violations_of_loss(config: Config, plan: Plan) -> Iterator[str]:
     """Yield a refusal line if the loss that a model is to be trained with is not registered, is no valid loss function,
     or does not fit the model's output layer in `plan`; and if labels have weights that this layer cannot apply."""
-    name, objective = loss_of(config), objective_of(config)
+    name, objective = training_loss_name(config), training_objective_name(config)
     key, value = ("train.loss", name) if config.train.loss else ("data.objective", objective)
-    own, weighted = name != CROSS_ENTROPY, objective in WEIGHTED
+    is_custom, weighted = name != CROSS_ENTROPY, objective in WEIGHTED
     if name not in LOSSES:
-        yield violation(
+        yield format_violation(
             key, value, f"comes with the loss {name}, which nothing registers", ["a name that register_loss has"]
         )
-    elif own and (loss := LOSSES[name]) and (mistake := _mistake(loss, name, json.dumps(config.train.loss_settings))):
-        yield violation(key, value, f"the loss {name} {mistake}")
+    elif (
+        is_custom
+        and (loss := LOSSES[name])
+        and (mistake := _mistake_of_loss(loss, name, json.dumps(config.train.loss_settings)))
+    ):
+        yield format_violation(key, value, f"the loss {name} {mistake}")
     others = {kind for kind, _ in plan.operations if kind in KINDS} - {CROSS_ENTROPY}
-    if others and (own or weighted):
+    if others and (is_custom or weighted):
         reason = f"model.kind={config.model.kind} ends in {min(others)}, which has neither weights nor another loss"
-        yield violation(key if own else "data.objective", value if own else objective, reason)
+        yield format_violation(key if is_custom else "data.objective", value if is_custom else objective, reason)
 
 
 @lru_cache
-def _mistake(function: Callable[..., Any], name: str, settings: str) -> str:
+def _mistake_of_loss(function: Callable[..., Any], name: str, settings: str) -> str:
     """Return the fault of a user's loss for models, in words, "" if none is found. `function`: the loss registered as
     `name`, tried here on a few random labels with its `settings`, given as JSON."""
     import torch
 
     from platform.runtime.chunked_loss import Likelihood
 
-    loss = with_settings(function, "train.loss", name, json.loads(settings))
+    loss = bind_settings(function, "train.loss", name, json.loads(settings))
     logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logs = logits.log_softmax(1)
 
-    def tried(rows: slice) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def try_loss(rows: slice) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the user's loss of each label in `rows`, and the gradients of their sum by the three numbers that the
         model states about each label."""
-        given = [x[rows].clone().requires_grad_() for x in (logs[:, 0], logits.logsumexp(1), logs.mean(1))]
-        found = loss(Likelihood(*given))
-        if not isinstance(found, torch.Tensor) or found.shape != given[0].shape:
-            shape = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
-            raise ValueError(f"{shape} for {count_of(len(given[0]), 'label')}, of which each needs one number")
-        gradients = torch.autograd.grad(found.sum(), given, allow_unused=True, materialize_grads=True)
-        return found.detach(), list(gradients)
+        numbers = [x[rows].clone().requires_grad_() for x in (logs[:, 0], logits.logsumexp(1), logs.mean(1))]
+        losses = loss(Likelihood(*numbers))
+        if not isinstance(losses, torch.Tensor) or losses.shape != numbers[0].shape:
+            shape = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+            raise ValueError(f"{shape} for {format_count(len(numbers[0]), 'label')}, of which each needs one number")
+        gradients = torch.autograd.grad(losses.sum(), numbers, allow_unused=True, materialize_grads=True)
+        return losses.detach(), list(gradients)
 
     try:
-        with own_code("train.loss"):
-            whole, derivatives = tried(slice(0, 6))
-            parts = [tried(rows) for rows in (slice(0, 2), slice(2, 6))]
+        with guard_own_code("train.loss"):
+            losses, derivatives = try_loss(slice(0, 6))
+            parts = [try_loss(rows) for rows in (slice(0, 2), slice(2, 6))]
     except OwnCodeError as error:
         return str(error)
-    found = torch.stack([whole, *derivatives])
-    if not found.isfinite().all():
+    stacked = torch.stack([losses, *derivatives])
+    if not stacked.isfinite().all():
         return "is not finite, or its gradient is not, at ordinary probabilities"
-    if not torch.equal(found, torch.cat([torch.stack([part, *of_part]) for part, of_part in parts], 1)):
+    if not torch.equal(stacked, torch.cat([torch.stack([part, *of_part]) for part, of_part in parts], 1)):
         return "gives a label another value beside other labels, or another time"
     return ""

@@ -10,7 +10,7 @@ from typing import Any
 from platform.config.fields import Model as ModelConfig
 from platform.model.attention import Stack
 from platform.model.feed_forward import ACTIVATIONS
-from platform.model.layers import STD, Activations, Layer, Norm, StackSpecs, dim_sizes, slots_of
+from platform.model.layers import STD, Activations, Layer, Norm, StackSpecs, dim_sizes, slots_per_expert
 from platform.plan.model_types import Parameter, Spec
 from platform.plan.operations.registry import Ops
 
@@ -29,16 +29,16 @@ class Embedding(Layer):
         weights' names; `shapes`: the Specs of its stack's activations; `table`: the token embedding, which stacks may
         share."""
         self.name, self.config, self.spec, self.table = f"{prefix}embedding", c, shapes.stream, table
-        dims, own = ("length", "d_model"), shapes.stream.sizes
+        dims, position_sizes = ("length", "d_model"), shapes.stream.sizes
         if c.position_rows:  # of which a shorter sequence reads the first
-            dims, own = ("positions", "d_model"), ()
-        learned = Parameter(f"{prefix}position", dims, "vector", "normal", STD, True, own)
+            dims, position_sizes = ("positions", "d_model"), ()
+        learned = Parameter(f"{prefix}position", dims, "vector", "normal", STD, True, position_sizes)
         restarting = Parameter(f"{prefix}position", ("positions", "d_model"), "in", std=STD, decay=True)
-        self.position = learned if c.positions == "learned" and not restarts(c) else None
-        self.restarting = restarting if c.positions == "learned" and restarts(c) else None
+        self.position = learned if c.positions == "learned" and not has_restarting_positions(c) else None
+        self.restarting = restarting if c.positions == "learned" and has_restarting_positions(c) else None
         segment = Parameter(f"{prefix}segment", ("segments", "d_model"), "in", std=STD, decay=True)
         self.segment = segment if c.segments else None
-        self.norm = Norm.of(f"{prefix}embedding.norm", c) if c.embedding_norm else None
+        self.norm = Norm.build_model_norm(f"{prefix}embedding.norm", c) if c.embedding_norm else None
 
     def __call__(self, ops: Ops, tokens: Any, segments: Any = None, positions: Any = None) -> Any:
         """Embed a Transformer's input: return the stream [length, batch, d_model] of the data tensors `tokens`,
@@ -57,7 +57,7 @@ class Embedding(Layer):
         return ops.dropout(self.name, x, self.spec)
 
 
-def restarts(c: ModelConfig) -> bool:
+def has_restarting_positions(c: ModelConfig) -> bool:
     """Return True if a model's learned or sinusoidal positions count from the beginning of each document, not of the
     sequence. Rotary and relative positions are differences, which are the same wherever a document stands."""
     return c.positions in ("learned", "sinusoidal") and c.within_documents
@@ -82,19 +82,19 @@ class Head(Layer):
         if self.config.logit_scale != 1:
             x = ops.scale(x, self.spec, self.config.logit_scale)
         if labels is None:
-            return {"logits": self.logits(ops, x)}
-        loss = self.loss(ops, x, labels)
+            return {"logits": self.compute_logits(ops, x)}
+        loss = self.compute_loss(ops, x, labels)
         if auxiliary is not None:
             spec = replace(self.spec, dims=OF_TOKENS.dims)
             auxiliary = ops.relayout("auxiliary", auxiliary, spec, OF_TOKENS)
             loss = ops.token_loss("auxiliary", loss, auxiliary, OF_TOKENS, labels)
         return {"loss": loss}
 
-    def logits(self, ops: Ops, x: Any) -> Any:
+    def compute_logits(self, ops: Ops, x: Any) -> Any:
         """Return the logits [length, batch, vocab] of the Transformer's last stream x [length, batch, d_model]."""
         return ops.project(x, self.spec, (self.table,), (LOGITS,), (self.bias,) if self.bias else ())[0]
 
-    def loss(self, ops: Ops, x: Any, labels: Any) -> Any:
+    def compute_loss(self, ops: Ops, x: Any, labels: Any) -> Any:
         """Return the summed loss of the Transformer's last stream x against the data tensor `labels`."""
         more = labels, self.config.label_smoothing, self.bias
         return ops.linear_cross_entropy("loss", x, self.spec, self.table, LOGITS, *more)
@@ -113,7 +113,7 @@ class HeadTransform(Layer):
         more: dict[str, Any] = {"std": STD, "decay": True, "sizes": width}
         self.weight = Parameter("head_transform", ("d_ff", "d_model"), "in", **more)
         self.bias = Parameter("head_transform_bias", ("d_ff",), "in", "zeros", sizes=width)
-        self.norm = Norm.of("head_transform.norm", c)
+        self.norm = Norm.build_model_norm("head_transform.norm", c)
 
     def __call__(self, ops: Ops, x: Any) -> Any:
         """Apply the transform in front of a BERT model's head, norm(f(x w + bias)), to the stream x; return that."""
@@ -139,7 +139,7 @@ class Transformer(Layer):
     def __init__(self, c: ModelConfig):
         """Construct the parts that all Transformers have: sizes of their dims, and the table of token embeddings."""
         self.config, self.sizes, self.table = c, dim_sizes(c), embedding_table(c)
-        self.recordings: dict[tuple, dict] = {}  # see `platform.plan.chunks.recordings`
+        self.recordings: dict[tuple, dict] = {}  # see `platform.plan.chunks.find_recordings`
 
     def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any:
         """Return the summed loss of the whole model's forward pass on the data tensors `inputs`, by name."""
@@ -147,8 +147,9 @@ class Transformer(Layer):
 
     def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Activations:
         """Run the layers of this Transformer that are named in `units`, one pipeline chunk, on `flow`, the activations
-        (name -> tensor) of the preceding units; return the activations for the next units. The head returns the `loss`
-        if `inputs`, the data tensors by name, have labels, else `logits` [length, batch, vocab]."""
+        (name -> tensor) of the preceding units; return the activations for the next units. The head returns the
+        `compute_loss` if `inputs`, the data tensors by name, have labels, else `compute_logits` [length, batch,
+        vocab]."""
         raise NotImplementedError
 
 
@@ -162,7 +163,7 @@ class SingleStack(Transformer):
     def __init__(self, c: ModelConfig):
         """Construct the embedding, the stack of blocks and the head of a Transformer from its configuration `c`."""
         super().__init__(c)
-        more = {"begins": c.within_documents, "positions": restarts(c), "segments": bool(c.segments)}
+        more = {"begins": c.within_documents, "positions": has_restarting_positions(c), "segments": bool(c.segments)}
         self.inputs = (*Transformer.inputs, *(name for name, read in more.items() if read))
         shapes = StackSpecs()
         self.embedding = Embedding("", c, shapes, self.table)
@@ -213,7 +214,7 @@ class EncoderDecoder(Transformer):
         """Construct the embeddings, both stacks and the head of an encoder-decoder Transformer from its configuration
         `c`."""
         super().__init__(c)
-        slots = slots_of(c, c.source_length) if c.experts else 0
+        slots = slots_per_expert(c, c.source_length) if c.experts else 0
         source, target = StackSpecs(c.source_length or None, slots), StackSpecs()
         self.source = Embedding("encoder.", replace(c, within_documents=False), source, self.table)
         self.encoder = Stack("encoder.", c, source, causal=False)
@@ -235,9 +236,9 @@ class EncoderDecoder(Transformer):
             more = {"mask": source, "tokens": source, "auxiliary": auxiliary}
             flow["stream"], auxiliary = self.encoder(ops, flow["stream"], units, **more)
         if "decoder.embedding" in units:  # no mask: the target's padding is at its end, hidden by causality
-            places = inputs.get("positions")
-            flow = {"memory": flow.get("stream"), "stream": self.target(ops, inputs["tokens"], positions=places)}
-            auxiliary = self.handed_over(ops, auxiliary, source)
+            positions = inputs.get("positions")
+            flow = {"memory": flow.get("stream"), "stream": self.target(ops, inputs["tokens"], positions=positions)}
+            auxiliary = self.average_source_losses(ops, auxiliary, source)
         if "memory" in flow:
             more = {"memory": flow["memory"], "memory_mask": source, "auxiliary": auxiliary}
             flow["stream"], auxiliary = self.decoder(ops, flow["stream"], units, tokens=inputs.get("tokens"), **more)
@@ -247,7 +248,7 @@ class EncoderDecoder(Transformer):
             return self.head(ops, flow["stream"], inputs.get("labels"), auxiliary)
         return flow if auxiliary is None else {**flow, "auxiliary": auxiliary}
 
-    def handed_over(self, ops: Ops, auxiliary: Any, source: Any) -> Any:
+    def average_source_losses(self, ops: Ops, auxiliary: Any, source: Any) -> Any:
         """Return, for each token of a target, the mean of the losses `auxiliary` in its source; None for none."""
         if auxiliary is None:
             return None

@@ -4,9 +4,9 @@ Nothing here changes what a run does.
 Its files in reading order: monitor, goodput, step_parts, timeline, events, json_records, journal, metrics.
 """
 
+from platform.monitor.goodput import compute_goodput as compute_goodput
 from platform.monitor.goodput import cost_line as cost_line
-from platform.monitor.goodput import goodput as goodput
-from platform.monitor.goodput import story as story
+from platform.monitor.goodput import tell_story as tell_story
 from platform.monitor.journal import Journal as Journal
 from platform.monitor.json_records import JsonLines as JsonLines
 from platform.monitor.metrics import MetricsLog as MetricsLog

@@ -45,10 +45,10 @@ class JournalEvent(_Registered):
     time: Seconds = 0.0
     generation: Annotated[int, Span(0, 10**9)] = 0
 
-    def own(self) -> dict[str, Any]:
+    def own_fields(self) -> dict[str, Any]:
         """Return the fields of a journal's event as plain data, without `time` and `generation`: the fields of its own
         class, then of its groups (Committed, End)."""
-        values = json_records.plain(self)
+        values = json_records.plain_fields(self)
         groups = type(self).__mro__[: -len(JournalEvent.__mro__)]
         return {name: values[name] for group in groups for name in group.__annotations__ if name in values}
 
@@ -421,26 +421,26 @@ class Timing(JournalEvent, word="timing"):
     ended: Seconds | None = None
 
 
-def to_plain(event: JournalEvent) -> dict[str, Any]:
+def event_to_plain(event: JournalEvent) -> dict[str, Any]:
     """Return an event of a run as the plain data of its line in journal.jsonl."""
-    return {"time": event.time, "generation": event.generation, "event": event.word} | event.own()
+    return {"time": event.time, "generation": event.generation, "event": event.word} | event.own_fields()
 
 
-def named(event: str, **fields: Any) -> JournalEvent:
+def build_event(event: str, **fields: Any) -> JournalEvent:
     """Build an event from the word that names its kind in journal.jsonl, such as "checkpoint", and its fields."""
     return EVENTS[event](**fields)
 
 
-def from_plain(line: dict[str, Any]) -> JournalEvent:
+def parse_event(line: dict[str, Any]) -> JournalEvent:
     """Build an event from its line in journal.jsonl. Raises Malformed if a field is missing or of a wrong type."""
-    head = schema.read(_HEAD, line)
+    head = schema.parse_value(_HEAD, line)
     kind = EVENTS.get(head["event"], JournalEvent)
-    return schema.read(kind, {name: line[name] for name in kind.__dataclass_fields__ if name in line})
+    return schema.parse_value(kind, {name: line[name] for name in kind.__dataclass_fields__ if name in line})
 
 
-def read(path: Path | str) -> Iterator[JournalEvent]:
+def read_events(path: Path | str) -> Iterator[JournalEvent]:
     """Yield the events in a run's journal.jsonl, which may be in use. Raises Malformed, naming the line; OSError."""
-    return json_records.lines(path, from_plain)
+    return json_records.read_lines(path, parse_event)
 
 
 # Events of `journal.jsonl` about the seconds and the spikes of steps, which belong to
@@ -501,7 +501,7 @@ class Spike(JournalEvent, word="spike"):
     attempt: int
 
     @property
-    def number(self) -> str:
+    def number_text(self) -> str:
         """Return which number of the step is a spike, and its value: "a loss of nan"."""
         of_loss = not isfinite(self.loss) or isfinite(self.grad_norm)
         return f"a loss of {self.loss:g}" if of_loss else f"a gradient norm of {self.grad_norm:g}"

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from platform.config.fields import Eval
 from platform.monitor import events
 from platform.monitor.events import Goodput, JournalEvent
-from platform.plan.layout import count_of
+from platform.plan.layout import format_count
 
 
-def goodput(journal: Iterable[JournalEvent]) -> Goodput:
+def compute_goodput(journal: Iterable[JournalEvent]) -> Goodput:
     """Compute what failures cost a run from its journal's events, in order: goodput, steps lost, and recovery times.
     Useful seconds are the seconds of committed steps, less the steps that a rollback repeats or a driver leaves unsaved
     at its end or death."""
@@ -82,9 +82,9 @@ def cost_line(cost: Goodput) -> str:
         recovery += " longest"
     survived = len(cost.recoveries)
     of = f"{survived} of " if survived < cost.failures else ""
-    failures = f"{of}{count_of(cost.failures, 'failure')} survived"
-    lost = f"{count_of(cost.steps_lost, 'step')} lost"
-    often = f"{count_of(cost.restarts, 'restart')} of the driver"
+    failures = f"{of}{format_count(cost.failures, 'failure')} survived"
+    lost = f"{format_count(cost.steps_lost, 'step')} lost"
+    often = f"{format_count(cost.restarts, 'restart')} of the driver"
     restarts = f", {often} ({cost.restart_seconds:.2f} s to the first new step)" if cost.restarts else ""
     return f"{failures}{restarts}, {lost}{recovery}; goodput {cost.goodput:.1%} of {cost.seconds:.1f} s"
 
@@ -92,12 +92,12 @@ def cost_line(cost: Goodput) -> str:
 # Summary of a run for people: its journal as a few lines with times.
 
 
-def _mesh(mesh: dict[str, int]) -> str:
+def _format_mesh(mesh: dict[str, int]) -> str:
     """Format a mesh (axis -> size) for the story of a run, without the axes of size 1."""
     return " x ".join(f"{axis} {n}" for axis, n in mesh.items() if n > 1) or "1"
 
 
-def _on(node: str) -> str:
+def _format_host(node: str) -> str:
     """Return " on HOST" for the story of a run, of a node in its journal, without Ray's own id; "" for none."""
     return f" on {host}" if (host := node.partition("/")[0]) else ""
 
@@ -111,37 +111,39 @@ def _last_line(text: str) -> str:
 LINES: dict[type[JournalEvent], Callable[[Any], str]] = {
     events.TookOver: lambda e: f"takes over from a driver that died after step {e.step}",
     events.Injected: lambda e: f"on purpose, in step {e.step}: {', '.join(e.faults)}",
-    events.Failure: lambda e: f"rank {e.rank}{_on(e.node)} {e.kind} in {e.method}: {_last_line(e.cause)}",
+    events.Failure: lambda e: f"rank {e.rank}{_format_host(e.node)} {e.kind} in {e.method}: {_last_line(e.cause)}",
     events.Reforming: lambda e: e.reason,
     events.Released: lambda e: (
-        "" if e.alive is None else f"{count_of(e.alive, 'worker')} left, free after {e.seconds:.2f} s"
+        "" if e.alive is None else f"{format_count(e.alive, 'worker')} left, free after {e.seconds:.2f} s"
     ),
     events.Examined: lambda e: f"left out: {'; '.join(e.reasons)}" if e.unsound else "",
     events.Waiting: lambda e: f"waits: {e.reason}",
-    events.Forming: lambda e: f"generation {e.generation}: {count_of(e.world_size, 'worker')}, {_mesh(e.mesh)}",
+    events.Forming: lambda e: (
+        f"generation {e.generation}: {format_count(e.world_size, 'worker')}, {_format_mesh(e.mesh)}"
+    ),
     events.Restored: lambda e: f"goes on after step {e.step}, from {e.source or 'storage'} in {e.seconds:.2f} s",
     events.Initialised: lambda e: f"starts from {e.weights}, read in {e.seconds:.2f} s",
-    events.RolledBack: lambda e: f"{count_of(e.steps_lost, 'step')} to do again",
+    events.RolledBack: lambda e: f"{format_count(e.steps_lost, 'step')} to do again",
     events.LearnedOut: lambda e: (
         f"learns no more: the lowest val loss, {e.best_loss:.4f}, was after step {e.best_step}"
     ),
     events.FirstStep: lambda e: f"step {e.step} is done",
-    events.Hiring: lambda e: f"{count_of(e.count, 'new worker')} starting",
-    events.Slow: lambda e: f"rank {e.rank}{_on(e.node)} is slow: {e.ratio:.1f} times its stage's median",
-    events.Notice: lambda e: f"{count_of(len(e.numbers), 'worker')} will be taken away",
-    events.Spike: lambda e: f"step {e.step} has {e.number}: {e.policy}",
+    events.Hiring: lambda e: f"{format_count(e.count, 'new worker')} starting",
+    events.Slow: lambda e: f"rank {e.rank}{_format_host(e.node)} is slow: {e.ratio:.1f} times its stage's median",
+    events.Notice: lambda e: f"{format_count(len(e.numbers), 'worker')} will be taken away",
+    events.Spike: lambda e: f"step {e.step} has {e.number_text}: {e.policy}",
     events.Drained: lambda e: f"stopped by {e.signal} after step {e.step}",
     events.GaveUp: lambda e: f"gives up after step {e.step}",
     events.Done: lambda e: f"done: step {e.step}",
 }
 
 
-def story(journal: Sequence[JournalEvent]) -> str:
+def tell_story(journal: Sequence[JournalEvent]) -> str:
     """Summarise a run under its last driver: a title, and a line for each event of the journal that LINES has text for,
     with the seconds since that driver's start."""
     start = max((i for i, event in enumerate(journal) if isinstance(event, events.Starting)), default=0)
-    found = [(event.time, LINES[type(event)](event)) for event in journal[start:] if type(event) in LINES]
-    lines = [f"{time - journal[start].time:9.2f}  {text}" for time, text in found if text]
+    timed_texts = [(event.time, LINES[type(event)](event)) for event in journal[start:] if type(event) in LINES]
+    lines = [f"{time - journal[start].time:9.2f}  {text}" for time, text in timed_texts if text]
     return "\n".join(["what happened (seconds since the start)", *lines])
 
 
@@ -156,7 +158,7 @@ class Best(NamedTuple):
     loss: float
 
 
-def learned_out(rows: Iterable[Mapping[str, Any]], e: Eval) -> Best | None:
+def check_early_stop(rows: Iterable[Mapping[str, Any]], e: Eval) -> Best | None:
     """Return a run's best evaluation if eval.patience evaluations in a row have not been better by more than
     eval.least_gain; else None. `rows`: rows of metrics.jsonl, in order."""
     best, worse = Best(0, inf), 0
@@ -175,5 +177,5 @@ def learned_out(rows: Iterable[Mapping[str, Any]], e: Eval) -> Best | None:
 
 def validation_losses(rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
     """Return the finite validation losses in rows of metrics.jsonl, by step."""
-    found = {row["step"]: row.get("val_loss") for row in rows}
-    return {step: loss for step, loss in found.items() if isinstance(loss, int | float) and isfinite(loss)}
+    losses = {row["step"]: row.get("val_loss") for row in rows}
+    return {step: loss for step, loss in losses.items() if isinstance(loss, int | float) and isfinite(loss)}

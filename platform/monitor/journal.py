@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from platform.boundary import documents, schema
-from platform.boundary.redaction import redact
+from platform.boundary.redaction import redact_secrets
 from platform.boundary.schema import Count, Span
 from platform.boundary.terminal import print_line
 from platform.monitor import events, json_records
@@ -36,7 +36,7 @@ class Journal:
         `on_event` is called with each event after it was written."""
         self._on_event = on_event
         self._lines = JsonLines(path, say)
-        self.generation: int = max((event.generation for event in events.read(path)), default=0)
+        self.generation: int = max((event.generation for event in events.read_events(path)), default=0)
 
     def next_generation(self) -> int:
         """Begin a generation of workers and return its number, which the journal gives to the events that follow."""
@@ -45,17 +45,19 @@ class Journal:
 
     def write(self, event: JournalEvent) -> None:
         """Write an event that happens now to the journal, with the time and the workers' present generation."""
-        stamped = replace(event, **redact(dict(vars(event)) | {"time": time.time(), "generation": self.generation}))
-        self._lines.append(redact(events.to_plain(stamped)) | {"event": event.word})
+        stamped = replace(
+            event, **redact_secrets(dict(vars(event)) | {"time": time.time(), "generation": self.generation})
+        )
+        self._lines.append(redact_secrets(events.event_to_plain(stamped)) | {"event": event.word})
         self._on_event(stamped)  # it sees what was recorded, without secrets
 
-    def events(self) -> list[JournalEvent]:
+    def read_events(self) -> list[JournalEvent]:
         """List every event of the run: from the journal's file, if it can be read, and from the lines not written yet.
         Raises Malformed for a line that is not an event."""
         written: list[JournalEvent] = []
         with suppress(OSError):
-            written = list(events.read(self._lines.path))
-        return written + [events.from_plain(line) for line in self._lines.unwritten]
+            written = list(events.read_events(self._lines.path))
+        return written + [events.parse_event(line) for line in self._lines.unwritten_records]
 
     def close(self) -> None:
         """Close the journal's file, after a last try to write the events that could not be written."""
@@ -124,7 +126,7 @@ class Live:
     links: list[SeenLink] = field(default_factory=list)
     stack: list[str] = field(default_factory=list)
 
-    def plain(self) -> dict[str, Any]:
+    def plain_fields(self) -> dict[str, Any]:
         """Return the sight of a run's driver as the plain data of live.json."""
         return asdict(self)
 
@@ -140,5 +142,5 @@ def kernel_state(pid: int) -> str:
 def read_live(directory: Path) -> Live:
     """Read a run directory's live.json. Raises Malformed, OSError."""
     raw = documents.read_bytes(directory / LIVE, json_records.LARGEST)
-    found = schema.read(dict[str, Any], documents.from_json(raw, json_records.LARGEST))
-    return schema.read(Live, {name: found[name] for name in Live.__dataclass_fields__ if name in found})
+    values = schema.parse_value(dict[str, Any], documents.parse_json(raw, json_records.LARGEST))
+    return schema.parse_value(Live, {name: values[name] for name in Live.__dataclass_fields__ if name in values})

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from platform.boundary import documents, schema
 from platform.boundary.schema import Malformed, OneOf, Span
 from platform.boundary.terminal import print_line
-from platform.plan.layout import count_of
+from platform.plan.layout import format_count
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -41,54 +41,57 @@ Steps = Annotated[int, Span(0, 10**15)]
 Number = float | Annotated[Any, OneOf((math.nan,), "number")]  # also NaN
 
 
-def plain(record: DataclassInstance) -> dict[str, Any]:
+def plain_fields(record: DataclassInstance) -> dict[str, Any]:
     """Return the fields of a record (a journal's event, a row of metrics) by name, as they are written to its file: a
     field that is None by default is left out while it is None."""
     values = vars(record)
-    return {name: values[name] for name, needed in _written(type(record)) if needed or values[name] is not None}
+    return {name: values[name] for name, needed in _fields_to_write(type(record)) if needed or values[name] is not None}
 
 
 @cache
-def _written(kind: type[DataclassInstance]) -> list[tuple[str, bool]]:
+def _fields_to_write(kind: type[DataclassInstance]) -> list[tuple[str, bool]]:
     """Return the fields of a kind of record by name, each with True if it is written though it may be None."""
     return [(field.name, field.default is MISSING) for field in fields(kind)]
 
 
-def lines(path: Path | str, read: Callable[[dict[str, Any]], T]) -> Iterator[T]:
+def read_lines(path: Path | str, read: Callable[[dict[str, Any]], T]) -> Iterator[T]:
     """Yield what `read` makes of the JSON object on every whole line of a journal or metrics file, in order; the file
     may be in use. Raises Malformed, naming the line, where `read` does or a line is no JSON object; OSError."""
-    with io.BufferedReader(documents.open_regular(path)) as file:
+    with io.BufferedReader(documents.open_regular_file(path)) as file:
         number = 0
         while line := file.readline(LARGEST + 2):
             number += 1
             if line.endswith(b"\n"):
-                yield _read(line, read, f"line {number}")
+                yield _parse_line(line, read, f"line {number}")
             elif len(line) > LARGEST:
                 raise Malformed(f"more than {LARGEST} bytes", f"line {number}")  # else it is torn, or being written
 
 
-def last(path: Path | str, read: Callable[[dict[str, Any]], T]) -> list[T]:
+def read_last_lines(path: Path | str, read: Callable[[dict[str, Any]], T]) -> list[T]:
     """Return what `read` makes of the last whole lines of a journal or metrics file, as many as lie in its last _TAIL
-    bytes. Raises as `lines`."""
-    with documents.open_regular(path) as file:
+    bytes. Raises as `read_lines`."""
+    with documents.open_regular_file(path) as file:
         start = max(0, file.seek(0, io.SEEK_END) - _TAIL)
         file.seek(start)
         tail = file.read(_TAIL + 1) or b""
-    whole = tail.split(b"\n")[bool(start) : -1]  # the first may be only a part of a line
-    return [_read(line, read, f"line {number} of the last {len(whole)}") for number, line in enumerate(whole, 1)]
+    whole_lines = tail.split(b"\n")[bool(start) : -1]  # the first may be only a part of a line
+    return [
+        _parse_line(line, read, f"line {number} of the last {len(whole_lines)}")
+        for number, line in enumerate(whole_lines, 1)
+    ]
 
 
-def _read(line: bytes, read: Callable[[dict[str, Any]], T], place: str) -> T:
+def _parse_line(line: bytes, read: Callable[[dict[str, Any]], T], place: str) -> T:
     """Return `read` of the JSON object on a journal's or metrics file's line. Raises Malformed, naming `place`."""
     try:
-        return read(with_numbers(schema.read(dict[str, Any], documents.from_json(line, LARGEST + 2))))
+        return read(restore_non_finite(schema.parse_value(dict[str, Any], documents.parse_json(line, LARGEST + 2))))
     except Malformed as error:
         raise Malformed(str(error), place) from None
 
 
-def with_numbers(value: Any) -> Any:
+def restore_non_finite(value: Any) -> Any:
     """Return a journal's or metrics file's JSON data with NaN and infinities in place of their strings (NON_FINITE)."""
-    return schema.changed(value, str, lambda text: NON_FINITE.get(text, text))
+    return schema.map_nested_values(value, str, lambda text: NON_FINITE.get(text, text))
 
 
 KEPT_BYTES = 16 << 20  # limit for lines that could not be written yet
@@ -107,7 +110,7 @@ class JsonLines:
         self.path, self._say = Path(path), say
         self._kept: deque[bytes] = deque()  # lines still to be written, the oldest first
         self._troubled, self._torn, self._lost = False, False, 0
-        self._file = self._open()
+        self._file = self._open_file()
 
     def append(self, value: dict[str, Any]) -> None:
         """Append an object to the journal or metrics file as a line of JSON, now or as soon as it can be written."""
@@ -121,23 +124,23 @@ class JsonLines:
         """Try a last time to write the journal's or metrics file's kept lines, announce the lost ones, and close it."""
         self._write_kept()
         if missing := self._lost + len(self._kept):
-            self._say(f"WARNING: {self.path} lacks {count_of(missing, 'line')}")
+            self._say(f"WARNING: {self.path} lacks {format_count(missing, 'line')}")
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
     @property
-    def unwritten(self) -> list[dict[str, Any]]:
+    def unwritten_records(self) -> list[dict[str, Any]]:
         """Return the objects appended to the journal or metrics file that could not be written yet, in order."""
-        return [with_numbers(json.loads(line)) for line in self._kept]
+        return [restore_non_finite(json.loads(line)) for line in self._kept]
 
-    def _open(self) -> int:
+    def _open_file(self) -> int:
         """Open or create the journal or metrics file to append to, without a torn last line; return its descriptor."""
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        self._cut(file)
+        self._cut_torn_line(file)
         return file
 
-    def _cut(self, file: int) -> None:
+    def _cut_torn_line(self, file: int) -> None:
         """Remove a torn last line, which a crash or a full disk left in the open journal or metrics `file`."""
         self._torn = True
         os.ftruncate(file, _end_of_last_line(file))
@@ -149,7 +152,7 @@ class JsonLines:
         count = len(self._kept)
         try:
             while self._kept:
-                self._write(self._kept[0])
+                self._write_line(self._kept[0])
                 self._kept.popleft()
         except OSError as error:
             if not self._troubled:
@@ -158,21 +161,21 @@ class JsonLines:
             self._troubled = True
         else:
             if self._troubled:
-                self._say(f"{self.path} is written again: {count_of(count, 'line')} kept")
+                self._say(f"{self.path} is written again: {format_count(count, 'line')} kept")
             self._troubled = False
 
-    def _write(self, line: bytes) -> None:
+    def _write_line(self, line: bytes) -> None:
         """Write one line to the journal or metrics file. After an OSError the file still ends with a whole line, or is
         cut before the next write."""
-        self._find()
+        self._reopen_if_moved()
         if self._torn:
-            self._cut(self._file)
+            self._cut_torn_line(self._file)
         written = os.write(self._file, line)
         if written < len(line):
-            self._cut(self._file)
+            self._cut_torn_line(self._file)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
-    def _find(self) -> None:
+    def _reopen_if_moved(self) -> None:
         """Open the journal or metrics file again if `path` no longer names the open file, as its directory may have
         been removed, or mounted anew; creates it if it is missing."""
         try:
@@ -184,12 +187,12 @@ class JsonLines:
             os.close(self._file)
             self._file = -1
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._open()
+        self._file = self._open_file()
 
     @staticmethod
-    def read(path: Path | str) -> list[dict[str, Any]]:
+    def read_objects(path: Path | str) -> list[dict[str, Any]]:
         """List the objects on all whole lines of a journal or metrics file. Raises Malformed for any other line."""
-        return list(lines(path, dict))
+        return list(read_lines(path, dict))
 
 
 def _strict_json(value: dict[str, Any]) -> str:
@@ -197,7 +200,9 @@ def _strict_json(value: dict[str, Any]) -> str:
     try:  # they are rare
         return json.dumps(value, allow_nan=False)
     except ValueError:
-        return json.dumps(schema.changed(value, float, lambda x: x if isfinite(x) else json.dumps(x)), allow_nan=False)
+        return json.dumps(
+            schema.map_nested_values(value, float, lambda x: x if isfinite(x) else json.dumps(x)), allow_nan=False
+        )
 
 
 def _end_of_last_line(file: int, block: int = 1 << 16) -> int:

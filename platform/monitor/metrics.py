@@ -69,31 +69,31 @@ class MetricsRow:
 
 
 class MetricsLog(JsonLines):
-    """Metrics file of a run: `write(row)` is called once per committed step."""
+    """Metrics file of a run: `write_row(row)` is called once per committed step."""
 
-    def write(self, row: MetricsRow) -> None:
+    def write_row(self, row: MetricsRow) -> None:
         """Append a committed step's row to the metrics file, now or as soon as it can be written."""
-        self.append(json_records.plain(row))
+        self.append(json_records.plain_fields(row))
 
     @staticmethod
-    def read(path: Path | str) -> list[dict[str, Any]]:
+    def read_rows(path: Path | str) -> list[dict[str, Any]]:
         """Return the rows of a metrics file that hold, by step."""
-        return valid_rows(json_records.lines(path, read_row))
+        return valid_rows(json_records.read_lines(path, read_row))
 
 
 def read_row(row: dict[str, Any]) -> dict[str, Any]:
     """Check and return a row of a metrics file of any version. Raises Malformed if it has no valid step."""
-    return schema.read(_ROW, row)
+    return schema.parse_value(_ROW, row)
 
 
 def valid_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows of a metrics file that still hold, by step: a row replaces all before it from its step on."""
-    found: list[dict[str, Any]] = []
+    valid: list[dict[str, Any]] = []
     for row in rows:
-        while found and found[-1]["step"] >= row["step"]:
-            found.pop()
-        found.append(row)
-    return found
+        while valid and valid[-1]["step"] >= row["step"]:
+            valid.pop()
+        valid.append(row)
+    return valid
 
 
 @cache
@@ -103,12 +103,12 @@ def wandb_names() -> dict[str, str]:
     return {key: bound.name for key, hint in hints.items() for bound in getattr(hint, "__metadata__", ())}
 
 
-def for_wandb(row: MetricsRow) -> dict[str, float | list[int]]:
-    """Return the numbers of a row of metrics.jsonl under their W&B names, as `named_numbers` does."""
-    return named_numbers(vars(row))
+def wandb_numbers(row: MetricsRow) -> dict[str, float | list[int]]:
+    """Return the numbers of a row of metrics.jsonl under their W&B names, as `numbers_by_name` does."""
+    return numbers_by_name(vars(row))
 
 
-def named_numbers(values: Mapping[str, Any]) -> dict[str, float | list[int]]:
+def numbers_by_name(values: Mapping[str, Any]) -> dict[str, float | list[int]]:
     """Return the values of a row of metrics.jsonl under their W&B names, maps flattened, without unknown ones (None);
     a list is one histogram, of as many bins as it has numbers."""
     flat: dict[str, float | list[int]] = {}
@@ -147,62 +147,62 @@ class Columns:
         self.steps = array("q")
 
     @property
-    def names(self) -> list[str]:
+    def column_names(self) -> list[str]:
         """Return the W&B names of a metrics file's columns."""
         return list(self._numbers)
 
     def column(self, name: str) -> array[float]:
         """Return a metrics file's column of that W&B name, as long as `steps`; all NaN if there is none."""
-        found = self._numbers.get(name)
-        return _lengthened(array("d") if found is None else found, len(self.steps))
+        numbers = self._numbers.get(name)
+        return _pad_column(array("d") if numbers is None else numbers, len(self.steps))
 
-    def read_on(self) -> int:
+    def read_new_rows(self) -> int:
         """Read the new lines of the metrics file; return how many leading rows still hold."""
-        kept = len(self.steps)  # a file that has become shorter is read anew
+        rows_kept = len(self.steps)  # a file that has become shorter is read anew
         with suppress(FileNotFoundError, NotADirectoryError):
             for lines in self._new_lines():
-                kept = min(kept, self._take_rows(lines))
-        return min(kept, len(self.steps))
+                rows_kept = min(rows_kept, self._take_rows(lines))
+        return min(rows_kept, len(self.steps))
 
     def _new_lines(self) -> Iterator[list[bytes]]:
         """Yield the whole lines that the metrics file has got since the last time, a block at once; what follows may be
         torn."""
-        with documents.open_regular(self._path) as file:
+        with documents.open_regular_file(self._path) as file:
             if file.seek(0, io.SEEK_END) < self._place:
                 self._forget_rows()
             file.seek(self._place)
             rest = b""
             while block := file.read(_BLOCK):
-                *whole, rest = (rest + block).split(b"\n")
-                self._place += sum(map(len, whole)) + len(whole)
-                yield whole
+                *whole_lines, rest = (rest + block).split(b"\n")
+                self._place += sum(map(len, whole_lines)) + len(whole_lines)
+                yield whole_lines
                 if len(rest) > LARGEST:
                     self._place, rest, self.unread = self._place + len(rest), b"", self.unread + 1
 
     def _take_rows(self, lines: Sequence[bytes]) -> int:
         """Add the rows on lines of the metrics file; return how many rows before them still hold."""
-        kept, last = len(self.steps), self.steps[-1] if self.steps else -1
+        rows_kept, last = len(self.steps), self.steps[-1] if self.steps else -1
         shape: _Shape = ()
         alike: list[list[Any]] = []  # the values of rows of that shape, which become columns together
         for line in lines:
-            row = _row_on(line)
+            row = _parse_row(line)
             if row is None:
                 self.unread += 1
                 continue
             step: int = row["step"]
-            found, values = _flat(row)
-            if found != shape or step <= last:
+            row_shape, values = _flatten_row(row)
+            if row_shape != shape or step <= last:
                 self._add_rows(shape, alike)
-                shape, alike = found, []
+                shape, alike = row_shape, []
             if step <= last:  # after a rollback
-                kept = min(kept, self._take_back(step))
+                rows_kept = min(rows_kept, self._roll_back_rows(step))
             last = step
             self.steps.append(step)
             alike.append(values)
         self._add_rows(shape, alike)
-        return kept
+        return rows_kept
 
-    def _take_back(self, step: int) -> int:
+    def _roll_back_rows(self, step: int) -> int:
         """Forget the rows from a step on; return how many there are before it."""
         before = bisect_left(self.steps, step)
         del self.steps[before:]
@@ -214,15 +214,15 @@ class Columns:
         """Add to the columns the values of rows of one shape, whose steps have just been added."""
         before = len(self.steps) - len(rows)
         for name, values in zip(_flat_names(shape), zip(*rows, strict=True), strict=True):
-            if name and (numbers := _as_numbers(values)) is not None:
+            if name and (numbers := _convert_numbers(values)) is not None:
                 if name not in self._numbers and len(self._numbers) < _MOST_COLUMNS:
                     self._numbers[name] = array("d")
                 column = self._numbers.get(name)
-                if column is not None and len(_lengthened(column, before)) == before:  # else a name comes twice
+                if column is not None and len(_pad_column(column, before)) == before:  # else a name comes twice
                     column.extend(numbers)
 
 
-def _row_on(line: bytes) -> dict[str, Any] | None:
+def _parse_row(line: bytes) -> dict[str, Any] | None:
     """Return the row on a line of a metrics file, with a valid step; None if it is none."""
     try:
         row, end = _DECODER.raw_decode(text := line.decode())
@@ -233,14 +233,14 @@ def _row_on(line: bytes) -> dict[str, Any] | None:
     return row if valid else None
 
 
-def _lengthened(column: array[float], length: int) -> array[float]:
+def _pad_column(column: array[float], length: int) -> array[float]:
     """Return a column of metrics after adding NaN at its end, in place, up to a length."""
     if len(column) < length:
         column.extend([nan] * (length - len(column)))
     return column
 
 
-def _flat(row: dict[str, Any]) -> tuple[_Shape, list[Any]]:
+def _flatten_row(row: dict[str, Any]) -> tuple[_Shape, list[Any]]:
     """Return the shape of a row of metrics.jsonl, and its values, the parts of maps and lists each."""
     shape: list[Any] = []
     values: list[Any] = []
@@ -261,27 +261,27 @@ def _flat(row: dict[str, Any]) -> tuple[_Shape, list[Any]]:
 def _flat_names(shape: _Shape) -> list[str]:
     """Return the W&B names of the values of rows of that shape, "" of what W&B does not get."""
     known = wandb_names()
-    found: list[str] = []
+    names: list[str] = []
     for part in shape:
         if isinstance(part, str):
-            found.append(known.get(part, ""))
+            names.append(known.get(part, ""))
         else:
             key, *inner = part
             places: Iterable[Any] = range(inner[0]) if inner and isinstance(inner[0], int) else inner
-            found += [f"{known[key]}/{place}" if key in known else "" for place in places]
-    return found
+            names += [f"{known[key]}/{place}" if key in known else "" for place in places]
+    return names
 
 
-def _as_numbers(values: Sequence[Any]) -> array[float] | None:
+def _convert_numbers(values: Sequence[Any]) -> array[float] | None:
     """Return values in rows of metrics as floats, NaN where one is no number; None if none is."""
     try:
         return array("d", values)
     except (TypeError, OverflowError):  # few have texts, as NaN and infinities are, or nothing
-        numbers = [_as_number(value) for value in values]
+        numbers = [_convert_number(value) for value in values]
     return None if all(n is None for n in numbers) else array("d", [nan if n is None else n for n in numbers])
 
 
-def _as_number(value: Any) -> float | None:
+def _convert_number(value: Any) -> float | None:
     """Return a value in a row of metrics as a float, None if it is none; NaN and infinities are texts there."""
     if isinstance(value, int):  # True is 1: the step was skipped
         return float(value) if abs(value) < 1 << 1000 else inf

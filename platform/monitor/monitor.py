@@ -16,12 +16,12 @@ from time import monotonic
 from typing import Any, Protocol, TextIO
 
 from platform.boundary import terminal
-from platform.boundary.redaction import redact
+from platform.boundary.redaction import redact_secrets
 from platform.config.fields import Config
 from platform.monitor.json_records import METRICS
-from platform.monitor.metrics import MetricsLog, MetricsRow, for_wandb
+from platform.monitor.metrics import MetricsLog, MetricsRow, wandb_numbers
 from platform.monitor.sinks.alerts import RESUMABLE
-from platform.monitor.sinks.sink_process import END_SECONDS, STOP_SECONDS, SinkProcess, asked_sinks
+from platform.monitor.sinks.sink_process import END_SECONDS, STOP_SECONDS, SinkProcess, select_sinks
 
 # Console output of a run: an aligned line every few steps, and on a terminal a status line refreshed in place.
 
@@ -60,7 +60,7 @@ class Console:
         self._since: list[MetricsRow] = []  # rows since the last line
         self._pace: deque[tuple[int, float]] = deque(maxlen=50)  # (step, clock) of recent steps, for the time left
 
-    def step(self, row: MetricsRow) -> None:
+    def show_step(self, row: MetricsRow) -> None:
         """Show a committed step on the run's console: print its metrics if a line is due, and its validation loss if it
         has one; refresh the status line."""
         step, longer = row.step, self._length and row.length not in (None, self._length)
@@ -71,58 +71,58 @@ class Console:
             self._pace.clear()
         self._pace.append((step, self._clock()))
         self._since.append(row)
-        left = self._left(step)
+        left = self._time_left(step)
         if not self._lines or step % self._every == 0 or step == self._total:
             seconds = [r.step_seconds for r in self._since]
             speed = fmean([r.tokens_per_second for r in self._since], seconds)
             known = [r.mfu for r in self._since if r.mfu is not None]
             mfu = fmean(known, seconds) if len(known) == len(seconds) else None
             self._since.clear()
-            self._line(replace(row, tokens_per_second=speed, mfu=mfu), left)
+            self._print_row(replace(row, tokens_per_second=speed, mfu=mfu), left)
         if row.val_loss is not None:
             of = "".join(f"  {name} {loss:.4f}" for name, loss in (row.val_losses or {}).items())
             self.say(f"{step:>{_COLUMNS[0][1]}}{row.val_loss:>{_COLUMNS[1][1]}.4f}  validation loss{of}")
         if row.task_scores:
-            self.say(f"{step:>{_COLUMNS[0][1]}}  tasks{_some(row.task_scores)}")
+            self.say(f"{step:>{_COLUMNS[0][1]}}  tasks{_format_scores(row.task_scores)}")
         if self._live:
             status = f"step {step}/{self._total}  loss {row.loss:.4f}  "
             status += f"{row.tokens_per_second:,.0f} tokens/s  {left} left"
             width = shutil.get_terminal_size().columns - 1  # a wrapped status line could not be erased
-            self._write(_ERASE + status[:width])
+            self._write_text(_ERASE + status[:width])
 
     def say(self, text: str) -> None:
         """Print `text` as a line of its own on the run's console, above the status line."""
-        self._write((_ERASE if self._live else "") + terminal.visible(text) + "\n")
+        self._write_text((_ERASE if self._live else "") + terminal.escape_terminal_text(text) + "\n")
 
     def close(self) -> None:
         """Clear the run's status line off the terminal."""
         if self._live:
-            self._write(_ERASE)
+            self._write_text(_ERASE)
 
-    def _line(self, row: MetricsRow, left: str) -> None:
+    def _print_row(self, row: MetricsRow, left: str) -> None:
         """Print a step's metrics as an aligned console line, with the header every 25 lines; `left`: time left."""
         if self._lines % _HEADER_EVERY == 0:
             self.say("".join(f"{title:>{width}}" for title, width, _ in _COLUMNS))
         self._lines += 1
         self.say("".join(f"{text(row, left):>{width}}" for _, width, text in _COLUMNS))
 
-    def _left(self, step: int) -> str:
+    def _time_left(self, step: int) -> str:
         """Return the time that a run still takes after `step`, at the pace of recent steps, as text; "~" if unknown."""
         (first, then), (last, now) = self._pace[0], self._pace[-1]
-        return _duration((now - then) / (last - first) * (self._total - step)) if last > first else "~"
+        return _format_duration((now - then) / (last - first) * (self._total - step)) if last > first else "~"
 
-    def _write(self, text: str) -> None:
+    def _write_text(self, text: str) -> None:
         """Write a text to the run's console with its secrets redacted."""
-        terminal.write_text(self._stream, redact(text))
+        terminal.write_text(self._stream, redact_secrets(text))
 
 
-def _some(scores: dict[str, float]) -> str:
+def _format_scores(scores: dict[str, float]) -> str:
     """Return the first scores of a run's evaluation tasks as text for its console, and how many more there are."""
     shown = "".join(f"  {name} {score:.4f}" for name, score in list(scores.items())[:_SCORES])
     return shown + (f"  and {len(scores) - _SCORES} more" if len(scores) > _SCORES else "")
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     """Format the seconds left of a run as days and hours, hours and minutes, or minutes and seconds, such as 1m43s."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -146,7 +146,7 @@ class RayGauges:
         """Prepare the Prometheus gauges of a run, labelled with `run`, the name of its directory."""
         self._tags, self._gauges = {TAG: run}, dict[str, Any]()
 
-    def step(self, values: Mapping[str, Any]) -> None:
+    def send_step(self, values: Mapping[str, Any]) -> None:
         """Set a run's Prometheus gauges to a step's numbers by name, no histograms; do nothing once Ray is gone."""
         import ray
         from ray.util.metrics import Gauge
@@ -159,9 +159,9 @@ class RayGauges:
                 self._gauges[name] = Gauge(gauge_name(name), name, (TAG,))
             self._gauges[name].set(float(value), self._tags)
 
-    def summary(self, values: dict[str, Any]) -> None:
+    def send_summary(self, values: dict[str, Any]) -> None:
         """Set the Prometheus gauges of numbers of the whole run by name, which W&B gets too."""
-        self.step(values)
+        self.send_step(values)
 
     def close(self, status: int) -> None:
         """End the Prometheus gauges with the driver: Ray forgets the metrics of an ended process."""
@@ -182,10 +182,10 @@ OnStep = Callable[[MetricsRow], None]
 class Service(Protocol):
     """Service inside the driver's process that is sent a run's numbers, and may fail without harm to it."""
 
-    def step(self, values: dict[str, float | list[int]]) -> None:
+    def send_step(self, values: dict[str, float | list[int]]) -> None:
         """Send a committed step, numbers and histograms by their W&B names, to this service, such as Prometheus."""
 
-    def summary(self, values: dict[str, Any]) -> None:
+    def send_summary(self, values: dict[str, Any]) -> None:
         """Send numbers of the whole run, by their W&B names, to this service, such as Prometheus."""
 
     def close(self, status: int) -> None:
@@ -208,26 +208,26 @@ class RunMonitor:
         self._metrics, self._console, self._services, self._on_step = metrics, console, dict(services), on_step
         self._sinks = list(sinks)
 
-    def step(self, row: MetricsRow) -> None:
+    def record_step(self, row: MetricsRow) -> None:
         """Record a committed step's row: in metrics.jsonl, on the console, with Prometheus, by `on_step`."""
-        self._metrics.write(row)
+        self._metrics.write_row(row)
         self._hear_sinks()
-        self._console.step(row)
-        self._to_services(lambda service: service.step(for_wandb(row)))
+        self._console.show_step(row)
+        self._tell_services(lambda service: service.send_step(wandb_numbers(row)))
         self._on_step(row)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def read_rows(self) -> list[dict[str, Any]]:
         """Return the rows of the whole run's metrics.jsonl, one per step."""
-        return MetricsLog.read(self._metrics.path)
+        return MetricsLog.read_rows(self._metrics.path)
 
     def say(self, text: str) -> None:
         """Print a line of text on the run's console."""
         self._console.say(text)
 
-    def summary(self, values: dict[str, Any]) -> None:
+    def record_summary(self, values: dict[str, Any]) -> None:
         """Record numbers of the whole run by name, such as its goodput, with services such as Prometheus."""
-        named = {f"elastic/{key}": value for key, value in values.items()}
-        self._to_services(lambda service: service.summary(named))
+        wandb_values = {f"elastic/{key}": value for key, value in values.items()}
+        self._tell_services(lambda service: service.send_summary(wandb_values))
 
     def close(self, status: int) -> None:
         """Close the metrics file, console and services of a run that ends with the exit status `status`."""
@@ -239,15 +239,15 @@ class RunMonitor:
             sink.wait(until - monotonic())
         self._hear_sinks()
         self._console.close()
-        self._to_services(lambda service: service.close(status))
+        self._tell_services(lambda service: service.close(status))
 
     def _hear_sinks(self) -> None:
         """Print on the run's console what the processes of its services have to say, such as W&B's."""
         for sink in self._sinks:
-            for line in sink.new_lines():
+            for line in sink.take_new_lines():
                 self._console.say(line)
 
-    def _to_services(self, action: Callable[[Service], None]) -> None:
+    def _tell_services(self, action: Callable[[Service], None]) -> None:
         """Perform `action` on every service, such as Prometheus; at its first error, stop using one and say so."""
         for name, service in list(self._services.items()):
             try:
@@ -274,7 +274,7 @@ def open_monitor(
     """
     console = Console(stream or sys.stdout, total_steps=total_steps, every=config.monitor.every)
     metrics = MetricsLog(run_dir / METRICS, console.say)
-    sinks = [SinkProcess(name, config, run_dir) for name in asked_sinks(config.monitor)]
+    sinks = [SinkProcess(name, config, run_dir) for name in select_sinks(config.monitor)]
     services: dict[str, Service] = {}
     if config.cluster.kind == "ray" and config.monitor.prometheus:
         services["Prometheus"] = RayGauges(run_dir.name)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
 from platform.monitor.events import Replanning
-from platform.plan.layout import count_of
-from platform.plan.plan_summary import BUBBLE, COMPUTING, DATA, OPTIMIZER, REST, SNAPSHOT, shown_seconds
+from platform.plan.layout import format_count
+from platform.plan.plan_summary import BUBBLE, COMPUTING, DATA, OPTIMIZER, REST, SNAPSHOT, format_seconds
 
 Parts = Mapping[str, float]  # name of a part (`platform.plan.plan_summary`) -> seconds
 
@@ -24,7 +24,7 @@ CAUSES = {
 WAITS = "{name}: links are {speed} than described, or ranks more {even}"
 
 
-def typical(steps: Sequence[Parts]) -> dict[str, float]:
+def average_parts(steps: Sequence[Parts]) -> dict[str, float]:
     """Return the parts of a typical step: their means over the middle half of `steps`, ordered by seconds."""
     ordered = sorted(steps, key=lambda parts: sum(parts.values()))
     middle = ordered[len(steps) // 4 : len(steps) - len(steps) // 4]
@@ -42,15 +42,15 @@ def parts_table(predicted: Parts, measured: Parts, hardware: str, steps: int) ->
     predicted_rows, measured_rows = sum(row[1] for row in rows), sum(row[2] for row in rows)
     rows += [(REST, max(0.0, expected - predicted_rows), taken - measured_rows), ("altogether", expected, taken)]
     width = max(len(name) for name, *_ in rows)
-    yield f"a step on {hardware}, measured in {count_of(steps, 'step')}"
+    yield f"a step on {hardware}, measured in {format_count(steps, 'step')}"
     yield f"  {'':<{width}}  predicted   measured  difference"
     for name, before, after in rows:
-        expects = shown_seconds(before) if before else "-"
-        yield f"  {name:<{width}}  {expects:>9}  {shown_seconds(after):>9}  {_signed(after - before):>10}"
-    yield cause(predicted, measured)
+        expects = format_seconds(before) if before else "-"
+        yield f"  {name:<{width}}  {expects:>9}  {format_seconds(after):>9}  {_format_difference(after - before):>10}"
+    yield describe_main_cause(predicted, measured)
 
 
-def cause(predicted: Parts, measured: Parts) -> str:
+def describe_main_cause(predicted: Parts, measured: Parts) -> str:
     """Return the line that says by how much a step differs from its prediction, and mostly in which part."""
     expected, taken = sum(predicted.values()), sum(measured.values())
     behind = taken - expected
@@ -70,15 +70,17 @@ def replanning_line(event: Replanning) -> str:
     """Return the line that says what a run does whose steps left their prediction, and why."""
     times = {name: n for name, n in event.times.items() if abs(n - 1) >= NEAR}
     parts = [f"{name} {n:,.0f}" if n >= 10 else f"{name} {n:.2g}" for name, n in times.items()]
-    told = f"step {event.step}: steps take {shown_seconds(event.measured)}, predicted {shown_seconds(event.predicted)}"
+    told = (
+        f"step {event.step}: steps take {format_seconds(event.measured)}, predicted {format_seconds(event.predicted)}"
+    )
     why = f"times as long as described: {', '.join(parts) or 'nothing'}"
     if event.now <= event.then:
         return f"{told} ({why}); no other plan is quicker"
-    quicker = f"{event.chosen} takes {shown_seconds(event.then)} instead of {shown_seconds(event.now)}"
-    gain = f"gains {shown_seconds(event.gain)} in the steps left, for {shown_seconds(event.cost)}"
+    quicker = f"{event.chosen} takes {format_seconds(event.then)} instead of {format_seconds(event.now)}"
+    gain = f"gains {format_seconds(event.gain)} in the steps left, for {format_seconds(event.cost)}"
     return f"{told} ({why}); {quicker}, {gain}: {'re-forms' if event.reforms else 'stays'}"
 
 
-def _signed(seconds: float) -> str:
+def _format_difference(seconds: float) -> str:
     """Format a difference of durations with its sign."""
-    return ("+" if seconds >= 0 else "-") + shown_seconds(abs(seconds))
+    return ("+" if seconds >= 0 else "-") + format_seconds(abs(seconds))

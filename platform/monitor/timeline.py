@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
-from platform.plan.gantt import Bar, gantt_svg
+from platform.plan.gantt import Bar, draw_gantt_svg
 from platform.plan.schedule import COMPUTE, SENDS, Action, Kind, Rows, Schedule
 from platform.plan.simulate import Simulation, TimedAction, simulate
 
@@ -68,7 +68,7 @@ class Timeline:
         self._steps: deque[tuple[int, float, Sequence[RankRecord], Mapping[str, float]]] = deque(maxlen=KEPT_STEPS)
         self.forecast: StepForecast | None = None
 
-    def step(
+    def add_step(
         self, step: int, start: float, ranks: Sequence[RankRecord], parts: Mapping[str, float]
     ) -> dict[str, float] | None:
         """Add to the timeline what every rank did in the step that began at `start`, seconds on the driver's clock;
@@ -80,51 +80,53 @@ class Timeline:
         self._steps.append((step, start, ranks, parts))
         if self._schedules[-1].stages == 1:
             return None
-        ran = self._ran(ranks)
-        return {"planned": self._planned(ran).bubble, "measured": bubble(ran)}
+        ran = self._collect_actions(ranks)
+        return {"planned": self._simulate_step(ran).bubble, "measured": measure_bubble(ran)}
 
-    def write(self, directory: Path) -> None:
+    def write_files(self, directory: Path) -> None:
         """Write into the run's directory `timeline.json`, a trace of the last steps for Perfetto or chrome://tracing,
         and `timeline.svg`, the last step of the first worker of each stage. Does nothing if no step was done."""
         if not self._steps:
             return
-        trace = {"traceEvents": list(self._trace()), "displayTimeUnit": "ms"}
+        trace = {"traceEvents": list(self._trace_events()), "displayTimeUnit": "ms"}
         (directory / "timeline.json").write_text(json.dumps(trace, separators=(",", ":")) + "\n")
-        (directory / "timeline.svg").write_text(self._picture())
+        (directory / "timeline.svg").write_text(self._draw_picture())
 
-    def _ran(self, ranks: Sequence[RankRecord]) -> list[list[TimedAction]]:
+    def _collect_actions(self, ranks: Sequence[RankRecord]) -> list[list[TimedAction]]:
         """Return, per rank, the pipeline actions measured in a step, with their times, for the run's timeline."""
-        return [executed(s, self._actions[s], own.sections) for s, own in zip(self._stages, ranks, strict=True)]
+        return [
+            extract_actions(s, self._actions[s], record.sections) for s, record in zip(self._stages, ranks, strict=True)
+        ]
 
-    def _planned(self, ran: Sequence[Sequence[TimedAction]]) -> Simulation:
+    def _simulate_step(self, ran: Sequence[Sequence[TimedAction]]) -> Simulation:
         """Simulate a step's pipeline with each kind of action's mean time in the timeline; `ran`: actions per rank."""
         microbatches = 1 + max(event.action.microbatch for events in ran for event in events)
         schedule = next(s for s in self._schedules if s.microbatches == microbatches)
         seconds: dict[Kind, list[float]] = defaultdict(list)
         for event in (event for events in ran for event in events):
             seconds[event.action.kind].append(event.end - event.start)
-        return simulate(schedule, {kind: fmean(found) for kind, found in seconds.items()})
+        return simulate(schedule, {kind: fmean(durations) for kind, durations in seconds.items()})
 
-    def _picture(self) -> str:
+    def _draw_picture(self) -> str:
         """Draw the timeline of the last step as SVG: the simulated schedule above the measured actions of one rank per
         stage, with what it computed of the model and its collectives."""
         step, _, ranks, _ = self._steps[-1]
-        ran = self._ran(ranks)
-        planned = self._planned(ran)
+        ran = self._collect_actions(ranks)
+        planned = self._simulate_step(ran)
         first = [self._stages.index(stage) for stage in range(self._schedules[-1].stages)]
         zero = min(event.start for rank in first for event in ran[rank])
         measured = [TimedAction(e.stage, e.action, e.start - zero, e.end - zero) for rank in first for e in ran[rank]]
-        title = f"measured: step {step}, bubble {bubble(ran):.1%}"
+        title = f"measured: step {step}, bubble {measure_bubble(ran):.1%}"
         panels = {f"planned: {self._schedules[-1].name}, bubble {planned.bubble:.1%}": planned.timeline}
         if self.forecast:
             on = self.forecast.simulated(self._schedules[-1])
             panels[f"predicted on {self.forecast.hardware}: bubble {on.bubble:.1%}"] = on.timeline
-        return gantt_svg(
+        return draw_gantt_svg(
             {**panels, title: measured},
-            beneath={title: {stage: list(_rows(ranks[rank], zero)) for stage, rank in enumerate(first)}},
+            beneath={title: {stage: list(_picture_rows(ranks[rank], zero)) for stage, rank in enumerate(first)}},
         )
 
-    def _trace(self) -> Iterator[dict[str, Any]]:
+    def _trace_events(self) -> Iterator[dict[str, Any]]:
         """Yield the trace events of what the ranks did in the kept steps, times in microseconds since the first of
         these steps: a process per rank, with a thread each for actions, computed parts (spans) of the model and, as
         they overlap, as many collectives as are under way at once.
@@ -139,9 +141,9 @@ class Timeline:
             yield {"ph": "M", "name": "process_name", "pid": len(self._names), "args": named}
         zero, threads = self._steps[0][1], set()
         for step, began, ranks, parts in self._steps:
-            yield from self._beside(step, began - zero, parts)
-            for rank, own in enumerate(ranks):
-                for thread, start, end, more in rank_events(self._actions[self._stages[rank]], step, own):
+            yield from self._part_events(step, began - zero, parts)
+            for rank, record in enumerate(ranks):
+                for thread, start, end, more in rank_events(self._actions[self._stages[rank]], step, record):
                     if (rank, thread) not in threads:
                         threads.add((rank, thread))
                         args = {"name": thread_name(thread)}
@@ -149,35 +151,35 @@ class Timeline:
                     time, length = (began - zero + start) * 1e6, (end - start) * 1e6  # microseconds
                     yield {"ph": "X", "pid": rank, "tid": thread, "ts": time, "dur": length} | more
 
-    def _beside(self, step: int, began: float, parts: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+    def _part_events(self, step: int, began: float, parts: Mapping[str, float]) -> Iterator[dict[str, Any]]:
         """Yield the trace events of the parts of a step, one after the other from its beginning, as predicted and, on a
         thread beside, as measured."""
         if not self.forecast:
             return
-        for thread, (row, found) in enumerate((("predicted", self.forecast.parts), ("measured", parts))):
+        for thread, (row, part_seconds) in enumerate((("predicted", self.forecast.parts), ("measured", parts))):
             where = {"pid": len(self._names), "tid": thread}
             if step == self._steps[0][0]:
                 yield {"ph": "M", "name": "thread_name", **where, "args": {"name": row}}
             time = began * 1e6
-            for name, length in ((name, seconds * 1e6) for name, seconds in found.items() if seconds > 0):
+            for name, length in ((name, seconds * 1e6) for name, seconds in part_seconds.items() if seconds > 0):
                 yield {"ph": "X", **where, "ts": time, "dur": length, "name": name, "cat": row, "args": {"step": step}}
                 time += length
 
 
 def rank_events(
-    actions: Mapping[str, Action], step: int, own: RankRecord
+    actions: Mapping[str, Action], step: int, record: RankRecord
 ) -> Iterator[tuple[int, float, float, dict[str, Any]]]:
     """Yield the computing, waiting and collectives of a rank's step, for the timeline's trace, as (thread, start, end,
     further fields of a trace event). `actions`: name -> action of the rank's stage."""
-    for name, start, end in own.sections:
+    for name, start, end in record.sections:
         if action := actions.get(name):
             where = {"chunk": action.chunk, "microbatch": action.microbatch}
-            yield 0, start, end, {"name": name, "cat": _category(action), "args": where}
+            yield 0, start, end, {"name": name, "cat": _action_category(action), "args": where}
         else:
             yield 0, start, end, {"name": name, "cat": CATEGORIES.get(name, name), "args": {"step": step}}
-    for name, start, end in own.spans:
+    for name, start, end in record.spans:
         yield 1, start, end, {"name": name, "cat": MODEL, "args": {"step": step}}
-    for lane, flights in enumerate(lanes(own.collectives), 2):
+    for lane, flights in enumerate(split_lanes(record.collectives), 2):
         for name, op, axes, size, start, wanted, end in flights:
             what = {"step": step, "op": op, "axes": axes, "bytes": size}
             yield lane, start, end, {"name": name, "cat": COMMUNICATION, "args": what}
@@ -190,40 +192,40 @@ def thread_name(number: int) -> str:
     return ("actions", MODEL, COMMUNICATION)[number] if number < 3 else f"{COMMUNICATION} {number - 1}"
 
 
-def lanes(collectives: Iterable[Collective]) -> list[list[Collective]]:
+def split_lanes(collectives: Iterable[Collective]) -> list[list[Collective]]:
     """Divide a rank's collectives, ordered by launch, into the fewest rows of the timeline in which none overlap."""
-    found: list[list[Collective]] = []
+    rows: list[list[Collective]] = []
     for flight in collectives:
-        free = next((lane for lane in found if lane[-1][-1] <= flight[4]), None)
+        free = next((lane for lane in rows if lane[-1][-1] <= flight[4]), None)
         if free is None:
-            found.append(free := [])
+            rows.append(free := [])
         free.append(flight)
-    return found
+    return rows
 
 
-def _rows(own: RankRecord, zero: float) -> Iterator[tuple[str, list[Bar]]]:
+def _picture_rows(record: RankRecord, zero: float) -> Iterator[tuple[str, list[Bar]]]:
     """Yield the rows of the timeline's picture beneath the actions of a rank, (name, bars): its computation, by parts
     (spans) of the model if these are known, up to the end of the step; and its collectives, with the wait for each.
     `zero`: the picture's begin, seconds since the step's barrier."""
 
-    def bar(kind: str, start: float, end: float, label: str, text: str) -> Bar:
+    def build_bar(kind: str, start: float, end: float, label: str, text: str) -> Bar:
         """Return a bar of the timeline's picture, from `start` to `end`, counted from the picture's begin."""
         return Bar(kind, max(start - zero, 0.0), max(end - zero, 0.0), label, text)
 
-    passes = own.spans or [section for section in own.sections if section[0] in PASSES]
-    computed = [bar(name.split()[0], start, end, name.partition(" ")[2], name) for name, start, end in passes]
-    ends = [bar("update", start, end, name, name) for name, start, end in own.sections if name in END_OF_STEP]
+    passes = record.spans or [section for section in record.sections if section[0] in PASSES]
+    computed = [build_bar(name.split()[0], start, end, name.partition(" ")[2], name) for name, start, end in passes]
+    ends = [build_bar("update", start, end, name, name) for name, start, end in record.sections if name in END_OF_STEP]
     yield "compute", [*computed, *ends]
-    for i, flights in enumerate(lanes(own.collectives)):
+    for i, flights in enumerate(split_lanes(record.collectives)):
         bars = []
         for name, op, axes, size, start, wanted, end in flights:
             kind = next((kind for kind in ("gather", "reduce") if kind in op), "other")
-            bars.append(bar(kind, start, end, name.split(" ", 1)[-1], f"{name}: {op} over {axes}, {size} bytes,"))
-            bars.append(bar("wait", min(wanted, end), end, "", f"wait for {name}"))
+            bars.append(build_bar(kind, start, end, name.split(" ", 1)[-1], f"{name}: {op} over {axes}, {size} bytes,"))
+            bars.append(build_bar("wait", min(wanted, end), end, "", f"wait for {name}"))
         yield "" if i else COMMUNICATION, bars
 
 
-def executed(stage: int, actions: dict[str, Action], sections: Sequence[Interval]) -> list[TimedAction]:
+def extract_actions(stage: int, actions: dict[str, Action], sections: Sequence[Interval]) -> list[TimedAction]:
     """Return the pipeline schedule's actions among the measured sections of a rank of `stage` in one step, in order,
     for the timeline. A computation begins when the input that it waited for arrived. `actions`: name -> action of the
     stage."""
@@ -236,7 +238,7 @@ def executed(stage: int, actions: dict[str, Action], sections: Sequence[Interval
     return events
 
 
-def bubble(ran: Sequence[Sequence[TimedAction]]) -> float:
+def measure_bubble(ran: Sequence[Sequence[TimedAction]]) -> float:
     """Return the pipeline bubble that the timeline measured in a step, makespan / ideal - 1; ideal: the computing time
     of the busiest rank. `ran`: per rank, its measured actions."""
     computed = [[e for e in events if e.action.kind in COMPUTE] for events in ran]
@@ -244,6 +246,6 @@ def bubble(ran: Sequence[Sequence[TimedAction]]) -> float:
     return makespan / max(sum(e.end - e.start for e in events) for events in computed) - 1
 
 
-def _category(action: Action) -> str:
+def _action_category(action: Action) -> str:
     """Return the category of a pipeline action in the timeline's trace: compute, send or receive."""
     return "compute" if action.kind in COMPUTE else "send" if action.kind in SENDS else "receive"

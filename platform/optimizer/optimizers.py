@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from platform.boundary.refusals import closest, violation
-from platform.config.extensions import admit, with_settings
+from platform.boundary.refusals import closest_values, format_violation
+from platform.config.extensions import bind_settings, register_own_function
 from platform.config.fields import Config, Optimizer
-from platform.plan.layout import at_zero
+from platform.plan.layout import is_at_index_zero
 from platform.plan.model_types import Parameter
 from platform.plan.plan import Plan
-from platform.plan.step_collectives import summed_sizes
+from platform.plan.step_collectives import factor_sum_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -38,55 +38,55 @@ class Update:
         return self.plan.itemsize["master"]
 
     @property
-    def largest(self) -> int:
+    def largest_part_bytes(self) -> int:
         """Return the bytes of the largest part of a parameter that the worker's optimizer update changes."""
         return self.itemsize * max(self.parts.values(), default=0)
 
 
-def scratch_of_muon(o: Optimizer, update: Update) -> int:
+def muon_scratch_bytes(o: Optimizer, update: Update) -> int:
     """Return the bytes of temporary memory of one Muon update: Nesterov's sums of all matrices at once, if used, plus
     the most that one bucket needs: its gathered buffer and the larger of its shard (0 if not sharded) and the
     Newton-Schulz iteration of its largest matrix."""
     plan, wide = update.plan, update.itemsize
-    ahead = sum(n for name, n in update.parts.items() if name in plan.matrices) if o.nesterov else 0
+    nesterov_elements = sum(n for name, n in update.parts.items() if name in plan.matrices) if o.nesterov else 0
     most = 0
     for b in plan.buckets:
-        some = [p for p in b.parameters if p.name in plan.matrices]
-        if some and at_zero(b.only, update.at):
-            made = max(_orthogonal(plan, p, wide) for p in some)
-            apart = b.shard_elements if b.sharded else 0
-            most = max(most, wide * (b.elements + apart), wide * b.elements + made)
-    return wide * ahead + most
+        matrices = [p for p in b.parameters if p.name in plan.matrices]
+        if matrices and is_at_index_zero(b.only, update.at):
+            iteration_bytes = max(_newton_schulz_bytes(plan, p, wide) for p in matrices)
+            shard_elements = b.shard_elements if b.sharded else 0
+            most = max(most, wide * (b.elements + shard_elements), wide * b.elements + iteration_bytes)
+    return wide * nesterov_elements + most
 
 
-def scratch_of_adafactor(o: Optimizer, update: Update) -> int:
+def adafactor_scratch_bytes(o: Optimizer, update: Update) -> int:
     """Return the bytes of temporary memory of one Adafactor update: the second moments of the largest parameter,
     rebuilt from its rows and columns, and the sums over ranks for all parameters."""
     plan = update.plan
     if not plan.factored:
-        return update.largest
+        return update.largest_part_bytes
     most = max((n for name, n in update.parts.items() if name in plan.factored), default=0)
-    return 2 * (most + sum(map(sum, summed_sizes(plan).values()))) * update.itemsize
+    return 2 * (most + sum(map(sum, factor_sum_sizes(plan).values()))) * update.itemsize
 
 
-def _orthogonal(plan: Plan, p: Parameter, wide: int) -> int:
+def _newton_schulz_bytes(plan: Plan, p: Parameter, wide: int) -> int:
     """Return the peak bytes of temporary memory while Muon gathers a parameter's matrices and makes them
     orthogonal (`muon.orthogonal`). `wide`: bytes per element of master copies."""
-    number, rows, columns = p.matrices(plan.planner.shape(p, plan.joined(p)))
+    number, rows, columns = p.shape_as_matrices(plan.planner.local_shape(p, plan.matrix_layout(p)))
     n, square = number * rows * columns, number * min(rows, columns) ** 2
     half = plan.itemsize["compute"] == 2
-    whole = wide * n if plan.joining(p) else 0
+    gathered_bytes = wide * n if plan.matrix_gather_steps(p) else 0
     narrow, item = (2 * n, 2) if half else (0, wide)
     iterated = item * (2 * n + 2 * square)
     turned = item * n * (1 + (rows > columns)) if not half else item * n * (rows > columns) + max(item, wide) * n
-    return whole + narrow + max(iterated, turned)
+    return gathered_bytes + narrow + max(iterated, turned)
 
 
-def parts_of(plan: Plan, at: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+def iterate_updated_parts(plan: Plan, at: Mapping[str, int]) -> Iterator[tuple[str, int]]:
     """Yield (name, elements) for each parameter of which the worker at mesh coordinates `at` updates a part: the
     entries of `Update.parts`."""
-    for p in plan.at(at["stage"]).parameters:
-        if p.name not in plan.frozen and plan.present(p, at):
+    for p in plan.stage_part(at["stage"]).parameters:
+        if p.name not in plan.frozen and plan.has_block(p, at):
             start, stop = plan.shard_range(p, at)
             if stop > start:
                 yield p.name, stop - start
@@ -115,35 +115,35 @@ class OptimizerKind:
     needs: Need = ELEMENT
 
 
-def _adamw(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
+def _build_adamw(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
     """Construct torch's fused AdamW of parameter groups, by config.optimizer `o`."""
     import torch
 
     return torch.optim.AdamW(groups, o.lr, (o.betas[0], o.betas[1]), o.eps, fused=True)
 
 
-def _sgd(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
+def _build_sgd(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
     """Construct torch's fused SGD of parameter groups; as there, weight decay is added to the gradient."""
     import torch
 
     return torch.optim.SGD(groups, o.lr, o.momentum, nesterov=o.nesterov, fused=True)
 
 
-def _lion(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
+def _build_lion(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
     """Construct the Lion optimizer of parameter groups, by config.optimizer `o`."""
     from platform.optimizer.update_rules import Lion
 
     return Lion(groups, o.lr, (o.betas[0], o.betas[1]))
 
 
-def _muon(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
+def _build_muon(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
     """Construct the Muon optimizer of parameter groups; groups with `matrix` set hold parts of whole matrices."""
     from platform.optimizer.update_rules import Muon
 
     return Muon(groups, o)
 
 
-def _adafactor(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
+def _build_adafactor(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
     """Construct the Adafactor optimizer of parameter groups, by config.optimizer `o`."""
     from platform.optimizer.update_rules import Adafactor
 
@@ -151,11 +151,13 @@ def _adafactor(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimi
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerKind(_adamw, moments=2, divides=True),
-    "sgd": OptimizerKind(_sgd, moments=lambda o: int(o.momentum > 0), divides=True),
-    "lion": OptimizerKind(_lion, moments=1, scratch=lambda o, update: update.largest),
-    "muon": OptimizerKind(_muon, moments=2, scratch=scratch_of_muon),  # one of matrices
-    "adafactor": OptimizerKind(_adafactor, moments=1, scratch=scratch_of_adafactor),  # none of matrices, but SIDES
+    "adamw": OptimizerKind(_build_adamw, moments=2, divides=True),
+    "sgd": OptimizerKind(_build_sgd, moments=lambda o: int(o.momentum > 0), divides=True),
+    "lion": OptimizerKind(_build_lion, moments=1, scratch=lambda o, update: update.largest_part_bytes),
+    "muon": OptimizerKind(_build_muon, moments=2, scratch=muon_scratch_bytes),  # one of matrices
+    "adafactor": OptimizerKind(
+        _build_adafactor, moments=1, scratch=adafactor_scratch_bytes
+    ),  # none of matrices, but SIDES
 }
 
 
@@ -166,21 +168,21 @@ SIDES = ("row_var", "col_var")
 AVERAGE = "ema"  # kind of the averaged weights, which are kept like a moment
 
 
-def kept_numbers(config: Config) -> int:
+def count_state_numbers(config: Config) -> int:
     """Return the numbers of optimizer state per trained element: moments, and one more for averaged weights."""
     moments = OPTIMIZERS[config.optimizer.kind].moments
     return (moments if isinstance(moments, int) else moments(config.optimizer)) + (config.train.ema > 0)
 
 
-def make_optimizer(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
+def build_optimizer(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
     """Construct the torch optimizer that config.optimizer `o` names, of parameter groups."""
-    made: torch.optim.Optimizer = with_settings(OPTIMIZERS[o.kind].make, "optimizer.kind", o.kind, o.settings)(
+    optimizer: torch.optim.Optimizer = bind_settings(OPTIMIZERS[o.kind].make, "optimizer.kind", o.kind, o.settings)(
         groups, o
     )
-    return made
+    return optimizer
 
 
-def state_of(o: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[list[str], dict[str, Any]]:
+def find_optimizer_state(o: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[list[str], dict[str, Any]]:
     """Return what the configured optimizer keeps per parameter of `dtype`: the names of its moments (tensors of the
     parameter's shape), and its other state by name with the values after one step; for snapshots and checkpoints. Found
     by taking a step on two dummy elements."""
@@ -188,14 +190,14 @@ def state_of(o: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[li
 
     w = torch.zeros(2, dtype=dtype, device=device, requires_grad=True)
     w.grad = torch.zeros_like(w)
-    optimizer = make_optimizer([{"params": [w], "weight_decay": 0.0}], o)
+    optimizer = build_optimizer([{"params": [w], "weight_decay": 0.0}], o)
     optimizer.step()
-    found = {name: value for name, value in optimizer.state[w].items() if value is not None}
-    moments = [name for name, value in found.items() if isinstance(value, torch.Tensor) and value.shape == w.shape]
-    return moments, {name: value for name, value in found.items() if name not in moments}
+    state = {name: value for name, value in optimizer.state[w].items() if value is not None}
+    moments = [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.shape == w.shape]
+    return moments, {name: value for name, value in state.items() if name not in moments}
 
 
-def find_need(o: Optimizer) -> str:
+def probe_granularity(o: Optimizer) -> str:
     """Find by trial whether the configured optimizer, registered without `needs`, updates parts of a matrix as it does
     the whole matrix: return `element` if so, else `tensor` (it must see every tensor whole). It takes three steps each
     on the whole matrix, on blocks of rows and on flat parts."""
@@ -204,11 +206,11 @@ def find_need(o: Optimizer) -> str:
     draw = torch.Generator().manual_seed(0)
     values = [torch.randn(6, 4, generator=draw, dtype=torch.float64) for _ in range(4)]
 
-    def updated(cut: Callable[[torch.Tensor], list[torch.Tensor]]) -> list[torch.Tensor]:
+    def update_parts(cut: Callable[[torch.Tensor], list[torch.Tensor]]) -> list[torch.Tensor]:
         """Return a matrix in the parts that `cut` makes, after three optimizer steps with gradients cut alike."""
         start, *gradients = (cut(value.clone()) for value in values)
         parts = [part.requires_grad_() for part in start]
-        optimizer = make_optimizer([{"params": parts, "weight_decay": 0.1}], o)
+        optimizer = build_optimizer([{"params": parts, "weight_decay": 0.1}], o)
         for gradient in gradients:
             for part, of_part in zip(parts, gradient, strict=True):
                 part.grad = of_part
@@ -216,12 +218,12 @@ def find_need(o: Optimizer) -> str:
         return [part.detach() for part in parts]
 
     try:
-        whole = updated(lambda x: [x])[0]
-        rows = torch.cat(updated(lambda x: [part.contiguous() for part in x.split(2)]))
-        flat = torch.cat(updated(lambda x: [part.clone() for part in x.flatten().split(8)])).view_as(whole)
+        whole_matrix = update_parts(lambda x: [x])[0]
+        rows = torch.cat(update_parts(lambda x: [part.contiguous() for part in x.split(2)]))
+        flat = torch.cat(update_parts(lambda x: [part.clone() for part in x.flatten().split(8)])).view_as(whole_matrix)
     except Exception:  # the optimizer refuses such parts
         return "tensor"
-    return ELEMENT if torch.allclose(whole, rows) and torch.allclose(whole, flat) else "tensor"
+    return ELEMENT if torch.allclose(whole_matrix, rows) and torch.allclose(whole_matrix, flat) else "tensor"
 
 
 def keeps_groups(o: Optimizer) -> bool:
@@ -233,15 +235,15 @@ def keeps_groups(o: Optimizer) -> bool:
 
     alike = {"weight_decay": 0.0, "matrix": False}
     groups = [{"params": [torch.zeros(2, requires_grad=True)], "names": [f"{x}"], "lr_factor": x} for x in (1.0, 0.5)]
-    made = make_optimizer([{**group, **alike} for group in groups], o)
-    return [group.get("lr_factor") for group in made.param_groups] == [1.0, 0.5]
+    optimizer = build_optimizer([{**group, **alike} for group in groups], o)
+    return [group.get("lr_factor") for group in optimizer.param_groups] == [1.0, 0.5]
 
 
 def preload_imports(o: Optimizer) -> None:
     """Take a dummy optimizer step, so that a spare worker has made torch's slow imports before a run needs it."""
     import torch
 
-    state_of(o, torch.float32, torch.device("cpu"))
+    find_optimizer_state(o, torch.float32, torch.device("cpu"))
 
 
 def register_optimizer(
@@ -253,39 +255,39 @@ def register_optimizer(
 ) -> None:
     """Register an optimizer as `optimizer.kind=NAME`; `make` and `moments` as in `OptimizerKind`. `needs`: `element` if
     it updates every element by itself, `tensor` if it must see every tensor whole, `matrix` if only tensors of two or
-    more dims; found by trying (`find_need`) if None. A plan that would split a tensor that it needs whole is refused.
-    `settings`: a dataclass of optimizer.settings, which `make` gets as `settings`. Raises ValueError for any other
-    value of `needs`."""
+    more dims; found by trying (`probe_granularity`) if None. A plan that would split a tensor that it needs whole is
+    refused. `settings`: a dataclass of optimizer.settings, which `make` gets as `settings`. Raises ValueError for any
+    other value of `needs`."""
     if needs not in (None, ELEMENT, *FEWEST_DIMS):
         raise ValueError(f"needs={needs!r}: must be {ELEMENT}, {' or '.join(FEWEST_DIMS)}")
-    admit("optimizer.kind", name, settings, make)
-    OPTIMIZERS[name] = OptimizerKind(make, moments, needs=needs or find_need)
+    register_own_function("optimizer.kind", name, settings, make)
+    OPTIMIZERS[name] = OptimizerKind(make, moments, needs=needs or probe_granularity)
 
 
 # Parameter groups: which parameters an optimizer updates alike, and which are matrices to Muon. Pure Python.
 
 
-def factors_of(o: Optimizer, name: str) -> tuple[float, float]:
+def find_group_factors(o: Optimizer, name: str) -> tuple[float, float]:
     """Return a parameter's factors on (learning rate, weight decay): of the first matching optimizer.groups, else 1."""
-    found = next((group for group in o.groups if re.fullmatch(group["match"], name)), {})
-    return found.get("lr", 1.0), found.get("weight_decay", 1.0)
+    matching_group = next((group for group in o.groups if re.fullmatch(group["match"], name)), {})
+    return matching_group.get("lr", 1.0), matching_group.get("weight_decay", 1.0)
 
 
 def group_parameters(
     o: Optimizer, parameters: Iterable[Parameter], owned: Mapping[str, Any], matrices: Collection[str]
 ) -> list[dict[str, Any]]:
     """Divide parameters into the groups, as torch's optimizers take them, that share decay and factors, none empty:
-    dicts of `params`, their `names`, `weight_decay`, `lr_factor` and `matrix` (True for Muon's matrices). `owned`: name
-    -> tensor to update; `matrices`: names of the parameters that Muon updates as whole matrices."""
-    found: dict[tuple[float, float, bool], dict[str, Any]] = {}
+    dicts of `params`, their `new_group`, `weight_decay`, `lr_factor` and `matrix` (True for Muon's matrices). `owned`:
+    name -> tensor to update; `matrices`: names of the parameters that Muon updates as whole matrices."""
+    groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
     for p in sorted((p for p in parameters if p.name in owned), key=lambda p: not p.decay):
-        lr, decay = factors_of(o, p.name)
+        lr, decay = find_group_factors(o, p.name)
         kind = lr, o.weight_decay * decay if p.decay else 0.0, p.name in matrices
-        names = {"params": [], "names": [], "lr_factor": kind[0], "weight_decay": kind[1], "matrix": kind[2]}
-        group = found.setdefault(kind, names)
+        new_group = {"params": [], "names": [], "lr_factor": kind[0], "weight_decay": kind[1], "matrix": kind[2]}
+        group = groups.setdefault(kind, new_group)
         group["params"].append(owned[p.name])
         group["names"].append(p.name)
-    return list(found.values())
+    return list(groups.values())
 
 
 def find_matrices(o: Optimizer, plan: Plan) -> list[str]:
@@ -302,14 +304,14 @@ def find_matrices(o: Optimizer, plan: Plan) -> list[str]:
     return [name for name in many if all(uses.get(name, [False]))]
 
 
-def find_factored(plan: Plan) -> list[str]:
+def find_factored_matrices(plan: Plan) -> list[str]:
     """Return the names of the trained matrices whose second moments Adafactor keeps by row and column."""
     return [p.name for p in plan.parameters if _is_matrix(p) and p.decay and p.name not in plan.frozen]
 
 
 def _is_matrix(p: Parameter) -> bool:
     """Return True if a parameter is a matrix, or one for each expert."""
-    return len(p.dims) - p.stacked > 1
+    return len(p.dims) - p.stack_dims > 1
 
 
 def violations_of_patterns(config: Config, plan: Plan) -> Iterator[str]:
@@ -318,15 +320,17 @@ def violations_of_patterns(config: Config, plan: Plan) -> Iterator[str]:
     o, names = config.optimizer, [p.name for p in plan.parameters]
     for i, group in enumerate(o.groups):
         if not any(re.fullmatch(group["match"], name) for name in names):
-            legal = [re.escape(name) for name in closest(group["match"], names)[:3]]
-            yield violation(f"optimizer.groups.{i}.match", group["match"], "matches no parameter of the model", legal)
+            legal = [re.escape(name) for name in closest_values(group["match"], names)[:3]]
+            yield format_violation(
+                f"optimizer.groups.{i}.match", group["match"], "matches no parameter of the model", legal
+            )
     if o.groups and not keeps_groups(o):
         constraint = f"optimizer.kind={o.kind} does not keep the groups of which it is made, and so not their factors"
-        yield violation("optimizer.groups", o.groups, constraint, [[]])
+        yield format_violation("optimizer.groups", o.groups, constraint, [[]])
     if o.kind == "adafactor" and not plan.factored:
-        yield violation("optimizer.kind", o.kind, "no matrix is trained", ["adamw"])
+        yield format_violation("optimizer.kind", o.kind, "no matrix is trained", ["adamw"])
     if o.kind == "muon" and not plan.matrices:
-        yield violation(
+        yield format_violation(
             "optimizer.matrices",
             o.matrices,
             "matches no matrix that is trained",
@@ -338,36 +342,40 @@ def violations_of_patterns(config: Config, plan: Plan) -> Iterator[str]:
 # are quick.
 
 
-def need_of(o: Optimizer) -> str:
+def update_granularity(o: Optimizer) -> str:
     """Return how much of a parameter the optimizer must see at once for an update: `element`, `tensor` or `matrix`."""
     need = OPTIMIZERS[o.kind].needs
     return need if isinstance(need, str) else need(o)
 
 
-def split_violations(config: Config, plan: Plan) -> Iterator[str]:
+def violations_of_splits(config: Config, plan: Plan) -> Iterator[str]:
     """Yield a refusal line if the plan gives the configured optimizer parts of tensors that it needs whole (it would
     silently compute different updates); the line names the axes that split them and the nearest legal choices."""
-    need, kind = need_of(config.optimizer), config.optimizer.kind
+    need, kind = update_granularity(config.optimizer), config.optimizer.kind
     if need == ELEMENT:
         return
-    split = {p.name: _axes(plan, p) for p in plan.parameters if len(p.dims) >= FEWEST_DIMS[need] and _split(plan, p)}
+    split = {
+        p.name: _splitting_axes(plan, p)
+        for p in plan.parameters
+        if len(p.dims) >= FEWEST_DIMS[need] and _is_split(plan, p)
+    }
     if not split:
         return
-    over = {a for found in split.values() for a in found}
+    all_axes = {a for split_axes in split.values() for a in split_axes}
     (name, _), *more = split.items()
-    axes = "+".join(plan.mesh.ordered(over)) or "padding"
+    axes = "+".join(plan.mesh.order_axes(all_axes)) or "padding"
     also = f" and {len(more)} more" if more else ""
     constraint = f"updates each {need} as a whole, and {name}{also} is split over {axes}"
     legal = [k for k, other in OPTIMIZERS.items() if other.needs == ELEMENT]
-    zero = over and over <= {*plan.sharded}
-    yield violation("optimizer.kind", kind, constraint, [*legal, *(["parallel.zero=0"] if zero else [])])
+    zero = all_axes and all_axes <= {*plan.sharded}
+    yield format_violation("optimizer.kind", kind, constraint, [*legal, *(["parallel.zero=0"] if zero else [])])
 
 
-def _split(plan: Plan, p: Parameter) -> bool:
+def _is_split(plan: Plan, p: Parameter) -> bool:
     """Return True if the plan gives a rank only a part of the parameter, not all that the optimizer may need."""
-    return plan.bucket_of[p.name].shards > 1 or plan.local_shape(p) != plan.global_shape(p)
+    return plan.bucket_by_parameter[p.name].shards > 1 or plan.local_shape(p) != plan.global_shape(p)
 
 
-def _axes(plan: Plan, p: Parameter) -> list[str]:
+def _splitting_axes(plan: Plan, p: Parameter) -> list[str]:
     """Return the mesh axes, of more than one rank, that split a parameter which the optimizer needs whole."""
-    return [a for a in plan.split_over(p) if plan.mesh.extent((a,)) > 1]
+    return [a for a in plan.master_split_axes(p) if plan.mesh.count_ranks((a,)) > 1]

@@ -21,17 +21,17 @@ class SumsOverRanks(Protocol):
     def elements(self) -> Mapping[str, int]:
         """Return parameter name -> number of its elements over all ranks, for Adafactor."""
 
-    def shape(self, name: str) -> tuple[int, int, int] | None:
+    def matrix_shape(self, name: str) -> tuple[int, int, int] | None:
         """Return (number, rows, columns) of a parameter's matrices, None unless Adafactor factors their moments."""
 
-    def sides(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    def squares_by_side(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sums of a parameter's squared gradient by row and column, of this rank's part, for Adafactor."""
 
-    def product(self, name: str, rows: Tensor, columns: Tensor, like: Tensor) -> Tensor:
+    def outer_product_part(self, name: str, rows: Tensor, columns: Tensor, like: Tensor) -> Tensor:
         """Return this rank's part of Adafactor's second moments: of `rows` times `columns`, laid out as `like`."""
 
-    def summed(self, found: Mapping[str, Sequence[Tensor]], totals: bool = False) -> dict[str, list[Tensor]]:
-        """Sum over ranks the sums of squares, `found`, that Adafactor needs of each parameter; `totals`: one each."""
+    def sum_over_ranks(self, squares: Mapping[str, Sequence[Tensor]], totals: bool = False) -> dict[str, list[Tensor]]:
+        """Sum over ranks the sums of squares, `squares`, that Adafactor needs of each parameter; `totals`: one each."""
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -55,26 +55,26 @@ class Adafactor(torch.optim.Optimizer):
         assert closure is None, "gradients are there"
         if not hasattr(self, "factors"):
             for w in (w for group in self.param_groups for w in group["params"]):
-                self._begin(w, None)["step"] += 1
+                self._ensure_state(w, None)["step"] += 1
             return
         owned = {
             name: (w, group)
             for group in self.param_groups
             for name, w in zip(group.get("names", ()), group["params"], strict=False)
         }
-        found = {name: [*self._sides(name, w), _square(w)] for name, (w, _) in owned.items()}
-        sums = self.factors.summed(found)
-        found = {name: [self._divide(name, w, sums[name][:-1])] for name, (w, _) in owned.items()}
-        totals = self.factors.summed(found, totals=True)
+        local_sums = {name: [*self._sum_sides(name, w), _sum_squares(w)] for name, (w, _) in owned.items()}
+        sums = self.factors.sum_over_ranks(local_sums)
+        local_sums = {name: [self._divide_gradient(name, w, sums[name][:-1])] for name, (w, _) in owned.items()}
+        totals = self.factors.sum_over_ranks(local_sums, totals=True)
         for name, (w, group) in owned.items():
-            self._apply(w, group, self.factors.elements[name], sums[name][-1], totals[name][0])
+            self._apply_update(w, group, self.factors.elements[name], sums[name][-1], totals[name][0])
 
-    def _sides(self, name: str, w: Tensor) -> tuple[Tensor, ...]:
+    def _sum_sides(self, name: str, w: Tensor) -> tuple[Tensor, ...]:
         """Return the sums by row and by column of this rank's squared gradient of a matrix; () for other parameters."""
         assert w.grad is not None, "every part has a gradient"
-        return self.factors.sides(name, w.grad) if self.factors.shape(name) else ()
+        return self.factors.squares_by_side(name, w.grad) if self.factors.matrix_shape(name) else ()
 
-    def _begin(self, w: Tensor, shape: tuple[int, int, int] | None) -> dict[str, Any]:
+    def _ensure_state(self, w: Tensor, shape: tuple[int, int, int] | None) -> dict[str, Any]:
         """Return the optimizer state of a parameter, which its first Adafactor update creates; `shape`: number, rows
         and columns of matrices, None for other parameters."""
         state = self.state[w]
@@ -88,30 +88,32 @@ class Adafactor(torch.optim.Optimizer):
                 state[WHOLE] = torch.zeros_like(w, requires_grad=False)
         return state
 
-    def _divide(self, name: str, w: Tensor, sides: Sequence[Tensor]) -> Tensor:
+    def _divide_gradient(self, name: str, w: Tensor, sides: Sequence[Tensor]) -> Tensor:
         """Add the squares of a gradient to Adafactor's running second moments, and divide the gradient by their root,
         in place; return the sum of squares of the divided gradient. `sides`: sums of squares by row and by column, over
         all ranks (empty if `name` is no matrix)."""
-        gradient, shape = w.grad, self.factors.shape(name)
+        gradient, shape = w.grad, self.factors.matrix_shape(name)
         assert gradient is not None, "every part has a gradient"
-        state, eps = self._begin(w, shape), self._o.eps
+        state, eps = self._ensure_state(w, shape), self._o.eps
         state["step"] += 1
-        part = (state["step"].double() ** self._o.beta2_decay).to(w.dtype)
+        new_share = (state["step"].double() ** self._o.beta2_decay).to(w.dtype)
         if shape:
             rows, columns = state[ROWS], state[COLUMNS]
             for moment, squares, others in ((rows, sides[0], shape[2]), (columns, sides[1], shape[1])):
-                moment.lerp_(squares / others, part)
+                moment.lerp_(squares / others, new_share)
             by_matrix = rows.view(shape[0], -1)
             relative = by_matrix / by_matrix.mean(1, keepdim=True).clamp(min=eps)
-            moments = self.factors.product(name, relative.view(-1), columns, gradient)
+            moments = self.factors.outer_product_part(name, relative.view(-1), columns, gradient)
         else:
-            moments = state[WHOLE].lerp_(gradient.square(), part).clone()
-        return _square(gradient.mul_(moments.clamp_(min=eps * eps).rsqrt_()))
+            moments = state[WHOLE].lerp_(gradient.square(), new_share).clone()
+        return _sum_squares(gradient.mul_(moments.clamp_(min=eps * eps).rsqrt_()))
 
-    def _apply(self, w: Tensor, group: Mapping[str, Any], elements: int, weights: Tensor, update: Tensor) -> None:
-        """Update a parameter by Adafactor from its gradient as `_divide` has left it, clipped to a root mean square.
-        `elements`: size of the whole parameter over all ranks; `weights`, `update`: sums of squares of its weights and
-        of its divided gradient."""
+    def _apply_update(
+        self, w: Tensor, group: Mapping[str, Any], elements: int, weights: Tensor, update: Tensor
+    ) -> None:
+        """Update a parameter by Adafactor from its gradient as `_divide_gradient` has left it, clipped to a root mean
+        square. `elements`: size of the whole parameter over all ranks; `weights`, `update`: sums of squares of its
+        weights and of its divided gradient."""
         o, lr, step = self._o, group["lr"], self.state[w]["step"]
         assert w.grad is not None, "every part has a gradient"
         scale = (weights / elements).sqrt().clamp(min=o.least_scale) if o.scale_by_weight else torch.ones_like(weights)
@@ -121,7 +123,7 @@ class Adafactor(torch.optim.Optimizer):
         w.sub_(w.grad.mul_(rate * scale / clipped))
 
 
-def _square(x: Tensor) -> Tensor:
+def _sum_squares(x: Tensor) -> Tensor:
     """Return the sum of the squares of a gradient or weight x, as a tensor of one element, for Adafactor."""
     return torch.linalg.vector_norm(x).square().view(1)
 
@@ -145,9 +147,9 @@ class Lion(torch.optim.Optimizer):
         most = max(w.numel() for group in self.param_groups for w in group["params"])
         for group in self.param_groups:
             lr, (share, decay) = group["lr"], group["betas"]
-            for weights in _together([w for w in group["params"] if w.grad is not None], most):
+            for weights in _batch_weights([w for w in group["params"] if w.grad is not None], most):
                 gradients = [w.grad for w in weights if w.grad is not None]
-                momenta = [self._momentum(w) for w in weights]
+                momenta = [self._ensure_momentum(w) for w in weights]
                 torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
                 signs = torch._foreach_lerp(momenta, gradients, 1 - share)
                 torch._foreach_sign_(signs)
@@ -155,7 +157,7 @@ class Lion(torch.optim.Optimizer):
                 torch._foreach_lerp_(momenta, gradients, 1 - decay)
                 del signs  # before the next weights' are made
 
-    def _momentum(self, w: Tensor) -> Tensor:
+    def _ensure_momentum(self, w: Tensor) -> Tensor:
         """Return the momentum of a parameter, which its first Lion update creates."""
         if not self.state[w]:
             self.state[w]["exp_avg"] = torch.zeros_like(w, requires_grad=False)
@@ -163,16 +165,16 @@ class Lion(torch.optim.Optimizer):
         return momentum
 
 
-def _together(weights: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+def _batch_weights(weights: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
     """Yield lists of weights to update in the same launches, with no more than `most` elements unless one has more."""
-    found: list[Tensor] = []
+    batch: list[Tensor] = []
     for w in weights:
-        if found and sum(map(Tensor.numel, found)) + w.numel() > most:
-            yield found
-            found = []
-        found.append(w)
-    if found:
-        yield found
+        if batch and sum(map(Tensor.numel, batch)) + w.numel() > most:
+            yield batch
+            batch = []
+        batch.append(w)
+    if batch:
+        yield batch
 
 
 # Muon ("Muon: An optimizer for hidden layers in neural networks", Jordan et al.): orthogonal updates of matrices.
@@ -193,10 +195,12 @@ class WholeMatrices(Protocol):
 
     half: bool
 
-    def map(self, function: Callable[[Tensor], Tensor], parts: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def map_matrices(
+        self, function: Callable[[Tensor], Tensor], parts: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, this rank's part of `function` of the whole matrix) for Muon, gathered from `parts`."""
 
-    def shape(self, name: str) -> tuple[int, int]:
+    def matrix_shape(self, name: str) -> tuple[int, int]:
         """Return the (rows, columns) of each whole weight matrix that the parameter `name` is, for Muon."""
 
 
@@ -225,27 +229,27 @@ class Muon(torch.optim.AdamW):
         finally:
             self.param_groups = every
         if hasattr(self, "matrices"):
-            self._update(of_matrices)
+            self._update_matrices(of_matrices)
 
-    def _update(self, groups: list[dict[str, Any]]) -> None:
+    def _update_matrices(self, groups: list[dict[str, Any]]) -> None:
         """Update the matrices of the parameter `groups` by their orthogonalised momentum, gathered from all ranks one
         by one."""
         o = self._o
         owned = {name: (w, group) for group in groups for name, w in zip(group["names"], group["params"], strict=True)}
-        parts = {name: self._momentum(w) for name, (w, _) in owned.items()}
+        parts = {name: self._advance_momentum(w) for name, (w, _) in owned.items()}
 
-        def made(whole: Tensor) -> Tensor:
+        def compute_update(matrices: Tensor) -> Tensor:
             """Return Muon's orthogonal update of whole matrices, computed in bf16 for a model in half precision."""
-            x = whole.bfloat16() if self.matrices.half else whole
-            return orthogonal(x, o.newton_schulz).to(whole.dtype)
+            x = matrices.bfloat16() if self.matrices.half else matrices
+            return orthogonalize_matrix(x, o.newton_schulz).to(matrices.dtype)
 
-        for name, part in self.matrices.map(made, parts):
+        for name, part in self.matrices.map_matrices(compute_update, parts):
             w, group = owned[name]
             w.mul_(1 - group["lr"] * group["weight_decay"])
-            w.sub_(part.view_as(w), alpha=group["lr"] * FACTORS[o.matrix_lr](*self.matrices.shape(name)))
+            w.sub_(part.view_as(w), alpha=group["lr"] * FACTORS[o.matrix_lr](*self.matrices.matrix_shape(name)))
             del part  # before the next matrix is made
 
-    def _momentum(self, w: Tensor) -> Tensor:
+    def _advance_momentum(self, w: Tensor) -> Tensor:
         """Add the gradient of this rank's part of a matrix to Muon's momentum; return the update, not orthogonal."""
         o, state = self._o, self.state[w]
         if not state:
@@ -257,7 +261,7 @@ class Muon(torch.optim.AdamW):
         return w.grad.lerp(momentum, o.momentum) if o.nesterov else momentum
 
 
-def orthogonal(matrix: Tensor, iterations: int) -> Tensor:
+def orthogonalize_matrix(matrix: Tensor, iterations: int) -> Tensor:
     """Return Muon's orthogonal update: a matrix with the singular vectors of `matrix` and singular values near 1, of
     the same type, after so many `iterations` of Newton and Schulz; of [number, rows, columns] each matrix by itself."""
     a, b, c = COEFFICIENTS

@@ -19,33 +19,33 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from platform.boundary.documents import VALUES, from_json, read_bytes
+from platform.boundary.documents import VALUES, parse_json, read_bytes
 from platform.boundary.refusals import (
     DONE,
     FAILED,
     ConfigError,
-    as_refusal,
-    command_line,
+    build_command_line,
+    format_violation,
     refuse_all,
+    refuse_failures,
     run_command,
     typed_command,
-    violation,
 )
 from platform.boundary.schema import Malformed
-from platform.boundary.terminal import print_line, print_refusals, visible
-from platform.cluster.shown_commands import with_values
+from platform.boundary.terminal import escape_terminal_text, print_line, print_refusals
+from platform.cluster.shown_commands import replace_values
 from platform.config.fields import Config
-from platform.launch import compose
-from platform.plan.layout import count_of
+from platform.launch import compose_config
+from platform.plan.layout import format_count
 from platform.plan.plan import Plan
-from platform.plan.plan_builder import without_collecting
-from platform.plan.plan_summary import human
+from platform.plan.plan_builder import pause_garbage_collection
+from platform.plan.plan_summary import format_number
 from platform.plan.step_collectives import communication
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import make_plan
-from platform.predict.plan_report import render
-from platform.predict.plan_screen import closing, explained, screen
-from platform.predict.step_price import picture, read_hardware, usual_hardware
+from platform.predict.plan_report import render_explanation
+from platform.predict.plan_screen import closing_blocks, explain_config, format_screen
+from platform.predict.step_price import choose_pricing_hardware, draw_step, read_hardware
 from platform.predict.tier_traffic import Tiers
 
 MOST = 64 << 20  # bytes of a file for --diff: of thousands of ranks, groups are long lists
@@ -64,19 +64,19 @@ have. What is not measured comes from `--like`."""
 CALIBRATION = "calibrate"  # folder in the run directory, with the workers' logs; they stay if a worker fails
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `python -m platform.plan`; return its exit status."""
-    typed = list(sys.argv[1:] if given is None else given)
+    typed = list(sys.argv[1:] if argv is None else argv)
     if typed[:1] == ["compare"]:
-        return _compare(typed[1:])
+        return _run_compare_command(typed[1:])
     if typed[:1] == ["calibrate"]:
-        return _calibrate_hardware(typed[1:])
-    parser = command_line("plan", __doc__)
+        return _run_calibrate_command(typed[1:])
+    parser = build_command_line("plan", __doc__)
     parser.add_argument("overrides", nargs="*", help="as for platform.launch: +experiment=NAME key=value ...")
     parser.add_argument("--config-dir", help="the user's own configuration files")
     parser.add_argument("--workers", type=int, help="how many there are, where parallel.data=-1")
     parser.add_argument(
-        "--tiers", type=_tiers, metavar="node=8,rack=32,...",
+        "--tiers", type=_parse_tiers, metavar="node=8,rack=32,...",
         help="workers in one of each tier, for counting what crosses it (default: nodes of the hardware, or of 8)",
     )  # fmt: skip
     parser.add_argument(
@@ -93,49 +93,55 @@ def main(given: Sequence[str] | None = None) -> int:
         " beside those before, or a FILE.json that --json wrote"
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    return run_command(parser, _answer, given, subject="config")
+    return run_command(parser, _run_plan_command, argv, subject="config")
 
 
-def _compare(given: Sequence[str]) -> int:
+def _run_compare_command(argv: Sequence[str]) -> int:
     """Run the command line `python -m platform.plan compare`; return its exit status."""
     from platform.predict.measured_runs import (  # with numpy  # fmt: skip
         CONSTANTS,
         FITTED,
-        as_data,
-        as_text,
-        compare,
+        compare_runs,
+        dump_comparison,
+        format_comparison,
         is_share,
         leave_one_out,
-        marked_runs,
-        read_runs,
+        mark_fitted_runs,
+        read_measured_runs,
     )
 
-    parser = command_line("plan compare", COMPARE)
+    parser = build_command_line("plan compare", COMPARE)
     parser.add_argument("table", metavar="TABLE.csv", help="a row per measured run")
-    parser.add_argument("calibrate", nargs="?", type=_calibrate, help="calibrate=SHARE, calibrate=COLUMN")
+    parser.add_argument(
+        "calibrate", nargs="?", type=_parse_calibration_argument, help="calibrate=SHARE, calibrate=COLUMN"
+    )
     parser.add_argument("--constants", default=",".join(FITTED), help=f"which are fitted, of {', '.join(CONSTANTS)}")
     parser.add_argument("--hardware", default="", help="of rows that name none: a name in conf/hardware/, or FILE.yaml")
     parser.add_argument("--leave-one-out", action="store_true", help="score each row by constants fitted on all others")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
-    def answer(arguments: argparse.Namespace) -> int:
+    def print_comparison(arguments: argparse.Namespace) -> int:
         """Print the comparison that the command line asks for, as text or JSON; return the exit status."""
         names = tuple(arguments.constants.split(","))
         refuse_all(f"--constants {n}: unknown; legal: {', '.join(CONSTANTS)}" for n in names if n not in CONSTANTS)
         calibrate = arguments.calibrate or ""
         mark = "" if is_share(calibrate) else calibrate
-        runs = read_runs(arguments.table, compose, arguments.hardware, mark)
+        runs = read_measured_runs(arguments.table, compose_config, arguments.hardware, mark)
         if arguments.leave_one_out:
-            found = leave_one_out(runs, names)
+            comparison = leave_one_out(runs, names)
         else:
-            found = compare(runs, marked_runs(runs, calibrate), names)
-        print(json.dumps(as_data(found)) if arguments.json else visible("\n".join(as_text(found))))
+            comparison = compare_runs(runs, mark_fitted_runs(runs, calibrate), names)
+        print(
+            json.dumps(dump_comparison(comparison))
+            if arguments.json
+            else escape_terminal_text("\n".join(format_comparison(comparison)))
+        )
         return DONE
 
-    return run_command(parser, answer, given, subject="table")
+    return run_command(parser, print_comparison, argv, subject="table")
 
 
-def _calibrate(text: str) -> str:
+def _parse_calibration_argument(text: str) -> str:
     """Return the share or column of an argument calibrate=SHARE|COLUMN. Raises ArgumentTypeError for another one."""
     key, _, value = text.partition("=")
     if key != "calibrate" or not value:
@@ -143,11 +149,11 @@ def _calibrate(text: str) -> str:
     return value
 
 
-def _calibrate_hardware(given: Sequence[str]) -> int:
+def _run_calibrate_command(argv: Sequence[str]) -> int:
     """Run the command line `python -m platform.plan calibrate`; return its exit status."""
     from platform.cluster.crew.failures import NoPlaces
 
-    parser = command_line("plan calibrate", CALIBRATE)
+    parser = build_command_line("plan calibrate", CALIBRATE)
     parser.add_argument("overrides", nargs="*", help="where and in what to measure: cluster=..., precision=...")
     parser.add_argument("--output", required=True, metavar="FILE.yaml", help="the file to write")
     parser.add_argument("--overwrite", action="store_true", help="although it exists")
@@ -155,32 +161,32 @@ def _calibrate_hardware(given: Sequence[str]) -> int:
     parser.add_argument("--like", help="hardware that says what is not measured (default: this device's, or cpu)")
     parser.add_argument("--config-dir", help="the user's own configuration files")
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)  # sizes that say nothing, for tests
-    return run_command(parser, _write_hardware, given, subject="calibrate", failures=(NoPlaces,))
+    return run_command(parser, _write_hardware, argv, subject="calibrate", failures=(NoPlaces,))
 
 
-def _write_hardware(given: argparse.Namespace) -> int:
+def _write_hardware(arguments: argparse.Namespace) -> int:
     """Measure, for the command line, and write the file; return the exit status."""
     from platform.cluster import calibration_run
     from platform.cluster.crew import torchrun
     from platform.cluster.crew.failures import WorkerFailed
     from platform.cluster.crew.signals import Stopped, StopSignals
-    from platform.cluster.resources import available_workers
-    from platform.doctor import folder_of_workers
+    from platform.cluster.resources import count_available_workers
+    from platform.doctor import open_worker_folder
 
-    output = Path(given.output)
-    _refuse_output(output, given.overwrite)
-    like = read_hardware(given.like) if given.like else None
-    config = compose([*calibration_run.TINY, *given.overrides], given.config_dir)
-    workers = max(1, available_workers(config.cluster)) if given.workers is None else given.workers
+    output = Path(arguments.output)
+    _refuse_output(output, arguments.overwrite)
+    like = read_hardware(arguments.like) if arguments.like else None
+    config = compose_config([*calibration_run.TINY, *arguments.overrides], arguments.config_dir)
+    workers = max(1, count_available_workers(config.cluster)) if arguments.workers is None else arguments.workers
     if workers < 1:
-        raise ConfigError(violation("--workers", workers, "must be at least 1"))
+        raise ConfigError(format_violation("--workers", workers, "must be at least 1"))
     config.parallel.data, config.train.global_batch = workers, workers
     if torchrun.is_follower():
-        torchrun.follow(Path(config.run.dir) / CALIBRATION)
+        torchrun.follow_driver(Path(config.run.dir) / CALIBRATION)
         return DONE
     try:
-        with StopSignals(), folder_of_workers(config, CALIBRATION) as folder:
-            text = calibration_run.calibration(config, workers, folder, like, given.tiny)
+        with StopSignals(), open_worker_folder(config, CALIBRATION) as folder:
+            text = calibration_run.run_calibration(config, workers, folder, like, arguments.tiny)
     except WorkerFailed as error:
         print_refusals("calibrate", [f"{error}; its log: {error.culprit.log}"])
         return FAILED
@@ -188,9 +194,9 @@ def _write_hardware(given: argparse.Namespace) -> int:
         print_refusals("calibrate", [f"{error}: nothing is written"])
         return FAILED
     finally:
-        if torchrun.present():
-            torchrun.dismiss()
-    with as_refusal("--output", output, OSError, why="cannot be written: {.strerror}"):
+        if torchrun.is_under_torchrun():
+            torchrun.release_followers()
+    with refuse_failures("--output", output, OSError, why="cannot be written: {.strerror}"):
         output.write_text(text)
     print_line(f"{text}written: {output}; `{typed_command('plan')} ... --hardware {output}` predicts steps here")
     return DONE
@@ -199,184 +205,204 @@ def _write_hardware(given: argparse.Namespace) -> int:
 def _refuse_output(output: Path, overwrite: bool) -> None:
     """Raise ConfigError for a file that cannot be written, or is not to be, before anything is measured."""
     if output.suffix not in (".yaml", ".yml"):
-        raise ConfigError(violation("--output", output, f"must end in .yaml, as {output.stem}.yaml"))
+        raise ConfigError(format_violation("--output", output, f"must end in .yaml, as {output.stem}.yaml"))
     if output.exists() and not overwrite:
-        raise ConfigError(violation("--output", output, "exists; --overwrite replaces it"))
-    place = output if output.exists() else output.parent
-    if not os.access(place, os.W_OK):
-        why = "is not writable" if place.exists() else f"the folder {place} does not exist"
-        raise ConfigError(violation("--output", output, why))
+        raise ConfigError(format_violation("--output", output, "exists; --overwrite replaces it"))
+    target = output if output.exists() else output.parent
+    if not os.access(target, os.W_OK):
+        why = "is not writable" if target.exists() else f"the folder {target} does not exist"
+        raise ConfigError(format_violation("--output", output, why))
 
 
-def _named(hardware: Hardware, arguments: argparse.Namespace, config: Config) -> Hardware | None:
+def _hardware_unless_guessed(hardware: Hardware, arguments: argparse.Namespace, config: Config) -> Hardware | None:
     """Return the hardware of a plan if the command line or the configuration names it, and it is no guess."""
     return hardware if arguments.hardware or config.cluster.gpu else None
 
 
-def _usual_tiers(hardware: Hardware | None) -> dict[str, int]:
+def _default_tiers(hardware: Hardware | None) -> dict[str, int]:
     """Return the tiers of a plan where none are given: nodes as the `hardware` has them, or of 8 workers."""
     return {"node": hardware.ranks if hardware else 8}
 
 
-def _tiers(text: str) -> dict[str, int]:
+def _parse_tiers(text: str) -> dict[str, int]:
     """Read the option --tiers, such as node=8,rack=32. Raises ArgumentTypeError for an illegal text."""
     try:
         sizes = {name: int(count) for name, count in (pair.split("=") for pair in text.split(","))}
-        Tiers.of(sizes, 0)
+        Tiers.build_tiers(sizes, 0)
     except ValueError as error:
         reason = str(error) if str(error).startswith("tiers:") else "must be NAME=WORKERS,... such as node=8,rack=32"
         raise argparse.ArgumentTypeError(reason) from None
     return sizes
 
 
-def _answer(arguments: argparse.Namespace) -> int:
+def _run_plan_command(arguments: argparse.Namespace) -> int:
     """Print the explanation that the command line asks for; return the exit status of `python -m platform.plan`."""
-    with without_collecting():
-        return _explain_as_asked(arguments)
+    with pause_garbage_collection():
+        return _print_requested_view(arguments)
 
 
-def _explain_as_asked(arguments: argparse.Namespace) -> int:
+def _print_requested_view(arguments: argparse.Namespace) -> int:
     """Print the explanation as text or JSON, or with `--shrink` the plans for fewer and fewer workers, with `--check`
     mistakes, with `--diff` what differs between two plans; return the exit status."""
     if arguments.diff:
-        return _compared_plans(arguments)
-    config, plan = _one_plan(arguments, arguments.overrides)
+        return _print_plan_differences(arguments)
+    config, plan = _compose_plan(arguments, arguments.overrides)
     if arguments.check:
-        return _check(plan, arguments.json)
+        return _print_soundness(plan, arguments.json)
     if arguments.shrink:
-        for line in _shrink(config, arguments.memory * 1e9, arguments.json):
-            print(visible(line), flush=True)
+        for line in _shrink_lines(config, arguments.memory * 1e9, arguments.json):
+            print(escape_terminal_text(line), flush=True)
         return 0
-    hardware = _hardware(arguments.hardware, config)
-    named = _named(hardware, arguments, config)
+    hardware = _choose_hardware(arguments.hardware, config)
+    known_hardware = _hardware_unless_guessed(hardware, arguments, config)
     if arguments.svg:
-        _draw(Path(arguments.svg), picture(config, plan, named))
-    found = explained(
+        _write_picture(Path(arguments.svg), draw_step(config, plan, known_hardware))
+    explanation = explain_config(
         config,
         plan,
-        arguments.tiers or _usual_tiers(named),
+        arguments.tiers or _default_tiers(known_hardware),
         hardware,
         named=bool(arguments.hardware),
         tokens=arguments.tokens,
-        composed=lambda typed: _composed_for(arguments, with_values(arguments.overrides, typed)),
+        composed=lambda typed: _compose_config(arguments, replace_values(arguments.overrides, typed)),
     )
-    whole = "\n\n".join([render(plan, found), *closing(plan, found)]) if arguments.all else ""
-    print(json.dumps(found) if arguments.json else visible(whole or screen(plan, found)))
+    full_report = (
+        "\n\n".join([render_explanation(plan, explanation), *closing_blocks(plan, explanation)])
+        if arguments.all
+        else ""
+    )
+    print(
+        json.dumps(explanation)
+        if arguments.json
+        else escape_terminal_text(full_report or format_screen(plan, explanation))
+    )
     return 0
 
 
-def _one_plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Config, Plan]:
+def _compose_plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Config, Plan]:
     """Return the configuration that overrides give, with its open keys chosen, and its plan."""
-    config = _composed_for(arguments, overrides)
+    config = _compose_config(arguments, overrides)
     if config.plan.search:
-        _choose_for(config, arguments)
+        _choose_open_keys(config, arguments)
     plan = make_plan(config, arguments.workers)
-    config.parallel.data = plan.replicas
+    config.parallel.data = plan.num_replicas
     return config, plan
 
 
-def _composed_for(arguments: argparse.Namespace, overrides: Sequence[str]) -> Config:
+def _compose_config(arguments: argparse.Namespace, overrides: Sequence[str]) -> Config:
     """Return the configuration that overrides give, on the hardware that the command line names, if it does."""
-    config = compose(overrides, arguments.config_dir)
+    config = compose_config(overrides, arguments.config_dir)
     if arguments.hardware:
-        _hardware(arguments.hardware, config)  # refuses it by the name of the option
+        _choose_hardware(arguments.hardware, config)  # refuses it by the name of the option
         config.cluster.hardware = arguments.hardware
     return config
 
 
-def _compared_plans(arguments: argparse.Namespace) -> int:
+def _print_plan_differences(arguments: argparse.Namespace) -> int:
     """Print what differs between the two plans that `--diff` names, as text or JSON; return the exit status."""
-    from platform.predict.plan_screen import NoExplanation, difference_lines, plan_differences
+    from platform.predict.plan_screen import NoExplanation, format_differences, plan_differences
 
-    one, other = (_plan_of_diff(arguments, given) for given in arguments.diff)
+    one, other = (_explain_diff_argument(arguments, argument) for argument in arguments.diff)
     try:
-        found = plan_differences(one, other)
+        differences = plan_differences(one, other)
     except NoExplanation as error:
-        raise ConfigError(violation("--diff", " ".join(arguments.diff), f"{error}, which --json writes")) from None
-    titles = [f"{name}  {given or 'as it is'}" for name, given in zip("AB", arguments.diff, strict=True)]
-    print(json.dumps(found) if arguments.json else visible("\n".join([*titles, *difference_lines(found)])))
+        raise ConfigError(
+            format_violation("--diff", " ".join(arguments.diff), f"{error}, which --json writes")
+        ) from None
+    titles = [f"{name}  {argument or 'as it is'}" for name, argument in zip("AB", arguments.diff, strict=True)]
+    print(
+        json.dumps(differences)
+        if arguments.json
+        else escape_terminal_text("\n".join([*titles, *format_differences(differences)]))
+    )
     return DONE
 
 
-def _plan_of_diff(arguments: argparse.Namespace, given: str) -> Any:
+def _explain_diff_argument(arguments: argparse.Namespace, argument: str) -> Any:
     """Return the explanation of one plan of `--diff`, from a file or from overrides beside the common ones."""
-    if not given.endswith(".json"):
-        with as_refusal("--diff", given, ValueError):  # a quotation that does not end
-            typed = shlex.split(given)
-        config, plan = _one_plan(arguments, with_values(arguments.overrides, typed))
-        hardware = _hardware(arguments.hardware, config)
-        tiers = arguments.tiers or _usual_tiers(_named(hardware, arguments, config))
-        return explained(config, plan, tiers, hardware, bool(arguments.hardware), arguments.tokens)
+    if not argument.endswith(".json"):
+        with refuse_failures("--diff", argument, ValueError):  # a quotation that does not end
+            typed = shlex.split(argument)
+        config, plan = _compose_plan(arguments, replace_values(arguments.overrides, typed))
+        hardware = _choose_hardware(arguments.hardware, config)
+        tiers = arguments.tiers or _default_tiers(_hardware_unless_guessed(hardware, arguments, config))
+        return explain_config(config, plan, tiers, hardware, bool(arguments.hardware), arguments.tokens)
     try:
-        return from_json(read_bytes(given, MOST), MOST, VALUES)
+        return parse_json(read_bytes(argument, MOST), MOST, VALUES)
     except OSError as error:
-        raise ConfigError(violation("--diff", given, f"cannot be read: {error.strerror}")) from None
+        raise ConfigError(format_violation("--diff", argument, f"cannot be read: {error.strerror}")) from None
     except Malformed as error:
-        raise ConfigError(violation("--diff", given, f"is no JSON: {error}")) from None
+        raise ConfigError(format_violation("--diff", argument, f"is no JSON: {error}")) from None
 
 
-def _choose_for(config: Config, arguments: argparse.Namespace) -> None:
+def _choose_open_keys(config: Config, arguments: argparse.Namespace) -> None:
     """Choose the open keys of a configuration, in place, for --workers; print the choice or, as plan.top says, the best
     plans."""
-    from platform.predict.search import choice_line, choose_plan, ranked_table
+    from platform.predict.search import choose_plan, format_choice, format_ranking
 
     if not arguments.workers:
-        raise ConfigError(violation("--workers", "", "must be given, for the planner to choose for", ["--workers=8"]))
+        raise ConfigError(
+            format_violation("--workers", "", "must be given, for the planner to choose for", ["--workers=8"])
+        )
     hardware = read_hardware(arguments.hardware) if arguments.hardware else None
-    found = choose_plan(config, arguments.workers, hardware=hardware)
-    for line in (ranked_table(found, config.plan.top) if config.plan.top else [choice_line(found)]) if found else []:
-        print(visible(line), file=sys.stderr if arguments.json else sys.stdout)
+    standings = choose_plan(config, arguments.workers, hardware=hardware)
+    for line in (
+        (format_ranking(standings, config.plan.top) if config.plan.top else [format_choice(standings)])
+        if standings
+        else []
+    ):
+        print(escape_terminal_text(line), file=sys.stderr if arguments.json else sys.stdout)
 
 
-def _check(plan: Plan, as_json: bool) -> int:
+def _print_soundness(plan: Plan, as_json: bool) -> int:
     """Print what of a plan would compute another number than one process, or that nothing does; return the status."""
-    from platform.plan.plan_check import unsound
+    from platform.plan.plan_check import find_unsoundness
 
-    lines = unsound(plan)
+    lines = find_unsoundness(plan)
     if as_json:
         print(json.dumps({"operations": len(plan.operations), "parameters": len(plan.parameters), "unsound": lines}))
     else:
         counts = (len(plan.operations), "operation"), (len(plan.parameters), "parameter")
-        sound = f"sound: {' and '.join(count_of(*pair) for pair in counts)} on {plan.mesh}"
-        print(visible("\n".join(lines or [sound])))
+        sound = f"sound: {' and '.join(format_count(*pair) for pair in counts)} on {plan.mesh}"
+        print(escape_terminal_text("\n".join(lines or [sound])))
     return FAILED if lines else DONE
 
 
-def _hardware(name: str | None, config: Config) -> Hardware:
+def _choose_hardware(name: str | None, config: Config) -> Hardware:
     """Return the hardware `name`, or the usual one of the configuration. Raises ConfigError for an unknown `name`, and
     for hardware without a speed in the run's precision."""
     if not name:
-        return usual_hardware(config)
-    found = read_hardware(name)
-    if config.precision not in found.peaks:
+        return choose_pricing_hardware(config)
+    hardware = read_hardware(name)
+    if config.precision not in hardware.peaks:
         constraint = f"its peaks lack {config.precision}, in which the run computes"
-        raise ConfigError(violation("--hardware", name, constraint))
-    return found
+        raise ConfigError(format_violation("--hardware", name, constraint))
+    return hardware
 
 
-def _draw(path: Path, image: str) -> None:
+def _write_picture(path: Path, image: str) -> None:
     """Write the picture of a step. Raises ConfigError if it cannot be written."""
     try:
         path.write_text(image)
     except OSError as error:
-        raise ConfigError(violation("--svg", path, f"cannot be written: {error.strerror}")) from None
+        raise ConfigError(format_violation("--svg", path, f"cannot be written: {error.strerror}")) from None
 
 
-def _shrink(config: Config, memory: float, as_json: bool) -> Iterator[str]:
+def _shrink_lines(config: Config, memory: float, as_json: bool) -> Iterator[str]:
     """Yield one printable line, text or JSON, per plan that the run would have as it loses workers one by one. A plan
     holds from its own number of workers down to one more than the next line has; `memory`: bytes per worker."""
-    from platform.predict.replan import shrinking
+    from platform.predict.replan import iterate_shrinking
 
     if not as_json:
         yield f"{'workers':>7}  {'idle':>4}  {'bytes per step':>14}  mesh"
-    for workers, found in shrinking(config, memory=memory):
-        mesh = found.plan.mesh if found else None
-        idle = workers - mesh.size if mesh else workers
-        moved = sum(communication(found.plan).values()) if found else None
+    for workers, replanned in iterate_shrinking(config, memory=memory):
+        mesh = replanned.plan.mesh if replanned else None
+        idle = workers - mesh.world_size if mesh else workers
+        moved = sum(communication(replanned.plan).values()) if replanned else None
         if as_json:
             yield json.dumps({"workers": workers, "idle": idle, "bytes": moved, "mesh": mesh and dict(mesh.axes)})
         elif mesh:
-            yield f"{workers:>7}  {idle:>4}  {human(moved or 0) + 'B':>14}  {mesh}"
+            yield f"{workers:>7}  {idle:>4}  {format_number(moved or 0) + 'B':>14}  {mesh}"
         else:
             yield f"{workers:>7}  {idle:>4}  {'':>14}  none: it would wait for more"
 

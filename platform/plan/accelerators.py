@@ -59,22 +59,22 @@ ACCELERATORS = (
 CONTEXT, GROUP, LINE, ROUNDING = 1_500_000_000, 400_000_000, 100_000_000, 0.04
 
 
-def accelerator(device: str) -> Accelerator | None:
+def find_accelerator(device: str) -> Accelerator | None:
     """Find the speed and memory of an accelerator by its device name, None if the table of accelerators lacks it. Names
     are compared by whole words.
 
-    >>> accelerator("NVIDIA A100-SXM4-80GB")
+    >>> find_accelerator("NVIDIA A100-SXM4-80GB")
     Accelerator(name='A100', peak=312000000000000.0, memory=80000000000.0)
     """
     words = set(re.findall(r"\w+", device))
-    return next((found for found in ACCELERATORS if words.issuperset(found.name.split())), None)
+    return next((candidate for candidate in ACCELERATORS if words.issuperset(candidate.name.split())), None)
 
 
-def memory_of(device: str) -> float | None:
+def nominal_memory(device: str) -> float | None:
     """Return the nominal memory in bytes of an accelerator by its device name, such as "NVIDIA H100 80GB HBM3" or Ray's
     "H100", None if the table of accelerators lacks it."""
-    found = accelerator(device)
-    return found and found.memory
+    entry = find_accelerator(device)
+    return entry and entry.memory
 
 
 def dense_bf16_peak(device: str) -> float | None:
@@ -84,11 +84,11 @@ def dense_bf16_peak(device: str) -> float | None:
     >>> dense_bf16_peak("NVIDIA A10G") is None
     True
     """
-    found = accelerator(device)
-    return found and found.peak
+    entry = find_accelerator(device)
+    return entry and entry.peak
 
 
-def reserved_bytes(groups: int, lines: int, needed: int) -> int:
+def overhead_bytes(groups: int, lines: int, needed: int) -> int:
     """Return the bytes of a GPU that CUDA, its libraries and NCCL take beside the `needed` bytes of a worker that is
     in so many `groups` along axes and `lines` to other stages."""
     return CONTEXT + groups * GROUP + lines * LINE + round(ROUNDING * needed)

@@ -11,12 +11,12 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
-from platform.plan.layout import Layout, Mesh, padded
+from platform.plan.layout import Layout, Mesh, pad_to_multiple
 from platform.plan.model_types import NO_RECOMPUTATION, Operation, Parameter, Spec
 from platform.plan.operation_plan import PlannedOperation
-from platform.plan.operations.op import extents
+from platform.plan.operations.op import global_extents
 from platform.plan.operations.recorder import Recorder, Symbol
-from platform.plan.operations.registry import Ops, flops
+from platform.plan.operations.registry import Ops, count_flops
 from platform.plan.schedule import place_layers
 
 FlowSpecs = tuple[tuple[str, Spec], ...]  # activations by name
@@ -60,22 +60,22 @@ class Chunk:
     receives: FlowSpecs
     sends: FlowSpecs
     operations: Mapping[tuple[str, str], PlannedOperation]
-    functions: tuple[tuple, ...] = ()  # element by element, of which nothing is planned, see Recorder.note
+    functions: tuple[tuple, ...] = ()  # element by element, of which nothing is planned, see Recorder.note_operation
     kept: tuple[Spec, ...] = ()  # type of x of every recomputed function, see Ops.recomputed
     spans: tuple[tuple[str, ...], ...] = ()
 
     @cached_property
-    def parameters(self) -> frozenset[str]:
+    def parameter_names(self) -> frozenset[str]:
         """Return the names of the parameters that the model chunk's operations use."""
         return frozenset(p.name for o in self.operations.values() for p in o.operation.parameters)
 
     @cached_property
-    def states(self) -> frozenset[str]:
+    def state_names(self) -> frozenset[str]:
         """Return the names of the states, parameters without gradient, that the model chunk's operations read."""
         return frozenset(p.name for o in self.operations.values() for p in o.operation.states)
 
     @cached_property
-    def shared(self) -> frozenset[str]:
+    def multi_use_parameters(self) -> frozenset[str]:
         """Return the names of parameters that several of the chunk's operations use, each adding to the gradient."""
         uses = Counter(p.name for o in self.operations.values() for p in o.operation.parameters)
         return frozenset(name for name, n in uses.items() if n > 1)
@@ -90,18 +90,20 @@ class Recorded(NamedTuple):
     receives: FlowSpecs = ()
     sends: FlowSpecs = ()
 
-    def planned(self, number: int, stage: int, operations: Mapping[tuple[str, str], PlannedOperation]) -> Chunk:
+    def build_chunk(self, number: int, stage: int, operations: Mapping[tuple[str, str], PlannedOperation]) -> Chunk:
         """Return the planned `Chunk` of this recorded part of a model, with its number, stage and own `operations`."""
-        own = {(o.kind, o.name): operations[o.kind, o.name] for o in self.ops.operations}
+        chunk_operations = {(o.kind, o.name): operations[o.kind, o.name] for o in self.ops.operations}
         spans: list[dict[str, None]] = [{} for _ in range(self.ops.span + 1)]
         for span, operation in zip(self.ops.spans, self.ops.operations, strict=True):
             spans[span].update((p.name, None) for p in operation.parameters)
         names = tuple(tuple(span) for span in spans)
-        functions, kept = tuple(self.ops.functions), tuple(self.ops.kept)
-        return Chunk(number, stage, tuple(self.units), self.receives, self.sends, own, functions, kept, names)
+        functions, kept_specs = tuple(self.ops.functions), tuple(self.ops.kept)
+        return Chunk(
+            number, stage, tuple(self.units), self.receives, self.sends, chunk_operations, functions, kept_specs, names
+        )
 
 
-def record(
+def record_chunks(
     model: RecordableModel,
     recorder: Callable[[], Recorder],
     count: int,
@@ -114,60 +116,64 @@ def record(
     inputs = {name: name for name in model.inputs}
     if count == 1:
         ops = recorder()
-        known = recordings(model, ops)
-        if () not in known:
+        recorded = find_recordings(model, ops)
+        if () not in recorded:
             model.forward(ops, inputs)
-            known[()] = ops, {}
-        return [Recorded(getattr(model, "units", ()), known[()][0])]
+            recorded[()] = ops, {}
+        return [Recorded(getattr(model, "units", ()), recorded[()][0])]
     units = getattr(model, "units", ("the model",))
     assert count <= len(units), "platform.predict.make_plan refuses it"
 
-    def run(flow: Mapping[str, Symbol], part: Sequence[str], ops: Recorder) -> tuple[Recorder, dict[str, Symbol]]:
+    def record_part(
+        flow: Mapping[str, Symbol], part: Sequence[str], ops: Recorder
+    ) -> tuple[Recorder, dict[str, Symbol]]:
         """Record by `ops` the forward pass of the units `part` on the activations `flow`; return recorder and
         results."""
-        known, key = recordings(model, ops), (tuple(part), specs(flow))
-        if key not in known:
-            known[key] = ops, model.part(ops, inputs, flow, part)  # type: ignore[attr-defined]
-        return known[key]
+        recorded, key = find_recordings(model, ops), (tuple(part), flow_specs(flow))
+        if key not in recorded:
+            recorded[key] = ops, model.part(ops, inputs, flow, part)  # type: ignore[attr-defined]
+        return recorded[key]
 
-    def specs(flow: Mapping[str, Symbol]) -> FlowSpecs:
+    def flow_specs(flow: Mapping[str, Symbol]) -> FlowSpecs:
         """Return the names and types of the activations that flow between two chunks of the model."""
         return tuple((name, x.spec) for name, x in flow.items())
 
     flow: dict[str, Symbol] = {}
-    costs, each = [], dict[tuple, float]()  # layers are alike
+    costs, cost_of_each = [], dict[tuple, float]()  # layers are alike
     for unit in units if not parts else ():
-        ops, flow = run(flow, [unit], replace(recorder(), recompute=NO_RECOMPUTATION))  # whatever is done again
-        each |= {o.anonymous: cost(o, sizes) for o in ops.operations if o.anonymous not in each}
-        costs.append(sum(each[o.anonymous] for o in ops.operations))
-    parts = parts or [units[where.start : where.stop] for where in place_layers(costs, count)]
+        ops, flow = record_part(flow, [unit], replace(recorder(), recompute=NO_RECOMPUTATION))  # whatever is done again
+        cost_of_each |= {
+            o.nameless_key: forward_cost(o, sizes) for o in ops.operations if o.nameless_key not in cost_of_each
+        }
+        costs.append(sum(cost_of_each[o.nameless_key] for o in ops.operations))
+    parts = parts or [units[unit_range.start : unit_range.stop] for unit_range in place_layers(costs, count)]
     flow, chunks = {}, []
     for number, part in enumerate(parts, 1):
-        receives = specs(flow)
-        ops, flow = run(flow, part, recorder())
-        chunks.append(Recorded(part, ops, receives, specs(flow) if number < count else ()))
+        receives = flow_specs(flow)
+        ops, flow = record_part(flow, part, recorder())
+        chunks.append(Recorded(part, ops, receives, flow_specs(flow) if number < count else ()))
     return chunks
 
 
-def recordings(model: RecordableModel, recorder: Recorder) -> dict[tuple, tuple[Recorder, dict[str, Symbol]]]:
+def find_recordings(model: RecordableModel, recorder: Recorder) -> dict[tuple, tuple[Recorder, dict[str, Symbol]]]:
     """Return what recorders like this one have found in a model, by its units and the types of what flowed in."""
     # a search makes many plans of one model, which so record each part once; beside it what flowed out
-    every: dict[tuple, dict] = getattr(model, "recordings", {})
-    return every.setdefault(recorder.settings, {})
+    by_settings: dict[tuple, dict] = getattr(model, "recordings", {})
+    return by_settings.setdefault(recorder.recording_key, {})
 
 
-def cost(operation: Operation, sizes: Mapping[str, int]) -> float:
+def forward_cost(operation: Operation, sizes: Mapping[str, int]) -> float:
     """Return an operation's forward cost, by which a model's units are divided over pipeline chunks: FLOPs of an
     einsum, else elements written, of all ranks together. `sizes`: global sizes of the model's dims."""
-    elements = sum(prod(extents(out, sizes).values()) for out in operation.outputs)
-    return flops(operation, sizes) or float(elements)
+    elements = sum(prod(global_extents(out, sizes).values()) for out in operation.outputs)
+    return count_flops(operation, sizes) or float(elements)
 
 
-def replicated_axes(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
+def axes_of_replication(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
     """Return the mesh axes but `stage` over which a tensor in `layout` is replicated: with the scatter/gather
     optimization each of their n ranks sends 1/n of it to the next stage, which gathers it over them (Megatron-LM,
     Narayanan et al. 2021, section 4.1)."""
-    return tuple(a for a in mesh.ordered(mesh.axes) if a not in ("stage", *layout.axes, *layout.only))
+    return tuple(a for a in mesh.order_axes(mesh.axes) if a not in ("stage", *layout.axes, *layout.only))
 
 
 # Buckets: parameters whose blocks lie one after another in one flat buffer, to be gathered, reduced and updated
@@ -211,12 +217,12 @@ class Bucket:
         return common_name([p.name for p in self.parameters])
 
     @cached_property
-    def alike(self) -> tuple:
+    def block_key(self) -> tuple:
         """Return what of the bucket's parameters decides which blocks of them a rank has."""
         return tuple((p.dims, p.role, p.sizes) for p in self.parameters)
 
     @property
-    def stored(self) -> bool:
+    def has_sharded_weights(self) -> bool:
         """Return True if ranks keep a shard of this bucket's compute copies, and gather them span by span (ZeRO-3)."""
         return self.zero == 3
 
@@ -226,34 +232,34 @@ class Bucket:
         return self.elements // self.shards
 
     @cached_property
-    def ranges(self) -> dict[str, tuple[int, int]]:
+    def parameter_ranges(self) -> dict[str, tuple[int, int]]:
         """Map the name of each parameter of this bucket to (start, stop) of its block in the flat buffer."""
         begins = accumulate(self.sizes, initial=0)
         triples = zip(self.parameters, begins, self.held or self.sizes, strict=False)
         return {p.name: (begin, begin + size) for p, begin, size in triples}
 
     @cached_property
-    def gaps(self) -> list[tuple[int, int]]:
+    def empty_ranges(self) -> list[tuple[int, int]]:
         """Return the stretches (start, stop) of the flat buffer in which no parameter's block lies."""
-        ends = [0, *(stop for _, stop in self.ranges.values())]
-        begins = [*(start for start, _ in self.ranges.values()), self.elements]
+        ends = [0, *(stop for _, stop in self.parameter_ranges.values())]
+        begins = [*(start for start, _ in self.parameter_ranges.values()), self.elements]
         return [(start, stop) for start, stop in zip(ends, begins, strict=True) if start < stop]
 
-    def stretch(self, names: Sequence[str]) -> tuple[int, int] | None:
+    def range_of_parameters(self, names: Sequence[str]) -> tuple[int, int] | None:
         """Return (start, stop) in the flat buffer of the blocks of `names`; None if not adjacent in this order."""
-        found = [self.ranges.get(name, (-1, -1)) for name in names]
-        adjacent = all(stop == start for (_, stop), (start, _) in pairwise(found))
-        return (found[0][0], found[-1][1]) if adjacent and found[0][0] >= 0 else None
+        ranges = [self.parameter_ranges.get(name, (-1, -1)) for name in names]
+        adjacent = all(stop == start for (_, stop), (start, _) in pairwise(ranges))
+        return (ranges[0][0], ranges[-1][1]) if adjacent and ranges[0][0] >= 0 else None
 
-    def shard(self, name: str, index: int) -> tuple[int, int]:
+    def range_in_shard(self, name: str, index: int) -> tuple[int, int]:
         """Return (start, stop) within the flattened block of the parameter `name` of its elements in this bucket's
         shard number `index`; equal numbers if there is none."""
-        start, stop = self.ranges[name]
+        start, stop = self.parameter_ranges[name]
         first, last = (min(max(self.shard_elements * i, start), stop) - start for i in (index, index + 1))
         return first, last
 
 
-def layer_of(name: str) -> str:
+def layer_of_parameter(name: str) -> str:
     """Return the layer (`layers.3`), or the part of the model outside of layers (`embedding`), that the parameter
     `name` belongs to."""
     return _LAYER.match(name).group()  # type: ignore[union-attr]
@@ -262,71 +268,73 @@ def layer_of(name: str) -> str:
 def common_name(names: Iterable[str]) -> str:
     """Return one short name for parameters of the given `names`: the layers (`layers.3`), or parts of the model outside
     of layers (`embedding`), that they belong to; of more than two, the first and the last."""
-    parts = list(dict.fromkeys(map(layer_of, names)))
+    parts = list(dict.fromkeys(map(layer_of_parameter, names)))
     return ", ".join(parts) if len(parts) <= 2 else f"{parts[0]} ... {parts[-1]}"
 
 
 Uses = Iterable[tuple[tuple[int, int], str]]  # ((chunk, span), name of a parameter), in the order of the forward pass
 
 
-def spans_of(uses: Uses, tied: Iterable[str]) -> list[tuple[int | str, tuple[str, ...]]]:
+def group_by_span(uses: Uses, tied: Iterable[str]) -> list[tuple[int | str, tuple[str, ...]]]:
     """Group the names of parameters by the span of the model that uses them, in order of first use, each group with
     its chunk; a parameter that several spans use, or that is `tied`, is a group of its own, with its name."""
     spans: dict[str, dict[tuple[int, int], None]] = {}
     for span, name in uses:
         spans.setdefault(name, {})[span] = None
-    alone = {*tied, *(name for name, found in spans.items() if len(found) > 1)}
+    ungrouped = {*tied, *(name for name, used_spans in spans.items() if len(used_spans) > 1)}
     groups: dict[str | tuple[int, int], list[str]] = {}
-    for name, found in spans.items():
-        groups.setdefault(name if name in alone else next(iter(found)), []).append(name)
+    for name, used_spans in spans.items():
+        groups.setdefault(name if name in ungrouped else next(iter(used_spans)), []).append(name)
     return [(key if isinstance(key, str) else key[0], tuple(names)) for key, names in groups.items()]
 
 
-def moves(spans: Sequence[Sequence[Bucket]], kept: bool) -> tuple[list[Bucket], list[Bucket]]:
+def buckets_to_gather(spans: Sequence[Sequence[Bucket]], keeps_last_span: bool) -> tuple[list[Bucket], list[Bucket]]:
     """Return the parameter buckets that ZeRO-3 gathers in a model chunk's forward pass, and in its backward pass: each
     on entering a span of layers, unless the span before has it gathered. `spans`: the buckets that each span gathers;
-    `kept`: True if the buckets of the last span stay gathered from the forward to the backward pass."""
-    forward = [b for before, here in pairwise([(), *spans]) for b in here if b not in before]
-    turn = spans[-1] if kept else ()
-    backward = [b for before, here in pairwise([turn, *reversed(spans)]) for b in here if b not in before]
+    `keeps_last_span`: True if the buckets of the last span stay gathered from the forward to the backward pass."""
+    forward = [b for before, span in pairwise([(), *spans]) for b in span if b not in before]
+    turn = spans[-1] if keeps_last_span else ()
+    backward = [b for before, span in pairwise([turn, *reversed(spans)]) for b in span if b not in before]
     return forward, backward
 
 
-def make_buckets(
+def build_buckets(
     groups: Iterable[tuple[int | str, Sequence[Parameter]]],
     reductions: Mapping[Parameter, tuple[tuple[str, ...], tuple[str, ...]]],
     sizes: Mapping[Parameter, int],
     shards: Mapping[str, int],
     zero: int,
-    most: int,
+    max_elements: int,
 ) -> list[Bucket]:
     """Put groups of parameters, which come in the order of the forward pass, into flat buckets.
 
-    `groups`: (key, parameters); neighbours with one key are put together while they have at most `most` elements.
-    `reductions`: (`axes`, `only`) as in Bucket; parameters of different ones go to different buckets. `sizes`: elements
-    of the local blocks; `shards`: ranks along each axis over which stage `zero` of ZeRO shards.
+    `groups`: (key, parameters); neighbours with one key are put together while they have at most `max_elements`
+    elements. `reductions`: (`axes`, `only`) as in Bucket; parameters of different ones go to different buckets.
+    `sizes`: elements of the local blocks; `shards`: ranks along each axis over which stage `zero` of ZeRO shards.
     """
-    out: list[Bucket] = []
+    buckets: list[Bucket] = []
     open_: dict[tuple, list[Parameter]] = {}  # (axes, only) -> parameters of the bucket being filled
     before: int | str | None = None
 
-    def close() -> None:
+    def close_open_buckets() -> None:
         """Make the buckets of the parameters collected so far, one for each way of reducing their gradients."""
-        for (axes, only), found in open_.items():
-            each = tuple(sizes[p] for p in found)
+        for (axes, only), bucket_parameters in open_.items():
+            block_sizes = tuple(sizes[p] for p in bucket_parameters)
             sharded = tuple(axis for axis in axes if axis in shards)
             ranks = prod(shards[axis] for axis in sharded)
-            large = ranks > 1 and sum(each) >= SHARD_UNIT * SHARD_UNIT * ranks
-            size = padded(sum(each), ranks * (SHARD_UNIT if large else 1))
-            out.append(Bucket(axes, only, tuple(found), each, size, sharded, ranks, zero if sharded else 0))
+            large = ranks > 1 and sum(block_sizes) >= SHARD_UNIT * SHARD_UNIT * ranks
+            size = pad_to_multiple(sum(block_sizes), ranks * (SHARD_UNIT if large else 1))
+            buckets.append(
+                Bucket(axes, only, tuple(bucket_parameters), block_sizes, size, sharded, ranks, zero if sharded else 0)
+            )
         open_.clear()
 
     for key, parameters in groups:
-        held = sum(sizes[p] for found in open_.values() for p in found)
-        if open_ and (key != before or held + sum(sizes[p] for p in parameters) > most):
-            close()
+        open_elements = sum(sizes[p] for open_parameters in open_.values() for p in open_parameters)
+        if open_ and (key != before or open_elements + sum(sizes[p] for p in parameters) > max_elements):
+            close_open_buckets()
         before = key
         for p in parameters:
             open_.setdefault(reductions[p], []).append(p)
-    close()
-    return out
+    close_open_buckets()
+    return buckets

@@ -48,7 +48,7 @@ class Bar(NamedTuple):
 Rows = Mapping[int, Sequence[tuple[str, Sequence[Bar]]]]  # stage -> rows beneath its lane: (label, bars by start)
 
 
-def gantt_svg(
+def draw_gantt_svg(
     panels: Mapping[str, Sequence[TimedAction]], beneath: Mapping[str, Rows] | None = None, unit: str = "s"
 ) -> str:
     """Draw timelines of a pipeline step as the text of one SVG image: one panel per entry {title: events} of `panels`,
@@ -59,22 +59,22 @@ def gantt_svg(
     events have them, are strips under the boxes.
     """
     rows = beneath or {}
-    bars = [bar for found in rows.values() for lanes in found.values() for _, lane in lanes for bar in lane]
+    bars = [bar for panel_rows in rows.values() for lanes in panel_rows.values() for _, lane in lanes for bar in lane]
     ends = [*(e.end for events in panels.values() for e in events), *(bar.end for bar in bars)]
     span = max(ends, default=0.0) or 1.0
     scale = (WIDTH - LEFT - RIGHT) / span
     parts: list[str] = []
     top = 0
     for title, events in panels.items():
-        panel, height = _panel(title, events, rows.get(title, {}), top, scale)
+        panel, height = _draw_panel(title, events, rows.get(title, {}), top, scale)
         parts += panel
         top += height
-        parts += _axis(span, top, scale, unit)
+        parts += _draw_time_axis(span, top, scale, unit)
         top += AXIS
     kinds = {e.action.kind for events in panels.values() for e in events}
     shown = {bar.kind for bar in bars}
     entries = [COLOURS[kind] for kind in COLOURS if kind in kinds] + [BARS[kind] for kind in BARS if kind in shown]
-    parts += _legend(entries, top)
+    parts += _draw_legend(entries, top)
     height = top + LEGEND
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
@@ -83,45 +83,48 @@ def gantt_svg(
     return "\n".join([head, f'<rect width="{WIDTH}" height="{height}" fill="white"/>', *parts, "</svg>", ""])
 
 
-def _panel(title: str, events: Sequence[TimedAction], rows: Rows, top: int, scale: float) -> tuple[list[str], int]:
+def _draw_panel(title: str, events: Sequence[TimedAction], rows: Rows, top: int, scale: float) -> tuple[list[str], int]:
     """Return the SVG elements of one panel of the Gantt chart (title, stage labels, lanes and boxes, and the `rows`
     beneath each lane) and its height in pixels. `top`: its upper edge in pixels; `scale`: pixels per unit of time."""
     parts = [f'<text x="{LEFT}" y="{top + TITLE - 12}" font-size="14">{escape(title)}</text>']
     y = top + TITLE
     for stage in range(1 + max((e.stage for e in events), default=0)):
-        own = [e for e in events if e.stage == stage]
-        chunks = sorted({e.action.chunk for e in own})
-        parts += _lane(f"stage {stage}", y, LANE)
-        parts += [_box(e, y, scale, opacity=1 - 0.6 * chunks.index(e.action.chunk) / len(chunks)) for e in own]
+        stage_events = [e for e in events if e.stage == stage]
+        chunks = sorted({e.action.chunk for e in stage_events})
+        parts += _draw_lane(f"stage {stage}", y, LANE)
+        parts += [
+            _draw_action(e, y, scale, opacity=1 - 0.6 * chunks.index(e.action.chunk) / len(chunks))
+            for e in stage_events
+        ]
         y += LANE
         for label, bars in rows.get(stage, ()):
-            parts += _lane(label, y, ROW)
-            parts += [_bar(bar, y, scale) for bar in joined(bars, 1 / scale)]
+            parts += _draw_lane(label, y, ROW)
+            parts += [_draw_bar(bar, y, scale) for bar in join_bars(bars, 1 / scale)]
             y += ROW
     return parts, y - top
 
 
-def _lane(label: str, y: int, height: int) -> Iterator[str]:
+def _draw_lane(label: str, y: int, height: int) -> Iterator[str]:
     """Yield the SVG elements of an empty lane of the Gantt chart, whose upper edge is at `y` pixels."""
     yield f'<rect x="{LEFT}" y="{y}" width="{WIDTH - LEFT - RIGHT}" height="{height - 2}" fill="#f0f0f0"/>'
     yield f'<text x="{LEFT - 8}" y="{y + height / 2 + 3:g}" text-anchor="end">{escape(label)}</text>'
 
 
-def joined(bars: Sequence[Bar], least: float) -> Iterator[Bar]:
+def join_bars(bars: Sequence[Bar], least: float) -> Iterator[Bar]:
     """Yield the bars of a row of the Gantt chart, given by start, one kind after the other; bars of a kind within a
     time of `least` are joined into one: a picture has no room for them, and a long step has very many."""
     for kind in BARS:
-        together: list[Bar] = []
+        group: list[Bar] = []
         for bar in [bar for bar in bars if bar.kind == kind] + [None]:
-            if together and (bar is None or bar.end - together[0].start >= least):
-                end, text = max(b.end for b in together), f"{len(together)} x {together[0].text}"
-                yield together[0] if len(together) == 1 else Bar(kind, together[0].start, end, "", text)
-                together = []
+            if group and (bar is None or bar.end - group[0].start >= least):
+                end, text = max(b.end for b in group), f"{len(group)} x {group[0].text}"
+                yield group[0] if len(group) == 1 else Bar(kind, group[0].start, end, "", text)
+                group = []
             if bar:
-                together.append(bar)
+                group.append(bar)
 
 
-def _bar(bar: Bar, y: int, scale: float) -> str:
+def _draw_bar(bar: Bar, y: int, scale: float) -> str:
     """Return the SVG rectangle of one bar in a row of the Gantt chart whose upper edge is at `y` pixels; a wait is a
     strip at the bottom of the bar that it waits for."""
     x, width, waits = LEFT + bar.start * scale, (bar.end - bar.start) * scale, bar.kind == "wait"
@@ -133,11 +136,11 @@ def _bar(bar: Bar, y: int, scale: float) -> str:
     )
     if not bar.label or width < SMALL * len(bar.label):
         return box
-    where = f'x="{x + width / 2:.2f}" y="{y + ROW / 2:g}" text-anchor="middle" font-size="9"'
-    return f"{box}<text {where}>{escape(bar.label)}</text>"
+    label_position = f'x="{x + width / 2:.2f}" y="{y + ROW / 2:g}" text-anchor="middle" font-size="9"'
+    return f"{box}<text {label_position}>{escape(bar.label)}</text>"
 
 
-def _box(event: TimedAction, lane: int, scale: float, opacity: float) -> str:
+def _draw_action(event: TimedAction, lane: int, scale: float, opacity: float) -> str:
     """Return the SVG rectangle of one action in the Gantt chart, labelled with its microbatch if there is room. `lane`:
     upper edge of its stage's lane in pixels; `scale`: pixels per unit of time."""
     action = event.action
@@ -155,10 +158,10 @@ def _box(event: TimedAction, lane: int, scale: float, opacity: float) -> str:
     return f'{box}<text x="{x + width / 2:.2f}" y="{y + height / 2 + 4:g}" text-anchor="middle">{label}</text>'
 
 
-def _axis(span: float, y: int, scale: float, unit: str) -> Iterator[str]:
+def _draw_time_axis(span: float, y: int, scale: float, unit: str) -> Iterator[str]:
     """Yield the SVG elements of the time axis under a panel of the Gantt chart, from 0 to `span` in a unit, at height
     `y` in pixels with `scale` pixels per unit."""
-    step = _round_step(span / 10)
+    step = _tick_distance(span / 10)
     digits = max(0, -floor(log10(step)))
     for tick in range(floor(span / step) + 1):
         x = LEFT + tick * step * scale
@@ -167,13 +170,13 @@ def _axis(span: float, y: int, scale: float, unit: str) -> Iterator[str]:
         yield f'<text x="{x:.2f}" y="{y + 16}" text-anchor="middle" fill="#555555">{escape(text)}</text>'
 
 
-def _round_step(least: float) -> float:
+def _tick_distance(least: float) -> float:
     """Return the smallest of 1, 2, 5 times a power of ten >= `least`: the distance of ticks on the time axis."""
     power = 10.0 ** floor(log10(least))
     return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least)
 
 
-def _legend(entries: Iterable[tuple[str, str]], top: int) -> Iterator[str]:
+def _draw_legend(entries: Iterable[tuple[str, str]], top: int) -> Iterator[str]:
     """Yield the legend's SVG: a coloured square and a text per distinct (fill, text), at height `top` in pixels."""
     x = float(LEFT)
     for fill, text in dict.fromkeys(entries):

@@ -31,7 +31,7 @@ class Fetch(NamedTuple):
     again: bool
 
 
-def fetches(chunk: Chunk) -> Iterator[Fetch]:
+def find_fetches(chunk: Chunk) -> Iterator[Fetch]:
     """Yield the conversions (`Fetch`) of parameters that take collectives in the forward pass of a chunk, in its order.
     Parameters that SUMMA broadcasts in panels are left out, as is the bias of a loss's logits, which the matrix product
     itself adds."""
@@ -41,23 +41,23 @@ def fetches(chunk: Chunk) -> Iterator[Fetch]:
         span = next(i for i in range(span, len(chunk.spans)) if names.issubset(chunk.spans[i])) if names else span
         if (kind, after and after[0]) == ("shift", "cross_entropy"):
             continue
-        for number, converted, again in _converted(planned):
+        for number, converted, again in _conversions_by_group(planned):
             if any(step.op in COLLECTIVES for _, conversion in converted for step in conversion.forward):
                 yield Fetch((kind, name, number), span, converted, bool(planned.groups), again)
 
 
-def read_in(chunk: Chunk) -> list[set[str]]:
-    """Return the names of the parameters that each span of a model chunk's forward pass is the first to read. `Ahead`
-    starts some conversions of a later span in it."""
-    found, first, order = [set(names) for names in chunk.spans], 0, list(fetches(chunk))
+def first_reads_by_span(chunk: Chunk) -> list[set[str]]:
+    """Return the names of the parameters that each span of a model chunk's forward pass is the first to read.
+    `ParameterPrefetcher` starts some conversions of a later span in it."""
+    reads_by_span, first, order = [set(names) for names in chunk.spans], 0, list(find_fetches(chunk))
     for before, fetch in zip([None, *order], order, strict=False):
         if before is None or before.multiplies:  # the batch that begins here is started under the product before
             first = before.span if before else fetch.span
-        found[first] |= {p.name for p, _ in fetch.converted}
-    return found
+        reads_by_span[first] |= {p.name for p, _ in fetch.converted}
+    return reads_by_span
 
 
-def _converted(planned: PlannedOperation) -> Iterator[tuple[int, Converted, bool]]:
+def _conversions_by_group(planned: PlannedOperation) -> Iterator[tuple[int, Converted, bool]]:
     """Yield the parameters that an operation converts, by group of einsums if it has any, as (number of the group,
     parameters with their conversions, True if the backward pass converts them again)."""
     operation = planned.operation
@@ -70,7 +70,7 @@ def _converted(planned: PlannedOperation) -> Iterator[tuple[int, Converted, bool
             yield number, parameters, any(e.regathered for e in group.einsums)
 
 
-class Ahead(Generic[T]):
+class ParameterPrefetcher(Generic[T]):
     """Starts the conversions of parameters for the operations of a stage one matrix product ahead: while one product is
     computed, those for all operations up to the next product are under way, and in the backward pass, where they are
     converted again, those for the product before. All ranks of a stage run the same operations in the same order, and
@@ -86,42 +86,48 @@ class Ahead(Generic[T]):
         class."""
         self._start, self._coming = start, dict[tuple[Use, bool], list[T]]()
         self.again = False
-        chunks = [list(fetches(chunk)) for chunk in plan.chunks]
-        times = Counter(fetch.use for found in chunks for fetch in found)  # chunks may share one (relative positions)
-        chunks = [[fetch for fetch in found if times[fetch.use] == 1] for found in chunks]
-        self._converted: Mapping[Use, Converted] = {f.use: f.converted for found in chunks for f in found}
-        alone = plan.zero == 3
-        self._forward = _Order.of(chunks, within=alone, on=on)
-        whole = plan.recompute.kind == "full"  # blocks; the inside of attention has no product of a parameter
-        self._within = _Order.of(chunks, within=True, on=on and whole)
-        products = [[f for f in reversed(found) if f.again] for found in chunks]
-        self._backward = _Order.of(products, within=alone or whole, on=on)
+        chunks = [list(find_fetches(chunk)) for chunk in plan.chunks]
+        times = Counter(
+            fetch.use for chunk_fetches in chunks for fetch in chunk_fetches
+        )  # chunks may share one (relative positions)
+        chunks = [[fetch for fetch in chunk_fetches if times[fetch.use] == 1] for chunk_fetches in chunks]
+        self._converted: Mapping[Use, Converted] = {
+            f.use: f.converted for chunk_fetches in chunks for f in chunk_fetches
+        }
+        stops_at_spans = plan.zero == 3
+        self._forward = _Order.plan_order(chunks, within=stops_at_spans, on=on)
+        recomputes_blocks = (
+            plan.recompute.kind == "full"
+        )  # blocks; the inside of attention has no product of a parameter
+        self._within = _Order.plan_order(chunks, within=True, on=on and recomputes_blocks)
+        products = [[f for f in reversed(chunk_fetches) if f.again] for chunk_fetches in chunks]
+        self._backward = _Order.plan_order(products, within=stops_at_spans or recomputes_blocks, on=on)
 
     def __contains__(self, use: Use) -> bool:
         """Return True if collectives convert parameters for this `use`, an operation or a group of its einsums."""
         return use in self._converted
 
-    def begin(self) -> list[T]:
+    def begin_pass(self) -> list[T]:
         """Begin a forward pass: return, and forget, the parameter gathers of the pass before that were never used."""
-        left = [one for found in self._coming.values() for one in found]
+        unused = [gather for gathers in self._coming.values() for gather in gathers]
         self._coming.clear()
-        return left
+        return unused
 
-    def take(self, use: Use, back: bool = False) -> list[T]:
+    def take_parameters(self, use: Use, back: bool = False) -> list[T]:
         """Return the converted parameters for a `use` that is due, in flight since an earlier matrix product or started
         now. `back`: True in the backward pass."""
-        self._fetch(self._order(back).together[use], back)
+        self._start_gathers(self._order_of_pass(back).together[use], back)
         return self._coming.pop((use, back))
 
-    def onward(self, use: Use, back: bool = False) -> None:
+    def start_next_gathers(self, use: Use, back: bool = False) -> None:
         """Start the parameter gathers to overlap with the matrix product of `use`, whose own operands have arrived."""
-        self._fetch(self._order(back).then.get(use, ()), back)
+        self._start_gathers(self._order_of_pass(back).then.get(use, ()), back)
 
-    def _order(self, back: bool) -> _Order:
+    def _order_of_pass(self, back: bool) -> _Order:
         """Return the order of parameter gathers for the backward pass, a recomputed stretch, or the forward pass."""
         return self._backward if back else self._within if self.again else self._forward
 
-    def _fetch(self, uses: Sequence[Use], back: bool) -> None:
+    def _start_gathers(self, uses: Sequence[Use], back: bool) -> None:
         """Start the gathers of parameters for `uses`, unless in flight already. `back`: True in the backward pass."""
         for use in uses:
             if (use, back) not in self._coming:
@@ -136,17 +142,17 @@ class _Order(NamedTuple):
     then: Mapping[Use, Sequence[Use]]
 
     @classmethod
-    def of(cls, chunks: Sequence[Sequence[Fetch]], within: bool, on: bool) -> _Order:
+    def plan_order(cls, chunks: Sequence[Sequence[Fetch]], within: bool, on: bool) -> _Order:
         """Return the order in which parameters are gathered ahead of their use in several chunks. `within`: True to
         start nothing beyond the span of the model (a block) that is running; `on`: False to start each gather only
         where it is used."""
         if not on:
-            return cls({f.use: (f.use,) for found in chunks for f in found}, {})
+            return cls({f.use: (f.use,) for chunk_fetches in chunks for f in chunk_fetches}, {})
         together: dict[Use, Sequence[Use]] = {}
         then: dict[Use, Sequence[Use]] = {}
-        for found in chunks:
+        for chunk_fetches in chunks:
             batches: list[list[Fetch]] = []
-            for before, fetch in pairwise([None, *found]):
+            for before, fetch in pairwise([None, *chunk_fetches]):
                 assert fetch
                 if before is None or before.multiplies or (within and before.span != fetch.span):
                     batches.append([])

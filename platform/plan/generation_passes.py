@@ -24,7 +24,7 @@ from platform.plan.plan_builder import plan_operations
 from platform.plan.planner import Planner
 from platform.plan.rule import Conversion, relayout_steps
 from platform.plan.schedule import Action, Kind
-from platform.plan.scheme import REPLICAS, ModelMistake, Scheme, as_model_mistakes
+from platform.plan.scheme import REPLICAS, ModelMistake, Scheme, raise_model_mistakes
 
 HEAD = "head"  # the last unit of a model that is asked for logits
 ROOM = 64  # tokens of which the room in a cache is a multiple, so that batches of like length share their passes
@@ -46,45 +46,53 @@ class PassShape:
     shared: bool = False
 
 
-def of_rows(scheme: Scheme, shared: bool = False, split: bool = False) -> Scheme:
+def generation_scheme(scheme: Scheme, shared: bool = False, split: bool = False) -> Scheme:
     """Return the scheme of layouts for a pass of generation: axes that split length in training split batch instead.
     Where sequences are `shared`, axes of contexts split their keys and values in the core of attention, in consecutive
     parts, and if `split`, length everywhere else."""
-    ours = [axis for axis, _ in scheme.context] if shared else []
+    shared_axes = [axis for axis, _ in scheme.context] if shared else []
 
-    def rows(region: str, layout: Layout) -> Layout:
+    def generation_layout(region: str, layout: Layout) -> Layout:
         """Return a region's layout in which the mesh axes that split length split batch instead, after its own."""
-        rules = {dim: [a for a in axes if a not in ours] for dim, axes in layout.items() if dim != "length"}
-        rules["batch"] = [*layout["batch"], *(a for a in layout["length"] if a not in ours)]
+        rules = {dim: [a for a in axes if a not in shared_axes] for dim, axes in layout.items() if dim != "length"}
+        rules["batch"] = [*layout["batch"], *(a for a in layout["length"] if a not in shared_axes)]
         if region == "core":
-            rules["memory_length"] = [*ours, *layout["memory_length"]]
-        return Layout.of(rules if region == "core" or not split else {**rules, "length": ours}, layout.only)
+            rules["memory_length"] = [*shared_axes, *layout["memory_length"]]
+        return Layout.build_canonical(
+            rules if region == "core" or not split else {**rules, "length": shared_axes}, layout.only
+        )
 
-    return replace(scheme, regions={r: rows(r, layout) for r, layout in scheme.regions.items()}, zigzag="", rounds=1)
+    return replace(
+        scheme, regions={r: generation_layout(r, layout) for r, layout in scheme.regions.items()}, zigzag="", rounds=1
+    )
 
 
-def rows_at_once(scheme: Scheme, mesh: Mesh, shared: bool = False) -> int:
+def batch_unit(scheme: Scheme, mesh: Mesh, shared: bool = False) -> int:
     """Return the number that divides a generation pass's sequences, so that axes divide each replica's."""
-    regions = of_rows(scheme, shared).regions.values()
+    regions = generation_scheme(scheme, shared).regions.values()
     inner = ([a for a in layout["batch"] if a not in REPLICAS] for layout in regions)
-    return mesh.extent([a for a in REPLICAS if a in mesh.axes]) * lcm(*map(mesh.extent, inner))
+    return mesh.count_ranks([a for a in REPLICAS if a in mesh.axes]) * lcm(*map(mesh.count_ranks, inner))
 
 
-def memory_unit(scheme: Scheme, mesh: Mesh, shared: bool = False) -> int:
+def cache_unit(scheme: Scheme, mesh: Mesh, shared: bool = False) -> int:
     """Return the number of which a key-value cache's tokens must be a multiple, so that mesh axes divide them."""
-    return lcm(*(mesh.extent(layout["memory_length"]) for layout in of_rows(scheme, shared).regions.values()))
+    return lcm(
+        *(mesh.count_ranks(layout["memory_length"]) for layout in generation_scheme(scheme, shared).regions.values())
+    )
 
 
-def sharing(plan: Plan, texts: int, tokens: int) -> int:
+def ranks_per_text(plan: Plan, texts: int, tokens: int) -> int:
     """Return how many ranks share each of so many `texts` of up to so many `tokens` in passes of generation."""
     # a short text, and one of as many as there are ranks, is a single rank's
-    few = texts < rows_at_once(plan.scheme, plan.mesh) and tokens > PIECE
-    return plan.mesh.extent([axis for axis, _ in plan.scheme.context]) if few and _shares(plan) else 1
+    is_shared = texts < batch_unit(plan.scheme, plan.mesh) and tokens > PIECE
+    return (
+        plan.mesh.count_ranks([axis for axis, _ in plan.scheme.context]) if is_shared and _can_share_texts(plan) else 1
+    )
 
 
-def _shares(plan: Plan) -> bool:
+def _can_share_texts(plan: Plan) -> bool:
     """Return True if ranks of a plan's contexts can share a text: the model's attention is in region core."""
-    regions = {o.operation.outputs[0].region for o in plan.attentions}
+    regions = {o.operation.outputs[0].region for o in plan.attention_operations}
     # an encoder reads its source whole
     encodes = any(unit.startswith("encoder.") for c in plan.chunks for unit in c.units)
     return bool(plan.scheme.context) and regions <= {"core"} and not encodes
@@ -97,12 +105,12 @@ class PassPlanner(Planner):
 
     lying: Mapping[str, Layout] = field(default_factory=dict)
 
-    def _layout(self, tensor: Spec | Parameter) -> Layout:
+    def _compute_layout(self, tensor: Spec | Parameter) -> Layout:
         if not isinstance(tensor, Parameter):
-            return super()._layout(tensor)
-        there = self.lying[tensor.name]
-        rules = {"positions" if d == "length" and d not in tensor.dims else d: axes for d, axes in there.items()}
-        return Layout.of(rules, there.only)
+            return super()._compute_layout(tensor)
+        run_layout = self.lying[tensor.name]
+        rules = {"positions" if d == "length" and d not in tensor.dims else d: axes for d, axes in run_layout.items()}
+        return Layout.build_canonical(rules, run_layout.only)
 
 
 @dataclass(frozen=True)
@@ -125,34 +133,36 @@ def plan_pass(plan: Plan, model: RecordableModel, shape: PassShape, stage: int) 
     are the plan's, without the encoder's units in a pass that reads no source. `model`: the run's model, with positions
     that are looked up. Raises ModelMistake for a model that does not give logits part by part, IllegalPlan if axes do
     not divide heads or the sizes of the pass."""
-    found = _all_stages(plan, model, shape)
-    return replace(found, body=found.body.at(stage), head=found.head.at(plan.chunks[-1].stage))
+    whole_pass = _plan_all_stages(plan, model, shape)
+    return replace(
+        whole_pass, body=whole_pass.body.stage_part(stage), head=whole_pass.head.stage_part(plan.chunks[-1].stage)
+    )
 
 
-def _all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> PlannedPass:
+def _plan_all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> PlannedPass:
     """Plan a pass of generation as `plan_pass` does, for all pipeline stages together."""
-    last, ranks = plan.chunks[-1], plan.mesh.extent([axis for axis, _ in plan.scheme.context])
+    last, ranks = plan.chunks[-1], plan.mesh.count_ranks([axis for axis, _ in plan.scheme.context])
     lying = {p.name: plan.layout(p) for p in (*plan.parameters, *plan.states)}
     parameters = tuple(p for p in model.parameters() if not p.is_state)
     if HEAD not in last.units:
         raise ModelMistake(type(model).__name__, f"its last unit is not called {HEAD}, and gives no logits")
 
-    def planned(
+    def plan_chunks(
         tokens: int, parts: Sequence[tuple[int, int, Sequence[str]]], flow: dict[str, Any], split: bool = False
     ) -> Plan:
         """Plan the chunks `parts` (number, stage, units) of a generation pass over `tokens` new tokens per sequence,
         which ranks that share these may `split`, from the activations `flow`, which their results replace."""
-        scheme = of_rows(plan.scheme, shape.shared, split)
-        own = {"memory_length": shape.capacity, **model.sizes, "length": tokens, "batch": shape.batch}
-        own |= {"slots": tokens} if "slots" in own else {}  # whatever tokens it has, a pass drops none
-        planner = PassPlanner(plan.mesh, scheme, {**own, "vocab": plan.planner.sizes["vocab"]}, {}, lying=lying)
-        chunks = tuple(_chunk(planner, model, shape, flow, *part) for part in parts)
+        scheme = generation_scheme(plan.scheme, shape.shared, split)
+        pass_sizes = {"memory_length": shape.capacity, **model.sizes, "length": tokens, "batch": shape.batch}
+        pass_sizes |= {"slots": tokens} if "slots" in pass_sizes else {}  # whatever tokens it has, a pass drops none
+        planner = PassPlanner(plan.mesh, scheme, {**pass_sizes, "vocab": plan.planner.sizes["vocab"]}, {}, lying=lying)
+        chunks = tuple(_plan_chunk(planner, model, shape, flow, *part) for part in parts)
         return replace(
             plan,
             planner=planner,
             microbatches=1,
             sequences=shape.batch,
-            sizes=own,
+            sizes=pass_sizes,
             parameters=parameters,
             chunks=chunks,
             recompute=NO_RECOMPUTATION,
@@ -166,37 +176,37 @@ def _all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> Planned
     parts = [(c.number, c.stage, tuple(u for u in c.units if u not in left_out)) for c in plan.chunks]
     parts = [part for part in parts if part[2] or part[0] == last.number]  # the head follows the last
     flow: dict[str, Any] = dict(missing)
-    body = planned(shape.tokens, parts, flow, shape.shared and shape.tokens % ranks == 0)
+    body = plan_chunks(shape.tokens, parts, flow, shape.shared and shape.tokens % ranks == 0)
     spec = replace(flow["stream"].spec, sizes=())
-    head = planned(shape.asked, [(last.number, last.stage, (HEAD,))], {"memory": None, "stream": Symbol(spec)})
+    head = plan_chunks(shape.asked, [(last.number, last.stage, (HEAD,))], {"memory": None, "stream": Symbol(spec)})
     *others, end = body.chunks
     body = replace(body, chunks=(*others, replace(end, sends=())))
     placement = {number: stage for number, stage, _ in parts}
     ends = [part.planner.layout(spec) for part in (body, head)]
-    joins = body.planner.shaped(Conversion(relayout_steps(spec.dims, *ends), ()), spec, *ends)
+    joins = body.planner.fill_shapes(Conversion(relayout_steps(spec.dims, *ends), ()), spec, *ends)
     return PlannedPass(body, head, placement, dict(head.chunks[-1].sends)["logits"], missing, joins)
 
 
-def pass_groups(plan: Plan, model: RecordableModel) -> set[tuple[str, ...]]:
+def generation_groups(plan: Plan, model: RecordableModel) -> set[tuple[str, ...]]:
     """Return the mesh axes of every process group that generation with `model` needs: the axes of its collectives, in
     mesh order, each axis that splits the logits' vocabulary, and all axes together, to broadcast the chosen tokens."""
     mesh = plan.mesh
-    found: set[tuple[str, ...]] = {(axis,) for axis in plan.scheme.regions["logits"].axes}
-    shape = PassShape(1, rows_at_once(plan.scheme, mesh), memory_unit(plan.scheme, mesh), reads=True)
+    group_axes: set[tuple[str, ...]] = {(axis,) for axis in plan.scheme.regions["logits"].axes}
+    shape = PassShape(1, batch_unit(plan.scheme, mesh), cache_unit(plan.scheme, mesh), reads=True)
     shapes = [shape]
-    if _shares(plan):
-        found |= {(axis,) for axis, _ in plan.scheme.context}
-        rows, unit = (f(plan.scheme, mesh, True) for f in (rows_at_once, memory_unit))
+    if _can_share_texts(plan):
+        group_axes |= {(axis,) for axis, _ in plan.scheme.context}
+        rows, unit = (f(plan.scheme, mesh, True) for f in (batch_unit, cache_unit))
         shapes += [PassShape(tokens, rows, unit, shared=True) for tokens in (1, unit)]
-    for planned in (_all_stages(plan, model, shape) for shape in shapes):
+    for planned in (_plan_all_stages(plan, model, shape) for shape in shapes):
         operations = [o for part in (planned.body, planned.head) for o in part.operations.values()]
-        found |= {mesh.ordered(c.axes) for o in operations for c in o.collectives if c.phase == "forward"}
+        group_axes |= {mesh.order_axes(c.axes) for o in operations for c in o.collectives if c.phase == "forward"}
         sent = [spec for c in planned.body.chunks for _, spec in (*c.receives, *c.sends)]
-        found |= {mesh.ordered(axes) for spec in sent if (axes := planned.body.shared_axes(spec))}
-    return (found | {mesh.ordered(mesh.axes)}) - {()}
+        group_axes |= {mesh.order_axes(axes) for spec in sent if (axes := planned.body.scatter_axes(spec))}
+    return (group_axes | {mesh.order_axes(mesh.axes)}) - {()}
 
 
-def _chunk(
+def _plan_chunk(
     planner: PassPlanner,
     model: RecordableModel,
     shape: PassShape,
@@ -209,16 +219,16 @@ def _chunk(
     `flow`: the activations that it receives by name, replaced in place by its results."""
     ops = Recorder(planner.scheme, sizes=planner.sizes, cache=KeyValueCache(shape.capacity))
     receives = tuple((name, x.spec) for name, x in flow.items() if x is not None)
-    kept = {name: x for name, x in flow.items() if x is None}
+    absent = {name: x for name, x in flow.items() if x is None}
     inputs = {name: name for name in (*model.inputs, "positions", "begins") if name != "labels"}
-    with as_model_mistakes(model):
-        found = model.part(ops, inputs, dict(flow), units)  # type: ignore[attr-defined]
+    with raise_model_mistakes(model):
+        activations = model.part(ops, inputs, dict(flow), units)  # type: ignore[attr-defined]
     flow.clear()
-    flow.update(kept | found)
-    microbatch = shape.batch // planner.replicas
-    sends = tuple((name, x.spec) for name, x in found.items() if x is not None)
+    flow.update(absent | activations)
+    microbatch = shape.batch // planner.num_replicas
+    sends = tuple((name, x.spec) for name, x in activations.items() if x is not None)
     operations = plan_operations(planner, ops.operations, microbatch)
-    return Recorded(units, ops, receives, sends).planned(number, stage, operations)
+    return Recorded(units, ops, receives, sends).build_chunk(number, stage, operations)
 
 
 def pass_row(placement: Mapping[int, int], stage: int) -> tuple[Action, ...]:
@@ -226,7 +236,7 @@ def pass_row(placement: Mapping[int, int], stage: int) -> tuple[Action, ...]:
     microbatch through the chunks of `placement`, chunk number -> stage, in order of the numbers."""
     row: list[Action] = []
     for chunk in sorted(placement):
-        before, after = (placement.get(chunk + way, placement[chunk]) for way in (-1, 1))
+        before, after = (placement.get(chunk + offset, placement[chunk]) for offset in (-1, 1))
         if placement[chunk] == stage:
             row += [Action(Kind.RECV_F, 0, chunk, before)] if before != stage else []
             row.append(Action(Kind.FORWARD, 0, chunk))

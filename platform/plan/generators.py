@@ -21,69 +21,69 @@ from itertools import islice
 from pathlib import Path
 
 from platform.plan.schedule import Action, Kind, Rows, Schedule, ScheduleError
-from platform.plan.simulate import validate
+from platform.plan.simulate import validate_schedule
 
 MOST_PASSES = 200_000  # limit on a table's forward passes: making and checking more takes seconds
 
 Generator = Callable[[int, int, int], Rows]  # (stages, chunks per stage, microbatches) -> compute rows
 
 
-def gpipe(stages: int, chunks: int, microbatches: int) -> Rows:
+def build_gpipe_table(stages: int, chunks: int, microbatches: int) -> Rows:
     """Generate the compute table of the GPipe pipeline schedule (arXiv 1811.06965): all forward passes, then all
     backward passes. `chunks`: per stage, must be 1, else ScheduleError."""
-    _one_chunk("gpipe", chunks)
+    _refuse_several_chunks("gpipe", chunks)
     order = [(m, 0) for m in range(microbatches)]
-    return [_row(stage, stages, 1, order, warmup=microbatches) for stage in range(stages)]
+    return [_build_row(stage, stages, 1, order, warmup=microbatches) for stage in range(stages)]
 
 
-def one_f_one_b(stages: int, chunks: int, microbatches: int) -> Rows:
+def build_1f1b_table(stages: int, chunks: int, microbatches: int) -> Rows:
     """Generate the compute table of the 1F1B pipeline schedule (PipeDream-Flush; Megatron-LM (Narayanan et al. 2021),
     section 2.2.1): GPipe's bubble, at most `stages` live microbatches. `chunks`: per stage, must be 1, else
     ScheduleError."""
-    _one_chunk("1f1b", chunks)
-    return interleaved(stages, chunks, microbatches)
+    _refuse_several_chunks("1f1b", chunks)
+    return build_interleaved_table(stages, chunks, microbatches)
 
 
-def interleaved(stages: int, chunks: int, microbatches: int) -> Rows:
+def build_interleaved_table(stages: int, chunks: int, microbatches: int) -> Rows:
     """Generate the compute table of the interleaved 1F1B pipeline schedule (Megatron-LM (Narayanan et al. 2021),
     section 2.2.2) in Megatron's order: the bubble of 1F1B divided by `chunks`, the chunks per stage.
 
     With one chunk per stage it is 1F1B itself; with several, fewer microbatches than stages raise ScheduleError.
     """
-    order, group = _groups("interleaved", stages, chunks, microbatches)
+    order, group = _order_by_groups("interleaved", stages, chunks, microbatches)
     step = 2 if chunks > 1 else 1
     return [
-        _row(stage, stages, chunks, order, warmup=step * (stages - stage - 1) + (chunks - 1) * group)
+        _build_row(stage, stages, chunks, order, warmup=step * (stages - stage - 1) + (chunks - 1) * group)
         for stage in range(stages)
     ]
 
 
-def zb_h1(stages: int, chunks: int, microbatches: int) -> Rows:
+def build_zb_h1_table(stages: int, chunks: int, microbatches: int) -> Rows:
     """Generate the compute table of the ZB-H1 pipeline schedule (arXiv 2401.10241): weight gradients, split off, fill
     the bubble; no more memory than 1F1B.
 
     With several `chunks` per stage it is interleaved too; stage r does each weight gradient r steps after its input
     gradient.
     """
-    order, group = _groups("zb_h1", stages, chunks, microbatches)
+    order, group = _order_by_groups("zb_h1", stages, chunks, microbatches)
     return [
-        _row(stage, stages, chunks, order, warmup=stages - stage - 1 + (chunks - 1) * group, delay=stage)
+        _build_row(stage, stages, chunks, order, warmup=stages - stage - 1 + (chunks - 1) * group, delay=stage)
         for stage in range(stages)
     ]
 
 
-def _one_chunk(name: str, chunks: int) -> None:
+def _refuse_several_chunks(name: str, chunks: int) -> None:
     """Raise ScheduleError if the pipeline schedule `name`, which takes one chunk per stage, is given more."""
     if chunks != 1:
         raise ScheduleError(f"{name} has one chunk per stage, not {chunks}; interleaved and zb_h1 have several")
 
 
-def _group(stages: int, microbatches: int) -> int:
+def _group_size(stages: int, microbatches: int) -> int:
     """Return the microbatches per group of an interleaved schedule: the least divisor of all >= `stages`, or all."""
     return next((n for n in range(stages, microbatches) if microbatches % n == 0), microbatches)
 
 
-def _groups(name: str, stages: int, chunks: int, microbatches: int) -> tuple[list[tuple[int, int]], int]:
+def _order_by_groups(name: str, stages: int, chunks: int, microbatches: int) -> tuple[list[tuple[int, int]], int]:
     """Return the forward passes of any stage of an interleaved schedule in order, as (microbatch, chunk on the stage),
     and the number of microbatches per group. Raises ScheduleError, with the schedule's `name`, for too few of them.
 
@@ -97,13 +97,13 @@ def _groups(name: str, stages: int, chunks: int, microbatches: int) -> tuple[lis
     """
     if chunks > 1 and microbatches < stages:
         raise ScheduleError(f"{name} with several chunks needs at least as many microbatches as stages={stages}")
-    group = _group(stages, microbatches)
+    group = _group_size(stages, microbatches)
     return [
         (m, chunk) for low in range(0, microbatches, group) for chunk in range(chunks) for m in range(low, low + group)
     ], group
 
 
-def _row(
+def _build_row(
     stage: int, stages: int, chunks: int, order: list[tuple[int, int]], warmup: int, delay: int | None = None
 ) -> list[Action]:
     """Build one pipeline stage's row of a schedule, its compute actions in order: `warmup` forward passes, then forward
@@ -114,50 +114,58 @@ def _row(
     input gradient; None: unsplit.
     """
 
-    def actions(kind: Kind) -> list[Action]:
+    def actions_of_kind(kind: Kind) -> list[Action]:
         """Return the stage's actions of one kind in order; backward passes take the chunks in reverse."""
         mirrored = kind is not Kind.FORWARD
         return [Action(kind, m, (chunks - 1 - c if mirrored else c) * stages + stage) for m, c in order]
 
     warmup = min(warmup, len(order))
-    row = actions(Kind.FORWARD)[:warmup]
-    forwards = iter(actions(Kind.FORWARD)[warmup:])
-    weights = iter(actions(Kind.WEIGHT) if delay is not None else ())
-    for step, backward in enumerate(actions(Kind.BACKWARD if delay is None else Kind.INPUT)):
+    row = actions_of_kind(Kind.FORWARD)[:warmup]
+    forwards = iter(actions_of_kind(Kind.FORWARD)[warmup:])
+    weights = iter(actions_of_kind(Kind.WEIGHT) if delay is not None else ())
+    for step, backward in enumerate(actions_of_kind(Kind.BACKWARD if delay is None else Kind.INPUT)):
         row += [*islice(forwards, 1), backward, *islice(weights, step >= (delay or 0))]
     return [*row, *weights]
 
 
 NO_TABLE = "pipeline=file needs the table of a schedule, one line per stage"  # a refusal where no file is named
 ONE_CHUNK = ("gpipe", "1f1b")  # schedules that allow only one chunk per stage
-SCHEDULES: dict[str, Generator] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zb_h1": zb_h1}
+SCHEDULES: dict[str, Generator] = {
+    "gpipe": build_gpipe_table,
+    "1f1b": build_1f1b_table,
+    "interleaved": build_interleaved_table,
+    "zb_h1": build_zb_h1_table,
+}
 SHIPPED, PROVEN = tuple(SCHEDULES), frozenset(SCHEDULES.values())  # tests validate the tables of these
 SETTLED = 16  # microbatches after which the sends in flight have reached their maximum
 
 
-def generate(kind: str, stages: int, chunks: int, microbatches: int, by: Generator | None = None) -> Schedule:
+def generate(kind: str, stages: int, chunks: int, microbatches: int, generator: Generator | None = None) -> Schedule:
     """Generate the table of a shipped pipeline schedule or of a user's, by its name `kind` in SCHEDULES, and validate
-    it. `chunks`: per stage; `by`: its function, if not the one in SCHEDULES. Raises ScheduleError if the schedule
-    cannot take these numbers."""
-    return _generated(kind, stages, chunks, microbatches, by or SCHEDULES[kind])
+    it. `chunks`: per stage; `generator`: its function, if not the one in SCHEDULES. Raises ScheduleError if the
+    schedule cannot take these numbers."""
+    return _generate_once(kind, stages, chunks, microbatches, generator or SCHEDULES[kind])
 
 
 @lru_cache(maxsize=8)
-def _generated(kind: str, stages: int, chunks: int, microbatches: int, generator: Generator) -> Schedule:
+def _generate_once(kind: str, stages: int, chunks: int, microbatches: int, generator: Generator) -> Schedule:
     """Generate and validate a schedule's table, once for all plans of a process that follow it."""
     rows = tuple(tuple(row) for row in generator(stages, chunks, microbatches))
     schedule = Schedule(kind, stages, chunks, microbatches, rows, proven=generator in PROVEN)
     if not schedule.proven:
-        validate(schedule)
+        validate_schedule(schedule)
     return schedule
 
 
-def least_microbatches(kind: str, stages: int, chunks: int, microbatches: int, by: Generator | None = None) -> int:
+def least_microbatches(
+    kind: str, stages: int, chunks: int, microbatches: int, generator: Generator | None = None
+) -> int:
     """Return the smallest number of microbatches per step >= `microbatches` that the pipeline schedule `kind` takes,
-    with `chunks` per stage; `microbatches` itself if no number near it is legal. `by`: its function (`generate`)."""
+    with `chunks` per stage; `microbatches` itself if no number near it is legal. `generator`: its function
+    (`generate`)."""
     if kind in SHIPPED:  # without making the table
         return max(microbatches, stages) if chunks > 1 else microbatches
-    legal = legal_microbatches(kind, stages, chunks, microbatches, by) or ()
+    legal = nearest_legal_microbatches(kind, stages, chunks, microbatches, generator) or ()
     return next((m for m in legal if m > microbatches), microbatches)
 
 
@@ -173,32 +181,32 @@ def representative_microbatches(kind: str, stages: int, chunks: int, microbatche
         return microbatches
     if chunks == 1:
         return min(microbatches, 3 * stages + SETTLED)
-    group = _group(stages, microbatches)
+    group = _group_size(stages, microbatches)
     numbers = range(4 * group, microbatches, group)
-    return next((m for m in numbers if m >= SETTLED and _group(stages, m) == group), microbatches)
+    return next((m for m in numbers if m >= SETTLED and _group_size(stages, m) == group), microbatches)
 
 
-def legal_microbatches(
-    kind: str, stages: int, chunks: int, microbatches: int, by: Generator | None = None
+def nearest_legal_microbatches(
+    kind: str, stages: int, chunks: int, microbatches: int, generator: Generator | None = None
 ) -> list[int] | None:
     """Return None if the pipeline schedule `kind` takes this number of microbatches per step with `chunks` per stage,
-    else the at most 3 nearest numbers that it takes, ascending, for the error message. `by`: its function
+    else the at most 3 nearest numbers that it takes, ascending, for the error message. `generator`: its function
     (`generate`)."""
 
-    def legal(m: int) -> bool:
+    def is_legal(m: int) -> bool:
         """Return True if the pipeline schedule can be generated for `m` microbatches."""
         try:
-            generate(kind, stages, chunks, m, by)
+            generate(kind, stages, chunks, m, generator)
         except ScheduleError:
             return False
         return True
 
-    if legal(microbatches):
+    if is_legal(microbatches):
         return None
     tried = max(1, MOST_PASSES // (stages * chunks * microbatches))  # tables made in about the time of one of this size
     near = (microbatches + sign * distance for distance in range(1, 4 * stages * chunks) for sign in (-1, 1))
-    found = (m for m in islice((m for m in near if m > 0), tried) if legal(m))
-    return sorted(m for m, _ in zip(found, range(3), strict=False))
+    legal_counts = (m for m in islice((m for m in near if m > 0), tried) if is_legal(m))
+    return sorted(m for m, _ in zip(legal_counts, range(3), strict=False))
 
 
 # Schedules in CSV files: one line per stage, actions separated by commas, as torch.distributed.pipelining writes them.
@@ -212,7 +220,7 @@ CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 LARGEST = 16 << 20  # bytes that a file may have
 
 
-def from_csv(path: str | Path) -> Schedule:
+def read_schedule_csv(path: str | Path) -> Schedule:
     """Read a user's pipeline schedule from a CSV file, one line per stage with cells such as `4B0`, and validate it;
     the numbers of stages, chunks and microbatches follow from its cells.
 
@@ -231,9 +239,9 @@ def from_csv(path: str | Path) -> Schedule:
         cells = [line for line in csv.reader(text.splitlines(), skipinitialspace=True) if line]
     except csv.Error as error:
         raise ScheduleError(f"cannot be read ({error})") from None
-    if lines := list(_unreadable(cells)):
+    if lines := list(_violations_of_csv_cells(cells)):
         raise ScheduleError(lines)
-    rows = tuple(tuple(_action(cell) for cell in line if cell.strip()) for line in cells)
+    rows = tuple(tuple(_parse_action(cell) for cell in line if cell.strip()) for line in cells)
     actions = [action for row in rows for action in row]
     if all(action.kind is Kind.FORWARD for action in actions):
         raise ScheduleError("the table has no backward pass")
@@ -246,11 +254,11 @@ def from_csv(path: str | Path) -> Schedule:
             f"{chunks} chunks x {microbatches} microbatches are far more than its {len(actions)} actions"
         )
     schedule = Schedule(Path(path).stem, stages, chunks // stages, microbatches, rows)
-    validate(schedule)
+    validate_schedule(schedule)
     return schedule
 
 
-def _unreadable(cells: list[list[str]]) -> Iterator[str]:
+def _violations_of_csv_cells(cells: list[list[str]]) -> Iterator[str]:
     """Yield a message, with the stage, per non-empty CSV cell that is not an action such as `4B0`."""
     for stage, line in enumerate(cells):
         for cell in line:
@@ -258,7 +266,7 @@ def _unreadable(cells: list[list[str]]) -> Iterator[str]:
                 yield f"stage {stage}: {cell.strip()} is no action; 4B0 is the backward pass of chunk 4, microbatch 0"
 
 
-def _action(cell: str) -> Action:
+def _parse_action(cell: str) -> Action:
     """Parse a cell of a pipeline schedule's CSV file, which is known to be legal, such as `4B0`."""
     match = CELL.fullmatch(cell.strip())
     assert match

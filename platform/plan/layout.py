@@ -42,7 +42,7 @@ class Layout(Mapping[str, tuple[str, ...]]):
     gradient: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, rules: Mapping[str, Sequence[str]], only: Sequence[str] = ()) -> Layout:
+    def build_canonical(cls, rules: Mapping[str, Sequence[str]], only: Sequence[str] = ()) -> Layout:
         """Build the layout that splits each dim of `rules` over its axes, in canonical form: dims sorted, dims without
         axes left out, and axes that split a dim left out of `only` (axes at whose index 0 alone the tensor exists)."""
         split = {a for axes in rules.values() for a in axes}
@@ -69,21 +69,21 @@ class Layout(Mapping[str, tuple[str, ...]]):
         """Return all mesh axes that split some dim in this layout, dim by dim."""
         return tuple(a for _, axes in self.items_ for a in axes)
 
-    def restrict(self, dims: Iterable[str]) -> Layout:
+    def restrict_dims(self, dims: Iterable[str]) -> Layout:
         """Return the layout of a complete tensor that has only the dims `dims`, split over the same mesh axes."""
-        kept = set(dims)
-        return Layout(tuple((d, axes) for d, axes in self.items_ if d in kept), self.only)
+        kept_dims = set(dims)
+        return Layout(tuple((d, axes) for d, axes in self.items_ if d in kept_dims), self.only)
 
-    def without(self, axes: Sequence[str]) -> Layout:
+    def drop_axes(self, axes: Sequence[str]) -> Layout:
         """Return the layout of a complete tensor that is whole along the mesh axes `axes`, and else lies as here."""
         rules = {d: [a for a in split if a not in axes] for d, split in self.items_}
-        return Layout.of(rules, [a for a in self.only if a not in axes])
+        return Layout.build_canonical(rules, [a for a in self.only if a not in axes])
 
-    def present(self, coordinates: Mapping[str, int]) -> bool:
+    def has_block(self, coordinates: Mapping[str, int]) -> bool:
         """Return True if the rank at mesh `coordinates` has a block of a tensor in this layout."""
-        return at_zero(self.only, coordinates)
+        return is_at_index_zero(self.only, coordinates)
 
-    def conflict(self) -> tuple[str, str, str] | None:
+    def find_conflict(self) -> tuple[str, str, str] | None:
         """Return (axis, dim, dim) for the first mesh axis that splits two dims of this layout, which no tensor allows,
         or None."""
         seen: dict[str, str] = {}
@@ -101,27 +101,27 @@ class Layout(Mapping[str, tuple[str, ...]]):
         return split + (f"; only at {'+'.join(self.only)}=0" if self.only else "") + partial
 
 
-def at_zero(axes: Sequence[str], coordinates: Mapping[str, int]) -> bool:
+def is_at_index_zero(axes: Sequence[str], coordinates: Mapping[str, int]) -> bool:
     """Return True if the mesh `coordinates` are 0 along all `axes`: the ranks at which some tensors alone exist."""
     return not any(coordinates[a] for a in axes)
 
 
-def prefix(*lists: Sequence[str]) -> tuple[str, ...]:
+def common_prefix(*lists: Sequence[str]) -> tuple[str, ...]:
     """Return the longest common prefix of several lists of mesh axes, each the axes that split some dim."""
-    out: list[str] = []
+    common: list[str] = []
     for column in zip(*lists, strict=False):
         if len(set(column)) > 1:
             break
-        out.append(column[0])
-    return tuple(out)
+        common.append(column[0])
+    return tuple(common)
 
 
-def padded(size: int, parts: int) -> int:
+def pad_to_multiple(size: int, parts: int) -> int:
     """Return the smallest multiple of `parts` >= `size`: the padded size of a dim split equally among ranks."""
     return -(-size // parts) * parts
 
 
-def zigzag(ranks: int, rounds: int = 1) -> list[int]:
+def zigzag_order(ranks: int, rounds: int = 1) -> list[int]:
     """Return the numbers of a dim's 2 x `ranks` x `rounds` equal pieces as ranks hold them, two of each round."""
     # [0, 3, 1, 2] for 2 ranks, and [0, 3, 4, 7, 1, 2, 5, 6] for 2 rounds: all have equal work where a token sees the
     # tokens before it; with more rounds, where it sees a few of them
@@ -129,21 +129,21 @@ def zigzag(ranks: int, rounds: int = 1) -> list[int]:
     return [first + piece for rank in range(ranks) for first in dealt for piece in (rank, 2 * ranks - 1 - rank)]
 
 
-def consecutive(offset: int, extent: int, size: int, ranks: int = 1, rounds: int = 1) -> list[tuple[int, int]]:
+def consecutive_ranges(offset: int, extent: int, size: int, ranks: int = 1, rounds: int = 1) -> list[tuple[int, int]]:
     """Return (first, count) of each range of consecutive positions in a block (`offset`, `extent`) of a dim of global
     `size`, in the order in which the block has them; `ranks`: number of ranks that hold its pieces in zigzag, or 1,
     dealt in so many `rounds`."""
     if ranks == 1:
         return [(offset, extent)]
-    piece, found = size // (2 * ranks * rounds), list[tuple[int, int]]()
-    for place, number in enumerate(zigzag(ranks, rounds)):
-        first, end = max(offset, place * piece), min(offset + extent, (place + 1) * piece)
+    piece, ranges = size // (2 * ranks * rounds), list[tuple[int, int]]()
+    for position, number in enumerate(zigzag_order(ranks, rounds)):
+        first, end = max(offset, position * piece), min(offset + extent, (position + 1) * piece)
         if first < end:
-            found.append((number * piece + first - place * piece, end - first))
-    return found
+            ranges.append((number * piece + first - position * piece, end - first))
+    return ranges
 
 
-def offset_of(index: int, size: int, blocks: int, unit: int = 1) -> int:
+def block_offset(index: int, size: int, blocks: int, unit: int = 1) -> int:
     """Return where block number `index` begins if a dim of `size` is cut into so many `blocks` of whole units."""
     # The longest and the shortest differ by one unit, the first is a longest one, and the blocks of two axes lie in the
     # blocks of the first.
@@ -159,20 +159,22 @@ class Cut:
     blocks: int
     unit: int = 1
 
-    def longest(self, joined: int = 1) -> int:
+    def longest_extent(self, joined: int = 1) -> int:
         """Return the extent of the longest block, or of the longest stretch of so many `joined` ones."""
-        return offset_of(1, self.size, self.blocks // joined, self.unit)
+        return block_offset(1, self.size, self.blocks // joined, self.unit)
 
-    def extent(self, mesh: Mesh, coordinates: Mapping[str, int]) -> int:
+    def block_extent(self, mesh: Mesh, coordinates: Mapping[str, int]) -> int:
         """Return the extent of the block of the rank at mesh `coordinates`."""
-        i = mesh.index(coordinates, self.axes)
-        return offset_of(i + 1, self.size, self.blocks, self.unit) - offset_of(i, self.size, self.blocks, self.unit)
+        i = mesh.index_in_group(coordinates, self.axes)
+        return block_offset(i + 1, self.size, self.blocks, self.unit) - block_offset(
+            i, self.size, self.blocks, self.unit
+        )
 
-    def parts(self, mesh: Mesh, coordinates: Mapping[str, int], ranks: int) -> Parts:
+    def parts_of_group(self, mesh: Mesh, coordinates: Mapping[str, int], ranks: int) -> Parts:
         """Return the blocks of the rank at `coordinates` and others of so many `ranks` along the last of the axes."""
-        first = mesh.index(coordinates, self.axes) // ranks * ranks
-        ends = [offset_of(first + i, self.size, self.blocks, self.unit) for i in range(ranks + 1)]
-        return Parts(self.longest(), tuple(b - a for a, b in pairwise(ends)))
+        first = mesh.index_in_group(coordinates, self.axes) // ranks * ranks
+        ends = [block_offset(first + i, self.size, self.blocks, self.unit) for i in range(ranks + 1)]
+        return Parts(self.longest_extent(), tuple(b - a for a, b in pairwise(ends)))
 
 
 class Parts(NamedTuple):
@@ -186,15 +188,15 @@ class Parts(NamedTuple):
 Cuts = tuple[tuple[int, Cut], ...]  # (position of a dim, how it is cut) for the dims of a tensor whose blocks differ
 
 
-def shape_at(shape: Sequence[int], cuts: Cuts, mesh: Mesh, coordinates: Mapping[str, int]) -> tuple[int, ...]:
+def block_shape(shape: Sequence[int], cuts: Cuts, mesh: Mesh, coordinates: Mapping[str, int]) -> tuple[int, ...]:
     """Return the shape of the block of the rank at mesh `coordinates`, of a tensor whose longest block has `shape`."""
-    out = list(shape)
+    extents = list(shape)
     for i, cut in cuts:
-        out[i] = cut.extent(mesh, coordinates)
-    return tuple(out)
+        extents[i] = cut.block_extent(mesh, coordinates)
+    return tuple(extents)
 
 
-def block(
+def locate_block(
     dims: Sequence[str],
     sizes: Mapping[str, int],
     layout: Layout,
@@ -204,13 +206,13 @@ def block(
 ) -> list[tuple[int, int]]:
     """Return (offset, extent) along every dim of the block that the rank at `coordinates` holds of a global tensor with
     dims `dims` of global `sizes` in `layout`. `units`: elements of a unit, by dim, where a unit has several."""
-    out = []
+    bounds = []
     for dim in dims:
         axes, unit = layout[dim], units.get(dim, 1)
-        blocks, i = mesh.extent(axes), mesh.index(coordinates, axes)
-        first, end = (offset_of(n, sizes[dim], blocks, unit) for n in (i, i + 1))
-        out.append((first, end - first))
-    return out
+        blocks, i = mesh.count_ranks(axes), mesh.index_in_group(coordinates, axes)
+        first, end = (block_offset(n, sizes[dim], blocks, unit) for n in (i, i + 1))
+        bounds.append((first, end - first))
+    return bounds
 
 
 def local_shape(
@@ -222,7 +224,7 @@ def local_shape(
 ) -> tuple[int, ...]:
     """Return the shape of the longest block of a tensor of global `sizes`, which is every block's where axes divide all
     dims; arguments as of `block`."""
-    return tuple(offset_of(1, sizes[d], mesh.extent(layout[d]), units.get(d, 1)) for d in dims)
+    return tuple(block_offset(1, sizes[d], mesh.count_ranks(layout[d]), units.get(d, 1)) for d in dims)
 
 
 # The mesh of a run: its ranks arranged along named axes, from outer (slow links) to inner (fast links).
@@ -232,14 +234,14 @@ def local_shape(
 class Mesh:
     """Arranges ranks in row-major order over `shape`, pairs of (axis, size): the last axis varies fastest.
 
-    >>> Mesh.of({"data": 2, "t": 3}).coordinates(4)
+    >>> Mesh.arrange_axes({"data": 2, "t": 3}).rank_coordinates(4)
     {'data': 1, 't': 1}
     """
 
     shape: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of(cls, axes: Mapping[str, int]) -> Mesh:
+    def arrange_axes(cls, axes: Mapping[str, int]) -> Mesh:
         """Build a mesh of ranks from the sizes of its axes, outer to inner."""
         return cls(tuple(axes.items()))
 
@@ -253,75 +255,75 @@ class Mesh:
         return dict(self.shape)
 
     @cached_property
-    def size(self) -> int:
+    def world_size(self) -> int:
         """Return the number of ranks in the mesh."""
         return prod(n for _, n in self.shape)
 
-    def extent(self, axes: Sequence[str]) -> int:
+    def count_ranks(self, axes: Sequence[str]) -> int:
         """Return the number of ranks along these mesh axes together: the product of their sizes."""
         ranks = 1
         for axis in axes:
             ranks *= self.axes[axis]
         return ranks
 
-    def ordered(self, axes) -> tuple[str, ...]:
+    def order_axes(self, axes) -> tuple[str, ...]:
         """Return the given axes of more than one rank in mesh order: the canonical name of their process group."""
-        wanted = set(axes)
-        return tuple(a for a, n in self.shape if a in wanted and n > 1)
+        axis_set = set(axes)
+        return tuple(a for a, n in self.shape if a in axis_set and n > 1)
 
-    def coordinates(self, rank: int) -> dict[str, int]:
+    def rank_coordinates(self, rank: int) -> dict[str, int]:
         """Return the position of a rank along every axis of the mesh."""
-        out = {}
+        coordinates = {}
         for axis, n in reversed(self.shape):
-            rank, out[axis] = divmod(rank, n)
-        return {axis: out[axis] for axis, _ in self.shape}
+            rank, coordinates[axis] = divmod(rank, n)
+        return {axis: coordinates[axis] for axis, _ in self.shape}
 
-    def rank(self, coordinates: Mapping[str, int]) -> int:
+    def find_rank(self, coordinates: Mapping[str, int]) -> int:
         """Return the rank at the given position along every axis of the mesh."""
         rank = 0
         for axis, n in self.shape:
             rank = rank * n + coordinates[axis]
         return rank
 
-    def index(self, coordinates: Mapping[str, int], axes: Sequence[str]) -> int:
+    def index_in_group(self, coordinates: Mapping[str, int], axes: Sequence[str]) -> int:
         """Return the position of a rank at `coordinates` in its group along `axes`, the first axis being major."""
         i = 0
         for axis in axes:
             i = i * self.axes[axis] + coordinates[axis]
         return i
 
-    def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+    def group_of_rank(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """Return the process group of `rank`: the ranks that differ along `axes` alone, in the order of `index`."""
-        return _group(self, rank, tuple(axes))
+        return _find_group(self, rank, tuple(axes))
 
-    def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
+    def list_groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
         """Return the ranks of every process group along `axes`, which partition all ranks, by first rank."""
         others = tuple(axis for axis in self.axes if axis not in axes)
-        inside = _offsets(self, tuple(axes))
-        return [tuple(first + offset for offset in inside) for first in _offsets(self, others)]
+        inside = _group_offsets(self, tuple(axes))
+        return [tuple(first + offset for offset in inside) for first in _group_offsets(self, others)]
 
     @cached_property
-    def _strides(self) -> dict[str, int]:
+    def _axis_strides(self) -> dict[str, int]:
         """Return by how many ranks two neighbours along each axis of the mesh are apart."""
         return {axis: prod(n for _, n in self.shape[i + 1 :]) for i, (axis, _) in enumerate(self.shape)}
 
 
 @cache
-def _offsets(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
+def _group_offsets(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
     """Return the ranks at 0 along all mesh axes but `axes`, in the order of positions along these, first major."""
     offsets = [0]
     for axis in axes:
-        steps = range(0, mesh.axes[axis] * mesh._strides[axis], mesh._strides[axis])
+        steps = range(0, mesh.axes[axis] * mesh._axis_strides[axis], mesh._axis_strides[axis])
         offsets = [offset + step for offset in offsets for step in steps]
     return tuple(offsets)
 
 
 @cache
-def _group(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+def _find_group(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
     """Return the ranks of a mesh that differ from `rank` along `axes` alone, itself included."""
-    here = mesh.coordinates(rank)
-    first = rank - sum(here[axis] * mesh._strides[axis] for axis in axes)
-    return tuple(first + offset for offset in _offsets(mesh, axes))
+    coordinates = mesh.rank_coordinates(rank)
+    first = rank - sum(coordinates[axis] * mesh._axis_strides[axis] for axis in axes)
+    return tuple(first + offset for offset in _group_offsets(mesh, axes))
 
 
 # Stretches of consecutive positions, and the pairs of queries and keys in which an attention computes.
@@ -334,7 +336,7 @@ NONE = range(0)
 BLOCK, LEAST = 1024, 128  # rows, and columns, of a mask or of scores that are made; and in a window at least
 
 
-def shared(device: str) -> int:
+def mask_sharing_limit(device: str) -> int:
     """Return how many positions documents have at most that share a mask, on a kind of device (cpu, cuda)."""
     return LEAST if device == "cpu" else BLOCK  # a launch costs a GPU as much as many scores
 
@@ -366,14 +368,14 @@ class Pair(NamedTuple):
     sequences: Stretch | None = None
 
     @property
-    def products(self) -> int:
+    def score_count(self) -> int:
         """Return how many scores this pair of an attention takes: in its sequences, or in each of the batch."""
         n = self.rows.size
-        each = n * (n + 1) // 2 if self.relation == DIAGONAL else n * self.columns.size
-        return each * self.sequences.size if self.sequences else each
+        per_sequence = n * (n + 1) // 2 if self.relation == DIAGONAL else n * self.columns.size
+        return per_sequence * self.sequences.size if self.sequences else per_sequence
 
 
-def pairs(
+def pair_queries_with_keys(
     queries: Sequence[Stretch],
     keys: Sequence[Stretch],
     causal: bool,
@@ -387,34 +389,38 @@ def pairs(
     and columns, of a pair, for masks and scores that have to be made, 0 for any number; `halves`: numbers of rows with
     which a kernel is slower on a DIAGONAL one than on its parts. `begins`: positions at which the
     first and the last of the queries' documents begin."""
-    rows, columns = placed(queries), placed(keys)
+    rows, columns = place_stretches(queries), place_stretches(keys)
     ahead = all(one.end <= other.first for one, other in zip(queries, queries[1:], strict=False))
     if causal and list(queries) == list(keys) and ahead and not (block or window or begins[1]):
         size = sum(q.size for q in queries)  # queries see the keys up to their own places, wherever these lie
-        own = Stretch(0, size)
-        return [*_halved(Pair(own, own, DIAGONAL, queries[0].first, queries[0].first), halves)]
+        all_positions = Stretch(0, size)
+        return [
+            *_halve_diagonals(Pair(all_positions, all_positions, DIAGONAL, queries[0].first, queries[0].first), halves)
+        ]
     if causal:
         borders = sorted({p for _, s in (*rows, *columns) for p in (s.first, s.end)})
-        rows, columns = ([x for x in found for x in _at_borders(*x, borders)] for found in (rows, columns))
+        rows, columns = ([x for x in pieces for x in _cut_at_borders(*x, borders)] for pieces in (rows, columns))
     if block:
-        rows, columns = ([x for x in found for x in _in_blocks(*x, block)] for found in (rows, columns))
-    found = []
+        rows, columns = ([x for x in pieces for x in _cut_into_blocks(*x, block)] for pieces in (rows, columns))
+    pieces = []
     for row, q in rows:
-        some, every = begins  # the first key that one of the queries sees, and that all see if none lies ahead of them
+        first_seen, common_start = (
+            begins  # the first key that one of the queries sees, and that all see if none lies ahead of them
+        )
         if window:
-            some, every = max(some, q.first - window + 1), max(every, q.end - window)
+            first_seen, common_start = max(first_seen, q.first - window + 1), max(common_start, q.end - window)
         for column, k in columns:
-            first = max(k.first, some)
+            first = max(k.first, first_seen)
             seen = Stretch(first, (min(k.end, q.end) if causal else k.end) - first)
             if seen.size > 0:
-                relation = _relation(q, seen, causal, every)
+                relation = _relate_stretches(q, seen, causal, common_start)
                 places = Stretch(row, q.size), Stretch(column + first - k.first, seen.size)
-                found.append(Pair(*places, relation, q.first, first))
-    found = found if block else _coalesced(found)
-    return [part for pair in found for part in _halved(pair, halves)]
+                pieces.append(Pair(*places, relation, q.first, first))
+    pieces = pieces if block else _merge_neighbours(pieces)
+    return [part for pair in pieces for part in _halve_diagonals(pair, halves)]
 
 
-def _halved(pair: Pair, halves: range) -> Iterator[Pair]:
+def _halve_diagonals(pair: Pair, halves: range) -> Iterator[Pair]:
     """Yield a pair, its diagonal cut while the number of its rows is in `halves`: two halves of it, and the WHOLE
     square of the later queries and the earlier keys."""
     (row, size), column = pair.rows, pair.columns.first
@@ -424,62 +430,63 @@ def _halved(pair: Pair, halves: range) -> Iterator[Pair]:
     half = size // 2
     later = Stretch(row + half, size - half)
     earlier = Stretch(column, half)
-    yield from _halved(pair._replace(rows=Stretch(row, half), columns=earlier), halves)
+    yield from _halve_diagonals(pair._replace(rows=Stretch(row, half), columns=earlier), halves)
     yield Pair(later, earlier, WHOLE, pair.at + half, pair.start)
-    rest = Pair(later, Stretch(column + half, size - half), DIAGONAL, pair.at + half, pair.start + half)
-    yield from _halved(rest, halves)
+    later_diagonal = Pair(later, Stretch(column + half, size - half), DIAGONAL, pair.at + half, pair.start + half)
+    yield from _halve_diagonals(later_diagonal, halves)
 
 
-def placed(stretches: Sequence[Stretch]) -> list[tuple[int, Stretch]]:
+def place_stretches(stretches: Sequence[Stretch]) -> list[tuple[int, Stretch]]:
     """Return stretches of positions with the place in a block at which each begins."""
-    place, found = 0, []
+    offset, placements = 0, []
     for stretch in stretches:
-        found.append((place, stretch))
-        place += stretch.size
-    return found
+        placements.append((offset, stretch))
+        offset += stretch.size
+    return placements
 
 
-def _in_blocks(place: int, stretch: Stretch, block: int) -> Iterator[tuple[int, Stretch]]:
+def _cut_into_blocks(offset: int, stretch: Stretch, block: int) -> Iterator[tuple[int, Stretch]]:
     """Yield a placed stretch in pieces of at most `block` positions."""
     for done in range(0, stretch.size, block):
-        yield place + done, Stretch(stretch.first + done, min(block, stretch.size - done))
+        yield offset + done, Stretch(stretch.first + done, min(block, stretch.size - done))
 
 
-def _at_borders(place: int, stretch: Stretch, borders: Sequence[int]) -> Iterator[tuple[int, Stretch]]:
+def _cut_at_borders(offset: int, stretch: Stretch, borders: Sequence[int]) -> Iterator[tuple[int, Stretch]]:
     """Yield a placed stretch, cut at the `borders` within it, which are in order."""
     ends = [p for p in borders if stretch.first < p < stretch.end]
     for first, end in zip([stretch.first, *ends], [*ends, stretch.end], strict=True):
-        yield place + first - stretch.first, Stretch(first, end - first)
+        yield offset + first - stretch.first, Stretch(first, end - first)
 
 
-def _relation(q: Stretch, k: Stretch, causal: bool, every: int) -> str:
-    """Return what queries at `q` see of keys at `k`, each of which one sees; all see those behind, from `every` on."""
-    if not causal or (k.end <= q.first + 1 and k.first >= every):
+def _relate_stretches(q: Stretch, k: Stretch, causal: bool, common_start: int) -> str:
+    """Return what queries at `q` see of keys at `k`, each of which one sees; all see those behind, from `common_start`
+    on."""
+    if not causal or (k.end <= q.first + 1 and k.first >= common_start):
         return WHOLE
-    return DIAGONAL if k == q and k.first >= every else MASKED
+    return DIAGONAL if k == q and k.first >= common_start else MASKED
 
 
-def _coalesced(found: Sequence[Pair]) -> list[Pair]:
+def _merge_neighbours(pairs: Sequence[Pair]) -> list[Pair]:
     """Return pairs with neighbours in a block made one, where every query sees every key: along keys, then queries."""
-    out: list[Pair] = []
-    for pair in found:
-        before = out[-1] if out else None
-        if before and before.rows == pair.rows and _touch(before, pair, before.columns, pair.columns):
+    merged: list[Pair] = []
+    for pair in pairs:
+        before = merged[-1] if merged else None
+        if before and before.rows == pair.rows and _can_merge(before, pair, before.columns, pair.columns):
             columns = Stretch(before.columns.first, before.columns.size + pair.columns.size)
-            out[-1] = before._replace(columns=columns)
+            merged[-1] = before._replace(columns=columns)
         else:
-            out.append(pair)
-    found, out = sorted(out, key=lambda p: (p.columns, p.rows)), []
-    for pair in found:
-        before = out[-1] if out else None
-        if before and before.columns == pair.columns and _touch(before, pair, before.rows, pair.rows):
-            out[-1] = before._replace(rows=Stretch(before.rows.first, before.rows.size + pair.rows.size))
+            merged.append(pair)
+    pairs, merged = sorted(merged, key=lambda p: (p.columns, p.rows)), []
+    for pair in pairs:
+        before = merged[-1] if merged else None
+        if before and before.columns == pair.columns and _can_merge(before, pair, before.rows, pair.rows):
+            merged[-1] = before._replace(rows=Stretch(before.rows.first, before.rows.size + pair.rows.size))
         else:
-            out.append(pair)
-    return out
+            merged.append(pair)
+    return merged
 
 
-def _touch(before: Pair, pair: Pair, ahead: Stretch, behind: Stretch) -> bool:
+def _can_merge(before: Pair, pair: Pair, ahead: Stretch, behind: Stretch) -> bool:
     """Return True if two pairs of an attention are WHOLE, and the second's stretch follows the first's in a block."""
     return before.relation == pair.relation == WHOLE and ahead.end == behind.first
 
@@ -487,22 +494,22 @@ def _touch(before: Pair, pair: Pair, ahead: Stretch, behind: Stretch) -> bool:
 # Divisors and factorizations of whole numbers, in O(sqrt n) rather than O(n), and numbers with their nouns.
 
 
-def divisors(n: int) -> list[int]:
+def find_divisors(n: int) -> list[int]:
     """Return the divisors of n >= 1, ascending, in O(sqrt n)."""
     low = [k for k in range(1, isqrt(n) + 1) if n % k == 0]
     return [*low, *(n // k for k in reversed(low) if k * k != n)]
 
 
-def factorizations(n: int, factors: int) -> Iterator[tuple[int, ...]]:
+def find_factorizations(n: int, factors: int) -> Iterator[tuple[int, ...]]:
     """Yield every way to write n as an ordered product of `factors` numbers, in lexicographic order."""
     if factors < 2:
         yield from [(n,)] if factors else []
         return
-    for first in divisors(n):
-        yield from ((first, *rest) for rest in factorizations(n // first, factors - 1))
+    for first in find_divisors(n):
+        yield from ((first, *others) for others in find_factorizations(n // first, factors - 1))
 
 
-def count_of(number: int, noun: str, form: str = "") -> str:
+def format_count(number: int, noun: str, form: str = "") -> str:
     """Format a number, by the format specification `form`, with its noun, in the plural unless it is 1: "2 GPUs"."""
     plural = "es" if noun.endswith(("ch", "s")) else "s"
     return f"{number:{form}} {noun}" + ("" if number == 1 else plural)

@@ -39,7 +39,7 @@ class Spec:
         """Build the type of an activation from its region and its dims in one text, such as "length batch d_model"."""
         return cls(region, tuple(dims.split()), sizes, dtype)
 
-    def renamed(self, old: str, new: str) -> Spec:
+    def rename_dim(self, old: str, new: str) -> Spec:
         """Return the type of the same activation with its dim `old` called `new`."""
         sizes = tuple((new if d == old else d, n) for d, n in self.sizes)
         return replace(self, dims=tuple(new if d == old else d for d in self.dims), sizes=sizes)
@@ -75,18 +75,22 @@ class Parameter:
     turned: bool = False
 
     @property
-    def stacked(self) -> int:
+    def stack_dims(self) -> int:
         """Return how many first dims number matrices, or vectors, of which each is one to an optimizer: experts."""
         return int(self.dims[:1] == ("experts",))
 
     @property
     def row_dims(self) -> int:
         """Return how many dims come before the columns of a matrix: its rows, and what numbers matrices."""
-        return len(self.dims) - 1 if self.role == "in" else self.stacked + 1
+        return len(self.dims) - 1 if self.role == "in" else self.stack_dims + 1
 
-    def matrices(self, shape: Sequence[int]) -> tuple[int, int, int]:
+    def shape_as_matrices(self, shape: Sequence[int]) -> tuple[int, int, int]:
         """Return (number, rows, columns) of the matrices in a block of `shape`: outputs are rows, inputs columns."""
-        return prod(shape[: self.stacked]), prod(shape[self.stacked : self.row_dims]), prod(shape[self.row_dims :])
+        return (
+            prod(shape[: self.stack_dims]),
+            prod(shape[self.stack_dims : self.row_dims]),
+            prod(shape[self.row_dims :]),
+        )
 
     @property
     def is_state(self) -> bool:
@@ -94,7 +98,7 @@ class Parameter:
         return self.role in STATES
 
 
-def dtype_of(tensor: Spec | Parameter) -> str:
+def tensor_dtype(tensor: Spec | Parameter) -> str:
     """Return the dtype (compute, accumulate) of an activation, or of a parameter as the forward pass reads it."""
     return tensor.dtype if isinstance(tensor, Spec) else "compute"
 
@@ -128,7 +132,7 @@ class Operation:
         return tuple(t for t in self.inputs if isinstance(t, Parameter) and t.is_state)
 
     @cached_property
-    def anonymous(self) -> tuple:
+    def nameless_key(self) -> tuple:
         """Return a key of all, but names, on which the plan of a recorded operation depends: equal layers share it."""
         inputs = ((t.dims, t.role, t.sizes) if isinstance(t, Parameter) else t for t in self.inputs)
         return self.kind, tuple(inputs), self.outputs, self.attributes, self.reads, self.once
@@ -152,13 +156,13 @@ class Recompute:
 NO_RECOMPUTATION = Recompute()
 
 
-def scores_of(query: Spec, key: Spec) -> Spec:
+def scores_spec(query: Spec, key: Spec) -> Spec:
     """Return the type [batch heads length memory_length] of attention scores of queries and keys [.. length ..]."""
-    sizes = (*query.sizes, *key.renamed("length", "memory_length").sizes)
+    sizes = (*query.sizes, *key.rename_dim("length", "memory_length").sizes)
     return Spec(query.region, ("batch", "heads", "length", "memory_length"), sizes)
 
 
-def resized(spec: Spec, dim: str, size: int) -> Spec:
+def resize_dim(spec: Spec, dim: str, size: int) -> Spec:
     """Return the type of an activation with another size of a dim, such as the length of all keys in a cache."""
     return replace(spec, sizes=(*(pair for pair in spec.sizes if pair[0] != dim), (dim, size)))
 
@@ -267,7 +271,7 @@ class AttentionTraits:
     d_value: int = 0
 
     @property
-    def wide(self) -> bool:
+    def has_wide_dtype(self) -> bool:
         """Return True if the attention computes in a type of more than 16 bits."""
         return self.precision in ("fp32", "fp64")
 
@@ -279,7 +283,7 @@ _REFUSED: tuple[tuple[tuple[str, ...], str, Callable[[AttentionTraits], object],
     (("flash",), "cpu", lambda t: t.bias, "has no gradient for a learned bias, as of model.positions=relative"),
     (("cudnn",), "cuda", lambda t: t.bias, "has no gradient for a learned bias, as of model.positions=relative"),
     (("flash",), "cuda", lambda t: t.bias or t.mask, "takes neither a bias nor a mask of padding, window or documents"),
-    (("flash", "cudnn"), "cuda", lambda t: t.wide, "computes in 16 bits: precision=bf16 or fp16"),
+    (("flash", "cudnn"), "cuda", lambda t: t.has_wide_dtype, "computes in 16 bits: precision=bf16 or fp16"),
     (("efficient",), "cuda", lambda t: t.precision == "fp64", "does not compute in fp64"),
     *((("flash",), kind, lambda t: t.d_value, "takes values as wide as keys: model.d_value=0") for kind in PREFERRED),
     (("flash", "cudnn"), "cuda", lambda t: t.d_kv > 256, "takes a d_kv of at most 256"),
@@ -287,7 +291,7 @@ _REFUSED: tuple[tuple[tuple[str, ...], str, Callable[[AttentionTraits], object],
     (
         ("efficient",),
         "cuda",
-        lambda t: (t.d_kv | t.d_value) % (4 if t.wide else 8),
+        lambda t: (t.d_kv | t.d_value) % (4 if t.has_wide_dtype else 8),
         "takes a d_kv that is a multiple of 8 (fp32: 4)",
     ),
     (("efficient",), "cuda", lambda t: t.grouped, "takes as many heads of K and V as of Q: model.kv_heads=0"),
@@ -296,15 +300,15 @@ _REFUSED: tuple[tuple[tuple[str, ...], str, Callable[[AttentionTraits], object],
 )
 
 
-def reason_against(kernel: str, device: str, traits: AttentionTraits) -> str:
+def reason_against_kernel(kernel: str, device: str, traits: AttentionTraits) -> str:
     """Return why a kernel cannot compute an attention on a kind of device (cpu, cuda), as a predicate; "" if it can, as
     `auto` and `math` always do."""
     rules = ((refuses, why) for kernels, where, refuses, why in _REFUSED if kernel in kernels and where == device)
     return next((why for refuses, why in rules if refuses(traits)), "")
 
 
-def chosen(kernel: str, device: str, traits: AttentionTraits) -> str:
+def choose_kernel(kernel: str, device: str, traits: AttentionTraits) -> str:
     """Return the kernel that computes an attention on a kind of device: the named one, or torch's under `auto`."""
     if kernel != AUTO:
         return kernel
-    return next((k for k in PREFERRED[device] if not reason_against(k, device, traits)), MATH)
+    return next((k for k in PREFERRED[device] if not reason_against_kernel(k, device, traits)), MATH)

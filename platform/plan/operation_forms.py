@@ -57,7 +57,7 @@ class Spread(NamedTuple):
     only: frozenset[str] = frozenset()
 
     @classmethod
-    def lying(cls, dims: Iterable[str], layout: Layout) -> Spread:
+    def apply_layout(cls, dims: Iterable[str], layout: Layout) -> Spread:
         """Return the spread of a tensor with dims `dims` in `layout`."""
         return cls({d: layout[d] for d in dims}, frozenset(layout.partial), frozenset(layout.only))
 
@@ -66,7 +66,7 @@ class Spread(NamedTuple):
         """Return the mesh axes that split some dim of the tensor."""
         return {a for axes in self.split.values() for a in axes}
 
-    def along(self, axis: str) -> str:
+    def kind_along_axis(self, axis: str) -> str:
         """Return what the tensor is along a mesh axis: split, partial, at index 0 alone, or whole."""
         if axis in self.partial:
             return PARTIAL
@@ -74,70 +74,75 @@ class Spread(NamedTuple):
             return ALONE
         return SPLIT if axis in self.axes else WHOLE
 
-    def said(self, axis: str) -> str:
+    def describe_axis(self, axis: str) -> str:
         """Return in words what the tensor is along a mesh axis, with the dim that the axis splits."""
-        return next((f"split along {d}" for d, axes in self.split.items() if axis in axes), self.along(axis))
+        return next((f"split along {d}" for d, axes in self.split.items() if axis in axes), self.kind_along_axis(axis))
 
-    def longest(self, dim: str, sizes: Sizes, extents: Mapping[str, int]) -> int:
+    def longest_extent(self, dim: str, sizes: Sizes, extents: Mapping[str, int]) -> int:
         """Return the extent of the longest block of `dim`, of global `sizes`, where mesh axes have these `extents`."""
         size, unit = sizes[dim]
         return -(-size // unit // prod(extents[a] for a in self.split[dim])) * unit
 
-    def elements(self, sizes: Sizes, extents: Mapping[str, int]) -> int:
-        """Return the elements of a rank's longest block; arguments as of `longest`."""
-        return prod(self.longest(d, sizes, extents) for d in self.split)
+    def count_elements(self, sizes: Sizes, extents: Mapping[str, int]) -> int:
+        """Return the elements of a rank's longest block; arguments as of `longest_extent`."""
+        return prod(self.longest_extent(d, sizes, extents) for d in self.split)
 
-    def share(self, dims: Iterable[str], sizes: Sizes, extents: Mapping[str, int]) -> Fraction:
-        """Return how much of the longest block along `dims` ranks have on average; arguments as of `longest`."""
+    def average_share(self, dims: Iterable[str], sizes: Sizes, extents: Mapping[str, int]) -> Fraction:
+        """Return how much of the longest block along `dims` ranks have on average; arguments as of `longest_extent`."""
         blocks = {d: prod(extents[a] for a in self.split[d]) for d in dims}
-        whole = prod(n * self.longest(d, sizes, extents) for d, n in blocks.items())
-        return Fraction(prod(sizes[d][0] for d in blocks), whole)
+        padded_size = prod(n * self.longest_extent(d, sizes, extents) for d, n in blocks.items())
+        return Fraction(prod(sizes[d][0] for d in blocks), padded_size)
 
 
 PACKED = "experts", "batch", "length"  # what the dim rows stands for: pairs of an expert and a token
 
 
-def dims_of(tensor: Spec | Parameter) -> tuple[str, ...]:
+def spread_dims(tensor: Spec | Parameter) -> tuple[str, ...]:
     """Return the dims of a tensor whose spread is followed: of rows, experts and batch in their place."""
     return (*PACKED, *tensor.dims[1:]) if tensor.dims[0] == "rows" else tensor.dims
 
 
-def unordered(spread: Spread, dims: Sequence[str] = PACKED) -> Spread:
+def sort_axes(spread: Spread, dims: Sequence[str] = PACKED) -> Spread:
     """Return the spread with the axes of `dims` in one order: which rank has which rows, their exchange says."""
     return spread._replace(split={d: tuple(sorted(a)) if d in dims else a for d, a in spread.split.items()})
 
 
-def after(spread: Spread, step: Step) -> Spread:
+def apply_step(spread: Spread, step: Step) -> Spread:
     """Return the spread of a tensor after a step of a conversion. Raises Unsound for a step that takes something else
     than there is, such as a gather of a whole tensor, or that some ranks would take without the others."""
     if step.op in LENDING:
         if spread.split.get("experts", ()) != step.axes:
-            raise Unsound(f"{step.op} over {plus(step.axes)} takes experts that {plus(spread.axes)} splits")
+            raise Unsound(
+                f"{step.op} over {join_axis_names(step.axes)} takes experts that {join_axis_names(spread.axes)} splits"
+            )
         _check_only(step, spread.only)
         return spread
-    axes, (before, then) = step.axes, BECOMES[step.op]
+    axes, (before, becomes) = step.axes, BECOMES[step.op]
     split, partial, only, dims = dict(spread.split), set(spread.partial), set(spread.only), list(spread.split)
     if max(step.dim, step.joined) >= max(1, len(dims)):
-        raise Unsound(f"{step.op} over {plus(axes)} is of dim {max(step.dim, step.joined)}, of {len(dims)}")
+        raise Unsound(f"{step.op} over {join_axis_names(axes)} is of dim {max(step.dim, step.joined)}, of {len(dims)}")
     for axis in axes:
-        if spread.along(axis) != before:
-            raise Unsound(f"{step.op} takes what is {before}, and it is {spread.said(axis)} over {axis}")
+        if spread.kind_along_axis(axis) != before:
+            raise Unsound(f"{step.op} takes what is {before}, and it is {spread.describe_axis(axis)} over {axis}")
     if before == SPLIT:
         dim = dims[step.joined if step.op in ("all_to_all", "all_to_allv") else step.dim]
-        over, rest = ", ".join(split[dim]) or "no axis", tuple(a for a in split[dim] if a not in axes)
+        axes_of_dim, remaining = ", ".join(split[dim]) or "no axis", tuple(a for a in split[dim] if a not in axes)
         if not axes or not set(axes) <= set(split[dim]):
-            raise Unsound(f"{step.op} over {plus(axes)} joins {dim}, which is split over {over}")
-        if step.op != "all_to_allv" and split[dim] != (*rest, *axes):
-            raise Unsound(f"{step.op} over {plus(axes)} joins {dim}, which is split over {over}, the last one first")
-        split[dim] = rest
+            raise Unsound(f"{step.op} over {join_axis_names(axes)} joins {dim}, which is split over {axes_of_dim}")
+        if step.op != "all_to_allv" and split[dim] != (*remaining, *axes):
+            raise Unsound(
+                f"{step.op} over {join_axis_names(axes)} joins {dim}, which is "
+                f"split over {axes_of_dim}, the last one first"
+            )
+        split[dim] = remaining
     partial.difference_update(axes)
     only.difference_update(axes)
     _check_only(step, only)
-    if then == SPLIT:
+    if becomes == SPLIT:
         split[dims[step.dim]] = (*split[dims[step.dim]], *axes)
-    elif then == PARTIAL:
+    elif becomes == PARTIAL:
         partial.update(axes)
-    elif then == ALONE:
+    elif becomes == ALONE:
         only.update(axes)
     return Spread(split, frozenset(partial), frozenset(only))
 
@@ -145,21 +150,26 @@ def after(spread: Spread, step: Step) -> Spread:
 def _check_only(step: Step, only: Set[str]) -> None:
     """Raise Unsound for a step that ranks take elsewhere than at index 0 of the axes `only`, where the tensor is."""
     if set(step.only) != only:
-        raise Unsound(f"{step.op} over {plus(step.axes)} is taken at index 0 of {plus(step.only)}, not of {plus(only)}")
+        raise Unsound(
+            f"{step.op} over {join_axis_names(step.axes)} is taken at index 0 of "
+            f"{join_axis_names(step.only)}, not of {join_axis_names(only)}"
+        )
 
 
-def difference(found: Spread, wanted: Spread) -> str:
+def describe_difference(actual: Spread, expected: Spread) -> str:
     """Return in words the first difference between the spreads of a tensor that is found and that is wanted, or ""."""
-    if found == wanted:
+    if actual == expected:
         return ""
-    for axis in sorted({*found.axes, *wanted.axes, *found.partial, *wanted.partial, *found.only, *wanted.only}):
-        if (here := found.said(axis)) != (there := wanted.said(axis)):
-            return f"is {here} over {axis}, and has to be {there}"
-    dim = next(d for d, axes in wanted.split.items() if found.split[d] != axes)
-    return f"has {dim} split over {', '.join(found.split[dim])}, and has to over {', '.join(wanted.split[dim])}"
+    for axis in sorted(
+        {*actual.axes, *expected.axes, *actual.partial, *expected.partial, *actual.only, *expected.only}
+    ):
+        if (actual_kind := actual.describe_axis(axis)) != (expected_kind := expected.describe_axis(axis)):
+            return f"is {actual_kind} over {axis}, and has to be {expected_kind}"
+    dim = next(d for d, axes in expected.split.items() if actual.split[d] != axes)
+    return f"has {dim} split over {', '.join(actual.split[dim])}, and has to over {', '.join(expected.split[dim])}"
 
 
-def plus(axes: Sequence[str] | Set[str]) -> str:
+def join_axis_names(axes: Sequence[str] | Set[str]) -> str:
     """Return the names of mesh axes as text, such as r+c."""
     return "+".join(axes if isinstance(axes, tuple) else sorted(axes)) or "no axis"
 
@@ -203,14 +213,14 @@ class Form(NamedTuple):
     beside: Sequence[Collective] = ()
 
 
-def forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+def forms_of_operation(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the forms of a planned operation. Raises Unsound for a kind that none describes."""
     if planned.operation.kind not in FORMS:
         raise Unsound("has no form in platform.plan: what it sums is not known")
     yield from FORMS[planned.operation.kind](plan, planned)
 
 
-def _einsums(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+def _einsum_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield a form for each einsum of a planned operation."""
     inputs, outputs = planned.operation.inputs, planned.operation.outputs
     computed = sorted(e.index for group in planned.groups for e in group.einsums)
@@ -222,29 +232,29 @@ def _einsums(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
         for number, e in enumerate(group.einsums):
             x = Operand(inputs[0], group.x, panels, x_axes, group.regathered, shared=number > 0)
             operand = Operand(inputs[1 + e.index], e.operand, panels, operand_axes, e.regathered)
-            operand = operand._replace(renamed=unordered) if "rows" in inputs[0].dims else operand
+            operand = operand._replace(renamed=sort_axes) if "rows" in inputs[0].dims else operand
             yield Form((x, operand), outputs[e.index], e.output)
 
 
-def _rowwise(
+def _rowwise_forms(
     statistics: Callable[[PlannedOperation], Sequence[str]] = lambda planned: (),
     whole: Callable[[PlannedOperation], Sequence[str]] = lambda planned: (),
 ) -> Callable[[Plan, PlannedOperation], Iterator[Form]]:
     """Return the form of operations whose result has the dims of their first activation. `statistics`, `whole`: the
     dims, as in Form, of a planned operation."""
 
-    def found(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+    def rowwise_form(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
         """Yield the form of an operation element by element, or row by row."""
-        operands, output = _converted(planned)
+        operands, output = _operands_and_output(planned)
         if "rows" in planned.operation.outputs[0].dims:
-            operands = [operand._replace(renamed=unordered) for operand in operands]
+            operands = [operand._replace(renamed=sort_axes) for operand in operands]
         over = statistics(planned)
         yield Form(operands, planned.operation.outputs[0], output, (), over, whole(planned), over)
 
-    return found
+    return rowwise_form
 
 
-def _converted(planned: PlannedOperation) -> tuple[list[Operand], Conversion]:
+def _operands_and_output(planned: PlannedOperation) -> tuple[list[Operand], Conversion]:
     """Return the operands of an operation without einsums, and the conversion of its result: conversions are of its
     parameters or, where it has none, of its activations, then of the result."""
     operation, conversions = planned.operation, list(planned.conversions)
@@ -257,129 +267,136 @@ def _converted(planned: PlannedOperation) -> tuple[list[Operand], Conversion]:
     return operands, conversions[0] if conversions else STAYS
 
 
-def _made(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+def _id_activation_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the form of an activation that is made of ids, where it lies."""
     out = planned.operation.outputs[0]
-    yield Form((), out, given=[Spread.lying(out.dims, plan.layout(out))])
+    yield Form((), out, given=[Spread.apply_layout(out.dims, plan.layout(out))])
 
 
-def _lookup(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+def _lookup_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the form of a lookup: an einsum with a one-hot of the ids, which lie as the plan reads them."""
-    (table,), (operand,) = planned.operation.parameters, _converted(planned)[0]
+    (table,), (operand,) = planned.operation.parameters, _operands_and_output(planned)[0]
     out, row = planned.operation.outputs[0], table.dims[0]
     tokens = [d for d in out.dims if d not in table.dims]
     one_hot = Spread(
         {**{d: planned.tokens[d] for d in tokens}, row: planned.over}, frozenset(), frozenset(planned.tokens.only)
     )
-    yield Form((operand,), out, _converted(planned)[1], [one_hot], merged=(row,))
+    yield Form((operand,), out, _operands_and_output(planned)[1], [one_hot], merged=(row,))
 
 
-def _bias(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+def _position_bias_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the form of a bias of positions: a sum over batch, though no rank sees it, for its table's gradient."""
     scores, table = planned.operation.inputs
     (conversion,) = planned.conversions
     yield Form(
         (Operand(table, conversion),),
         planned.operation.outputs[0],
-        given=[Spread.lying(scores.dims, plan.layout(scores))],
+        given=[Spread.apply_layout(scores.dims, plan.layout(scores))],
     )
 
 
-def _reduce(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+def _reduction_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the form of a sum, mean or maximum over the dims that the result lacks."""
-    (x,), output = _converted(planned)
+    (x,), output = _operands_and_output(planned)
     out = planned.operation.outputs[0]
     gone = [d for d in x.tensor.dims if d not in out.dims]
     statistics = gone if planned.operation["function"] == "max" else []
     yield Form((x,), out, output, statistics=statistics, merged=gone)
 
 
-def _expand(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+def _expansion_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the form of KV heads repeated for heads: ranks that share them need no gather of more."""
-    (x,), out = _converted(planned)[0], planned.operation.outputs[0]
+    (x,), out = _operands_and_output(planned)[0], planned.operation.outputs[0]
     goal = plan.layout(out)["heads"]
 
-    def renamed(spread: Spread) -> Spread:
+    def spread_over_heads(spread: Spread) -> Spread:
         """Return the spread in which each rank has the heads whose KV heads it holds."""
-        held = spread.split["kv_heads"]
-        if goal[: len(held)] != held:
-            raise Unsound(f"{x.tensor} has kv_heads split over {plus(held)}, heads are over {plus(goal)}")
+        kv_axes = spread.split["kv_heads"]
+        if goal[: len(kv_axes)] != kv_axes:
+            raise Unsound(
+                f"{x.tensor} has kv_heads split over {join_axis_names(kv_axes)}, heads are over {join_axis_names(goal)}"
+            )
         split = {"heads" if d == "kv_heads" else d: axes for d, axes in spread.split.items()}
         return spread._replace(split={**split, "heads": goal})
 
-    yield Form((x._replace(renamed=renamed),), out)
+    yield Form((x._replace(renamed=spread_over_heads),), out)
 
 
-def _fused(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+def _kernel_attention_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the form of attention in one kernel, which needs the positions and d_kv of its keys whole."""
-    (query, *memory), _ = _converted(planned)
-    operands = [query, *(m._replace(renamed=_renaming({"length": "memory_length"})) for m in memory)]
+    (query, *memory), _ = _operands_and_output(planned)
+    operands = [query, *(m._replace(renamed=_dim_renamer({"length": "memory_length"})) for m in memory)]
     yield Form(operands, planned.operation.outputs[0], whole=("memory_length", "d_kv"))
 
 
-def _ring(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+def _ring_attention_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the form of attention to keys and values that go around: as if gathered, and their gradients summed."""
     (query, *memory), out = planned.operation.inputs[:3], planned.operation.outputs[0]
-    over = plan.layout(out)["length"]
-    memory_of = _renaming({"length": "memory_length"})
-    sinks = [o for o in _converted(planned)[0] if o.tensor in planned.operation.parameters]
-    operands = [Operand(query), *(Operand(m, renamed=memory_of, around=over) for m in memory), *sinks]
-    sent = sum(_held_heads(plan, planned.operation.name, m) for m in memory)
-    hops = ["forward", "backward", "backward"] * (plan.mesh.extent(over) - 1)  # keys and values twice, gradients once
-    of_groups = planned.operation["shared"] and plan.planner.units
+    ring_axes = plan.layout(out)["length"]
+    memory_of = _dim_renamer({"length": "memory_length"})
+    sinks = [o for o in _operands_and_output(planned)[0] if o.tensor in planned.operation.parameters]
+    operands = [Operand(query), *(Operand(m, renamed=memory_of, around=ring_axes) for m in memory), *sinks]
+    sent = sum(_count_memory_elements(plan, planned.operation.name, m) for m in memory)
+    hops = ["forward", "backward", "backward"] * (
+        plan.mesh.count_ranks(ring_axes) - 1
+    )  # keys and values twice, gradients once
+    of_groups = planned.operation["shared"] and plan.planner.cut_units
     key = replace(memory[0], dims=tuple("kv_heads" if d == "heads" and of_groups else d for d in memory[0].dims))
-    cuts = plan.planner.cuts_of(key, plan.layout(key), [d for d in key.dims if d != "length"])
-    beside = [Collective("rotate", over, sent, "compute", phase, planned.only, 0, cuts) for phase in hops]
+    cuts = plan.planner.cuts_among_dims(key, plan.layout(key), [d for d in key.dims if d != "length"])
+    beside = [Collective("rotate", ring_axes, sent, "compute", phase, planned.only, 0, cuts) for phase in hops]
     yield Form(operands, out, whole=("memory_length", "d_kv"), beside=beside)
 
 
-def _held_heads(plan: Plan, name: str, memory: Spec | Parameter) -> int:
+def _count_memory_elements(plan: Plan, name: str, memory: Spec | Parameter) -> int:
     """Return the elements of a rank's keys or values in the attention `name`, of KV heads if it has whole groups."""
-    whole = prod(plan.local_shape(memory))
+    elements = prod(plan.local_shape(memory))
     if not (expanded := plan.operations.get(("expand_kv", f"{name}.key"))):
-        return whole
-    kv, each = expanded.operation.inputs[0], plan.sizes["heads"] // plan.sizes["kv_heads"]
+        return elements
+    kv, heads_per_group = expanded.operation.inputs[0], plan.sizes["heads"] // plan.sizes["kv_heads"]
     groups = plan.local_shape(kv)[kv.dims.index("kv_heads")]
     heads = plan.local_shape(memory)[memory.dims.index("heads")]
-    return whole // each if heads == groups * each else whole
+    return elements // heads_per_group if heads == groups * heads_per_group else elements
 
 
-def _relayout(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+def _relayout_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the form of a move to another layout, with dims renamed by position."""
     (x,), out = planned.operation.inputs, planned.operation.outputs[0]
     assert isinstance(x, Spec)
     names = dict(zip(x.dims, out.dims, strict=True))
     (conversion,) = planned.conversions
-    yield Form((Operand(x, conversion, renamed=_renaming(names)),), out)
+    yield Form((Operand(x, conversion, renamed=_dim_renamer(names)),), out)
 
 
-def _reshape(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+def _reshape_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the form of a dim split into two, or of two joined, whose axes are the major's and then the minor's."""
-    (x,), output = _converted(planned)
+    (x,), output = _operands_and_output(planned)
     spec, out = x.tensor, planned.operation.outputs[0]
     fine, coarse = (spec, out) if len(spec.dims) > len(out.dims) else (out, spec)
     (merged,) = (d for d in coarse.dims if d not in fine.dims)
     major, minor = (d for d in fine.dims if d not in coarse.dims)
-    extent = plan.planner.sizes_of(fine)[major]
+    extent = plan.planner.tensor_sizes(fine)[major]
 
-    def renamed(spread: Spread) -> Spread:
+    def reshape_spread(spread: Spread) -> Spread:
         """Return the spread in the result's dims. Raises Unsound if a rank's block would not be one of them."""
         if fine is spec:
-            first, rest = spread.split[major], spread.split[minor]
+            outer_axes, inner_axes = spread.split[major], spread.split[minor]
         else:
-            first = plan.layout(fine)[major]
-            rest = spread.split[merged][len(first) :]
-            if spread.split[merged][: len(first)] != first:
-                raise Unsound(f"{merged} is over {plus(spread.split[merged])}, its part {major} over {plus(first)}")
-        if rest and plan.mesh.extent(first) != extent:
-            raise Unsound(f"{minor} is split over {'+'.join(rest)} inside of a {major} that is not")
-        parts = {merged: (*first, *rest), major: first, minor: rest}
+            outer_axes = plan.layout(fine)[major]
+            inner_axes = spread.split[merged][len(outer_axes) :]
+            if spread.split[merged][: len(outer_axes)] != outer_axes:
+                raise Unsound(
+                    f"{merged} is over {join_axis_names(spread.split[merged])}, its part "
+                    f"{major} over {join_axis_names(outer_axes)}"
+                )
+        if inner_axes and plan.mesh.count_ranks(outer_axes) != extent:
+            raise Unsound(f"{minor} is split over {'+'.join(inner_axes)} inside of a {major} that is not")
+        parts = {merged: (*outer_axes, *inner_axes), major: outer_axes, minor: inner_axes}
         return spread._replace(split={d: parts[d] if d in parts else spread.split[d] for d in out.dims})
 
-    yield Form((x._replace(renamed=renamed),), out, output)
+    yield Form((x._replace(renamed=reshape_spread),), out, output)
 
 
-def _route(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+def _route_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the forms of a router's weights and of its auxiliary loss, from whole sequences of all experts' scores."""
     (scores, *_), (enter, *leave) = planned.operation.inputs, planned.conversions
     for number, (out, conversion) in enumerate(zip(planned.operation.outputs, leave, strict=True)):
@@ -387,132 +404,145 @@ def _route(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
         yield Form((operand,), out, conversion, whole=("length", "experts"))
 
 
-def _dispatch(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+def _dispatch_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the form of the way to the slots of all experts, which the weights show and do not learn from."""
     (x, weights), (out,) = planned.operation.inputs, planned.operation.outputs
-    enter, given, leave = planned.conversions
+    enter, weight_conversion, leave = planned.conversions
     assert isinstance(x, Spec)
     slots = Spread({"slots": ()}, frozenset(), frozenset(planned.only))
-    yield Form((Operand(x, enter), Operand(weights, given, constant=True)), out, leave, [slots], whole=SLOTS)
+    yield Form(
+        (Operand(x, enter), Operand(weights, weight_conversion, constant=True)), out, leave, [slots], whole=SLOTS
+    )
 
 
-def _combine(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+def _combine_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the form of a weighted sum over experts, where all slots of a sequence are."""
     (y, weights), (out,) = planned.operation.inputs, planned.operation.outputs
-    enter, given, leave = planned.conversions
-    yield Form((Operand(y, enter), Operand(weights, given)), out, leave, whole=SLOTS, linear=True)
+    enter, weight_conversion, leave = planned.conversions
+    yield Form((Operand(y, enter), Operand(weights, weight_conversion)), out, leave, whole=SLOTS, linear=True)
 
 
-def _dispatch_rows(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+def _row_dispatch_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the form of tokens copied for each of their experts, which the weights show and do not learn from."""
     (x, weights), (out,) = planned.operation.inputs, planned.operation.outputs
-    enter, given, leave = planned.conversions
+    enter, weight_conversion, leave = planned.conversions
     assert isinstance(x, Spec)
-    held = _held(plan, out, leave)
-    experts, lent = plan.sizes["experts"] // plan.mesh.extent(held), plan.scheme.lent
+    expert_axes = _axes_holding_experts(plan, out, leave)
+    experts, lent = plan.sizes["experts"] // plan.mesh.count_ranks(expert_axes), plan.scheme.lent
     told = [
-        Collective("all_to_all", s.axes, experts + lent * plan.mesh.extent(s.axes), "integers", "forward", s.only)
+        Collective("all_to_all", s.axes, experts + lent * plan.mesh.count_ranks(s.axes), "integers", "forward", s.only)
         for s in leave.forward
     ]
-    operands = Operand(x, enter), Operand(weights, given, constant=True, renamed=_apart(held))
+    operands = (
+        Operand(x, enter),
+        Operand(weights, weight_conversion, constant=True, renamed=_place_on_experts(expert_axes)),
+    )
     yield Form(operands, out, leave, beside=told)
 
 
-def _combine_rows(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+def _row_combine_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the form of a weighted sum over experts, of the rows that came back to their tokens."""
     (y, weights), (out,) = planned.operation.inputs, planned.operation.outputs
-    enter, given, leave = planned.conversions
+    enter, weight_conversion, leave = planned.conversions
     assert isinstance(y, Spec)
-    there = Spread.lying(weights.dims, plan.layout(weights))
-    for step in given.forward:
-        there = after(there, step)
-    apart, back = _apart(_held(plan, y, enter)), _apart(_held(plan, y, enter), there.split["batch"])
-    operands = Operand(y, enter, renamed=back), Operand(weights, given, renamed=apart)
+    weight_spread = Spread.apply_layout(weights.dims, plan.layout(weights))
+    for step in weight_conversion.forward:
+        weight_spread = apply_step(weight_spread, step)
+    apart, back = (
+        _place_on_experts(_axes_holding_experts(plan, y, enter)),
+        _place_on_experts(_axes_holding_experts(plan, y, enter), weight_spread.split["batch"]),
+    )
+    operands = Operand(y, enter, renamed=back), Operand(weights, weight_conversion, renamed=apart)
     yield Form(operands, out, leave, linear=True)
 
 
-def _held(plan: Plan, rows: Spec, exchange: Conversion) -> tuple[str, ...]:
+def _axes_holding_experts(plan: Plan, rows: Spec, exchange: Conversion) -> tuple[str, ...]:
     """Return the axes along which ranks hold experts apart for the same tokens: those over which none are exchanged."""
     return tuple(
         a for a in plan.scheme.regions[rows.region]["experts"] if all(a not in s.axes for s in exchange.forward)
     )
 
 
-def _apart(held: tuple[str, ...], batch: tuple[str, ...] = ()) -> Callable[[Spread], Spread]:
-    """Return the function that gives the spread of what ranks read that hold experts apart along `held`; `batch`: the
-    axes of the tokens in order, where the spread has them in any."""
+def _place_on_experts(expert_axes: tuple[str, ...], batch: tuple[str, ...] = ()) -> Callable[[Spread], Spread]:
+    """Return the function that gives the spread of what ranks read that hold experts apart along `expert_axes`;
+    `batch`: the axes of the tokens in order, where the spread has them in any."""
 
-    def renamed(spread: Spread) -> Spread:
+    def place_rows(spread: Spread) -> Spread:
         """Return the spread over the experts that a rank holds. Raises Unsound if rows are not where tokens are."""
-        there, experts = spread.split["batch"], spread.split["experts"]
-        if (batch and sorted(there) != sorted(batch)) or (experts and sorted(experts) != sorted(held)):
-            places = f"batch over {plus(there)} and experts over {plus(experts)}"
-            raise Unsound(f"rows are back with {places}, their tokens lie over {plus(batch)}, held over {plus(held)}")
-        return spread._replace(split={**spread.split, "batch": batch or there, "experts": held})
+        batch_axes, experts = spread.split["batch"], spread.split["experts"]
+        if (batch and sorted(batch_axes) != sorted(batch)) or (experts and sorted(experts) != sorted(expert_axes)):
+            places = f"batch over {join_axis_names(batch_axes)} and experts over {join_axis_names(experts)}"
+            raise Unsound(
+                f"rows are back with {places}, their tokens lie over {join_axis_names(batch)}, "
+                f"held over {join_axis_names(expert_axes)}"
+            )
+        return spread._replace(split={**spread.split, "batch": batch or batch_axes, "experts": expert_axes})
 
-    return renamed
+    return place_rows
 
 
-def _loss(statistics: Sequence[str]) -> Callable[[Plan, PlannedOperation], Iterator[Form]]:
+def _loss_forms(statistics: Sequence[str]) -> Callable[[Plan, PlannedOperation], Iterator[Form]]:
     """Return the form of a loss, a sum over all ranks' tokens; `statistics` as in Form."""
 
-    def found(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+    def loss_form(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
         """Yield the form of a loss of its first activation."""
-        yield Form(_converted(planned)[0], None, statistics=statistics, merged=statistics)
+        yield Form(_operands_and_output(planned)[0], None, statistics=statistics, merged=statistics)
 
-    return found
+    return loss_form
 
 
-def _renaming(names: Mapping[str, str]) -> Callable[[Spread], Spread]:
+def _dim_renamer(names: Mapping[str, str]) -> Callable[[Spread], Spread]:
     """Return the function that renames dims of a spread."""
     return lambda spread: spread._replace(split={names.get(d, d): axes for d, axes in spread.split.items()})
 
 
 FORMS: Mapping[str, Callable[[Plan, PlannedOperation], Iterator[Form]]] = {
-    "project": _einsums,
-    "einsum": _einsums,
-    "lookup": _lookup,
-    "one_hot": _made,
-    "features": _made,
-    "relative_bias": _bias,
-    "reduce": _reduce,
-    "expand_kv": _expand,
-    "fused_attention": _fused,
-    "ring_attention": _ring,
-    "relayout": _relayout,
-    "reshape": _reshape,
-    "shift": _rowwise(),
-    "dropout": _rowwise(),
-    "jitter": _rowwise(),
-    "sinusoid": _rowwise(),
-    "remember": _rowwise(),
-    "recall": _rowwise(),
-    "rotate": _rowwise(whole=lambda planned: ("d_kv",)),
-    "recurrence": _rowwise(whole=lambda planned: ("length",)),
-    "concatenate": _rowwise(whole=lambda planned: (planned.operation["dim"],)),
-    "norm": _rowwise(lambda planned: planned.operation.parameters[0].dims),
-    "softmax": _rowwise(lambda planned: (planned.operation["dim"],)),
-    "route": _route,
-    "dispatch": _dispatch,
-    "combine": _combine,
-    "dispatch_rows": _dispatch_rows,
-    "combine_rows": _combine_rows,
-    "cross_entropy": _loss(("vocab",)),
-    "token_loss": _loss(()),
-    "sequence_mean": _rowwise(whole=lambda planned: ("length",)),
-    "squared_error": _loss(()),
+    "project": _einsum_forms,
+    "einsum": _einsum_forms,
+    "lookup": _lookup_forms,
+    "one_hot": _id_activation_forms,
+    "features": _id_activation_forms,
+    "relative_bias": _position_bias_forms,
+    "reduce": _reduction_forms,
+    "expand_kv": _expansion_forms,
+    "fused_attention": _kernel_attention_forms,
+    "ring_attention": _ring_attention_forms,
+    "relayout": _relayout_forms,
+    "reshape": _reshape_forms,
+    "shift": _rowwise_forms(),
+    "dropout": _rowwise_forms(),
+    "jitter": _rowwise_forms(),
+    "sinusoid": _rowwise_forms(),
+    "remember": _rowwise_forms(),
+    "recall": _rowwise_forms(),
+    "rotate": _rowwise_forms(whole=lambda planned: ("d_kv",)),
+    "recurrence": _rowwise_forms(whole=lambda planned: ("length",)),
+    "concatenate": _rowwise_forms(whole=lambda planned: (planned.operation["dim"],)),
+    "norm": _rowwise_forms(lambda planned: planned.operation.parameters[0].dims),
+    "softmax": _rowwise_forms(lambda planned: (planned.operation["dim"],)),
+    "route": _route_forms,
+    "dispatch": _dispatch_forms,
+    "combine": _combine_forms,
+    "dispatch_rows": _row_dispatch_forms,
+    "combine_rows": _row_combine_forms,
+    "cross_entropy": _loss_forms(("vocab",)),
+    "token_loss": _loss_forms(()),
+    "sequence_mean": _rowwise_forms(whole=lambda planned: ("length",)),
+    "squared_error": _loss_forms(()),
 }
 
 
-def misread(planned: PlannedOperation, space: Mapping[str, tuple[str, ...]], only: frozenset[str]) -> str:
+def describe_misread_data(planned: PlannedOperation, space: Mapping[str, tuple[str, ...]], only: frozenset[str]) -> str:
     """Return how the data tensors that an operation reads lie otherwise than its space, "" if they do not. A mask of
     attention's scores lies as the keys that it hides."""
     operation, tokens = planned.operation, planned.tokens
     hides = operation.kind in ("softmax", "fused_attention", "ring_attention") and not operation["begins"]
     names = {"length": "memory_length"} if hides else {}
     for dim in ("batch", "length"):
-        if tokens[dim] != (there := space.get(names.get(dim, dim), ())):
-            return f"has {dim} split over {plus(tokens[dim])}, the operation over {plus(there)}"
+        if tokens[dim] != (space_axes := space.get(names.get(dim, dim), ())):
+            return (
+                f"has {dim} split over {join_axis_names(tokens[dim])}, the operation over {join_axis_names(space_axes)}"
+            )
     if set(tokens.only) != only:
-        return f"exists at index 0 of {plus(tokens.only)}, the operation at 0 of {plus(only)}"
+        return f"exists at index 0 of {join_axis_names(tokens.only)}, the operation at 0 of {join_axis_names(only)}"
     return ""

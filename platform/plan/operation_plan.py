@@ -34,12 +34,12 @@ class Collective:
     rows: int = 0
     cuts: tuple[Cut, ...] = ()
 
-    def elements_at(self, mesh: Mesh, coordinates: Mapping[str, int]) -> int:
+    def elements_of_rank(self, mesh: Mesh, coordinates: Mapping[str, int]) -> int:
         """Return the elements that the rank at mesh `coordinates` gives to this collective, of rows the most."""
-        found = self.elements
+        elements = self.elements
         for cut in self.cuts:
-            found = found // cut.longest() * cut.extent(mesh, coordinates)
-        return found
+            elements = elements // cut.longest_extent() * cut.block_extent(mesh, coordinates)
+        return elements
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class Panels:
     operand_axes: tuple[str, ...]
     count: int
 
-    def elements(self, local: int, axes: Sequence[str], mesh: Mesh) -> int:
+    def panel_elements(self, local: int, axes: Sequence[str], mesh: Mesh) -> int:
         """Return the elements of one SUMMA panel of a matrix split over mesh `axes`, `local` elements per rank."""
-        return local * mesh.extent(axes) // self.count
+        return local * mesh.count_ranks(axes) // self.count
 
 
 # kind of device -> gradients of the results of joined weights are copied together, for one product instead of one each.
@@ -95,7 +95,7 @@ class EinsumGroup:
     regathered: bool = False
 
     @property
-    def wide(self) -> bool:
+    def has_wide_dtype(self) -> bool:
         """Return True if the group's products are computed in the type of statistics, as the types of results say."""
         return self.einsums[0].output.dtype == "accumulate"
 
@@ -105,18 +105,18 @@ class EinsumGroup:
         return self.einsums[0].x_dims
 
     @cached_property
-    def local(self) -> bool:
+    def is_local(self) -> bool:
         """Return True if no operand or result of this einsum group is converted or broadcast, so that it is local."""
         conversions = [self.x, *(c for e in self.einsums for c in (e.operand, e.output))]
         return not self.panels and not any(c.forward or c.backward for c in conversions)
 
     @cached_property
-    def joinable(self) -> bool:
+    def can_join_operands(self) -> bool:
         """Return True if operands that lie one after another in memory are one matrix [.., contracted], and the results
         parts of its product with x: no operand or result is converted."""
         ends = (c for e in self.einsums for c in (e.operand, e.output))
         straight = all(e.x_dims[-1] == e.dims[-1] and e.out_dims == e.x_dims[:-1] + e.dims[:-1] for e in self.einsums)
-        plain = len(self.einsums) > 1 and straight and not self.panels and not self.wide
+        plain = len(self.einsums) > 1 and straight and not self.panels and not self.has_wide_dtype
         return plain and not any(c.forward or c.backward for c in ends)
 
 
@@ -145,33 +145,35 @@ class PlannedOperation:
     results: tuple[Collective, ...] = ()
 
     @cached_property
-    def again(self) -> Counter[Collective]:
+    def collectives_launched_again(self) -> Counter[Collective]:
         """Count the forward collectives of this planned operation that recomputation launches again."""
         forward = Counter(c for c in self.collectives if c.phase == "forward" and self.operation.recomputed)
         return forward - Counter(self.results)
 
-    def adds(self, shifts: Iterable[PlannedOperation]) -> bool:
+    def adds_biases(self, shifts: Iterable[PlannedOperation]) -> bool:
         """Return True if this planned operation's matrix products add its biases, planned as `shifts`, themselves."""
-        return self._stays and not any(s.converts for s in shifts)
+        return self._has_plain_products and not any(s.has_conversions for s in shifts)
 
     @cached_property
-    def converts(self) -> bool:
+    def has_conversions(self) -> bool:
         """Return True if any conversion of this planned operation has a step."""
         return any(c.forward or c.backward for c in self.conversions)
 
     @cached_property
-    def _stays(self) -> bool:
+    def _has_plain_products(self) -> bool:
         """Return True if this operation's einsums are plain products in the compute type, not converted by the plan."""
         outputs = [e.output for g in self.groups for e in g.einsums]
-        return not any(g.panels or g.wide for g in self.groups) and not any(c.forward or c.backward for c in outputs)
+        return not any(g.panels or g.has_wide_dtype for g in self.groups) and not any(
+            c.forward or c.backward for c in outputs
+        )
 
 
-def shapes(
+def shapes_along_steps(
     steps: Sequence[Step], shape: tuple[int, ...], mesh: Mesh
 ) -> Iterator[tuple[Step, tuple[int, ...], tuple[int, ...]]]:
     """Yield the steps of a conversion with the local shapes before and after each; `shape`: the first of them."""
     for step in steps:
-        before, shape = shape, step.after(shape, mesh.extent(step.axes))
+        before, shape = shape, step.apply_to_shape(shape, mesh.count_ranks(step.axes))
         yield step, before, shape
 
 
@@ -196,18 +198,18 @@ TRAFFIC = {
 EVER = {"metrics": 8, "integers": 8}  # bytes per element of the types that are the same in every precision
 
 
-def label(op: str, axes: Iterable[str]) -> str:
+def collective_label(op: str, axes: Iterable[str]) -> str:
     """Return the key under which a collective is counted in `comm_bytes`, such as `all_reduce/data+t`."""
     return f"{op}/{'+'.join(axes)}"
 
 
-def moved_bytes(c: Collective, mesh: Mesh, itemsize: dict[str, int]) -> int:
+def traffic_bytes(c: Collective, mesh: Mesh, itemsize: dict[str, int]) -> int:
     """Return the bytes that all workers together move in one launch of the planned collective `c`; `itemsize`: bytes
     per element by `Collective.dtype`."""
-    n = mesh.extent(c.axes)
-    everywhere = c.elements * (mesh.size // n // mesh.extent(c.only))
+    n = mesh.count_ranks(c.axes)
+    everywhere = c.elements * (mesh.world_size // n // mesh.count_ranks(c.only))
     for cut in c.cuts:  # the mean of what ranks have, as every combination of blocks occurs alike
-        everywhere = everywhere * cut.size // (cut.longest() * cut.blocks)
+        everywhere = everywhere * cut.size // (cut.longest_extent() * cut.blocks)
     return TRAFFIC[c.op](n, everywhere) * {**EVER, **itemsize}[c.dtype]
 
 
@@ -216,16 +218,16 @@ def moved_bytes(c: Collective, mesh: Mesh, itemsize: dict[str, int]) -> int:
 T = TypeVar("T")
 
 
-class Away(Generic[T]):
+class OffloadedActivation(Generic[T]):
     """Activation in host memory. `fetch()` starts to bring it back; `before`: the one that left before it in the same
     pass, which the backward pass needs next, and which so travels while this one's block is computed."""
 
-    def __init__(self, fetch: Callable[[], T], before: Away[T] | None):
+    def __init__(self, fetch: Callable[[], T], before: OffloadedActivation[T] | None):
         """Construct the place of an activation that has left for host memory; arguments as in the class."""
         self._fetch: Callable[[], T] | None = fetch
         self._before, self._coming = before, list[T]()
 
-    def start(self) -> None:
+    def start_fetch(self) -> None:
         """Start to bring the activation back from host memory, unless it is on its way, or was."""
         if self._fetch:
             self._coming.append(self._fetch())
@@ -233,9 +235,9 @@ class Away(Generic[T]):
 
     def take_back(self) -> T:
         """Return the activation from host memory, once, and start to bring back that before it."""
-        self.start()
+        self.start_fetch()
         if self._before:
-            self._before.start()
+            self._before.start_fetch()
             self._before = None
         return self._coming.pop()
 
@@ -248,12 +250,12 @@ _LARGEST = 2**28  # elements of logits in a chunk, of which there are then more:
 _KEPT = 2**31  # logits, from which on they are not kept in 16 bits: 4 GB
 
 
-def chunk_rows(rows: int, columns: int) -> int:
+def loss_chunk_rows(rows: int, columns: int) -> int:
     """Return how many of `rows` tokens one chunk of the loss has, if a rank has `columns` entries of vocab."""
     return max(1, min(rows, max(_ELEMENTS // columns, min(-(-rows // _CHUNKS), _LARGEST // columns))))
 
 
-def gradients_at_once(
+def computes_gradients_at_once(
     product: PlannedOperation, loss: PlannedOperation, rows: int, columns: int, width: int, wide: bool
 ) -> bool:
     """Return True if the forward pass of a product and the cross-entropy of its result (`rows` tokens, `columns` of
@@ -267,6 +269,6 @@ def gradients_at_once(
     """
     (group,) = product.groups
     (e,) = group.einsums
-    plain = group.local and e.x_dims[:-1] == e.out_dims[:-1] and len(e.dims) == 2
+    plain = group.is_local and e.x_dims[:-1] == e.out_dims[:-1] and len(e.dims) == 2
     small = not wide and rows * columns < _KEPT
     return plain and not loss.over and not small and (rows + columns) * width < rows * columns

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
-from platform.plan.chunks import ADDS_WIDE, BUCKET_MIB, Bucket, Chunk, make_buckets, replicated_axes, spans_of
-from platform.plan.layout import Layout, Mesh, Stretch, at_zero, block, padded
+from platform.plan.chunks import ADDS_WIDE, BUCKET_MIB, Bucket, Chunk, axes_of_replication, build_buckets, group_by_span
+from platform.plan.layout import Layout, Mesh, Stretch, is_at_index_zero, locate_block, pad_to_multiple
 from platform.plan.model_types import LOSSES, NO_RECOMPUTATION, Parameter, Recompute, Spec
-from platform.plan.operation_plan import Collective, PlannedOperation, moved_bytes
-from platform.plan.operations.registry import flops
+from platform.plan.operation_plan import Collective, PlannedOperation, traffic_bytes
+from platform.plan.operations.registry import count_flops
 from platform.plan.planner import Planner
 from platform.plan.rule import Conversion, Step, relayout_steps
 from platform.plan.scheme import Scheme
@@ -28,8 +28,8 @@ ITEMSIZE = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Complete description of a run's parallel execution, or of one stage's part of it (`at`), which workers execute
-    and people read.
+    """Complete description of a run's parallel execution, or of one stage's part of it (`stage_part`), which workers
+    execute and people read.
 
     `sizes`: global sizes in one microbatch of all replicas together (batch = microbatch x data), vocab as configured;
     the planner's have vocab padded. `sequences`, `microbatches`: per step. `reductions`: parameter name -> axes over
@@ -79,85 +79,85 @@ class Plan:
         return {key: o for chunk in self.chunks for key, o in chunk.operations.items()}
 
     @cached_property
-    def shared(self) -> frozenset[str]:
+    def multi_use_parameters(self) -> frozenset[str]:
         """Return the names of parameters that several operations of a chunk use, each adding to the gradient."""
-        return frozenset(name for chunk in self.chunks for name in chunk.shared)
+        return frozenset(name for chunk in self.chunks for name in chunk.multi_use_parameters)
 
     @property
-    def stages(self) -> int:
+    def num_stages(self) -> int:
         """Return the number of pipeline stages."""
         return self.mesh.axes["stage"]
 
-    def at(self, stage: int) -> Plan:
+    def stage_part(self, stage: int) -> Plan:
         """Return the part of the plan that one pipeline stage executes: its chunks and their parameters."""
-        if stage not in self._parts:
-            self._parts[stage] = self._part(stage)
-        return self._parts[stage]
+        if stage not in self._stage_parts:
+            self._stage_parts[stage] = self._build_stage_part(stage)
+        return self._stage_parts[stage]
 
     @cached_property
-    def _parts(self) -> dict[int, Plan]:
+    def _stage_parts(self) -> dict[int, Plan]:
         """Return the parts of the plan that have been asked for, by stage; each makes its buckets once."""
         return {}
 
-    def _part(self, stage: int) -> Plan:
+    def _build_stage_part(self, stage: int) -> Plan:
         """Make the part of the plan that one pipeline stage executes."""
         chunks = tuple(c for c in self.chunks if c.stage == stage)
         parameters, states = (
-            tuple(p for p in some if stage in self.stages_of[p.name]) for some in (self.parameters, self.states)
+            tuple(p for p in tensors if stage in self.stages_of[p.name]) for tensors in (self.parameters, self.states)
         )
         return replace(self, chunks=chunks, parameters=parameters, states=states, shorter={})
 
-    def of_length(self, length: int) -> Plan:
+    def plan_of_length(self, length: int) -> Plan:
         """Return the plan of steps whose sequences have `length` tokens."""
         return self.shorter.get(length, self)
 
     @property
-    def of_lengths(self) -> list[Plan]:
+    def plans_of_lengths(self) -> list[Plan]:
         """Return the plans of all lengths of a run's sequences, ascending; the last is this one."""
         return [*(self.shorter[length] for length in sorted(self.shorter)), self]
 
     @cached_property
-    def balanced(self) -> dict[str, PlannedOperation]:
+    def load_balancing_routes(self) -> dict[str, PlannedOperation]:
         """Map the name of each layer with states or lent experts to its routing, whose load changes these."""
         routes = {name: o for (kind, name), o in self.operations.items() if kind == "route"}
         return {name: o for name, o in routes.items() if o.operation.states or self.scheme.lent}
 
     @cached_property
-    def attentions(self) -> list[PlannedOperation]:
+    def attention_operations(self) -> list[PlannedOperation]:
         """Return the operations in which queries see keys: one kernel, a ring, or a softmax between two products."""
         kinds = ("fused_attention", "ring_attention", "softmax")
         return [o for (kind, _), o in self.operations.items() if kind in kinds]
 
     @cached_property
-    def tied(self) -> dict[str, tuple[int, ...]]:
+    def stages_of_tied_parameters(self) -> dict[str, tuple[int, ...]]:
         """Map the name of each tied parameter to the stages that use it and sum its gradient once a step."""
         return {p.name: self.stages_of[p.name] for p in self.parameters if len(self.stages_of[p.name]) > 1}
 
     @cached_property
-    def neighbours(self) -> list[tuple[int, int]]:
+    def neighbour_stages(self) -> list[tuple[int, int]]:
         """Return the pairs of pipeline stages, lower first, that exchange activations or tied parameters' gradients."""
         pairs = [(a.stage, b.stage) for a, b in zip(self.chunks, self.chunks[1:], strict=False)]
-        pairs += [(owner, other) for owner, *others in self.tied.values() for other in others]
+        pairs += [(owner, other) for owner, *others in self.stages_of_tied_parameters.values() for other in others]
         return sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]})
 
-    def shared_axes(self, spec: Spec) -> tuple[str, ...]:
+    def scatter_axes(self, spec: Spec) -> tuple[str, ...]:
         """Return the mesh axes over which an activation is scattered before it is sent to another pipeline stage, and
         gathered there (scatter/gather optimization); () if it is sent whole."""
-        return replicated_axes(self.layout(spec), self.mesh) if self.scatter_gather else ()
+        return axes_of_replication(self.layout(spec), self.mesh) if self.scatter_gather else ()
 
     def sent_elements(self, spec: Spec) -> int:
         """Return the elements that each rank sends of one activation, or of its gradient, to another stage."""
-        return self.shared_elements(spec, self.shared_axes(spec))
+        return self.elements_per_part(spec, self.scatter_axes(spec))
 
-    def kept_axes(self, spec: Spec) -> tuple[str, ...]:
+    def recompute_axes(self, spec: Spec) -> tuple[str, ...]:
         """Return the mesh axes whose ranks replicate an activation, so that each keeps an equal part of it until the
         backward pass recomputes from it."""
-        return replicated_axes(self.layout(spec), self.mesh)
+        return axes_of_replication(self.layout(spec), self.mesh)
 
-    def shared_elements(self, spec: Spec, axes: tuple[str, ...]) -> int:
+    def elements_per_part(self, spec: Spec, axes: tuple[str, ...]) -> int:
         """Return the elements of one rank's part of an activation's local block, divided over `axes` with padding."""
-        n = self.mesh.extent(axes)
-        return padded(prod(self.local_shape(spec)), n) // n
+        n = self.mesh.count_ranks(axes)
+        return pad_to_multiple(prod(self.local_shape(spec)), n) // n
 
     @property
     def mesh(self) -> Mesh:
@@ -165,9 +165,9 @@ class Plan:
         return self.planner.mesh
 
     @property
-    def replicas(self) -> int:
+    def num_replicas(self) -> int:
         """Return the number of data-parallel replicas, which compute different sequences with the same weights."""
-        return self.planner.replicas
+        return self.planner.num_replicas
 
     @property
     def scheme(self) -> Scheme:
@@ -175,7 +175,7 @@ class Plan:
         return self.planner.scheme
 
     @property
-    def regions(self) -> dict[str, Layout]:
+    def region_layouts(self) -> dict[str, Layout]:
         """Map the regions that the model has to their layouts: all, but experts where it has none."""
         return {r: layout for r, layout in self.scheme.regions.items() if r != "experts" or r in self.sizes}
 
@@ -185,53 +185,53 @@ class Plan:
 
     def local_shape(self, tensor: Spec | Parameter) -> tuple[int, ...]:
         """Return the shape of the longest block of a tensor, vocab padded: of every block but for uneven ones."""
-        return self.planner.shape(tensor)
+        return self.planner.local_shape(tensor)
 
-    def stretches(self, tensor: Spec | Parameter, dim: str, coordinates: Mapping[str, int]) -> list[Stretch]:
+    def stretches_of_rank(self, tensor: Spec | Parameter, dim: str, coordinates: Mapping[str, int]) -> list[Stretch]:
         """Return the consecutive positions along `dim` of a tensor that the rank at `coordinates` holds, in order."""
-        sizes, layout = self.planner.sizes_of(tensor), self.layout(tensor)
-        return self.planner.stretches(dim, sizes[dim], layout, coordinates)
+        sizes, layout = self.planner.tensor_sizes(tensor), self.layout(tensor)
+        return self.planner.stretches_of_rank(dim, sizes[dim], layout, coordinates)
 
-    def shape_at(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> tuple[int, ...]:
+    def block_shape(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of the block of a tensor that the rank at `coordinates` holds, vocab padded."""
-        return tuple(extent for _, extent in self.block(tensor, coordinates))
+        return tuple(extent for _, extent in self.locate_block(tensor, coordinates))
 
     @cached_property
-    def uneven(self) -> frozenset[str]:
+    def uneven_parameters(self) -> frozenset[str]:
         """Return the names of the parameters whose blocks differ in shape from rank to rank."""
-        return frozenset(p.name for p in self.parameters if self.planner.cuts(p, self.layout(p)))
+        return frozenset(p.name for p in self.parameters if self.planner.find_cuts(p, self.layout(p)))
 
-    def bucket_at(self, bucket: Bucket, coordinates: Mapping[str, int]) -> Bucket:
+    def bucket_of_rank(self, bucket: Bucket, coordinates: Mapping[str, int]) -> Bucket:
         """Return a bucket as the rank at `coordinates` has it, in a buffer that has room for the longest blocks: its
         blocks follow each other or, if ranks divide the buffer, begin where the longest would, so that replicas divide
         them alike."""
-        if self.uneven.isdisjoint(p.name for p in bucket.parameters):
+        if self.uneven_parameters.isdisjoint(p.name for p in bucket.parameters):
             return bucket
-        found = tuple(prod(self.shape_at(p, coordinates)) for p in bucket.parameters)
-        return replace(bucket, held=found) if bucket.sharded else replace(bucket, sizes=found)
+        block_sizes = tuple(prod(self.block_shape(p, coordinates)) for p in bucket.parameters)
+        return replace(bucket, held=block_sizes) if bucket.sharded else replace(bucket, sizes=block_sizes)
 
-    def present(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> bool:
+    def has_block(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> bool:
         """Return True if the rank at `coordinates` has a block of an activation or parameter: some tensors exist on
         sub-grid 0 of a D&SP branch splitting alone, and parameters only on the stages that use them."""
-        here = not isinstance(tensor, Parameter) or coordinates["stage"] in self.stages_of[tensor.name]
-        return here and self.layout(tensor).present(coordinates)
+        is_on_stage = not isinstance(tensor, Parameter) or coordinates["stage"] in self.stages_of[tensor.name]
+        return is_on_stage and self.layout(tensor).has_block(coordinates)
 
-    def block(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> list[tuple[int, int]]:
+    def locate_block(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> list[tuple[int, int]]:
         """Return (offset, extent) along every dim of the block of a global tensor that the rank at `coordinates` holds;
         the last block of vocab may reach into padding."""
-        sizes, units = self.planner.sizes_of(tensor), self.planner.units
-        return block(tensor.dims, sizes, self.layout(tensor), self.mesh, coordinates, units)
+        sizes, units = self.planner.tensor_sizes(tensor), self.planner.cut_units
+        return locate_block(tensor.dims, sizes, self.layout(tensor), self.mesh, coordinates, units)
 
     def shard_range(self, p: Parameter, coordinates: Mapping[str, int]) -> tuple[int, int]:
         """Return (start, stop) within the flattened local block of parameter `p` of the elements whose master copy and
         optimizer state the rank at `coordinates` keeps: the whole block without ZeRO, else its part in the rank's shard
         of the bucket (start equals stop if there is none)."""
-        bucket = self.bucket_at(self.bucket_of[p.name], coordinates)
-        return bucket.shard(p.name, self.mesh.index(coordinates, bucket.sharded))
+        bucket = self.bucket_of_rank(self.bucket_by_parameter[p.name], coordinates)
+        return bucket.range_in_shard(p.name, self.mesh.index_in_group(coordinates, bucket.sharded))
 
-    def split_over(self, p: Parameter) -> tuple[str, ...]:
+    def master_split_axes(self, p: Parameter) -> tuple[str, ...]:
         """Return the mesh axes along which ranks hold different parts of the master copy of parameter `p`."""
-        return (*self.layout(p).axes, *self.bucket_of[p.name].sharded)
+        return (*self.layout(p).axes, *self.bucket_by_parameter[p.name].sharded)
 
     def global_shape(self, tensor: Spec | Parameter) -> tuple[int, ...]:
         """Return the global shape of an activation or parameter as the model declares it: vocab without padding."""
@@ -248,62 +248,66 @@ class Plan:
         bucket of a tied parameter once. They are the same whether this is the whole plan or a stage's part of it."""
         first, *others = dict.fromkeys(c.stage for c in self.chunks)
         if not others:
-            return self._buckets_of(first)
-        return list(dict.fromkeys(bucket for stage in (first, *others) for bucket in self.at(stage).buckets))
+            return self._build_stage_buckets(first)
+        return list(dict.fromkeys(bucket for stage in (first, *others) for bucket in self.stage_part(stage).buckets))
 
-    def _buckets_of(self, stage: int) -> list[Bucket]:
+    def _build_stage_buckets(self, stage: int) -> list[Bucket]:
         """Make the buckets of the parameters that one stage uses, in order of their first use there. A bucket has those
         of a span of the model (a block, or what lies between blocks) or, up to `bucket_mib`, of several; a parameter
         that several spans use has its own."""
         spans = [((c.number, i), names) for c in self.chunks if c.stage == stage for i, names in enumerate(c.spans)]
-        here = {name for _, names in spans for name in names}
-        declared = {p.name: p for p in self.parameters if p.name in here}
+        used_names = {name for _, names in spans for name in names}
+        declared = {p.name: p for p in self.parameters if p.name in used_names}
         uses = [(span, n) for span, names in spans for n in names if n in declared]
-        groups = [(key, [declared[n] for n in names]) for key, names in spans_of(uses, self.tied)]
+        groups = [
+            (key, [declared[n] for n in names]) for key, names in group_by_span(uses, self.stages_of_tied_parameters)
+        ]
         reduced = {p: (self.reductions[p.name], self.layout(p).only) for p in declared.values()}
         sizes = {p: prod(self.local_shape(p)) for p in declared.values()}
-        most = (self.bucket_mib << 20) // self.itemsize["master"]
-        return make_buckets(groups, reduced, sizes, {a: self.mesh.axes[a] for a in self.sharded}, self.zero, most)
+        max_elements = (self.bucket_mib << 20) // self.itemsize["master"]
+        return build_buckets(
+            groups, reduced, sizes, {a: self.mesh.axes[a] for a in self.sharded}, self.zero, max_elements
+        )
 
     @cached_property
-    def bucket_of(self) -> dict[str, Bucket]:
+    def bucket_by_parameter(self) -> dict[str, Bucket]:
         """Map the name of every parameter to its bucket."""
         return {p.name: bucket for bucket in self.buckets for p in bucket.parameters}
 
-    def reduction(self, bucket: Bucket) -> tuple[list[Step], list[Step]]:
+    def reduction_steps(self, bucket: Bucket) -> tuple[list[Step], list[Step]]:
         """Return two lists of collective steps that sum a bucket's gradients over ranks, laid out as [shards, elements
         of a shard]: the steps of each microbatch (ZeRO-2 and 3, else none), and the steps at the end of the training
         step. A reduce-scatter comes before an all-reduce, the order that moves the fewest bytes."""
-        summed = tuple(a for a in bucket.axes if a not in bucket.sharded)
+        summed_axes = tuple(a for a in bucket.axes if a not in bucket.sharded)
         scatter = [Step("reduce_scatter", bucket.sharded, only=bucket.only)] if bucket.sharded else []
-        add = [Step("all_reduce", summed, only=bucket.only)] if summed else []
+        add = [Step("all_reduce", summed_axes, only=bucket.only)] if summed_axes else []
         return (scatter, add) if bucket.zero >= 2 else ([], scatter + add)
 
-    def adds_at_once(self, bucket: Bucket, device: str) -> bool:
+    def adds_gradients_at_once(self, bucket: Bucket, device: str) -> bool:
         """Return True if kernels on a kind of `device` add gradients straight to the sums of a bucket."""
         return bucket.zero >= 2 or self.itemsize["master"] == self.itemsize["compute"] or ADDS_WIDE[device]
 
-    def gathering(self, bucket: Bucket) -> list[Step]:
+    def gather_steps(self, bucket: Bucket) -> list[Step]:
         """Return the collective steps that gather a bucket's parameters from their ZeRO shards on all ranks."""
         return [Step("all_gather", bucket.sharded, only=bucket.only)] if bucket.sharded else []
 
-    def joining(self, p: Parameter) -> tuple[Step, ...]:
+    def matrix_gather_steps(self, p: Parameter) -> tuple[Step, ...]:
         """Return the collective steps that gather a parameter's blocks into whole matrices, to update these."""
-        steps = Conversion(relayout_steps(p.dims, self.layout(p), self.joined(p)))
-        return self.planner.shaped(steps, p, self.layout(p), self.joined(p)).forward
+        steps = Conversion(relayout_steps(p.dims, self.layout(p), self.matrix_layout(p)))
+        return self.planner.fill_shapes(steps, p, self.layout(p), self.matrix_layout(p)).forward
 
-    def joined(self, p: Parameter) -> Layout:
+    def matrix_layout(self, p: Parameter) -> Layout:
         """Return the layout in which each rank has whole matrices of a parameter: of experts its own."""
-        return self.layout(p).restrict(p.dims[: p.stacked])
+        return self.layout(p).restrict_dims(p.dims[: p.stack_dims])
 
     @cached_property
-    def resident(self) -> dict[int, list[tuple[Bucket, ...]]]:
+    def buckets_by_chunk_span(self) -> dict[int, list[tuple[Bucket, ...]]]:
         """Map the number of each chunk to the buckets whose parameters each span of its forward pass reads."""
         order = {id(bucket): i for i, bucket in enumerate(self.buckets)}
-        by_span = {c.number: [{id(b): b for b in map(self.bucket_of.get, names) if b} for names in c.spans]
+        by_span = {c.number: [{id(b): b for b in map(self.bucket_by_parameter.get, names) if b} for names in c.spans]
                    for c in self.chunks}  # fmt: skip
         return {
-            number: [tuple(sorted(found.values(), key=lambda b: order[id(b)])) for found in spans]
+            number: [tuple(sorted(span_buckets.values(), key=lambda b: order[id(b)])) for span_buckets in spans]
             for number, spans in by_span.items()
         }
 
@@ -315,28 +319,30 @@ class Plan:
     @cached_property
     def local_parameter_count(self) -> int:
         """Return the most parameter elements that any worker (on sub-grid 0) keeps between uses."""
-        return max(self.parameters_at({**self.mesh.coordinates(0), "stage": c.stage}) for c in self.chunks)
+        return max(
+            self.count_parameters_of_rank({**self.mesh.rank_coordinates(0), "stage": c.stage}) for c in self.chunks
+        )
 
-    def parameters_at(self, coordinates: Mapping[str, int]) -> int:
+    def count_parameters_of_rank(self, coordinates: Mapping[str, int]) -> int:
         """Return how many parameter elements the worker at `coordinates` keeps between uses, as compute copies."""
-        return sum(b.shard_elements if b.stored else b.elements for b in self.buckets_at(coordinates))
+        return sum(b.shard_elements if b.has_sharded_weights else b.elements for b in self.buckets_of_rank(coordinates))
 
-    def masters_at(self, coordinates: Mapping[str, int]) -> int:
+    def count_masters_of_rank(self, coordinates: Mapping[str, int]) -> int:
         """Return the number of elements whose master copy and optimizer state the worker at `coordinates` keeps."""
-        return sum(b.shard_elements for b in self.buckets_at(coordinates))
+        return sum(b.shard_elements for b in self.buckets_of_rank(coordinates))
 
-    def masters_of(self, names: Sequence[str], coordinates: Mapping[str, int]) -> int:
+    def count_masters_of_parameters(self, names: Sequence[str], coordinates: Mapping[str, int]) -> int:
         """Return how many elements of the parameters `names` the worker at `coordinates` keeps as master copies."""
-        here = (p for p in self.at(coordinates["stage"]).parameters if p.name in names)
-        ranges = (self.shard_range(p, coordinates) for p in here if self.present(p, coordinates))
+        stage_parameters = (p for p in self.stage_part(coordinates["stage"]).parameters if p.name in names)
+        ranges = (self.shard_range(p, coordinates) for p in stage_parameters if self.has_block(p, coordinates))
         return sum(max(0, stop - start) for start, stop in ranges)
 
-    def buckets_at(self, coordinates: Mapping[str, int]) -> list[Bucket]:
+    def buckets_of_rank(self, coordinates: Mapping[str, int]) -> list[Bucket]:
         """Return the buckets of which the worker at `coordinates` has a part."""
-        return [b for b in self.at(coordinates["stage"]).buckets if at_zero(b.only, coordinates)]
+        return [b for b in self.stage_part(coordinates["stage"]).buckets if is_at_index_zero(b.only, coordinates)]
 
     @cached_property
-    def elsewhere(self) -> dict[str, int] | None:
+    def coordinates_off_sub_grid(self) -> dict[str, int] | None:
         """Return the mesh coordinates of an example worker outside of sub-grid 0, which holds less than others where
         D&SP-cSub keeps the common layers of a model on sub-grid 0 alone (index 0 along the branch axes); None if every
         worker of a stage has a block of all its tensors."""
@@ -353,26 +359,26 @@ class Plan:
         """Return the model FLOPs per token of forward and backward, for model FLOPs utilisation: three times every
         einsum, no recomputation, attention not halved for its causal mask (6N + 12 layers d_model length, N the
         parameters of the einsums)."""
-        forward = sum(flops(o.operation, self.sizes) for o in self.operations.values())
+        forward = sum(count_flops(o.operation, self.sizes) for o in self.operations.values())
         return 3 * forward / (self.sizes["batch"] * self.sizes["length"])
 
     @cached_property
-    def readers(self) -> dict[str, dict[tuple[str, str], Layout]]:
+    def reader_layouts(self) -> dict[str, dict[tuple[str, str], Layout]]:
         """Map each data tensor (token ids, labels, their weights, masks) to the operations that read it, (kind, name)
         -> layout over batch and length in which the operation reads it."""
-        out: dict[str, dict[tuple[str, str], Layout]] = defaultdict(dict)
+        layouts: dict[str, dict[tuple[str, str], Layout]] = defaultdict(dict)
         for key, o in self.operations.items():
             for name in o.operation.reads:
-                out[name][key] = o.tokens
-        return dict(out)
+                layouts[name][key] = o.tokens
+        return dict(layouts)
 
     @cached_property
     def loss_layout(self) -> Layout:
         """Return the layout of the loss: ranks along its axes have losses of different tokens, which add up."""
         return next(o.tokens for (kind, _), o in self.operations.items() if kind in LOSSES)
 
-    def moved_bytes(self, c: Collective) -> int:
+    def traffic_bytes(self, c: Collective) -> int:
         """Return the bytes that all workers of one stage move in one launch of the collective `c`; of all stages
         together if `c` spans them."""
-        everywhere = moved_bytes(c, self.mesh, self.itemsize)
-        return everywhere if "stage" in c.axes and c.op != "send" else everywhere // self.stages
+        everywhere = traffic_bytes(c, self.mesh, self.itemsize)
+        return everywhere if "stage" in c.axes and c.op != "send" else everywhere // self.num_stages

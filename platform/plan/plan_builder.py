@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 
-from platform.plan.chunks import Chunk, RecordableModel, Recorded, record
-from platform.plan.layout import Mesh, padded
+from platform.plan.chunks import Chunk, RecordableModel, Recorded, record_chunks
+from platform.plan.layout import Mesh, pad_to_multiple
 from platform.plan.model_types import AUTO, NO_RECOMPUTATION, PLAIN, LabelLoss, Operation, Parameter, Recompute, Spec
 from platform.plan.operation_plan import PlannedOperation
-from platform.plan.operations.recorder import IllegalPlan, Recorder, illegal_operation, violations
-from platform.plan.operations.registry import flops, word_of
+from platform.plan.operations.recorder import IllegalPlan, Recorder, message_of_illegal_operation, violations_of_layouts
+from platform.plan.operations.registry import count_flops, look_up_op
 from platform.plan.plan import Plan
 from platform.plan.planner import Planner
 from platform.plan.rule import Step, partial_axes
@@ -22,10 +22,10 @@ from platform.plan.scheme import (
     CONTEXT,
     ModelMistake,
     Scheme,
-    as_model_mistakes,
     check_parameters,
-    check_used,
-    defined_at,
+    check_parameters_used,
+    definition_place,
+    raise_model_mistakes,
 )
 
 ALIGNED = 128  # columns of logits: matrix units of GPUs are several times slower on odd sizes in 16 bits
@@ -67,16 +67,16 @@ def build_plan(
     which shards over replicas: 0 nothing, 1 master copies and optimizer state, 2 gradients too, 3 also parameters.
     Raises ModelMistake for an error in the model's code, IllegalPlan with all violations.
     """
-    mesh = Mesh.of({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
-    parameters, sizes = _declared(model, microbatch * data)
-    given = scheme, dropout, recompute, fused_dropout, attention_kernel, loss
-    recorder = partial(Recorder, *given, sizes=sizes, leaves_out=mlp_chunks == 1)  # chunks are computed again wholly
-    recorded = _recorded(model, recorder, len(stage_of), parameters, parts)
+    mesh = Mesh.arrange_axes({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
+    parameters, sizes = _read_declarations(model, microbatch * data)
+    recorder_options = scheme, dropout, recompute, fused_dropout, attention_kernel, loss
+    recorder = partial(Recorder, *recorder_options, sizes=sizes, leaves_out=mlp_chunks == 1)  # else computed again
+    recorded = _record_model(model, recorder, len(stage_of), parameters, parts)
     operations = [o for chunk in recorded for o in chunk.ops.operations]
-    planner = Planner(mesh, scheme, _with_vocab_padded(sizes, scheme, mesh), {})
-    planner, planned, reductions = _planned(planner, operations, microbatch)
-    sharded = mesh.ordered(("zero" if scheme.zero else "data", "expert", *CONTEXT)) if zero else ()
-    chunks = tuple(chunk.planned(number, stage_of[number], planned) for number, chunk in enumerate(recorded))
+    planner = Planner(mesh, scheme, _pad_vocab(sizes, scheme, mesh), {})
+    planner, planned, reductions = _plan_model(planner, operations, microbatch)
+    sharded = mesh.order_axes(("zero" if scheme.zero else "data", "expert", *CONTEXT)) if zero else ()
+    chunks = tuple(chunk.build_chunk(number, stage_of[number], planned) for number, chunk in enumerate(recorded))
     plan = Plan(
         planner=planner,
         precision=precision,
@@ -85,7 +85,7 @@ def build_plan(
         sizes=sizes,
         parameters=tuple(p for p in parameters if not p.is_state),
         reductions=reductions,
-        stages_of=_stages_of(parameters, chunks),
+        stages_of=_stages_by_parameter(parameters, chunks),
         chunks=chunks,
         states=tuple(p for p in parameters if p.is_state),
         sharded=sharded,
@@ -95,22 +95,22 @@ def build_plan(
         recompute=recompute,
         mlp_chunks=mlp_chunks,
     )
-    return replace(plan, warnings=tuple(_replicated(mesh, plan.operations, sizes)))
+    return replace(plan, warnings=tuple(_warnings_of_repeated_work(mesh, plan.operations, sizes)))
 
 
-def _declared(model: RecordableModel, batch: int) -> tuple[tuple[Parameter, ...], dict[str, int]]:
+def _read_declarations(model: RecordableModel, batch: int) -> tuple[tuple[Parameter, ...], dict[str, int]]:
     """Return the parameters that a model declares, checked, and the global sizes of all its dims, of which `batch` is
     the size of one microbatch of all replicas. Raises ModelMistake."""
-    with as_model_mistakes(model):
+    with raise_model_mistakes(model):
         parameters, own_sizes = tuple(model.parameters()), dict(model.sizes)
     if "length" not in own_sizes:
-        raise ModelMistake("length", "the model's sizes lack it", place=defined_at(model))
+        raise ModelMistake("length", "the model's sizes lack it", place=definition_place(model))
     sizes = {"memory_length": own_sizes["length"], **own_sizes, "batch": batch}
     check_parameters(parameters, model, sizes)
     return parameters, sizes
 
 
-def _recorded(
+def _record_model(
     model: RecordableModel,
     recorder: partial[Recorder],
     count: int,
@@ -120,86 +120,92 @@ def _recorded(
     """Record a model's forward pass as `count` chunks, of the units `parts` if given, and check that it uses each of
     its declared `parameters`."""
     declared = {p.name: p for p in parameters}
-    with as_model_mistakes(model):
-        found = record(model, partial(recorder, declared=declared), count, recorder.keywords["sizes"], parts)
-    operations = (o for chunk in found for o in chunk.ops.operations)
-    check_used(parameters, (p.name for o in operations for p in (*o.parameters, *o.states)), model)
-    return found
+    with raise_model_mistakes(model):
+        recorded_chunks = record_chunks(
+            model, partial(recorder, declared=declared), count, recorder.keywords["sizes"], parts
+        )
+    operations = (o for chunk in recorded_chunks for o in chunk.ops.operations)
+    check_parameters_used(parameters, (p.name for o in operations for p in (*o.parameters, *o.states)), model)
+    return recorded_chunks
 
 
-def _stages_of(parameters: Sequence[Parameter], chunks: Sequence[Chunk]) -> dict[str, tuple[int, ...]]:
+def _stages_by_parameter(parameters: Sequence[Parameter], chunks: Sequence[Chunk]) -> dict[str, tuple[int, ...]]:
     """Return, by parameter, states too, the stages of the chunks that use it, in order."""
     uses = {p.name: dict[int, None]() for p in parameters}
     for chunk in chunks:
-        for name in chunk.parameters | chunk.states:
+        for name in chunk.parameter_names | chunk.state_names:
             uses[name][chunk.stage] = None
     return {name: tuple(stages) for name, stages in uses.items()}
 
 
-def _with_vocab_padded(sizes: Mapping[str, int], scheme: Scheme, mesh: Mesh) -> dict[str, int]:
+def _pad_vocab(sizes: Mapping[str, int], scheme: Scheme, mesh: Mesh) -> dict[str, int]:
     """Return the sizes of a model's dims with vocab padded to a multiple of the ranks along all axes that split it in
     any layout of the scheme, unless they cut it as it is; where each of them gets LARGE columns or more, to ALIGNED
     columns for each."""
     axes = {a for layout in (*scheme.regions.values(), *scheme.parameters.values()) for a in layout["vocab"]}
-    ranks = mesh.extent(sorted(axes))
+    ranks = mesh.count_ranks(sorted(axes))
     if scheme.uneven or "vocab" not in sizes:  # a model of one's own may have none
         return dict(sizes)
     large = sizes["vocab"] >= LARGE * ranks
-    return {**sizes, "vocab": padded(sizes["vocab"], ranks * (ALIGNED if large else 1))}
+    return {**sizes, "vocab": pad_to_multiple(sizes["vocab"], ranks * (ALIGNED if large else 1))}
 
 
-def _planned(
+def _plan_model(
     planner: Planner, operations: Sequence[Operation], microbatch: int
 ) -> tuple[Planner, PlannedOperations, Reductions]:
     """Plan the operations of a model; return them, the planner that knows which sums they leave to others, and the axes
     over which each parameter's gradient is summed once a step. Raises IllegalPlan, with all violations."""
     planned = plan_operations(planner, operations, microbatch)
-    reductions, reduced_at_use = _reductions(planner, operations)
+    reductions, reduced_at_use = _find_reductions(planner, operations)
     planner = replace(planner, reduced_at_use=reduced_at_use)
-    again = {(kind, name) for name, kind, _ in reduced_at_use}
+    replanned = {(kind, name) for name, kind, _ in reduced_at_use}
     opens = [o for o in operations if any(isinstance(t, Spec) and t.open for t in (*o.inputs, *o.outputs))]
-    while (open_sums := _open_sums(planner, planned)) != planner.open_sums:  # what one leaves, the one before may too
+    while (
+        open_sums := _find_open_sums(planner, planned)
+    ) != planner.open_sums:  # what one leaves, the one before may too
         planner = replace(planner, open_sums=open_sums)
         planned |= plan_operations(planner, opens, microbatch)
-    planned |= plan_operations(planner, [o for o in operations if (o.kind, o.name) in again], microbatch)
+    planned |= plan_operations(planner, [o for o in operations if (o.kind, o.name) in replanned], microbatch)
     return planner, planned, reductions
 
 
-def _reductions(planner: Planner, operations: Sequence[Operation]) -> tuple[Reductions, ReducedAtUse]:
+def _find_reductions(planner: Planner, operations: Sequence[Operation]) -> tuple[Reductions, ReducedAtUse]:
     """Return, first, by parameter the axes over which its gradient is summed once a step: those over which all of its
     uses in operations leave it partial. Second, by (operation's name and kind, parameter), for each use that leaves it
     partial over more axes, the others, over which it is summed at that use."""
     uses: dict[str, list[tuple[Operation, tuple[str, ...]]]] = defaultdict(list)
-    partial_of: dict[tuple, list[tuple[str, ...]]] = {}  # by `Operation.anonymous`: layers are alike
+    partial_of: dict[tuple, list[tuple[str, ...]]] = {}  # by `Operation.nameless_key`: layers are alike
     for operation in operations:
-        if (alike := operation.anonymous) not in partial_of:
-            used = zip(operation.parameters, word_of(operation).computes_on(planner, operation), strict=True)
-            partial_of[alike] = [planner.mesh.ordered(partial_axes(planner.layout(p), axes)) for p, axes in used]
+        if (alike := operation.nameless_key) not in partial_of:
+            used = zip(
+                operation.parameters, look_up_op(operation).parameter_compute_axes(planner, operation), strict=True
+            )
+            partial_of[alike] = [planner.mesh.order_axes(partial_axes(planner.layout(p), axes)) for p, axes in used]
         for p, axes in zip(operation.parameters, partial_of[alike], strict=True):
             uses[p.name].append((operation, axes))
     reductions, at_use = {}, {}
-    for name, found in uses.items():
-        common = set.intersection(*(set(axes) for _, axes in found))
-        reductions[name] = planner.mesh.ordered(common)
-        for operation, axes in found:
+    for name, partial_uses in uses.items():
+        common = set.intersection(*(set(axes) for _, axes in partial_uses))
+        reductions[name] = planner.mesh.order_axes(common)
+        for operation, axes in partial_uses:
             if extra := tuple(a for a in axes if a not in common):
                 at_use[operation.name, operation.kind, name] = extra
     return reductions, at_use
 
 
-def _open_sums(planner: Planner, planned: PlannedOperations) -> dict[Spec, tuple[str, ...]]:
+def _find_open_sums(planner: Planner, planned: PlannedOperations) -> dict[Spec, tuple[str, ...]]:
     """Return, by type of activation, the axes of the sums of it or of its gradient (`Spec.open`) that every operation
     which would take them leaves to another one; those left already (`planner.open_sums`) among them."""
     sums: dict[Spec, list[set[str]]] = defaultdict(list)
     for o in planned.values():
-        for spec, steps in _summable(o):
+        for spec, steps in _summable_steps(o):
             left = planner.open_sums.get(spec, ())
             sums[spec].append({*left, *(a for step in steps if step.op == "all_reduce" for a in step.axes)})
-    found = {spec: planner.mesh.ordered(set.intersection(*axes)) for spec, axes in sums.items()}
-    return {spec: axes for spec, axes in found.items() if axes}
+    axes_by_spec = {spec: planner.mesh.order_axes(set.intersection(*axes)) for spec, axes in sums.items()}
+    return {spec: axes for spec, axes in axes_by_spec.items() if axes}
 
 
-def _summable(planned: PlannedOperation) -> Iterator[tuple[Spec, Sequence[Step]]]:
+def _summable_steps(planned: PlannedOperation) -> Iterator[tuple[Spec, Sequence[Step]]]:
     """Yield, of an operation's activations whose sums may be left to others, the steps that would take the sums."""
     inputs, outputs = planned.operation.inputs, planned.operation.outputs
     pairs: list[tuple[Spec | Parameter, Sequence[Step]]] = []
@@ -207,7 +213,7 @@ def _summable(planned: PlannedOperation) -> Iterator[tuple[Spec, Sequence[Step]]
         pairs += [(inputs[0], group.x.backward)]
         pairs += [(inputs[e.index + 1], e.operand.backward) for e in group.einsums]
         pairs += [(outputs[e.index], e.output.forward) for e in group.einsums]
-    if not planned.groups and word_of(planned.operation).open.get("inputs") == "gradient":
+    if not planned.groups and look_up_op(planned.operation).open.get("inputs") == "gradient":
         pairs += [(t, c.backward) for t, c in zip(inputs, planned.conversions, strict=False)]
     yield from ((t, steps) for t, steps in pairs if isinstance(t, Spec) and t.open)
 
@@ -216,62 +222,67 @@ def plan_operations(planner: Planner, operations: Sequence[Operation], microbatc
     """Plan the operations of a recorded model, by (kind, name): compute layouts, conversions of operands and results,
     and every collective with its size. `microbatch`: sequences per microbatch and replica. Raises IllegalPlan, with all
     violations."""
-    if illegal := violations(planner, operations, microbatch):
+    if illegal := violations_of_layouts(planner, operations, microbatch):
         raise IllegalPlan(illegal)
-    found: PlannedOperations = {}
-    alike = _planned_by(planner)  # equal layers are planned once
+    planned: PlannedOperations = {}
+    alike = _known_operations(planner)  # equal layers are planned once
     for o in operations:
         try:
-            if (key := planner.key(o)) not in alike:
-                alike[key] = word_of(o).plan(planner, o)
-            found[o.kind, o.name] = replace(alike[key], operation=o)
+            if (key := planner.operation_key(o)) not in alike:
+                alike[key] = look_up_op(o).plan_operation(planner, o)
+            planned[o.kind, o.name] = replace(alike[key], operation=o)
         except ValueError as error:
-            illegal.append(illegal_operation(o, error))
+            illegal.append(message_of_illegal_operation(o, error))
     if illegal:
         raise IllegalPlan(illegal)
-    return found
+    return planned
 
 
-def _planned_by(planner: Planner) -> dict[tuple, PlannedOperation]:
-    """Return the operations that equal planners have planned, by `Planner.key`."""
+def _known_operations(planner: Planner) -> dict[tuple, PlannedOperation]:
+    """Return the operations that equal planners have planned, by `Planner.operation_key`."""
     # a plan is first made of a few layers, and a search makes many plans on one mesh
     if type(planner) is not Planner:  # another rule, of passes of generation
         return {}
-    return _planned_on(repr((planner.mesh, planner.scheme, sorted(planner.sizes.items()), planner.open_sums)))
+    return _operation_table(repr((planner.mesh, planner.scheme, sorted(planner.sizes.items()), planner.open_sums)))
 
 
 @lru_cache(maxsize=64)
-def _planned_on(planner: str) -> dict[tuple, PlannedOperation]:
+def _operation_table(planner: str) -> dict[tuple, PlannedOperation]:
     """Return an empty table of planned operations, the same one for a description of the same planner."""
     return {}
 
 
 def forget_planned() -> None:
     """Forget the operations that planners of this process have planned, as if the rule had changed."""
-    _planned_on.cache_clear()
+    _operation_table.cache_clear()
 
 
-def _replicated(mesh: Mesh, operations: Mapping[tuple[str, str], PlannedOperation], sizes: Mapping[str, int]):
+def _warnings_of_repeated_work(
+    mesh: Mesh, operations: Mapping[tuple[str, str], PlannedOperation], sizes: Mapping[str, int]
+):
     """Yield one warning for the plan per set of mesh axes that splits no dim of some einsums, so that every rank along
     these axes repeats the same work. `operations` by (kind, name); `sizes`: global sizes of dims."""
     names: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for o in operations.values():
-        if flops(o.operation, sizes):
-            if unused := mesh.ordered(a for a in mesh.axes if a not in ("stage", *o.compute_axes, *o.only)):
+        if count_flops(o.operation, sizes):
+            if unused := mesh.order_axes(a for a in mesh.axes if a not in ("stage", *o.compute_axes, *o.only)):
                 names[unused].append(o.operation.name.split(".", 2)[-1])
-    for unused, found in names.items():
-        times = mesh.extent(unused)
-        yield f"axes {'+'.join(unused)} split no dim of {', '.join(dict.fromkeys(found))}: computed {times} times over"
+    for unused, operation_names in names.items():
+        times = mesh.count_ranks(unused)
+        yield (
+            f"axes {'+'.join(unused)} split no dim of {', '.join(dict.fromkeys(operation_names))}: "
+            f"computed {times} times over"
+        )
 
 
 @contextmanager
-def without_collecting() -> Iterator[None]:
+def pause_garbage_collection() -> Iterator[None]:
     """Pause the search for cycles of objects, of which plans have hardly any."""
     # plans are many objects that stay: looking at all of them again and again takes a quarter of planning
-    was = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if was_enabled:
             gc.enable()

@@ -15,8 +15,8 @@ from itertools import pairwise
 from math import prod
 
 from platform.plan.chunks import Bucket
-from platform.plan.layout import LENGTHS, Cut, count_of
-from platform.plan.model_types import LOSSES, Parameter, Spec, dtype_of
+from platform.plan.layout import LENGTHS, Cut, format_count
+from platform.plan.model_types import LOSSES, Parameter, Spec, tensor_dtype
 from platform.plan.operation_forms import (
     PACKED,
     STAYS,
@@ -26,13 +26,13 @@ from platform.plan.operation_forms import (
     Sizes,
     Spread,
     Unsound,
-    after,
-    difference,
-    dims_of,
-    forms,
-    misread,
-    plus,
-    unordered,
+    apply_step,
+    describe_difference,
+    describe_misread_data,
+    forms_of_operation,
+    join_axis_names,
+    sort_axes,
+    spread_dims,
 )
 from platform.plan.operation_plan import Collective, PlannedOperation
 from platform.plan.plan import Plan
@@ -56,18 +56,20 @@ class Walk:
         # (op, axes, elements at most, share of these on average, phase, only, dtype) of the operation under way
         self._launches: Counter[tuple] = Counter()
 
-    def check(self, planned: PlannedOperation) -> None:
+    def check_operation(self, planned: PlannedOperation) -> None:
         """Check one planned operation of the plan. Raises Unsound for the first mistake."""
         self._launches.clear()
         merging, computed = False, set[str]()
-        for form in forms(self._plan, planned):
-            computed |= self._check(planned, form)
+        for form in forms_of_operation(self._plan, planned):
+            computed |= self._check_form(planned, form)
             merging |= bool(form.statistics)
-            self._launches.update(map(_launch, form.beside))
+            self._launches.update(map(_launch_key, form.beside))
         if computed != set(planned.compute_axes):
-            raise Unsound(f"computes on {plus(computed)}, and says on {plus(planned.compute_axes)}")
+            raise Unsound(
+                f"computes on {join_axis_names(computed)}, and says on {join_axis_names(planned.compute_axes)}"
+            )
         moved = [c for c in planned.collectives if c.dtype == "compute" or not merging]
-        listed = Counter(map(_launch, moved))
+        listed = Counter(map(_launch_key, moved))
         if listed != self._launches:
             key = next(k for k in (*listed, *self._launches) if listed[k] != self._launches[k])
             op, axes, elements, share, phase, _, dtype = key
@@ -76,109 +78,120 @@ class Walk:
             )
             raise Unsound(
                 f"lists {listed[key]} and takes {self._launches[key]} times {op} of {size} over"
-                f" {plus(axes)} in its {phase} pass, in the {dtype} type"
+                f" {join_axis_names(axes)} in its {phase} pass, in the {dtype} type"
             )
 
-    def _check(self, planned: PlannedOperation, form: Form) -> set[str]:
+    def _check_form(self, planned: PlannedOperation, form: Form) -> set[str]:
         """Check one form of a planned operation. Return the axes that split what it computes."""
-        entered = [self._enter(operand) for operand in form.operands]
+        entered = [self._enter_operand(operand) for operand in form.operands]
         read = [
-            (operand.renamed(s), title_of(operand.tensor)) for operand, s in zip(form.operands, entered, strict=True)
+            (operand.renamed(s), tensor_title(operand.tensor))
+            for operand, s in zip(form.operands, entered, strict=True)
         ]
         partial = [spread.partial if form.linear else frozenset[str]() for spread in entered]
-        space, only = _space([*((spread, "what it makes") for spread in form.given), *_completed(read, partial)])
-        summed = axes = {a for found in space.values() for a in found}
-        _check_dims(planned, form, space)
-        if planned.operation.reads and (wrong := misread(planned, space, only)):
-            raise Unsound(f"{', '.join(planned.operation.reads)} {wrong}")
+        space, only = _operation_space(
+            [*((spread, "what it makes") for spread in form.given), *_drop_partial_axes(read, partial)]
+        )
+        summed = axes = {a for dim_axes in space.values() for a in dim_axes}
+        _check_form_dims(planned, form, space)
+        if planned.operation.reads and (misreading := describe_misread_data(planned, space, only)):
+            raise Unsound(f"{', '.join(planned.operation.reads)} {misreading}")
         if form.out is not None:
             exchanged = {a for d in form.statistics for a in space[d]}
-            result = Spread({d: space[d] for d in dims_of(form.out)}, frozenset(), only)
-            result = unordered(result) if "rows" in form.out.dims else result
+            result = Spread({d: space[d] for d in spread_dims(form.out)}, frozenset(), only)
+            result = sort_axes(result) if "rows" in form.out.dims else result
             summands = frozenset(axes - result.axes - exchanged).union(*partial)
-            summed = axes | self._leave(form.out, form.output, result, summands)
+            summed = axes | self._check_result(form.out, form.output, result, summands)
         for number, (operand, spread) in enumerate(zip(form.operands, entered, strict=True)):
             if operand.constant:
                 continue
             others = summed.union(*partial[:number], *partial[number + 1 :])
-            self._return(operand, spread._replace(partial=frozenset(others - spread.axes)))
+            self._check_gradient(operand, spread._replace(partial=frozenset(others - spread.axes)))
         return axes
 
-    def _enter(self, operand: Operand) -> Spread:
+    def _enter_operand(self, operand: Operand) -> Spread:
         """Return the spread in which an operand is read, converted for the operation."""
         tensor, conversion = operand.tensor, operand.conversion
         _check_dtype(tensor, conversion)
         _check_pieces(tensor, conversion, self._plan.scheme)
         phases = () if operand.shared else (FORWARD, BACKWARD) if operand.regathered else (FORWARD,)
-        lying, sizes = self._lying_of(tensor)
-        spread = self._follow_steps(tensor, lying, conversion.forward, phases, title_of(tensor))
+        lying, sizes = self._spread_of_tensor(tensor)
+        spread = self._follow_steps(tensor, lying, conversion.forward, phases, tensor_title(tensor))
         if operand.panels and operand.axes and not operand.shared:
-            gathered = spread.elements(sizes, self._extents) * prod(self._extents[a] for a in operand.axes)
-            share, each = spread.share(spread.split, sizes, self._extents), gathered // operand.panels.count
+            gathered = spread.count_elements(sizes, self._extents) * prod(self._extents[a] for a in operand.axes)
+            share, panel_elements = (
+                spread.average_share(spread.split, sizes, self._extents),
+                gathered // operand.panels.count,
+            )
             for op, phase in (("broadcast", FORWARD), ("broadcast", BACKWARD), ("reduce", BACKWARD)):
-                key = op, operand.axes, each, share, phase, spread.only, dtype_of(tensor)
+                key = op, operand.axes, panel_elements, share, phase, spread.only, tensor_dtype(tensor)
                 self._launches[key] += operand.panels.count
-        return self._follow_steps(tensor, spread, _steps("all_gather", operand, spread), (), title_of(tensor))
+        return self._follow_steps(tensor, spread, _panel_steps("all_gather", operand, spread), (), tensor_title(tensor))
 
-    def _leave(self, out: Spec, output: Conversion, result: Spread, partial: frozenset[str]) -> frozenset[str]:
+    def _check_result(self, out: Spec, output: Conversion, result: Spread, partial: frozenset[str]) -> frozenset[str]:
         """Check that a result, complete but `partial`, comes to lie as its type says, and its gradient as it was;
         return the axes over which the gradient is partial then."""
-        lying, _ = self._lying_of(out)
+        lying, _ = self._spread_of_tensor(out)
         _check_dtype(out, output)
         _check_pieces(out, output, self._plan.scheme)
-        there = self._follow_steps(out, result._replace(partial=partial), output.forward, (FORWARD,), f"result {out}")
-        if wrong := difference(there, lying):
-            raise Unsound(f"result {out} {wrong}")
+        reached = self._follow_steps(out, result._replace(partial=partial), output.forward, (FORWARD,), f"result {out}")
+        if mismatch := describe_difference(reached, lying):
+            raise Unsound(f"result {out} {mismatch}")
         name, left = f"gradient of {out}", frozenset(self._plan.layout(out).gradient)
         gradient = self._follow_steps(out, lying._replace(partial=left), output.backward, (BACKWARD,), name)
-        if wrong := difference(gradient, result._replace(partial=gradient.partial & left)):
-            raise Unsound(f"{name} {wrong}")
+        if mismatch := describe_difference(gradient, result._replace(partial=gradient.partial & left)):
+            raise Unsound(f"{name} {mismatch}")
         return gradient.partial
 
-    def _return(self, operand: Operand, gradient: Spread) -> None:
+    def _check_gradient(self, operand: Operand, gradient: Spread) -> None:
         """Check that the gradient of an operand arrives complete or, of a parameter, partial over just the axes over
         which it is summed once a step."""
         tensor, phases = operand.tensor, () if operand.shared else (BACKWARD,)
-        name, (wanted, _) = f"gradient of {title_of(tensor)}", self._lying_of(tensor)
-        gradient = self._follow_steps(tensor, gradient, _steps("reduce_scatter", operand, gradient), (), name)
+        name, (expected, _) = f"gradient of {tensor_title(tensor)}", self._spread_of_tensor(tensor)
+        gradient = self._follow_steps(tensor, gradient, _panel_steps("reduce_scatter", operand, gradient), (), name)
         gradient = self._follow_steps(tensor, gradient, operand.conversion.backward, phases, name)
         lent, back = (
             [s.op for s in way if s.op in LENDING] for way in (operand.conversion.forward, operand.conversion.backward)
         )
         if (lent, back) not in (([], []), (["lend"], ["give_back"])):
-            raise Unsound(f"{title_of(tensor)} is taken by {plus(lent)}, and its gradient by {plus(back)}")
+            raise Unsound(
+                f"{tensor_title(tensor)} is taken by {join_axis_names(lent)}, and "
+                f"its gradient by {join_axis_names(back)}"
+            )
         if isinstance(tensor, Parameter):
             summed = frozenset(self._plan.reductions.get(tensor.name, ()))
             if left := gradient.partial - summed:
-                raise Unsound(f"{name} is partial over {plus(left)}, and never summed there")
-            if twice := summed - gradient.partial:
-                axis = min(twice)
-                raise Unsound(f"{name} is {gradient.said(axis)} over {axis}, and summed there at the end of the step")
-            wanted = wanted._replace(partial=summed)
+                raise Unsound(f"{name} is partial over {join_axis_names(left)}, and never summed there")
+            if summed_twice := summed - gradient.partial:
+                axis = min(summed_twice)
+                raise Unsound(
+                    f"{name} is {gradient.describe_axis(axis)} over {axis}, and summed there at the end of the step"
+                )
+            expected = expected._replace(partial=summed)
         else:
-            wanted = wanted._replace(partial=frozenset(self._plan.layout(tensor).gradient))
-        if wrong := difference(gradient, wanted):
-            raise Unsound(f"{name} {wrong}")
+            expected = expected._replace(partial=frozenset(self._plan.layout(tensor).gradient))
+        if mismatch := describe_difference(gradient, expected):
+            raise Unsound(f"{name} {mismatch}")
 
-    def _lying_of(self, tensor: Tensor) -> tuple[Spread, Sizes]:
+    def _spread_of_tensor(self, tensor: Tensor) -> tuple[Spread, Sizes]:
         """Return the spread in which a tensor lies between operations, and its global sizes by dim, with units."""
-        if (found := self._lying.get(tensor)) is None:
+        if (known := self._lying.get(tensor)) is None:
             layout = self._plan.layout(tensor)
             if rows := isinstance(tensor, Spec) and "rows" in tensor.dims:
-                there = self._plan.scheme.activation(tensor.region, dims_of(tensor))
-                layout = replace(there, partial=layout.partial)
-            spread = Spread.lying(dims_of(tensor), layout)
+                region_layout = self._plan.scheme.activation_layout(tensor.region, spread_dims(tensor))
+                layout = replace(region_layout, partial=layout.partial)
+            spread = Spread.apply_layout(spread_dims(tensor), layout)
             planner = self._plan.planner
-            sizes = {d: (n, planner.units.get(d, 1)) for d, n in planner.sizes_of(tensor).items()}
-            self._lying[tensor] = found = unordered(spread) if rows else spread, sizes
-        return found
+            sizes = {d: (n, planner.cut_units.get(d, 1)) for d, n in planner.tensor_sizes(tensor).items()}
+            self._lying[tensor] = known = sort_axes(spread) if rows else spread, sizes
+        return known
 
     def _follow_steps(
         self, tensor: Tensor, spread: Spread, steps: Sequence[Step], phases: Sequence[str], name: str
     ) -> Spread:
         """Return the spread of a tensor after `steps`, whose launches are counted in `phases`; `name`: its name
         in messages."""
-        rows, (_, sizes) = "rows" in tensor.dims, self._lying_of(tensor)
+        rows, (_, sizes) = "rows" in tensor.dims, self._spread_of_tensor(tensor)
         wider = any(step.op == "give_back" for step in steps)  # by lent experts
         for step in steps:
             wider = step.op == "lend" or (wider and step.op != "give_back")
@@ -186,93 +199,100 @@ class Walk:
             if rows and step.op != "all_to_allv":  # which moves rows between the dims that they stand for
                 taken = replace(step, dim=step.dim + len(PACKED) - 1, joined=step.joined + len(PACKED) - 1)
             try:
-                spread = unordered(after(before, taken)) if rows else after(before, taken)
+                spread = sort_axes(apply_step(before, taken)) if rows else apply_step(before, taken)
             except Unsound as error:
                 raise Unsound(f"{name}: {error}") from None
-            if not rows and (wrong := _miscut(step, before, spread, sizes, self._extents)):
-                raise Unsound(f"{name}: {step.op} over {plus(step.axes)} {wrong}")
+            if not rows and (miscut := _describe_miscut(step, before, spread, sizes, self._extents)):
+                raise Unsound(f"{name}: {step.op} over {join_axis_names(step.axes)} {miscut}")
             if phases and step.op in COLLECTIVES:
-                given = [before, spread] if step.op == "all_to_allv" else [spread if step.op == "scatter" else before]
-                elements = min(self._rows(s, sizes) if rows else s.elements(sizes, self._extents) for s in given)
-                moved = [d for i, d in enumerate(before.split) if taken.moves(i)]
-                share = before.share((d for d in before.split if d not in moved), sizes, self._extents)
+                sides = [before, spread] if step.op == "all_to_allv" else [spread if step.op == "scatter" else before]
+                elements = min(
+                    self._count_row_elements(s, sizes) if rows else s.count_elements(sizes, self._extents)
+                    for s in sides
+                )
+                moved = [d for i, d in enumerate(before.split) if taken.moves_dim(i)]
+                share = before.average_share((d for d in before.split if d not in moved), sizes, self._extents)
                 if step.op in ("reduce_scatter", "all_to_all"):  # each block of what is split has room
                     dim, ranks = list(before.split)[taken.dim], prod(self._extents[a] for a in step.axes)
-                    elements = elements // before.longest(dim, sizes, self._extents)
-                    elements *= ranks * spread.longest(dim, sizes, self._extents)
+                    elements = elements // before.longest_extent(dim, sizes, self._extents)
+                    elements *= ranks * spread.longest_extent(dim, sizes, self._extents)
                 if step.op in LENDING or wider:
-                    own, lent = self._experts(spread, sizes), self._plan.scheme.lent
-                    elements = elements // own * (lent if step.op in LENDING else own + lent)
+                    own_experts, lent = self._count_own_experts(spread, sizes), self._plan.scheme.lent
+                    elements = elements // own_experts * (lent if step.op in LENDING else own_experts + lent)
                 op = "all_to_allv" if step.op in LENDING else step.op
                 for phase in phases:
-                    key = op, step.axes, elements, share, phase, frozenset(step.only), dtype_of(tensor)
+                    key = op, step.axes, elements, share, phase, frozenset(step.only), tensor_dtype(tensor)
                     self._launches[key] += 1
         return spread
 
-    def _experts(self, spread: Spread, sizes: Sizes) -> int:
+    def _count_own_experts(self, spread: Spread, sizes: Sizes) -> int:
         """Return how many experts of its own a rank has in a `spread` of a tensor of global `sizes`."""
-        return spread.longest("experts", sizes, self._extents)
+        return spread.longest_extent("experts", sizes, self._extents)
 
-    def _rows(self, spread: Spread, sizes: Sizes) -> int:
+    def _count_row_elements(self, spread: Spread, sizes: Sizes) -> int:
         """Return the elements of the most rows that a rank can have."""
-        of_token = min(self._plan.sizes["rows"], self._experts(spread, sizes) + self._plan.scheme.lent)
-        rest = spread._replace(split={d: axes for d, axes in spread.split.items() if d != "experts"})
-        return of_token * rest.elements(sizes, self._extents)
+        of_token = min(self._plan.sizes["rows"], self._count_own_experts(spread, sizes) + self._plan.scheme.lent)
+        without_experts = spread._replace(split={d: axes for d, axes in spread.split.items() if d != "experts"})
+        return of_token * without_experts.count_elements(sizes, self._extents)
 
 
-def _completed(read: Sequence[tuple[Spread, str]], partial: Sequence[frozenset[str]]) -> Iterator[tuple[Spread, str]]:
+def _drop_partial_axes(
+    read: Sequence[tuple[Spread, str]], partial: Sequence[frozenset[str]]
+) -> Iterator[tuple[Spread, str]]:
     """Yield an operation's spreads and names of operands, each without what it may be `partial` over, not twice."""
     for number, ((spread, name), axes) in enumerate(zip(read, partial, strict=True)):
         if twice := axes & frozenset().union(*partial[:number]):
-            raise Unsound(f"{name} and another operand are partial over {plus(twice)}")
+            raise Unsound(f"{name} and another operand are partial over {join_axis_names(twice)}")
         yield spread._replace(partial=spread.partial - axes), name
 
 
-def _miscut(step: Step, before: Spread, then: Spread, sizes: Sizes, extents: Mapping[str, int]) -> str:
+def _describe_miscut(step: Step, before: Spread, then: Spread, sizes: Sizes, extents: Mapping[str, int]) -> str:
     """Return in words in which other blocks a step takes a dim that it moves than it lies in, or ""."""
     for i, d in enumerate(before.split):
         axes, (size, unit) = max(before.split[d], then.split[d], key=len), sizes[d]
         blocks = prod(extents[a] for a in axes)
         cut = Cut(size, axes, blocks, unit) if size % (blocks * unit) else None
-        if step.moves(i) and step.cut(i) != cut:
+        if step.moves_dim(i) and step.cut_of_dim(i) != cut:
             return f"takes the {blocks} blocks of {d}, of size {size}, for {'equal' if cut else 'uneven'} ones"
     return ""
 
 
-def _launch(c: Collective) -> tuple:
+def _launch_key(c: Collective) -> tuple:
     """Return the key under which launches of a planned collective are counted."""
-    share = prod((Fraction(cut.size, cut.blocks * cut.longest()) for cut in c.cuts), start=Fraction(1))
+    share = prod((Fraction(cut.size, cut.blocks * cut.longest_extent()) for cut in c.cuts), start=Fraction(1))
     return c.op, c.axes, c.elements, share, c.phase, frozenset(c.only), c.dtype
 
 
-def title_of(tensor: Tensor) -> str:
+def tensor_title(tensor: Tensor) -> str:
     """Return the name of a parameter, or the type of an activation, for messages."""
     return tensor.name if isinstance(tensor, Parameter) else str(tensor)
 
 
 def _check_dtype(tensor: Tensor, conversion: Conversion) -> None:
     """Raise Unsound for a conversion that moves a tensor, or computes it, in another type than it has."""
-    if conversion != STAYS and conversion.dtype != dtype_of(tensor):
+    if conversion != STAYS and conversion.dtype != tensor_dtype(tensor):
         raise Unsound(
-            f"{title_of(tensor)} moves in the {conversion.dtype} type, and it is of the {dtype_of(tensor)} type"
+            f"{tensor_title(tensor)} moves in the {conversion.dtype} type, and it is of the {tensor_dtype(tensor)} type"
         )
 
 
 def _check_pieces(tensor: Tensor, conversion: Conversion, scheme: Scheme) -> None:
     """Raise Unsound for a step of a conversion that takes pieces of a length in another order than ranks have them."""
     for step in (*conversion.forward, *conversion.backward):
-        moved = [i for i, d in enumerate(tensor.dims) if d in LENGTHS and step.moves(i) and scheme.zigzag in step.axes]
-        wanted = (moved[0], scheme.rounds) if moved else (-1, 1)
-        if (step.zigzag, step.rounds) != wanted:
-            taken, there = (
-                f"dealt in {count_of(rounds, 'round')}" if dim >= 0 else "straight"
-                for dim, rounds in ((step.zigzag, step.rounds), wanted)
+        moved = [
+            i for i, d in enumerate(tensor.dims) if d in LENGTHS and step.moves_dim(i) and scheme.zigzag in step.axes
+        ]
+        expected_dealing = (moved[0], scheme.rounds) if moved else (-1, 1)
+        if (step.zigzag, step.rounds) != expected_dealing:
+            taken, expected = (
+                f"dealt in {format_count(rounds, 'round')}" if dim >= 0 else "straight"
+                for dim, rounds in ((step.zigzag, step.rounds), expected_dealing)
             )
-            said = f"{step.op} over {plus(step.axes)} takes pieces as {taken}, and they are {there}"
-            raise Unsound(f"{title_of(tensor)}: {said}")
+            mistake = f"{step.op} over {join_axis_names(step.axes)} takes pieces as {taken}, and they are {expected}"
+            raise Unsound(f"{tensor_title(tensor)}: {mistake}")
 
 
-def _steps(op: str, operand: Operand, spread: Spread) -> list[Step]:
+def _panel_steps(op: str, operand: Operand, spread: Spread) -> list[Step]:
     """Return the steps in whose place an operand is passed on in panels, none without: each axis by itself."""
     if not operand.panels and not operand.around:
         return []
@@ -282,97 +302,121 @@ def _steps(op: str, operand: Operand, spread: Spread) -> list[Step]:
     return [Step(op, (axis,), dim, only=tuple(spread.only)) for axis in axes]
 
 
-def _space(spreads: Sequence[tuple[Spread, str]]) -> tuple[Space, frozenset[str]]:
+def _operation_space(spreads: Sequence[tuple[Spread, str]]) -> tuple[Space, frozenset[str]]:
     """Return by dim the axes that split an operation's space, and the axes at whose index 0 alone ranks compute it.
     Raises Unsound for tensors, given as spreads with their names, whose blocks do not belong together."""
     space: Space = {}
     (first, one), only = spreads[0], spreads[0][0].only
     for spread, name in spreads:
         if spread.partial:
-            raise Unsound(f"{name} is partial over {plus(spread.partial)} where it is read")
+            raise Unsound(f"{name} is partial over {join_axis_names(spread.partial)} where it is read")
         if spread.only != only:
             axis = min(spread.only ^ only)
-            raise Unsound(f"{name} is {spread.said(axis)} over {axis}, {one} is {first.said(axis)}")
+            raise Unsound(f"{name} is {spread.describe_axis(axis)} over {axis}, {one} is {first.describe_axis(axis)}")
         for dim, axes in spread.split.items():
             if space.setdefault(dim, axes) != axes:
-                raise Unsound(f"{name} has {dim} split over {plus(axes)}, {one} over {plus(space[dim])}")
+                raise Unsound(
+                    f"{name} has {dim} split over {join_axis_names(axes)}, {one} over {join_axis_names(space[dim])}"
+                )
     for axis, times in Counter(a for axes in space.values() for a in axes).items():
         if times > 1 or axis in only:
-            names = [f"{name}, which is {spread.said(axis)}" for spread, name in spreads if spread.along(axis) != WHOLE]
+            names = [
+                f"{name}, which is {spread.describe_axis(axis)}"
+                for spread, name in spreads
+                if spread.kind_along_axis(axis) != WHOLE
+            ]
             raise Unsound(f"reads {' beside '.join(names)} over {axis}")
     return space, only
 
 
-def _check_dims(planned: PlannedOperation, form: Form, space: Space) -> None:
+def _check_form_dims(planned: PlannedOperation, form: Form, space: Space) -> None:
     """Raise Unsound where an axis splits a dim that an operation needs whole, or ranks that split a dim do not merge
     its statistics."""
     for dim in form.whole:
         if space.get(dim):
-            raise Unsound(f"needs {dim} whole, which is split over {plus(space[dim])}")
+            raise Unsound(f"needs {dim} whole, which is split over {join_axis_names(space[dim])}")
     over = tuple(a for dim in form.merged for a in space[dim])
     if planned.over != over:
         dims = "+".join(form.merged) or "nothing"
-        raise Unsound(f"merges {dims} over {plus(planned.over)}, and it is split over {plus(over)}")
+        raise Unsound(
+            f"merges {dims} over {join_axis_names(planned.over)}, and it is split over {join_axis_names(over)}"
+        )
     merges = [c for c in planned.collectives if c.dtype == "accumulate"] if form.statistics else []
-    wanted = over if form.statistics else ()
-    if bool(merges) != bool(wanted) or any(c.axes != wanted for c in merges):
+    expected_axes = over if form.statistics else ()
+    if bool(merges) != bool(expected_axes) or any(c.axes != expected_axes for c in merges):
         dims = "+".join(form.statistics) or "no dim"
-        raise Unsound(f"merges statistics of {dims} over {plus(wanted)}, and lists other collectives")
+        raise Unsound(f"merges statistics of {dims} over {join_axis_names(expected_axes)}, and lists other collectives")
 
 
-def unsound(plan: Plan) -> list[str]:
+def find_unsoundness(plan: Plan) -> list[str]:
     """List what of a plan would compute another number than one process, or hang: a line each, which names the
     operation, the tensor and the axis; [] for a sound plan, which has all stages."""
-    lines = [f"at {n} tokens: {line}" for n, shorter in plan.shorter.items() for line in unsound(shorter)]
-    lines += [line for check in (_tensors, _losses, _parameters, _buckets, _flows) for line in check(plan)]
+    lines = [f"at {n} tokens: {line}" for n, shorter in plan.shorter.items() for line in find_unsoundness(shorter)]
+    lines += [
+        line
+        for check in (
+            _violations_of_tensors,
+            _violations_of_losses,
+            _violations_of_parameters,
+            _violations_of_buckets,
+            _violations_of_flows,
+        )
+        for line in check(plan)
+    ]
     walk = Walk(plan)
     for chunk in plan.chunks:
         for (kind, name), planned in chunk.operations.items():
             try:
-                walk.check(planned)
+                walk.check_operation(planned)
             except Unsound as error:
                 lines.append(f"{kind} {name}: {error}")
     return lines
 
 
-def _tensors(plan: Plan) -> Iterator[str]:
+def _violations_of_tensors(plan: Plan) -> Iterator[str]:
     """Yield a line per tensor with a dim that its axes do not divide, or an axis that splits two dims."""
     operations = (o.operation for chunk in plan.chunks for o in chunk.operations.values())
     tensors: dict[Spec | Parameter, None] = dict.fromkeys(t for o in operations for t in (*o.inputs, *o.outputs))
     for tensor in tensors:
-        layout, sizes = plan.layout(tensor), plan.planner.sizes_of(tensor)
+        layout, sizes = plan.layout(tensor), plan.planner.tensor_sizes(tensor)
         for axis, times in Counter((*layout.axes, *layout.only)).items():
             if times > 1:
-                yield f"{title_of(tensor)}: {axis} splits more than one dim"
+                yield f"{tensor_title(tensor)}: {axis} splits more than one dim"
         for dim, axes in layout.items():
-            blocks = plan.mesh.extent(axes)
-            if sizes[dim] < blocks or (sizes[dim] % blocks and not plan.planner.uneven(dim)):
-                yield f"{title_of(tensor)}: {dim} of size {sizes[dim]} is split over {plan.mesh.extent(axes)} ranks"
+            blocks = plan.mesh.count_ranks(axes)
+            if sizes[dim] < blocks or (sizes[dim] % blocks and not plan.planner.can_cut_unevenly(dim)):
+                yield (
+                    f"{tensor_title(tensor)}: {dim} of size {sizes[dim]} is split "
+                    f"over {plan.mesh.count_ranks(axes)} ranks"
+                )
 
 
-def _losses(plan: Plan) -> Iterator[str]:
+def _violations_of_losses(plan: Plan) -> Iterator[str]:
     """Yield a line per loss that is computed several times, or not summed over the ranks that have parts of it."""
-    found = [(f"{kind} {name}", o) for c in plan.chunks for (kind, name), o in c.operations.items() if kind in LOSSES]
-    for name, times in Counter(name for name, _ in found).items():
+    losses = [(f"{kind} {name}", o) for c in plan.chunks for (kind, name), o in c.operations.items() if kind in LOSSES]
+    for name, times in Counter(name for name, _ in losses).items():
         if times > 1:
             yield f"{name}: the loss is computed in {times} chunks, so that it counts {times} times"
     counted = set(plan.loss_layout.axes)
-    for name, o in found:
+    for name, o in losses:
         for axis in sorted(set(o.tokens.axes) ^ counted):
             parts = "has parts" if axis in o.tokens.axes else "is whole"
             yield f"{name}: the loss {parts} along {axis}, unlike the loss that is summed over the ranks"
-    held = plan.microbatches * plan.sizes["batch"]
-    if held < plan.sequences:
-        yield f"{plan.microbatches} microbatches have {held} sequences, and the loss is a mean over {plan.sequences}"
+    num_sequences = plan.microbatches * plan.sizes["batch"]
+    if num_sequences < plan.sequences:
+        yield (
+            f"{plan.microbatches} microbatches have {num_sequences} sequences, "
+            f"and the loss is a mean over {plan.sequences}"
+        )
 
 
-def _parameters(plan: Plan) -> Iterator[str]:
+def _violations_of_parameters(plan: Plan) -> Iterator[str]:
     """Yield a line per parameter that is held, gathered or summed elsewhere than the operations use it."""
     using: dict[str, set[int]] = defaultdict(set)
     for chunk in plan.chunks:
-        for name in chunk.parameters:
+        for name in chunk.parameter_names:
             using[name].add(chunk.stage)
-        for name in sorted(chunk.parameters.difference(*chunk.spans)):
+        for name in sorted(chunk.parameter_names.difference(*chunk.spans)):
             yield f"{name}: no span of chunk {chunk.number} has it, so that nothing gathers it there"
     for p in plan.parameters:
         if sorted(using[p.name]) != sorted(stages := plan.stages_of[p.name]):
@@ -382,7 +426,7 @@ def _parameters(plan: Plan) -> Iterator[str]:
                 yield f"{p.name}: its gradient is summed {times} times over {axis}"
 
 
-def _buckets(plan: Plan) -> Iterator[str]:
+def _violations_of_buckets(plan: Plan) -> Iterator[str]:
     """Yield a line per parameter whose bucket sums its gradient otherwise than planned, or shards it otherwise."""
     times = Counter(p.name for bucket in plan.buckets for p in bucket.parameters)
     for p in plan.parameters:
@@ -390,7 +434,7 @@ def _buckets(plan: Plan) -> Iterator[str]:
             yield f"{p.name}: its gradient lies in {times[p.name]} buckets"
     for bucket in plan.buckets:
         try:
-            split = _reduced(plan, bucket)
+            split = _axes_after_reduction(plan, bucket)
         except Unsound as error:
             yield f"bucket of {bucket.name}: {error}"
             continue
@@ -398,60 +442,69 @@ def _buckets(plan: Plan) -> Iterator[str]:
             layout = plan.layout(p)
             if set(bucket.axes) != set(plan.reductions[p.name]) or set(bucket.only) != set(layout.only):
                 partial = plan.reductions[p.name]
-                yield f"{p.name}: its bucket sums over {plus(bucket.axes)}, and it is partial over {plus(partial)}"
+                yield (
+                    f"{p.name}: its bucket sums over {join_axis_names(bucket.axes)}, and "
+                    f"it is partial over {join_axis_names(partial)}"
+                )
             if size != prod(plan.local_shape(p)):
                 yield f"{p.name}: its block has {prod(plan.local_shape(p))} elements, its place in the bucket {size}"
-            if sorted(plan.split_over(p)) != sorted((*layout.axes, *split)):
-                counted, there = plus(plan.split_over(p)), plus((*layout.axes, *split))
-                yield f"{p.name}: the norm counts it as split over {counted}, and it is over {there}"
+            if sorted(plan.master_split_axes(p)) != sorted((*layout.axes, *split)):
+                counted_axes, actual_axes = (
+                    join_axis_names(plan.master_split_axes(p)),
+                    join_axis_names((*layout.axes, *split)),
+                )
+                yield f"{p.name}: the norm counts it as split over {counted_axes}, and it is over {actual_axes}"
 
 
-def _reduced(plan: Plan, bucket: Bucket) -> tuple[str, ...]:
+def _axes_after_reduction(plan: Plan, bucket: Bucket) -> tuple[str, ...]:
     """Return the axes that split a bucket's gradients after all their sums. Raises Unsound unless these are complete
     then, and the gathers of ZeRO join them again."""
     gradient = Spread({"elements": ()}, frozenset(bucket.axes), frozenset(bucket.only))
-    each, last = plan.reduction(bucket)
-    for step in (*each, *last):
-        gradient = after(gradient, step)
+    microbatch_steps, final_steps = plan.reduction_steps(bucket)
+    for step in (*microbatch_steps, *final_steps):
+        gradient = apply_step(gradient, step)
     sharded = Spread({"elements": bucket.sharded}, frozenset(), gradient.only)
-    if wrong := difference(gradient, sharded):
-        raise Unsound(f"the gradient {wrong}")
-    for step in plan.gathering(bucket):
-        gradient = after(gradient, step)
-    if wrong := difference(gradient, sharded._replace(split={"elements": ()})):
-        raise Unsound(f"the gathered parameters: {wrong}")
-    ranks = plan.mesh.extent(bucket.sharded)
+    if mismatch := describe_difference(gradient, sharded):
+        raise Unsound(f"the gradient {mismatch}")
+    for step in plan.gather_steps(bucket):
+        gradient = apply_step(gradient, step)
+    if mismatch := describe_difference(gradient, sharded._replace(split={"elements": ()})):
+        raise Unsound(f"the gathered parameters: {mismatch}")
+    ranks = plan.mesh.count_ranks(bucket.sharded)
     if bucket.shards != ranks or bucket.elements % ranks or bucket.elements < sum(bucket.sizes):
         raise Unsound(f"{bucket.elements} elements do not hold {sum(bucket.sizes)} in {ranks} equal shards")
     return sharded.split["elements"]
 
 
-def _flows(plan: Plan) -> Iterator[str]:
+def _violations_of_flows(plan: Plan) -> Iterator[str]:
     """Yield a line per activation that a chunk does not get as the one before sends it, or that ranks take for equal
     and it is not; and per matrix that is not whole for its update."""
     for before, chunk in pairwise(plan.chunks):
         if before.sends != chunk.receives:
             yield f"chunk {chunk.number} receives {chunk.receives}, and {before.sends} is sent"
-    shared = [(spec, plan.shared_axes(spec)) for c in plan.chunks for _, spec in c.sends]
-    shared += [(spec, plan.kept_axes(spec)) for c in plan.chunks for spec in c.kept]
+    shared = [(spec, plan.scatter_axes(spec)) for c in plan.chunks for _, spec in c.sends]
+    shared += [(spec, plan.recompute_axes(spec)) for c in plan.chunks for spec in c.kept]
     for spec, axes in dict.fromkeys(shared):
-        spread = Spread.lying(spec.dims, plan.layout(spec))
+        spread = Spread.apply_layout(spec.dims, plan.layout(spec))
         for axis in axes:
-            if spread.along(axis) != WHOLE:
-                yield f"{spec}: each rank along {axis} has a part of it for all, and it is {spread.said(axis)} there"
+            if spread.kind_along_axis(axis) != WHOLE:
+                yield (
+                    f"{spec}: each rank along {axis} has a part of it for all, and "
+                    f"it is {spread.describe_axis(axis)} there"
+                )
     for p in plan.parameters if plan.matrices else ():
         if p.name in plan.matrices:
-            yield from _joined(plan, p)
+            yield from _violations_of_matrix(plan, p)
 
 
-def _joined(plan: Plan, p: Parameter) -> Iterator[str]:
+def _violations_of_matrix(plan: Plan, p: Parameter) -> Iterator[str]:
     """Yield a line if a parameter that is updated as a whole matrix is not whole then."""
-    spread = Spread.lying(p.dims, plan.layout(p))
+    spread = Spread.apply_layout(p.dims, plan.layout(p))
     try:
-        for step in plan.joining(p):
-            spread = after(spread, step)
+        for step in plan.matrix_gather_steps(p):
+            spread = apply_step(spread, step)
     except Unsound as error:
         yield f"{p.name}: {error}"
         return
-    if wrong := difference(spread, Spread.lying(p.dims, plan.joined(p))):
-        yield f"{p.name}: the matrix that is updated {wrong}"
+    if mismatch := describe_difference(spread, Spread.apply_layout(p.dims, plan.matrix_layout(p))):
+        yield f"{p.name}: the matrix that is updated {mismatch}"

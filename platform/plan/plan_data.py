@@ -35,15 +35,15 @@ _FIELDS = {part: [f.name for f in fields(part) if f.init] for part in _WORDS}
 _DIGESTS: dict[int, str] = {}  # by identity, of plans that are alive
 
 
-def to_dict(plan: Plan) -> dict[str, Any]:
-    """Encode a whole plan as plain JSON-able data, from which `from_dict` rebuilds an equal plan."""
-    return _encoded(plan, {})
+def encode_plan(plan: Plan) -> dict[str, Any]:
+    """Encode a whole plan as plain JSON-able data, from which `decode_plan` rebuilds an equal plan."""
+    return _encode_value(plan, {})
 
 
-def from_dict(data: Any) -> Plan:
-    """Rebuild the plan from which `to_dict` made `data`. Raises ValueError for anything else."""
+def decode_plan(data: Any) -> Plan:
+    """Rebuild the plan from which `encode_plan` made `data`. Raises ValueError for anything else."""
     try:
-        plan = _decoded(data)
+        plan = _decode_value(data)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"is no plan: {type(error).__name__}: {error}") from None
     if not isinstance(plan, Plan):
@@ -51,51 +51,54 @@ def from_dict(data: Any) -> Plan:
     return plan
 
 
-def digest(plan: Plan) -> str:
+def plan_digest(plan: Plan) -> str:
     """Return 16 hexadecimal digits that identify a plan: the same for equal plans in all processes and machines."""
     if (known := _DIGESTS.get(id(plan))) is None:
-        text = json.dumps(to_dict(plan), sort_keys=True, separators=(",", ":"))
+        text = json.dumps(encode_plan(plan), sort_keys=True, separators=(",", ":"))
         _DIGESTS[id(plan)] = known = hashlib.sha256(text.encode()).hexdigest()[:16]
         weakref.finalize(plan, _DIGESTS.pop, id(plan), None)
     return known
 
 
-def _encoded(value: Any, done: dict[int, Any]) -> Any:
+def _encode_value(value: Any, done: dict[int, Any]) -> Any:
     """Encode a value that is part of a plan as plain data, recursively: dataclasses and mappings as described in the
     module's text, tuples as lists. `done`: encoded dataclasses so far, by identity, as layers share them."""
     kind = type(value)
     if value is None or kind in (str, int, float, bool):
         return value
     if kind in (tuple, list):
-        return [_encoded(item, done) for item in value]
+        return [_encode_value(item, done) for item in value]
     if kind in _FIELDS:
-        if (found := done.get(id(value))) is None:
-            done[id(value)] = found = {"is": _WORDS[kind]}
+        if (encoded := done.get(id(value))) is None:
+            done[id(value)] = encoded = {"is": _WORDS[kind]}
             for name in _FIELDS[kind]:
-                found[name] = _encoded(getattr(value, name), done)
-        return found
+                encoded[name] = _encode_value(getattr(value, name), done)
+        return encoded
     assert isinstance(value, Mapping), f"{kind.__name__} in a plan: one of _CLASSES, if it is a dataclass"
-    return {"is": "map", "items": [[_encoded(key, done), _encoded(item, done)] for key, item in value.items()]}
+    return {
+        "is": "map",
+        "items": [[_encode_value(key, done), _encode_value(item, done)] for key, item in value.items()],
+    }
 
 
-def _decoded(value: Any) -> Any:
-    """Rebuild one value of a plan from plain data made by `_encoded`, recursively. Raises KeyError, TypeError or
+def _decode_value(value: Any) -> Any:
+    """Rebuild one value of a plan from plain data made by `_encode_value`, recursively. Raises KeyError, TypeError or
     AttributeError for data that is no plan."""
     if isinstance(value, list):
-        return tuple(map(_decoded, value))
+        return tuple(map(_decode_value, value))
     if not isinstance(value, Mapping):
         return value
-    given = dict(value)
-    if (kind := given.pop("is")) == "map":
-        return {_decoded(key): _decoded(item) for key, item in given["items"]}
-    return _CLASSES[kind](**{name: _decoded(item) for name, item in given.items()})
+    entries = dict(value)
+    if (kind := entries.pop("is")) == "map":
+        return {_decode_value(key): _decode_value(item) for key, item in entries["items"]}
+    return _CLASSES[kind](**{name: _decode_value(item) for name, item in entries.items()})
 
 
 def plan_summary(plan: Plan) -> dict[str, Any]:
     """Return the summary of a plan that `plan.json` in the run directory holds for people, with its digest; too little
     to rebuild the plan."""
     return {
-        "digest": digest(plan),
+        "digest": plan_digest(plan),
         "mesh": plan.mesh.axes,
         "scheme": plan.scheme.name,
         "precision": plan.precision,
@@ -104,7 +107,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "bucket_mib": plan.bucket_mib,
         "storage": list(plan.sharded if plan.zero == 3 else ()),
         "sizes": dict(plan.sizes),
-        "regions": {r: dict(layout) for r, layout in plan.regions.items()},
+        "regions": {r: dict(layout) for r, layout in plan.region_layouts.items()},
         "only": {r: list(layout.only) for r, layout in plan.scheme.regions.items() if layout.only},
         "parameters": [
             {
@@ -128,7 +131,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
                 "name": name,
                 **({"kernel": o.operation["kernel"]} if "kernel" in dict(o.operation.attributes) else {}),
                 "compute_axes": list(o.compute_axes),
-                "collectives": [_plain(c) for c in o.collectives],
+                "collectives": [_summarise_collective(c) for c in o.collectives],
             }
             for (kind, name), o in plan.operations.items()
         ],
@@ -139,6 +142,6 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _plain(c: Collective) -> dict[str, Any]:
+def _summarise_collective(c: Collective) -> dict[str, Any]:
     """Return a planned collective as plain data for people."""
     return {**vars(c), "axes": list(c.axes), "cuts": [f"{cut.size} over {'+'.join(cut.axes)}" for cut in c.cuts]}

@@ -7,9 +7,20 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
-from platform.plan.layout import LENGTHS, UNEVEN, Cut, Cuts, Layout, Mesh, Stretch, block, consecutive, local_shape
-from platform.plan.model_types import Operation, Parameter, Spec, dtype_of
-from platform.plan.operation_plan import Collective, shapes
+from platform.plan.layout import (
+    LENGTHS,
+    UNEVEN,
+    Cut,
+    Cuts,
+    Layout,
+    Mesh,
+    Stretch,
+    consecutive_ranges,
+    local_shape,
+    locate_block,
+)
+from platform.plan.model_types import Operation, Parameter, Spec, tensor_dtype
+from platform.plan.operation_plan import Collective, shapes_along_steps
 from platform.plan.rule import (
     APPEAR,
     COLLECTIVES,
@@ -19,9 +30,9 @@ from platform.plan.rule import (
     Contraction,
     Conversion,
     Step,
-    contract,
-    enter,
-    leave,
+    contract_layouts,
+    plan_operand_conversion,
+    plan_result_conversion,
 )
 from platform.plan.scheme import REPLICAS, Scheme
 
@@ -50,31 +61,33 @@ class Planner:
         whole groups of theirs. Dim rows is split over the axes of the region's experts and of its batch."""
         key = (tensor.role, tensor.dims) if isinstance(tensor, Parameter) else tensor  # whatever its name
         if key not in self._layouts:
-            self._layouts[key] = self._layout(tensor)
+            self._layouts[key] = self._compute_layout(tensor)
         return self._layouts[key]
 
-    def _layout(self, tensor: Spec | Parameter) -> Layout:
+    def _compute_layout(self, tensor: Spec | Parameter) -> Layout:
         """Compute a layout from the scheme's table of its region or role, without the cache of `layout`."""
         dims = tensor.dims
-        wanted = (*dims, "heads") if "kv_heads" in dims else dims
-        wanted = (*wanted, "experts", "batch", "length") if "rows" in dims else wanted
+        layout_dims = (*dims, "heads") if "kv_heads" in dims else dims
+        layout_dims = (*layout_dims, "experts", "batch", "length") if "rows" in dims else layout_dims
         if isinstance(tensor, Parameter):
-            layout = self.scheme.parameter(tensor.role, wanted)
+            layout = self.scheme.parameter_layout(tensor.role, layout_dims)
         else:
-            layout = self.scheme.activation(tensor.region, wanted)
+            layout = self.scheme.activation_layout(tensor.region, layout_dims)
         if "kv_heads" in dims:
             rules = dict(layout)
             heads = rules.pop("heads", ())
             rules.setdefault("kv_heads", self._kv_axes(heads))
-            layout = Layout.of(rules, layout.only)
+            layout = Layout.build_canonical(rules, layout.only)
         if "rows" in dims:
             rules = {"rows": (*layout["experts"], *layout["batch"], *layout["length"])}
-            layout = Layout.of({**layout.restrict(d for d in dims if d != "rows"), **rules}, layout.only)
+            layout = Layout.build_canonical(
+                {**layout.restrict_dims(d for d in dims if d != "rows"), **rules}, layout.only
+            )
         if isinstance(tensor, Spec) and (axes := self.open_sums.get(tensor)):
             layout = replace(layout, partial=axes) if tensor.open == "value" else replace(layout, gradient=axes)
         return layout
 
-    def picked(self, tensor: Spec | Parameter) -> dict[str, tuple[str, ...]]:
+    def row_expert_axes(self, tensor: Spec | Parameter) -> dict[str, tuple[str, ...]]:
         """Return the axes of the experts whose rows an activation has, by dim; {} for a tensor without rows."""
         rows = isinstance(tensor, Spec) and "rows" in tensor.dims
         return {"experts": self.scheme.regions[tensor.region]["experts"]} if rows else {}  # type: ignore[union-attr]
@@ -83,116 +96,128 @@ class Planner:
         """Return the longest prefix of `heads`, the axes of query heads, whose ranks divide the number of KV heads; all
         where heads are cut into whole groups."""
         n = len(heads)
-        if self.units:
+        if self.cut_units:
             return tuple(heads)
-        while self.sizes["kv_heads"] % self.mesh.extent(heads[:n]):
+        while self.sizes["kv_heads"] % self.mesh.count_ranks(heads[:n]):
             n -= 1
         return tuple(heads[:n])
 
-    def key(self, operation: Operation) -> tuple:
+    def operation_key(self, operation: Operation) -> tuple:
         """Return all but this planner on which an operation's plan depends: equal layers share it."""
         at_use = self.reduced_at_use
         summed = (at_use.get((operation.name, operation.kind, p.name)) for p in operation.parameters) if at_use else ()
-        return operation.anonymous, *summed
+        return operation.nameless_key, *summed
 
     @property
-    def replicas(self) -> int:
+    def num_replicas(self) -> int:
         """Return the number of data-parallel replicas, over all axes of the mesh that number them."""
         return prod(self.mesh.axes.get(axis, 1) for axis in REPLICAS)
 
-    def sizes_of(self, tensor: Spec | Parameter) -> dict[str, int]:
+    def tensor_sizes(self, tensor: Spec | Parameter) -> dict[str, int]:
         """Return a tensor's global size of every dim: the model's (vocab padded), overridden by the tensor's own."""
         sizes = {**self.sizes, **dict(tensor.sizes)}
         # the worst routing: a rank has as many rows of each token as this chooses experts, or as the rank has
-        if experts := self.picked(tensor):
-            ranks, tokens = self.mesh.extent(experts["experts"]), sizes["length"] * sizes["batch"]
-            own = max(1, sizes["experts"] // ranks) + self.scheme.lent
-            sizes["rows"] = ranks * tokens * min(sizes["rows"], own)
+        if experts := self.row_expert_axes(tensor):
+            ranks, tokens = self.mesh.count_ranks(experts["experts"]), sizes["length"] * sizes["batch"]
+            own_experts = max(1, sizes["experts"] // ranks) + self.scheme.lent
+            sizes["rows"] = ranks * tokens * min(sizes["rows"], own_experts)
         return sizes
 
-    def shape(self, tensor: Spec | Parameter, layout: Layout | None = None) -> tuple[int, ...]:
+    def local_shape(self, tensor: Spec | Parameter, layout: Layout | None = None) -> tuple[int, ...]:
         """Return the shape of a rank's block of a tensor in `layout`, by default the layout from the scheme."""
         if layout is not None:
-            return local_shape(tensor.dims, self.sizes_of(tensor), layout, self.mesh, self.units)
+            return local_shape(tensor.dims, self.tensor_sizes(tensor), layout, self.mesh, self.cut_units)
         key = (tensor.role, tensor.dims, tensor.sizes) if isinstance(tensor, Parameter) else tensor
         if key not in self._shapes:
-            self._shapes[key] = self.shape(tensor, self.layout(tensor))
+            self._shapes[key] = self.local_shape(tensor, self.layout(tensor))
         return self._shapes[key]
 
     @cached_property
-    def units(self) -> dict[str, int]:
+    def cut_units(self) -> dict[str, int]:
         """Return by dim the unit in which its blocks are cut, where that is not one element: heads by whole groups that
         share keys and values, where ranks have as many of these as to split them alike."""
         heads, groups = self.sizes.get("heads", 0), self.sizes.get("kv_heads", 0)
         if not (self.scheme.uneven and groups):
             return {}
         layouts = (*self.scheme.regions.values(), *self.scheme.parameters.values())
-        ranks = [self.mesh.extent(layout[dim]) for layout in layouts for dim in ("heads", "kv_heads")]
+        ranks = [self.mesh.count_ranks(layout[dim]) for layout in layouts for dim in ("heads", "kv_heads")]
         differ = any(groups % n for n in ranks) and all(groups >= n for n in ranks)
         return {"heads": heads // groups} if differ else {}
 
-    def uneven(self, dim: str) -> bool:
+    def can_cut_unevenly(self, dim: str) -> bool:
         """Return True if axes may cut `dim` into blocks that differ: KV heads, if heads are cut by their groups."""
-        return self.scheme.uneven and dim in UNEVEN and (dim != "kv_heads" or bool(self.units))
+        return self.scheme.uneven and dim in UNEVEN and (dim != "kv_heads" or bool(self.cut_units))
 
-    def cuts(self, tensor: Spec | Parameter, layout: Layout) -> Cuts:
+    def find_cuts(self, tensor: Spec | Parameter, layout: Layout) -> Cuts:
         """Return how the dims of a tensor are cut in `layout` whose blocks differ."""
-        found = ((i, self._cut(tensor, d, layout[d])) for i, d in enumerate(tensor.dims))
-        return tuple((i, cut) for i, cut in found if cut)
+        dim_cuts = ((i, self._cut_dim(tensor, d, layout[d])) for i, d in enumerate(tensor.dims))
+        return tuple((i, cut) for i, cut in dim_cuts if cut)
 
-    def _cut(self, tensor: Spec | Parameter, dim: str, axes: Sequence[str]) -> Cut | None:
+    def _cut_dim(self, tensor: Spec | Parameter, dim: str, axes: Sequence[str]) -> Cut | None:
         """Return how a tensor's `dim` is cut by `axes`, None if into equal blocks."""
         if not self.scheme.uneven:
             return None
-        cut = Cut(self.sizes_of(tensor)[dim], tuple(axes), self.mesh.extent(axes), self.units.get(dim, 1))
+        cut = Cut(self.tensor_sizes(tensor)[dim], tuple(axes), self.mesh.count_ranks(axes), self.cut_units.get(dim, 1))
         return cut if cut.size % (cut.blocks * cut.unit) else None
 
-    def cuts_of(self, tensor: Spec | Parameter, layout: Layout, dims: Sequence[str]) -> tuple[Cut, ...]:
+    def cuts_among_dims(self, tensor: Spec | Parameter, layout: Layout, dims: Sequence[str]) -> tuple[Cut, ...]:
         """Return how the dims among `dims` whose blocks differ are cut in a tensor's `layout`."""
-        return tuple(cut for i, cut in self.cuts(tensor, layout) if tensor.dims[i] in dims)
+        return tuple(cut for i, cut in self.find_cuts(tensor, layout) if tensor.dims[i] in dims)
 
-    def contraction(self, operands: Sequence[Spec | Parameter], out: Spec, first: Layout | None = None) -> Contraction:
+    def plan_contraction(
+        self, operands: Sequence[Spec | Parameter], out: Spec, first: Layout | None = None
+    ) -> Contraction:
         """Apply the communication rule's `contract` to operands and their product `out`, all in their own layouts but
         for the `first` operand, if a layout is given; local shapes are filled in."""
-        have = [self.layout(t) if i or first is None else first for i, t in enumerate(operands)]
-        given = [(t.dims, has, isinstance(t, Parameter)) for t, has in zip(operands, have, strict=True)]
-        c = contract(given, (out.dims, self.layout(out)), self.picked(out))
-        triples = zip(c.inputs, operands, have, strict=True)
-        inputs = tuple(self.shaped(found, t, has, c.compute.restrict(t.dims)) for found, t, has in triples)
-        output = self.shaped(c.output, out, c.compute.restrict(out.dims), self.layout(out))
+        layouts = [self.layout(t) if i or first is None else first for i, t in enumerate(operands)]
+        operands_with_layouts = [
+            (t.dims, layout, isinstance(t, Parameter)) for t, layout in zip(operands, layouts, strict=True)
+        ]
+        c = contract_layouts(operands_with_layouts, (out.dims, self.layout(out)), self.row_expert_axes(out))
+        triples = zip(c.inputs, operands, layouts, strict=True)
+        inputs = tuple(
+            self.fill_shapes(conversion, t, layout, c.compute.restrict_dims(t.dims))
+            for conversion, t, layout in triples
+        )
+        output = self.fill_shapes(c.output, out, c.compute.restrict_dims(out.dims), self.layout(out))
         return replace(c, inputs=inputs, output=output)
 
-    def enter(
+    def operand_conversion(
         self, tensor: Spec | Parameter, target: Layout, axes: Sequence[str], *, source: Layout | None = None
     ) -> Conversion:
         """Return the conversion by which `tensor` enters an operation that computes on `axes` (the communication rule's
-        `enter`), to layout `target` from its own layout or another `source`; local shapes are filled in."""
+        `operand_conversion`), to layout `target` from its own layout or another `source`; local shapes are filled
+        in."""
         source = self.layout(tensor) if source is None else source
-        found = enter(tensor.dims, source, target, axes, parameter=isinstance(tensor, Parameter))
-        return self.shaped(found, tensor, source, target)
+        conversion = plan_operand_conversion(tensor.dims, source, target, axes, parameter=isinstance(tensor, Parameter))
+        return self.fill_shapes(conversion, tensor, source, target)
 
-    def split(self, out: Spec, source: Layout) -> Conversion:
+    def result_conversion(self, out: Spec, source: Layout) -> Conversion:
         """Return the conversion of an operation's result `out`, in layout `source`, to its own layout, by the
         communication rule's `leave`: it is only split further, and summed where it is partial."""
-        return self.shaped(leave(out.dims, source, self.layout(out), source.partial), out, source, self.layout(out))
+        return self.fill_shapes(
+            plan_result_conversion(out.dims, source, self.layout(out), source.partial), out, source, self.layout(out)
+        )
 
-    def shaped(self, conversion: Conversion, tensor: Spec | Parameter, source: Layout, target: Layout) -> Conversion:
+    def fill_shapes(
+        self, conversion: Conversion, tensor: Spec | Parameter, source: Layout, target: Layout
+    ) -> Conversion:
         """Fill in the local shapes, cuts and dtype of a conversion of `tensor` from layout `source` to `target`, and of
         steps `Step.shape` where ranks that had nothing get a block, and `Step.zigzag`."""
-        before, after = self.shape(tensor, source), self.shape(tensor, target)
+        before, after = self.local_shape(tensor, source), self.local_shape(tensor, target)
 
-        def filled(steps: Sequence[Step], layout: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
+        def fill_steps(steps: Sequence[Step], layout: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
             """Return a conversion's steps with the local shape filled in where ranks without a block get one."""
-            found = shapes(self._with_cuts(steps, tensor, layout), shape, self.mesh)
-            shaped = (replace(step, shape=then) if step.op in APPEAR else step for step, _, then in found)
-            return tuple(self._in_zigzag(tensor.dims, step) for step in shaped)
+            steps_with_shapes = shapes_along_steps(self._fill_cuts(steps, tensor, layout), shape, self.mesh)
+            shaped = (replace(step, shape=then) if step.op in APPEAR else step for step, _, then in steps_with_shapes)
+            return tuple(self._fill_zigzag(tensor.dims, step) for step in shaped)
 
         ragged = "rows" in tensor.dims and isinstance(tensor, Spec)
-        steps = filled(conversion.forward, source, before), filled(conversion.backward, target, after)
-        cuts = self.cuts(tensor, source), self.cuts(tensor, target)
-        return Conversion(*steps, before, after, dtype_of(tensor), ragged, cuts)
+        steps = fill_steps(conversion.forward, source, before), fill_steps(conversion.backward, target, after)
+        cuts = self.find_cuts(tensor, source), self.find_cuts(tensor, target)
+        return Conversion(*steps, before, after, tensor_dtype(tensor), ragged, cuts)
 
-    def _with_cuts(self, steps: Sequence[Step], tensor: Spec | Parameter, layout: Layout) -> tuple[Step, ...]:
+    def _fill_cuts(self, steps: Sequence[Step], tensor: Spec | Parameter, layout: Layout) -> tuple[Step, ...]:
         """Return the steps of a conversion of a tensor from `layout`, with `Step.cuts` filled in."""
         if not self.scheme.uneven:
             return tuple(steps)
@@ -200,31 +225,31 @@ class Planner:
         for step in steps:
             moved = dict.fromkeys(tensor.dims) if step.op in APPEAR else {}
             if step.op in JOIN:
-                dim = tensor.dims[step.joins]
+                dim = tensor.dims[step.dim_joined]
                 moved[dim], now[dim] = now[dim], now[dim][: -len(step.axes)]
             if step.op in SPLIT:
                 dim = tensor.dims[step.dim]
                 now[dim] += step.axes
                 moved[dim] = now[dim]
-            found = ((tensor.dims.index(d), self._cut(tensor, d, axes or now[d])) for d, axes in moved.items())
-            out.append(replace(step, cuts=tuple((i, cut) for i, cut in found if cut)))
+            dim_cuts = ((tensor.dims.index(d), self._cut_dim(tensor, d, axes or now[d])) for d, axes in moved.items())
+            out.append(replace(step, cuts=tuple((i, cut) for i, cut in dim_cuts if cut)))
         return tuple(out)
 
-    def _in_zigzag(self, dims: Sequence[str], step: Step) -> Step:
+    def _fill_zigzag(self, dims: Sequence[str], step: Step) -> Step:
         """Return a step of a conversion with the position, among `dims`, of a dim whose pieces lie in zigzag."""
         if self.scheme.zigzag not in step.axes:
             return step
-        moved = [i for i, d in enumerate(dims) if d in LENGTHS and step.moves(i)]
+        moved = [i for i, d in enumerate(dims) if d in LENGTHS and step.moves_dim(i)]
         return replace(step, zigzag=moved[0], rounds=self.scheme.rounds) if moved else step
 
-    def stretches(self, dim: str, size: int, layout: Layout, coordinates: Mapping[str, int]) -> list[Stretch]:
+    def stretches_of_rank(self, dim: str, size: int, layout: Layout, coordinates: Mapping[str, int]) -> list[Stretch]:
         """Return the consecutive positions along a dim of global `size`, in `layout`, that the rank at `coordinates`
         holds, in its order."""
-        ((offset, extent),) = block((dim,), {dim: size}, layout, self.mesh, coordinates, self.units)
-        dealt = self.ranks_in_zigzag(dim, layout), self.scheme.rounds
-        return [Stretch(*found) for found in consecutive(offset, extent, size, *dealt)]
+        ((offset, extent),) = locate_block((dim,), {dim: size}, layout, self.mesh, coordinates, self.cut_units)
+        dealt = self.count_zigzag_ranks(dim, layout), self.scheme.rounds
+        return [Stretch(*bounds) for bounds in consecutive_ranges(offset, extent, size, *dealt)]
 
-    def ranks_in_zigzag(self, dim: str, layout: Layout) -> int:
+    def count_zigzag_ranks(self, dim: str, layout: Layout) -> int:
         """Return how many ranks hold the pieces of a dim in zigzag, in `layout`; 1 if none do."""
         axis = self.scheme.zigzag
         return self.mesh.axes[axis] if dim in LENGTHS and axis in layout[dim] else 1
@@ -245,41 +270,44 @@ class Planner:
             at = next((i for i, s in enumerate(conversion.backward) if s.op == "pad"), len(backward))
             only = conversion.backward[at].only if at < len(backward) else self.layout(p).only
             backward.insert(at, Step("all_reduce", summed, only=only))
-        found = replace(conversion, backward=tuple(backward))
+        extended = replace(conversion, backward=tuple(backward))
         layer = dict(operation.attributes).get("layer", "")  # of rows of experts
-        return self._lending(layer, found, self.layout(p).only) if layer and self.scheme.lent else found
+        return self._add_lending(layer, extended, self.layout(p).only) if layer and self.scheme.lent else extended
 
-    def _lending(self, layer: str, conversion: Conversion, only: Sequence[str]) -> Conversion:
+    def _add_lending(self, layer: str, conversion: Conversion, only: Sequence[str]) -> Conversion:
         """Extend the conversion of a parameter of experts, its first dim, by the exchange of lent experts, and of their
         gradients: where a rank has all of its experts. `layer`: the layer of experts; `only`: the axes at whose index 0
         alone the parameter exists."""
 
-        def wider(shape: tuple[int, ...]) -> tuple[int, ...]:
+        def widen_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
             """Return the shape of a block of experts, with lent ones."""
             return (shape[0] + self.scheme.lent, *shape[1:]) if shape else shape
 
         steps, back = conversion.forward, conversion.backward
-        moved = [[i for i, s in enumerate(way) if s.moves(0)] for way in (steps, back)]
+        moved = [[i for i, s in enumerate(way) if s.moves_dim(0)] for way in (steps, back)]
         at, until = max(moved[0], default=-1) + 1, min(moved[1], default=len(back))
-        (*_, own) = (conversion.before, *(after for *_, after in shapes(steps[:at], conversion.before, self.mesh)))
+        (*_, own_shape) = (
+            conversion.before,
+            *(after for *_, after in shapes_along_steps(steps[:at], conversion.before, self.mesh)),
+        )
         appeared = {a for s in steps[:at] if s.op in APPEAR for a in s.axes}
-        here = tuple(a for a in only if a not in appeared)
-        lend = Step("lend", ("expert",), only=here, shape=wider(own), layer=layer)
-        home = replace(lend, op="give_back", shape=own)
-        widened = [[replace(s, shape=wider(s.shape)) for s in way] for way in (steps[at:], back[:until])]
-        forward, backward = (*steps[:at], lend, *widened[0]), (*widened[1], home, *back[until:])
-        return replace(conversion, forward=forward, backward=backward, after=wider(conversion.after))
+        remaining_only = tuple(a for a in only if a not in appeared)
+        lend = Step("lend", ("expert",), only=remaining_only, shape=widen_shape(own_shape), layer=layer)
+        give_back = replace(lend, op="give_back", shape=own_shape)
+        widened = [[replace(s, shape=widen_shape(s.shape)) for s in way] for way in (steps[at:], back[:until])]
+        forward, backward = (*steps[:at], lend, *widened[0]), (*widened[1], give_back, *back[until:])
+        return replace(conversion, forward=forward, backward=backward, after=widen_shape(conversion.after))
 
-    def collectives(self, conversion: Conversion, regathered: bool = False) -> list[Collective]:
+    def collectives_of_conversion(self, conversion: Conversion, regathered: bool = False) -> list[Collective]:
         """Return the collectives that a rank launches for a conversion, in the forward and then in the backward pass;
         `regathered`: the backward pass begins by repeating the forward ones."""
-        more, (here, there) = (conversion.dtype, conversion.ragged), conversion.cuts
-        forward = self.launches(conversion.forward, conversion.before, "forward", *more, here)
+        more, (forward_cuts, backward_cuts) = (conversion.dtype, conversion.ragged), conversion.cuts
+        forward = self.collectives_of_steps(conversion.forward, conversion.before, "forward", *more, forward_cuts)
         repeated = [replace(c, phase="backward") for c in forward] if regathered else []
-        backward = self.launches(conversion.backward, conversion.after, "backward", *more, there)
+        backward = self.collectives_of_steps(conversion.backward, conversion.after, "backward", *more, backward_cuts)
         return [*forward, *repeated, *backward]
 
-    def launches(
+    def collectives_of_steps(
         self,
         steps: Sequence[Step],
         shape: tuple[int, ...],
@@ -290,9 +318,9 @@ class Planner:
     ) -> list[Collective]:
         """Return the collectives among the `steps` of a conversion, with the sizes that they have for a block of local
         shape `shape`; `phase` and `dtype` as in Collective, `ragged` and `cuts` as in Conversion."""
-        found, differ = [], dict(cuts)
-        for step, before, after in shapes(steps, shape, self.mesh):
-            rest = {i: cut for i, cut in differ.items() if not step.moves(i)}
+        collectives, differ = [], dict(cuts)
+        for step, before, after in shapes_along_steps(steps, shape, self.mesh):
+            unmoved_cuts = {i: cut for i, cut in differ.items() if not step.moves_dim(i)}
             if step.op in COLLECTIVES:
                 # rows that are exchanged are no more than either end can have
                 counted = after if step.op == "scatter" else min(before, after) if step.op == "all_to_allv" else before
@@ -301,23 +329,25 @@ class Planner:
                     rows = abs(after[0] - before[0])
                     counted = (rows, *before[1:])
                 op = "all_to_allv" if step.op in LENDING else step.op
-                elements, cut = prod(counted), step.cut(step.dim)
+                elements, cut = prod(counted), step.cut_of_dim(step.dim)
                 if cut and step.op in ("reduce_scatter", "all_to_all"):  # each block of what is split has room
-                    elements = elements // before[step.dim] * after[step.dim] * self.mesh.extent(step.axes)
-                found.append(Collective(op, step.axes, elements, dtype, phase, step.only, rows, tuple(rest.values())))
-            differ = rest | self._moved_cuts(step)
-        return found
+                    elements = elements // before[step.dim] * after[step.dim] * self.mesh.count_ranks(step.axes)
+                collectives.append(
+                    Collective(op, step.axes, elements, dtype, phase, step.only, rows, tuple(unmoved_cuts.values()))
+                )
+            differ = unmoved_cuts | self._cuts_after_step(step)
+        return collectives
 
-    def _moved_cuts(self, step: Step) -> dict[int, Cut]:
+    def _cuts_after_step(self, step: Step) -> dict[int, Cut]:
         """Return by position how the dims that a step moves are cut after it, if their blocks differ."""
-        ranks, found = self.mesh.extent(step.axes), dict[int, Cut]()
-        if step.op in JOIN and (cut := step.cut(step.joins)):
-            found[step.joins] = replace(cut, axes=cut.axes[: -len(step.axes)], blocks=cut.blocks // ranks)
-        if step.op in SPLIT and (cut := step.cut(step.dim)):
-            found[step.dim] = cut
-        return found
+        ranks, cuts = self.mesh.count_ranks(step.axes), dict[int, Cut]()
+        if step.op in JOIN and (cut := step.cut_of_dim(step.dim_joined)):
+            cuts[step.dim_joined] = replace(cut, axes=cut.axes[: -len(step.axes)], blocks=cut.blocks // ranks)
+        if step.op in SPLIT and (cut := step.cut_of_dim(step.dim)):
+            cuts[step.dim] = cut
+        return cuts
 
-    def statistics(
+    def statistics_collectives(
         self,
         over: Sequence[str],
         only: tuple[str, ...],

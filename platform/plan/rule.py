@@ -1,10 +1,10 @@
 """The one communication rule (docs/numerics.md): layouts in, collectives and their adjoints out.
 
-Worked table: what `contract` gives for the two linear layers of a Transformer block, h = a W and o = h W, where a and o
-are [l b m], h is [l b f] and every W is [m f] (l length, b batch, m d_model, f d_ff). `l/t`: dim l is split over mesh
-axis t; `-`: whole everywhere, or nothing to do. AG: all-gather of a dim over an axis; RS: reduce-scatter, which splits
-it; AR: all-reduce over an axis; da: the gradient of a. `compute` is the layout of the iteration space of the local
-product.
+Worked table: what `contract_layouts` gives for the two linear layers of a Transformer block, h = a W and o = h W, where
+a and o are [l b m], h is [l b f] and every W is [m f] (l length, b batch, m d_model, f d_ff). `l/t`: dim l is split
+over mesh axis t; `-`: whole everywhere, or nothing to do. AG: all-gather of a dim over an axis; RS: reduce-scatter,
+which splits it; AR: all-reduce over an axis; da: the gradient of a. `compute` is the layout of the iteration space of
+the local product.
 
             input        W         compute      output       forward                    backward
     1-D   h -            f/t       f/t          f/t          -                          AR da t
@@ -33,7 +33,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from platform.plan.layout import Cut, Cuts, Layout, prefix
+from platform.plan.layout import Cut, Cuts, Layout, common_prefix
 
 
 @dataclass(frozen=True)
@@ -76,32 +76,32 @@ class Step:
     rounds: int = 1
     cuts: Cuts = ()
 
-    def cut(self, dim: int) -> Cut | None:
+    def cut_of_dim(self, dim: int) -> Cut | None:
         """Return how the dim at position `dim`, which this step splits or joins, is cut, if its blocks differ."""
         return next((cut for i, cut in self.cuts if i == dim), None)
 
-    def moves(self, dim: int) -> bool:
+    def moves_dim(self, dim: int) -> bool:
         """Return True if this move of a conversion splits or joins the dim at position `dim`."""
         return self.op in (*SPLIT, *JOIN) and dim in (
             (self.dim, self.joined) if self.op == "all_to_all" else (self.dim,)
         )
 
-    def after(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
+    def apply_to_shape(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
         """Return the local shape of the longest block of local shape `shape` after this move of a conversion; `ranks`:
         the number of ranks along the move's `axes` together."""
         if self.shape:
             return self.shape
         out = list(shape)
         if self.op in SPLIT:
-            cut = self.cut(self.dim)
-            out[self.dim] = cut.longest() if cut else out[self.dim] // ranks
+            cut = self.cut_of_dim(self.dim)
+            out[self.dim] = cut.longest_extent() if cut else out[self.dim] // ranks
         if self.op in JOIN:
-            cut = self.cut(self.joins)
-            out[self.joins] = cut.longest(ranks) if cut else out[self.joins] * ranks
+            cut = self.cut_of_dim(self.dim_joined)
+            out[self.dim_joined] = cut.longest_extent(ranks) if cut else out[self.dim_joined] * ranks
         return tuple(out)
 
     @property
-    def joins(self) -> int:
+    def dim_joined(self) -> int:
         """Return the position of the dim that this step joins, if it joins one."""
         return self.joined if self.op == "all_to_all" else self.dim
 
@@ -141,7 +141,7 @@ def relayout_steps(dims: Sequence[str], source: Layout, target: Layout) -> tuple
     """
     now = {d: list(source[d]) for d in dims}
     only = list(source.only)
-    wanted = {a for d in dims for a in target[d]}
+    target_axes = {a for d in dims for a in target[d]}
     steps: list[Step] = []
 
     def next_axis(d: str) -> str | None:
@@ -149,11 +149,11 @@ def relayout_steps(dims: Sequence[str], source: Layout, target: Layout) -> tuple
         goal = target[d]
         return goal[len(now[d])] if len(now[d]) < len(goal) and list(goal[: len(now[d])]) == now[d] else None
 
-    def surplus(d: str) -> bool:
+    def has_surplus_axis(d: str) -> bool:
         """Return True if dim `d` is still split over an axis that the target layout lacks there."""
-        return list(prefix(now[d], target[d])) != now[d]
+        return list(common_prefix(now[d], target[d])) != now[d]
 
-    def move() -> Step | None:
+    def next_move() -> Step | None:
         """Return the next move towards the target layout, the cheapest kind first; None once it is reached."""
         used = {a for axes in now.values() for a in axes}
         if dropped := tuple(a for a in target.only if a not in only and a not in used):
@@ -168,16 +168,16 @@ def relayout_steps(dims: Sequence[str], source: Layout, target: Layout) -> tuple
             if a not in used:
                 now[d].append(a)
                 return Step("slice", (a,), i)
-        if shared := tuple(a for a in only if a not in target.only and a not in wanted):
+        if shared := tuple(a for a in only if a not in target.only and a not in target_axes):
             only[:] = [a for a in only if a not in shared]
             return Step("broadcast", shared)
         for i, d, a in wanting:
             for j, e in enumerate(dims):
-                if e != d and surplus(e) and now[e][-1] == a:
+                if e != d and has_surplus_axis(e) and now[e][-1] == a:
                     now[e].pop()
                     now[d].append(a)
                     return Step("all_to_all", (a,), i, j)
-        surplus_dims = sorted((now[d][-1] in wanted, j) for j, d in enumerate(dims) if surplus(d))
+        surplus_dims = sorted((now[d][-1] in target_axes, j) for j, d in enumerate(dims) if has_surplus_axis(d))
         if not surplus_dims:
             return None
         j = surplus_dims[0][1]
@@ -187,14 +187,14 @@ def relayout_steps(dims: Sequence[str], source: Layout, target: Layout) -> tuple
         only.append(axis)
         return Step("gather", (axis,), j)
 
-    while step := move():
+    while step := next_move():
         steps.append(step)
     assert all(tuple(now[d]) == target[d] for d in dims), (dims, source, target)
     assert set(only) == set(target.only), (dims, source, target)
-    return _located(steps, source.only)
+    return _fill_only(steps, source.only)
 
 
-def _adjoint(step: Step, partial: Sequence[str], parameter: bool) -> list[Step]:
+def _adjoint_steps(step: Step, partial: Sequence[str], parameter: bool) -> list[Step]:
     """Return the moves that undo one forward move of an operand's conversion, taken by its gradient, which is `partial`
     over these axes. `parameter`: the operand is one; then a slice is undone by padding with zeros, which keeps the sum
     partial. Raises ValueError for a parameter that would be used at index 0 alone."""
@@ -207,8 +207,8 @@ def _adjoint(step: Step, partial: Sequence[str], parameter: bool) -> list[Step]:
             return [replace(step, dim=step.joined, joined=step.dim)]
         case "broadcast":
             summed = tuple(a for a in step.axes if a in partial)
-            same = tuple(a for a in step.axes if a not in partial)
-            return [Step(op, axes) for op, axes in (("drop", same), ("reduce", summed)) if axes]
+            unsummed = tuple(a for a in step.axes if a not in partial)
+            return [Step(op, axes) for op, axes in (("drop", unsummed), ("reduce", summed)) if axes]
     if parameter and step.op in ("drop", "gather"):
         raise ValueError("a parameter of every rank would be used at index 0 alone")
     return [replace(step, op=_ADJOINT[step.op])] if step.op != "all_reduce" else []
@@ -218,7 +218,7 @@ _ADJOINT = {"scatter": "gather", "gather": "scatter", "drop": "broadcast", "redu
             "reduce_scatter": "all_gather"}  # fmt: skip
 
 
-def _summing(steps: Sequence[Step], source: Layout, target: Layout) -> tuple[Step, ...]:
+def _add_sums(steps: Sequence[Step], source: Layout, target: Layout) -> tuple[Step, ...]:
     """Return the steps of a conversion with the sums of a tensor that is partial in layout `source`. Where a step takes
     a part of it, that is summed, and what `target` does not leave partial in the end."""
     if not source.partial:
@@ -228,28 +228,28 @@ def _summing(steps: Sequence[Step], source: Layout, target: Layout) -> tuple[Ste
         if step.op == "slice" and step.axes[0] in source.partial:
             step = replace(step, op="reduce_scatter")
         summed = tuple(a for a in step.axes if step.op == "drop" and a in source.partial)
-        rest = tuple(a for a in step.axes if a not in summed)
-        out += [replace(step, axes=rest)] if rest else []
+        unsummed = tuple(a for a in step.axes if a not in summed)
+        out += [replace(step, axes=unsummed)] if unsummed else []
         out += [Step("reduce", summed)] if summed else []
     left = tuple(a for a in source.partial if a not in (*target.axes, *target.only, *target.partial))
-    return _located([*out, *([Step("all_reduce", left)] if left else [])], source.only)
+    return _fill_only([*out, *([Step("all_reduce", left)] if left else [])], source.only)
 
 
-def _located(steps: Sequence[Step], only: Sequence[str]) -> tuple[Step, ...]:
+def _fill_only(steps: Sequence[Step], only: Sequence[str]) -> tuple[Step, ...]:
     """Fill in which ranks take each move of a conversion (`Step.only`): the axes at whose index 0 alone ranks take the
     move. `only`: the axes at whose index 0 alone the tensor exists at the start."""
-    here = list(only)
-    out = []
+    axes_at_zero = list(only)
+    located = []
     for step in steps:
         if step.op in APPEAR:
-            here = [a for a in here if a not in step.axes]
-        out.append(replace(step, only=tuple(here)))
+            axes_at_zero = [a for a in axes_at_zero if a not in step.axes]
+        located.append(replace(step, only=tuple(axes_at_zero)))
         if step.op in VANISH:
-            here += step.axes
-    return tuple(out)
+            axes_at_zero += step.axes
+    return tuple(located)
 
 
-def enter(
+def plan_operand_conversion(
     dims: Sequence[str],
     source: Layout,
     target: Layout,
@@ -264,18 +264,18 @@ def enter(
     leaves it partial (`Layout.gradient`); a parameter's (`parameter`) stays partial over `partial_axes`. Raises
     ValueError for a parameter that all ranks have and only ranks at index 0 would use.
     """
-    forward = _summing(relayout_steps(dims, source, target), source, target)
+    forward = _add_sums(relayout_steps(dims, source, target), source, target)
     # The gradient is partial over the compute axes that do not split this operand: undoing a slice gives every
     # rank the whole gradient (for a parameter, zeros around its block).
     partial = [a for a in compute_axes if parameter or a not in target.axes]
-    backward = [adjoint for s in reversed(forward) for adjoint in _adjoint(s, partial, parameter)]
+    backward = [adjoint for s in reversed(forward) for adjoint in _adjoint_steps(s, partial, parameter)]
     left = (*target.axes, *source.gradient)
     lacking = tuple(a for a in partial_axes(source, compute_axes) if a not in left)
     if lacking and not parameter:
         # all-reduce the smallest tensor: after steps that shrink it or leave fewer ranks, before steps that widen it
         at = next((i for i, s in enumerate(backward) if s.op in WIDEN), len(backward))
         backward.insert(at, Step("all_reduce", lacking))
-    return Conversion(forward, _located(backward, target.only))
+    return Conversion(forward, _fill_only(backward, target.only))
 
 
 def partial_axes(source: Layout, compute_axes: Sequence[str]) -> tuple[str, ...]:
@@ -284,7 +284,7 @@ def partial_axes(source: Layout, compute_axes: Sequence[str]) -> tuple[str, ...]
     return tuple(a for a in compute_axes if a not in source.axes and a not in source.only)
 
 
-def leave(dims: Sequence[str], source: Layout, target: Layout, partial: Sequence[str]) -> Conversion:
+def plan_result_conversion(dims: Sequence[str], source: Layout, target: Layout, partial: Sequence[str]) -> Conversion:
     """Return the conversion of an operation's local result with dims `dims`, partial (to be summed) over the axes
     `partial`, to its own layout (the communication rule, step 5): from layout `source` to the wanted `target`; `source`
     is a prefix of `target` in every dim."""
@@ -303,9 +303,9 @@ def leave(dims: Sequence[str], source: Layout, target: Layout, partial: Sequence
     forward += [Step(op, axes) for op, axes in (("drop", dropped), ("reduce", to_zero)) if axes]
     if dropped or to_zero:
         backward.insert(0, Step("broadcast", (*dropped, *to_zero)))
-    if rest := tuple(a for a in left if a not in (*to_zero, *target.partial)):
-        forward.append(Step("all_reduce", rest))
-    return Conversion(_located(forward, source.only), _located(backward, target.only))
+    if summed := tuple(a for a in left if a not in (*to_zero, *target.partial)):
+        forward.append(Step("all_reduce", summed))
+    return Conversion(_fill_only(forward, source.only), _fill_only(backward, target.only))
 
 
 @dataclass(frozen=True)
@@ -322,7 +322,7 @@ class Contraction:
 NONE_PICKED: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 
-def contract(
+def contract_layouts(
     inputs: Sequence[tuple[Sequence[str], Layout, bool]],
     output: tuple[Sequence[str], Layout],
     picked: Mapping[str, tuple[str, ...]] = NONE_PICKED,
@@ -339,30 +339,32 @@ def contract(
     compute: dict[str, tuple[str, ...]] = {}
     for d in space:
         lists = [layout[d] for dims, layout, _ in inputs if d in dims]
-        compute[d] = prefix(*lists, out[d]) if d in out_dims else prefix(*lists)
+        compute[d] = common_prefix(*lists, out[d]) if d in out_dims else common_prefix(*lists)
 
-    def used() -> set[str]:
+    def axes_in_use() -> set[str]:
         """Return the mesh axes that already split a dim of the einsum's compute layout."""
         return {a for axes in compute.values() for a in axes}
 
     for d in out_dims:  # a dim that no operand splits and the output wants split is sliced first
         for axis in out[d][len(compute[d]) :]:
-            if axis in used():
+            if axis in axes_in_use():
                 break
             compute[d] += (axis,)
 
-    layout = Layout.of(compute, out.only)  # computed where the output exists; an axis that splits a dim leaves `only`
-    if clash := layout.conflict():
+    layout = Layout.build_canonical(
+        compute, out.only
+    )  # computed where the output exists; an axis that splits a dim leaves `only`
+    if clash := layout.find_conflict():
         raise ValueError(f"axis {clash[0]} would split both {clash[1]} and {clash[2]}")
     axes = tuple(dict.fromkeys(a for d in space for a in compute[d]))
     partial = [a for d in space if d not in out_dims for a in compute[d]]
-    layout = Layout.of({**layout, **picked}, layout.only)
+    layout = Layout.build_canonical({**layout, **picked}, layout.only)
     return Contraction(
         compute=layout,
         axes=axes,
         inputs=tuple(
-            enter(dims, have, layout.restrict(dims), axes, parameter=is_parameter)
+            plan_operand_conversion(dims, have, layout.restrict_dims(dims), axes, parameter=is_parameter)
             for dims, have, is_parameter in inputs
         ),
-        output=leave(out_dims, layout.restrict(out_dims), out, partial),
+        output=plan_result_conversion(out_dims, layout.restrict_dims(out_dims), out, partial),
     )

@@ -89,17 +89,17 @@ class Schedule:
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """Return the pipeline stage of every model chunk, by chunk number; `platform.plan.simulate.validate`
+        """Return the pipeline stage of every model chunk, by chunk number; `platform.plan.simulate.validate_schedule`
         checks that each chunk has only one."""
         stages = {action.chunk: stage for stage, row in enumerate(self.rows) for action in row}
         return tuple(stages[chunk] for chunk in range(self.total_chunks))
 
-    def chunks_of(self, stage: int) -> tuple[int, ...]:
+    def chunks_of_stage(self, stage: int) -> tuple[int, ...]:
         """Return the numbers of the model chunks that the schedule places on one pipeline stage, ascending."""
         return tuple(chunk for chunk, owner in enumerate(self.placement) if owner == stage)
 
 
-def with_completed(row: Sequence[Action]) -> Iterator[tuple[Action, int | None]]:
+def mark_completed_chunks(row: Sequence[Action]) -> Iterator[tuple[Action, int | None]]:
     """Yield the actions of one stage's schedule row, each with the number of the chunk whose parameter gradients are
     complete after it (its last backward or weight-gradient pass of the step), else None; then their reduction can
     start."""
@@ -108,24 +108,24 @@ def with_completed(row: Sequence[Action]) -> Iterator[tuple[Action, int | None]]
         yield action, action.chunk if last.get(action.chunk) == i else None
 
 
-def needs(action: Action, total_chunks: int) -> list[tuple[str, int, int]]:
+def needs_of_action(action: Action, total_chunks: int) -> list[tuple[str, int, int]]:
     """Return the results of other compute actions that must exist before a compute action of a pipeline schedule can
-    start, as (pass, chunk, microbatch), named as `result` does: F the chunk's output, B the gradient of its input.
-    `total_chunks`: chunks of all stages together."""
+    start, as (pass, chunk, microbatch), named as `result_of_action` does: F the chunk's output, B the gradient of its
+    input. `total_chunks`: chunks of all stages together."""
     chunk, microbatch = action.chunk, action.microbatch
     match action.kind:
         case Kind.FORWARD:
             return [("F", chunk - 1, microbatch)] if chunk else []
         case Kind.WEIGHT:
             return [("B", chunk, microbatch)]
-    own = ("F", chunk, microbatch)
-    return [own] if chunk + 1 == total_chunks else [own, ("B", chunk + 1, microbatch)]
+    forward_output = ("F", chunk, microbatch)
+    return [forward_output] if chunk + 1 == total_chunks else [forward_output, ("B", chunk + 1, microbatch)]
 
 
-def result(action: Action) -> tuple[str, int, int]:
+def result_of_action(action: Action) -> tuple[str, int, int]:
     """Return the name of the tensor that an action of a pipeline schedule computes or sends, as (pass, chunk,
-    microbatch), by which `needs` refers to it. The pass is F for the output of `chunk`, B for the gradient of the
-    chunk's input, W for its parameter gradients, which no other action waits for. Receives have none: KeyError."""
+    microbatch), by which `needs_of_action` refers to it. The pass is F for the output of `chunk`, B for the gradient of
+    the chunk's input, W for its parameter gradients, which no other action waits for. Receives have none: KeyError."""
     return PASS[action.kind], action.chunk, action.microbatch
 
 
@@ -151,14 +151,14 @@ def place_layers(costs: Sequence[float], chunks: int) -> list[range]:
     units, parts = len(costs), min(chunks, len(costs))
     total = [0.0, *accumulate(costs)]
 
-    def cost(start: int, end: int) -> float:
+    def range_cost(start: int, end: int) -> float:
         """Return the cost of the units from `start` to `end` - 1 in one pipeline chunk."""
         return total[end] - total[start]
 
     limit = _smallest_maximum(costs, parts)
-    found = _most_even(units, parts, cost, limit)
-    empty = [range(found[-1].start, found[-1].start)] * (chunks - parts)
-    return [*found[:-1], *empty, found[-1]]
+    ranges = _most_even_ranges(units, parts, range_cost, limit)
+    empty = [range(ranges[-1].start, ranges[-1].start)] * (chunks - parts)
+    return [*ranges[:-1], *empty, ranges[-1]]
 
 
 def _smallest_maximum(costs: Sequence[float], parts: int) -> float:
@@ -166,7 +166,7 @@ def _smallest_maximum(costs: Sequence[float], parts: int) -> float:
     head), whose costs in model order are `costs`, are placed on at most `parts` chunks of consecutive units. It is
     found by bisection among the sums of all contiguous ranges: under a limit, chunks are filled one after the other."""
 
-    def ranges(limit: float) -> int:
+    def count_chunks_needed(limit: float) -> int:
         """Return how many pipeline chunks hold all units of the model if none may cost more than `limit`."""
         count, filled = 1, 0.0
         for c in costs:
@@ -177,10 +177,10 @@ def _smallest_maximum(costs: Sequence[float], parts: int) -> float:
 
     sums = sorted({s for start in range(len(costs)) for s in accumulate(costs[start:])})
     possible = sums[bisect_left(sums, max(costs)) :]
-    return possible[bisect_left(possible, True, key=lambda limit: ranges(limit) <= parts)]
+    return possible[bisect_left(possible, True, key=lambda limit: count_chunks_needed(limit) <= parts)]
 
 
-def _most_even(units: int, parts: int, cost: Callable[[int, int], float], limit: float) -> list[range]:
+def _most_even_ranges(units: int, parts: int, cost: Callable[[int, int], float], limit: float) -> list[range]:
     """Return `parts` non-empty ranges of unit numbers, one per pipeline chunk, that tile range(units) in order, none of
     a cost above `limit`, with the least sum of squared costs; of equals the one with the earliest first cut.
     `cost(start, end)`: the sum of the costs of units start to end - 1."""
@@ -191,9 +191,9 @@ def _most_even(units: int, parts: int, cost: Callable[[int, int], float], limit:
     for k in range(1, parts + 1):
         for i in range(units - k + 1):
             for j in range(i + 1, units - k + 2):
-                if (here := cost(i, j)) > limit + slack:
+                if (range_cost := cost(i, j)) > limit + slack:
                     break
-                if (price := here**2 + best[k - 1][j]) < best[k][i]:
+                if (price := range_cost**2 + best[k - 1][j]) < best[k][i]:
                     best[k][i], cut[k][i] = price, j
     ranges, start = [], 0
     for k in range(parts, 0, -1):

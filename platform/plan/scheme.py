@@ -16,7 +16,7 @@ from traceback import walk_stack, walk_tb
 from types import FrameType, MappingProxyType
 from typing import Any
 
-from platform.plan.layout import Layout, prefix
+from platform.plan.layout import Layout, common_prefix
 from platform.plan.model_types import STATES, Parameter, Spec
 
 REGIONS = ("stream", "attention", "core", "mlp", "experts", "logits")
@@ -77,11 +77,11 @@ class Scheme:
 
     def mesh_axes(self, data: int) -> dict[str, int]:
         """Return every mesh axis of a run but `stage` with its size, outer to inner; `data`: the number of replicas."""
-        sizes = {**_replicas(data, self.zero, self.experts), **dict(self.context), **dict(self.axes)}
+        sizes = {**_replica_axes(data, self.zero, self.experts), **dict(self.context), **dict(self.axes)}
         first = self.branches if self.branches_outer else ()
         return {a: sizes[a] for a in dict.fromkeys((*first, *sizes))}
 
-    def key(self, axis: str) -> str:
+    def key_of_axis(self, axis: str) -> str:
         """Return the key that sets the size of a mesh axis, such as `tensor.axes.t`, for error messages."""
         if axis in REPLICAS:
             return "parallel.experts" if axis == "expert" else "parallel.data"
@@ -89,32 +89,32 @@ class Scheme:
             return "parallel.context"
         return f"{'branch' if axis in self.branches else 'tensor'}.axes.{axis}"
 
-    def activation(self, region: str, dims: Sequence[str]) -> Layout:
+    def activation_layout(self, region: str, dims: Sequence[str]) -> Layout:
         """Return the layout that the scheme gives to an activation with dims `dims` in a `region` of the model."""
-        return self.regions[region].restrict(dims)
+        return self.regions[region].restrict_dims(dims)
 
     def fuses_attention(self, region: str) -> bool:
         """Return True if one fused kernel can do attention: `region` leaves memory_length and d_kv whole."""
         return not any(self.regions[region][d] for d in ("memory_length", "d_kv"))
 
-    def rings(self, region: str, memory: str) -> bool:
+    def has_ring_attention(self, region: str, memory: str) -> bool:
         """Return True if keys in region `memory` go around: context alone splits length there and in `region`."""
         lengths = {self.regions[r]["length"] for r in (region, memory)}
         return self.ring and not self.uneven and lengths == {CONTEXT[:1]} and self.fuses_attention(region)
 
-    def parameter(self, role: str, dims: Sequence[str]) -> Layout:
+    def parameter_layout(self, role: str, dims: Sequence[str]) -> Layout:
         """Return the layout that the scheme gives to a parameter with dims `dims` and this `role`."""
         if role in STATES:
-            return Layout.of({})
+            return Layout.build_canonical({})
         name = _role_of_experts(role) if "experts" in dims and role != "vector" else role
-        return Layout.of(self.parameters[name].restrict(dims), self.parameters_only)
+        return Layout.build_canonical(self.parameters[name].restrict_dims(dims), self.parameters_only)
 
     @property
     def sub_grid_zero(self) -> tuple[str, ...]:
         """Return the branch axes at whose index 0 alone some tensors exist (D&SP-cSub keeps its common layers on
         sub-grid 0); () if every rank has a block of all."""
-        found = {a for layout in self.regions.values() for a in layout.only} | set(self.parameters_only)
-        return tuple(a for a in self.branches if a in found)
+        only_axes = {a for layout in self.regions.values() for a in layout.only} | set(self.parameters_only)
+        return tuple(a for a in self.branches if a in only_axes)
 
 
 def _role_of_experts(role: str) -> str:
@@ -122,31 +122,31 @@ def _role_of_experts(role: str) -> str:
     return f"experts {role}"
 
 
-def _replicas(data: int, zero: int, experts: int) -> dict[str, int]:
+def _replica_axes(data: int, zero: int, experts: int) -> dict[str, int]:
     """Return the mesh axes, with sizes, of `data` replicas in groups that share shards or experts."""
     inner = {axis: n for axis, n in (("zero", zero), ("expert", experts)) if n > 1}
     return {"data": data // (max(zero, 1) * experts), **inner}
 
 
-def rules_of(table: Mapping[str, Rules], name: str) -> Rules:
+def region_rules(table: Mapping[str, Rules], name: str) -> Rules:
     """Return a tensor scheme's map from dims to mesh axes for a region of the model, from its `table` of regions."""
     if name == "experts" and name not in table:
-        wide = {dim: axes for dim, axes in rules_of(table, "mlp").items() if dim not in ("length", "d_model")}
-        free = [a for a in rules_of(table, "stream").get("d_model", ()) if a not in wide.get("batch", ())]
+        wide = {dim: axes for dim, axes in region_rules(table, "mlp").items() if dim not in ("length", "d_model")}
+        free = [a for a in region_rules(table, "stream").get("d_model", ()) if a not in wide.get("batch", ())]
         return {**wide, "d_model": free}
     fallback = "attention" if name == "core" and "attention" in table else "stream"
     return dict(table.get(name, table.get(fallback, {})))
 
 
-def _at_zero_of(branch: Mapping[str, Any], name: str) -> tuple[str, ...]:
+def _branch_only_axes(branch: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """Return the branch axes at whose index 0 alone the tensors of a region, or `parameters`, exist."""
     return tuple(axis for axis, n in branch["axes"].items() if n > 1 and name in branch["only"])
 
 
-def _with_branches(branch: Mapping[str, Any], name: str, rules: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+def _add_branch_axes(branch: Mapping[str, Any], name: str, rules: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """Add the axes of a branch splitting to a region's map from dims to mesh axes, before or behind others."""
-    own = any(name in branch[k] for k in ("append", "prepend"))
-    key = name if own else {"core": "attention", "experts": "mlp"}.get(name, name)
+    is_named = any(name in branch[k] for k in ("append", "prepend"))
+    key = name if is_named else {"core": "attention", "experts": "mlp"}.get(name, name)
     out, branches = {dim: list(axes) for dim, axes in rules.items()}, list(branch["axes"])
     for dim in branch["prepend"].get(key, ()):
         out[dim] = branches + out.get(dim, [])
@@ -157,35 +157,35 @@ def _with_branches(branch: Mapping[str, Any], name: str, rules: Mapping[str, Seq
 
 def axes_of_experts(regions: Mapping[str, Rules], branch: Mapping[str, Any], tensor_experts: str) -> list[str]:
     """Return the axes of a tensor scheme, by its table of `regions`, and of a branch splitting that divide experts."""
-    rules = _with_branches(branch, "experts", rules_of(regions, "experts"))
-    return _dealing(rules, _dividing(rules, tensor_experts))["experts"]
+    rules = _add_branch_axes(branch, "experts", region_rules(regions, "experts"))
+    return _add_expert_axes(rules, _axes_dividing_experts(rules, tensor_experts))["experts"]
 
 
-def _dividing(rules: Mapping[str, Sequence[str]], tensor_experts: str) -> Sequence[str]:
+def _axes_dividing_experts(rules: Mapping[str, Sequence[str]], tensor_experts: str) -> Sequence[str]:
     """Return the axes that divide whole experts, where the map of region experts lets them split each one's d_ff."""
     return rules.get("d_ff", ()) if tensor_experts == "whole" else ()
 
 
-def _dealing(rules: Mapping[str, Sequence[str]], dealt: Sequence[str]) -> dict[str, list[str]]:
+def _add_expert_axes(rules: Mapping[str, Sequence[str]], dealt: Sequence[str]) -> dict[str, list[str]]:
     """Add axes that divide experts to a map from dims of experts to axes: none of them splits d_ff or d_model there."""
     experts = list(dict.fromkeys([*rules.get("experts", ()), *dealt]))
     inside = {dim: [a for a in rules.get(dim, ()) if a not in experts] for dim in ("d_ff", "d_model")}
     return {**{dim: list(axes) for dim, axes in rules.items()}, **inside, "experts": experts}
 
 
-def _roles_of(tensor: Mapping[str, Any], branch: Mapping[str, Any], whole: Sequence[str]) -> dict[str, Rules]:
+def _role_rules(tensor: Mapping[str, Any], branch: Mapping[str, Any], whole: Sequence[str]) -> dict[str, Rules]:
     """Return by role the map from dims of parameters to mesh axes; `whole`: axes that divide whole experts."""
-    given = {r: tensor["parameters"].get(r, tensor["parameters"].get("all", {})) for r in ROLES}
-    roles = {r: _with_branches(branch, "parameters", rules) for r, rules in given.items()}
-    return {**roles, **{_role_of_experts(r): _dealing(roles[r], whole) for r in ("in", "out")}}
+    rules_by_role = {r: tensor["parameters"].get(r, tensor["parameters"].get("all", {})) for r in ROLES}
+    roles = {r: _add_branch_axes(branch, "parameters", rules) for r, rules in rules_by_role.items()}
+    return {**roles, **{_role_of_experts(r): _add_expert_axes(roles[r], whole) for r in ("in", "out")}}
 
 
-def _with_context(contexts: Mapping[str, int], name: str, rules: Mapping[str, list[str]]) -> dict[str, list[str]]:
+def _add_context_axes(contexts: Mapping[str, int], name: str, rules: Mapping[str, list[str]]) -> dict[str, list[str]]:
     """Add the axes of contexts to a region's map from dims to mesh axes: first of length, and last of heads."""
     heads = [axis for axis in contexts if name == "core" and axis == "exchange"]
     length = [axis for axis in contexts if axis not in heads]
-    own = {"length": [*length, *rules.get("length", [])], "heads": [*rules.get("heads", []), *heads]}
-    return {**rules, **own} if contexts else dict(rules)
+    context_rules = {"length": [*length, *rules.get("length", [])], "heads": [*rules.get("heads", []), *heads]}
+    return {**rules, **context_rules} if contexts else dict(rules)
 
 
 NO_CONTEXT: Mapping[str, int] = MappingProxyType({})
@@ -215,35 +215,35 @@ def compose_scheme(
     stream's; a region that the tensor scheme does not name has the stream's (core: attention's; experts: mlp's, and
     d_model as the stream). With `whole` experts, what splits their d_ff splits dim experts instead.
     """
-    order = tensor["order"] or list(tensor["axes"])
-    sizes = {a: tensor["axes"].get(a, 1) for a in order} | dict(branch["axes"])
+    sizes = {a: tensor["axes"].get(a, 1) for a in tensor["order"] or tensor["axes"]} | dict(branch["axes"])
     contexts = {axis: context[axis] for axis in CONTEXT if context.get(axis, 1) > 1}
-    branches, replicas = list(branch["axes"]), _replicas(data, zero, experts)
+    branches, replicas = list(branch["axes"]), _replica_axes(data, zero, experts)
     dealt: dict[str, list[str]] = {"experts": ["expert"]} if experts > 1 else {}
 
-    def layout(name: str, rules: Mapping[str, Sequence[str]], first: Mapping[str, list[str]]) -> Layout:
+    def build_layout(name: str, rules: Mapping[str, Sequence[str]], first: Mapping[str, list[str]]) -> Layout:
         """Return the layout of a region or role from its map of dims to mesh axes, behind the axes `first`."""
         merged = {dim: [*first.get(dim, []), *rules.get(dim, [])] for dim in [*first, *rules]}
         live = {**replicas, **contexts, **sizes}
         rules = {dim: [a for a in axes if live[a] > 1] for dim, axes in merged.items()}
-        return Layout.of(rules, _at_zero_of(branch, name))
+        return Layout.build_canonical(rules, _branch_only_axes(branch, name))
 
-    maps = {r: _with_context(contexts, r, _with_branches(branch, r, rules_of(tensor["regions"], r))) for r in REGIONS}
-    whole = _dividing(maps["experts"], tensor_experts)
-    maps["experts"] = _dealing(maps["experts"], whole)
-    stays = prefix(*(rules.get("batch", ()) for rules in maps.values()))
+    maps = {r: _add_branch_axes(branch, r, region_rules(tensor["regions"], r)) for r in REGIONS}
+    maps = {r: _add_context_axes(contexts, r, rules) for r, rules in maps.items()}
+    whole = _axes_dividing_experts(maps["experts"], tensor_experts)
+    maps["experts"] = _add_expert_axes(maps["experts"], whole)
+    stays = common_prefix(*(rules.get("batch", ()) for rules in maps.values()))
     maps = {r: {**rules, "batch": rules.get("batch", [])[len(stays) :]} for r, rules in maps.items()}
     outer = [*(a for a in replicas if a != "expert"), *stays]
     of_experts, of_others = {"batch": outer, **dealt}, {"batch": [*outer, *dealt.get("experts", ())]}
-    weights = _roles_of(tensor, branch, whole).items()
+    weights = _role_rules(tensor, branch, whole).items()
     return Scheme(
         name=tensor["scheme"] + (f" + {branch['kind']}" if branches else ""),
         axes=tuple(sizes.items()),
-        regions={r: layout(r, rules, of_experts if r == "experts" else of_others) for r, rules in maps.items()},
-        parameters={r: layout("", rules, dealt if r.startswith("experts") else {}) for r, rules in weights},
+        regions={r: build_layout(r, rules, of_experts if r == "experts" else of_others) for r, rules in maps.items()},
+        parameters={r: build_layout("", rules, dealt if r.startswith("experts") else {}) for r, rules in weights},
         branches=tuple(branches),
         branches_outer=branch["order"] == "outer",
-        parameters_only=_at_zero_of(branch, "parameters"),
+        parameters_only=_branch_only_axes(branch, "parameters"),
         gathered=tensor["gathered"],
         slice_via=branch["slice_via"],
         uneven=tensor["uneven"],
@@ -265,11 +265,11 @@ def lent_experts(load: Sequence[int], ranks: int, seats: int) -> Lent:
 
     The busiest rank lends its busiest expert to the idlest rank with a free seat, as long as both are then less busy
     than it was. Example: lent_experts((6, 1, 1, 2), 2, 1) = ((3,), (0,)): 7 and 3 tokens become 5 and 5."""
-    each = len(load) // ranks
-    at = {expert: [expert // each] for expert in range(len(load))}
+    block_size = len(load) // ranks
+    at = {expert: [expert // block_size] for expert in range(len(load))}
     lent: list[list[int]] = [[] for _ in range(ranks)]
-    while found := _next(load, at, [rank for rank in range(ranks) if len(lent[rank]) < seats], ranks):
-        expert, rank = found
+    while loan := _next_loan(load, at, [rank for rank in range(ranks) if len(lent[rank]) < seats], ranks):
+        expert, rank = loan
         at[expert].append(rank)
         lent[rank].append(expert)
     return tuple(tuple(sorted(experts)) for experts in lent)
@@ -282,30 +282,30 @@ def lent_by_layer(layers: Sequence[str], loads: Sequence[float], scheme: Scheme)
     return {name: lent_experts(load, scheme.experts, scheme.lent) for name, load in zip(layers, by_layer, strict=True)}
 
 
-def _next(
+def _next_loan(
     load: Sequence[int], at: Mapping[int, Sequence[int]], free: Sequence[int], ranks: int
 ) -> tuple[int, int] | None:
     """Return the next expert to lend, and the rank, one of the `free`, that takes it; None if that helps no more.
     `at`: the ranks that compute each expert."""
     busy = [0.0] * ranks
-    for expert, there in at.items():
-        for rank in there:
-            busy[rank] += load[expert] / len(there)
-    most = max(range(ranks), key=lambda rank: (busy[rank], -rank))
-    own = (expert for expert, there in at.items() if most in there and load[expert])
-    for expert in sorted(own, key=lambda expert: (-load[expert] / len(at[expert]), expert)):
+    for expert, holders in at.items():
+        for rank in holders:
+            busy[rank] += load[expert] / len(holders)
+    busiest = max(range(ranks), key=lambda rank: (busy[rank], -rank))
+    busiest_experts = (expert for expert, holders in at.items() if busiest in holders and load[expert])
+    for expert in sorted(busiest_experts, key=lambda expert: (-load[expert] / len(at[expert]), expert)):
         share = load[expert] / (len(at[expert]) + 1)
-        takers = [rank for rank in free if rank not in at[expert] and busy[rank] + share < busy[most]]
+        takers = [rank for rank in free if rank not in at[expert] and busy[rank] + share < busy[busiest]]
         if takers:
             return expert, min(takers, key=lambda rank: (busy[rank], rank))
     return None
 
 
-def dealt(rows: int, source: int, at: Sequence[int]) -> list[int]:
+def deal_rows(rows: int, source: int, at: Sequence[int]) -> list[int]:
     """Return how many of a rank's `rows` of an expert go to each rank in `at`, all to `source` itself if it is one."""
     if source in at:
         return [rows if rank == source else 0 for rank in at]
-    return [len(range((place - source) % len(at), rows, len(at))) for place in range(len(at))]
+    return [len(range((position - source) % len(at), rows, len(at))) for position in range(len(at))]
 
 
 # Checks of a model's declarations while it is recorded; each error names the mistake, its place, and the legal
@@ -321,7 +321,7 @@ class ModelMistake(ValueError):
     def __init__(self, name: str, reason: str, legal: Iterable[str] = (), place: str = ""):
         """Construct the error; `place`: file:line in the user's model, by default of the call being recorded."""
         self.name, self.legal = name, list(legal)
-        self.reason = f"{reason} (at {place or _place_of_call()})"
+        self.reason = f"{reason} (at {place or _find_call_place()})"
         super().__init__(f"{name}: {self.reason}")
 
 
@@ -340,14 +340,14 @@ def check_specs(name: str, tensors: Sequence[Spec | Parameter], sizes: Mapping[s
 def check_parameters(declared: Sequence[Parameter], model: Any, sizes: Mapping[str, int]) -> None:
     """Raise ModelMistake for a duplicate name or an unknown role, initialiser or dim among the parameters that `model`
     declares. `sizes`: the model's dims."""
-    place = defined_at(model)
+    place = definition_place(model)
     names = Counter(p.name for p in declared)
     for p in declared:
         if names[p.name] > 1:
             raise ModelMistake(p.name, "several parameters have this name", place=place)
-        for value, legal, what in ((p.role, (*ROLES, *STATES), "role"), (p.init, INITS, "initialiser")):
+        for value, legal, noun in ((p.role, (*ROLES, *STATES), "role"), (p.init, INITS, "initialiser")):
             if value not in legal:
-                raise ModelMistake(value, f"no such {what}, of parameter {p.name}", legal, place)
+                raise ModelMistake(value, f"no such {noun}, of parameter {p.name}", legal, place)
         _check_dims(p, sizes, f"of parameter {p.name}", place)
 
 
@@ -359,17 +359,17 @@ def _check_dims(tensor: Spec | Parameter, sizes: Mapping[str, int], whose: str, 
             raise ModelMistake(dim, f"no such dim, {whose}: the model's sizes have none", sizes, place)
 
 
-def check_used(declared: Sequence[Parameter], used: Iterable[str], model: Any) -> None:
+def check_parameters_used(declared: Sequence[Parameter], used: Iterable[str], model: Any) -> None:
     """Raise ModelMistake for a parameter that `model` declares and no recorded operation uses: it would have no
     gradient. `used`: names."""
-    there = set(used)
+    used_names = set(used)
     for p in declared:
-        if p.name not in there:
-            raise ModelMistake(p.name, "a declared parameter that nothing uses", place=defined_at(model))
+        if p.name not in used_names:
+            raise ModelMistake(p.name, "a declared parameter that nothing uses", place=definition_place(model))
 
 
 @contextmanager
-def as_model_mistakes(model: Any) -> Iterator[None]:
+def raise_model_mistakes(model: Any) -> Iterator[None]:
     """Raise a ModelMistake with file and line in place of any exception that user code of `model`, from outside this
     package, raises within the context.
 
@@ -380,18 +380,22 @@ def as_model_mistakes(model: Any) -> Iterator[None]:
     except (ModelMistake, MemoryError):
         raise
     except (Exception, SystemExit, GeneratorExit) as error:
-        own = [(frame, line) for frame, line in walk_tb(error.__traceback__) if not _is_ours(_module(frame))]
-        if _is_ours(model.__module__) or not own:
+        user_frames = [
+            (frame, line) for frame, line in walk_tb(error.__traceback__) if not _is_ours(_module_of_frame(frame))
+        ]
+        if _is_ours(model.__module__) or not user_frames:
             raise
         try:
             text = " ".join(str(error).split())
         except Exception:  # it may not even be printable
             text = "its text raises an error too"
         reason = f"{type(error).__name__}{': ' + text if text else ''}"
-        raise ModelMistake(getattr(model, "__name__", type(model).__name__), reason, place=_place(*own[-1])) from error
+        raise ModelMistake(
+            getattr(model, "__name__", type(model).__name__), reason, place=_format_place(*user_frames[-1])
+        ) from error
 
 
-def _module(frame: FrameType) -> str:
+def _module_of_frame(frame: FrameType) -> str:
     """Return the name of the module that a stack frame runs in: of a user's model or of this package."""
     return frame.f_globals.get("__name__", "")
 
@@ -401,27 +405,27 @@ def _is_ours(module: str) -> bool:
     return module.startswith("platform.") or module == "contextlib"
 
 
-def _place_of_call() -> str:
+def _find_call_place() -> str:
     """Return file:line of the statement in a user's model that is being recorded: the innermost frame outside this
     package, else (a model of this package) outside platform.plan."""
     stack = (frame for frame, _ in walk_stack(sys._getframe(2)))
-    frames = list(takewhile(lambda f: _module(f) != "platform.plan.chunks", stack))  # the caller of the model
-    models = [f for f in frames if not _module(f).startswith("platform.plan")]
-    found = next((f for f in models if not _is_ours(_module(f))), (models or frames)[0])
-    return _place(found, found.f_lineno)
+    frames = list(takewhile(lambda f: _module_of_frame(f) != "platform.plan.chunks", stack))  # the caller of the model
+    models = [f for f in frames if not _module_of_frame(f).startswith("platform.plan")]
+    caller = next((f for f in models if not _is_ours(_module_of_frame(f))), (models or frames)[0])
+    return _format_place(caller, caller.f_lineno)
 
 
-def defined_at(model: Any) -> str:
+def definition_place(model: Any) -> str:
     """Return file:line of a model class's `parameters` method for error messages; the class's name without one."""
     code = getattr(getattr(type(model), "parameters", None), "__code__", None)
-    return f"{_short(code.co_filename)}:{code.co_firstlineno}" if code else type(model).__name__
+    return f"{_shorten_path(code.co_filename)}:{code.co_firstlineno}" if code else type(model).__name__
 
 
-def _place(frame: FrameType, line: int) -> str:
+def _format_place(frame: FrameType, line: int) -> str:
     """Return file:line of a line in a user's model, for a ModelMistake."""
-    return f"{_short(frame.f_code.co_filename)}:{line}"
+    return f"{_shorten_path(frame.f_code.co_filename)}:{line}"
 
 
-def _short(path: str) -> str:
+def _shorten_path(path: str) -> str:
     """Return a source file's path for a ModelMistake: absolute or relative, the shorter of the two."""
     return min(path, os.path.relpath(path), key=len)

@@ -9,7 +9,17 @@ from functools import lru_cache
 from itertools import accumulate
 from math import inf
 
-from platform.plan.schedule import COMPUTE, PASS, RECEIVES, Action, Kind, Schedule, ScheduleError, needs, result
+from platform.plan.schedule import (
+    COMPUTE,
+    PASS,
+    RECEIVES,
+    Action,
+    Kind,
+    Schedule,
+    ScheduleError,
+    needs_of_action,
+    result_of_action,
+)
 
 # Durations in units of one chunk's forward pass of one microbatch.
 NOMINAL: Mapping[Kind, float] = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
@@ -53,95 +63,105 @@ def simulate(schedule: Schedule, times: Times = NOMINAL, transfer: float = 0.0) 
     between the end of an action and the start of one on another stage that needs its result; it keeps no stage busy.
     Raises ScheduleError with the stuck actions if stages wait for each other.
     """
-    return _nominal(schedule) if times is NOMINAL and not transfer else _simulated(schedule, times, transfer)
+    return (
+        _simulate_nominal(schedule)
+        if times is NOMINAL and not transfer
+        else _simulate_actions(schedule, times, transfer)
+    )
 
 
 @lru_cache(maxsize=4)
-def _nominal(schedule: Schedule) -> Simulation:
+def _simulate_nominal(schedule: Schedule) -> Simulation:
     """Simulate a pipeline schedule with nominal times, once for the check, the lowering and the picture of it."""
-    return _simulated(schedule, NOMINAL, 0.0)
+    return _simulate_actions(schedule, NOMINAL, 0.0)
 
 
-def _simulated(schedule: Schedule, times: Times, transfer: float) -> Simulation:
+def _simulate_actions(schedule: Schedule, times: Times, transfer: float) -> Simulation:
     """Simulate one step of a pipeline schedule action by action; arguments and errors as of `simulate`."""
     seconds = times if callable(times) else (lambda stage, action: times[action.kind])
-    spans = _timed_rows(schedule, seconds, transfer)
+    spans = _time_rows(schedule, seconds, transfer)
     events = [
         TimedAction(stage, action, start, end)
-        for stage, (row, found) in enumerate(zip(schedule.rows, spans, strict=True))
-        for action, (start, end) in zip(row, found, strict=True)
+        for stage, (row, row_spans) in enumerate(zip(schedule.rows, spans, strict=True))
+        for action, (start, end) in zip(row, row_spans, strict=True)
     ]
     return Simulation(
         timeline=tuple(sorted(events, key=lambda e: (e.end, e.stage, e.start))),
-        makespan=_last(spans),
+        makespan=_last_end(spans),
         busy=tuple(sum(seconds(stage, action) for action in row) for stage, row in enumerate(schedule.rows)),
         peak_live=tuple(map(_peak_live, schedule.rows)),
     )
 
 
-def makespan(schedule: Schedule, seconds: Callable[[int, Action], float]) -> float:
+def compute_makespan(schedule: Schedule, seconds: Callable[[int, Action], float]) -> float:
     """Return the seconds of a schedule's step, as `simulate` does, from the seconds of (stage, action)."""
-    return _last(_timed_rows(schedule, seconds, 0.0))
+    return _last_end(_time_rows(schedule, seconds, 0.0))
 
 
-def _last(spans: Sequence[Sequence[Span]]) -> float:
+def _last_end(spans: Sequence[Sequence[Span]]) -> float:
     """Return when the last action ends."""
     return max((row[-1][1] for row in spans if row), default=0.0)
 
 
-def _timed_rows(schedule: Schedule, seconds: Callable[[int, Action], float], transfer: float) -> list[list[Span]]:
+def _time_rows(schedule: Schedule, seconds: Callable[[int, Action], float], transfer: float) -> list[list[Span]]:
     """Return by stage the start and the end of each action of its row; arguments and errors as of `simulate`."""
-    waits = _waits(schedule)
+    waits = _waits_by_row(schedule)
     done: dict[int, tuple[float, int]] = {}  # by number of a result: its end and its stage
     spans: list[list[Span]] = [[] for _ in waits]
     progress = True
     while progress:
         progress = False
-        for stage, (row, found) in enumerate(zip(waits, spans, strict=True)):
-            now = found[-1][1] if found else 0.0
-            while len(found) < len(row):
-                action, inputs, made = row[len(found)]
+        for stage, (row, row_spans) in enumerate(zip(waits, spans, strict=True)):
+            now = row_spans[-1][1] if row_spans else 0.0
+            while len(row_spans) < len(row):
+                action, inputs, produced = row[len(row_spans)]
                 start = now
                 for number in inputs:
-                    if (there := done.get(number)) is None:
+                    if (arrival := done.get(number)) is None:
                         break
-                    when, origin = there
+                    when, origin = arrival
                     start = max(start, when + transfer if origin != stage else when)
                 else:
                     now = start + seconds(stage, action)
-                    found.append((start, now))
-                    done[made] = now, stage
+                    row_spans.append((start, now))
+                    done[produced] = now, stage
                     progress = True
                     continue
                 break
-    if any(len(found) < len(row) for found, row in zip(spans, waits, strict=True)):
-        raise ScheduleError(f"deadlock: {'; '.join(_stuck(schedule, spans))}", schedule.rows)
+    if any(len(row_spans) < len(row) for row_spans, row in zip(spans, waits, strict=True)):
+        raise ScheduleError(f"deadlock: {'; '.join(_describe_stuck_stages(schedule, spans))}", schedule.rows)
     return spans
 
 
 @lru_cache(maxsize=8)
-def _waits(schedule: Schedule) -> list[list[tuple[Action, tuple[int, ...], int]]]:
+def _waits_by_row(schedule: Schedule) -> list[list[tuple[Action, tuple[int, ...], int]]]:
     """Return the rows of a schedule, of each action the numbers of the results that it needs, and of its own."""
     total, n = schedule.total_chunks, schedule.microbatches
     first = {which: i * total for i, which in enumerate(dict.fromkeys(PASS.values()))}
 
-    def number(tensor: Tensor) -> int:
+    def number_of_result(tensor: Tensor) -> int:
         """Return the number of a result."""
         which, chunk, microbatch = tensor
         return (first[which] + chunk) * n + microbatch
 
-    return [[(a, tuple(map(number, needs(a, total))), number(result(a))) for a in row] for row in schedule.rows]
+    return [
+        [
+            (a, tuple(map(number_of_result, needs_of_action(a, total))), number_of_result(result_of_action(a)))
+            for a in row
+        ]
+        for row in schedule.rows
+    ]
 
 
-def _stuck(schedule: Schedule, spans: Sequence[Sequence[Span]]) -> Iterator[str]:
+def _describe_stuck_stages(schedule: Schedule, spans: Sequence[Sequence[Span]]) -> Iterator[str]:
     """Yield a line per stage of the simulated schedule that is stuck: at which action, and why."""
     pairs = list(zip(schedule.rows, spans, strict=True))
-    done = {result(action) for row, found in pairs for action in row[: len(found)]}
-    for stage, (row, found) in enumerate(pairs):
-        if len(found) < len(row):
-            missing = [r for r in needs(row[len(found)], schedule.total_chunks) if r not in done]
-            wanted = ", ".join(f"{chunk}{kind}{microbatch}" for kind, chunk, microbatch in missing)
-            yield f"stage {stage} is stuck at {row[len(found)]}, which waits for {wanted}"
+    done = {result_of_action(action) for row, row_spans in pairs for action in row[: len(row_spans)]}
+    for stage, (row, row_spans) in enumerate(pairs):
+        if len(row_spans) < len(row):
+            missing = [r for r in needs_of_action(row[len(row_spans)], schedule.total_chunks) if r not in done]
+            missing_names = ", ".join(f"{chunk}{kind}{microbatch}" for kind, chunk, microbatch in missing)
+            yield f"stage {stage} is stuck at {row[len(row_spans)]}, which waits for {missing_names}"
 
 
 def _peak_live(row: tuple[Action, ...]) -> int:
@@ -161,36 +181,36 @@ Message = tuple[tuple[int, Action], tuple[int, Action]]  # (stage, send), (stage
 
 
 @lru_cache(maxsize=16)
-def validate(schedule: Schedule) -> None:
+def validate_schedule(schedule: Schedule) -> None:
     """Raise ScheduleError with every violation of a pipeline schedule's compute table: counts, unknown or repeated
     actions, order; if there is none of these, for a deadlock.
 
     A table without any backward pass is legal: evaluation uses one.
     """
-    if lines := list(_violations(schedule)):
+    if lines := list(_violations_of_table(schedule)):
         raise ScheduleError(lines, schedule.rows)
     simulate(schedule)  # raises ScheduleError on deadlock
 
 
 @lru_cache(maxsize=16)
-def lower(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+def lower_schedule(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """Lower a pipeline schedule: return each stage's row with sends and receives inserted, as its workers execute it.
-    Raises ScheduleError as `validate` does.
+    Raises ScheduleError as `validate_schedule` does.
 
     The common order is the order of the actions' ends in a simulation with nominal times: a receive stands before the
     action during which its message is sent, so it is posted by then.
     """
     if not schedule.proven:
-        validate(schedule)
+        validate_schedule(schedule)
     rows: list[list[Action]] = [[] for _ in schedule.rows]
     for event in simulate(schedule).timeline:
         rows[event.stage].append(event.action)
-        for stage, action in message(schedule, event.action) or ():
+        for stage, action in find_message(schedule, event.action) or ():
             rows[stage].append(action)
     return tuple(tuple(row) for row in rows)
 
 
-def message(schedule: Schedule, action: Action) -> Message | None:
+def find_message(schedule: Schedule, action: Action) -> Message | None:
     """Return (sending stage, send action) and (receiving stage, receive action) of the result of a compute action in a
     pipeline schedule; None if the result stays on its stage."""
     forward, m, chunk = action.kind is Kind.FORWARD, action.microbatch, action.chunk
@@ -203,14 +223,14 @@ def message(schedule: Schedule, action: Action) -> Message | None:
     return pair if source != sink else None
 
 
-def _violations(schedule: Schedule) -> Iterator[str]:
+def _violations_of_table(schedule: Schedule) -> Iterator[str]:
     """Yield one message per rule that a pipeline schedule's compute table breaks: its number of rows, actions that are
     unknown, repeated, missing or out of order, and chunks on several stages."""
     if len(schedule.rows) != schedule.stages:
         yield f"{schedule.name}: {len(schedule.rows)} rows for {schedule.stages} stages"
     stages: dict[int, int] = {}  # chunk -> stage
     counts: Counter[tuple[Kind, int, int]] = Counter()
-    place: dict[tuple[Kind, int, int], int] = {}  # action -> position in its row
+    row_positions: dict[tuple[Kind, int, int], int] = {}  # action -> position in its row
     size = f"{schedule.total_chunks} chunks and {schedule.microbatches} microbatches"
     for stage, row in enumerate(schedule.rows):
         for position, a in enumerate(row):
@@ -220,29 +240,31 @@ def _violations(schedule: Schedule) -> Iterator[str]:
             elif stages.setdefault(a.chunk, stage) != stage:
                 yield f"stage {stage}: {a}, but chunk {a.chunk} lives on stage {stages[a.chunk]}"
             counts[key := (a.kind, a.chunk, a.microbatch)] += 1
-            place[key] = position
+            row_positions[key] = position
     yield from (f"{c}{kind}{m} occurs {n} times" for (kind, c, m), n in counts.items() if n > 1)
     trains = any(kind is not Kind.FORWARD for kind, _, _ in counts)
     for chunk in range(schedule.total_chunks):
         for m in range(schedule.microbatches):
-            here = {kind: place[kind, chunk, m] for kind in COMPUTE if (kind, chunk, m) in place}
-            yield from _pass_violations(here, chunk, m, trains)
+            positions = {kind: row_positions[kind, chunk, m] for kind in COMPUTE if (kind, chunk, m) in row_positions}
+            yield from _pass_violations(positions, chunk, m, trains)
 
 
 BEFORE = ((Kind.FORWARD, Kind.BACKWARD), (Kind.FORWARD, Kind.INPUT), (Kind.INPUT, Kind.WEIGHT))
 
 
-def _pass_violations(here: dict[Kind, int], chunk: int, m: int, trains: bool) -> Iterator[str]:
+def _pass_violations(positions: dict[Kind, int], chunk: int, m: int, trains: bool) -> Iterator[str]:
     """Yield one message per missing, surplus or misordered action of one chunk on microbatch `m` in a pipeline
-    schedule; `here`: the positions of its actions in the stage's row. `trains`: the table has backward passes, so this
-    chunk must have its own."""
+    schedule; `positions`: the positions of its actions in the stage's row. `trains`: the table has backward passes, so
+    this chunk must have its own."""
     split = {Kind.INPUT, Kind.WEIGHT}
-    backward = split if split & here.keys() else {Kind.BACKWARD}
-    wanted = {Kind.FORWARD, *(backward if trains else ())}
-    yield from (f"{chunk}{kind}{m} is missing" for kind in COMPUTE if kind in wanted and kind not in here)
-    yield from (f"{chunk}{kind}{m} repeats {chunk}I{m} and {chunk}W{m}" for kind in here if kind not in wanted)
+    backward = split if split & positions.keys() else {Kind.BACKWARD}
+    expected_kinds = {Kind.FORWARD, *(backward if trains else ())}
+    yield from (f"{chunk}{kind}{m} is missing" for kind in COMPUTE if kind in expected_kinds and kind not in positions)
+    yield from (
+        f"{chunk}{kind}{m} repeats {chunk}I{m} and {chunk}W{m}" for kind in positions if kind not in expected_kinds
+    )
     for first, second in BEFORE:
-        if first in here and second in here and here[second] < here[first]:
+        if first in positions and second in positions and positions[second] < positions[first]:
             yield f"{chunk}{second}{m} stands before {chunk}{first}{m}"
 
 
@@ -260,11 +282,11 @@ class StageRows:
     forward: tuple[Action, ...]
     steps: tuple[tuple[Action, ...], ...]
 
-    def step(self, microbatches: int) -> tuple[Action, ...]:
+    def row_of_step(self, microbatches: int) -> tuple[Action, ...]:
         """Return this stage's schedule row for a training step of so many microbatches, the shortest with room."""
         return next(row for row in self.steps if any(a.microbatch + 1 >= microbatches for a in row))
 
-    def plain(self) -> list[list[list[int]]]:
+    def encode_rows(self) -> list[list[list[int]]]:
         """Return a stage's schedule rows as lists of numbers, to be sent to workers: the actions' kinds, as positions
         in `Kind`, microbatches, chunks, and peers, -1 for none."""
         return [
@@ -278,8 +300,9 @@ class StageRows:
         ]
 
     @classmethod
-    def from_plain(cls, rows: Sequence[Sequence[Sequence[int]]]) -> StageRows:
-        """Rebuild a stage's schedule rows from the lists of numbers made by `plain`. Raises ValueError if illegal."""
+    def decode_rows(cls, rows: Sequence[Sequence[Sequence[int]]]) -> StageRows:
+        """Rebuild a stage's schedule rows from the lists of numbers made by `encode_rows`. Raises ValueError if
+        illegal."""
         forward, *steps = (
             tuple(
                 Action(_KINDS[kind], microbatch, chunk, None if peer < 0 else peer)
@@ -293,12 +316,12 @@ class StageRows:
 def stage_rows(schedules: Sequence[Schedule]) -> list[StageRows]:
     """Lower the pipeline schedules of a run for the workers, one for each number of microbatches that its batches have,
     ascending: return, by stage, the rows of a forward pass and of training steps, all with sends and receives."""
-    some = schedules[-1]
-    chunks = (some.chunks_of(stage) for stage in range(some.stages))
+    last_schedule = schedules[-1]
+    chunks = (last_schedule.chunks_of_stage(stage) for stage in range(last_schedule.stages))
     passes = tuple(tuple(Action(Kind.FORWARD, 0, chunk) for chunk in of_stage) for of_stage in chunks)
-    once = Schedule("forward", some.stages, some.chunks, 1, passes)
-    steps = zip(*map(lower, schedules), strict=True)
-    return [StageRows(forward, of_stage) for forward, of_stage in zip(lower(once), steps, strict=True)]
+    once = Schedule("forward", last_schedule.stages, last_schedule.chunks, 1, passes)
+    steps = zip(*map(lower_schedule, schedules), strict=True)
+    return [StageRows(forward, of_stage) for forward, of_stage in zip(lower_schedule(once), steps, strict=True)]
 
 
 # Messages between the stages of a schedule on links that they share: how long a step takes where links are busy.
@@ -323,9 +346,9 @@ class StageMessages:
     early: bool = False
 
 
-def makespan_with(messages: StageMessages, schedule: Schedule, seconds: Callable[[int, Action], float]) -> float:
+def makespan_over_links(messages: StageMessages, schedule: Schedule, seconds: Callable[[int, Action], float]) -> float:
     """Return the seconds of a schedule's step, given the seconds of (stage, action)."""
-    return _Step(messages, schedule, seconds).run()
+    return _Step(messages, schedule, seconds).run_step()
 
 
 @dataclass
@@ -355,7 +378,7 @@ class _Step:
     def __init__(self, messages: StageMessages, schedule: Schedule, seconds: Callable[[int, Action], float]):
         """Begin a step."""
         self.messages, self.seconds, self.total = messages, seconds, schedule.total_chunks
-        self.rows = [_lowered_tasks(row, messages.early) for row in lower(schedule)]
+        self.rows = [_tasks_of_row(row, messages.early) for row in lower_schedule(schedule)]
         stages = range(len(self.rows))
         self.at, self.ends, self.now = [0 for _ in stages], [NEVER for _ in stages], 0.0
         self.there: list[set[Key]] = [set() for _ in stages]  # results that a stage has
@@ -363,7 +386,7 @@ class _Step:
         self.waiting: list[_Message] = []
         self.moving: list[_Message] = []
 
-    def run(self) -> float:
+    def run_step(self) -> float:
         """Run the step; return its seconds."""
         last = 0.0
         for stage in range(len(self.rows)):
@@ -392,14 +415,14 @@ class _Step:
 
     def _begin_task(self, stage: int) -> None:
         """Begin a stage's next computation if what it needs is there."""
-        row, here = self.rows[stage], self.there[stage]
+        row, results = self.rows[stage], self.there[stage]
         while self.ends[stage] == NEVER and self.at[stage] < len(row):
             task = row[self.at[stage]]
             if task.action is None:  # receives before any computation
                 self.posted[stage].update(task.posts)
                 self.at[stage] += 1
                 continue
-            if not all(key in here for key in needs(task.action, self.total)):
+            if not all(key in results for key in needs_of_action(task.action, self.total)):
                 return
             self.posted[stage].update(task.begins)
             self.ends[stage] = self.now + self.seconds(stage, task.action)
@@ -408,7 +431,7 @@ class _Step:
         """End a stage's computation: its result is there, and is sent."""
         task = self.rows[stage][self.at[stage]]
         assert task.action is not None
-        self.there[stage].add(result(task.action))
+        self.there[stage].add(result_of_action(task.action))
         self.posted[stage].update(task.posts)
         self.waiting += [_Message(key, stage, to, self.messages.seconds(stage, to)) for key, to in task.sends]
         self.at[stage] += 1
@@ -433,7 +456,7 @@ class _Step:
         return [1 / max(out[link(m.source)], into[link(m.sink)]) for m in self.moving]
 
 
-def _lowered_tasks(row: tuple[Action, ...], early: bool) -> list[_Task]:
+def _tasks_of_row(row: tuple[Action, ...], early: bool) -> list[_Task]:
     """Return a stage's row, lowered, as its computations and what goes with them."""
     tasks = [_Task(None)]
     for a in row:
@@ -446,5 +469,5 @@ def _lowered_tasks(row: tuple[Action, ...], early: bool) -> list[_Task]:
             (last.begins if early and last.action else last.posts).append(key)
         else:
             assert a.peer is not None
-            last.sends.append((result(a), a.peer))
+            last.sends.append((result_of_action(a), a.peer))
     return tasks

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from platform.plan.chunks import Bucket, Chunk, moves
-from platform.plan.model_types import AttentionTraits, Parameter, Spec, chosen
-from platform.plan.operation_plan import Collective, PlannedOperation, label
+from platform.plan.chunks import Bucket, Chunk, buckets_to_gather
+from platform.plan.model_types import AttentionTraits, Parameter, Spec, choose_kernel
+from platform.plan.operation_plan import Collective, PlannedOperation, collective_label
 from platform.plan.plan import Plan
 
 # Counting of what several ranks have alike in sums over all ranks: one of them counts it.
@@ -29,64 +29,66 @@ def counts_gradient(plan: Plan, at: Coordinates, p: Parameter) -> bool:
     """Return True if the rank at mesh coordinates `at` counts its part of the gradient of `p` in a sum over all ranks:
     one of the ranks that replicate it does, in the owner stage if it is tied; none does if it is frozen. `plan`: the
     plan of the rank's stage."""
-    own = plan.stages_of[p.name][0] == at["stage"] and p.name not in plan.frozen
-    return own and counts_at(at, plan.split_over(p))
+    is_owner = plan.stages_of[p.name][0] == at["stage"] and p.name not in plan.frozen
+    return is_owner and counts_at(at, plan.master_split_axes(p))
 
 
-def counted_stretches(plan: Plan, at: Coordinates) -> dict[str, list[slice]]:
+def grad_norm_slices(plan: Plan, at: Coordinates) -> dict[str, list[slice]]:
     """Return, by the name of each bucket's first parameter, the slices of the rank's flat gradients (one shard of the
     bucket's buffer) that the rank at mesh coordinates `at` counts in the gradient norm (`counts_gradient`); adjacent
     slices are joined. `plan`: the plan of the rank's stage."""
-    out: dict[str, list[slice]] = {}
-    for bucket in (plan.bucket_at(bucket, at) for bucket in plan.buckets):
-        before = plan.mesh.index(at, bucket.sharded) * bucket.shard_elements  # elements of other shards
-        stretches = out.setdefault(bucket.parameters[0].name, [])
+    slices: dict[str, list[slice]] = {}
+    for bucket in (plan.bucket_of_rank(bucket, at) for bucket in plan.buckets):
+        before = plan.mesh.index_in_group(at, bucket.sharded) * bucket.shard_elements  # elements of other shards
+        stretches = slices.setdefault(bucket.parameters[0].name, [])
         for p in bucket.parameters:
-            start, stop = (bucket.ranges[p.name][0] + i - before for i in plan.shard_range(p, at))
+            start, stop = (bucket.parameter_ranges[p.name][0] + i - before for i in plan.shard_range(p, at))
             if start < stop and counts_gradient(plan, at, p):
                 follows = stretches and stretches[-1].stop == start
                 stretches.append(slice(stretches.pop().start if follows else start, stop))
-    return out
+    return slices
 
 
 # Parameters as matrices, and the sums over ranks of which an optimizer with factored second moments makes its update
 # (Adafactor): squares by row and by column. Pure Python.
 
 
-def summed_sizes(plan: Plan) -> dict[str, tuple[int, ...]]:
+def factor_sum_sizes(plan: Plan) -> dict[str, tuple[int, ...]]:
     """Return, by name of each trained parameter of a stage's plan, the sizes of the sums over ranks for an Adafactor
     update: one sum of squared weights, (1,); in `Plan.factored` also squared gradients by row and column of all its
     matrices, (rows, columns, 1)."""
     trained = [p for p in plan.parameters if p.name not in plan.frozen]
-    return {p.name: (*sides(plan, p), 1) if p.name in plan.factored else (1,) for p in trained}
+    return {p.name: (*matrix_sides(plan, p), 1) if p.name in plan.factored else (1,) for p in trained}
 
 
-def sides(plan: Plan, p: Parameter) -> tuple[int, int]:
+def matrix_sides(plan: Plan, p: Parameter) -> tuple[int, int]:
     """Return how many rows, and how many columns, all matrices of a parameter have together."""
-    number, rows, columns = p.matrices(plan.global_shape(p))
+    number, rows, columns = p.shape_as_matrices(plan.global_shape(p))
     return number * rows, number * columns
 
 
 def summing_axes(plan: Plan) -> tuple[str, ...]:
     """Return the mesh axes over which an Adafactor update sums: all but `stage` that have more than one rank."""
-    return plan.mesh.ordered(a for a, n in plan.mesh.axes.items() if n > 1 and a != "stage")
+    return plan.mesh.order_axes(a for a, n in plan.mesh.axes.items() if n > 1 and a != "stage")
 
 
 def factor_collectives(plan: Plan) -> list[Collective]:
     """List the collectives of a stage's Adafactor update, none without `Plan.factored`: an all-reduce of the sums of
-    `summed_sizes`, and one of the sums of squares of each parameter's update."""
-    axes, sizes = summing_axes(plan), summed_sizes(plan)
+    `factor_sum_sizes`, and one of the sums of squares of each parameter's update."""
+    axes, sizes = summing_axes(plan), factor_sum_sizes(plan)
     if not (plan.factored and axes and sizes):
         return []
     elements = sum(map(sum, sizes.values())), len(sizes)
     return [Collective("all_reduce", axes, n, "accumulate", "update") for n in elements]
 
 
-def factors_at(plan: Plan, at: Mapping[str, int]) -> int:
+def count_factors_of_rank(plan: Plan, at: Mapping[str, int]) -> int:
     """Return how many row and column second moments the worker at mesh coordinates `at` keeps for `Plan.factored`."""
-    here = [p for p in plan.at(at["stage"]).parameters if p.name in plan.factored and plan.present(p, at)]
-    ranges = [(p, *plan.shard_range(p, at)) for p in here]
-    return sum(sum(sides(plan, p)) for p, start, stop in ranges if start < stop)
+    local_parameters = [
+        p for p in plan.stage_part(at["stage"]).parameters if p.name in plan.factored and plan.has_block(p, at)
+    ]
+    ranges = [(p, *plan.shard_range(p, at)) for p in local_parameters]
+    return sum(sum(matrix_sides(plan, p)) for p, start, stop in ranges if start < stop)
 
 
 # fp64 numbers summed over the world once a step: loss and squared gradient norm, besides the loads of balanced experts
@@ -99,56 +101,56 @@ def step_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
 
     Only the ranks of one stage launch the collectives of an operation, of gradients and of updates, or a send.
     """
-    return [(place, c, launches) for place, c, launches, _ in staged_collectives(plan)]
+    return [(place, c, launches) for place, c, launches, _ in collectives_by_stage(plan)]
 
 
-def staged_collectives(plan: Plan) -> Iterator[tuple[str, Collective, int, tuple[int, ...]]]:
+def collectives_by_stage(plan: Plan) -> Iterator[tuple[str, Collective, int, tuple[int, ...]]]:
     """Yield (place, collective, launches per rank, stages) for every collective of one training step under a plan, as
     `step_collectives` lists them, with the pipeline stages whose ranks launch it: for a send, the sending and the
     receiving stage."""
     for chunk in plan.chunks:
-        here = (chunk.stage,)
+        stages = (chunk.stage,)
         for (kind, name), o in chunk.operations.items():
-            again = Counter(o.again)
+            again = Counter(o.collectives_launched_again)
             for c in o.collectives:
                 twice = again[c] > 0
                 again[c] -= twice
-                yield f"{kind} {name}", c, plan.microbatches * (2 if twice else 1), here
-        for spec, c in kept_gathers(plan, chunk):
-            yield f"kept {spec}", c, plan.microbatches, here
-    yield from _between_chunks(plan)
+                yield f"{kind} {name}", c, plan.microbatches * (2 if twice else 1), stages
+        for spec, c in recompute_gathers(plan, chunk):
+            yield f"kept {spec}", c, plan.microbatches, stages
+    yield from _collectives_between_chunks(plan)
 
 
-def _between_chunks(plan: Plan) -> Iterator[tuple[str, Collective, int, tuple[int, ...]]]:
-    """Yield the collectives of `staged_collectives` between stages, and those once a step."""
+def _collectives_between_chunks(plan: Plan) -> Iterator[tuple[str, Collective, int, tuple[int, ...]]]:
+    """Yield the collectives of `collectives_by_stage` between stages, and those once a step."""
     for before, after in zip(plan.chunks, plan.chunks[1:], strict=False):
         if before.stage != after.stage:
             for name, spec in before.sends:
                 where = f"stage {before.stage} to {after.stage} {name}"
-                for c, stages in transfer(plan, spec, before.stage, after.stage):
+                for c, stages in transfer_collectives(plan, spec, before.stage, after.stage):
                     yield where, c, plan.microbatches, stages
     for stage in dict.fromkeys(c.stage for c in plan.chunks):
-        for found in bucket_collectives(plan.at(stage)):
-            yield found.place, found.collective, found.launches, (stage,)
-        for c in factor_collectives(plan.at(stage)):
+        for entry in bucket_collectives(plan.stage_part(stage)):
+            yield entry.place, entry.collective, entry.launches, (stage,)
+        for c in factor_collectives(plan.stage_part(stage)):
             yield "factors", c, 1, (stage,)
-    for name, (owner, *others) in plan.tied.items():
-        bucket = plan.at(owner).bucket_of[name]
+    for name, (owner, *others) in plan.stages_of_tied_parameters.items():
+        bucket = plan.stage_part(owner).bucket_by_parameter[name]
         c = Collective("send", ("stage",), bucket.shard_elements, "accumulate", "reduce", bucket.only)
         for other in others:
             for stages in ((other, owner), (owner, other)):
                 yield f"tied {name}", c, 1, stages
-    if world := plan.mesh.ordered(plan.mesh.axes):
-        loads = len(plan.balanced) * plan.sizes.get("experts", 0)
+    if world := plan.mesh.order_axes(plan.mesh.axes):
+        loads = len(plan.load_balancing_routes) * plan.sizes.get("experts", 0)
         c = Collective("all_reduce", world, WORLD_SUMS + loads, "metrics", "reduce")
-        yield "loss and norm", c, 1, tuple(range(plan.stages))
+        yield "loss and norm", c, 1, tuple(range(plan.num_stages))
 
 
-def kept_gathers(plan: Plan, chunk: Chunk) -> Iterator[tuple[Spec, Collective]]:
+def recompute_gathers(plan: Plan, chunk: Chunk) -> Iterator[tuple[Spec, Collective]]:
     """Yield the gathers of inputs that a chunk's ranks have kept in parts, for recomputation, each with its type."""
     for spec in chunk.kept:
-        if axes := plan.kept_axes(spec):
-            n = plan.shared_elements(spec, axes)
+        if axes := plan.recompute_axes(spec):
+            n = plan.elements_per_part(spec, axes)
             yield spec, Collective("all_gather", axes, n, "compute", "backward", plan.layout(spec).only)
 
 
@@ -167,42 +169,48 @@ def bucket_collectives(plan: Plan) -> Iterator[BucketCollective]:
     step (ZeRO-1 and 2) or in every pass (ZeRO-3).
 
     The collectives of updates made of whole matrices (`Plan.matrices`) are `matrices`. `plan`: the plan of that stage,
-    see `Plan.at`.
+    see `Plan.stage_part`.
     """
-    launches = plan.planner.launches
-    passes = Counter(id(b) for spans in plan.resident.values() for b in {id(b): b for s in spans for b in s}.values())
+    launches = plan.planner.collectives_of_steps
+    passes = Counter(
+        id(b) for spans in plan.buckets_by_chunk_span.values() for b in {id(b): b for s in spans for b in s}.values()
+    )
     for b in plan.buckets:
-        each, last = plan.reduction(b)
+        microbatch_steps, final_steps = plan.reduction_steps(b)
         shape = (b.shards, b.shard_elements)
-        for c in launches(each, shape, "backward", "compute"):
+        for c in launches(microbatch_steps, shape, "backward", "compute"):
             yield BucketCollective("gradients", c, plan.microbatches * passes[id(b)], b, b.parameters)
-        for c in launches(last, (1, shape[1]) if each else shape, "reduce", "accumulate"):
+        for c in launches(final_steps, (1, shape[1]) if microbatch_steps else shape, "reduce", "accumulate"):
             yield BucketCollective("gradients", c, 1, b, b.parameters)
     for b in plan.buckets:
         matrices = [p for p in b.parameters if p.name in plan.matrices]
         if matrices:
-            for c in launches(plan.gathering(b), (b.shard_elements,), "update", "accumulate"):
+            for c in launches(plan.gather_steps(b), (b.shard_elements,), "update", "accumulate"):
                 yield BucketCollective("matrices", c, 1, b, b.parameters)
         for p in matrices:
-            cuts = plan.planner.cuts(p, plan.layout(p))
-            for c in launches(plan.joining(p), plan.local_shape(p), "update", "accumulate", cuts=cuts):
+            cuts = plan.planner.find_cuts(p, plan.layout(p))
+            for c in launches(plan.matrix_gather_steps(p), plan.local_shape(p), "update", "accumulate", cuts=cuts):
                 yield BucketCollective("matrices", c, 1, b, [p])
-    gathered = [("update", b, 1) for b in plan.buckets if not b.stored]
-    for spans in plan.resident.values():
-        for phase, buckets in zip(("forward", "backward"), moves(spans, plan.turns), strict=True):
-            gathered += [(phase, b, plan.microbatches) for b in buckets if b.stored]
+    gathered = [("update", b, 1) for b in plan.buckets if not b.has_sharded_weights]
+    for spans in plan.buckets_by_chunk_span.values():
+        for phase, buckets in zip(("forward", "backward"), buckets_to_gather(spans, plan.turns), strict=True):
+            gathered += [(phase, b, plan.microbatches) for b in buckets if b.has_sharded_weights]
     for phase, b, times in gathered:
-        for c in launches(plan.gathering(b), (b.shard_elements,), phase):
+        for c in launches(plan.gather_steps(b), (b.shard_elements,), phase):
             yield BucketCollective("parameters", c, times, b, b.parameters)
 
 
-def transfer(plan: Plan, spec: Spec, here: int, there: int) -> Iterator[tuple[Collective, tuple[int, ...]]]:
-    """Yield the collectives that send one activation of a microbatch from stage `here` to the next, `there`, and its
+def transfer_collectives(
+    plan: Plan, spec: Spec, source: int, target: int
+) -> Iterator[tuple[Collective, tuple[int, ...]]]:
+    """Yield the collectives that send one activation of a microbatch from stage `source` to the next, `target`, and its
     gradient back, with the gathers of its parts (scatter/gather optimization); and their stages, as
-    `staged_collectives` does."""
-    elements, axes, only = plan.sent_elements(spec), plan.shared_axes(spec), plan.layout(spec).only
-    cuts = () if axes else plan.planner.cuts_of(spec, plan.layout(spec), spec.dims)  # parts have the longest's room
-    for phase, (sender, receiver) in (("forward", (here, there)), ("backward", (there, here))):
+    `collectives_by_stage` does."""
+    elements, axes, only = plan.sent_elements(spec), plan.scatter_axes(spec), plan.layout(spec).only
+    cuts = (
+        () if axes else plan.planner.cuts_among_dims(spec, plan.layout(spec), spec.dims)
+    )  # parts have the longest's room
+    for phase, (sender, receiver) in (("forward", (source, target)), ("backward", (target, source))):
         yield Collective("send", ("stage",), elements, "compute", phase, only, 0, cuts), (sender, receiver)
         if axes:
             yield Collective("all_gather", axes, elements, "compute", phase, only), (receiver,)
@@ -211,30 +219,30 @@ def transfer(plan: Plan, spec: Spec, here: int, there: int) -> Iterator[tuple[Co
 def communication(plan: Plan) -> dict[str, int]:
     """Return the bytes that all workers together move in one training step of a plan, by `OP/AXES` such as
     `all_reduce/data+t`, exactly as the run's counters will measure them."""
-    out: dict[str, int] = defaultdict(int)
+    bytes_by_label: dict[str, int] = defaultdict(int)
     for _, c, launches in step_collectives(plan):
-        out[label(c.op, plan.mesh.ordered(c.axes))] += launches * plan.moved_bytes(c)
-    return dict(sorted(out.items()))
+        bytes_by_label[collective_label(c.op, plan.mesh.order_axes(c.axes))] += launches * plan.traffic_bytes(c)
+    return dict(sorted(bytes_by_label.items()))
 
 
-def communicators(plan: Plan) -> list[tuple[int, int]]:
+def count_communicators(plan: Plan) -> list[tuple[int, int]]:
     """Return by pipeline stage in how many process groups along axes, the world included, and lines to other stages,
     each of one direction, a worker of it is."""
-    if plan.mesh.size == 1:
+    if plan.mesh.world_size == 1:
         return [(0, 0)]
-    groups = {plan.mesh.ordered(plan.mesh.axes), *process_groups(plan)}
-    return [(len(groups), 2 * sum(stage in pair for pair in plan.neighbours)) for stage in range(plan.stages)]
+    groups = {plan.mesh.order_axes(plan.mesh.axes), *process_groups(plan)}
+    return [(len(groups), 2 * sum(stage in pair for pair in plan.neighbour_stages)) for stage in range(plan.num_stages)]
 
 
 def process_groups(plan: Plan) -> list[tuple[str, ...]]:
     """Return the mesh axes of all process groups of the plan's training steps, in one order on all ranks."""
-    every = set[Collective]()
-    for of_length in plan.of_lengths:
+    collectives = set[Collective]()
+    for of_length in plan.plans_of_lengths:
         planned = {id(o.collectives): o.collectives for chunk in of_length.chunks for o in chunk.operations.values()}
-        every.update(c for some in planned.values() for c in some)  # equal layers share them
-        every.update(c for chunk in of_length.chunks for _, c in kept_gathers(of_length, chunk))
-        every.update(c for _, c, _, _ in _between_chunks(of_length))
-    used = {plan.mesh.ordered(c.axes) for c in every if c.op != "send"}
+        collectives.update(c for some in planned.values() for c in some)  # equal layers share them
+        collectives.update(c for chunk in of_length.chunks for _, c in recompute_gathers(of_length, chunk))
+        collectives.update(c for _, c, _, _ in _collectives_between_chunks(of_length))
+    used = {plan.mesh.order_axes(c.axes) for c in collectives if c.op != "send"}
     return sorted(used, key=lambda axes: (len(axes), axes))
 
 
@@ -243,17 +251,19 @@ def process_groups(plan: Plan) -> list[tuple[str, ...]]:
 FUSED = ("fused_attention", "ring_attention")  # whose kernel is chosen
 
 
-def fused_attentions(plan: Plan) -> Iterator[PlannedOperation]:
+def find_fused_attentions(plan: Plan) -> Iterator[PlannedOperation]:
     """Yield the planned operations of all attentions that one kernel computes, in model order."""
     return (o for (kind, _), o in plan.operations.items() if kind in FUSED)
 
 
-def kernels_of(plan: Plan) -> dict[str, int]:
+def count_kernels(plan: Plan) -> dict[str, int]:
     """Count the attentions that one kernel computes, by the name of their kernel."""
-    return dict(Counter(o.operation["kernel"] for o in fused_attentions(plan)))
+    return dict(Counter(o.operation["kernel"] for o in find_fused_attentions(plan)))
 
 
-def traits_of(plan: Plan, planned: PlannedOperation, dropout: float, deterministic: bool = False) -> AttentionTraits:
+def attention_traits(
+    plan: Plan, planned: PlannedOperation, dropout: float, deterministic: bool = False
+) -> AttentionTraits:
     """Return the traits of a fused attention of the plan that decide which kernels can compute it. `dropout`: the
     model's rate; `deterministic`: sums are to be taken in a fixed order."""
     operation = planned.operation
@@ -265,35 +275,40 @@ def traits_of(plan: Plan, planned: PlannedOperation, dropout: float, determinist
         bias=operation["biased"],
         mask=bool(operation.reads) or operation["window"] > 0,
         dropout=dropout,
-        grouped=_grouped(plan, operation.name),
+        grouped=_has_grouped_heads(plan, operation.name),
         deterministic=deterministic,
         d_value=0 if d_value == d_kv else d_value,
     )
 
 
-def _grouped(plan: Plan, name: str) -> bool:
+def _has_grouped_heads(plan: Plan, name: str) -> bool:
     """Return True if the kernel of the fused attention `name` gets K and V with fewer heads than Q on every rank."""
     if not (expanded := plan.operations.get(("expand_kv", f"{name}.key"))) or not expanded.operation["grouped"]:
         return False
-    have, wanted = expanded.operation.inputs[0], expanded.operation.outputs[0]
-    assert isinstance(have, Spec)
-    groups = plan.local_shape(have)[have.dims.index("kv_heads")]
-    heads, each = plan.local_shape(wanted)[wanted.dims.index("heads")], plan.sizes["heads"] // plan.sizes["kv_heads"]
-    return each > 1 and heads == groups * each
+    kv_spec, heads_spec = expanded.operation.inputs[0], expanded.operation.outputs[0]
+    assert isinstance(kv_spec, Spec)
+    groups = plan.local_shape(kv_spec)[kv_spec.dims.index("kv_heads")]
+    heads, heads_per_group = (
+        plan.local_shape(heads_spec)[heads_spec.dims.index("heads")],
+        plan.sizes["heads"] // plan.sizes["kv_heads"],
+    )
+    return heads_per_group > 1 and heads == groups * heads_per_group
 
 
-def settled(plan: Plan, device: str, dropout: float) -> Plan:
+def settle_kernels(plan: Plan, device: str, dropout: float) -> Plan:
     """Return the plan as it runs on a kind of device (cpu, cuda): each kernel `auto` is the one that torch chooses.
     `dropout`: the model's rate."""
 
-    def with_kernel(planned: PlannedOperation) -> PlannedOperation:
+    def choose_operation_kernel(planned: PlannedOperation) -> PlannedOperation:
         """Return the planned operation with the name of the kernel that computes it, if it is a fused attention."""
         operation = planned.operation
         if operation.kind not in FUSED:
             return planned
-        kernel = chosen(operation["kernel"], device, traits_of(plan, planned, dropout))
+        kernel = choose_kernel(operation["kernel"], device, attention_traits(plan, planned, dropout))
         attributes = tuple((name, kernel if name == "kernel" else value) for name, value in operation.attributes)
         return replace(planned, operation=replace(operation, attributes=attributes))
 
-    chunks = (replace(c, operations={key: with_kernel(o) for key, o in c.operations.items()}) for c in plan.chunks)
+    chunks = (
+        replace(c, operations={key: choose_operation_kernel(o) for key, o in c.operations.items()}) for c in plan.chunks
+    )
     return replace(plan, chunks=tuple(chunks))

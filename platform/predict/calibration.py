@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from platform.plan.accelerators import accelerator
-from platform.plan.plan_summary import measurable
+from platform.plan.accelerators import find_accelerator
+from platform.plan.plan_summary import fold_into_measured_parts
 from platform.predict.hardware import LINK, Hardware, Link
-from platform.predict.price import group_seconds, price_of, tiling
+from platform.predict.price import group_seconds, price_work, tiling_share
 from platform.predict.work import FUSED_BACKWARD, StepWork
 
 # Description of a hardware from measurements: what the formulas of `seconds` need, by their least squares.
@@ -34,50 +34,50 @@ class Sample(NamedTuple):
 Samples = Mapping[str, Sequence[Sample]]  # kind -> its measurements
 
 
-def samples_by_kind(timings: Iterable[tuple[str, Sequence[float], float]], usual: Callable = median) -> Samples:
+def group_samples_by_kind(timings: Iterable[tuple[str, Sequence[float], float]], usual: Callable = median) -> Samples:
     """Return the measurements of all ranks by kind; of ranks that measured the same, the `usual` one counts."""
     by_key: dict[Key, list[float]] = defaultdict(list)
     for kind, sizes, seconds in timings:
         by_key[kind, tuple(sizes)].append(seconds)
-    found: dict[str, list[Sample]] = defaultdict(list)
-    for (kind, of), all_seconds in by_key.items():
-        found[kind].append(Sample(of, usual(all_seconds)))
-    return found
+    samples: dict[str, list[Sample]] = defaultdict(list)
+    for (kind, key_sizes), all_seconds in by_key.items():
+        samples[kind].append(Sample(key_sizes, usual(all_seconds)))
+    return samples
 
 
-def calibrated(first: Hardware, kernels: Samples, links: Mapping[str, Samples], precision: str) -> Hardware:
+def calibrate_hardware(first: Hardware, kernels: Samples, links: Mapping[str, Samples], precision: str) -> Hardware:
     """Return the hardware that explains measurements best. `first`: hardware that gives all else; `kernels`: samples of
     ranks that compute; `links`: samples of groups, by tier, node or network; `precision`: type of the products."""
     [copy] = kernels["copy"]
-    found = replace(first, bandwidth=copy.sizes[0] / copy.seconds)
-    found = _with_products(found, kernels, precision)
+    hardware = replace(first, bandwidth=copy.sizes[0] / copy.seconds)
+    hardware = _calibrate_products(hardware, kernels, precision)
     for tier, samples in links.items():
-        reached = replace(found.reached, **{tier: 1.0})
-        made = _measured_links(found, tier, samples)
-        found = replace(found, **{tier: made}, reached=reached)  # type: ignore[arg-type]
+        reached = replace(hardware.reached, **{tier: 1.0})
+        link = _fit_tier_links(hardware, tier, samples)
+        hardware = replace(hardware, **{tier: link}, reached=reached)  # type: ignore[arg-type]
         for (apart, moving), together in samples.get("beside", ()):
             slowed = (together - max(apart, moving)) / min(apart, moving)
-            found = replace(found, interference=min(1.0, max(1e-3, slowed)))
-    return found
+            hardware = replace(hardware, interference=min(1.0, max(1e-3, slowed)))
+    return hardware
 
 
-def solution(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+def fit_nonnegative_factors(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """Return the factors, none negative, of the `columns` whose sums are nearest to measured seconds, by the squares of
     errors over the seconds: short measurements count, and long ones more."""
     weight = np.array(seconds) ** -0.5
-    a, wanted = np.array(columns, dtype=float).T * weight[:, None], np.array(seconds) * weight
+    a, weighted_seconds = np.array(columns, dtype=float).T * weight[:, None], np.array(seconds) * weight
     used = list(range(a.shape[1]))
     while True:
-        factors = np.linalg.lstsq(a[:, used], wanted, rcond=None)[0]
+        factors = np.linalg.lstsq(a[:, used], weighted_seconds, rcond=None)[0]
         if len(used) == 1 or factors.min() >= 0:
             break
         used.pop(int(factors.argmin()))
-    found = np.zeros(a.shape[1])
-    found[used] = factors
-    return [float(x) for x in found]
+    all_factors = np.zeros(a.shape[1])
+    all_factors[used] = factors
+    return [float(x) for x in all_factors]
 
 
-def _with_products(hardware: Hardware, kernels: Samples, precision: str) -> Hardware:
+def _calibrate_products(hardware: Hardware, kernels: Samples, precision: str) -> Hardware:
     """Return the hardware with the peaks that products reach, the tile and depth by which other shapes reach less, and
     the share of attention in one kernel. A data sheet's peak stays."""
     measured = {kind.partition(" ")[2]: s[0].sizes[0] / s[0].seconds for kind, s in kernels.items() if "peak " in kind}
@@ -89,18 +89,18 @@ def _with_products(hardware: Hardware, kernels: Samples, precision: str) -> Hard
         rows = []
         for (m, n, k), seconds in kernels["product"]:
             reading = 3 * (m * k + k * n + m * n) * itemsize / hardware.bandwidth
-            left = seconds - (0.0 if hardware.ahead else reading)
-            if left > seconds / 4 and (not hardware.ahead or reading < seconds / 2):
+            computing = seconds - (0.0 if hardware.ahead else reading)
+            if computing > seconds / 4 and (not hardware.ahead or reading < seconds / 2):
                 shares = [
-                    tiling(int(a), int(b), 1, hardware.processors, tile) for a, b in ((m, n), (m, k), (n, k))
+                    tiling_share(int(a), int(b), 1, hardware.processors, tile) for a, b in ((m, n), (m, k), (n, k))
                 ]  # of the product, and of both gradients
                 flops = 2 * m * n * k
                 sums = sum(flops / share / inner for share, inner in zip(shares, (k, n, m), strict=True))
-                rows.append((sum(flops / share for share in shares), sums, 1.0, left))
+                rows.append((sum(flops / share for share in shares), sums, 1.0, computing))
         *columns, seconds_left = zip(*rows, strict=True)
-        factors = solution(columns, seconds_left)
-        said = np.array(columns).T @ factors
-        fits.append((float(np.mean((said / seconds_left - 1) ** 2)), -tile, factors))
+        factors = fit_nonnegative_factors(columns, seconds_left)
+        predicted = np.array(columns).T @ factors
+        fits.append((float(np.mean((predicted / seconds_left - 1) ** 2)), -tile, factors))
     _, tile, (per_flop, per_sum, _) = min(fits)
     per_flop = max(per_flop, 1 / (1.5 * hardware.peaks[precision]))  # none, of products too small to show it
     products = 1 / (per_flop * hardware.peaks[precision])
@@ -116,18 +116,22 @@ def _with_products(hardware: Hardware, kernels: Samples, precision: str) -> Hard
     )
 
 
-def _measured_links(hardware: Hardware, tier: str, samples: Samples) -> Link:
+def _fit_tier_links(hardware: Hardware, tier: str, samples: Samples) -> Link:
     """Return the links of a tier, node or network, as messages find them, and as each kind of collective does."""
     kinds = {
-        op: _links_of_kind(hardware, tier, op, found) for op, found in samples.items() if op not in ("send", "beside")
+        op: _fit_kind_links(hardware, tier, op, kind_samples)
+        for op, kind_samples in samples.items()
+        if op not in ("send", "beside")
     }
     sent = samples["send"]
-    latency, per_byte = solution([[1.0] * len(sent), [s.sizes[1] for s in sent]], [s.seconds for s in sent])
+    latency, per_byte = fit_nonnegative_factors(
+        [[1.0] * len(sent), [s.sizes[1] for s in sent]], [s.seconds for s in sent]
+    )
     message = Link(1 / max(per_byte, 1e-15), max(LEAST, latency), max(LEAST, latency))
     return replace(message, kinds=kinds)
 
 
-def _links_of_kind(hardware: Hardware, tier: str, op: str, samples: Sequence[Sample]) -> Link:
+def _fit_kind_links(hardware: Hardware, tier: str, op: str, samples: Sequence[Sample]) -> Link:
     """Return the links of a tier as one kind of collective finds them: with the columns that the formula gives for a
     byte, a latency and a hop alone. Of groups of one size the latency is all that is not bytes."""
     none = Link(1e30, LEAST**2, LEAST**2)
@@ -135,14 +139,14 @@ def _links_of_kind(hardware: Hardware, tier: str, op: str, samples: Sequence[Sam
     reached = replace(hardware.reached, node=1.0, network=1.0)
     columns = []
     for link in alone:
-        made = replace(hardware, node=link, network=link, reached=reached)
+        trial = replace(hardware, node=link, network=link, reached=reached)
         seated = [(s.sizes[1], s.sizes[0], s.sizes[0] if tier == "node" else 1) for s in samples]
-        columns.append([float(group_seconds(op, size, n, here, made)) for size, n, here in seated])
+        columns.append([float(group_seconds(op, size, n, node_ranks, trial)) for size, n, node_ranks in seated])
     seconds = [s.seconds for s in samples]
     if len({s.sizes[0] for s in samples}) > 1:
-        per_byte, latency, hop = solution(columns, seconds)
+        per_byte, latency, hop = fit_nonnegative_factors(columns, seconds)
     else:
-        per_byte, latency = solution(columns[:2], seconds)
+        per_byte, latency = fit_nonnegative_factors(columns[:2], seconds)
         hop = 0.0
     return Link(1 / max(per_byte, 1e-15), max(LEAST, latency), max(LEAST, hop))
 
@@ -156,25 +160,27 @@ TURNS, SETTLED, STEP = 12, 1e-5, 1e-3
 Errors = Callable[[Mapping[str, float]], list[float]]  # constants -> logarithm of predicted / measured, per run
 
 
-def fit(errors: Errors, first: Mapping[str, float]) -> dict[str, float]:
+def fit_constants(errors: Errors, first: Mapping[str, float]) -> dict[str, float]:
     """Return the constants, near their `first` values, with which the squares of the errors add up to least, by
     Gauss and Newton's method on the logarithms; runs that do not depend on a constant leave it as it is."""
     names = list(first)
     point = [0.0] * len(names)
 
-    def at(x: Sequence[float]) -> list[float]:
+    def evaluate_point(x: Sequence[float]) -> list[float]:
         """Return the errors at logarithms `x` of the constants over their first values, and how far these are."""
-        there = {name: first[name] * exp(step) for name, step in zip(names, x, strict=True)}
-        return [*errors(there), *(step * EXPECTED / TRUSTED for step in x)]
+        constants = {name: first[name] * exp(step) for name, step in zip(names, x, strict=True)}
+        return [*errors(constants), *(step * EXPECTED / TRUSTED for step in x)]
 
-    now = at(point)
+    now = evaluate_point(point)
     for _ in range(TURNS):
-        slopes = np.array([np.subtract(at(_moved(point, i)), now) / STEP for i in range(len(names))])
+        slopes = np.array(
+            [np.subtract(evaluate_point(_step_coordinate(point, i)), now) / STEP for i in range(len(names))]
+        )
         step = np.clip(np.linalg.solve(slopes @ slopes.T, -slopes @ now), -0.5, 0.5).tolist()
         scale = 1.0
         while True:
             tried = [x + scale * s for x, s in zip(point, step, strict=True)]
-            then = at(tried)
+            then = evaluate_point(tried)
             if sum(e * e for e in then) <= sum(e * e for e in now) or scale < 1e-3:
                 break
             scale /= 2
@@ -184,12 +190,12 @@ def fit(errors: Errors, first: Mapping[str, float]) -> dict[str, float]:
     return {name: first[name] * exp(x) for name, x in zip(names, point, strict=True)}
 
 
-def _moved(point: Sequence[float], i: int) -> list[float]:
+def _step_coordinate(point: Sequence[float], i: int) -> list[float]:
     """Return the point a small step along coordinate i."""
     return [x + STEP * (j == i) for j, x in enumerate(point)]
 
 
-def kendall(one: Sequence[float], other: Sequence[float]) -> float:
+def kendall_tau(one: Sequence[float], other: Sequence[float]) -> float:
     """Return Kendall's tau-b of two rankings of the same runs: 1 if they agree on every pair, -1 if on none."""
     pairs = [(i, j) for i in range(len(one)) for j in range(i)]
     signs = [(_sign(one[i] - one[j]), _sign(other[i] - other[j])) for i, j in pairs]
@@ -214,33 +220,33 @@ class Round(NamedTuple):
     groups: Sequence[Sequence[int]]
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def group_shape(self) -> tuple[int, int]:
         """Return the ranks of a group, and the number of groups."""
         return len(self.groups[0]), len(self.groups)
 
     @property
-    def seats(self) -> list[int]:
+    def mesh_ranks(self) -> list[int]:
         """Return the ranks in the order of a mesh of that shape: the first of all groups, the second, ..."""
         return [group[i] for i in range(len(self.groups[0])) for group in self.groups]
 
 
-def calibration_rounds(nodes: Sequence[str]) -> list[Round]:
+def plan_calibration_rounds(nodes: Sequence[str]) -> list[Round]:
     """Return the rounds of a calibration by ranks on these `nodes`: inside each node, and between the n-th ranks of all
     nodes, in pairs and altogether. Nodes of more ranks than the smallest have some that wait.
 
-    >>> [(r.tier, r.groups) for r in calibration_rounds(["a", "a"])]
+    >>> [(r.tier, r.groups) for r in plan_calibration_rounds(["a", "a"])]
     [('kernels', [[0, 1]]), ('node', [[0, 1]])]
     """
-    by_node = [[rank for rank, its in enumerate(nodes) if its == node] for node in dict.fromkeys(nodes)]
+    by_node = [[rank for rank, rank_node in enumerate(nodes) if rank_node == node] for node in dict.fromkeys(nodes)]
     least = min(map(len, by_node))
     inside = [ranks[:least] for ranks in by_node]
     across = [list(ranks) for ranks in zip(*inside, strict=True)]
-    found = [Round("kernels", [[*range(len(nodes))]])]
+    rounds = [Round("kernels", [[*range(len(nodes))]])]
     for tier, groups in zip(TIERS, (inside, across), strict=True):
         if (size := len(groups[0])) > 1:
             pairs = [group[i : i + 2] for group in groups for i in range(0, size - 1, 2)]
-            found += [Round(tier, pairs)] + [Round(tier, groups)] * (size > 2)
-    return found
+            rounds += [Round(tier, pairs)] + [Round(tier, groups)] * (size > 2)
+    return rounds
 
 
 class Seen(NamedTuple):
@@ -261,17 +267,21 @@ def hardware_of_rounds(
     tiers that they say something of. `first`: gives all else; `steps`: the work of `step_configs`. Collectives took as
     long as on the rank that was last."""
     by_tier: dict[str, list[tuple[str, Sequence[float], float]]] = {}
-    for one, timings in measured:
-        by_tier.setdefault(one.tier, []).extend(timing for its in timings for timing in its)
-    links: Mapping[str, Samples] = {tier: samples_by_kind(by_tier[tier], max) for tier in TIERS if tier in by_tier}
+    for measured_round, timings in measured:
+        by_tier.setdefault(measured_round.tier, []).extend(
+            timing for rank_timings in timings for timing in rank_timings
+        )
+    links: Mapping[str, Samples] = {
+        tier: group_samples_by_kind(by_tier[tier], max) for tier in TIERS if tier in by_tier
+    }
     if len(seen.nodes) > 1:
         first = replace(first, ranks=min(seen.nodes.values()))
-    kernels = samples_by_kind(by_tier["kernels"])
-    found = _with_steps(calibrated(first, kernels, links, seen.precision), kernels["step"], steps)
-    return found, {*links}
+    kernels = group_samples_by_kind(by_tier["kernels"])
+    hardware = _calibrate_steps(calibrate_hardware(first, kernels, links, seen.precision), kernels["step"], steps)
+    return hardware, {*links}
 
 
-def _with_steps(hardware: Hardware, samples: Sequence[Sample], steps: Sequence[StepWork]) -> Hardware:
+def _calibrate_steps(hardware: Hardware, samples: Sequence[Sample], steps: Sequence[StepWork]) -> Hardware:
     """Return the hardware with the host's seconds for a kernel, by which steps of tiny microbatches differ, and the
     share of memory's bandwidth with which a usual step takes as long as it was measured: kernels read and write more in
     a step than alone, into memory that they have not just used. `steps`: the work of the `samples`."""
@@ -280,56 +290,56 @@ def _with_steps(hardware: Hardware, samples: Sequence[Sample], steps: Sequence[S
         work.plan.microbatches * sum(n * part.kernels for p in (*work.forward, *work.backward) for part, n in p.parts)
         for work in steps
     ]
-    launch, _ = solution([kernels[:-1], [1.0] * (len(kernels) - 1)], seconds[:-1])
+    launch, _ = fit_nonnegative_factors([kernels[:-1], [1.0] * (len(kernels) - 1)], seconds[:-1])
     hardware = replace(hardware, launch=max(1e-9, launch))
 
-    def errors(constants: Mapping[str, float]) -> list[float]:
+    def log_errors(constants: Mapping[str, float]) -> list[float]:
         """Return the logarithm of predicted over measured seconds of the usual step."""
-        return [log(price_of(steps[-1], hardware.with_constants(constants)).seconds / seconds[-1])]
+        return [log(price_work(steps[-1], hardware.replace_constants(constants)).seconds / seconds[-1])]
 
-    reached = fit(errors, {"memory": hardware.reached.memory})
-    return hardware.with_constants({"memory": min(1.5, reached["memory"])})
+    reached = fit_constants(log_errors, {"memory": hardware.reached.memory})
+    return hardware.replace_constants({"memory": min(1.5, reached["memory"])})
 
 
-def as_file(h: Hardware, tiers: Set[str], seen: Seen) -> str:
+def format_hardware_file(h: Hardware, tiers: Set[str], seen: Seen) -> str:
     """Return the text of a hardware's file, each number with how it was found; `tiers`: tiers that were measured."""
-    here, there = f"measured {seen.date}", f"not measured: of {seen.like}"
+    measured, unmeasured = f"measured {seen.date}", f"not measured: of {seen.like}"
     on_gpu = h.ahead
     peaks = ", ".join(f"{precision}: {rate:.4g}" for precision, rate in h.peaks.items())
-    where = ", ".join(f"{node} {count}" for node, count in seen.nodes.items())
+    workers_by_node = ", ".join(f"{node} {count}" for node, count in seen.nodes.items())
     lines = [
-        f"# By python -m platform.plan calibrate, {seen.date}; {seen.device}; workers on each node: {where}.",
-        f"accelerator: {found.name if (found := accelerator(seen.device)) else repr('')}",
-        f"memory: {h.memory:.4g} # {'bytes of the device' if on_gpu else there}",
-        f"peaks: {{{peaks}}} # {'data sheet, or ' if on_gpu else ''}{here}: square products, all workers at once",
-        f"bandwidth: {h.bandwidth:.4g} # {here}: a copy, read and written, by all workers at once",
+        f"# By python -m platform.plan calibrate, {seen.date}; {seen.device}; workers on each node: {workers_by_node}.",
+        f"accelerator: {known_accelerator.name if (known_accelerator := find_accelerator(seen.device)) else repr('')}",
+        f"memory: {h.memory:.4g} # {'bytes of the device' if on_gpu else unmeasured}",
+        f"peaks: {{{peaks}}} # {'data sheet, or ' if on_gpu else ''}{measured}: square products, all workers at once",
+        f"bandwidth: {h.bandwidth:.4g} # {measured}: a copy, read and written, by all workers at once",
         f"processors: {h.processors} # {'of the device' if on_gpu else 'a core'}",
-        f"tile: {h.tile:.4g} # {'usual' if on_gpu else here + ': fits products by shape best'}",
-        f"fill: {h.fill:.4g} # {here}: products with short sums",
-        f"launch: {h.launch:.4g} # {here}: tiny steps of more and of fewer microbatches, by kernel",
+        f"tile: {h.tile:.4g} # {'usual' if on_gpu else measured + ': fits products by shape best'}",
+        f"fill: {h.fill:.4g} # {measured}: products with short sums",
+        f"launch: {h.launch:.4g} # {measured}: tiny steps of more and of fewer microbatches, by kernel",
         f"ahead: {'true' if h.ahead else 'false'} # {'as GPUs are' if on_gpu else 'a core does one after the other'}",
-        f"interference: {h.interference:.3g} # {here if tiers else there}: products beside an all-gather",
+        f"interference: {h.interference:.3g} # {measured if tiers else unmeasured}: products beside an all-gather",
     ]
     for tier, link in (("node", h.node), ("network", h.network)):
-        lines.append(f"{tier}: # {here + ': messages, and kinds of collectives' if tier in tiers else there}")
+        lines.append(f"{tier}: # {measured + ': messages, and kinds of collectives' if tier in tiers else unmeasured}")
         lines += [f"  ranks: {h.ranks}"] if tier == "node" else []
-        lines += [f"  {line}" for line in _of_link(link)]
+        lines += [f"  {line}" for line in _format_link(link)]
         lines += ["  kinds:"] if link.kinds else []
-        lines += [f"    {op}: {{{', '.join(_of_link(kind))}}}" for op, kind in link.kinds.items()]
-    lines += [f"storage: {h.storage:.4g} # {there}", "reached:"]
+        lines += [f"    {op}: {{{', '.join(_format_link(kind))}}}" for op, kind in link.kinds.items()]
+    lines += [f"storage: {h.storage:.4g} # {unmeasured}", "reached:"]
     for name, how in (
         ("products", "products by shape"),
         ("attention", "attention in one kernel"),
         ("memory", "a step of two layers"),
     ):
-        lines.append(f"  {name}: {getattr(h.reached, name):.3g} # {here}: {how}, in {seen.precision}")
+        lines.append(f"  {name}: {getattr(h.reached, name):.3g} # {measured}: {how}, in {seen.precision}")
     for tier in TIERS:
-        text = f"{here}: in the bandwidths above" if tier in tiers else there
+        text = f"{measured}: in the bandwidths above" if tier in tiers else unmeasured
         lines.append(f"  {tier}: {getattr(h.reached, tier):.3g} # {text}")
     return "\n".join(lines) + "\n"
 
 
-def _of_link(link: Link) -> list[str]:
+def _format_link(link: Link) -> list[str]:
     """Return the numbers of a tier's links as they stand in a file."""
     return [f"{key}: {getattr(link, key):.4g}" for key in LINK]
 
@@ -339,16 +349,16 @@ def _of_link(link: Link) -> list[str]:
 REFIT_LEAST = 0.01  # of a step: parts and differences below it are noise
 
 
-def times_longer(work: StepWork, hardware: Hardware, measured: Mapping[str, float]) -> dict[str, float]:
+def fit_slowdowns(work: StepWork, hardware: Hardware, measured: Mapping[str, float]) -> dict[str, float]:
     """Return the factors by which a `device`, links inside a `node` and links of the `network` take longer than
     described, with which the predicted parts of a step are nearest to `measured` ones, each counted by its share. Parts
     of one plan settle no more numbers; a factor on which none of them depends stays 1."""
     least = REFIT_LEAST * sum(measured.values())
 
-    def errors(times: Mapping[str, float]) -> list[float]:
+    def log_errors(times: Mapping[str, float]) -> list[float]:
         """Return the logarithms of predicted over measured parts, weighted."""
-        predicted = measurable(price_of(work, hardware.taking(times)).parts)
+        predicted = fold_into_measured_parts(price_work(work, hardware.slow_down(times)).seconds_by_part)
         pairs = [(predicted.get(name, 0.0), seconds) for name, seconds in measured.items()]
         return [sqrt(after * REFIT_LEAST / least) * log((before + least) / (after + least)) for before, after in pairs]
 
-    return fit(errors, dict.fromkeys(("device", "node", "network"), 1.0))
+    return fit_constants(log_errors, dict.fromkeys(("device", "node", "network"), 1.0))

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from platform.boundary.refusals import ConfigError, refuse_all, violation
-from platform.config.extensions import admit, with_settings
+from platform.boundary.refusals import ConfigError, format_violation, refuse_all
+from platform.config.extensions import bind_settings, register_own_function
 from platform.config.fields import Config, Pipeline
-from platform.config.layout_rules import rounds_of_context
-from platform.config.ramps import batch_sizes
+from platform.config.layout_rules import legal_context_rounds
+from platform.config.ramps import list_batch_sizes
 from platform.model import build_model
-from platform.plan.generation_passes import HEAD, pass_groups
+from platform.plan.generation_passes import HEAD, generation_groups
 from platform.plan.generators import (
     MOST_PASSES,
     NO_TABLE,
@@ -20,20 +20,20 @@ from platform.plan.generators import (
     SCHEDULES,
     SHIPPED,
     Generator,
-    from_csv,
     generate,
     least_microbatches,
-    legal_microbatches,
+    nearest_legal_microbatches,
+    read_schedule_csv,
     representative_microbatches,
 )
-from platform.plan.layout import LEAST_PIECE, MOST_ROUNDS, count_of
-from platform.plan.model_types import AUTO, KERNELS, MATH, reason_against
+from platform.plan.layout import LEAST_PIECE, MOST_ROUNDS, format_count
+from platform.plan.model_types import AUTO, KERNELS, MATH, reason_against_kernel
 from platform.plan.operations.recorder import IllegalPlan
 from platform.plan.plan import Plan
-from platform.plan.plan_summary import unevenness
+from platform.plan.plan_summary import attention_imbalance
 from platform.plan.schedule import Schedule, ScheduleError, table
 from platform.plan.scheme import ModelMistake
-from platform.plan.step_collectives import fused_attentions, process_groups, traits_of
+from platform.plan.step_collectives import attention_traits, find_fused_attentions, process_groups
 
 MISTAKES_SHOWN = 20  # violations listed for a table from a file
 
@@ -46,21 +46,21 @@ def register_pipeline(name: str, generator: Callable[..., Any], settings: type |
     nearest microbatch counts that it does take are then found by trying. `settings`: a dataclass of pipeline.settings,
     which the generator gets as `settings`.
     """
-    admit("pipeline.kind", name, settings, generator)
+    register_own_function("pipeline.kind", name, settings, generator)
     SCHEDULES[name] = generator
 
 
-def generator_of(pipeline: Pipeline) -> Generator | None:
+def find_generator(pipeline: Pipeline) -> Generator | None:
     """Return the function that generates the pipeline schedule of pipeline.kind; None for `none` and `file`."""
     if pipeline.kind not in SCHEDULES:  # none, or a file
         return None
-    return with_settings(SCHEDULES[pipeline.kind], "pipeline.kind", pipeline.kind, pipeline.settings)
+    return bind_settings(SCHEDULES[pipeline.kind], "pipeline.kind", pipeline.kind, pipeline.settings)
 
 
 def count_microbatches(config: Config, data: int) -> int:
     """Choose the number of microbatches of a run's plan, each spread over `data` replicas, of one global batch: the
     fewest that hold the batch and that the configured pipeline schedule takes. Missing sequences are padding, which
-    weighs nothing. (A table in a file fixes its own number; `schedule_of` refuses any other.)
+    weighs nothing. (A table in a file fixes its own number; `build_schedule` refuses any other.)
 
     Raises ConfigError if the schedule's table would be too long to make.
     """
@@ -70,32 +70,33 @@ def count_microbatches(config: Config, data: int) -> int:
     if kind == "file":
         return needed
 
-    def forward_passes(stages: int, microbatches: int) -> int:
+    def count_forward_passes(stages: int, microbatches: int) -> int:
         """Return the number of forward passes of a pipeline schedule's stages over at least `microbatches`
         microbatches: over as many as the schedule takes at least."""
         least = least_microbatches(kind, stages, chunks, microbatches) if kind in SHIPPED else microbatches
         return stages * chunks * least
 
-    if forward_passes(stages, 1) > MOST_PASSES:  # whatever the batch
+    if count_forward_passes(stages, 1) > MOST_PASSES:  # whatever the batch
         constraint = (
-            f"with pipeline.chunks={chunks}, {count_of(forward_passes(stages, 1), 'pass')} at least, of which a"
+            f"with pipeline.chunks={chunks}, {format_count(count_forward_passes(stages, 1), 'pass')} "
+            "at least, of which a"
             f" schedule may have {MOST_PASSES}"
         )
-        legal = [n for n in range(1, stages) if forward_passes(n, needed) <= MOST_PASSES]
-        raise ConfigError(violation("pipeline.stages", stages, constraint, legal[-1:]))
-    if (made := forward_passes(stages, needed)) > MOST_PASSES:
+        legal = [n for n in range(1, stages) if count_forward_passes(n, needed) <= MOST_PASSES]
+        raise ConfigError(format_violation("pipeline.stages", stages, constraint, legal[-1:]))
+    if (passes := count_forward_passes(stages, needed)) > MOST_PASSES:
         constraint = (
-            f"is {count_of(needed, 'microbatch')} on pipeline.stages={stages} x pipeline.chunks={chunks}:"
-            f" {made} passes, of which a schedule may have {MOST_PASSES}; more sequences per microbatch make fewer"
+            f"is {format_count(needed, 'microbatch')} on pipeline.stages={stages} x pipeline.chunks={chunks}:"
+            f" {passes} passes, of which a schedule may have {MOST_PASSES}; more sequences per microbatch make fewer"
         )
         legal = [MOST_PASSES // (stages * chunks) * unit]
-        raise ConfigError(violation("train.global_batch", config.train.global_batch, constraint, legal))
+        raise ConfigError(format_violation("train.global_batch", config.train.global_batch, constraint, legal))
     if kind == "none":
         return needed
-    return least_microbatches(kind, stages, chunks, needed, generator_of(pipeline))
+    return least_microbatches(kind, stages, chunks, needed, find_generator(pipeline))
 
 
-def schedule_of(config: Config, data: int) -> Schedule:
+def build_schedule(config: Config, data: int) -> Schedule:
     """Make the pipeline schedule that a configured run over `data` replicas follows: generated as pipeline.kind says,
     or read from pipeline.file.
 
@@ -106,123 +107,130 @@ def schedule_of(config: Config, data: int) -> Schedule:
     unit = config.train.microbatch * data  # sequences of one microbatch of all replicas
     microbatches = count_microbatches(config, data)
     if pipeline.kind == "file":
-        return _from_file(config, microbatches, unit)
+        return _read_schedule_file(config, microbatches, unit)
     kind = "1f1b" if pipeline.kind == "none" else pipeline.kind
-    generator = generator_of(pipeline)
+    generator = find_generator(pipeline)
     try:
         return generate(kind, pipeline.stages, pipeline.chunks, microbatches, generator)
     except ScheduleError as error:
-        legal = legal_microbatches(kind, pipeline.stages, pipeline.chunks, microbatches, generator)
+        legal = nearest_legal_microbatches(kind, pipeline.stages, pipeline.chunks, microbatches, generator)
         if not legal:  # no number of microbatches helps
-            raise ConfigError([violation("pipeline", kind, line) for line in error.violations]) from None
-        reason = f"is {count_of(microbatches, 'microbatch')}; {'; '.join(error.violations)}"
-        raise ConfigError(violation("train.global_batch", batch, reason, [m * unit for m in legal])) from None
+            raise ConfigError([format_violation("pipeline", kind, line) for line in error.violations]) from None
+        reason = f"is {format_count(microbatches, 'microbatch')}; {'; '.join(error.violations)}"
+        raise ConfigError(format_violation("train.global_batch", batch, reason, [m * unit for m in legal])) from None
 
 
-def short_schedule(config: Config, data: int, microbatches: int) -> Schedule:
+def build_short_schedule(config: Config, data: int, microbatches: int) -> Schedule:
     """Make the schedule of a configured run, of fewer `microbatches` where stages and peak memory are as of so many."""
     pipeline = config.pipeline
     if pipeline.kind == "file":
-        return schedule_of(config, data)
+        return build_schedule(config, data)
     kind = "1f1b" if pipeline.kind == "none" else pipeline.kind
     few = representative_microbatches(kind, pipeline.stages, pipeline.chunks, microbatches)
-    return generate(kind, pipeline.stages, pipeline.chunks, few, generator_of(pipeline))
+    return generate(kind, pipeline.stages, pipeline.chunks, few, find_generator(pipeline))
 
 
-def placement_of(config: Config, data: int) -> tuple[int, ...]:
-    """Return the pipeline stage of every chunk of a configured run, or refuse its schedule as `schedule_of` does."""
+def place_chunks(config: Config, data: int) -> tuple[int, ...]:
+    """Return the pipeline stage of every chunk of a configured run, or refuse its schedule as `build_schedule` does."""
     pipeline, microbatches = config.pipeline, count_microbatches(config, data)
     stages, chunks = pipeline.stages, pipeline.chunks
     taken = chunks == 1 or (pipeline.kind not in (*ONE_CHUNK, "none") and microbatches >= stages)
     if pipeline.kind in ("none", *SHIPPED) and taken:
         return tuple(chunk % stages for chunk in range(stages * chunks))  # as their generators deal them
-    return schedule_of(config, data).placement  # or says what is wrong
+    return build_schedule(config, data).placement  # or says what is wrong
 
 
-def schedules_of(config: Config, data: int) -> list[Schedule]:
+def build_schedules(config: Config, data: int) -> list[Schedule]:
     """Make the pipeline schedules of a configured run over `data` replicas, by number of microbatches, ascending: one
-    for each size of a batch that grows (`config.ramps.batch_ramp`); the last is `schedule_of`'s. Raises ConfigError
-    as `schedule_of` does."""
-    sizes = batch_sizes(config.train)
-    found = [schedule_of(replace(config, train=replace(config.train, global_batch=size)), data) for size in sizes]
-    return list({schedule.microbatches: schedule for schedule in found}.values())
+    for each size of a batch that grows (`config.ramps.batch_ramp`); the last is `build_schedule`'s. Raises ConfigError
+    as `build_schedule` does."""
+    sizes = list_batch_sizes(config.train)
+    schedules = [
+        build_schedule(replace(config, train=replace(config.train, global_batch=size)), data) for size in sizes
+    ]
+    return list({schedule.microbatches: schedule for schedule in schedules}.values())
 
 
-def _from_file(config: Config, microbatches: int, unit: int) -> Schedule:
+def _read_schedule_file(config: Config, microbatches: int, unit: int) -> Schedule:
     """Return the pipeline schedule read from the table in pipeline.file. Raises ConfigError with its mistakes, the
     first MISTAKES_SHOWN, or with every number of it that differs from the configuration's. `unit`: sequences of one
     microbatch of all replicas."""
     path = config.pipeline.file
     if not path:
-        raise ConfigError(violation("pipeline.file", "", NO_TABLE, ["pipeline.file=FILE"]))
+        raise ConfigError(format_violation("pipeline.file", "", NO_TABLE, ["pipeline.file=FILE"]))
     try:
-        schedule = from_csv(path)
+        schedule = read_schedule_csv(path)
     except ScheduleError as error:
         more = len(error.violations) - MISTAKES_SHOWN
-        shown = [*error.violations[:MISTAKES_SHOWN], *([f"and {count_of(more, 'more mistake')}"] if more > 0 else [])]
-        lines = [violation("pipeline.file", path, line) for line in shown]
+        shown = [
+            *error.violations[:MISTAKES_SHOWN],
+            *([f"and {format_count(more, 'more mistake')}"] if more > 0 else []),
+        ]
+        lines = [format_violation("pipeline.file", path, line) for line in shown]
         raise ConfigError([*lines, *(table(error.rows).splitlines() if error.rows else [])]) from None
-    refuse_all(_mismatches(config, schedule, microbatches, unit))
+    refuse_all(_violations_of_table(config, schedule, microbatches, unit))
     return schedule
 
 
-def _mismatches(config: Config, schedule: Schedule, microbatches: int, unit: int) -> Iterator[str]:
+def _violations_of_table(config: Config, schedule: Schedule, microbatches: int, unit: int) -> Iterator[str]:
     """Yield a line per number (stages, chunks, microbatches) of a pipeline schedule from a file that differs from the
     configuration's. `unit`: sequences of one microbatch of all replicas."""
-    for key, given, own in [
+    for key, configured, tabulated in [
         ("pipeline.stages", config.pipeline.stages, schedule.stages),
         ("pipeline.chunks", config.pipeline.chunks, schedule.chunks),
     ]:
-        if given != own:
-            yield violation(key, given, f"the table in pipeline.file has {own}", [own])
+        if configured != tabulated:
+            yield format_violation(key, configured, f"the table in pipeline.file has {tabulated}", [tabulated])
     if microbatches != schedule.microbatches:
-        reason = f"is {count_of(microbatches, 'microbatch')}; the table in pipeline.file has {schedule.microbatches}"
-        yield violation("train.global_batch", config.train.global_batch, reason, [schedule.microbatches * unit])
+        reason = (
+            f"is {format_count(microbatches, 'microbatch')}; the table in pipeline.file has {schedule.microbatches}"
+        )
+        yield format_violation("train.global_batch", config.train.global_batch, reason, [schedule.microbatches * unit])
 
 
 # Text that a run asks of its model: by which keys, of which model, and in which process groups its ranks give it.
 
 
-def asking_keys(config: Config) -> dict[str, tuple[Any, Any]]:
+def text_request_keys(config: Config) -> dict[str, tuple[Any, Any]]:
     """Map each configuration key by which a run asks its model for text to (first request, value that turns it off)."""
-    found: dict[str, tuple[Any, Any]] = {"monitor.sample": (tokens, 0)} if (tokens := config.monitor.sample) else {}
+    requests: dict[str, tuple[Any, Any]] = {"monitor.sample": (tokens, 0)} if (tokens := config.monitor.sample) else {}
     lists = {"eval.prompts": config.eval.prompts, "eval.tasks": config.eval.tasks}
-    return found | {key: (asked[0], []) for key, asked in lists.items() if asked}
+    return requests | {key: (asked[0], []) for key, asked in lists.items() if asked}
 
 
-def answering_model(config: Config, source: int = 0) -> Any:
+def build_answering_model(config: Config, source: int = 0) -> Any:
     """Build the model of a run as passes of generation run it: with the beginning of each sequence and positions as
     inputs, as if sequences were documents. `source`: tokens that its encoder reads, 0: as configured. Raises
     ConfigError for a model that writes no text from left to right, part by part up to its head."""
     c = config.model
     capacity = c.capacity_factor and float(c.experts)  # a slot for every token of a source
     length = source or c.source_length or c.length
-    found = build_model(replace(c, within_documents=True, source_length=length, capacity_factor=capacity))
-    if HEAD in getattr(found, "units", ()) and getattr(found, "causal", True):
-        return found
-    raise ConfigError(violation("model.kind", c.kind, "generates no text", ["decoder", "encoder_decoder"]))
+    model = build_model(replace(c, within_documents=True, source_length=length, capacity_factor=capacity))
+    if HEAD in getattr(model, "units", ()) and getattr(model, "causal", True):
+        return model
+    raise ConfigError(format_violation("model.kind", c.kind, "generates no text", ["decoder", "encoder_decoder"]))
 
 
-def groups_of(config: Config, plan: Plan) -> list[tuple[str, ...]]:
+def list_process_groups(config: Config, plan: Plan) -> list[tuple[str, ...]]:
     """Return the mesh axes of the process groups that a run's plan needs: for steps and, if any, text generation."""
-    found = {*process_groups(plan)}
-    if asking_keys(config):
-        found |= pass_groups(plan, answering_model(config))
-    return sorted(found, key=lambda axes: (len(axes), axes))
+    groups = {*process_groups(plan)}
+    if text_request_keys(config):
+        groups |= generation_groups(plan, build_answering_model(config))
+    return sorted(groups, key=lambda axes: (len(axes), axes))
 
 
-def violations_of_asking(config: Config, plan: Plan) -> Iterator[str]:
+def violations_of_requests(config: Config, plan: Plan) -> Iterator[str]:
     """Yield a refusal line for each configuration key that asks text of a model that generates none: a model that reads
     in both directions, or a user's model whose generation cannot be planned."""
-    asked = asking_keys(config)
+    asked = text_request_keys(config)
     try:
         if asked:
-            pass_groups(plan, answering_model(config))
+            generation_groups(plan, build_answering_model(config))
     except (ConfigError, ModelMistake, IllegalPlan, KeyError) as error:
         why = f"model.kind={config.model.kind} generates no text"
         why += f": {error.reason}" if isinstance(error, ModelMistake) else ""
         for key, (value, nothing) in asked.items():
-            yield violation(key, value, why, [nothing])
+            yield format_violation(key, value, why, [nothing])
 
 
 # Choices of attention: a kernel that can compute every attention of a plan, and how many pieces of each sequence each
@@ -233,7 +241,7 @@ OF_WINDOW = 16, 128  # rounds at most, and tokens of a piece at least, where the
 _WHERE = {"cpu": "on a CPU", "cuda": "on a GPU"}
 
 
-def kernel_violations(config: Config, plan: Plan) -> Iterator[str]:
+def violations_of_kernel(config: Config, plan: Plan) -> Iterator[str]:
     """Yield a refusal line if train.attention_kernel names a kernel that cannot compute some attention of the plan on
     the workers' devices, or if the plan has no fused attention at all. Where cluster.device is `auto`, only a kernel
     that neither a CPU nor a GPU can run is refused."""
@@ -241,51 +249,53 @@ def kernel_violations(config: Config, plan: Plan) -> Iterator[str]:
     if kernel in (AUTO, MATH):
         return
     rate = config.model.dropout
-    traits = dict.fromkeys(traits_of(plan, o, rate, config.train.deterministic) for o in fused_attentions(plan))
+    traits = dict.fromkeys(
+        attention_traits(plan, o, rate, config.train.deterministic) for o in find_fused_attentions(plan)
+    )
     if not traits:
-        yield violation(
-            key, kernel, f"no attention of this plan is computed by one kernel{_unfused(rate)}", [AUTO, MATH]
+        yield format_violation(
+            key, kernel, f"no attention of this plan is computed by one kernel{_dropout_remark(rate)}", [AUTO, MATH]
         )
         return
     device = config.cluster.device
     kinds = {kind: where for kind, where in _WHERE.items() if device in (kind, "auto")}
     why = {
-        (kind, name): next(filter(None, (reason_against(name, kind, t) for t in traits)), "")
+        (kind, name): next(filter(None, (reason_against_kernel(name, kind, t) for t in traits)), "")
         for kind in kinds
         for name in KERNELS
     }
     legal = [name for name in KERNELS if not all(why[kind, name] for kind in kinds)]
     if kernel not in legal:
         reasons = (f"{where} it {why[kind, kernel]}" for kind, where in kinds.items())
-        yield violation(key, kernel, "; ".join(reasons), legal)
+        yield format_violation(key, kernel, "; ".join(reasons), legal)
 
 
-def _unfused(dropout: float) -> str:
+def _dropout_remark(dropout: float) -> str:
     """Return the remark of an attention kernel refused for a plan that model.dropout may be why none fits; or ""."""
     return " (model.dropout draws masks that no kernel draws; model.fused_dropout=true lets it)" if dropout else ""
 
 
-def given_rounds(config: Config) -> int:
+def find_context_rounds(config: Config) -> int:
     """Return in how many rounds a configuration deals pieces to ranks of a context, 0 if parts lie straight."""
     # another plan of the run has fewer pieces where they do not divide lengths
-    wanted = config.parallel.context_pieces // 2 or 1
-    return max((n for n in rounds_of_context(config) if n <= wanted), default=0)
+    most_rounds = config.parallel.context_pieces // 2 or 1
+    return max((n for n in legal_context_rounds(config) if n <= most_rounds), default=0)
 
 
-def even_rounds(config: Config, plan: Plan) -> int:
+def find_even_rounds(config: Config, plan: Plan) -> int:
     """Return the fewest rounds, of those left open by a configuration, by which attention is equal work for all ranks
     of its plan's contexts; where documents hide keys, which only the data know, the most."""
     planner = plan.planner
     if config.parallel.context_pieces or not planner.scheme.zigzag:
         return planner.scheme.rounds
-    documents = any(o.operation["begins"] for o in plan.attentions)
+    documents = any(o.operation["begins"] for o in plan.attention_operations)
     rounds, tokens = (MOST_ROUNDS, LEAST_PIECE) if documents else OF_WINDOW
     most = max(1, min(rounds, config.model.length // (2 * config.parallel.context * tokens)))
-    legal, work = [n for n in rounds_of_context(config) if n <= most], dict[int, float]()
+    legal, work = [n for n in legal_context_rounds(config) if n <= most], dict[int, float]()
     if documents:
         return legal[-1]
     for n in legal:
-        work[n] = unevenness(replace(plan, planner=replace(planner, scheme=replace(planner.scheme, rounds=n))))
+        work[n] = attention_imbalance(replace(plan, planner=replace(planner, scheme=replace(planner.scheme, rounds=n))))
         if work[n] <= EVEN:
             return n
     return min(work, key=work.__getitem__)

@@ -12,9 +12,9 @@ import yaml
 
 from platform.config.composition import CONF
 from platform.config.fields import Config, Tensor
-from platform.config.layout_rules import axes_of, is_open
+from platform.config.layout_rules import is_open_key, list_tensor_axes
 from platform.plan.generators import ONE_CHUNK
-from platform.plan.layout import divisors
+from platform.plan.layout import find_divisors
 from platform.plan.scheme import TENSOR_EXPERTS, axes_of_experts
 
 # Schemes that tensor=auto chooses among, the simplest first. 2d is 2d_gather in more and smaller messages.
@@ -45,28 +45,28 @@ class Contender(NamedTuple):
     tensor_experts: str = "split"
 
     @property
-    def workers(self) -> int:
+    def num_workers(self) -> int:
         """Return the number of workers of a contender's mesh, without branch axes."""
         return prod(self.axes) * self.stages * self.data * self.context
 
     @property
-    def rank(self) -> tuple:
+    def tie_order(self) -> tuple:
         """Return the order of contenders of equal price: fewer axes, then simpler schemes and schedules first."""
         words = (self.scheme, SCHEMES), (self.kind, SCHEDULES), (self.recompute, RECOMPUTE)
-        return self.split, *(names.index(own) if own in names else len(names) for own, names in words), self
+        return self.num_split_axes, *(names.index(word) if word in names else len(names) for word, names in words), self
 
     @property
-    def split(self) -> int:
+    def num_split_axes(self) -> int:
         """Return how many mesh axes of a contender have more than one rank, by which ties are broken."""
         return sum(n > 1 for n in (*self.axes, self.stages, self.data, self.context, self.experts))
 
 
 @lru_cache(maxsize=1)
-def shipped_schemes() -> Mapping[str, Tensor]:
+def load_shipped_schemes() -> Mapping[str, Tensor]:
     """Return the tensor schemes among SCHEMES, by name, as their files describe them, without sizes of axes."""
     names = {f.name for f in fields(Tensor)}
     files = {name: yaml.safe_load((CONF / "tensor" / f"{name}.yaml").read_text()) for name in SCHEMES}
-    return {name: Tensor(**{k: v for k, v in given.items() if k in names}) for name, given in files.items()}
+    return {name: Tensor(**{k: v for k, v in described.items() if k in names}) for name, described in files.items()}
 
 
 @dataclass(frozen=True)
@@ -76,103 +76,105 @@ class Space:
     config: Config
 
     @cached_property
-    def schemes(self) -> Mapping[str, Tensor]:
+    def scheme_tables(self) -> Mapping[str, Tensor]:
         """Return the tables of the tensor schemes to choose among, by name."""
-        own = self.config.tensor
-        if not is_open(self.config, "tensor"):
-            return {own.scheme: own}
-        redundant = () if self.data else ("2p5d",)  # its depth is a number of replicas
-        return {n: replace(t, uneven=own.uneven) for n, t in shipped_schemes().items() if n not in redundant}
+        table = self.config.tensor
+        if not is_open_key(self.config, "tensor"):
+            return {table.scheme: table}
+        redundant = () if self.num_replicas else ("2p5d",)  # its depth is a number of replicas
+        return {n: replace(t, uneven=table.uneven) for n, t in load_shipped_schemes().items() if n not in redundant}
 
-    def axes(self, scheme: str) -> dict[str, int]:
+    def axis_sizes(self, scheme: str) -> dict[str, int]:
         """Return the axes of a tensor scheme, in order, with their sizes; 0 for a size that is left open."""
-        table, whole = self.schemes[scheme], is_open(self.config, "tensor")
+        table, is_scheme_open = self.scheme_tables[scheme], is_open_key(self.config, "tensor")
         return {
-            axis: 0 if whole or is_open(self.config, f"tensor.axes.{axis}") else table.axes.get(axis, 1)
-            for axis in axes_of(table)
+            axis: 0 if is_scheme_open or is_open_key(self.config, f"tensor.axes.{axis}") else table.axes.get(axis, 1)
+            for axis in list_tensor_axes(table)
         }
 
     @property
-    def branches(self) -> int:
+    def branch_workers(self) -> int:
         """Return the number of workers along the branch axes, which are never left open."""
         return prod(self.config.branch.axes.values())
 
     @property
-    def stages(self) -> int:
+    def num_stages(self) -> int:
         """Return the number of stages, 0 if it is left open."""
-        return 0 if is_open(self.config, "pipeline.stages") else self.config.pipeline.stages
+        return 0 if is_open_key(self.config, "pipeline.stages") else self.config.pipeline.stages
 
     @property
-    def data(self) -> int:
+    def num_replicas(self) -> int:
         """Return the number of replicas, 0 if it is left open."""
-        return 0 if is_open(self.config, "parallel.data") else self.config.parallel.data
+        return 0 if is_open_key(self.config, "parallel.data") else self.config.parallel.data
 
     @property
-    def context(self) -> int:
+    def context_ranks(self) -> int:
         """Return the number of ranks of a context, 0 if it is left open."""
-        return 0 if is_open(self.config, "parallel.context") else self.config.parallel.context
+        return 0 if is_open_key(self.config, "parallel.context") else self.config.parallel.context
 
     @property
-    def fixed(self) -> bool:
+    def has_fixed_workers(self) -> bool:
         """Return True if the number of workers is not left open."""
-        sizes = [n for scheme in self.schemes for n in self.axes(scheme).values()]
-        return 0 not in (*sizes, self.stages, self.data, self.context) and len(self.schemes) == 1
+        sizes = [n for scheme in self.scheme_tables for n in self.axis_sizes(scheme).values()]
+        return (
+            0 not in (*sizes, self.num_stages, self.num_replicas, self.context_ranks) and len(self.scheme_tables) == 1
+        )
 
-    def experts(self, data: int) -> list[int]:
+    def expert_choices(self, data: int) -> list[int]:
         """Return the numbers of `data` replicas that may share the experts."""
-        if not is_open(self.config, "parallel.experts"):
+        if not is_open_key(self.config, "parallel.experts"):
             return [self.config.parallel.experts]
-        return divisors(gcd(data, self.config.model.experts)) if self.config.model.experts else [1]
+        return find_divisors(gcd(data, self.config.model.experts)) if self.config.model.experts else [1]
 
-    def tensor_experts(self, scheme: str) -> Sequence[str]:
+    def tensor_expert_choices(self, scheme: str) -> Sequence[str]:
         """Return what ranks of a tensor scheme may do with experts, to choose among."""
-        if not is_open(self.config, "parallel.tensor_experts"):
+        if not is_open_key(self.config, "parallel.tensor_experts"):
             return [self.config.parallel.tensor_experts]
-        return [*TENSOR_EXPERTS] if self.config.model.experts and self.dividing(scheme) else ["split"]
+        return [*TENSOR_EXPERTS] if self.config.model.experts and self.expert_dividing_axes(scheme) else ["split"]
 
-    def dividing(self, scheme: str) -> list[str]:
+    def expert_dividing_axes(self, scheme: str) -> list[str]:
         """Return the axes of a tensor scheme that may divide whole experts."""
-        return axes_of_experts(self.schemes[scheme].regions, asdict(self.config.branch), "whole")
+        return axes_of_experts(self.scheme_tables[scheme].regions, asdict(self.config.branch), "whole")
 
     @cached_property
-    def schedules(self) -> list[tuple[str, int]]:
+    def schedule_choices(self) -> list[tuple[str, int]]:
         """Return the (schedule, chunks per stage) to choose among for several stages."""
         p, most = self.config.pipeline, max(1, min(MOST_CHUNKS, self.config.model.layers))
-        kinds: Sequence[str] = SCHEDULES[1:] if is_open(self.config, "pipeline") else [p.kind]
-        every = range(1, most + 1) if is_open(self.config, "pipeline.chunks") else [p.chunks]
+        kinds: Sequence[str] = SCHEDULES[1:] if is_open_key(self.config, "pipeline") else [p.kind]
+        every = range(1, most + 1) if is_open_key(self.config, "pipeline.chunks") else [p.chunks]
         pairs = [(kind, n) for kind in kinds for n in every]
         return [(kind, n) for kind, n in pairs if n == 1 or kind not in ONE_CHUNK if (kind, n) != ("interleaved", 1)]
 
     @property
-    def without_stages(self) -> list[tuple[str, int]]:
+    def single_stage_schedules(self) -> list[tuple[str, int]]:
         """Return the (schedule, chunks per stage) to choose among for a single stage."""
-        if is_open(self.config, "pipeline") or self.config.pipeline.kind == "none":
+        if is_open_key(self.config, "pipeline") or self.config.pipeline.kind == "none":
             return [("none", 1)]
-        return self.schedules
+        return self.schedule_choices
 
     @cached_property
-    def microbatches(self) -> list[int]:
+    def microbatch_choices(self) -> list[int]:
         """Return the sequences of a microbatch on a replica to choose among."""
-        if not is_open(self.config, "train.microbatch"):
+        if not is_open_key(self.config, "train.microbatch"):
             return [self.config.train.microbatch]
         batch = self.config.train.global_batch
-        return sorted({n for n in divisors(batch) if n <= MOST_SEQUENCES} | {1})
+        return sorted({n for n in find_divisors(batch) if n <= MOST_SEQUENCES} | {1})
 
     @property
-    def recompute(self) -> Sequence[str]:
+    def recompute_choices(self) -> Sequence[str]:
         """Return what may be recomputed, to choose among."""
-        return RECOMPUTE if is_open(self.config, "recompute") else [self.config.recompute]
+        return RECOMPUTE if is_open_key(self.config, "recompute") else [self.config.recompute]
 
     @property
-    def zero(self) -> Sequence[int]:
+    def zero_choices(self) -> Sequence[int]:
         """Return the stages of ZeRO to choose among: none beside branches that only some ranks have."""
-        if not is_open(self.config, "parallel.zero"):
+        if not is_open_key(self.config, "parallel.zero"):
             return [self.config.parallel.zero]
         return ZERO[:1] if self.config.branch.only else ZERO
 
-    def configured(self, choice: Contender) -> Config:
+    def build_config(self, choice: Contender) -> Config:
         """Return the configuration of a contender."""
-        c, tensor = self.config, self.schemes[choice.scheme]
+        c, tensor = self.config, self.scheme_tables[choice.scheme]
         kind, inner = c.parallel.context_kind, c.parallel.context_heads
         if kind == "nested" and (inner >= choice.context or choice.context % inner):
             kind, inner = "auto", 0
@@ -184,15 +186,15 @@ class Space:
         return replace(
             c,
             recompute=choice.recompute,
-            tensor=replace(tensor, axes=dict(zip(axes_of(tensor), choice.axes, strict=True))),
+            tensor=replace(tensor, axes=dict(zip(list_tensor_axes(tensor), choice.axes, strict=True))),
             parallel=parallel,
             pipeline=replace(c.pipeline, kind=choice.kind, stages=choice.stages, chunks=choice.chunks, file=file),
             train=replace(c.train, microbatch=choice.microbatch),
         )
 
-    def keys(self, choice: Contender) -> dict[str, Any]:
+    def key_values(self, choice: Contender) -> dict[str, Any]:
         """Return the values of a contender by configuration key."""
-        names = axes_of(self.schemes[choice.scheme])
+        names = list_tensor_axes(self.scheme_tables[choice.scheme])
         return {
             "tensor": choice.scheme, **{f"tensor.axes.{a}": n for a, n in zip(names, choice.axes, strict=True)},
             "pipeline": choice.kind, "pipeline.stages": choice.stages, "pipeline.chunks": choice.chunks,
@@ -201,9 +203,9 @@ class Space:
             "train.microbatch": choice.microbatch, "recompute": choice.recompute,
         }  # fmt: skip
 
-    def typed(self, choice: Contender) -> list[str]:
+    def format_overrides(self, choice: Contender) -> list[str]:
         """Return the arguments by which a user types the parts of a contender that the configuration leaves open."""
         of_kind = {"none": ("pipeline.stages", "pipeline.chunks"), **dict.fromkeys(ONE_CHUNK, ("pipeline.chunks",))}
         unread = [*of_kind.get(choice.kind, ()), *(() if self.config.model.experts else ["parallel.tensor_experts"])]
-        left = {key: n for key, n in self.keys(choice).items() if key not in unread}
-        return [f"{key}={value}" for key, value in left.items() if is_open(self.config, key)]
+        open_values = {key: n for key, n in self.key_values(choice).items() if key not in unread}
+        return [f"{key}={value}" for key, value in open_values.items() if is_open_key(self.config, key)]

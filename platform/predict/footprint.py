@@ -15,13 +15,13 @@ from math import prod
 from typing import Any
 
 from platform.plan.chunks import SQUARED_AT_ONCE, Bucket, Chunk, FlowSpecs, RecordableModel
-from platform.plan.layout import at_zero
+from platform.plan.layout import is_at_index_zero
 from platform.plan.model_types import Parameter
 from platform.plan.operation_plan import PlannedOperation
 from platform.plan.operations.op import GradientKey, MeteredStorage, Value
 from platform.plan.plan import Plan
-from platform.plan.schedule import SENDS_IN_FLIGHT, Action, Kind, with_completed
-from platform.plan.step_collectives import counted_stretches, factors_at, settled, sides
+from platform.plan.schedule import SENDS_IN_FLIGHT, Action, Kind, mark_completed_chunks
+from platform.plan.step_collectives import count_factors_of_rank, grad_norm_slices, matrix_sides, settle_kernels
 from platform.predict.meter import Meter, MeteredSums
 
 # Chunks of a model that are alike, but for the numbers of their layers: their passes take the same bytes, so one of
@@ -43,23 +43,25 @@ class _Names:
         return _NUMBER.sub(lambda found: self.numbers.setdefault(found[0], f"#{len(self.numbers)}"), name)
 
 
-def likeness(plan: Plan, chunk: Chunk, buckets: Sequence[Bucket]) -> tuple:
+def chunk_likeness(plan: Plan, chunk: Chunk, buckets: Sequence[Bucket]) -> tuple:
     """Return what decides the bytes of a chunk's passes: equal for chunks that are alike. `plan`: the stage's plan;
     `buckets`: the buckets of it with parameters of the chunk."""
     name = _Names()
-    times = Counter(key for one in plan.chunks for key in one.operations)  # an operation of several is not begun ahead
+    times = Counter(
+        key for stage_chunk in plan.chunks for key in stage_chunk.operations
+    )  # an operation of several is not begun ahead
     return (
-        tuple((_of_operation(plan, o, name), times[key]) for key, o in chunk.operations.items()),
+        tuple((_operation_likeness(plan, o, name), times[key]) for key, o in chunk.operations.items()),
         chunk.functions,
         chunk.receives,
         chunk.sends,
         chunk.kept,
         tuple(tuple(map(name, names)) for names in chunk.spans),
-        tuple(_of_bucket(plan, bucket, name) for bucket in buckets),
+        tuple(_bucket_likeness(plan, bucket, name) for bucket in buckets),
     )
 
 
-def _of_operation(plan: Plan, planned: PlannedOperation, name: _Names) -> tuple:
+def _operation_likeness(plan: Plan, planned: PlannedOperation, name: _Names) -> tuple:
     """Return what of a planned operation decides the bytes that it takes: all on which its plan depends."""
     o = planned.operation
     summed = tuple(plan.planner.reduced_at_use.get((o.name, o.kind, p.name), ()) for p in o.parameters)
@@ -68,9 +70,9 @@ def _of_operation(plan: Plan, planned: PlannedOperation, name: _Names) -> tuple:
     return o.kind, name(o.name), inputs, o.outputs, attributes, o.reads, o.recomputed, planned.once, summed
 
 
-def _of_bucket(plan: Plan, b: Bucket, name: _Names) -> tuple:
+def _bucket_likeness(plan: Plan, b: Bucket, name: _Names) -> tuple:
     """Return what of a bucket decides the bytes of its sums of gradients."""
-    parameters = tuple((name(p.name), p.name in plan.shared) for p in b.parameters)
+    parameters = tuple((name(p.name), p.name in plan.multi_use_parameters) for p in b.parameters)
     return b.axes, b.only, parameters, b.sizes, b.elements, b.sharded, b.shards, b.zero, b.held
 
 
@@ -84,17 +86,21 @@ def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dic
     rank 0, which has a block of every tensor of the first stage. The optimizer keeps `moments` numbers of the master
     type per element of a parameter that is not frozen; one less of matrices that it updates as a whole, and of those
     whose second moments are factored, of which it keeps one per row and per column."""
-    at = at or plan.mesh.coordinates(0)
-    masters, buckets = plan.masters_at(at), plan.buckets_at(at)
-    states = sum(prod(plan.global_shape(p)) for p in plan.at(at["stage"]).states)
+    at = at or plan.mesh.rank_coordinates(0)
+    masters, buckets = plan.count_masters_of_rank(at), plan.buckets_of_rank(at)
+    states = sum(prod(plan.global_shape(p)) for p in plan.stage_part(at["stage"]).states)
     compute, master = plan.itemsize["compute"], plan.itemsize["master"]
-    apart = [b for b in buckets if compute != master or (b.sharded and not b.stored)]  # copies to compute with
-    less = plan.masters_of(plan.frozen, at) * moments + plan.masters_of((*plan.matrices, *plan.factored), at)
+    apart = [
+        b for b in buckets if compute != master or (b.sharded and not b.has_sharded_weights)
+    ]  # copies to compute with
+    less = plan.count_masters_of_parameters(plan.frozen, at) * moments + plan.count_masters_of_parameters(
+        (*plan.matrices, *plan.factored), at
+    )
     return {
         "parameters": (masters + states) * master
-        + sum(b.shard_elements if b.stored else b.elements for b in apart) * compute,
+        + sum(b.shard_elements if b.has_sharded_weights else b.elements for b in apart) * compute,
         "gradients": sum(b.shard_elements if b.zero >= 2 else b.elements for b in buckets) * master,
-        "optimizer": (masters * moments - less + factors_at(plan, at)) * master,
+        "optimizer": (masters * moments - less + count_factors_of_rank(plan, at)) * master,
     }
 
 
@@ -103,7 +109,7 @@ def state_elements(plan: Plan, moments: int) -> int:
     that is not frozen; `moments` - 1 per element of a matrix that it updates as a whole; and where second moments are
     factored, `moments` - 1 per element besides one number per row and per column."""
     sizes = {p.name: prod(plan.global_shape(p)) for p in plan.parameters if p.name not in plan.frozen}
-    factors = sum(sum(sides(plan, p)) for p in plan.parameters if p.name in plan.factored)
+    factors = sum(sum(matrix_sides(plan, p)) for p in plan.parameters if p.name in plan.factored)
     return moments * sum(sizes.values()) - sum(sizes.get(n, 0) for n in (*plan.matrices, *plan.factored)) + factors
 
 
@@ -116,12 +122,12 @@ class SavedElements:
     gathered: int
 
     @property
-    def total(self) -> int:
+    def total_elements(self) -> int:
         """Return all elements that autograd saves per worker and microbatch."""
         return self.activations + self.gathered
 
 
-def saved_for_backward(
+def count_saved_elements(
     plan: Plan, model: RecordableModel, dropout: float = 0.0, at: Coordinates | None = None
 ) -> SavedElements:
     """Count the elements that autograd saves in one forward pass of a microbatch through `model` under `plan`, besides
@@ -131,12 +137,12 @@ def saved_for_backward(
     The count is what `platform.runtime.parallel_ops` and torch's CPU kernels keep in fp32 and fp64; index and mask
     tensors of integers and booleans do not count, nor do copies that torch.einsum makes of permuted operands.
     """
-    at = at or plan.mesh.coordinates(0)
-    plan = settled(plan, "cpu", dropout)
+    at = at or plan.mesh.rank_coordinates(0)
+    plan = settle_kernels(plan, "cpu", dropout)
     meter = Meter(plan, dropout, at)
-    for chunk in plan.at(at["stage"]).chunks:
+    for chunk in plan.stage_part(at["stage"]).chunks:
         run_chunk(meter, model, chunk, {name: meter.block(spec) for name, spec in chunk.receives})
-    saved = meter.tape.saved()
+    saved = meter.tape.distinct_saved_storages()
     return SavedElements(*(sum(s.counted for s in saved if s.parameter == copies) for copies in (False, True)))
 
 
@@ -178,7 +184,7 @@ class Passes:
     standing: int
     left: Counter[int]
 
-    def renumbered(self, numbers: Mapping[int, int]) -> Passes:
+    def renumber_buckets(self, numbers: Mapping[int, int]) -> Passes:
         """Return the same bytes with the numbers of buckets replaced."""
         begun, gradients, parts = (
             {numbers[n]: size for n, size in sizes.items()} for sizes in (self.begun, self.gradients, self.parts)
@@ -189,7 +195,7 @@ class Passes:
 Measured = MutableMapping[tuple, Passes]  # chunk's likeness and other circumstances -> its passes, with its own buckets
 
 
-def measure(
+def measure_passes(
     meter: Meter,
     model: RecordableModel,
     chunk: Chunk,
@@ -206,60 +212,59 @@ def measure(
     meter.leaves = sums = MeteredSums(meter, chunk, summed, reduced, early=not splits)
     flow = {name: meter.block(spec) for name, spec in chunk.receives}
     before = ledger.peak = ledger.now
-    out = _forward(meter, model, chunk, flow)
+    outputs = _run_forward(meter, model, chunk, flow)
     standing = sum(mask.nbytes for mask in meter.standing.values())
-    most, full, results = ledger.peak - before, ledger.now, [(v.key, v.elements) for v in out.values()]
-    del out
-    kept, given, left = ledger.now - before - standing, full - ledger.now, meter.left
+    most, full, results = ledger.peak - before, ledger.now, [(v.key, v.elements) for v in outputs.values()]
+    del outputs
+    kept, given_bytes, left = ledger.now - before - standing, full - ledger.now, meter.left
     coming: dict[GradientKey, MeteredStorage] = {key: meter.new(n) for key, n in results}
     start = ledger.peak = ledger.now
     inputs, received = {v.key for v in flow.values()}, sum(v.storage.nbytes for v in flow.values() if v.storage)
-    meter.back(chunk)
-    meter.tape.unwind(coming, sums)
-    meter.end()
+    meter.begin_backward(chunk)
+    meter.tape.run_backward(coming, sums)
+    meter.end_pass()
     meter.of_pass.clear()
-    found = {key: g for key, g in coming.items() if key in inputs}
+    input_gradients = {key: g for key, g in coming.items() if key in inputs}
     coming.clear()
     if splits:
-        sums.flush()
+        sums.flush_all()
     else:
-        sums.passed()
-    backward, begun = ledger.peak - start, sums.begun() if splits else {}
+        sums.end_pass()
+    backward, begun = ledger.peak - start, sums.begun_bytes() if splits else {}
     flow.clear()
-    whole = ledger.now
-    found.clear()
-    pending = ledger.now - (before - received) - standing - sum(s.nbytes for s in sums.held())
-    returned = whole - ledger.now
+    bytes_with_gradients = ledger.now
+    input_gradients.clear()
+    pending = ledger.now - (before - received) - standing - sum(s.nbytes for s in sums.list_held_storages())
+    returned = bytes_with_gradients - ledger.now
     start = ledger.peak = ledger.now
     while meter.deferred:
         meter.deferred.pop(0)()
     weights = ledger.peak - start
     if splits:
-        sums.passed()
-    more = {n: size for n, size in sums.begun().items() if n not in begun}
-    return Passes(
-        most - standing, kept, given, backward, pending, returned, weights, begun, more, sums.parts(), standing, left
-    )
+        sums.end_pass()
+    more = {n: size for n, size in sums.begun_bytes().items() if n not in begun}
+    peaks = most - standing, kept, given_bytes, backward, pending, returned, weights
+    return Passes(*peaks, begun, more, sums.shard_bytes(), standing, left)
 
 
-def _forward(meter: Meter, model: RecordableModel, chunk: Chunk, flow: Mapping[str, Value]) -> dict[str, Value]:
+def _run_forward(meter: Meter, model: RecordableModel, chunk: Chunk, flow: Mapping[str, Value]) -> dict[str, Value]:
     """Run a chunk's forward pass on the memory `meter`, with the data that it reads, from the activations `flow` by
     name; return its outputs by name."""
-    tokens = meter.data(chunk)
-    meter.begin(chunk)
-    out = run_chunk(meter, model, chunk, flow)
-    meter.turn()
+    tokens = meter.allocate_data(chunk)
+    meter.begin_forward(chunk)
+    outputs = run_chunk(meter, model, chunk, flow)
+    meter.end_forward()
     del tokens
     meter.of_pass.clear()
-    return out
+    return outputs
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Predicted bytes of memory on one worker at its peak within a step. `activations`: kept by the `in_flight` forward
-    passes whose backward is not done; `working`: everything else, such as what an operation, its collectives, sends and
-    receives take; `reserved`: bytes that a GPU's own libraries take beside all tensors; `host`: bytes of host memory
-    that activations are kept in (recompute_offload), on a CPU among the `activations`."""
+    """Predicted bytes of memory on one worker at its peak within a step. `activations`: kept by the `add_message_waits`
+    forward passes whose backward is not done; `working`: everything else, such as what an operation, its collectives,
+    sends and receives take; `reserved`: bytes that a GPU's own libraries take beside all tensors; `host`: bytes of host
+    memory that activations are kept in (recompute_offload), on a CPU among the `activations`."""
 
     parameters: int
     optimizer: int
@@ -271,13 +276,13 @@ class Footprint:
     host: int = 0
 
     @property
-    def total(self) -> int:
+    def total_bytes(self) -> int:
         """Return the predicted bytes of a worker's memory at its peak: the sum of all parts."""
         tensors = self.parameters + self.optimizer + self.gradients + self.activations + self.working
         return tensors + self.reserved
 
 
-def footprint(
+def predict_footprint(
     plan: Plan,
     model: RecordableModel,
     row: Iterable[Action],
@@ -293,10 +298,10 @@ def footprint(
     and receives; `moments`: numbers that the optimizer keeps per parameter element; `dropout`: its rate; `device`: its
     kind (cpu, cuda); `scratch`: bytes that the optimizer takes during the update; `measured`: passes of other stages
     with the same arguments, to which this one's are added."""
-    at = {**plan.mesh.coordinates(0), "stage": stage}
-    walk = _Walk(plan.at(stage), model, at, dropout, device, {} if measured is None else measured)
+    at = {**plan.mesh.rank_coordinates(0), "stage": stage}
+    walk = _Walk(plan.stage_part(stage), model, at, dropout, device, {} if measured is None else measured)
     sizes = weight_bytes(plan, moments, at)
-    gradients, activations, working, live = walk.run(list(row), scratch)
+    gradients, activations, working, live = walk.walk_row(list(row), scratch)
     host = sum(size * n for size, n in walk.most_left.items())
     activations += host if device == "cpu" else 0
     return Footprint(sizes["parameters"], sizes["optimizer"], gradients, activations, working, live, host=host)
@@ -321,7 +326,7 @@ class _Walk:
         self.most = (0, 0, 0, 0)  # at the peak: gradients, activations, working, in flight
         self.compute, self.master = plan.itemsize["compute"], plan.itemsize["master"]
         self.chunks = {chunk.number: chunk for chunk in plan.chunks}
-        self.buckets = [b for b in plan.buckets if at_zero(b.only, at)]
+        self.buckets = [b for b in plan.buckets if is_at_index_zero(b.only, at)]
         self.sums: dict[int, int] = {}  # number of a bucket -> bytes of its gradients, being summed
         self.parts: set[int] = set()  # numbers of the buckets with a shard of reduced sums
         self.held: dict[tuple[str, int, int], int] = {}
@@ -334,81 +339,87 @@ class _Walk:
         self._numbers: dict[int, dict[int, int]] = {}
         self._blocks: dict[tuple, list[tuple[int, int]]] = {}
 
-    def run(self, row: Sequence[Action], scratch: int) -> tuple[int, int, int, int]:
+    def walk_row(self, row: Sequence[Action], scratch: int) -> tuple[int, int, int, int]:
         """Account for the memory of all actions of a stage's schedule, for gradient reductions as they become possible,
         and for the update, which takes `scratch` bytes; return (gradients, activations, working, forward passes in
         flight) at the peak, the first three in bytes."""
         self.splits = any(a.kind is Kind.WEIGHT for a in row)
-        incomplete = {completed for _, completed in with_completed(row) if completed is not None}
-        for action, completed in with_completed(row):
+        incomplete = {completed for _, completed in mark_completed_chunks(row) if completed is not None}
+        for action, completed in mark_completed_chunks(row):
             _COUNTS[action.kind](self, action)
             if completed is not None:
                 incomplete.remove(completed)
-                self._reduce(completed, incomplete)
-        self._finish(scratch)
+                self._count_reduction(completed, incomplete)
+        self._count_update(scratch)
         return self.most
 
-    def reach(self, extra: int = 0, kept: int = 0) -> None:
+    def note_peak(self, extra: int = 0, kept: int = 0) -> None:
         """Note a new peak of the predicted bytes if the bytes in use plus `extra` exceed it; `kept`: the bytes of
         `extra` that are activations of one more forward pass."""
         working = sum(self.held.values()) + sum(self.sending) + self.standing + extra - kept
         if self.gradients + self.kept + kept + working > sum(self.most[:3]):
             self.most = self.gradients, self.kept + kept, working, self.live + bool(kept)
 
-    def passes(self, chunk: int) -> Passes:
+    def find_passes(self, chunk: int) -> Passes:
         """Return the bytes that passes of a chunk take, given the buckets whose gradients are being summed."""
         if chunk not in self._now:
-            here = self._buckets_of(chunk)
-            summed, reduced = (frozenset(here.keys() & numbers) for numbers in (self.sums.keys(), self.parts))
+            bucket_numbers = self._number_buckets(chunk)
+            summed, reduced = (frozenset(bucket_numbers.keys() & numbers) for numbers in (self.sums.keys(), self.parts))
             if (key := (chunk, summed, reduced)) not in self._measured:
-                found = self._of_alike(chunk, here, summed, reduced)
-                self._measured[key], self.standing = found, max(self.standing, found.standing)
+                chunk_passes = self._measure_alike(chunk, bucket_numbers, summed, reduced)
+                self._measured[key], self.standing = chunk_passes, max(self.standing, chunk_passes.standing)
             self._now[chunk] = self._measured[key]
         return self._now[chunk]
 
-    def _buckets_of(self, chunk: int) -> dict[int, int]:
+    def _number_buckets(self, chunk: int) -> dict[int, int]:
         """Map the numbers of the buckets with parameters of a chunk to their numbers among these."""
         if chunk not in self._numbers:
-            names, buckets = self.chunks[chunk].parameters, enumerate(self.plan.buckets)
-            self._numbers[chunk] = {n: i for i, n in enumerate(n for n, b in buckets if not names.isdisjoint(b.ranges))}
+            names, buckets = self.chunks[chunk].parameter_names, enumerate(self.plan.buckets)
+            self._numbers[chunk] = {
+                n: i for i, n in enumerate(n for n, b in buckets if not names.isdisjoint(b.parameter_ranges))
+            }
         return self._numbers[chunk]
 
-    def _of_alike(
-        self, chunk: int, here: Mapping[int, int], summed: Collection[int], reduced: Collection[int]
+    def _measure_alike(
+        self, chunk: int, bucket_numbers: Mapping[int, int], summed: Collection[int], reduced: Collection[int]
     ) -> Passes:
         """Return the bytes that passes of a chunk take, measured on the first chunk that is alike."""
-        one = self.chunks[chunk]
+        chunk_layout = self.chunks[chunk]
         if chunk not in self._likeness:
-            self._likeness[chunk] = likeness(self.plan, one, [self.plan.buckets[n] for n in here])
-        begun = (frozenset(here[n] for n in numbers) for numbers in (summed, reduced))
+            self._likeness[chunk] = chunk_likeness(
+                self.plan, chunk_layout, [self.plan.buckets[n] for n in bucket_numbers]
+            )
+        begun = (frozenset(bucket_numbers[n] for n in numbers) for numbers in (summed, reduced))
         if (key := (self._likeness[chunk], self.splits, *begun)) not in self._alike:
             meter = Meter(self.plan, self.dropout, self.at, self.device)
-            found = measure(meter, self.model, one, splits=self.splits, summed=summed, reduced=reduced)
-            self._alike[key] = found.renumbered(here)
-        return self._alike[key].renumbered({i: n for n, i in here.items()})
+            measured = measure_passes(
+                meter, self.model, chunk_layout, splits=self.splits, summed=summed, reduced=reduced
+            )
+            self._alike[key] = measured.renumber_buckets(bucket_numbers)
+        return self._alike[key].renumber_buckets({i: n for n, i in bucket_numbers.items()})
 
     # passes
 
-    def forward(self, a: Action) -> None:
+    def count_forward(self, a: Action) -> None:
         """Account for the memory of a chunk's forward pass: its input, its peak, and what it keeps for the backward
         pass."""
-        p, chunk = self.passes(a.chunk), self.chunks[a.chunk]
-        self._arrive("inputs", a, chunk.receives, self.held.pop(("flow", a.chunk, a.microbatch), None))
-        self.reach(p.forward, p.kept)
+        p, chunk = self.find_passes(a.chunk), self.chunks[a.chunk]
+        self._count_arrival("inputs", a, chunk.receives, self.held.pop(("flow", a.chunk, a.microbatch), None))
+        self.note_peak(p.forward, p.kept)
         self.live += 1
         self.kept += p.kept
         self.left += p.left
         self.most_left |= self.left
         if chunk.sends:
             self.held["flow", a.chunk + 1, a.microbatch] = p.given
-        self.reach()
+        self.note_peak()
 
-    def backward(self, a: Action) -> None:
+    def count_backward(self, a: Action) -> None:
         """Account for the memory of a chunk's backward or input-gradient pass: its peak, what it frees, and the
         gradient that it hands to the chunk before."""
-        p, chunk = self.passes(a.chunk), self.chunks[a.chunk]
-        self._arrive("outputs", a, chunk.sends, self.held.pop(("gradients", a.chunk, a.microbatch), None))
-        self.reach(p.backward)
+        p, chunk = self.find_passes(a.chunk), self.chunks[a.chunk]
+        self._count_arrival("outputs", a, chunk.sends, self.held.pop(("gradients", a.chunk, a.microbatch), None))
+        self.note_peak(p.backward)
         del self.held["outputs", a.chunk, a.microbatch], self.held["inputs", a.chunk, a.microbatch]
         self.kept += p.pending - p.kept
         self.left -= p.left
@@ -416,19 +427,19 @@ class _Walk:
             self.held["gradients", a.chunk - 1, a.microbatch] = p.returned
         if a.kind is Kind.BACKWARD:
             self.live -= 1
-            self._accumulate(p.gradients, p.parts)
+            self._accumulate_gradients(p.gradients, p.parts)
         else:
-            self._accumulate(p.begun, {})
+            self._accumulate_gradients(p.begun, {})
 
-    def weights(self, a: Action) -> None:
+    def count_weights(self, a: Action) -> None:
         """Account for the memory of a chunk's weight-gradient pass: its peak, what it frees, its sums of gradients."""
-        p = self.passes(a.chunk)
-        self.reach(p.weights)
+        p = self.find_passes(a.chunk)
+        self.note_peak(p.weights)
         self.kept -= p.pending
         self.live -= 1
-        self._accumulate(p.gradients, p.parts)
+        self._accumulate_gradients(p.gradients, p.parts)
 
-    def _accumulate(self, begun: Mapping[int, int], parts: Mapping[int, int]) -> None:
+    def _accumulate_gradients(self, begun: Mapping[int, int], parts: Mapping[int, int]) -> None:
         """Add to the memory forecast a pass's new gradient sums and reduced shards: bytes by number of the bucket."""
         if not begun and not parts:
             return
@@ -439,74 +450,76 @@ class _Walk:
 
     # sends and receives
 
-    def blocks(self, flow: FlowSpecs) -> list[tuple[int, int]]:
+    def block_bytes(self, flow: FlowSpecs) -> list[tuple[int, int]]:
         """Return (bytes of the block, bytes of the part that this rank sends) for each activation of a flow between
         chunks that is present on the worker; the part is 0 where the whole block is sent (no scatter/gather)."""
         key = tuple(flow)
         if key not in self._blocks:
-            found = []
-            for spec in (spec for _, spec in flow if self.plan.present(spec, self.at)):
-                part = self.plan.sent_elements(spec) if self.plan.shared_axes(spec) else 0
-                found.append((prod(self.plan.local_shape(spec)) * self.compute, part * self.compute))
-            self._blocks[key] = found
+            sizes = []
+            for spec in (spec for _, spec in flow if self.plan.has_block(spec, self.at)):
+                sent = self.plan.sent_elements(spec) if self.plan.scatter_axes(spec) else 0
+                sizes.append((prod(self.plan.local_shape(spec)) * self.compute, sent * self.compute))
+            self._blocks[key] = sizes
         return self._blocks[key]
 
-    def receive(self, a: Action) -> None:
+    def count_receive(self, a: Action) -> None:
         """Account for the memory of a receive: the parts that arrive, or whole blocks without scatter/gather."""
         forward = a.kind is Kind.RECV_F
         flow = self.chunks[a.chunk].receives if forward else self.chunks[a.chunk].sends
         arriving = "arriving F" if forward else "arriving B", a.chunk, a.microbatch
-        self.held[arriving] = sum(part or whole for whole, part in self.blocks(flow))
-        self.reach()
+        self.held[arriving] = sum(sent_bytes or full_bytes for full_bytes, sent_bytes in self.block_bytes(flow))
+        self.note_peak()
 
-    def _arrive(self, what: str, a: Action, flow: FlowSpecs, local: int | None) -> None:
-        """Account for the memory of a pass's input, `what` being "inputs" (of a forward pass) or "outputs" (their
+    def _count_arrival(self, side: str, a: Action, flow: FlowSpecs, local: int | None) -> None:
+        """Account for the memory of a pass's input, `side` being "inputs" (of a forward pass) or "outputs" (their
         gradients, of a backward pass): `local` bytes from a chunk on this stage, or (None) a `flow` that was received
         and is gathered from its parts."""
-        self.held.pop(("arriving F" if what == "inputs" else "arriving B", a.chunk, a.microbatch), None)
-        received = self.blocks(flow) if local is None else []
-        self.held[what, a.chunk, a.microbatch] = local or sum(whole for whole, _ in received)
-        self.reach(sum(part for _, part in received))
+        self.held.pop(("arriving F" if side == "inputs" else "arriving B", a.chunk, a.microbatch), None)
+        received = self.block_bytes(flow) if local is None else []
+        self.held[side, a.chunk, a.microbatch] = local or sum(full_bytes for full_bytes, _ in received)
+        self.note_peak(sum(sent_bytes for _, sent_bytes in received))
 
-    def send(self, a: Action) -> None:
+    def count_send(self, a: Action) -> None:
         """Account for the memory of a send: the result of the pass becomes buffers of at most SENDS_IN_FLIGHT sends,
         the oldest of which are freed."""
         forward = a.kind is Kind.SEND_F
         key = ("flow", a.chunk + 1, a.microbatch) if forward else ("gradients", a.chunk - 1, a.microbatch)
-        for whole, part in self.blocks(self.chunks[a.chunk].sends if forward else self.chunks[a.chunk].receives):
-            if part:
-                self.reach(whole + part)  # the padded block, and the part that is sent
+        for full_bytes, sent_bytes in self.block_bytes(
+            self.chunks[a.chunk].sends if forward else self.chunks[a.chunk].receives
+        ):
+            if sent_bytes:
+                self.note_peak(full_bytes + sent_bytes)  # the padded block, and the part that is sent
             else:
-                part = min(whole, self.held[key])
-                self.held[key] -= part
-            self.sending.append(part)
+                sent_bytes = min(full_bytes, self.held[key])
+                self.held[key] -= sent_bytes
+            self.sending.append(sent_bytes)
         del self.held[key]
         while len(self.sending) > SENDS_IN_FLIGHT:
             self.sending.popleft()
 
     # once a step
 
-    def _reduce(self, completed: int, incomplete: Collection[int]) -> None:
+    def _count_reduction(self, completed: int, incomplete: Collection[int]) -> None:
         """Account for the shards that ZeRO-1 leaves of buckets whose gradients chunk `completed` completes, as no chunk
         in `incomplete` uses them."""
-        others = {p for chunk in incomplete for p in self.chunks[chunk].parameters}
-        done = self.chunks[completed].parameters - others
+        others = {p for chunk in incomplete for p in self.chunks[chunk].parameter_names}
+        done = self.chunks[completed].parameter_names - others
         for n, b in enumerate(self.buckets):
-            if b.zero == 1 and not done.isdisjoint(b.ranges) and others.isdisjoint(b.ranges):
+            if b.zero == 1 and not done.isdisjoint(b.parameter_ranges) and others.isdisjoint(b.parameter_ranges):
                 self.held["shard", n, 0] = b.shard_elements * self.master
-        self.reach()
+        self.note_peak()
 
-    def _finish(self, scratch: int) -> None:
+    def _count_update(self, scratch: int) -> None:
         """Account for the memory at the end of a step: sums of tied gradients over stages, and reduced gradients while
         their norm is taken and during the update; updated shards are gathered in place."""
         self.sending.clear()
         each = {p.name: b.shard_elements * self.master for b in self.buckets for p in b.parameters}
-        self.reach(max((each[name] for name in self.plan.tied if name in each), default=0))
+        self.note_peak(max((each[name] for name in self.plan.stages_of_tied_parameters if name in each), default=0))
         self.held.clear()
         self.gradients = sum(b.shard_elements for b in self.buckets) * self.master
-        self.reach(max(self._squares(), scratch))
+        self.note_peak(max(self._squares_bytes(), scratch))
 
-    def _squares(self) -> int:
+    def _squares_bytes(self) -> int:
         """Return the predicted bytes for summing the squares of a bucket's gradients (`sharding.gradients.squares`), of
         the worker of the stage that needs most: next to none on a GPU, and on a CPU for many fp32 gradients, which are
         summed row by row."""
@@ -515,19 +528,19 @@ class _Walk:
         most, by_rows = SQUARED_AT_ONCE, self.master == 4
         corners = product(*({0, n - 1} for axis, n in self.plan.mesh.shape if axis != "stage"))
         axes = [axis for axis, _ in self.plan.mesh.shape if axis != "stage"]
-        places = [{**self.at, **dict(zip(axes, found, strict=True))} for found in corners]
-        stretches = (s for at in places for found in counted_stretches(self.plan, at).values() for s in found)
+        places = [{**self.at, **dict(zip(axes, values, strict=True))} for values in corners]
+        stretches = (s for at in places for values in grad_norm_slices(self.plan, at).values() for s in values)
         parts = {s.stop - s.start for s in stretches}
         return max((8 * min(n, most) for n in parts if n <= most or not by_rows), default=0)
 
 
 _COUNTS: Mapping[Kind, Any] = {
-    Kind.FORWARD: _Walk.forward,
-    Kind.BACKWARD: _Walk.backward,
-    Kind.INPUT: _Walk.backward,
-    Kind.WEIGHT: _Walk.weights,
-    Kind.SEND_F: _Walk.send,
-    Kind.SEND_B: _Walk.send,
-    Kind.RECV_F: _Walk.receive,
-    Kind.RECV_B: _Walk.receive,
+    Kind.FORWARD: _Walk.count_forward,
+    Kind.BACKWARD: _Walk.count_backward,
+    Kind.INPUT: _Walk.count_backward,
+    Kind.WEIGHT: _Walk.count_weights,
+    Kind.SEND_F: _Walk.count_send,
+    Kind.SEND_B: _Walk.count_send,
+    Kind.RECV_F: _Walk.count_receive,
+    Kind.RECV_B: _Walk.count_receive,
 }

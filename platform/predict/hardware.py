@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from platform.plan.accelerators import accelerator
+from platform.plan.accelerators import find_accelerator
 from platform.plan.operation_plan import TRAFFIC
 
 LINK = ("bandwidth", "latency", "hop")
@@ -23,13 +23,13 @@ class Link:
     hop: float
     kinds: Mapping[str, Link] = field(default_factory=dict)
 
-    def for_kind(self, op: str) -> Link:
+    def kind_link(self, op: str) -> Link:
         """Return the links as a collective of this operation finds them."""
         return self.kinds.get(op, self)
 
-    def taking(self, times: float) -> Link:
+    def slow_down(self, times: float) -> Link:
         """Return links that take so many times as long for everything."""
-        kinds = {op: link.taking(times) for op, link in self.kinds.items()}
+        kinds = {op: link.slow_down(times) for op, link in self.kinds.items()}
         return Link(self.bandwidth / times, self.latency * times, self.hop * times, kinds)
 
 
@@ -81,18 +81,18 @@ class Hardware:
     tile: float = 256.0
     ahead: bool = True
 
-    def peak(self, precision: str) -> float:
+    def peak_flops(self, precision: str) -> float:
         """Return the dense FLOP/s of the device's matrix products in a precision of a plan."""
         return self.peaks[precision]
 
-    def taking(self, times: Mapping[str, float]) -> Hardware:
+    def slow_down(self, times: Mapping[str, float]) -> Hardware:
         """Return the hardware whose `device`, links of a `node` and of the `network` take so many times as long."""
         device, reached = times["device"], self.reached
         slower = {name: getattr(reached, name) / device for name in ("products", "attention", "memory")}
-        links = {name: getattr(self, name).taking(times[name]) for name in ("node", "network")}
+        links = {name: getattr(self, name).slow_down(times[name]) for name in ("node", "network")}
         return replace(self, launch=self.launch * device, reached=replace(reached, **slower), **links)
 
-    def with_constants(self, values: Mapping[str, float]) -> Hardware:
+    def replace_constants(self, values: Mapping[str, float]) -> Hardware:
         """Return the hardware with other values of some constants, by name: shares reached, or fields of its own."""
         shares = {key: value for key, value in values.items() if key in _SHARES}
         others: dict[str, Any] = {key: value for key, value in values.items() if key not in _SHARES}
@@ -109,7 +109,7 @@ class HardwareMistake(ValueError):
 
 
 @dataclass
-class _Described:
+class _DescriptionReader:
     """Reader of a description of hardware that collects its mistakes. `data`: a part of it; `path`: its place."""
 
     data: Mapping[str, Any]
@@ -117,14 +117,14 @@ class _Described:
     mistakes: list[str] = field(default_factory=list)
     known: set[str] = field(default_factory=set)
 
-    def number(self, key: str, default: float | None = None, most: float = float("inf")) -> float:
+    def read_number(self, key: str, default: float | None = None, most: float = float("inf")) -> float:
         """Return the positive number of a key; a mistake is noted for anything else, and for a missing key."""
         self.known.add(key)
         value = self.data.get(key, default)
         try:
-            found = float(value)
-            if 0 < found <= most:
-                return found
+            number = float(value)
+            if 0 < number <= most:
+                return number
         except (TypeError, ValueError):
             pass
         self.mistakes.append(
@@ -132,7 +132,7 @@ class _Described:
         )
         return 1.0
 
-    def flag(self, key: str, default: bool) -> bool:
+    def read_flag(self, key: str, default: bool) -> bool:
         """Return the true or false of a key; a mistake is noted for anything else."""
         self.known.add(key)
         if isinstance(value := self.data.get(key, default), bool):
@@ -140,73 +140,73 @@ class _Described:
         self.mistakes.append(f"{self.path}{key}={value}: must be true or false")
         return default
 
-    def link(self) -> Link:
+    def read_link(self) -> Link:
         """Return the links that this part describes, and under `kinds` the links of collectives that differ."""
-        kinds = self.part("kinds", {})
-        found = {op: kinds.part(op) for op in TRAFFIC if op in kinds.data}
-        made = {op: part._made_link({}) for op, part in found.items()}
-        for part in (kinds, *found.values()):
-            part.close()
-        return self._made_link(made)
+        kinds = self.read_part("kinds", {})
+        parts_by_op = {op: kinds.read_part(op) for op in TRAFFIC if op in kinds.data}
+        links_by_op = {op: part._build_link({}) for op, part in parts_by_op.items()}
+        for part in (kinds, *parts_by_op.values()):
+            part.note_unknown_keys()
+        return self._build_link(links_by_op)
 
-    def _made_link(self, kinds: Mapping[str, Link]) -> Link:
+    def _build_link(self, kinds: Mapping[str, Link]) -> Link:
         """Return the links that this part describes, and the links of some `kinds` of collectives."""
-        bandwidth, latency, hop = (self.number(key) for key in LINK)
+        bandwidth, latency, hop = (self.read_number(key) for key in LINK)
         return Link(bandwidth, latency, hop, kinds)
 
-    def part(self, key: str, default: Mapping[str, Any] | None = None) -> _Described:
+    def read_part(self, key: str, default: Mapping[str, Any] | None = None) -> _DescriptionReader:
         """Return the reader of the mapping that a key has."""
         self.known.add(key)
         value = self.data.get(key, default)
         if not isinstance(value, Mapping):
             self.mistakes.append(f"{self.path}{key}: must have keys and values")
             value = {}
-        return _Described(value, f"{self.path}{key}.", self.mistakes)
+        return _DescriptionReader(value, f"{self.path}{key}.", self.mistakes)
 
-    def close(self) -> None:
+    def note_unknown_keys(self) -> None:
         """Note a mistake for each key that nothing has read."""
         unknown = sorted(str(key) for key in self.data.keys() - self.known)
         self.mistakes.extend(f"{self.path}{key}: unknown key" for key in unknown)
 
 
-def hardware_of(name: str, data: Mapping[str, Any]) -> Hardware:
+def parse_hardware(name: str, data: Mapping[str, Any]) -> Hardware:
     """Return the hardware that a file of `conf/hardware/` describes; what it does not say of an `accelerator`, its
     memory and its peak in bf16, the table of accelerators does. Raises HardwareMistake with every mistake."""
-    reader = _Described(data)
+    reader = _DescriptionReader(data)
     reader.known.add("accelerator")
-    device = accelerator(str(data.get("accelerator") or "").replace("-", " "))
-    peaks = reader.part("peaks")
-    speeds = {str(precision): peaks.number(str(precision)) for precision in peaks.data}
+    device = find_accelerator(str(data.get("accelerator") or "").replace("-", " "))
+    peaks = reader.read_part("peaks")
+    speeds = {str(precision): peaks.read_number(str(precision)) for precision in peaks.data}
     if device and device.peak:
         speeds = {"bf16": device.peak, **speeds}
     if "bf16" not in speeds:
         reader.mistakes.append("peaks.bf16: must be there for an accelerator without a known peak")
-    links = {key: reader.part(key) for key in ("node", "network")}
-    made = {key: part.link() for key, part in links.items()}
-    ranks = links["node"].number("ranks")
-    shares = reader.part("reached")
-    first = {name: shares.number(name, most=1.5) for name in _SHARES if name != "attention"}
-    attention = shares.number("attention", ATTENTION * first["products"], most=1.5)
+    links = {key: reader.read_part(key) for key in ("node", "network")}
+    tier_links = {key: part.read_link() for key, part in links.items()}
+    ranks = links["node"].read_number("ranks")
+    shares = reader.read_part("reached")
+    first = {name: shares.read_number(name, most=1.5) for name in _SHARES if name != "attention"}
+    attention = shares.read_number("attention", ATTENTION * first["products"], most=1.5)
     reached = Reached(**first, attention=attention)
-    found = Hardware(
+    hardware = Hardware(
         name=name,
         peaks=speeds,
-        memory=reader.number("memory", device.memory if device else None),
-        bandwidth=reader.number("bandwidth"),
-        processors=int(reader.number("processors")),
-        launch=reader.number("launch"),
+        memory=reader.read_number("memory", device.memory if device else None),
+        bandwidth=reader.read_number("bandwidth"),
+        processors=int(reader.read_number("processors")),
+        launch=reader.read_number("launch"),
         ranks=int(ranks),
-        storage=reader.number("storage"),
-        fill=reader.number("fill", Hardware.fill),
-        interference=reader.number("interference", Hardware.interference),
-        adapters=reader.number("adapters", Hardware.adapters),
-        tile=reader.number("tile", Hardware.tile),
-        ahead=reader.flag("ahead", Hardware.ahead),
+        storage=reader.read_number("storage"),
+        fill=reader.read_number("fill", Hardware.fill),
+        interference=reader.read_number("interference", Hardware.interference),
+        adapters=reader.read_number("adapters", Hardware.adapters),
+        tile=reader.read_number("tile", Hardware.tile),
+        ahead=reader.read_flag("ahead", Hardware.ahead),
         reached=reached,
-        **made,
+        **tier_links,
     )
     for part in (reader, *links.values(), shares):
-        part.close()
+        part.note_unknown_keys()
     if reader.mistakes:
         raise HardwareMistake(name, reader.mistakes)
-    return found
+    return hardware

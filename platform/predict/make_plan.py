@@ -9,18 +9,23 @@ from itertools import islice
 from math import inf, prod
 from typing import Any
 
-from platform.boundary.refusals import ConfigError, closest, refuse_all, violation
-from platform.config.extensions import refusing_exits
-from platform.config.fields import WEIGHTED, Config, loss_of, objective_of
-from platform.config.layout_rules import axes_of, cuts_experts, ranks_of_experts
-from platform.config.ramps import at_length, phases_of, ramp_of
+from platform.boundary.refusals import ConfigError, closest_values, format_violation, refuse_all
+from platform.config.extensions import refuse_exits
+from platform.config.fields import WEIGHTED, Config, training_loss_name, training_objective_name
+from platform.config.layout_rules import expert_axis_sizes, has_uneven_experts, list_tensor_axes
+from platform.config.ramps import fix_sequence_length, length_phases, parse_length_ramp
 from platform.model import build_model
 from platform.model.losses import violations_of_loss
-from platform.optimizer.optimizers import find_factored, find_matrices, split_violations, violations_of_patterns
-from platform.plan.accelerators import memory_of
+from platform.optimizer.optimizers import (
+    find_factored_matrices,
+    find_matrices,
+    violations_of_patterns,
+    violations_of_splits,
+)
+from platform.plan.accelerators import nominal_memory
 from platform.plan.chunks import RecordableModel
 from platform.plan.generators import SHIPPED
-from platform.plan.layout import count_of, divisors, factorizations
+from platform.plan.layout import find_divisors, find_factorizations, format_count
 from platform.plan.model_types import LabelLoss, Recompute
 from platform.plan.operations.recorder import IllegalPlan
 from platform.plan.plan import Plan
@@ -29,10 +34,10 @@ from platform.plan.scheme import NESTED, RINGS, ModelMistake, Scheme, compose_sc
 from platform.plan.step_collectives import communication
 from platform.predict.choose_schedule import (
     count_microbatches,
-    even_rounds,
-    given_rounds,
-    kernel_violations,
-    placement_of,
+    find_context_rounds,
+    find_even_rounds,
+    place_chunks,
+    violations_of_kernel,
 )
 from platform.predict.memory_budget import MemoryForecast
 
@@ -43,53 +48,53 @@ FACTORIZATIONS = 10_000
 DEEP = 32  # models of more layers are first planned with two, so that a refusal is quick at any depth
 
 
-def expert_group(config: Config, data: int) -> int:
+def expert_group_size(config: Config, data: int) -> int:
     """Return how many of the `data` replicas of a configuration share the experts, up to parallel.experts."""
-    most, inside = min(config.parallel.experts, data), prod(ranks_of_experts(config).values())
+    most, inside = min(config.parallel.experts, data), prod(expert_axis_sizes(config).values())
     experts = config.model.experts // inside  # of each of the tensor ranks that divide them
-    uneven, numbers = cuts_experts(config), range(1, min(most, experts) + 1)
+    uneven, numbers = has_uneven_experts(config), range(1, min(most, experts) + 1)
     return max((n for n in numbers if data % n == 0 and (uneven or experts % n == 0)), default=1)
 
 
-def zero_group(config: Config, groups: int, experts: int) -> int:
+def zero_group_size(config: Config, groups: int, experts: int) -> int:
     """Return how many of the `groups` of `experts` replicas of a configuration share the tensors that ZeRO shards: the
     largest divisor that makes up to parallel.zero_group replicas, at least one; 0 for all groups, and without ZeRO."""
     most = min(max(config.parallel.zero_group // experts, 1), groups)
-    found = max(n for n in range(1, most + 1) if groups % n == 0)
-    return found if config.parallel.zero and config.parallel.zero_group and found < groups else 0
+    group_size = max(n for n in range(1, most + 1) if groups % n == 0)
+    return group_size if config.parallel.zero and config.parallel.zero_group and group_size < groups else 0
 
 
-def context_axes(config: Config, kind: str) -> dict[str, int]:
+def context_axis_sizes(config: Config, kind: str) -> dict[str, int]:
     """Return the sizes of the axes of a configuration's contexts of a `kind` of parallel.context_kind, not auto."""
     ranks, inner = config.parallel.context, config.parallel.context_heads
     exchange = ranks if kind == "heads" else inner if kind in NESTED else 1
     return {"context": ranks // exchange, "exchange": exchange}
 
 
-def kinds_of_context(config: Config, data: int) -> list[str]:
+def choose_context_kinds(config: Config, data: int) -> list[str]:
     """Return the kinds of a configuration's contexts that parallel.context_kind allows: where it chooses, those with a
     legal plan for `data` replicas, the one that moves the fewest bytes first, if any. One layer is planned."""
     kind = config.parallel.context_kind
     choices = CHOICES.get(kind, (kind,))
     if config.parallel.context == 1 or len(choices) == 1:
         return [choices[0]]
-    found = {}
+    bytes_by_kind = {}
     for kind in choices:
         *_, plan = plans = _plans_of_one_layer(config, data, kind)
-        goes = plan and any(c.op == "rotate" for o in plan.operations.values() for c in o.collectives)
-        if plan and all(plans) and plan.scheme.ring == goes:
-            found[kind] = sum(communication(plan).values())
-    return sorted(found, key=found.__getitem__) or [choices[0]]
+        rotates = plan and any(c.op == "rotate" for o in plan.operations.values() for c in o.collectives)
+        if plan and all(plans) and plan.scheme.ring == rotates:
+            bytes_by_kind[kind] = sum(communication(plan).values())
+    return sorted(bytes_by_kind, key=bytes_by_kind.__getitem__) or [choices[0]]
 
 
-def _stated_memory(config: Config) -> float:
+def _find_stated_memory(config: Config) -> float:
     """Return the bytes of a device that a configuration states, inf if none, or if not all know its schedule."""
     # alike before devices are looked for and after, in the driver and in workers
     known = config.pipeline.kind in ("none", *SHIPPED)
-    return (config.cluster.device_memory * 1e9 or memory_of(config.cluster.gpu) or inf) if known else inf
+    return (config.cluster.device_memory * 1e9 or nominal_memory(config.cluster.gpu) or inf) if known else inf
 
 
-@refusing_exits()
+@refuse_exits()
 def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int] | None = None) -> Plan:
     """Build the plan of a run from its configuration. `workers`: number of workers, from which parallel.data=-1 is
     settled (None: one replica). `stage_of`: the pipeline stage of every model chunk, in order; from the schedule if
@@ -99,75 +104,83 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
     """
     inner = prod(n for _, n in compose_scheme(asdict(config.tensor), asdict(config.branch), 1).axes)
     inner *= config.pipeline.stages * config.parallel.context
-    data = _replicas(config, inner, workers or inner)
-    first, *others = kinds_of_context(config, data)
-    plan, memory = _of_kind(config, data, first, stage_of), _stated_memory(config)
+    data = _count_replicas(config, inner, workers or inner)
+    first, *others = choose_context_kinds(config, data)
+    plan, memory = _build_kind_plan(config, data, first, stage_of), _find_stated_memory(config)
     if not others or memory == inf:
         return plan
     parallel, cluster = replace(config.parallel, data=data), replace(config.cluster, device="auto")
     weighed = replace(config, parallel=parallel, cluster=cluster)
-    if (needs := MemoryForecast(weighed, plan)).exceeds(memory):
+    if (needs := MemoryForecast(weighed, plan)).exceeds_memory(memory):
         for kind in others:
-            less = _of_kind(config, data, kind, stage_of)
-            if not MemoryForecast(weighed, less).exceeds(memory):
-                sizes = f"{needs.needed / 1e9:.4g} of {memory / 1e9:.4g} GB"
+            less = _build_kind_plan(config, data, kind, stage_of)
+            if not MemoryForecast(weighed, less).exceeds_memory(memory):
+                sizes = f"{needs.peak_bytes / 1e9:.4g} of {memory / 1e9:.4g} GB"
                 why = f"with {first}, which moves fewer bytes, a worker needs {sizes}"
                 return replace(less, warnings=(*less.warnings, f"parallel.context_kind={kind}: {why}"))
     return plan
 
 
-def _of_kind(config: Config, data: int, kind: str, stage_of: Sequence[int] | None) -> Plan:
+def _build_kind_plan(config: Config, data: int, kind: str, stage_of: Sequence[int] | None) -> Plan:
     """Build the plan of a run over `data` replicas whose contexts are of a `kind`; the rest as in `make_plan`."""
-    scheme = scheme_of(config, data, kind)
+    scheme = compose_config_scheme(config, data, kind)
     try:
         model = build_model(config.model)
-        if few := _few_units(config, len(getattr(model, "units", ("the model",)))):
+        if few := _violation_of_units(config, len(getattr(model, "units", ("the model",)))):
             raise ConfigError(few)
         if config.model.layers > DEEP:  # all layers are alike
             shallow = build_model(replace(config.model, layers=2))
             build_plan(shallow, scheme, data=data, microbatch=config.train.microbatch, microbatches=1)
-        stage_of = placement_of(config, data) if stage_of is None else stage_of
-        plan = _plan_of(config, model, scheme, data, stage_of)
-        if (rounds := even_rounds(config, plan)) != scheme.rounds:
-            plan = _plan_of(config, model, replace(scheme, rounds=rounds), data, stage_of)
+        stage_of = place_chunks(config, data) if stage_of is None else stage_of
+        plan = _build_unchecked_plan(config, model, scheme, data, stage_of)
+        if (rounds := find_even_rounds(config, plan)) != scheme.rounds:
+            plan = _build_unchecked_plan(config, model, replace(scheme, rounds=rounds), data, stage_of)
     except ModelMistake as error:
-        line = violation(
-            "model.kind", config.model.kind, f"{error.name}: {error.reason}", closest(error.name, error.legal)
+        line = format_violation(
+            "model.kind", config.model.kind, f"{error.name}: {error.reason}", closest_values(error.name, error.legal)
         )
         raise ConfigError(line) from None
     except IllegalPlan as error:
         *lines, last = error.violations
-        meshes = [str(m).replace("'", "") for m in islice(_legal_meshes(config, data), MESHES_SHOWN)]
+        meshes = [str(m).replace("'", "") for m in islice(_iterate_legal_meshes(config, data), MESHES_SHOWN)]
         also = f"; tensor.axes of as many workers that do: {' or '.join(meshes)}" if meshes else ""
         raise ConfigError([*lines, last + also]) from None
-    plan = _with_updates(config, replace(plan, warnings=(*plan.warnings, *_without_ring(plan, config.model.dropout))))
-    from platform.predict.step_price import chosen_bucket  # with numpy
+    plan = _add_update_names(
+        config, replace(plan, warnings=(*plan.warnings, *_warnings_of_ring(plan, config.model.dropout)))
+    )
+    from platform.predict.step_price import choose_bucket_size  # with numpy
 
-    plan = replace(plan, bucket_mib=chosen_bucket(config, plan))
-    checks = violations_of_patterns, split_violations, kernel_violations, violations_of_loss, _blind
+    plan = replace(plan, bucket_mib=choose_bucket_size(config, plan))
+    checks = (
+        violations_of_patterns,
+        violations_of_splits,
+        violations_of_kernel,
+        violations_of_loss,
+        _violations_of_documents,
+    )
     if refused := [line for check in checks for line in check(config, plan)]:
         raise ConfigError(refused)
-    return _with_shorter(config, plan, data, kind)
+    return _add_shorter_plans(config, plan, data, kind)
 
 
-def scheme_of(config: Config, data: int, kind: str) -> Scheme:
+def compose_config_scheme(config: Config, data: int, kind: str) -> Scheme:
     """Compose the scheme of a configuration for `data` replicas, whose contexts are of a `kind`."""
-    parallel, experts = config.parallel, expert_group(config, data)
+    parallel, experts = config.parallel, expert_group_size(config, data)
     return compose_scheme(
         asdict(config.tensor),
         asdict(config.branch),
         data,
-        zero=zero_group(config, data // experts, experts),
+        zero=zero_group_size(config, data // experts, experts),
         experts=experts,
         lent=parallel.lent_experts,
-        context=context_axes(config, kind),
-        rounds=given_rounds(config),
+        context=context_axis_sizes(config, kind),
+        rounds=find_context_rounds(config),
         ring=kind in RINGS and parallel.context > 1,
         tensor_experts=parallel.tensor_experts,
     )
 
 
-def _plan_of(
+def _build_unchecked_plan(
     config: Config,
     model: RecordableModel,
     scheme: Scheme,
@@ -194,35 +207,37 @@ def _plan_of(
         dropout=config.model.dropout,
         fused_dropout=config.model.fused_dropout,
         attention_kernel=config.train.attention_kernel,
-        loss=LabelLoss(loss_of(config), objective_of(config) in WEIGHTED),
+        loss=LabelLoss(training_loss_name(config), training_objective_name(config) in WEIGHTED),
         parts=parts,
     )
 
 
-def _with_shorter(config: Config, plan: Plan, data: int, kind: str) -> Plan:
+def _add_shorter_plans(config: Config, plan: Plan, data: int, kind: str) -> Plan:
     """Return the plan with a plan for each shorter length of its sequences (train.length_ramp), of the same parameters
     on the same ranks. Raises ConfigError with a line per length without such a plan. `kind`: the contexts'."""
-    found, lines = {}, []
+    shorter_plans, lines = {}, []
     stage_of, parts = [c.stage for c in plan.chunks], [c.units for c in plan.chunks]
-    for entry, phase in zip(config.train.length_ramp[:-1], ramp_of(config.train), strict=False):
-        short = at_length(config, phase.length)
+    for entry, phase in zip(config.train.length_ramp[:-1], parse_length_ramp(config.train), strict=False):
+        short = fix_sequence_length(config, phase.length)
         try:
-            made = _plan_of(short, build_model(short.model), plan.scheme, data, stage_of, parts)
+            short_plan = _build_unchecked_plan(short, build_model(short.model), plan.scheme, data, stage_of, parts)
         except IllegalPlan as error:
             start = entry.partition(":")[0]
-            every = divisors(config.model.length)
-            others = (n for n in every if _plan_of_one_layer(at_length(config, n), data, kind))
-            legal = [f"{start}:{n}" for n in closest(phase.length, others)]
-            lines += [violation("train.length_ramp", entry, line.partition(";")[0], legal) for line in error.violations]
+            every = find_divisors(config.model.length)
+            others = (n for n in every if _plan_of_one_layer(fix_sequence_length(config, n), data, kind))
+            legal = [f"{start}:{n}" for n in closest_values(phase.length, others)]
+            lines += [
+                format_violation("train.length_ramp", entry, line.partition(";")[0], legal) for line in error.violations
+            ]
             continue
-        if _places_of_weights(made) != _places_of_weights(plan):
+        if _places_of_weights(short_plan) != _places_of_weights(plan):
             constraint = f"model.kind={config.model.kind} has other parameters at this length"
-            lines.append(violation("train.length_ramp", entry, constraint, [[]]))
-        found[phase.length] = replace(
-            made, frozen=plan.frozen, matrices=plan.matrices, factored=plan.factored, bucket_mib=plan.bucket_mib
+            lines.append(format_violation("train.length_ramp", entry, constraint, [[]]))
+        shorter_plans[phase.length] = replace(
+            short_plan, frozen=plan.frozen, matrices=plan.matrices, factored=plan.factored, bucket_mib=plan.bucket_mib
         )
     refuse_all(lines)
-    return replace(plan, shorter=found)
+    return replace(plan, shorter=shorter_plans)
 
 
 def _places_of_weights(plan: Plan) -> list[tuple[Any, ...]]:
@@ -232,28 +247,28 @@ def _places_of_weights(plan: Plan) -> list[tuple[Any, ...]]:
             for p in (*plan.parameters, *plan.states)]  # fmt: skip
 
 
-def _replicas(config: Config, inner: int, workers: int) -> int:
+def _count_replicas(config: Config, inner: int, workers: int) -> int:
     """Return the number of data replicas to plan for: parallel.data or, where it is -1, `workers` divided by `inner`,
     the product of all other axes. Raises ConfigError if that leaves a rest."""
     if config.parallel.data != -1:
         return config.parallel.data
     if workers < inner or workers % inner:
-        there = count_of(workers, "worker")
-        raise ConfigError(f"parallel.data=-1: {there}, no multiple of {inner}, the other axes' product")
+        worker_count = format_count(workers, "worker")
+        raise ConfigError(f"parallel.data=-1: {worker_count}, no multiple of {inner}, the other axes' product")
     return workers // inner
 
 
-def _with_updates(config: Config, plan: Plan) -> Plan:
+def _add_update_names(config: Config, plan: Plan) -> Plan:
     """Return the plan with the names of its parameters that are frozen, whole matrices (Muon), factored (Adafactor)."""
-    plan = replace(plan, frozen=_frozen(config, plan))
+    plan = replace(plan, frozen=_find_frozen(config, plan))
     if config.optimizer.kind == "muon":
         return replace(plan, matrices=tuple(n for n in find_matrices(config.optimizer, plan) if n not in plan.frozen))
     if config.optimizer.kind == "adafactor":
-        return replace(plan, factored=tuple(find_factored(plan)))
+        return replace(plan, factored=tuple(find_factored_matrices(plan)))
     return plan
 
 
-def _without_ring(plan: Plan, dropout: float) -> Iterator[str]:
+def _warnings_of_ring(plan: Plan, dropout: float) -> Iterator[str]:
     """Yield a warning for a plan in which keys are to go around, and some attention gathers them."""
     if not plan.scheme.ring:
         return
@@ -267,38 +282,40 @@ def _without_ring(plan: Plan, dropout: float) -> Iterator[str]:
         yield f"keys of {', '.join(names)} are gathered, not passed around a ring: {why}"
 
 
-def _few_units(config: Config, units: int) -> str:
+def _violation_of_units(config: Config, units: int) -> str:
     """Return the refusal line of a plan with more pipeline chunks than its model has `units` (blocks, ...), or ""."""
     stages, chunks = config.pipeline.stages, config.pipeline.chunks
     if stages * chunks <= units:
         return ""
     constraint = f"x pipeline.chunks={chunks} is more than the {units} units of the model (embeddings, blocks, head)"
     legal = units // chunks or f"pipeline.chunks={max(1, units // stages)}"
-    return violation("pipeline.stages", stages, constraint, [legal])
+    return format_violation("pipeline.stages", stages, constraint, [legal])
 
 
-def _frozen(config: Config, plan: Plan) -> tuple[str, ...]:
+def _find_frozen(config: Config, plan: Plan) -> tuple[str, ...]:
     """Return the names of the plan's parameters that match a pattern of train.freeze, which no update changes. Raises
     ConfigError for a pattern that matches none, and if no parameter is left to train."""
     names = [p.name for p in plan.parameters]
-    found = {pattern: fnmatch.filter(names, pattern) for pattern in config.train.freeze}
+    matches_by_pattern = {pattern: fnmatch.filter(names, pattern) for pattern in config.train.freeze}
     lines = [
-        violation("train.freeze", pattern, "matches no parameter of the model", closest(pattern, names)[:3])
-        for pattern, matched in found.items()
+        format_violation(
+            "train.freeze", pattern, "matches no parameter of the model", closest_values(pattern, names)[:3]
+        )
+        for pattern, matched in matches_by_pattern.items()
         if not matched
     ]
-    frozen = tuple(name for name in names if any(name in matched for matched in found.values()))
+    frozen = tuple(name for name in names if any(name in matched for matched in matches_by_pattern.values()))
     if len(frozen) == len(names):
-        lines.append(violation("train.freeze", ",".join(found), "leaves no parameter to train"))
+        lines.append(format_violation("train.freeze", ",".join(matches_by_pattern), "leaves no parameter to train"))
     refuse_all(lines)
     return frozen
 
 
-def _blind(config: Config, plan: Plan) -> Iterator[str]:
+def _violations_of_documents(config: Config, plan: Plan) -> Iterator[str]:
     """Yield a refusal line for a plan whose model does not read where documents begin, if data.document_mask is set."""
-    if config.data.document_mask and "begins" not in plan.readers:
+    if config.data.document_mask and "begins" not in plan.reader_layouts:
         constraint = f"model.kind={config.model.kind} does not read `begins`, where a token's document begins"
-        yield violation("data.document_mask", True, constraint, [False])
+        yield format_violation("data.document_mask", True, constraint, [False])
 
 
 def plan_quickly(config: Config) -> Plan | None:
@@ -312,34 +329,39 @@ def plan_quickly(config: Config) -> Plan | None:
         return None
 
 
-def _legal_meshes(config: Config, data: int) -> Iterator[dict[str, int]]:
+def _iterate_legal_meshes(config: Config, data: int) -> Iterator[dict[str, int]]:
     """Yield, as remedies for an illegal plan, sizes of the tensor scheme's axes by name, with the configured product,
     on which this model has a legal plan over `data` replicas, the nearest to the configured sizes first."""
-    given = {axis: config.tensor.axes.get(axis, 1) for axis in axes_of(config.tensor)}
-    workers = prod(given.values())
-    found = (
-        dict(zip(given, sizes, strict=True)) for sizes in islice(factorizations(workers, len(given)), FACTORIZATIONS)
+    configured_axes = {axis: config.tensor.axes.get(axis, 1) for axis in list_tensor_axes(config.tensor)}
+    workers = prod(configured_axes.values())
+    candidates = (
+        dict(zip(configured_axes, sizes, strict=True))
+        for sizes in islice(find_factorizations(workers, len(configured_axes)), FACTORIZATIONS)
     )
-    for axes in sorted(found, key=lambda axes: sum(abs(axes[a] - n) for a, n in given.items()))[:MESHES_TRIED]:
-        if is_legal(replace(config, tensor=replace(config.tensor, axes=axes)), data):
+    for axes in sorted(candidates, key=lambda axes: sum(abs(axes[a] - n) for a, n in configured_axes.items()))[
+        :MESHES_TRIED
+    ]:
+        if has_legal_plan(replace(config, tensor=replace(config.tensor, axes=axes)), data):
             yield axes
 
 
-def is_legal(config: Config, data: int) -> bool:
+def has_legal_plan(config: Config, data: int) -> bool:
     """Return True if one layer of the configured model has a legal plan over `data` replicas, at all lengths."""
-    return all(_plans_of_one_layer(config, data, kinds_of_context(config, data)[0]))
+    return all(_plans_of_one_layer(config, data, choose_context_kinds(config, data)[0]))
 
 
 def _plans_of_one_layer(config: Config, data: int, kind: str) -> list[Plan | None]:
     """Return `_plan_of_one_layer` of a configuration for each length of its sequences, ascending."""
-    lengths = (phase.length for phase in phases_of(config))
-    return [_plan_of_one_layer(at_length(config, length), data, kind) for length in lengths]
+    lengths = (phase.length for phase in length_phases(config))
+    return [_plan_of_one_layer(fix_sequence_length(config, length), data, kind) for length in lengths]
 
 
 def _plan_of_one_layer(config: Config, data: int, kind: str) -> Plan | None:
     """Return the plan of one layer of the model over `data` replicas, contexts of a `kind`; None if it is illegal."""
     model, train = build_model(replace(config.model, layers=1)), config.train
     try:
-        return build_plan(model, scheme_of(config, data, kind), data=data, microbatch=train.microbatch, microbatches=1)
+        return build_plan(
+            model, compose_config_scheme(config, data, kind), data=data, microbatch=train.microbatch, microbatches=1
+        )
     except IllegalPlan:
         return None

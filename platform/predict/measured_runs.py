@@ -16,20 +16,20 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 from platform.boundary.local_files import replace_text
-from platform.boundary.refusals import ConfigError, closest, refuse_all, typed_command
+from platform.boundary.refusals import ConfigError, closest_values, refuse_all, typed_command
 from platform.boundary.schema import Malformed
-from platform.config.arguments import quote
-from platform.config.fields import Compose, Config, flat_values
+from platform.config.arguments import quote_value
+from platform.config.fields import Compose, Config, flatten_config
 from platform.monitor import events, json_records
 from platform.monitor.json_records import JOURNAL, METRICS
 from platform.monitor.metrics import MetricsLog
-from platform.plan.operations.registry import flops
+from platform.plan.operations.registry import count_flops
 from platform.plan.plan import Plan
-from platform.predict.calibration import fit, kendall
+from platform.predict.calibration import fit_constants, kendall_tau
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import make_plan
-from platform.predict.price import StepPrice, price_of
-from platform.predict.step_price import hardware_named, read_hardware, work_of
+from platform.predict.price import StepPrice, price_work
+from platform.predict.step_price import build_step_work, find_gpu_hardware, read_hardware
 from platform.predict.work import EVEN, StepWork
 
 # column -> key that its cells set; a column with a key's own name, such as model.kv_heads, sets that key
@@ -112,48 +112,48 @@ class MeasuredRun:
     counted_flops: float
     system: System = field(default_factory=System)
 
-    def predicted(self, constants: Mapping[str, float]) -> StepPrice:
+    def predict_price(self, constants: Mapping[str, float]) -> StepPrice:
         """Return the price of the run's step with these constants of its hardware."""
-        return price_of(self.work, self.hardware.with_constants({**constants, **self.system.hardware}))
+        return price_work(self.work, self.hardware.replace_constants({**constants, **self.system.hardware}))
 
     @property
-    def rivals(self) -> tuple[str, ...]:
+    def rival_key(self) -> tuple[str, ...]:
         """Return a key of all that runs share which differ in their plans alone: model, batch, devices."""
         return tuple(self.cells.get(column, "") for column in RIVALS)
 
 
-def read_runs(path: str, compose: Compose, hardware: str = "", mark: str = "") -> list[MeasuredRun]:
+def read_measured_runs(path: str, compose: Compose, hardware: str = "", mark: str = "") -> list[MeasuredRun]:
     """Read a table of measured runs. `compose`: makes a configuration of arguments; `hardware`: the rows' hardware if
     they name none; `mark`: a column of marks. Raises ConfigError with every mistake of the table, by row and column."""
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader((line for line in file if not line.startswith("#")), skipinitialspace=True)
-            reader.fieldnames = columns = [_column(title) for title in reader.fieldnames or ()]
+            reader.fieldnames = columns = [_column_name(title) for title in reader.fieldnames or ()]
             rows = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     refuse_all(_violations_of_columns(path, columns, hardware, mark))
     if not rows:
         raise ConfigError(f"{path}: has no rows below its columns")
-    found, lines = [], []
+    runs, lines = [], []
     for number, row in enumerate(rows, 1):
         cells = {column: (value or "").strip() for column, value in row.items() if isinstance(column, str)}
         cells["hardware"] = cells.get("hardware") or hardware
         where = f"{path}, row {number}"
         if None in row:
             lines.append(f"{where}: has more cells than there are columns")
-        elif wrong := list(_violations_of_cells(cells)):
-            lines += [f"{where}, column {line}" for line in wrong]
+        elif cell_faults := list(_violations_of_cells(cells)):
+            lines += [f"{where}, column {line}" for line in cell_faults]
         else:
             try:
-                found.append(_run(cells, str(number), compose))
+                runs.append(_build_run(cells, str(number), compose))
             except ConfigError as error:
                 lines += [f"{where}: {line}" for line in error.violations]
     refuse_all(lines)
-    return found
+    return runs
 
 
-def _column(title: str) -> str:
+def _column_name(title: str) -> str:
     """Return the name of a column, as which titles such as `Global batch` and `TFLOP/s` are understood too."""
     name = title.strip().lower().replace(" ", "_").removesuffix("_per_gpu")
     return {"tflop/s": "tflops"}.get(name, name)
@@ -165,33 +165,36 @@ def _violations_of_columns(path: str, columns: Sequence[str], hardware: str, mar
     yield from (f"{path}, column {column}: is given twice" for column, n in Counter(columns).items() if n > 1)
     for column in columns:
         if column not in known and "." not in column:
-            yield f"{path}, column {column}: unknown; nearest legal: {', '.join(closest(column, known)[:3])}, or a key"
+            yield (
+                f"{path}, column {column}: unknown; nearest legal: "
+                f"{', '.join(closest_values(column, known)[:3])}, or a key"
+            )
     if mark and mark not in columns:
         yield f"{path}: calibrate={mark} is no share of the rows, and no column"
-    needed = [*_needed_columns("model" in columns), *([] if hardware else ["hardware"])]
+    needed = [*_list_needed_columns("model" in columns), *([] if hardware else ["hardware"])]
     yield from (f"{path}: column {column} is missing" for column in needed if column not in columns)
     if not set(columns) & set(MEASURED):
         yield f"{path}: column seconds, or tflops, is missing"
 
 
-def _needed_columns(preset: bool) -> tuple[str, ...]:
+def _list_needed_columns(preset: bool) -> tuple[str, ...]:
     """Return the columns that a row needs whose model is a `preset`, or is not."""
     return tuple(column for column in NEEDED if not (preset and column in SHAPE))
 
 
 def _violations_of_cells(cells: Mapping[str, str]) -> Iterator[str]:
     """Yield a line per cell of a row that is empty and needed, or no number where it should be one."""
-    needed = _needed_columns(bool(cells.get("model")))
+    needed = _list_needed_columns(bool(cells.get("model")))
     for column in INTEGERS:
         text = cells.get(column, "")
         if column in needed and not text:
             yield f"{column}: is empty"
         elif text and not (text.isdecimal() and (int(text) or column in ("zero", "kv_heads", "d_ff"))):
             yield f"{column}={text}: must be a whole number"
-    given = [(column, cells[column]) for column in MEASURED if cells.get(column)]
-    if len(given) != 1:
+    measured_cells = [(column, cells[column]) for column in MEASURED if cells.get(column)]
+    if len(measured_cells) != 1:
         yield f"{' or '.join(MEASURED)}: exactly one must be given"
-    for column, text in given:
+    for column, text in measured_cells:
         try:
             positive = 0 < float(text) < float("inf")
         except ValueError:
@@ -203,41 +206,41 @@ def _violations_of_cells(cells: Mapping[str, str]) -> Iterator[str]:
             yield f"{column}={text}: must be {' or '.join(legal)}"
 
 
-def _run(cells: Mapping[str, str], number: str, compose: Compose) -> MeasuredRun:
+def _build_run(cells: Mapping[str, str], number: str, compose: Compose) -> MeasuredRun:
     """Return the measured run of a row's cells. Raises ConfigError if they are no legal plan."""
     hardware = read_hardware(cells["hardware"])
     narrow = NARROW if cells.get("precision") == NARROW else ""
     if narrow and narrow not in hardware.peaks:
         legal = ", ".join(sorted(hardware.peaks))
         raise ConfigError(f"column precision={narrow}: {hardware.name} has no such peak; nearest legal: {legal}")
-    config = compose(list(overrides_of(cells)))
+    config = compose(list(iterate_overrides(cells)))
     gpus = int(cells["gpus"])
     pipeline = config.pipeline
     loop = tuple(range(pipeline.stages)) * pipeline.chunks  # where the schedules whose makespan is known place chunks
     plan = make_plan(config, gpus, loop if pipeline.kind in EVEN else None)
-    config.parallel.data = plan.replicas
-    if plan.mesh.size != gpus:
-        raise ConfigError(f"column gpus={gpus}: the plan has {plan.mesh.size} workers, {plan.mesh}")
+    config.parallel.data = plan.num_replicas
+    if plan.mesh.world_size != gpus:
+        raise ConfigError(f"column gpus={gpus}: the plan has {plan.mesh.world_size} workers, {plan.mesh}")
     system = SYSTEMS[cells.get("system") or USUAL]
-    work = work_of(config, plan, narrow=narrow, **system.execution)
-    counted = counted_flops(plan, cells.get("counted") == "hardware")
+    work = build_step_work(config, plan, narrow=narrow, **system.execution)
+    counted = count_step_flops(plan, cells.get("counted") == "hardware")
     measured = cells.get("seconds")
     seconds = float(measured) if measured else counted / (float(cells["tflops"]) * 1e12 * gpus)
     return MeasuredRun(cells.get("name") or f"row {number}", cells, work, hardware, seconds, counted, system)
 
 
-def counted_flops(plan: Plan, recomputed: bool) -> float:
+def count_step_flops(plan: Plan, recomputed: bool) -> float:
     """Return the FLOPs of a step of a plan, of the model alone or with all `recomputed` operations."""
-    again = sum(flops(o.operation, plan.sizes) for o in plan.operations.values() if o.operation.recomputed)
+    again = sum(count_flops(o.operation, plan.sizes) for o in plan.operations.values() if o.operation.recomputed)
     per_token = again / (plan.sizes["batch"] * plan.sizes["length"]) if recomputed else 0.0
     return (plan.flops_per_token + per_token) * plan.tokens_per_step
 
 
-def overrides_of(cells: Mapping[str, str]) -> Iterator[str]:
+def iterate_overrides(cells: Mapping[str, str]) -> Iterator[str]:
     """Yield the arguments of the configuration that a row describes; what it leaves open is as it is by default."""
     defaults = {"cluster.device": "cuda", "train.steps": "1", "parallel.data": "-1", "model.capacity_factor": "0"}
-    given = {KEYS.get(column, column) for column, text in cells.items() if text}
-    yield from (f"{key}={value}" for key, value in defaults.items() if key not in given)
+    keys_present = {KEYS.get(column, column) for column, text in cells.items() if text}
+    yield from (f"{key}={value}" for key, value in defaults.items() if key not in keys_present)
     stages, chunks = cells.get("stages") or "1", cells.get("chunks") or "1"
     usual = "none" if stages == "1" else "interleaved" if chunks != "1" else "1f1b"
     yield f"pipeline={cells.get('schedule') or usual}"
@@ -272,7 +275,7 @@ class ErrorSizes(NamedTuple):
     largest: float
 
 
-def error_sizes(errors: Sequence[float]) -> ErrorSizes:
+def summarize_errors(errors: Sequence[float]) -> ErrorSizes:
     """Return the sizes of a list of errors of predictions, which is not empty."""
     sizes = sorted(map(abs, errors))
     ninth = sizes[max(0, -floor(-0.9 * len(sizes)) - 1)]
@@ -297,33 +300,33 @@ class Comparison(NamedTuple):
     constants: Constants
 
     @property
-    def errors(self) -> list[float]:
+    def relative_errors(self) -> list[float]:
         """Return by which share each prediction is longer than the measured seconds."""
         return [p / run.seconds - 1 for p, run in zip(self.predicted, self.runs, strict=True)]
 
-    def scores(self, fitted: bool) -> ErrorSizes | None:
+    def score_runs(self, fitted: bool) -> ErrorSizes | None:
         """Return the scores of the runs that constants were `fitted` on, or of the others; None if there are none."""
-        errors = [e for e, marked in zip(self.errors, self.fitted, strict=True) if marked == fitted]
-        return error_sizes(errors) if errors else None
+        errors = [e for e, marked in zip(self.relative_errors, self.fitted, strict=True) if marked == fitted]
+        return summarize_errors(errors) if errors else None
 
-    def rankings(self) -> list[Ranking]:
+    def rank_groups(self) -> list[Ranking]:
         """Return the rankings of all groups of two runs or more that share model, batch and devices."""
         groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
         for i, run in enumerate(self.runs):
-            groups[run.rivals].append(i)
-        found = []
+            groups[run.rival_key].append(i)
+        rankings = []
         for group in (group for group in groups.values() if len(group) > 1):
             measured, predicted = [self.runs[i].seconds for i in group], [self.predicted[i] for i in group]
             chosen = measured[predicted.index(min(predicted))]
             names = tuple(self.runs[i].name for i in group)
-            found.append(Ranking(names, kendall(measured, predicted), chosen / min(measured) - 1))
-        return found
+            rankings.append(Ranking(names, kendall_tau(measured, predicted), chosen / min(measured) - 1))
+        return rankings
 
 
-def compare(runs: Sequence[MeasuredRun], marked: Sequence[bool], names: Sequence[str] = FITTED) -> Comparison:
+def compare_runs(runs: Sequence[MeasuredRun], marked: Sequence[bool], names: Sequence[str] = FITTED) -> Comparison:
     """Predict the step of each run, after fitting the constants `names` of each hardware on the `marked` runs."""
-    constants = fitted_on([run for run, fits in zip(runs, marked, strict=True) if fits], names)
-    predicted = [run.predicted(constants.get(run.hardware.name, {})).seconds for run in runs]
+    constants = fit_hardware_constants([run for run, fits in zip(runs, marked, strict=True) if fits], names)
+    predicted = [run.predict_price(constants.get(run.hardware.name, {})).seconds for run in runs]
     return Comparison(runs, predicted, marked, constants)
 
 
@@ -331,27 +334,29 @@ def leave_one_out(runs: Sequence[MeasuredRun], names: Sequence[str] = FITTED) ->
     """Predict the step of each run with constants that are fitted on all others."""
     predicted = []
     for i, run in enumerate(runs):
-        constants = fitted_on([other for j, other in enumerate(runs) if j != i], names)
-        predicted.append(run.predicted(constants.get(run.hardware.name, {})).seconds)
-    return Comparison(runs, predicted, [False] * len(runs), fitted_on(runs, names))
+        constants = fit_hardware_constants([other for j, other in enumerate(runs) if j != i], names)
+        predicted.append(run.predict_price(constants.get(run.hardware.name, {})).seconds)
+    return Comparison(runs, predicted, [False] * len(runs), fit_hardware_constants(runs, names))
 
 
-def fitted_on(runs: Sequence[MeasuredRun], names: Sequence[str]) -> dict[str, dict[str, float]]:
+def fit_hardware_constants(runs: Sequence[MeasuredRun], names: Sequence[str]) -> dict[str, dict[str, float]]:
     """Return the constants of each hardware, fitted on the runs that were measured on it."""
-    found = {}
+    constants_by_hardware = {}
     for name in dict.fromkeys(run.hardware.name for run in runs):
-        here = [run for run in runs if run.hardware.name == name]
+        matching_runs = [run for run in runs if run.hardware.name == name]
         first = {name: CONSTANTS[name] for name in names}
 
-        def errors(constants: Mapping[str, float], here: Sequence[MeasuredRun] = here) -> list[float]:
+        def log_errors(
+            constants: Mapping[str, float], predicted_runs: Sequence[MeasuredRun] = matching_runs
+        ) -> list[float]:
             """Return the logarithms of predicted over measured seconds with some constants."""
-            return [log(run.predicted(constants).seconds / run.seconds) for run in here]
+            return [log(run.predict_price(constants).seconds / run.seconds) for run in predicted_runs]
 
-        found[name] = fit(errors, first)
-    return found
+        constants_by_hardware[name] = fit_constants(log_errors, first)
+    return constants_by_hardware
 
 
-def marked_runs(runs: Sequence[MeasuredRun], calibrate: str) -> list[bool]:
+def mark_fitted_runs(runs: Sequence[MeasuredRun], calibrate: str) -> list[bool]:
     """Return which runs constants are to be fitted on: evenly spaced ones, of which `calibrate` is the share, or those
     in whose column of that name something else than 0, no or false stands; none if it is "". Raises ConfigError."""
     if not calibrate:
@@ -372,24 +377,25 @@ def is_share(calibrate: str) -> bool:
     return True
 
 
-def as_data(c: Comparison) -> dict[str, Any]:
+def dump_comparison(c: Comparison) -> dict[str, Any]:
     """Return a comparison as JSON-able data."""
     rows = [
         {"name": run.name, "predicted": p, "measured": run.seconds, "error": e, "fitted": marked}
-        for run, p, e, marked in zip(c.runs, c.predicted, c.errors, c.fitted, strict=True)
+        for run, p, e, marked in zip(c.runs, c.predicted, c.relative_errors, c.fitted, strict=True)
     ]
     scores = {
-        key: found and found._asdict() for key, found in (("fitted", c.scores(True)), ("scored", c.scores(False)))
+        key: sizes and sizes._asdict()
+        for key, sizes in (("fitted", c.score_runs(True)), ("scored", c.score_runs(False)))
     }
-    return {"rows": rows, **scores, "rankings": [r._asdict() for r in c.rankings()], "constants": dict(c.constants)}
+    return {"rows": rows, **scores, "rankings": [r._asdict() for r in c.rank_groups()], "constants": dict(c.constants)}
 
 
-def as_text(c: Comparison) -> Sequence[str]:
+def format_comparison(c: Comparison) -> Sequence[str]:
     """Return a comparison as lines for people."""
     width = max(len(run.name) for run in c.runs)
     lines = [f"{'':{width}}  {'predicted':>11}  {'measured':>11}  {'TFLOP/s':>8}  {'error':>7}"]
-    for run, p, error, marked in zip(c.runs, c.predicted, c.errors, c.fitted, strict=True):
-        speed = run.counted_flops / (p * run.work.plan.mesh.size) / 1e12
+    for run, p, error, marked in zip(c.runs, c.predicted, c.relative_errors, c.fitted, strict=True):
+        speed = run.counted_flops / (p * run.work.plan.mesh.world_size) / 1e12
         note = "  fitted on" if marked else ""
         shown = f"{speed:.2g}" if speed < 1 else f"{speed:.1f}"
         errors = f"{run.seconds:>9.4g} s  {shown:>8}  {error:>+7.1%}{note}"
@@ -397,13 +403,14 @@ def as_text(c: Comparison) -> Sequence[str]:
     for name, constants in c.constants.items():
         moved = [f"{key} {value:.3g}" for key, value in constants.items() if abs(value / CONSTANTS[key] - 1) > ROUNDING]
         lines.append(f"{name} fitted: {', '.join(moved) or 'no row depends on a constant'}")
-    for title, found in (("fitted on", c.scores(True)), ("scored", c.scores(False))):
-        if found:
+    for title, scores in (("fitted on", c.score_runs(True)), ("scored", c.score_runs(False))):
+        if scores:
             sizes = (
-                f"mean {found.mean:.2%}, median {found.median:.2%}, p90 {found.p90:.2%}, largest {found.largest:.2%}"
+                f"mean {scores.mean:.2%}, median {scores.median:.2%}, p90 "
+                f"{scores.p90:.2%}, largest {scores.largest:.2%}"
             )
-            lines.append(f"errors of the {found.runs} runs {title}: {sizes}")
-    for r in c.rankings():
+            lines.append(f"errors of the {scores.runs} runs {title}: {sizes}")
+    for r in c.rank_groups():
         lines.append(f"ranking of {r.runs[0]} ... {r.runs[-1]} ({len(r.runs)}): tau {r.tau:.2f}, regret {r.regret:.2%}")
     return lines
 
@@ -429,20 +436,20 @@ class TrainedRun(NamedTuple):
     def device(self) -> str:
         """Return the kind of device (cpu, cuda) that its workers had, as its journal says."""
         path = Path(self.config.run.dir) / JOURNAL
-        found = json_records.last(path, events.from_plain) if path.is_file() else []
-        starts = [event.device for event in found if isinstance(event, events.Starting)]
+        journal_events = json_records.read_last_lines(path, events.parse_event) if path.is_file() else []
+        starts = [event.device for event in journal_events if isinstance(event, events.Starting)]
         return starts[-1] if starts else "cpu"
 
 
-def write_table(path: Path, runs: Sequence[TrainedRun], compose: Compose) -> int:
+def write_run_table(path: Path, runs: Sequence[TrainedRun], compose: Compose) -> int:
     """Write a CSV file with a row for each run that has measured steps; return how many rows it has. `compose`: makes a
     configuration of arguments. Runs of which a row cannot be made, as a module of the user's gives what its columns
     cannot name, are left out; nothing is written without a row."""
     rows = []
     for run in runs:
-        if seconds := measured_seconds(run.config):
+        if seconds := median_step_seconds(run.config):
             with suppress(ConfigError):  # the runs are trained: their table must not fail the command
-                rows.append(row_of(run, seconds, compose))
+                rows.append(build_table_row(run, seconds, compose))
     columns = list(dict.fromkeys(column for row in rows for column in row))
     if rows:
         text = io.StringIO()
@@ -453,23 +460,23 @@ def write_table(path: Path, runs: Sequence[TrainedRun], compose: Compose) -> int
     return len(rows)
 
 
-def measured_seconds(config: Config) -> float | None:
+def median_step_seconds(config: Config) -> float | None:
     """Return the median seconds of a step of a run's newest generation, after its first few; None without steps."""
     path = Path(config.run.dir) / METRICS
-    rows = MetricsLog.read(path) if path.is_file() else []
+    rows = MetricsLog.read_rows(path) if path.is_file() else []
     newest = [row["step_seconds"] for row in rows if row.get("generation") == rows[-1].get("generation")]
     return median(newest[WARM_UP:] or newest) if newest else None
 
 
-def row_of(run: TrainedRun, seconds: float, compose: Compose) -> dict[str, str]:
+def build_table_row(run: TrainedRun, seconds: float, compose: Compose) -> dict[str, str]:
     """Return the row of a run whose step takes `seconds` on average: all columns that a table needs, and each key that
     is by default not as the run has it."""
     config, device = run.config, run.device
-    found = hardware_named(config.cluster.gpu) if device == "cuda" else None
-    values, columns = flat_values(config), {key: column for column, key in KEYS.items()}
+    hardware = find_gpu_hardware(config.cluster.gpu) if device == "cuda" else None
+    values, columns = flatten_config(config), {key: column for column, key in KEYS.items()}
     cells = {
         "name": " ".join(run.arguments),
-        "hardware": "cpu" if device == "cpu" else found.name if found else "",
+        "hardware": "cpu" if device == "cpu" else hardware.name if hardware else "",
         "cluster.device": device,
         "gpus": str(run.workers),
         **{column: str(values[KEYS[column]]) for column in NEEDED if column in KEYS},
@@ -482,31 +489,31 @@ def row_of(run: TrainedRun, seconds: float, compose: Compose) -> dict[str, str]:
         "system": "ours",
     }
     cells |= {f"branch.axes.{name}": str(size) for name, size in config.branch.axes.items()}
-    there = flat_values(compose(list(overrides_of(cells))))
-    for key in _priced(values):
-        if values[key] != there[key]:
-            cells[columns.get(key, key)] = _typed(values[key])
+    rebuilt_values = flatten_config(compose(list(iterate_overrides(cells))))
+    for key in _iterate_priced_keys(values):
+        if values[key] != rebuilt_values[key]:
+            cells[columns.get(key, key)] = _format_value(values[key])
     return {**cells, "seconds": f"{seconds:.6g}"}
 
 
-def _priced(values: Mapping[str, Any]) -> Iterator[str]:
+def _iterate_priced_keys(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield the keys on which a plan or its price depends, beside what every row has."""
     return (key for key in values if key.startswith(PRICED) and not key.startswith((*GIVEN, "branch.axes")))
 
 
-def _typed(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Return the value of a key as it is typed on a command line."""
-    return quote(value) if isinstance(value, str) else json.dumps(value).replace('"', "'")
+    return quote_value(value) if isinstance(value, str) else json.dumps(value).replace('"', "'")
 
 
-def table_of_sweep(name: str, runs: Sequence[TrainedRun], compose: Compose) -> str:
+def write_sweep_table(name: str, runs: Sequence[TrainedRun], compose: Compose) -> str:
     """Write the table of a sweep's runs beside their directories; return a line for the user, that it cannot be written
     too, as the runs are trained: their table must not fail the command."""
     common = set[str].intersection(*(set(run.arguments) for run in runs))
     named = [run._replace(arguments=[a for a in run.arguments if a not in common]) for run in runs]
     path = Path(os.path.commonpath([os.path.dirname(run.config.run.dir) for run in runs])) / f"{name}.csv"
     try:
-        if not write_table(path, named, compose):
+        if not write_run_table(path, named, compose):
             return "no step was measured: there is no table of the sweep"
     except (OSError, Malformed) as error:
         return f"the table of the measured steps cannot be written: {error}"

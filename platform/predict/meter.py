@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
 
 from platform.plan.chunks import Bucket, Chunk
-from platform.plan.gather_order import Ahead, Use
-from platform.plan.layout import at_zero
+from platform.plan.gather_order import ParameterPrefetcher, Use
+from platform.plan.layout import is_at_index_zero
 from platform.plan.model_types import Parameter, Spec
-from platform.plan.operation_plan import Away, EinsumGroup, PlannedOperation, shapes
+from platform.plan.operation_plan import EinsumGroup, OffloadedActivation, PlannedOperation, shapes_along_steps
 from platform.plan.operations.attention import AttentionBlock
 from platform.plan.operations.op import (
     INTEGER,
@@ -42,7 +42,7 @@ class Meter(Ops):
     A tensor without elements stands for an absent block; operations pass it on.
     """
 
-    method = "meter"
+    method = "meter_bytes"
     plan: Plan
 
     def __init__(self, plan: Plan, dropout: float, at: Mapping[str, int], device: str = "cpu", *, ahead: bool = True):
@@ -56,18 +56,18 @@ class Meter(Ops):
         self.wide = plan.itemsize["accumulate"]
         self._spans: Sequence[tuple[Bucket, ...]] = []
         self._span = 0  # stretch of the forward pass under way
-        self.ahead: Ahead[Value] = Ahead(plan, self._start, ahead)
+        self.ahead: ParameterPrefetcher[Value] = ParameterPrefetcher(plan, self._gather_parameter, ahead)
         self._whole: dict[int, MeteredStorage] = {}  # gathered buckets
         # what hides scores, by window and positions: shared by all passes; by the layers of this one
         self.standing: dict[tuple[int, int], MeteredStorage] = {}
         self.of_pass: dict[tuple[int, int], MeteredStorage] = {}
         self.grad = True
         self.left: Counter[int] = Counter()  # bytes of an activation -> how many such are in host memory
-        self._last: Away[MeteredStorage] | None = None  # of these, in this pass
+        self._last: OffloadedActivation[MeteredStorage] | None = None  # of these, in this pass
 
-    def _start(self, p: Parameter, conversion: Conversion) -> Value:
+    def _gather_parameter(self, p: Parameter, conversion: Conversion) -> Value:
         """Count the bytes of converting a parameter to an operation's layout; return the converted stand-in."""
-        return self.forward(self.parameter(p), conversion)
+        return self.forward(self.parameter_block(p), conversion)
 
     def new(self, elements: int, itemsize: int = 0, *, parameter: bool = False) -> MeteredStorage:
         """Allocate a counted storage of `elements` floating-point numbers, of the plan's compute type unless `itemsize`
@@ -86,7 +86,7 @@ class Meter(Ops):
         return not x.elements
 
     @staticmethod
-    def empty_of(blocks: Sequence[Value]) -> Value:
+    def build_empty_block(blocks: Sequence[Value]) -> Value:
         """Return the empty stand-in for a block that the metered worker lacks, made of the `blocks` given."""
         return blocks[0]
 
@@ -94,7 +94,7 @@ class Meter(Ops):
         """Allocate a counted storage of `elements` integers or booleans, of `itemsize` bytes each."""
         return MeteredStorage(self.ledger, elements * itemsize, 0)
 
-    def data(self, chunk: Chunk) -> MeteredStorage:
+    def allocate_data(self, chunk: Chunk) -> MeteredStorage:
         """Allocate counted bytes for the data tensors (ids, labels) that a chunk's operations read, one per layout."""
         readers = ((name, o) for o in chunk.operations.values() for name in o.operation.reads)
         return self.integers(sum({(name, o.tokens): o.token_count for name, o in readers}.values()))
@@ -105,13 +105,14 @@ class Meter(Ops):
 
     def block(self, spec: Spec) -> Value:
         """Allocate a counted storage for this worker's block of an activation; it is empty if the worker has none."""
-        elements = prod(self.plan.local_shape(spec)) * self.plan.present(spec, self.at)
+        elements = prod(self.plan.local_shape(spec)) * self.plan.has_block(spec, self.at)
         return self.tensor(elements, self.plan.itemsize[spec.dtype])
 
-    def note(self, outs: Sequence[Value], ins: Sequence[Value], saved: Saved, backward: Backward) -> None:
-        """Record an operation on the memory meter's autograd tape, if gradients are wanted; as `Tape.note`."""
+    def note_operation(self, outs: Sequence[Value], ins: Sequence[Value], saved: Saved, backward: Backward) -> None:
+        """Record an operation on the memory meter's autograd tape, if gradients are wanted; as
+        `Tape.note_operation`."""
         if self.grad:
-            self.tape.note(outs, ins, saved, backward)
+            self.tape.note_operation(outs, ins, saved, backward)
 
     def plain(self, out: Value, ins: Sequence[Value], saved: Saved = (), work: int = 0, itemsize: int = 0) -> Value:
         """Record on the memory meter's autograd tape an operation with result `out` that keeps `saved`, and whose
@@ -124,16 +125,16 @@ class Meter(Ops):
             held = self.new(work, itemsize) if work else None  # noqa: F841  (until all gradients are allocated)
             return [self.new(*size) for size in sizes]
 
-        self.note([out], ins, saved, backward)
+        self.note_operation([out], ins, saved, backward)
         return out
 
     def sum(self, out: Value, ins: Sequence[Value]) -> Value:
         """Record the memory of a sum, which keeps nothing and hands its gradient to its inputs; return its result."""
         n, sizes = out.elements, [x.elements for x in ins]
-        self.note([out], ins, (), lambda gs, _: [gs[0] if size == n else self.new(size) for size in sizes])
+        self.note_operation([out], ins, (), lambda gs, _: [gs[0] if size == n else self.new(size) for size in sizes])
         return out
 
-    def convert(
+    def convert_storage(
         self,
         storage: MeteredStorage | None,
         elements: int,
@@ -147,10 +148,10 @@ class Meter(Ops):
         elements. A slice, but of pieces in zigzag, and a block without its padding, are views of the same storage; a
         collective allocates a new one, except a broadcast on its root. `parameter`: the tensor is a copy of a
         parameter; `dtype`: its type."""
-        for step, _, after in shapes(steps, shape, self.plan.mesh):
-            if not at_zero(step.only, self.at):
+        for step, _, after in shapes_along_steps(steps, shape, self.plan.mesh):
+            if not is_at_index_zero(step.only, self.at):
                 continue
-            index = self.plan.mesh.index(self.at, step.axes)
+            index = self.plan.mesh.index_in_group(self.at, step.axes)
             if step.op in VANISH and index:
                 storage, elements = self.new(0, parameter=parameter), 0
                 continue
@@ -159,19 +160,19 @@ class Meter(Ops):
                 step.op == "drop" or (step.op == "slice" and step.zigzag < 0) or (step.op == "broadcast" and not index)
             )
             if not views:
-                storage = self._moved(elements, step, parameter, self.plan.itemsize[dtype])
+                storage = self._allocate_moved(elements, step, parameter, self.plan.itemsize[dtype])
         return storage, elements
 
-    def _moved(self, elements: int, step: Step, parameter: bool, itemsize: int) -> MeteredStorage:
+    def _allocate_moved(self, elements: int, step: Step, parameter: bool, itemsize: int) -> MeteredStorage:
         """Allocate a counted storage for the result of a collective `step`, of `elements` of `itemsize` bytes. A split
         or joined dim that is not first in memory, or lies in zigzag, costs a copy, before or after. `parameter`: it is
         a gathered copy of a parameter."""
         if step.op in LENDING:
-            return self._lent(elements, step, parameter, itemsize)
+            return self._allocate_lent(elements, step, parameter, itemsize)
         last = step.joined if step.op == "all_to_all" else step.dim
         before = step.op in ("reduce_scatter", "all_to_all", "scatter") and step.dim
         after = step.op in ("all_gather", "gather", "all_to_all") and last
-        larger = self.plan.mesh.extent(step.axes) if step.op == "reduce_scatter" else 1
+        larger = self.plan.mesh.count_ranks(step.axes) if step.op == "reduce_scatter" else 1
         folds = step.op in ("reduce_scatter", "all_to_all") and step.zigzag == step.dim
         copies = [self.new(elements * larger, itemsize) for copied in (folds, before) if copied]
         out = self.new(elements, itemsize, parameter=parameter)
@@ -180,10 +181,10 @@ class Meter(Ops):
         unfolds = step.op in JOIN and step.zigzag == last
         return self.new(elements, itemsize, parameter=parameter) if unfolds else out
 
-    def _lent(self, elements: int, step: Step, parameter: bool, itemsize: int) -> MeteredStorage:
+    def _allocate_lent(self, elements: int, step: Step, parameter: bool, itemsize: int) -> MeteredStorage:
         """Allocate a counted storage for a block of experts after `step`, of `elements` of `itemsize` bytes; at most, a
         rank lends to all others."""
-        lent, others = self.plan.scheme.lent, self.plan.mesh.extent(step.axes) - 1
+        lent, others = self.plan.scheme.lent, self.plan.mesh.count_ranks(step.axes) - 1
         width = elements // step.shape[0]
         more = lent if step.op == "lend" else 0
         moved = [self.new(n * width, itemsize) for n in (lent * others, more) if n]
@@ -194,137 +195,152 @@ class Meter(Ops):
     def forward(self, x: Value, conversion: Conversion) -> Value:
         """Count the bytes of a conversion's forward steps of x, without a backward pass; return the result."""
         steps, shape = conversion.forward, conversion.before
-        return Value(*self.convert(x.storage, x.elements, steps, shape, isinstance(x.key, str), conversion.dtype))
+        return Value(
+            *self.convert_storage(x.storage, x.elements, steps, shape, isinstance(x.key, str), conversion.dtype)
+        )
 
     def backward(self, gradient: MeteredStorage | None, elements: int, conversion: Conversion) -> MeteredStorage | None:
         """Count the memory of the backward steps of a conversion, for the gradient of its result, of `elements`."""
-        return self.convert(gradient, elements, conversion.backward, conversion.after, dtype=conversion.dtype)[0]
+        return self.convert_storage(gradient, elements, conversion.backward, conversion.after, dtype=conversion.dtype)[
+            0
+        ]
 
-    def apply(self, x: Value, conversion: Conversion, coming: Value | None = None) -> Value:
+    def convert_block(self, x: Value, conversion: Conversion, coming: Value | None = None) -> Value:
         """Count the memory of a conversion of x to another layout, unless it is `coming`, and record its backward steps
         on the autograd tape; return the converted tensor."""
         if not conversion.forward and not conversion.backward:
             return x
         out = coming or self.forward(x, conversion)
         size = out.elements
-        self.note([out], [x], (), lambda gs, _: [self.backward(gs[0], size, conversion)])
+        self.note_operation([out], [x], (), lambda gs, _: [self.backward(gs[0], size, conversion)])
         return out
 
-    def apply_each(self, blocks: Sequence[Value], conversions: Sequence[Conversion]) -> list[Value]:
+    def convert_blocks(self, blocks: Sequence[Value], conversions: Sequence[Conversion]) -> list[Value]:
         """Count the memory of conversions of several blocks together, each of which is there until the last is done."""
-        return [self.apply(x, conversion) for x, conversion in zip(blocks, conversions, strict=True)]
+        return [self.convert_block(x, conversion) for x, conversion in zip(blocks, conversions, strict=True)]
 
-    def parameter(self, p: Parameter) -> Value:
+    def parameter_block(self, p: Parameter) -> Value:
         """Return the stand-in of a parameter as this worker computes with it, whose bytes are counted elsewhere."""
-        return Value(None, prod(self.plan.local_shape(p)) * self.plan.present(p, self.at), p.name)
+        return Value(None, prod(self.plan.local_shape(p)) * self.plan.has_block(p, self.at), p.name)
 
-    def converted(self, planned: PlannedOperation) -> list[Value]:
+    def convert_parameters(self, planned: PlannedOperation) -> list[Value]:
         """Count the conversions of a planned operation's parameters, if it has no einsums; return the results."""
         operation = planned.operation
         use, parameters = (operation.kind, operation.name, 0), operation.parameters
-        coming = self.ahead.take(use) if use in self.ahead else [None] * len(parameters)
+        coming = self.ahead.take_parameters(use) if use in self.ahead else [None] * len(parameters)
         triples = zip(parameters, planned.conversions, coming, strict=False)
-        return [self.apply(self.parameter(p), conversion, c) for p, conversion, c in triples]
+        return [self.convert_block(self.parameter_block(p), conversion, c) for p, conversion, c in triples]
 
-    def in_place(self, key: GradientKey) -> bool:
+    def adds_in_place(self, key: GradientKey) -> bool:
         """Return True if an operand is a parameter whose gradient is added in its bucket; count those bytes."""
-        return isinstance(key, str) and self.leaves.in_place(key)
+        return isinstance(key, str) and self.leaves.adds_in_place(key)
 
-    def seen(self, a: AttentionBlock, window: int, documents: bool) -> Value:
-        """Count the memory of attention's mask for a `window` or for `documents`, made as `ParallelOps.seen` does: once
-        for all layers of a pass, and without documents once for all passes."""
-        made = self.of_pass if documents else self.standing
+    def common_attention_mask(self, a: AttentionBlock, window: int, documents: bool) -> Value:
+        """Count the memory of attention's mask for a `window` or for `documents`, made as
+        `ParallelOps.common_attention_mask` does: once for all layers of a pass, and without documents once for all
+        passes."""
+        masks = self.of_pass if documents else self.standing
         positions = a.length * a.memory_length
-        if (window, positions) not in made:
-            made[window, positions] = self.new(positions * (a.batch if documents else 1))
-        return Value(made[window, positions], positions)
+        if (window, positions) not in masks:
+            masks[window, positions] = self.new(positions * (a.batch if documents else 1))
+        return Value(masks[window, positions], positions)
 
     def operands(self, use: Use, group: EinsumGroup, stored: Sequence[Value], back: bool = False) -> list[Value]:
         """Return the operands of a group of einsums as converted for it, as `platform.runtime.residency` does;
         in the backward pass (`back`), operands kept as converted are returned as they are."""
         if any(e.operand.forward for e in group.einsums if e.regathered or not back) and use in self.ahead:
-            return self.ahead.take(use, back)
+            return self.ahead.take_parameters(use, back)
         pairs = zip(stored, group.einsums, strict=True)
         return [self.forward(w, e.operand) if e.regathered or not back else w for w, e in pairs]
 
     def inner(self, planned: PlannedOperation, leave: Conversion) -> Value:
         """Allocate the metered local result of an operation, before its conversion; empty if not on this worker."""
-        return self.tensor(prod(leave.before) * at_zero(planned.only, self.at), self.plan.itemsize[leave.dtype])
+        return self.tensor(
+            prod(leave.before) * is_at_index_zero(planned.only, self.at), self.plan.itemsize[leave.dtype]
+        )
 
-    def begin(self, chunk: Chunk) -> None:
+    def begin_forward(self, chunk: Chunk) -> None:
         """Begin a metered forward pass of a chunk: count the parameters gathered for its first span (ZeRO-3)."""
-        self._spans = self._gathered(chunk)
+        self._spans = self._list_gathered_buckets(chunk)
         self._span, self._last = 0, None
-        self.ahead.begin()
-        self._move(0, 1)
+        self.ahead.begin_pass()
+        self._move_span(0, 1)
 
-    def _gathered(self, chunk: Chunk) -> Sequence[tuple[Bucket, ...]]:
+    def _list_gathered_buckets(self, chunk: Chunk) -> Sequence[tuple[Bucket, ...]]:
         """Return the buckets whose parameters are gathered for each span of a chunk (ZeRO-3); [] without."""
-        spans = self.plan.resident[chunk.number] if self.plan.zero == 3 else []
-        return [tuple(b for b in found if b.stored) for found in spans]
+        spans = self.plan.buckets_by_chunk_span[chunk.number] if self.plan.zero == 3 else []
+        return [tuple(b for b in span if b.has_sharded_weights) for span in spans]
 
-    def turn(self) -> None:
+    def end_forward(self) -> None:
         """End a metered forward pass: free gathered parameters (ZeRO-3) unless the backward pass follows at once."""
         if not self.plan.turns:
-            self.end()
+            self.end_pass()
 
-    def back(self, chunk: Chunk) -> None:
+    def begin_backward(self, chunk: Chunk) -> None:
         """Begin a metered backward pass of a chunk: count the parameters gathered for its last span (ZeRO-3)."""
-        self._spans = self._gathered(chunk)
-        self._move(len(self._spans) - 1, -1)
+        self._spans = self._list_gathered_buckets(chunk)
+        self._move_span(len(self._spans) - 1, -1)
 
-    def end(self) -> None:
+    def end_pass(self) -> None:
         """End a metered pass: free the parameters that it gathered (ZeRO-3)."""
         self._whole.clear()
 
-    def _enter(self, x: Value) -> Value:
+    def _enter_span(self, x: Value) -> Value:
         """Count the move to the model's next span, whose parameters are gathered (ZeRO-3, as
         `platform.runtime.residency` does), and back in the backward pass; return x."""
         if not self._spans:
             return x
         before, out = self._span, Value(x.storage, x.elements)
         self._span += 1
-        self._move(self._span, 1)
+        self._move_span(self._span, 1)
 
         def backward(gs: Gradients, _: Saved) -> Gradients:
             """Count the parameters of the model's span before as gathered again, in the backward pass."""
-            self._move(before, -1)
+            self._move_span(before, -1)
             return gs
 
-        self.note([out], [x], (), backward)
+        self.note_operation([out], [x], (), backward)
         return out
 
-    def _move(self, at: int, way: int) -> None:
+    def _move_span(self, at: int, way: int) -> None:
         """Count as gathered (ZeRO-3) the parameters of span `at` and of the next; `way`: 1 forward, -1 backward."""
         if self._spans:
             onwards = self._spans[at + 1 :] if way > 0 else self._spans[:at][::-1]
-            self._keep(self._spans[at])
-            self._keep((*self._spans[at], *next(filter(None, onwards), ())))
+            self._keep_buckets(self._spans[at])
+            self._keep_buckets((*self._spans[at], *next(filter(None, onwards), ())))
 
-    def _keep(self, buckets: Sequence[Bucket]) -> None:
+    def _keep_buckets(self, buckets: Sequence[Bucket]) -> None:
         """Count only the parameter `buckets` as gathered (ZeRO-3): free others' bytes, allocate missing ones."""
-        wanted = {id(b): b for b in buckets}
-        self._whole = {key: kept for key, kept in self._whole.items() if key in wanted}
-        self._whole |= {k: self.new(b.elements, parameter=True) for k, b in wanted.items() if k not in self._whole}
+        buckets_by_id = {id(b): b for b in buckets}
+        self._whole = {key: kept for key, kept in self._whole.items() if key in buckets_by_id}
+        self._whole |= {
+            k: self.new(b.elements, parameter=True) for k, b in buckets_by_id.items() if k not in self._whole
+        }
 
     def recomputed(self, kind, name, function, spec, x, *more):
         """Count function(x, *more), recomputed in the backward pass if activations of this `kind` are."""
         if kind == "full":
-            found = self._recomputed(kind, function, spec, self._enter(x), *more)
-            return (self._enter(found[0]), *found[1:]) if isinstance(found, tuple) else self._enter(found)
-        return self._recomputed(kind, function, spec, x, *more)
+            outputs = self._count_recomputed(kind, function, spec, self._enter_span(x), *more)
+            return (
+                (self._enter_span(outputs[0]), *outputs[1:])
+                if isinstance(outputs, tuple)
+                else self._enter_span(outputs)
+            )
+        return self._count_recomputed(kind, function, spec, x, *more)
 
-    def _recomputed(self, kind, function, spec, x, *more):
+    def _count_recomputed(self, kind, function, spec, x, *more):
         """Count the memory of function(x, *more), run again in the backward pass if this `kind` is recomputed."""
         if kind != self.recompute.kind or not self.grad:
             return function(x, *more)
-        given, elements, deferred = [v for v in (x, *more) if v], x.elements, self.deferred
-        axes = self.plan.kept_axes(spec) if elements else ()
+        inputs, elements, deferred = [v for v in (x, *more) if v], x.elements, self.deferred
+        axes = self.plan.recompute_axes(spec) if elements else ()
         kept = x.storage
         if axes:
             self.new(elements)  # padded, before it is cut
-            kept = self.new(self.plan.shared_elements(spec, axes))
-        away = self._leave(self.plan.shared_elements(spec, axes)) if self.recompute.offload and elements else None
+            kept = self.new(self.plan.elements_per_part(spec, axes))
+        away = (
+            self._move_to_host(self.plan.elements_per_part(spec, axes)) if self.recompute.offload and elements else None
+        )
         self.grad = False
         out = function(x, *more)
         self.grad = True
@@ -343,20 +359,20 @@ class Meter(Ops):
             (self.tape, self.deferred), tape = before, self.tape
             results = out if isinstance(out, tuple) else (out,)
             gradients = {y.key: g for y, g in zip(results, gs, strict=True) if g}
-            tape.unwind(gradients, self.leaves)
+            tape.run_backward(gradients, self.leaves)
             for key, g in gradients.items():
                 if g.permuted:  # a leaf's gradient lies as the leaf does
-                    gradients[key] = g.like()
+                    gradients[key] = g.allocate_alike()
             return [gradients.get(v.key) for v in (whole, *arguments) if v]
 
         results = out if isinstance(out, tuple) else (out,)
-        self.note(results, given, (None if away else kept, *(v.storage for v in given[1:])), backward)
+        self.note_operation(results, inputs, (None if away else kept, *(v.storage for v in inputs[1:])), backward)
         return out
 
-    def _leave(self, elements: int) -> Away[MeteredStorage]:
+    def _move_to_host(self, elements: int) -> OffloadedActivation[MeteredStorage]:
         """Count an activation of `elements` as copied to host memory; taking it back allocates it again."""
         self.left[elements * self.plan.itemsize["compute"]] += 1
-        self._last = Away(lambda: self.new(elements), self._last)
+        self._last = OffloadedActivation(lambda: self.new(elements), self._last)
         return self._last
 
 
@@ -375,7 +391,11 @@ class MeteredSums(Leaves):
         self._meter, self._plan, self._early = meter, meter.plan, early
         self._summed, self._reduced = summed, reduced
         buckets = enumerate(meter.plan.buckets)
-        self._buckets = {n: b for n, b in buckets if at_zero(b.only, meter.at) and chunk.parameters & b.ranges.keys()}
+        self._buckets = {
+            n: b
+            for n, b in buckets
+            if is_at_index_zero(b.only, meter.at) and chunk.parameter_names & b.parameter_ranges.keys()
+        }
         self._number: dict[GradientKey, int] = {p.name: n for n, b in self._buckets.items() for p in b.parameters}
         self._sums: dict[int, MeteredStorage] = {}
         self._coming: dict[int, MeteredStorage] = {}  # gradients of the pass, where none can be added to sums at once
@@ -388,58 +408,58 @@ class MeteredSums(Leaves):
         """Count the addition of a parameter's gradient to its bucket's sums, after which it is freed."""
         if gradient.nbytes:
             self._taken.setdefault(self._number[name], []).append(gradient)
-            self._note(name)
+            self._note_gradient(name)
 
-    def in_place(self, name: GradientKey) -> bool:
+    def adds_in_place(self, name: GradientKey) -> bool:
         """Count a gradient that a kernel adds straight into the sums of its parameter's bucket; return True."""
         if name in self._number:
-            self._add(self._number[name])
-            self._note(name)
+            self._count_addition(self._number[name])
+            self._note_gradient(name)
         return True
 
-    def _add(self, n: int) -> None:
+    def _count_addition(self, n: int) -> None:
         """Count the bytes of the buffer into which a gradient of bucket number `n` is added when computed."""
-        if self._plan.adds_at_once(self._buckets[n], self._meter.device):
-            self._begin(n)
+        if self._plan.adds_gradients_at_once(self._buckets[n], self._meter.device):
+            self._begin_sums(n)
         elif n not in self._coming:
             self._coming[n] = self._meter.new(self._buckets[n].elements)
 
-    def _begin(self, n: int) -> None:
+    def _begin_sums(self, n: int) -> None:
         """Allocate the metered gradient sums of bucket number `n`, if no earlier pass has."""
         if n not in self._sums:
             wide = 0 if self._buckets[n].zero >= 2 else self._plan.itemsize["master"]
             self._sums[n] = self._meter.new(0 if n in self._summed else self._buckets[n].elements, wide)
 
-    def _note(self, name: GradientKey) -> None:
+    def _note_gradient(self, name: GradientKey) -> None:
         """Note that a parameter's gradient has been computed; once its whole bucket is, count adding them to the
         sums."""
         assert isinstance(name, str)
         n = self._number[name]
-        if name not in self._plan.shared:  # of which several parts come
+        if name not in self._plan.multi_use_parameters:  # of which several parts come
             self._came[n].add(name)
         if len(self._came[n]) == len(self._buckets[n].parameters):
-            self._flush(n)
+            self._flush_bucket(n)
             if self._early and self._buckets[n].zero >= 2:
-                self._reduce(n)
+                self._reduce_bucket(n)
 
-    def _flush(self, n: int) -> None:
+    def _flush_bucket(self, n: int) -> None:
         """Count the addition of the gradients of bucket number `n` to its sums, after which they are freed."""
         if self._taken.get(n):
-            self._add(n)
+            self._count_addition(n)
             self._taken.pop(n)
         if n in self._coming:
-            self._begin(n)
+            self._begin_sums(n)
             del self._coming[n]
 
-    def _reduce(self, n: int) -> None:
+    def _reduce_bucket(self, n: int) -> None:
         """Count the reduction of a bucket's gradient sums into shards; the third reduction waits for the first."""
         each = self._buckets[n].shard_elements
         self._reducing.append((n, self._sums.pop(n), self._meter.new(each)))
         self._came[n].clear()
         while len(self._reducing) > UNDER_WAY:
-            self._settle()
+            self._settle_oldest()
 
-    def _settle(self) -> None:
+    def _settle_oldest(self) -> None:
         """End the oldest gradient reduction: free its buffers, and keep the bucket's shard of the sums if it is new."""
         n, _, part = self._reducing.pop(0)
         if n in self._parts:
@@ -448,27 +468,27 @@ class MeteredSums(Leaves):
         each = 0 if n in self._reduced else self._buckets[n].shard_elements
         self._parts[n] = part if same and each else self._meter.new(each, self._plan.itemsize["master"])
 
-    def flush(self) -> None:
+    def flush_all(self) -> None:
         """Count the bytes of adding every gradient that is not yet in its bucket's sums to these."""
         for n in self._buckets:
-            self._flush(n)
+            self._flush_bucket(n)
 
-    def passed(self) -> None:
+    def end_pass(self) -> None:
         """End a metered backward pass: count its last gradients' sums and (ZeRO-2 and 3) their reductions."""
-        self.flush()
+        self.flush_all()
         for n in [n for n in self._sums if self._buckets[n].zero >= 2]:
-            self._reduce(n)
+            self._reduce_bucket(n)
         while self._reducing:
-            self._settle()
+            self._settle_oldest()
 
-    def held(self) -> list[MeteredStorage]:
+    def list_held_storages(self) -> list[MeteredStorage]:
         """Return the metered gradient sums and reduced shards that stay in memory for the next pass."""
         return [*self._sums.values(), *self._parts.values()]
 
-    def begun(self) -> dict[int, int]:
+    def begun_bytes(self) -> dict[int, int]:
         """Return the bytes of the gradient sums that passes have begun and not reduced, by number of the bucket."""
         return {n: sum_.nbytes for n, sum_ in self._sums.items() if n not in self._summed}
 
-    def parts(self) -> dict[int, int]:
+    def shard_bytes(self) -> dict[int, int]:
         """Return the bytes of new shards of reduced buckets (ZeRO-2 and 3), by number of the bucket."""
         return {n: part.nbytes for n, part in self._parts.items()}

@@ -14,28 +14,28 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from platform.plan.chunks import RecordableModel
-from platform.plan.layout import at_zero, count_of
+from platform.plan.layout import format_count, is_at_index_zero
 from platform.plan.model_types import Spec
-from platform.plan.operation_plan import TRAFFIC, Collective, PlannedOperation, label
+from platform.plan.operation_plan import TRAFFIC, Collective, PlannedOperation, collective_label
 from platform.plan.operations.experts import Ends
 from platform.plan.plan import Plan
-from platform.plan.plan_summary import attention_work, describe, human, shown_seconds
-from platform.plan.scheme import Lent, dealt
+from platform.plan.plan_summary import attention_work, describe, format_number, format_seconds
+from platform.plan.scheme import Lent, deal_rows
 from platform.plan.step_collectives import (
     bucket_collectives,
     communication,
-    kernels_of,
+    count_kernels,
     process_groups,
     step_collectives,
 )
-from platform.predict.footprint import Footprint, saved_for_backward, weight_bytes
-from platform.predict.tier_traffic import Tiers, count_messages, tier_traffic, with_axes_moved
+from platform.predict.footprint import Footprint, count_saved_elements, weight_bytes
+from platform.predict.tier_traffic import Tiers, count_messages, move_axes, tier_traffic
 
 GROUPS_SHOWN, RANKS_SHOWN = 4, 8
 _LAYER = re.compile(r".*\blayers\.\d+\.")
 
 
-def explain(
+def explain_plan(
     plan: Plan,
     model: RecordableModel,
     *,
@@ -51,68 +51,68 @@ def explain(
     node, in one rack, and so on, by name, for counting what crosses them; `footprints`: the memory that a worker needs,
     by stage; `snapshots`: price of a snapshot in memory, and how often it is taken; `more`: other parts of the
     explanation, such as the predicted `time` of a step. Raises ValueError for tiers that do not nest."""
-    places = Tiers.of(tiers, plan.mesh.size)
+    places = Tiers.build_tiers(tiers, plan.mesh.world_size)
 
-    def holds(at: Mapping[str, int]) -> dict[str, Any]:
+    def worker_holdings(at: Mapping[str, int]) -> dict[str, Any]:
         """Return what the worker at mesh coordinates `at` holds: counts of parameters, bytes, saved elements."""
-        saved = saved_for_backward(plan, model, dropout, at)
+        saved = count_saved_elements(plan, model, dropout, at)
         return {
-            "parameters_per_worker": plan.parameters_at(at),
+            "parameters_per_worker": plan.count_parameters_of_rank(at),
             "bytes_per_worker": weight_bytes(plan, moments, at),
             "saved_elements_per_worker": {"activations": saved.activations, "gathered_parameters": saved.gathered},
         }
 
-    out: dict[str, Any] = {
+    explanation: dict[str, Any] = {
         "mesh": plan.mesh.axes,
-        "groups": {"+".join(axes): plan.mesh.groups(axes) for axes in _groups(plan)},
-        "collectives": collectives(plan),
+        "groups": {"+".join(axes): plan.mesh.list_groups(axes) for axes in _list_groups(plan)},
+        "collectives": list_collectives(plan),
         "communication": communication(plan),
-        "attention_kernels": kernels_of(plan),
+        "attention_kernels": count_kernels(plan),
         "bytes_per_layer": bytes_per_layer(plan),
         "tiers": {"sizes": dict(tiers), "rows": [asdict(row) for row in tier_traffic(plan, places)]},
-        **holds(plan.mesh.coordinates(0)),
+        **worker_holdings(plan.mesh.rank_coordinates(0)),
         "attention_work": attention_work(plan),
         "warnings": list(plan.warnings),
         **({"snapshots": dict(snapshots)} if snapshots else {}),
         **{key: value for key, value in (more or {}).items() if value},
     }
     if footprints:
-        stage, most = max(enumerate(footprints), key=lambda pair: pair[1].total)
-        out["memory"] = {"stage": stage, **asdict(most), "total": most.total}
-    if plan.elsewhere:  # common layers are on sub-grid 0 alone, so other workers hold less
-        out["elsewhere"] = holds(plan.elsewhere)
-    if branches := plan.mesh.ordered(plan.scheme.branches):
-        meshes = {order: with_axes_moved(plan.mesh, branches, outer=order == "outer") for order in ("inner", "outer")}
-        rooted = bool(plan.elsewhere)
-        found = {o: count_messages(mesh, branches, places, from_zero=rooted) for o, mesh in meshes.items()}
-        out["branch_messages"] = {
+        stage, most = max(enumerate(footprints), key=lambda pair: pair[1].total_bytes)
+        explanation["memory"] = {"stage": stage, **asdict(most), "total": most.total_bytes}
+    if plan.coordinates_off_sub_grid:  # common layers are on sub-grid 0 alone, so other workers hold less
+        explanation["elsewhere"] = worker_holdings(plan.coordinates_off_sub_grid)
+    if branches := plan.mesh.order_axes(plan.scheme.branches):
+        meshes = {order: move_axes(plan.mesh, branches, outer=order == "outer") for order in ("inner", "outer")}
+        rooted = bool(plan.coordinates_off_sub_grid)
+        messages_by_order = {o: count_messages(mesh, branches, places, from_zero=rooted) for o, mesh in meshes.items()}
+        explanation["branch_messages"] = {
             "order": "outer" if plan.scheme.branches_outer else "inner",
-            **{order: dict(zip(places.rows, counts, strict=True)) for order, counts in found.items()},
+            **{order: dict(zip(places.row_labels, counts, strict=True)) for order, counts in messages_by_order.items()},
         }
-    return out
+    return explanation
 
 
-def _groups(plan: Plan) -> list[tuple[str, ...]]:
+def _list_groups(plan: Plan) -> list[tuple[str, ...]]:
     """Return the axes of the process groups to list: every mesh axis by itself, then the joint axes of the run."""
     single = [(a,) for a, n in plan.mesh.shape if n > 1]
     return [*single, *(axes for axes in process_groups(plan) if axes not in single)]
 
 
-def collectives(plan: Plan) -> list[dict[str, Any]]:
+def list_collectives(plan: Plan) -> list[dict[str, Any]]:
     """List the collectives of a training step for the explanation of a plan, one row per distinct collective, layers
     folded: it occurs `times` times in the model and is launched `launches` times per rank and step, which moves `bytes`
     over all workers. The bytes by op and axes add up to `communication(plan)`. `at_most`: it moves rows of experts, as
     many as the routing says, and these are the most."""
     rows: dict[tuple, dict[str, Any]] = {}
     for where, c, launches in step_collectives(plan):
-        axes = "+".join(plan.mesh.ordered(c.axes))
+        axes = "+".join(plan.mesh.order_axes(c.axes))
         folded = re.sub(r"\.\d+\.", ".*.", re.sub(r"^stage \d+ to \d+ ", "stage * to * ", where))
         key = (folded, c.op, axes, c.elements, c.dtype, c.phase, bool(c.rows))
         names = ("operation", "op", "axes", "elements", "dtype", "phase", "at_most")
         row = rows.setdefault(key, {**dict(zip(names, key, strict=True)), "times": 0, "launches": 0, "bytes": 0})
         row["times"] += 1
         row["launches"] += launches
-        row["bytes"] += launches * plan.moved_bytes(c)
+        row["bytes"] += launches * plan.traffic_bytes(c)
     return list(rows.values())
 
 
@@ -123,57 +123,73 @@ def bytes_per_layer(plan: Plan) -> float:
     layers = {match[0] for p in plan.parameters if (match := _LAYER.match(p.name))}
     moved = Fraction(
         sum(
-            n * plan.moved_bytes(c)
+            n * plan.traffic_bytes(c)
             for where, c, n in step_collectives(plan)
             if where.startswith("kept ") or _LAYER.match(where.split()[-1])
         )
     )
-    for stage in range(plan.stages):
-        for found in bucket_collectives(plan.at(stage)):
-            sizes = {p.name: stop - start for p in found.parameters for start, stop in [found.bucket.ranges[p.name]]}
+    for stage in range(plan.num_stages):
+        for reduction in bucket_collectives(plan.stage_part(stage)):
+            sizes = {
+                p.name: stop - start
+                for p in reduction.parameters
+                for start, stop in [reduction.bucket.parameter_ranges[p.name]]
+            }
             of_layers = sum(size for name, size in sizes.items() if _LAYER.match(name))
             if of_layers:
-                moved += Fraction(found.launches * plan.moved_bytes(found.collective) * of_layers, sum(sizes.values()))
+                moved += Fraction(
+                    reduction.launches * plan.traffic_bytes(reduction.collective) * of_layers, sum(sizes.values())
+                )
     return float(moved / len(layers)) if layers else 0.0
 
 
-def render(plan: Plan, found: dict[str, Any]) -> str:
-    """Format the explanation `found`, which `explain` made of the plan, as aligned text."""
+def render_explanation(plan: Plan, explanation: dict[str, Any]) -> str:
+    """Format the explanation `explanation`, which `explain_plan` made of the plan, as aligned text."""
     heading, *described = describe(plan).splitlines()
     blocks = [
         [heading, *described],
-        ["groups (ranks)", *aligned([[axes, str(len(g[0])), _ranks(g)] for axes, g in found["groups"].items()])],
-        _collectives(found["collectives"]),
-        ["bytes per step, all workers", *aligned(_moved(found))],
-        _tiers(found["tiers"]) if plan.mesh.size > 1 else [],
-        ["per worker" + (" of sub-grid 0" if "elsewhere" in found else ""), *aligned(_holdings(found))],
+        [
+            "groups (ranks)",
+            *align_rows([[axes, str(len(g[0])), _format_groups(g)] for axes, g in explanation["groups"].items()]),
+        ],
+        _format_collectives(explanation["collectives"]),
+        ["bytes per step, all workers", *align_rows(_traffic_rows(explanation))],
+        _format_tiers(explanation["tiers"]) if plan.mesh.world_size > 1 else [],
+        [
+            "per worker" + (" of sub-grid 0" if "elsewhere" in explanation else ""),
+            *align_rows(_holding_rows(explanation)),
+        ],
     ]
-    if memory := found.get("memory"):
-        where = f", of stage {memory['stage']}" if plan.stages > 1 else ""
-        blocks.append([f"memory of the worker that needs most{where}", *aligned(memory_rows(memory))])
-    if (price := found.get("snapshots")) and price["every"] and price["bytes"]:
-        blocks.append(["snapshots, of the node that sends most to the memory of others", *aligned(_sent(price))])
-    if time := found.get("time"):
-        blocks.append([f"a step on {time['hardware']}, predicted", *aligned(time_rows(time))])
-    if elsewhere := found.get("elsewhere"):
-        blocks.append(["per worker of another sub-grid", *aligned(_holdings(elsewhere))])
-    if m := found.get("branch_messages"):
+    if memory := explanation.get("memory"):
+        where = f", of stage {memory['stage']}" if plan.num_stages > 1 else ""
+        blocks.append([f"memory of the worker that needs most{where}", *align_rows(memory_rows(memory))])
+    if (price := explanation.get("snapshots")) and price["every"] and price["bytes"]:
+        blocks.append(
+            ["snapshots, of the node that sends most to the memory of others", *align_rows(_snapshot_rows(price))]
+        )
+    if time := explanation.get("time"):
+        blocks.append([f"a step on {time['hardware']}, predicted", *align_rows(time_rows(time))])
+    if elsewhere := explanation.get("elsewhere"):
+        blocks.append(["per worker of another sub-grid", *align_rows(_holding_rows(elsewhere))])
+    if m := explanation.get("branch_messages"):
         title = f"messages of a split or join (branch.order={m['order']})"
         rows = [[order, *(f"{count:,}" for count in m[order].values())] for order in ("inner", "outer")]
-        blocks.append([title, *aligned([["branch axis", *m["inner"]], *rows])])
-    if settings := found.get("settings"):
-        blocks.append(["settings of your own code", *aligned([[key, str(value)] for key, value in settings.items()])])
+        blocks.append([title, *align_rows([["branch axis", *m["inner"]], *rows])])
+    if settings := explanation.get("settings"):
+        blocks.append(
+            ["settings of your own code", *align_rows([[key, str(value)] for key, value in settings.items()])]
+        )
     return "\n\n".join("\n".join(block) for block in blocks if len(block) > 1)
 
 
-def _ranks(groups: Sequence[Sequence[int]]) -> str:
+def _format_groups(groups: Sequence[Sequence[int]]) -> str:
     """Format the first GROUPS_SHOWN process groups as "[0 1] [0 8 16 .. 120]", and the number of the others."""
     more = f" and {len(groups) - GROUPS_SHOWN} more" if len(groups) > GROUPS_SHOWN else ""
     shown = [[*g[:3], "..", g[-1]] if len(g) > RANKS_SHOWN else g for g in groups[:GROUPS_SHOWN]]
     return " ".join("[" + " ".join(map(str, g)) + "]" for g in shown) + more
 
 
-def _collectives(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _format_collectives(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Format the explanation's rows of collectives as lines of a table under a heading."""
     head = ["operation", "collective", "elements", "times", "launches", "bytes per step", "phase"]
     cells = [
@@ -181,84 +197,84 @@ def _collectives(rows: Sequence[dict[str, Any]]) -> list[str]:
         + [f"{r['launches']:,}", f"{r['bytes']:,}", r["phase"] + (", at most" if r["at_most"] else "")]
         for r in rows
     ]
-    return ["collectives", *(aligned([head, *cells]) if rows else [])]
+    return ["collectives", *(align_rows([head, *cells]) if rows else [])]
 
 
-def _moved(found: dict[str, Any]) -> list[list[str]]:
+def _traffic_rows(explanation: dict[str, Any]) -> list[list[str]]:
     """Return the rows (collective and mesh axes, bytes per step) of the table of communication in an explanation."""
-    most = {label(r["op"], r["axes"].split("+")) for r in found["collectives"] if r["at_most"]}
-    rows = [[k + (", at most" if k in most else ""), f"{v:,}"] for k, v in found["communication"].items()]
-    return [*rows, ["of which per layer", f"{round(found['bytes_per_layer']):,}"]] if rows else []
+    most = {collective_label(r["op"], r["axes"].split("+")) for r in explanation["collectives"] if r["at_most"]}
+    rows = [[k + (", at most" if k in most else ""), f"{v:,}"] for k, v in explanation["communication"].items()]
+    return [*rows, ["of which per layer", f"{round(explanation['bytes_per_layer']):,}"]] if rows else []
 
 
-def _tiers(found: Mapping[str, Any]) -> list[str]:
+def _format_tiers(tiers: Mapping[str, Any]) -> list[str]:
     """Format the explanation's traffic by tier as lines of a table under a heading."""
     cells = [[r["tier"], f"{r['messages']:,}", f"{r['bytes']:,}", "" if r["busiest"] is None else f"{r['busiest']:,}"]
-             for r in found["rows"]]  # fmt: skip
+             for r in tiers["rows"]]  # fmt: skip
     return [
-        f"per step by tier, {tier_sizes(found)}",
-        *aligned([["", "messages", "bytes", "busiest link, one way"], *cells]),
+        f"per step by tier, {format_tier_sizes(tiers)}",
+        *align_rows([["", "messages", "bytes", "busiest link, one way"], *cells]),
     ]
 
 
-def tier_sizes(found: Mapping[str, Any]) -> str:
+def format_tier_sizes(tiers: Mapping[str, Any]) -> str:
     """Format the numbers of workers in one of each tier."""
-    sizes = sorted(found["sizes"].items(), key=lambda pair: pair[1])
-    return ", ".join(f"{count_of(count, 'worker')} in a {name}" for name, count in sizes)
+    sizes = sorted(tiers["sizes"].items(), key=lambda pair: pair[1])
+    return ", ".join(f"{format_count(count, 'worker')} in a {name}" for name, count in sizes)
 
 
-def _holdings(found: dict[str, Any]) -> list[list[str]]:
+def _holding_rows(holdings: dict[str, Any]) -> list[list[str]]:
     """Return the rows (name, elements, bytes) of the explanation's table of what a worker holds."""
-    saved, size = found["saved_elements_per_worker"], found["bytes_per_worker"]
+    saved, size = holdings["saved_elements_per_worker"], holdings["bytes_per_worker"]
     return [
-        ["parameters", f"{found['parameters_per_worker']:,}", f"{human(size['parameters'])}B"],
-        ["gradients", "", f"{human(size['gradients'])}B"],
-        ["optimizer state", "", f"{human(size['optimizer'])}B"],
+        ["parameters", f"{holdings['parameters_per_worker']:,}", f"{format_number(size['parameters'])}B"],
+        ["gradients", "", f"{format_number(size['gradients'])}B"],
+        ["optimizer state", "", f"{format_number(size['optimizer'])}B"],
         ["saved activations", f"{saved['activations']:,}", "elements per microbatch"],
         ["gathered parameters", f"{saved['gathered_parameters']:,}", "elements, kept until the backward pass"],
     ]
 
 
-def memory_rows(found: Mapping[str, int]) -> list[list[str]]:
+def memory_rows(memory: Mapping[str, int]) -> list[list[str]]:
     """Return the rows (part, bytes, remark) of the explanation's table of a worker's peak memory, from the fields of a
     Footprint."""
     more = {
         "parameters": "and their master copies",
         "optimizer": "",
         "gradients": "summed over the microbatches",
-        "activations": f"of {found['in_flight']} forward passes in flight",
+        "activations": f"of {memory['in_flight']} forward passes in flight",
         "working": "operations, collectives, what is sent and received",
-        **({"reserved": "for CUDA, NCCL and rounding"} if found["reserved"] else {}),
+        **({"reserved": "for CUDA, NCCL and rounding"} if memory["reserved"] else {}),
         "total": "at once",
-        **({"host": "of host memory, which activations are in"} if found["host"] else {}),
+        **({"host": "of host memory, which activations are in"} if memory["host"] else {}),
     }
-    return [[name, f"{human(found[name])}B", what] for name, what in more.items()]
+    return [[name, f"{format_number(memory[name])}B", remark] for name, remark in more.items()]
 
 
-def _sent(price: Mapping[str, Any]) -> list[list[str]]:
+def _snapshot_rows(price: Mapping[str, Any]) -> list[list[str]]:
     """Return the rows (what, bytes, seconds) of the table of bytes that snapshots send to other nodes."""
     every, speed = price["every"], f"{price['seconds']:.3g} s at cluster.network={price['network']:g} Gbit/s"
-    beside = f", beside {count_of(every, 'step')} of {price['step']:.3g} s" if price["step"] else ""
+    beside = f", beside {format_count(every, 'step')} of {price['step']:.3g} s" if price["step"] else ""
     return [
-        ["a snapshot", f"{human(price['bytes'])}B", speed + beside],
-        ["a step", f"{human(price['bytes'] / every)}B", f"with elastic.snapshot_every={every}"],
+        ["a snapshot", f"{format_number(price['bytes'])}B", speed + beside],
+        ["a step", f"{format_number(price['bytes'] / every)}B", f"with elastic.snapshot_every={every}"],
     ]
 
 
 def time_rows(time: Mapping[str, Any]) -> list[list[str]]:
     """Return the rows (part, seconds, share) of the table of a step's predicted time."""
     parts = [(name, s, s / time["seconds"]) for name, s in time["parts"].items()]
-    shown = [[name, shown_seconds(s), f"{share:.1%}"] for name, s, share in parts if share >= 5e-4]
-    speed = f"{time['tokens'] / time['seconds']:,.0f} tokens/s, {human(time['speed'])}FLOP/s of a device"
+    shown = [[name, format_seconds(s), f"{share:.1%}"] for name, s, share in parts if share >= 5e-4]
+    speed = f"{time['tokens'] / time['seconds']:,.0f} tokens/s, {format_number(time['speed'])}FLOP/s of a device"
     days = time["days"]
     return [
         *shown,
-        ["altogether", shown_seconds(time["seconds"]), f"{speed}, MFU {time['mfu']:.1%}"],
-        ["a run", in_days(days["days"]), f"of {human(days['tokens'])}tokens"],
+        ["altogether", format_seconds(time["seconds"]), f"{speed}, MFU {time['mfu']:.1%}"],
+        ["a run", format_days(days["days"]), f"of {format_number(days['tokens'])}tokens"],
     ]
 
 
-def in_days(days: float) -> str:
+def format_days(days: float) -> str:
     """Format a time, given in days, in the largest unit of which there is one."""
     for unit, size in (("days", 1.0), ("hours", 24.0), ("minutes", 1440.0)):
         if days * size >= 1:
@@ -266,7 +282,7 @@ def in_days(days: float) -> str:
     return f"{days * 86400:.3g} seconds"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def align_rows(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format rows of cells as indented lines with aligned columns; columns of numbers are aligned to the right."""
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
@@ -298,17 +314,17 @@ class _Layer(NamedTuple):
     away: Mapping[int, int]
 
 
-def replayed(plan: Plan, routing: Routing, lent: Mapping[str, Lent] = NONE_LENT) -> dict[str, int]:
+def replay_traffic(plan: Plan, routing: Routing, lent: Mapping[str, Lent] = NONE_LENT) -> dict[str, int]:
     """Return the bytes that all workers together move in a training step with this `routing`, by `OP/AXES`, to the byte
     as the run's counters measure them. `plan`: the plan of all stages; `lent`: layer -> lent
     experts."""
-    found: Counter[str] = Counter()
+    bytes_by_label: Counter[str] = Counter()
     for _, c, launches in step_collectives(plan):
         if not c.rows:
-            found[label(c.op, plan.mesh.ordered(c.axes))] += launches * plan.moved_bytes(c)
+            bytes_by_label[collective_label(c.op, plan.mesh.order_axes(c.axes))] += launches * plan.traffic_bytes(c)
     for _, c, moved in moves_of_rows(plan, routing, lent):
-        found[label(c.op, plan.mesh.ordered(c.axes))] += moved
-    return {key: n for key, n in sorted(found.items()) if n}
+        bytes_by_label[collective_label(c.op, plan.mesh.order_axes(c.axes))] += moved
+    return {key: n for key, n in sorted(bytes_by_label.items()) if n}
 
 
 def moves_of_rows(
@@ -320,59 +336,65 @@ def moves_of_rows(
         passes: list[_Layer] = []
         for (kind, name), planned in chunk.operations.items():
             if kind == "dispatch_rows":
-                there = lent.get(name, ())
-                passes = list(_passes(plan, planned, chunk.stage, routing, there))
+                lent_experts = lent.get(name, ())
+                passes = list(_iterate_layer_passes(plan, planned, chunk.stage, routing, lent_experts))
             for c in planned.collectives:
                 if c.rows:
                     twice = 2 if planned.operation.recomputed and c.phase == "forward" else 1
                     if c.op == "all_to_allv" and kind not in ("dispatch_rows", "combine_rows"):
-                        moved = sum(map(len, there)) * sum(_widths(plan, c, one) for one in passes)
+                        moved = sum(map(len, lent_experts)) * sum(
+                            _sum_row_widths(plan, c, layer_pass) for layer_pass in passes
+                        )
                     else:
-                        moved = sum(_elements(plan, c, one) for one in passes)
+                        moved = sum(_count_moved_elements(plan, c, layer_pass) for layer_pass in passes)
                     yield f"{kind} {name}", c, twice * moved * plan.itemsize[c.dtype]
 
 
-def _passes(plan: Plan, planned: PlannedOperation, stage: int, routing: Routing, lent: Lent) -> Iterator[_Layer]:
+def _iterate_layer_passes(
+    plan: Plan, planned: PlannedOperation, stage: int, routing: Routing, lent: Lent
+) -> Iterator[_Layer]:
     """Yield the passes of a layer in the microbatches of a step, from the way of its tokens to their experts."""
-    (spec, _), (out,), mesh = planned.operation.inputs, planned.operation.outputs, plan.mesh
+    (spec, _), (out_spec,), mesh = planned.operation.inputs, planned.operation.outputs, plan.mesh
     assert isinstance(spec, Spec)
-    ends, name = Ends.of(plan.planner, spec, out), planned.operation.name
-    ranks = [r for r in range(mesh.size) if mesh.coordinates(r)["stage"] == stage and name in routing[r]]
-    seats = {rank: ends.seats(plan.planner, out, rank) for rank in ranks}
+    ends, name = Ends.find_ends(plan.planner, spec, out_spec), planned.operation.name
+    ranks = [r for r in range(mesh.world_size) if mesh.rank_coordinates(r)["stage"] == stage and name in routing[r]]
+    seats = {rank: ends.exchange_seats(plan.planner, out_spec, rank) for rank in ranks}
     for number in range(len(routing[ranks[0]][name]) if ranks else 0):
         rows = {rank: routing[rank][name][number] for rank in ranks}
-        here, away = {}, {}
+        local_rows, sent_rows = {}, {}
         for rank, (axes, first, count) in seats.items():
-            group, number = mesh.group(rank, axes) if axes else (rank,), 0
-            own, here[rank], away[rank] = group.index(rank), 0, 0
+            group, number = mesh.group_of_rank(rank, axes) if axes else (rank,), 0
+            own_index, local_rows[rank], sent_rows[rank] = group.index(rank), 0, 0
             for owner, begin in enumerate(first):
                 for expert in range(begin, begin + count):
-                    at = sorted([owner, *(i for i, experts in enumerate(lent) if number in experts)])
+                    owners = sorted([owner, *(i for i, experts in enumerate(lent) if number in experts)])
                     for source, member in enumerate(group):
-                        deal = dict(zip(at, dealt(rows[member][expert], source, at), strict=True))
-                        here[rank] += deal.get(own, 0)
-                        away[rank] += sum(deal.values()) - deal.get(own, 0) if source == own else 0
+                        deal = dict(zip(owners, deal_rows(rows[member][expert], source, owners), strict=True))
+                        local_rows[rank] += deal.get(own_index, 0)
+                        sent_rows[rank] += sum(deal.values()) - deal.get(own_index, 0) if source == own_index else 0
                     number += 1
-        yield _Layer(here, away)
+        yield _Layer(local_rows, sent_rows)
 
 
-def _elements(plan: Plan, c: Collective, one: _Layer) -> int:
+def _count_moved_elements(plan: Plan, c: Collective, layer_pass: _Layer) -> int:
     """Return the elements that all workers move in one launch of the collective `c` of a pass's rows."""
     mesh = plan.mesh
     if c.op == "all_to_allv":
-        return sum(rows * _width(plan, c, rank) for rank, rows in one.away.items())
+        return sum(rows * _row_width(plan, c, rank) for rank, rows in layer_pass.away.items())
     groups = [
-        group for group in mesh.groups(c.axes) if group[0] in one.here and at_zero(c.only, mesh.coordinates(group[0]))
+        group
+        for group in mesh.list_groups(c.axes)
+        if group[0] in layer_pass.here and is_at_index_zero(c.only, mesh.rank_coordinates(group[0]))
     ]
-    return sum(TRAFFIC[c.op](len(group), one.here[group[0]] * _width(plan, c, group[0])) for group in groups)
+    return sum(TRAFFIC[c.op](len(group), layer_pass.here[group[0]] * _row_width(plan, c, group[0])) for group in groups)
 
 
-def _widths(plan: Plan, c: Collective, one: _Layer) -> int:
+def _sum_row_widths(plan: Plan, c: Collective, layer_pass: _Layer) -> int:
     """Return the elements of a row of the collective `c` on one rank of each of its groups in a pass, added up."""
-    there = (rank for rank in one.here if at_zero(c.only, plan.mesh.coordinates(rank)))
-    return sum(_width(plan, c, rank) for rank in there) // plan.mesh.extent(c.axes)
+    active_ranks = (rank for rank in layer_pass.here if is_at_index_zero(c.only, plan.mesh.rank_coordinates(rank)))
+    return sum(_row_width(plan, c, rank) for rank in active_ranks) // plan.mesh.count_ranks(c.axes)
 
 
-def _width(plan: Plan, c: Collective, rank: int) -> int:
+def _row_width(plan: Plan, c: Collective, rank: int) -> int:
     """Return the elements of a row of the collective `c` on a rank."""
-    return c.elements_at(plan.mesh, plan.mesh.coordinates(rank)) // c.rows
+    return c.elements_of_rank(plan.mesh, plan.mesh.rank_coordinates(rank)) // c.rows

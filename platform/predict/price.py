@@ -16,9 +16,9 @@ from platform.plan.generators import SHIPPED, generate
 from platform.plan.layout import Mesh
 from platform.plan.operation_plan import EVER, Collective
 from platform.plan.plan import Plan
-from platform.plan.plan_summary import BUBBLE, COMPUTING, HOST, OPTIMIZER, STAGE, waiting_for
+from platform.plan.plan_summary import BUBBLE, COMPUTING, HOST, OPTIMIZER, STAGE, waiting_part_name
 from platform.plan.schedule import Action, Kind, Schedule
-from platform.plan.simulate import Simulation, StageMessages, makespan, makespan_with, simulate
+from platform.plan.simulate import Simulation, StageMessages, compute_makespan, makespan_over_links, simulate
 from platform.plan.step_collectives import bucket_collectives
 from platform.predict.hardware import Hardware
 from platform.predict.work import EVEN, Execution, Launches, Part, PassWork, Product, StepWork, step_work
@@ -39,7 +39,7 @@ TILES = ((1, 1 / 2, 1.0), (1 / 2, 1 / 2, 0.95), (1 / 2, 1 / 4, 0.85), (1 / 4, 1 
 
 
 @lru_cache(maxsize=1 << 16)
-def tiling(rows: int, columns: int, batch: int, processors: int, tile: float = Hardware.tile) -> float:
+def tiling_share(rows: int, columns: int, batch: int, processors: int, tile: float = Hardware.tile) -> float:
     """Return the share of the processors' time that goes into elements of a product's result."""
     # tiles at the edges reach beyond it, fewer tiles than processors leave some idle; a last wave is divided further
     best = 0.0
@@ -54,9 +54,13 @@ def product_seconds(p: Product, hardware: Hardware, precision: str, itemsize: in
     """Return the seconds of a matrix product: of its tiles and the depth of its sums, and of its bytes beside them."""
     if not p.flops:
         return 0.0
-    share = tiling(p.rows, p.columns, p.batch, hardware.processors, hardware.tile) * p.inner / (p.inner + hardware.fill)
-    computing = p.flops / (hardware.peak(precision) * hardware.reached.products * share)
-    return float(with_hidden(computing, bytes_seconds(p.elements * itemsize, hardware), hardware))
+    share = (
+        tiling_share(p.rows, p.columns, p.batch, hardware.processors, hardware.tile)
+        * p.inner
+        / (p.inner + hardware.fill)
+    )
+    computing = p.flops / (hardware.peak_flops(precision) * hardware.reached.products * share)
+    return float(overlap_seconds(computing, bytes_seconds(p.elements * itemsize, hardware), hardware))
 
 
 def cast_seconds(p: Product, hardware: Hardware) -> float:
@@ -65,7 +69,7 @@ def cast_seconds(p: Product, hardware: Hardware) -> float:
     return float(bytes_seconds(p.batch * p.rows * p.inner, hardware))
 
 
-def with_hidden(computing: Number, other: Number, hardware: Hardware) -> Number:
+def overlap_seconds(computing: Number, other: Number, hardware: Hardware) -> Number:
     """Return the seconds of computing and of something `other`, which is hidden where anything is done beside it."""
     return np.maximum(computing, other) if hardware.ahead else computing + other
 
@@ -84,55 +88,55 @@ def computing_seconds(part: Part, hardware: Hardware, precision: str, itemsize: 
             products += product_seconds(p, hardware, narrow, 1) + cast_seconds(p, hardware)
         else:
             products += product_seconds(p, hardware, precision, itemsize)
-    fused = part.fused / (hardware.peak(precision) * hardware.reached.attention)
+    fused = part.fused / (hardware.peak_flops(precision) * hardware.reached.attention)
     return products + fused + bytes_seconds(part.bytes, hardware)
 
 
-def seated_together(mesh: Mesh, axes: Sequence[str], ranks: int) -> tuple[int, int]:
+def count_group_ranks(mesh: Mesh, axes: Sequence[str], ranks: int) -> tuple[int, int]:
     """Return how many ranks of a group along `axes` share its first one's node, of so many `ranks`, and its size."""
-    group = mesh.group(0, tuple(axes))
+    group = mesh.group_of_rank(0, tuple(axes))
     return sum(rank < ranks for rank in group), len(group)
 
 
 def collective_seconds(c: Collective, mesh: Mesh, hardware: Hardware, itemsize: Mapping[str, int]) -> float:
     """Return the seconds of one launch of a collective. Ranks of a node share the links that join it to others, as all
     of its groups along the same axes are under way at once."""
-    axes = mesh.ordered(c.axes)
+    axes = mesh.order_axes(c.axes)
     if not axes:
         return 0.0
     size = c.elements * {**EVER, **itemsize}[c.dtype]
     if c.op == "send":
-        return sent_seconds(size, mesh, hardware)
-    here, n = seated_together(mesh, axes, hardware.ranks)
-    return float(group_seconds(c.op, size, n, here, hardware))
+        return send_seconds(size, mesh, hardware)
+    node_ranks, n = count_group_ranks(mesh, axes, hardware.ranks)
+    return float(group_seconds(c.op, size, n, node_ranks, hardware))
 
 
-def sent_seconds(size: float, mesh: Mesh, hardware: Hardware) -> float:
+def send_seconds(size: float, mesh: Mesh, hardware: Hardware) -> float:
     """Return the seconds in which a stage sends so many bytes to the next."""
-    here, _ = seated_together(mesh, ("stage",), hardware.ranks)
-    return float(message_seconds(size, here > 1, hardware))
+    node_ranks, _ = count_group_ranks(mesh, ("stage",), hardware.ranks)
+    return float(message_seconds(size, node_ranks > 1, hardware))
 
 
 def message_seconds(size: Number, inside: Flag, hardware: Hardware) -> Number:
     """Return the seconds of a message of `size` bytes `inside` a node, or between nodes: of one, or of many."""
-    node, network, reached = hardware.node.for_kind("send"), hardware.network.for_kind("send"), hardware.reached
+    node, network, reached = hardware.node.kind_link("send"), hardware.network.kind_link("send"), hardware.reached
     near = node.latency + size / (node.bandwidth * reached.node)
     return np.where(inside, near, network.latency + size / (network.bandwidth * reached.network))
 
 
-def group_seconds(op: str, size: Number, n: Number, here: Number, hardware: Hardware) -> Number:
-    """Return the seconds of a collective of n ranks, `here` of which share a node, on an input of `size` bytes: of one
-    group, or of many at once; 0 for groups of one rank."""
-    node, network = hardware.node.for_kind(op), hardware.network.for_kind(op)
+def group_seconds(op: str, size: Number, n: Number, node_ranks: Number, hardware: Hardware) -> Number:
+    """Return the seconds of a collective of n ranks, `node_ranks` of which share a node, on an input of `size` bytes:
+    of one group, or of many at once; 0 for groups of one rank."""
+    node, network = hardware.node.kind_link(op), hardware.network.kind_link(op)
     inside, outside = node.bandwidth * hardware.reached.node, network.bandwidth * hardware.reached.network
-    across, others = here < n, np.maximum(n - 1, 1)
+    across, others = node_ranks < n, np.maximum(n - 1, 1)
     # a ring leaves each node once, over the adapters of all of the group's ranks there
-    ring = np.where(across, np.minimum(inside, np.minimum(here, hardware.adapters) * outside), inside)
-    nodes, far = np.ceil(n / here), network.hop / node.hop
-    steps = np.where(across, nodes * (here - 1) + (nodes - 1) * far, n - 1)
-    tree = np.log2(here) + np.where(across, np.log2(nodes) * far, 0.0)
+    ring = np.where(across, np.minimum(inside, np.minimum(node_ranks, hardware.adapters) * outside), inside)
+    nodes, far = np.ceil(n / node_ranks), network.hop / node.hop
+    steps = np.where(across, nodes * (node_ranks - 1) + (nodes - 1) * far, n - 1)
+    tree = np.log2(node_ranks) + np.where(across, np.log2(nodes) * far, 0.0)
 
-    def around(turns: float, moved: Number) -> Number:
+    def ring_seconds(turns: float, moved: Number) -> Number:
         """Return the seconds of `turns` times around the ring with `moved` bytes over each link, or down a tree."""
         by_ring = moved / ring + turns * steps * node.hop
         by_tree = 1.15 * moved / ring * n / others + 2 * turns * tree * node.hop
@@ -140,22 +144,22 @@ def group_seconds(op: str, size: Number, n: Number, here: Number, hardware: Hard
 
     match op:
         case "all_reduce":
-            found = around(2, 2 * (n - 1) / n * size)
+            seconds = ring_seconds(2, 2 * (n - 1) / n * size)
         case "all_gather":
-            found = around(1, (n - 1) * size)
+            seconds = ring_seconds(1, (n - 1) * size)
         case "reduce_scatter":
-            found = around(1, (n - 1) / n * size)
+            seconds = ring_seconds(1, (n - 1) / n * size)
         case "all_to_all" | "all_to_allv":
             total = size * n / others if op == "all_to_allv" else size
-            between = np.where(across, (n - here) / n * total / outside, 0.0)
-            found = np.maximum((here - 1) / n * total / inside, between) + (n - 1) * node.hop
+            between = np.where(across, (n - node_ranks) / n * total / outside, 0.0)
+            seconds = np.maximum((node_ranks - 1) / n * total / inside, between) + (n - 1) * node.hop
         case "rotate":
-            found = size / np.where(across, outside, inside)
+            seconds = size / np.where(across, outside, inside)
         case "scatter" | "gather":
-            found = (n - 1) * size / ring
+            seconds = (n - 1) * size / ring
         case _:  # broadcast, reduce
-            found = size / ring + tree * node.hop
-    return np.where(n > 1, np.where(across, network.latency, node.latency) + found, 0.0)
+            seconds = size / ring + tree * node.hop
+    return np.where(n > 1, np.where(across, network.latency, node.latency) + seconds, 0.0)
 
 
 def update_bytes(itemsize: Mapping[str, int], moments: int) -> int:
@@ -174,42 +178,44 @@ class _Sums(NamedTuple):
     size: int
 
 
-def bucket_count(transfer: Number, each: Number) -> Number:
+def choose_bucket_count(transfer: Number, each: Number) -> Number:
     """Return in how many buckets to sum what moves in `transfer` seconds, if one costs `each` > 0 seconds beside."""
     # the backward pass hides all but the last bucket's transfer / n, and n buckets cost n * each: least where equal
     return np.maximum(1.0, np.sqrt(transfer / each))
 
 
-def bucket_mebibytes(plan: Plan, hardware: Hardware) -> int:
+def choose_bucket_mebibytes(plan: Plan, hardware: Hardware) -> int:
     """Return the MiB of gradients in a bucket that suit a plan on the links of a hardware, at least 1; BUCKET_MIB if
     ranks sum none."""
     if not any(plan.reductions.values()):
         return BUCKET_MIB
-    whole = replace(plan, bucket_mib=WHOLE, shorter={})
+    whole_plan = replace(plan, bucket_mib=WHOLE, shorter={})
     elements = Counter[int]()  # by stage; the largest one counts
     for p in plan.parameters:
         elements.update(dict.fromkeys(plan.stages_of[p.name], prod(plan.local_shape(p))))
-    found = _sums(whole.at(max(elements, key=elements.__getitem__)), hardware)
-    if not found.each:
+    sums = _price_gradient_sums(whole_plan.stage_part(max(elements, key=elements.__getitem__)), hardware)
+    if not sums.each:
         return BUCKET_MIB
-    return max(1, ceil(found.size / float(bucket_count(found.transfer, found.each)) / MIB))
+    return max(1, ceil(sums.size / float(choose_bucket_count(sums.transfer, sums.each)) / MIB))
 
 
-def _sums(plan: Plan, hardware: Hardware) -> _Sums:
+def _price_gradient_sums(plan: Plan, hardware: Hardware) -> _Sums:
     """Return the sums of one stage's gradients on a hardware. `plan`: the plan of that stage, in few buckets."""
     transfer, each = 0.0, Counter[int]()  # by identity of a bucket
-    for found in bucket_collectives(plan):
-        sums, full = found.place == "gradients", found.collective
-        if found.place == "matrices":  # of parameters, whatever buckets they are in
+    for reduction in bucket_collectives(plan):
+        sums, full = reduction.place == "gradients", reduction.collective
+        if reduction.place == "matrices":  # of parameters, whatever buckets they are in
             continue
         latency, seconds = (
             collective_seconds(c, plan.mesh, hardware, plan.itemsize) for c in (replace(full, elements=0), full)
         )
         transfer += seconds - latency if sums else 0.0
         # what a backward pass hides slows it; nothing hides the gathers after an update
-        each[id(found.bucket)] += (hardware.interference if sums else 1.0) * found.launches * latency  # type: ignore[assignment]
-    one = {(b.axes, b.only): each[id(b)] for b in plan.buckets}  # each chunk of a stage has its own
-    return _Sums(transfer, sum(one.values()), sum(b.elements for b in plan.buckets) * plan.itemsize["master"])
+        each[id(reduction.bucket)] += (hardware.interference if sums else 1.0) * reduction.launches * latency  # type: ignore[assignment]
+    seconds_by_kind = {(b.axes, b.only): each[id(b)] for b in plan.buckets}  # each chunk of a stage has its own
+    return _Sums(
+        transfer, sum(seconds_by_kind.values()), sum(b.elements for b in plan.buckets) * plan.itemsize["master"]
+    )
 
 
 # Links between pipeline stages that are busy: how much longer a step takes where messages wait for each other.
@@ -224,29 +230,33 @@ def is_crowded(work: StepWork, passes: float, messages: float) -> bool:
     return at_once and messages > CROWDED * passes
 
 
-def waited(work: StepWork, hardware: Hardware, seconds: Callable[[int, Action], float], message: float) -> float:
+def queueing_seconds(
+    work: StepWork, hardware: Hardware, seconds: Callable[[int, Action], float], message: float
+) -> float:
     """Return by how much messages, each of `message` seconds alone on its link, make a step longer where they share
     links. Three rounds of all stages are simulated, and more rounds follow from them. `seconds`: a function of (stage,
     action)."""
-    messages = StageMessages(lambda source, sink: message, link_of(work.plan.mesh, hardware), early=not hardware.ahead)
+    messages = StageMessages(
+        lambda source, sink: message, build_stage_links(work.plan.mesh, hardware), early=not hardware.ahead
+    )
 
-    def more(schedule: Schedule) -> float:
+    def extra_seconds(schedule: Schedule) -> float:
         """Return by how much messages make a schedule's step longer."""
-        return makespan_with(messages, schedule, seconds) - makespan(schedule, seconds)
+        return makespan_over_links(messages, schedule, seconds) - compute_makespan(schedule, seconds)
 
-    stages, chunks, n = work.plan.stages, len(work.plan.chunks) // work.plan.stages, work.plan.microbatches
+    stages, chunks, n = work.plan.num_stages, len(work.plan.chunks) // work.plan.num_stages, work.plan.microbatches
     if (kind := work.execution.schedule) not in SHIPPED:
         assert work.execution.table is not None, "a schedule of the user's comes with its table"
-        return more(work.execution.table)
+        return extra_seconds(work.execution.table)
     if n <= 3 * stages:
-        return more(generate(kind, stages, chunks, n))
-    two, three = (more(generate(kind, stages, chunks, rounds * stages)) for rounds in (2, 3))
+        return extra_seconds(generate(kind, stages, chunks, n))
+    two, three = (extra_seconds(generate(kind, stages, chunks, rounds * stages)) for rounds in (2, 3))
     return three + (three - two) * (n / stages - 3)
 
 
-def link_of(mesh: Mesh, hardware: Hardware) -> Callable[[int], Hashable]:
+def build_stage_links(mesh: Mesh, hardware: Hardware) -> Callable[[int], Hashable]:
     """Return the function that names the link of a stage: its own adapters', or its node's, whose ranks share fewer."""
-    ranks = mesh.size // mesh.axes["stage"]
+    ranks = mesh.world_size // mesh.axes["stage"]
     if hardware.adapters >= hardware.ranks or ranks >= hardware.ranks:
         return lambda stage: stage
     return lambda stage: stage * ranks // hardware.ranks
@@ -300,47 +310,49 @@ class StepPrice:
     peak: float
 
     @property
-    def parts(self) -> dict[str, float]:
+    def seconds_by_part(self) -> dict[str, float]:
         """Return the seconds of the parts of a step, by name."""
-        waits = {waiting_for(axes): seconds for axes, seconds in sorted(self.waiting.items(), key=lambda w: -w[1])}
-        rest = {BUBBLE: self.bubble, HOST: self.host, OPTIMIZER: self.optimizer}
-        return {COMPUTING: self.computing, **waits, **rest}
+        waits = {
+            waiting_part_name(axes): seconds for axes, seconds in sorted(self.waiting.items(), key=lambda w: -w[1])
+        }
+        others = {BUBBLE: self.bubble, HOST: self.host, OPTIMIZER: self.optimizer}
+        return {COMPUTING: self.computing, **waits, **others}
 
     @property
-    def speed(self) -> float:
+    def device_flops(self) -> float:
         """Return the model FLOP/s of one device."""
         return self.model_flops / (self.seconds * self.devices)
 
     @property
     def mfu(self) -> float:
         """Return the model FLOPs utilisation: the share of its peak speed at which a device trains the model."""
-        return self.speed / self.peak
+        return self.device_flops / self.peak
 
-    def days(self, tokens: float) -> float:
+    def training_days(self, tokens: float) -> float:
         """Return the days of training on so many tokens."""
         return tokens / self.tokens * self.seconds / DAY
 
 
-def price(plan: Plan, model: RecordableModel, hardware: Hardware, execution: Execution) -> StepPrice:
+def price_step(plan: Plan, model: RecordableModel, hardware: Hardware, execution: Execution) -> StepPrice:
     """Predict the seconds of a training step of a plan on a hardware. `model`: the plan's."""
-    return price_of(step_work(plan, model, execution), hardware)
+    return price_work(step_work(plan, model, execution), hardware)
 
 
-def price_of(work: StepWork, hardware: Hardware) -> StepPrice:
+def price_work(work: StepWork, hardware: Hardware) -> StepPrice:
     """Predict the seconds of a training step from its `work` on a hardware."""
     plan, clock = work.plan, _Clock(work.plan, hardware, work.execution)
-    forward, backward, message = _without_messages(work, *clock.spans(work))
+    forward, backward, message = _separate_messages(work, *clock.pass_times(work))
     busy = [PassTime() for _ in work.once]
-    for stage, there, back in zip(work.stages, forward, backward, strict=True):
-        busy[stage] += there + back
+    for stage, forward_time, backward_time in zip(work.stages, forward, backward, strict=True):
+        busy[stage] += forward_time + backward_time
     slowest = max(range(len(busy)), key=lambda stage: busy[stage].seconds)
-    passes = _makespan(work, forward, backward, busy, slowest)
-    after, exposed = _after(work, clock, backward)
-    optimizer = max(clock.update(once.masters, work.execution.moments) for once in work.once)
+    passes = _predict_makespan(work, forward, backward, busy, slowest)
+    after, exposed = _price_step_end(work, clock, backward)
+    optimizer = max(clock.update_seconds(once.masters, work.execution.moments) for once in work.once)
     n, paces = plan.microbatches, busy[slowest]
     waits = Counter({name: n * seconds for name, seconds in paces.waiting.items()})
     waits.update(after)
-    crowd = waited(work, hardware, _by_action(forward, backward), message) if message else 0.0
+    crowd = queueing_seconds(work, hardware, _build_action_seconds(forward, backward), message) if message else 0.0
     if crowd:
         waits[STAGE] += crowd  # type: ignore[assignment]
     return StepPrice(
@@ -352,15 +364,15 @@ def price_of(work: StepWork, hardware: Hardware) -> StepPrice:
         optimizer=optimizer,
         model_flops=plan.flops_per_token * plan.tokens_per_step,
         tokens=plan.tokens_per_step,
-        devices=plan.mesh.size,
-        peak=hardware.peak(plan.precision),
+        devices=plan.mesh.world_size,
+        peak=hardware.peak_flops(plan.precision),
     )
 
 
-def simulated(work: StepWork, hardware: Hardware, schedule: Schedule) -> Simulation:
+def simulate_schedule(work: StepWork, hardware: Hardware, schedule: Schedule) -> Simulation:
     """Simulate a schedule of the plan's stages with the predicted seconds of its passes on a hardware."""
     clock = _Clock(work.plan, hardware, work.execution)
-    return simulate(schedule, _by_action(*clock.spans(work)))
+    return simulate(schedule, _build_action_seconds(*clock.pass_times(work)))
 
 
 class _Clock:
@@ -369,109 +381,111 @@ class _Clock:
     def __init__(self, plan: Plan, hardware: Hardware, execution: Execution):
         """Set the clock for a plan, its execution and a hardware."""
         self.plan, self.hardware, self.overlap, self.narrow = plan, hardware, execution.overlap, execution.narrow
-        self.lockstep = 1 + LOCKSTEP if len(plan.chunks) > plan.stages > 1 else 1.0
+        self.lockstep = 1 + LOCKSTEP if len(plan.chunks) > plan.num_stages > 1 else 1.0
         self._launched: dict[Collective, float] = {}
         self._computed: dict[int, float] = {}  # by identity of a part
         self._spans: dict[int, tuple[float, Counter[str], Counter[str], int]] = {}  # by identity of a pass's parts
 
-    def launched(self, c: Collective) -> float:
+    def launch_seconds(self, c: Collective) -> float:
         """Return the seconds of one launch of a collective."""
         if c not in self._launched:
             self._launched[c] = collective_seconds(c, self.plan.mesh, self.hardware, self.plan.itemsize)
         return self._launched[c]
 
-    def by_axes(self, launches: Launches, copy: float = 0.0) -> Counter[str]:
+    def sum_by_axes(self, launches: Launches, copy: float = 0.0) -> Counter[str]:
         """Return the seconds of collectives by the names of their axes; `copy`: seconds of copying what a rank sent."""
-        out: Counter[str] = Counter()
+        seconds_by_axes: Counter[str] = Counter()
         for c, n in launches.items():
-            name = STAGE if c.op == "send" else "+".join(self.plan.mesh.ordered(c.axes))
-            out[name] += n * (self.launched(c) + copy * self.plan.mesh.extent(c.axes))  # type: ignore[assignment]
-        return out
+            name = STAGE if c.op == "send" else "+".join(self.plan.mesh.order_axes(c.axes))
+            seconds_by_axes[name] += n * (self.launch_seconds(c) + copy * self.plan.mesh.count_ranks(c.axes))  # type: ignore[assignment]
+        return seconds_by_axes
 
-    def _parts(self, p: PassWork) -> tuple[float, Counter[str], Counter[str], int]:
+    def _sum_parts(self, p: PassWork) -> tuple[float, Counter[str], Counter[str], int]:
         """Return the seconds of computing of a pass's parts; by axes the seconds of collectives in its way, and of
         collectives that go ahead; and the number of its kernels."""
         if id(p.parts) not in self._spans:
             waits, ahead = Counter[Collective](), Counter[Collective]()
             computing, kernels = 0.0, 0
             for part, n in p.parts:
-                computing += n * self._computing(part)
+                computing += n * self._computing_seconds(part)
                 kernels += n * part.kernels
                 for c in part.collectives:
                     waits[c] += n
                 for c in part.ahead:
                     ahead[c] += n
-            self._spans[id(p.parts)] = computing, self.by_axes(waits), self.by_axes(ahead), kernels
+            self._spans[id(p.parts)] = computing, self.sum_by_axes(waits), self.sum_by_axes(ahead), kernels
         return self._spans[id(p.parts)]
 
-    def _computing(self, part: Part) -> float:
+    def _computing_seconds(self, part: Part) -> float:
         """Return the seconds for which a part of a pass keeps the device busy."""
         if id(part) not in self._computed:
             size, precision = self.plan.itemsize["compute"], self.plan.precision
             self._computed[id(part)] = computing_seconds(part, self.hardware, precision, size, self.narrow)
         return self._computed[id(part)]
 
-    def span(self, p: PassWork) -> PassTime:
+    def pass_time(self, p: PassWork) -> PassTime:
         """Return the span of a pass. Its computation hides collectives of parameters as far as it can, and is slowed by
         them."""
-        computing, waiting, hidden, kernels = self._parts(p)
+        computing, waiting, hidden, kernels = self._sum_parts(p)
         waiting, hidden = Counter(waiting), Counter(hidden)
-        hidden.update(self.by_axes(p.hides))
-        waiting.update(self.by_axes(p.fetches, self.hardware.launch))
-        waiting.update(self.by_axes(Counter(p.receives)))
-        left, slowed = self.hide(hidden, computing)
-        waiting.update(left)
+        hidden.update(self.sum_by_axes(p.hides))
+        waiting.update(self.sum_by_axes(p.fetches, self.hardware.launch))
+        waiting.update(self.sum_by_axes(Counter(p.receives)))
+        exposed_waits, slowed = self.hide_collectives(hidden, computing)
+        waiting.update(exposed_waits)
         computing = computing * self.lockstep + slowed
         device = computing + sum(waiting.values())
         host = kernels * self.hardware.launch
-        return PassTime(computing, waiting, float(with_hidden(device, host, self.hardware)) - device)
+        return PassTime(computing, waiting, float(overlap_seconds(device, host, self.hardware)) - device)
 
-    def spans(self, work: StepWork) -> tuple[list[PassTime], list[PassTime]]:
+    def pass_times(self, work: StepWork) -> tuple[list[PassTime], list[PassTime]]:
         """Return the spans of the forward and of the backward passes of a step's chunks."""
-        forward, backward = [self.span(p) for p in work.forward], [self.span(p) for p in work.backward]
-        return in_flight(forward, backward) if work.execution.schedule == "1f1b" else (forward, backward)
+        forward, backward = [self.pass_time(p) for p in work.forward], [self.pass_time(p) for p in work.backward]
+        return add_message_waits(forward, backward) if work.execution.schedule == "1f1b" else (forward, backward)
 
-    def hide(self, hidden: Counter[str], room: float) -> tuple[dict[str, float], float]:
+    def hide_collectives(self, hidden: Counter[str], room: float) -> tuple[dict[str, float], float]:
         """Return the waits left by collectives beside `room` seconds of computation, and by how much they slow it."""
         total, room = sum(hidden.values()), room if self.overlap else 0.0
-        left = max(0.0, total - room) / total if total else 0.0
-        return {name: left * s for name, s in hidden.items()}, self.hardware.interference * min(total, room)
+        exposed_share = max(0.0, total - room) / total if total else 0.0
+        return {name: exposed_share * s for name, s in hidden.items()}, self.hardware.interference * min(total, room)
 
-    def update(self, masters: int, moments: int) -> float:
+    def update_seconds(self, masters: int, moments: int) -> float:
         """Return the seconds of an update of so many masters."""
         return bytes_seconds(masters * update_bytes(self.plan.itemsize, moments), self.hardware)
 
 
-def in_flight(forward: list[PassTime], backward: list[PassTime]) -> tuple[list[PassTime], list[PassTime]]:
+def add_message_waits(forward: list[PassTime], backward: list[PassTime]) -> tuple[list[PassTime], list[PassTime]]:
     """Return the spans of 1F1B's passes, with what messages between stages cost where microbatches are in flight."""
     # The first of p stages has p microbatches under way, each on p - 1 ways there and back, and so waits for
     # (p - 1) / p of a way there and back per microbatch; all others keep its pace, however many messages they get.
-    stages, pair = len(forward), _stage_wait(forward) + _stage_wait(backward)
+    stages, pair = len(forward), _longest_stage_wait(forward) + _longest_stage_wait(backward)
     wait = pair * (stages - 1) / stages / 2
     return tuple(  # type: ignore[return-value]
         [replace(span, waiting={**span.waiting, STAGE: wait}) for span in spans] for spans in (forward, backward)
     )
 
 
-def _without_messages(
+def _separate_messages(
     work: StepWork, forward: list[PassTime], backward: list[PassTime]
 ) -> tuple[list[PassTime], list[PassTime], float]:
     """Return the spans of the passes, and the seconds of a message between stages, where links are crowded: the spans
     are then without it. Elsewhere a pass waits for its message, and there is none beside."""
-    there, back = ([replace(s, waiting={**s.waiting, STAGE: 0.0}) for s in spans] for spans in (forward, backward))
-    messages = _stage_wait(forward), _stage_wait(backward)
-    passes = sum(span.seconds for span in (*there, *back)) / len(there)
+    quiet_forward, quiet_backward = (
+        [replace(s, waiting={**s.waiting, STAGE: 0.0}) for s in spans] for spans in (forward, backward)
+    )
+    messages = _longest_stage_wait(forward), _longest_stage_wait(backward)
+    passes = sum(span.seconds for span in (*quiet_forward, *quiet_backward)) / len(quiet_forward)
     if not is_crowded(work, passes, sum(messages)):
         return forward, backward, 0.0
-    return there, back, max(messages)
+    return quiet_forward, quiet_backward, max(messages)
 
 
-def _stage_wait(spans: Sequence[PassTime]) -> float:
+def _longest_stage_wait(spans: Sequence[PassTime]) -> float:
     """Return the longest wait for another stage's message in any of the passes."""
     return max(span.waiting.get(STAGE, 0.0) for span in spans)
 
 
-def _makespan(
+def _predict_makespan(
     work: StepWork, forward: list[PassTime], backward: list[PassTime], busy: list[PassTime], slowest: int
 ) -> float:
     """Return the seconds from the first forward to the last backward pass. Under a schedule among EVEN the `slowest`
@@ -485,41 +499,41 @@ def _makespan(
         others = sum(span.seconds for stage, span in enumerate(busy) if stage != slowest)
         return n * busy[slowest].seconds + others * share
     assert work.execution.table is not None, "a schedule that is not even comes with its table"
-    return makespan(work.execution.table, _by_action(forward, backward))
+    return compute_makespan(work.execution.table, _build_action_seconds(forward, backward))
 
 
-def _by_action(forward: Sequence[PassTime], backward: Sequence[PassTime]) -> Callable[[int, Action], float]:
+def _build_action_seconds(forward: Sequence[PassTime], backward: Sequence[PassTime]) -> Callable[[int, Action], float]:
     """Return the function that gives the seconds of an action, from the spans of each chunk's passes."""
 
-    there, back = ([span.seconds for span in spans] for spans in (forward, backward))
+    forward_seconds, backward_seconds = ([span.seconds for span in spans] for spans in (forward, backward))
 
-    def seconds(stage: int, action: Action) -> float:
+    def action_seconds(stage: int, action: Action) -> float:
         """Return the seconds of an action; a backward pass is halved where it is split."""
         if action.kind is Kind.FORWARD:
-            return there[action.chunk]
-        return back[action.chunk] / (1 if action.kind is Kind.BACKWARD else 2)
+            return forward_seconds[action.chunk]
+        return backward_seconds[action.chunk] / (1 if action.kind is Kind.BACKWARD else 2)
 
-    return seconds
+    return action_seconds
 
 
-def _after(work: StepWork, clock: _Clock, backward: list[PassTime]) -> tuple[dict[str, float], float]:
+def _price_step_end(work: StepWork, clock: _Clock, backward: list[PassTime]) -> tuple[dict[str, float], float]:
     """Return the waits by axes after the passes of a step, on the stage that ends last, and by how much they make the
     step longer: for the sums of gradients, as far as the last backward pass does not hide them, and for the gathers of
     updated parameters. A stage ends its passes earlier than the first one by the last backward passes of all stages
     before it."""
-    found: list[tuple[dict[str, float], float]] = []
+    waits_by_stage: list[tuple[dict[str, float], float]] = []
     early = 0.0
     for stage, once in enumerate(work.once):
         first = backward[work.stages.index(stage)]
-        reduces = clock.by_axes(once.reduces)
+        reduces = clock.sum_by_axes(once.reduces)
         last = sum(reduces.values()) / max(1, once.buckets)  # of the last bucket, whose gradients come last
-        left, _ = clock.hide(reduces, min(first.computing, sum(reduces.values()) - last))
-        waiting = Counter(left)
-        waiting.update(clock.by_axes(once.updated))
+        exposed_waits, _ = clock.hide_collectives(reduces, min(first.computing, sum(reduces.values()) - last))
+        waiting = Counter(exposed_waits)
+        waiting.update(clock.sum_by_axes(once.updated))
         if once.tied:
-            waiting[STAGE] += sent_seconds(once.tied, work.plan.mesh, clock.hardware)  # type: ignore[assignment]
+            waiting[STAGE] += send_seconds(once.tied, work.plan.mesh, clock.hardware)  # type: ignore[assignment]
         total = sum(waiting.values())
         scale = max(0.0, total - early) / total if total else 0.0
-        found.append(({name: scale * s for name, s in waiting.items()}, scale * total))
+        waits_by_stage.append(({name: scale * s for name, s in waiting.items()}, scale * total))
         early += first.seconds
-    return max(found, key=lambda pair: pair[1])
+    return max(waits_by_stage, key=lambda pair: pair[1])

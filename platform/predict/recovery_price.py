@@ -10,15 +10,15 @@ from statistics import median
 from typing import NamedTuple
 
 from platform.boundary.schema import Malformed
-from platform.checkpoint.blocks import planned_states, planned_tensors
+from platform.checkpoint.blocks import list_held_states, list_held_tensors
 from platform.config.fields import Config
 from platform.config.groups import AUTO
-from platform.config.key import in_units
-from platform.optimizer.optimizers import kept_numbers
+from platform.config.key import format_duration
+from platform.optimizer.optimizers import count_state_numbers
 from platform.plan.accelerators import dense_bf16_peak
 from platform.plan.plan import Plan
-from platform.plan.plan_summary import shown_seconds
-from platform.plan.step_collectives import communicators, sides
+from platform.plan.plan_summary import format_seconds
+from platform.plan.step_collectives import count_communicators, matrix_sides
 from platform.predict.footprint import state_elements
 from platform.predict.hardware import Hardware
 from platform.predict.memory_budget import device_kind
@@ -46,7 +46,7 @@ class SnapshotPrice(NamedTuple):
     mean: float = 0.0
 
     @property
-    def interval(self) -> int:
+    def interval_steps(self) -> int:
         """Return the steps to plan between snapshots: as few as a transfer has time for, or as failures make best."""
         fewest = ceil(self.seconds / self.step) if self.step else 1
         return max(1, fewest, int(best_interval(self.cost, self.mean) / self.usual) if self.usual else 1)
@@ -61,7 +61,7 @@ class CheckpointPrice(NamedTuple):
     mean: float
 
     @property
-    def interval(self) -> float:
+    def interval_seconds(self) -> float:
         """Return the seconds to plan between checkpoints: the best, and no fewer than one takes to be written."""
         return max(1.0, self.saving, best_interval(self.stall, self.mean))
 
@@ -77,7 +77,7 @@ class OwnCosts(NamedTuple):
     saving: float = 0.0
 
 
-def own_costs(run_dir: Path, workers: int) -> OwnCosts:
+def read_own_costs(run_dir: Path, workers: int) -> OwnCosts:
     """Return the costs that the run in a directory measured in its last steps on so many workers; without a readable
     journal or metrics, none."""
     from platform.monitor import events, json_records  # planning a run without one has no time to import these
@@ -85,21 +85,31 @@ def own_costs(run_dir: Path, workers: int) -> OwnCosts:
     from platform.monitor.metrics import read_row
 
     try:
-        rows = [row for row in json_records.last(run_dir / METRICS, read_row) if row.get("world_size") == workers]
-        saves = [e for e in json_records.last(run_dir / JOURNAL, events.from_plain) if isinstance(e, events.Checkpoint)]
+        rows = [
+            row for row in json_records.read_last_lines(run_dir / METRICS, read_row) if row.get("world_size") == workers
+        ]
+        saves = [
+            e
+            for e in json_records.read_last_lines(run_dir / JOURNAL, events.parse_event)
+            if isinstance(e, events.Checkpoint)
+        ]
     except (OSError, Malformed):
         return OwnCosts()
     measured = {row["step"]: row for row in rows if isinstance(row.get("parts"), dict)}
     after = [measured[save.step + 1] for save in saves if save.step + 1 in measured]
     return OwnCosts(
-        step=_usual([row["step_seconds"] for row in measured.values()]),
-        snapshot=_usual([seconds for row in measured.values() if (seconds := row["parts"].get("snapshot", 0.0)) > 0]),
-        stall=_usual([max(0.0, row["seconds"]["checkpoint"] - row["parts"].get("snapshot", 0.0)) for row in after]),
-        saving=_usual([save.seconds for save in saves]),
+        step=_median_seconds([row["step_seconds"] for row in measured.values()]),
+        snapshot=_median_seconds(
+            [seconds for row in measured.values() if (seconds := row["parts"].get("snapshot", 0.0)) > 0]
+        ),
+        stall=_median_seconds(
+            [max(0.0, row["seconds"]["checkpoint"] - row["parts"].get("snapshot", 0.0)) for row in after]
+        ),
+        saving=_median_seconds([save.seconds for save in saves]),
     )
 
 
-def _usual(seconds: list[float]) -> float:
+def _median_seconds(seconds: list[float]) -> float:
     """Return the median of measured seconds, 0 without any."""
     return median(seconds) if seconds else 0.0
 
@@ -122,46 +132,54 @@ def best_interval(cost: float, mean: float) -> float:
 def snapshot_price(config: Config, plan: Plan, per_node: int, known: Known | None = None) -> SnapshotPrice:
     """Predict what a snapshot costs a run under `plan`, of whose consecutive ranks `per_node` are on a node; its cost
     and the best interval too where enough is `known`."""
-    count = leaving_bytes(config, plan, per_node)
+    count = count_leaving_bytes(config, plan, per_node)
     peak = dense_bf16_peak(config.cluster.gpu) if device_kind(config) == "cuda" else None
-    least = peak and plan.flops_per_token * plan.tokens_per_step / (plan.mesh.size * peak * USED)
+    least = peak and plan.flops_per_token * plan.tokens_per_step / (plan.mesh.world_size * peak * USED)
     sent, mean = count * 8 / (config.cluster.network * 1e9), config.elastic.mean_hours_between_failures * HOUR
     if not (known and known.hardware and mean):
         return SnapshotPrice(count, sent, least)
-    stages = ((plan.at(stage), {**plan.mesh.coordinates(0), "stage": stage}) for stage in range(plan.stages))
-    held = max(part.masters_at(at) for part, at in stages) * (1 + kept_numbers(config)) * plan.itemsize["master"]
-    copied, usual = _copied(held, known), known.own.step or step_price(config, plan, known.hardware).seconds
+    stages = (
+        (plan.stage_part(stage), {**plan.mesh.rank_coordinates(0), "stage": stage}) for stage in range(plan.num_stages)
+    )
+    held = (
+        max(part.count_masters_of_rank(at) for part, at in stages)
+        * (1 + count_state_numbers(config))
+        * plan.itemsize["master"]
+    )
+    copied, usual = _copy_seconds(held, known), known.own.step or step_price(config, plan, known.hardware).seconds
     longer = copied + sent if known.device == "cpu" else known.hardware.interference * copied  # a GPU goes on beside it
     return SnapshotPrice(count, sent, least, known.own.snapshot or longer, usual, mean)
 
 
 def checkpoint_price(config: Config, plan: Plan, known: Known) -> CheckpointPrice:
     """Predict what a checkpoint costs a run under `plan`, from the facts that are `known`."""
-    mean = config.elastic.mean_hours_between_failures or WORKER_HOURS / plan.mesh.size
-    state = (plan.parameter_count + state_elements(plan, kept_numbers(config))) * plan.itemsize["master"]
+    mean = config.elastic.mean_hours_between_failures or WORKER_HOURS / plan.mesh.world_size
+    state = (plan.parameter_count + state_elements(plan, count_state_numbers(config))) * plan.itemsize["master"]
     saving = known.own.saving or (state / known.hardware.storage if known.hardware else 0.0)
-    return CheckpointPrice(known.own.stall or _copied(state / plan.mesh.size, known), saving, mean * HOUR)
+    return CheckpointPrice(known.own.stall or _copy_seconds(state / plan.mesh.world_size, known), saving, mean * HOUR)
 
 
-def _copied(count: float, known: Known) -> float:
+def _copy_seconds(count: float, known: Known) -> float:
     """Return the seconds in which a worker copies so many bytes of its state to host memory."""
     on_host = known.hardware and known.device == "cpu"
     return bytes_seconds(2 * count, known.hardware) if known.hardware and on_host else count / HOST_LINK
 
 
-def leaving_bytes(config: Config, plan: Plan, per_node: int) -> int:
+def count_leaving_bytes(config: Config, plan: Plan, per_node: int) -> int:
     """Predict, from a plan, the most bytes of a snapshot that leave a node of `per_node` consecutive ranks: the masters
     and moments that no rank of another node holds, once each. They are 0 where there is one node."""
-    if plan.mesh.size <= per_node:
+    if plan.mesh.world_size <= per_node:
         return 0
-    kept, lonely = kept_numbers(config), Counter[int]()
+    state_numbers, lonely = count_state_numbers(config), Counter[int]()
     trained = {p.name for p in plan.parameters if p.name not in plan.frozen}
-    rows = {p.name: sum(sides(plan, p)) for p in plan.parameters if p.name in plan.factored}
-    for held in (*planned_tensors(plan, "model", "float32"), *planned_states(plan, "float32")):
+    rows = {p.name: sum(matrix_sides(plan, p)) for p in plan.parameters if p.name in plan.factored}
+    for held in (*list_held_tensors(plan, "model", "float32"), *list_held_states(plan, "float32")):
         name = held.name.removeprefix("model.")
         less = name in plan.matrices or name in plan.factored
-        numbers = 1 + kept - less if name in trained else 1
-        parts = [(box.size * numbers, {rank // per_node for rank in ranks}) for box, ranks in held.holders.items()]
+        numbers = 1 + state_numbers - less if name in trained else 1
+        parts = [
+            (box.num_elements * numbers, {rank // per_node for rank in ranks}) for box, ranks in held.holders.items()
+        ]
         parts += [(rows[name], set().union(*(nodes for _, nodes in parts)))] if name in rows else []
         for elements, nodes in parts:
             if len(nodes) == 1:
@@ -169,45 +187,45 @@ def leaving_bytes(config: Config, plan: Plan, per_node: int) -> int:
     return max(lonely.values(), default=0)
 
 
-def settle_rhythms(config: Config, plan: Plan, per_node: int, known: Known) -> list[str]:
+def settle_intervals(config: Config, plan: Plan, per_node: int, known: Known) -> list[str]:
     """Settle elastic.snapshot_every=auto and checkpoint.every=auto of a configuration, in place, so that all workers do
     alike; return a line for each, with the reason."""
     lines = []
     if config.elastic.snapshot_every == AUTO:
         price = snapshot_price(config, plan, per_node, known)
-        config.elastic.snapshot_every = price.interval
-        lines.append(f"elastic.snapshot_every={price.interval}: {_reason_of_snapshots(price, known.own)}")
+        config.elastic.snapshot_every = price.interval_steps
+        lines.append(f"elastic.snapshot_every={price.interval_steps}: {_reason_of_snapshots(price, known.own)}")
     if config.checkpoint.every == AUTO:
         saved = checkpoint_price(config, plan, known)
-        config.checkpoint.every = in_units(saved.interval)
+        config.checkpoint.every = format_duration(saved.interval_seconds)
         lines.append(f"checkpoint.every={config.checkpoint.every}: {_reason_of_checkpoints(config, saved, known.own)}")
     return lines
 
 
-def _reason_of_checkpoints(config: Config, price: CheckpointPrice, own: OwnCosts) -> str:
+def _reason_of_checkpoints(config: Config, price: CheckpointPrice, costs: OwnCosts) -> str:
     """Return why checkpoints are made as often as their price says, for the user."""
-    reason = f"one holds up the run for {_in_words(price.stall, price.mean, bool(own.stall))}"
-    if price.interval == price.saving:
-        reason += f"; but one takes {shown_seconds(price.saving)} to write"
+    reason = f"one holds up the run for {_format_interval(price.stall, price.mean, bool(costs.stall))}"
+    if price.interval_seconds == price.saving:
+        reason += f"; but one takes {format_seconds(price.saving)} to write"
     if not config.elastic.mean_hours_between_failures:
         reason += f" (elastic.mean_hours_between_failures=0: {WORKER_HOURS:,.0f} for each worker)"
     return reason
 
 
-def _in_words(cost: float, mean: float, measured: bool) -> str:
+def _format_interval(cost: float, mean: float, measured: bool) -> str:
     """Return a cost, the time between failures and the best interval that follows, for the user."""
-    how, best, hours = "measured" if measured else "predicted", in_units(best_interval(cost, mean)), mean / HOUR
+    how, best, hours = "measured" if measured else "predicted", format_duration(best_interval(cost, mean)), mean / HOUR
     often = f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
-    return f"{shown_seconds(cost)}, as {how}, and workers fail every {often} h: least is lost by one every {best}"
+    return f"{format_seconds(cost)}, as {how}, and workers fail every {often} h: least is lost by one every {best}"
 
 
-def _reason_of_snapshots(price: SnapshotPrice, own: OwnCosts) -> str:
+def _reason_of_snapshots(price: SnapshotPrice, costs: OwnCosts) -> str:
     """Return why snapshots are made as often as their price says, for the user."""
-    if price.usual and price.interval == int(best_interval(price.cost, price.mean) / price.usual):
-        steps = f", steps of {shown_seconds(price.usual)}"
-        return f"one makes its step longer by {_in_words(price.cost, price.mean, bool(own.snapshot))}{steps}"
-    if price.interval > 1:
-        return f"one takes {shown_seconds(price.seconds)} to reach other nodes, a step at least {price.step:.3g} s"
+    if price.usual and price.interval_steps == int(best_interval(price.cost, price.mean) / price.usual):
+        steps = f", steps of {format_seconds(price.usual)}"
+        return f"one makes its step longer by {_format_interval(price.cost, price.mean, bool(costs.snapshot))}{steps}"
+    if price.interval_steps > 1:
+        return f"one takes {format_seconds(price.seconds)} to reach other nodes, a step at least {price.step:.3g} s"
     return "there is time for one in every step"
 
 
@@ -233,8 +251,8 @@ class FailurePrice(NamedTuple):
 
 def failure_price(config: Config, plan: Plan, snapshot: SnapshotPrice, every: int) -> FailurePrice:
     """Predict what a lost worker costs a run under `plan`, with a `snapshot` after `every` steps; without any if 0."""
-    cuda, most = device_kind(config) == "cuda", max(sum(pair) for pair in communicators(plan))
-    formation = MESH + WORKER * plan.mesh.size + (JOINING * most if cuda else 0.0)
+    cuda, most = device_kind(config) == "cuda", max(sum(pair) for pair in count_communicators(plan))
+    formation = MESH + WORKER * plan.mesh.world_size + (JOINING * most if cuda else 0.0)
     steps = every / 2 + (1.0 if cuda else 0.0) if every else None  # on a GPU the copy goes on beside the next step
     # a peer sends what the lost node alone had back as fast as it came
     return FailurePrice(formation, most, formation + (snapshot.seconds if every else 0.0), steps)

@@ -10,13 +10,13 @@ from itertools import islice
 from math import gcd, inf
 from typing import Any
 
-from platform.boundary.refusals import NEAREST, ConfigError, violation
+from platform.boundary.refusals import NEAREST, ConfigError, format_violation
 from platform.config.fields import Compose, Config
-from platform.config.layout_rules import OPEN, axes_of
+from platform.config.layout_rules import OPEN, list_tensor_axes
 from platform.plan.generators import ONE_CHUNK
-from platform.plan.layout import divisors
+from platform.plan.layout import find_divisors
 from platform.plan.plan import Plan
-from platform.plan.plan_summary import human
+from platform.plan.plan_summary import format_number
 from platform.plan.scheme import TENSOR_EXPERTS
 from platform.predict.contenders import (
     MOST_CHUNKS,
@@ -30,7 +30,13 @@ from platform.predict.contenders import (
 )
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import plan_quickly
-from platform.predict.memory_budget import MemoryForecast, device_kind, footprints, host_bytes, needed_bytes
+from platform.predict.memory_budget import (
+    MemoryForecast,
+    device_kind,
+    predict_footprints,
+    predict_host_bytes,
+    predict_peak_bytes,
+)
 from platform.predict.search import Field
 from platform.predict.step_price import step_price
 
@@ -51,7 +57,7 @@ class Change:
     memory: int | None
 
 
-def best_changes(
+def find_best_changes(
     config: Config, composed: Compose, seconds: float, needed: float, memory: float, hardware: Hardware
 ) -> list[Change]:
     """Return the changes of a configuration by which its plan would gain most, the best first: to fit `memory` bytes of
@@ -59,22 +65,30 @@ def best_changes(
     configuration with a change."""
     if config.pipeline.kind not in SCHEDULES or config.plan.search:
         return []
-    space, own = Space(_left_open(config)), _contender_of(config)
-    field = Field(space, own.workers * space.branches, memory, hardware)
-    near = [one for one in dict.fromkeys(_near_ones(own, config)) if one != own and one.data % one.experts == 0]
-    here, *rated = field.estimated([own, *near])
-    least = here.seconds if here and needed <= memory else inf
-    wanted = sorted(one for one in rated if one and one.memory <= memory and one.seconds < least)
+    space, current = Space(_open_keys(config)), _build_contender(config)
+    field = Field(space, current.num_workers * space.branch_workers, memory, hardware)
+    near = [
+        contender
+        for contender in dict.fromkeys(_iterate_neighbours(current, config))
+        if contender != current and contender.data % contender.experts == 0
+    ]
+    current_rated, *rated = field.estimate_choices([current, *near])
+    least = current_rated.seconds if current_rated and needed <= memory else inf
+    promising = sorted(
+        contender for contender in rated if contender and contender.memory <= memory and contender.seconds < least
+    )
     most = SHOWN if config.model.layers > DEEP else 2 * SHOWN
     sure = CLEAR * memory if needed <= memory else 0.0
-    changes = ((_overrides(own, one.choice, space), one.memory > sure) for one in wanted[:most])
-    tried = (_tried(composed, config, typed, hardware, measured) for typed, measured in changes)
+    changes = (
+        (_list_overrides(current, contender.choice, space), contender.memory > sure) for contender in promising[:most]
+    )
+    tried = (_price_change(composed, config, typed, hardware, measured) for typed, measured in changes)
     least = (1 - LEAST) * seconds if needed <= memory else inf
     gains = [c for c in tried if c and (c.memory or 0) <= memory and c.seconds < least]
     return sorted(gains, key=lambda c: c.seconds)[:SHOWN]
 
 
-def _tried(
+def _price_change(
     composed: Compose, config: Config, typed: tuple[str, ...], hardware: Hardware, measured: bool
 ) -> Change | None:
     """Plan and price a configuration with a change, `measured` if its memory is in doubt; None if it is refused."""
@@ -85,69 +99,71 @@ def _tried(
     changed.parallel.data = config.parallel.data if changed.parallel.data == -1 else changed.parallel.data
     if (plan := plan_quickly(changed)) is None:
         return None
-    memory = needed_bytes(changed, plan) if measured else None
+    memory = predict_peak_bytes(changed, plan) if measured else None
     return Change(typed, step_price(changed, plan, hardware).seconds, memory)
 
 
-def _left_open(config: Config) -> Config:
+def _open_keys(config: Config) -> Config:
     """Return the configuration with all keys open that a change may set."""
-    found = deepcopy(config)
-    whole = config.tensor.scheme in SCHEMES
-    found.plan.search = [key for key in OPEN if key != "tensor" or whole]
-    return found
+    opened = deepcopy(config)
+    is_known_scheme = config.tensor.scheme in SCHEMES
+    opened.plan.search = [key for key in OPEN if key != "tensor" or is_known_scheme]
+    return opened
 
 
-def _contender_of(config: Config) -> Contender:
+def _build_contender(config: Config) -> Contender:
     """Return the contender that a configuration is."""
     t, p, q = config.tensor, config.pipeline, config.parallel
-    axes = tuple(t.axes.get(axis, 1) for axis in axes_of(t))
+    axes = tuple(t.axes.get(axis, 1) for axis in list_tensor_axes(t))
     return Contender(
         t.scheme, axes, p.kind, p.stages, p.chunks, q.data, q.context, q.experts, config.train.microbatch,
         config.recompute, q.zero, q.tensor_experts,
     )  # fmt: skip
 
 
-def _near_ones(own: Contender, config: Config) -> Iterator[Contender]:
+def _iterate_neighbours(current: Contender, config: Config) -> Iterator[Contender]:
     """Yield the contenders that differ in one part: a number doubled or halved, or moved by 2 from axis to axis."""
-    for n in (own.microbatch // 2, own.microbatch * 2):
+    for n in (current.microbatch // 2, current.microbatch * 2):
         if 1 <= n <= MOST_SEQUENCES:
-            yield own._replace(microbatch=n)
-    yield from (own._replace(recompute=kind) for kind in RECOMPUTE)
-    yield from (own._replace(zero=stage) for stage in ZERO if own.data * own.context > 1 and not config.branch.only)
-    if own.scheme in ALIKE:
-        yield own._replace(scheme=next(scheme for scheme in ALIKE if scheme != own.scheme))
-    yield from _other_schedules(own, config.model.layers)
-    for n in (own.experts // 2, own.experts * 2):
-        if n and config.model.experts and own.data % n == 0 and config.model.experts % n == 0:
-            yield own._replace(experts=n)
+            yield current._replace(microbatch=n)
+    yield from (current._replace(recompute=kind) for kind in RECOMPUTE)
+    yield from (
+        current._replace(zero=stage) for stage in ZERO if current.data * current.context > 1 and not config.branch.only
+    )
+    if current.scheme in ALIKE:
+        yield current._replace(scheme=next(scheme for scheme in ALIKE if scheme != current.scheme))
+    yield from _other_schedules(current, config.model.layers)
+    for n in (current.experts // 2, current.experts * 2):
+        if n and config.model.experts and current.data % n == 0 and config.model.experts % n == 0:
+            yield current._replace(experts=n)
     if config.model.experts:
-        yield from (own._replace(tensor_experts=way) for way in TENSOR_EXPERTS)
-    yield from _shifted(own, config)
+        yield from (current._replace(tensor_experts=way) for way in TENSOR_EXPERTS)
+    yield from _iterate_shifts(current, config)
 
 
-def _other_schedules(own: Contender, layers: int) -> Iterator[Contender]:
+def _other_schedules(current: Contender, layers: int) -> Iterator[Contender]:
     """Yield the contenders with other schedules of their stages, or other numbers of chunks."""
-    if own.stages == 1:
+    if current.stages == 1:
         return
-    numbers = [n for n in range(1, MOST_CHUNKS + 1) if layers % (own.stages * n) == 0]
+    numbers = [n for n in range(1, MOST_CHUNKS + 1) if layers % (current.stages * n) == 0]
     for kind in SCHEDULES[1:]:
         chunks = [n for n in numbers if (n == 1) == (kind in ONE_CHUNK)]
         if kind == "zb_h1":
-            chunks = [n for n in numbers if n in (1, own.chunks)]
-        yield from (own._replace(kind=kind, chunks=n) for n in chunks)
+            chunks = [n for n in numbers if n in (1, current.chunks)]
+        yield from (current._replace(kind=kind, chunks=n) for n in chunks)
 
 
-def _shifted(own: Contender, config: Config) -> Iterator[Contender]:
+def _iterate_shifts(current: Contender, config: Config) -> Iterator[Contender]:
     """Yield the contenders that split one axis into half as many ranks and another one into twice as many."""
-    names = [*range(len(own.axes)), "stages", "data", *(["context"] if own.context > 1 else [])]
+    names = [*range(len(current.axes)), "stages", "data", *(["context"] if current.context > 1 else [])]
     for less in names:
-        halved = _scaled(own, less, 0.5)
+        halved = _scale_axis(current, less, 0.5)
         for more in names:
-            if halved and more != less and (found := _scaled(halved, more, 2)):
-                yield _with_schedule(found, config.model.layers)
+            if halved and more != less and (shifted := _scale_axis(halved, more, 2)):
+                yield _adapt_schedule(shifted, config.model.layers)
 
 
-def _scaled(choice: Contender, name: int | str, factor: float) -> Contender | None:
+def _scale_axis(choice: Contender, name: int | str, factor: float) -> Contender | None:
     """Return the contender with `factor` times as many ranks along one axis, None if it has no whole number of them."""
     n = choice.axes[name] if isinstance(name, int) else getattr(choice, name)
     if n * factor != int(n * factor):
@@ -157,7 +173,7 @@ def _scaled(choice: Contender, name: int | str, factor: float) -> Contender | No
     return Contender(**{**choice._asdict(), name: int(n * factor)})
 
 
-def _with_schedule(choice: Contender, layers: int) -> Contender:
+def _adapt_schedule(choice: Contender, layers: int) -> Contender:
     """Return the contender with a schedule that its number of stages takes."""
     if choice.stages == 1:
         return choice._replace(kind="none", chunks=1)
@@ -167,10 +183,10 @@ def _with_schedule(choice: Contender, layers: int) -> Contender:
     return choice._replace(kind="1f1b" if kind == "interleaved" and chunks == 1 else kind, chunks=chunks)
 
 
-def _overrides(own: Contender, other: Contender, space: Space) -> tuple[str, ...]:
+def _list_overrides(current: Contender, other: Contender, space: Space) -> tuple[str, ...]:
     """Return the overrides by which one contender becomes another."""
-    here, there = space.keys(own), space.keys(other)
-    return tuple(f"{key}={value}" for key, value in there.items() if here.get(key) != value)
+    current_values, other_values = space.key_values(current), space.key_values(other)
+    return tuple(f"{key}={value}" for key, value in other_values.items() if current_values.get(key) != value)
 
 
 # Check that a plan fits the memory of a device, and the smallest configuration changes that make it fit.
@@ -188,12 +204,12 @@ class Device:
     name: str
 
 
-def lack_of_memory(config: Config, plan: Plan, device: Device) -> str:
+def violation_of_memory(config: Config, plan: Plan, device: Device) -> str:
     """Return a line for the user if some worker of the plan needs more memory than the device has, naming the smallest
     changes of the configuration that fit (each one planned); else "". Pure."""
-    found = footprints(config, plan)
-    stage, most = max(enumerate(found), key=lambda pair: pair[1].total)
-    if most.total <= device.memory:
+    stage_footprints = predict_footprints(config, plan)
+    stage, most = max(enumerate(stage_footprints), key=lambda pair: pair[1].total_bytes)
+    if most.total_bytes <= device.memory:
         return ""
     parts = {
         "parameters": most.parameters,
@@ -204,64 +220,65 @@ def lack_of_memory(config: Config, plan: Plan, device: Device) -> str:
         **({"reserved": most.reserved} if most.reserved else {}),
     }
     shares = ", ".join(f"{name} {n / 1e9:.3g}" for name, n in parts.items())
-    where = f"of stage {stage} " if plan.stages > 1 else ""
+    where = f"of stage {stage} " if plan.num_stages > 1 else ""
     reason = (
-        f"a worker {where}needs {most.total / 1e9:.4g} GB ({shares}), {device.name} has {device.memory / 1e9:.4g} GB"
+        f"a worker {where}needs {most.total_bytes / 1e9:.4g} GB ({shares}), "
+        f"{device.name} has {device.memory / 1e9:.4g} GB"
     )
     weights = most.parameters + most.optimizer + most.gradients
-    fitting = _shown(fitting_changes(config, device.memory, weights))
+    fitting = _format_changes(iterate_fitting_changes(config, device.memory, weights))
     legal = [*fitting, *(["warn"] if not fitting else [])]
-    return violation("cluster.memory", config.cluster.memory, reason, legal)
+    return format_violation("cluster.memory", config.cluster.memory, reason, legal)
 
 
-def lack_of_host_memory(config: Config, plan: Plan, node: Device, workers: int) -> str:
+def violation_of_host_memory(config: Config, plan: Plan, node: Device, workers: int) -> str:
     """Return a refusal line for the user if a node with so many workers of the plan does not have the host memory that
     they keep activations in; else "". Pure."""
-    needed = workers * host_bytes(config, plan)
+    needed = workers * predict_host_bytes(config, plan)
     if needed <= node.memory:
         return ""
     reason = f"{workers} workers keep {needed / 1e9:.4g} GB in host memory, {node.name} has {node.memory / 1e9:.4g} GB"
-    return violation("recompute_offload", True, reason, [False])
+    return format_violation("recompute_offload", True, reason, [False])
 
 
-def more_room(config: Config, plan: Plan) -> str:
+def describe_memory_remedies(config: Config, plan: Plan) -> str:
     """Return the end of a line for the user whose worker has no memory left under the plan: what it needs by our count,
     and the smallest changes of the configuration that need LESS of it. Pure."""
-    needed = needed_bytes(config, plan)
-    fitting = ", ".join(_shown(fitting_changes(config, LESS * needed)))
-    return f"; the plan needs {human(needed)}B of a worker by our count{NEAREST if fitting else ''}{fitting}"
+    needed = predict_peak_bytes(config, plan)
+    fitting = ", ".join(_format_changes(iterate_fitting_changes(config, LESS * needed)))
+    return f"; the plan needs {format_number(needed)}B of a worker by our count{NEAREST if fitting else ''}{fitting}"
 
 
-def _shown(changes: Iterable[tuple[str, int]]) -> list[str]:
+def _format_changes(changes: Iterable[tuple[str, int]]) -> list[str]:
     """Format the first SHOWN of the configuration changes that fit the memory, with the neediest worker's bytes."""
-    return [f"{change} ({human(n)}B)" for change, n in islice(changes, REMEDIES_SHOWN)]
+    return [f"{change} ({format_number(n)}B)" for change, n in islice(changes, REMEDIES_SHOWN)]
 
 
-def fitting_changes(config: Config, memory: float, weights: int = 0) -> Iterator[tuple[str, int]]:
+def iterate_fitting_changes(config: Config, memory: float, weights: int = 0) -> Iterator[tuple[str, int]]:
     """Yield (change as the user types it, bytes that the neediest worker then needs) for changes of the configuration
     whose plan fits `memory` bytes per worker, from the cheapest changes to changes that take more workers. `weights`:
     bytes of parameters, gradients and optimizer state of a worker now; where these alone are too much, only changes
     that lessen them are tried."""
-    for change, changed, for_weights in _changes(config):
+    for change, changed, for_weights in _iterate_changes(config):
         if weights > memory and not for_weights:
             continue  # weights alone are too much, and this change leaves them as they are
         plan = plan_quickly(changed)
-        if plan and not (needs := MemoryForecast(changed, plan)).exceeds(memory):
-            yield change, needs.needed
+        if plan and not (needs := MemoryForecast(changed, plan)).exceeds_memory(memory):
+            yield change, needs.peak_bytes
 
 
-def _changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
+def _iterate_changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
     """Yield (change as the user types it, changed configuration, True if it lessens the bytes of weights) for changes
     that lessen a worker's memory, from the cheapest to changes that take more workers."""
     if (half := c.train.microbatch // 2) and c.pipeline.kind != "file":
-        yield f"train.microbatch={half}", _with(c, "train", microbatch=half), False
+        yield f"train.microbatch={half}", _replace_group(c, "train", microbatch=half), False
     if c.tensor.scheme == "1d":
         regions = {**c.tensor.regions, "stream": {"length": ["t"]}}
-        yield "tensor=1d_sp", _with(c, "tensor", scheme="1d_sp", regions=regions), False
+        yield "tensor=1d_sp", _replace_group(c, "tensor", scheme="1d_sp", regions=regions), False
     if c.parallel.data > 1 and not c.parallel.zero and not c.branch.only:
-        yield "parallel.zero=1", _with(c, "parallel", zero=1), True
+        yield "parallel.zero=1", _replace_group(c, "parallel", zero=1), True
     if c.tensor.gathered == "keep":
-        yield "tensor.gathered=again", _with(c, "tensor", gathered="again"), False
+        yield "tensor.gathered=again", _replace_group(c, "tensor", gathered="again"), False
     if c.recompute == "none":
         yield "recompute=selective", replace(c, recompute="selective"), False
     if c.recompute != "full":
@@ -269,38 +286,46 @@ def _changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
     if c.recompute == "full" and not c.recompute_offload and device_kind(c) == "cuda":
         yield "recompute_offload=true", replace(c, recompute_offload=True), False
     if half > 1 and c.pipeline.kind != "file":
-        yield "train.microbatch=1", _with(c, "train", microbatch=1), False
+        yield "train.microbatch=1", _replace_group(c, "train", microbatch=1), False
     if c.recompute != "full" and half and c.pipeline.kind != "file":
-        yield "train.microbatch=1 recompute=full", replace(_with(c, "train", microbatch=1), recompute="full"), False
+        yield (
+            "train.microbatch=1 recompute=full",
+            replace(_replace_group(c, "train", microbatch=1), recompute="full"),
+            False,
+        )
     if c.parallel.data > 1 and c.parallel.zero != 3 and not c.branch.only:
-        yield "parallel.zero=3", _with(c, "parallel", zero=3), True
-    yield from _fewer_rows(c)
+        yield "parallel.zero=3", _replace_group(c, "parallel", zero=3), True
+    yield from _iterate_expert_changes(c)
     for axis, n in c.tensor.axes.items():
-        yield f"tensor.axes.{axis}={2 * n}", _with(c, "tensor", axes={**c.tensor.axes, axis: 2 * n}), True
+        yield f"tensor.axes.{axis}={2 * n}", _replace_group(c, "tensor", axes={**c.tensor.axes, axis: 2 * n}), True
     if c.parallel.context > 1 and c.parallel.context_kind in ("auto", "gather"):
-        yield "parallel.context_kind=ring", _with(c, "parallel", context_kind="ring"), False
+        yield "parallel.context_kind=ring", _replace_group(c, "parallel", context_kind="ring"), False
     if c.parallel.context > 1 and c.parallel.context_kind == "nested":
-        yield "parallel.context_kind=nested_ring", _with(c, "parallel", context_kind="nested_ring"), False
+        yield "parallel.context_kind=nested_ring", _replace_group(c, "parallel", context_kind="nested_ring"), False
     for ranks in (n * c.parallel.context for n in (2, 4)):
         if c.model.length % ranks == 0:
-            yield f"parallel.context={ranks}", _with(c, "parallel", context=ranks), True
+            yield f"parallel.context={ranks}", _replace_group(c, "parallel", context=ranks), True
     for times in (2, 4):
         stages = times * c.pipeline.stages
         if c.pipeline.kind not in ("none", "file"):
-            yield f"pipeline.stages={stages}", _with(c, "pipeline", stages=stages), True
+            yield f"pipeline.stages={stages}", _replace_group(c, "pipeline", stages=stages), True
         elif c.pipeline.kind == "none":
-            yield f"pipeline=1f1b pipeline.stages={stages}", _with(c, "pipeline", kind="1f1b", stages=stages), True
+            yield (
+                f"pipeline=1f1b pipeline.stages={stages}",
+                _replace_group(c, "pipeline", kind="1f1b", stages=stages),
+                True,
+            )
 
 
-def _fewer_rows(c: Config) -> Iterator[tuple[str, Config, bool]]:
-    """Yield changes, as `_changes` does, that lessen the rows of experts in the worst routing."""
+def _iterate_expert_changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
+    """Yield changes, as `_iterate_changes` does, that lessen the rows of experts in the worst routing."""
     if c.model.experts and not c.model.capacity_factor:
-        shared = [n for n in divisors(gcd(c.model.experts, c.parallel.data)) if n > c.parallel.experts]
+        shared = [n for n in find_divisors(gcd(c.model.experts, c.parallel.data)) if n > c.parallel.experts]
         if shared:
-            yield f"parallel.experts={shared[0]}", _with(c, "parallel", experts=shared[0]), True
-        yield "model.capacity_factor=1.25", _with(c, "model", capacity_factor=1.25), False
+            yield f"parallel.experts={shared[0]}", _replace_group(c, "parallel", experts=shared[0]), True
+        yield "model.capacity_factor=1.25", _replace_group(c, "model", capacity_factor=1.25), False
 
 
-def _with(config: Config, group: str, **values: Any) -> Config:
+def _replace_group(config: Config, group: str, **values: Any) -> Config:
     """Return a changed configuration, a remedy for a plan that lacks memory: other `values` of keys in one `group`."""
     return replace(config, **{group: replace(getattr(config, group), **values)})

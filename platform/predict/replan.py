@@ -14,14 +14,14 @@ from math import inf, prod
 from typing import Any, NamedTuple
 
 from platform.config.fields import Config
-from platform.config.layout_rules import axes_of
-from platform.optimizer.optimizers import kept_numbers
+from platform.config.layout_rules import list_tensor_axes
+from platform.optimizer.optimizers import count_state_numbers
 from platform.plan.plan import Plan
 from platform.plan.step_collectives import communication
 from platform.predict.footprint import state_elements
 from platform.predict.hardware import Hardware
-from platform.predict.make_plan import is_legal, make_plan, plan_quickly
-from platform.predict.memory_budget import MemoryForecast, needed_bytes, weights
+from platform.predict.make_plan import has_legal_plan, make_plan, plan_quickly
+from platform.predict.memory_budget import MemoryForecast, predict_peak_bytes, weight_bytes_by_stage
 
 FEW_LAYERS = 4  # deeper models get a bound first, and are counted exactly only if it leaves them a chance
 
@@ -36,11 +36,11 @@ class MemoryBudget:
         self.memory = memory
         if memory < inf:
             plan = make_plan(config)
-            self.memory = max(memory, needed_bytes(config, plan))
-            self._state = state_elements(plan, kept_numbers(config))
+            self.memory = max(memory, predict_peak_bytes(config, plan))
+            self._state = state_elements(plan, count_state_numbers(config))
             self._count, self._itemsize = plan.parameter_count, plan.itemsize
 
-    def may_hold(self, config: Config) -> bool:
+    def may_hold_config(self, config: Config) -> bool:
         """Return True if an even share of the candidate's parameters, gradients and optimizer state fits the budget of
         a worker; quick, as it makes no plan."""
         if self.memory == inf:
@@ -54,11 +54,13 @@ class MemoryBudget:
         used += (compute if compute != master else 0) / (data if zero == 3 else experts)
         return (updated + self._count * used) / split <= self.memory
 
-    def holds(self, config: Config, plan: Plan) -> bool:
+    def holds_plan(self, config: Config, plan: Plan) -> bool:
         """Return True if the predicted peak memory of every worker under a candidate's plan fits the budget."""
         if self.memory == inf:
             return True
-        return max(weights(config, plan)) <= self.memory and not MemoryForecast(config, plan).exceeds(self.memory)
+        return max(weight_bytes_by_stage(config, plan)) <= self.memory and not MemoryForecast(
+            config, plan
+        ).exceeds_memory(self.memory)
 
 
 class Replanned(NamedTuple):
@@ -91,61 +93,61 @@ def replan(config: Config, workers: int, *, memory: float = inf, hardware: Hardw
     assert config.parallel.data >= 1, "-1 is settled before a run starts"
     workers = min(workers, most_workers(config))
     budget = MemoryBudget(config, memory)
-    if (config.plan.search or hardware) and (best := _searched(config, workers, budget, hardware)):
+    if (config.plan.search or hardware) and (best := _search_open_keys(config, workers, budget, hardware)):
         return best
-    found = _with_fewer_replicas(config, workers, budget)
-    if not found or (config.tensor.uneven and found[1].mesh.size < workers):
-        found = _Search(config, workers, budget).best() or found
-    return found and Replanned(*found, _reason(config, *found, workers))
+    configured_plan = _plan_fewer_replicas(config, workers, budget)
+    if not configured_plan or (config.tensor.uneven and configured_plan[1].mesh.world_size < workers):
+        configured_plan = _Search(config, workers, budget).find_best() or configured_plan
+    return configured_plan and Replanned(*configured_plan, _explain_replan(config, *configured_plan, workers))
 
 
-def _searched(config: Config, workers: int, budget: MemoryBudget, fitted: Hardware | None) -> Replanned | None:
+def _search_open_keys(config: Config, workers: int, budget: MemoryBudget, fitted: Hardware | None) -> Replanned | None:
     """Choose the open keys of a run's configuration anew, for at most `workers`, or without any the sizes of its
     axes; None if no plan fits. `fitted`: hardware to take in place of the usual one."""
-    from platform.predict.search import search  # with numpy, which only this needs
-    from platform.predict.step_price import memory_of_worker, usual_hardware
+    from platform.predict.search import search_plans  # with numpy, which only this needs
+    from platform.predict.step_price import choose_pricing_hardware, memory_of_worker
 
-    hardware = fitted or usual_hardware(config)
+    hardware = fitted or choose_pricing_hardware(config)
     memory = budget.memory if budget.memory < inf else memory_of_worker(config, 0.0, hardware)
-    sized = replace(config, plan=replace(config.plan, search=config.plan.search or _sized_keys(config)))
-    if not (best := search(sized, workers, memory, hardware).best):
+    sized = replace(config, plan=replace(config.plan, search=config.plan.search or _list_axis_keys(config)))
+    if not (best := search_plans(sized, workers, memory, hardware).best_finalist):
         return None
     chosen = replace(best.config, plan=config.plan)
     if config.parallel.zero == 3 > best.plan.zero:  # a start settles it but of ZeRO-3, as workers may lack the file
         chosen = replace(chosen, parallel=replace(chosen.parallel, bucket_mib=best.plan.bucket_mib))
-    return Replanned(chosen, best.plan, _reason(config, chosen, best.plan, workers))
+    return Replanned(chosen, best.plan, _explain_replan(config, chosen, best.plan, workers))
 
 
-def _sized_keys(config: Config) -> list[str]:
+def _list_axis_keys(config: Config) -> list[str]:
     """Return the keys of the sizes of the axes that a configuration has."""
-    there = {
-        "tensor.axes": axes_of(config.tensor),
+    has_axis = {
+        "tensor.axes": list_tensor_axes(config.tensor),
         "pipeline.stages": config.pipeline.kind not in ("none", "file"),
         "parallel.context": config.parallel.context > 1,
     }
-    return ["parallel.data", *(key for key, has in there.items() if has)]
+    return ["parallel.data", *(key for key, has in has_axis.items() if has)]
 
 
-def shrinking(config: Config, *, memory: float = inf) -> Iterator[tuple[int, Replanned | None]]:
+def iterate_shrinking(config: Config, *, memory: float = inf) -> Iterator[tuple[int, Replanned | None]]:
     """Yield (workers, plan) for a run that loses workers one by one, from `most_workers` down: each plan with the
     largest number of workers that gets it; a number without a plan is yielded with None and ends it. `memory`: bytes of
     a worker."""
     workers = most_workers(config)
     while workers:
-        found = replan(config, workers, memory=memory)
-        yield workers, found
-        workers = found.plan.mesh.size - 1 if found else 0
+        replanned = replan(config, workers, memory=memory)
+        yield workers, replanned
+        workers = replanned.plan.mesh.world_size - 1 if replanned else 0
 
 
 def most_workers(config: Config) -> int:
     """Return how many workers a re-planned run may grow to: elastic.max_workers or, where 0, as many as configured."""
-    return config.elastic.max_workers or _one_replica(config) * config.parallel.data
+    return config.elastic.max_workers or _workers_per_replica(config) * config.parallel.data
 
 
 ConfiguredPlan = tuple[Config, Plan]
 
 
-def _one_replica(config: Config) -> int:
+def _workers_per_replica(config: Config) -> int:
     """Return the number of workers in one data replica: the product of tensor and branch axes, stages and context."""
     sizes = (*config.tensor.axes.values(), *config.branch.axes.values())
     return prod((*sizes, config.pipeline.stages, config.parallel.context))
@@ -156,16 +158,16 @@ def _most_replicas(config: Config) -> int:
     return -(-config.train.global_batch // config.train.microbatch)
 
 
-def _with_fewer_replicas(config: Config, workers: int, budget: MemoryBudget) -> ConfiguredPlan | None:
+def _plan_fewer_replicas(config: Config, workers: int, budget: MemoryBudget) -> ConfiguredPlan | None:
     """Return the configuration and plan with the most data replicas that `workers` and, beyond the configured number,
     the sequences of the global batch allow, and all else as configured; None if not even one replica is possible, or
     the plan is refused or does not fit the budget."""
-    data = min(workers // _one_replica(config), max(config.parallel.data, _most_replicas(config)))
+    data = min(workers // _workers_per_replica(config), max(config.parallel.data, _most_replicas(config)))
     if not data:
         return None
     smaller = replace(config, parallel=replace(config.parallel, data=data))
     plan = plan_quickly(smaller)
-    return (smaller, plan) if plan and budget.holds(smaller, plan) else None
+    return (smaller, plan) if plan and budget.holds_plan(smaller, plan) else None
 
 
 class _Sizes(NamedTuple):
@@ -179,7 +181,7 @@ class _Sizes(NamedTuple):
     data: int
 
     @property
-    def flat(self) -> tuple[int, ...]:
+    def flat_sizes(self) -> tuple[int, ...]:
         """Return all sizes of a candidate mesh in one tuple: tensor axes, branch axes, stages, context, replicas."""
         return (*self.tensor, *self.branch, self.stages, self.context, self.data)
 
@@ -191,43 +193,43 @@ class _Search:
     def __init__(self, config: Config, workers: int, budget: MemoryBudget):
         """Begin the search for a re-planned run of at most `workers`, from its own `config`, within a memory budget."""
         self.config, self.workers, self.budget = config, workers, budget
-        self.axes, self.branches = axes_of(config.tensor), list(config.branch.axes)
-        given = config.tensor.axes
-        sizes = tuple(given.get(a, 1) for a in self.axes), tuple(config.branch.axes.values())
+        self.axes, self.branches = list_tensor_axes(config.tensor), list(config.branch.axes)
+        configured_axes = config.tensor.axes
+        sizes = tuple(configured_axes.get(a, 1) for a in self.axes), tuple(config.branch.axes.values())
         self.own = _Sizes(*sizes, config.pipeline.stages, config.parallel.context, config.parallel.data)
         self._legal: dict[_Sizes, bool] = {}
         self._bounds: dict[_Sizes, float] = {}
 
-    def best(self) -> ConfiguredPlan | None:
+    def find_best(self) -> ConfiguredPlan | None:
         """Return the best configuration and plan for a re-planned run: with the most ranks; None if no plan fits."""
         for ranks in range(self.workers, 0, -1):
-            candidates = [s for s in self._of(ranks) if self.legal(s)]
-            if found := self._fewest_bytes(candidates):
-                return found
+            candidates = [s for s in self._iterate_sizes(ranks) if self.is_feasible(s)]
+            if configured_plan := self._pick_fewest_bytes(candidates):
+                return configured_plan
         return None
 
-    def _fewest_bytes(self, candidates: Iterable[_Sizes]) -> ConfiguredPlan | None:
+    def _pick_fewest_bytes(self, candidates: Iterable[_Sizes]) -> ConfiguredPlan | None:
         """Return, of candidate sizes for one number of ranks, the configuration and plan that move the fewest bytes per
         step, of equals those nearest to the configured sizes; None if none is legal and fits. Exact counts are made
         only while the lower bound leaves a candidate a chance."""
-        best, found = (inf,), None
-        for bound, sizes in sorted((self._bound(s), s) for s in candidates):
-            if bound > best[0]:
+        best_key, best_plan = (inf,), None
+        for bound, sizes in sorted((self._bound_bytes(s), s) for s in candidates):
+            if bound > best_key[0]:
                 break
-            config = self.configured(sizes)
+            config = self.build_config(sizes)
             if (plan := plan_quickly(config)) is None:
                 continue
-            key = (sum(communication(plan).values()), *self._distance(sizes))
-            if key < best and self.budget.holds(config, plan):
-                best, found = key, (config, plan)
-        return found
+            key = (sum(communication(plan).values()), *self._measure_distance(sizes))
+            if key < best_key and self.budget.holds_plan(config, plan):
+                best_key, best_plan = key, (config, plan)
+        return best_plan
 
-    def _of(self, ranks: int) -> Iterator[_Sizes]:
+    def _iterate_sizes(self, ranks: int) -> Iterator[_Sizes]:
         """Yield all candidate mesh sizes whose product is `ranks` and of which every data replica gets a sequence."""
         most = range(1, self.own.stages + 1), range(1, self.own.context + 1)
         for (tensor, branch), stages, context in product(self._scheme_sizes, *most):
-            data, rest = divmod(ranks, prod(tensor) * prod(branch) * stages * context)
-            if not rest and data <= _most_replicas(self.config):
+            data, remainder = divmod(ranks, prod(tensor) * prod(branch) * stages * context)
+            if not remainder and data <= _most_replicas(self.config):
                 yield _Sizes(tensor, branch, stages, context, data)
 
     @cached_property
@@ -235,41 +237,41 @@ class _Search:
         """Return the candidate sizes of the mesh's (tensor axes, branch axes): each axis takes the sizes that are legal
         with all others at 1, since the dims that it splits do not depend on the others."""
         tensor, branch = (1,) * len(self.axes), (1,) * len(self.branches)
-        free = [[n for n in range(1, self.workers + 1) if self._allowed(_with_size(tensor, i, n), branch)]
+        free = [[n for n in range(1, self.workers + 1) if self._is_allowed(_replace_size(tensor, i, n), branch)]
                 for i in range(len(tensor))]  # fmt: skip
-        fewer = [[n for n in range(1, size + 1) if self._allowed(tensor, _with_size(branch, i, n))]
+        fewer = [[n for n in range(1, size + 1) if self._is_allowed(tensor, _replace_size(branch, i, n))]
                  for i, size in enumerate(self.own.branch)]  # fmt: skip
         pairs = product(product(*free), product(*fewer))
         return [(t, b) for t, b in pairs if prod(t) * prod(b) <= self.workers]
 
-    def legal(self, sizes: _Sizes) -> bool:
+    def is_feasible(self, sizes: _Sizes) -> bool:
         """Return True if a candidate mesh may fit the memory budget, by a quick bound, and has a legal plan."""
-        allowed = self._allowed(sizes.tensor, sizes.branch, sizes.context)
-        return allowed and self.budget.may_hold(self.configured(sizes))
+        allowed = self._is_allowed(sizes.tensor, sizes.branch, sizes.context)
+        return allowed and self.budget.may_hold_config(self.build_config(sizes))
 
-    def _allowed(self, tensor: tuple[int, ...], branch: tuple[int, ...], context: int = 1) -> bool:
+    def _is_allowed(self, tensor: tuple[int, ...], branch: tuple[int, ...], context: int = 1) -> bool:
         """Return True if the model has a legal plan at these candidate sizes of tensor and branch axes, with so many
         ranks of a context; planned once and remembered. One replica is tried, as any number of replicas divides."""
         sizes = _Sizes(tensor, branch, 1, context, 1)
         if sizes not in self._legal:
-            self._legal[sizes] = is_legal(self.configured(sizes), 1)
+            self._legal[sizes] = has_legal_plan(self.build_config(sizes), 1)
         return self._legal[sizes]
 
-    def _bound(self, sizes: _Sizes) -> float:
+    def _bound_bytes(self, sizes: _Sizes) -> float:
         """Return a lower bound of the bytes that a re-planned mesh of these sizes communicates per step: without
         stages, which only add traffic, and extrapolated linearly in the layers from models of 2 and 3; 0 for a model of
         at most FEW_LAYERS, or if one of these cannot be planned."""
-        layers, one = self.config.model.layers, sizes._replace(stages=1)
+        layers, single_stage = self.config.model.layers, sizes._replace(stages=1)
         if layers <= FEW_LAYERS:
             return 0.0
-        if one not in self._bounds:
-            c = self.configured(one)
+        if single_stage not in self._bounds:
+            c = self.build_config(single_stage)
             plans = [plan_quickly(replace(c, model=replace(c.model, layers=few))) for few in (2, 3)]
             two, three = (sum(communication(plan).values()) if plan else 0 for plan in plans)
-            self._bounds[one] = two + (layers - 2) * (three - two) if all(plans) else 0.0
-        return self._bounds[one]
+            self._bounds[single_stage] = two + (layers - 2) * (three - two) if all(plans) else 0.0
+        return self._bounds[single_stage]
 
-    def configured(self, sizes: _Sizes) -> Config:
+    def build_config(self, sizes: _Sizes) -> Config:
         """Return the configuration that a re-planned run has at these mesh sizes; a schedule from a file, which is only
         for the configured stages and microbatches, becomes a shipped one, and one stage has no pipeline."""
         c, kind = self.config, self.config.pipeline.kind
@@ -286,9 +288,9 @@ class _Search:
             pipeline=pipeline,
         )
 
-    def _distance(self, sizes: _Sizes) -> tuple:
+    def _measure_distance(self, sizes: _Sizes) -> tuple:
         """Return how far a candidate mesh is from the configured one: axes that differ, then the sum of differences."""
-        pairs = list(zip(sizes.flat, self.own.flat, strict=True))
+        pairs = list(zip(sizes.flat_sizes, self.own.flat_sizes, strict=True))
         return sum(a != b for a, b in pairs), sum(abs(a - b) for a, b in pairs), sizes
 
 
@@ -300,12 +302,12 @@ def _kind_of_context(config: Config, ranks: int) -> dict[str, Any]:
     return {"context_kind": "auto", "context_heads": 0}
 
 
-def _with_size(sizes: tuple[int, ...], i: int, n: int) -> tuple[int, ...]:
+def _replace_size(sizes: tuple[int, ...], i: int, n: int) -> tuple[int, ...]:
     """Return the mesh axes' candidate sizes with number `i` replaced by `n`, for the re-planning search."""
     return (*sizes[:i], n, *sizes[i + 1 :])
 
 
-def _reason(before: Config, after: Config, plan: Plan, workers: int) -> str:
+def _explain_replan(before: Config, after: Config, plan: Plan, workers: int) -> str:
     """Return the line that explains a re-planned run: the sizes that differ between the configurations `before` and
     `after`, and how many of its `workers` stay idle."""
     pairs = [
@@ -323,6 +325,6 @@ def _reason(before: Config, after: Config, plan: Plan, workers: int) -> str:
         ("recompute", before.recompute, after.recompute),
     ]
     parts = [f"{name} {a} -> {b}" for name, a, b in pairs if a != b] or ["as configured"]
-    if idle := workers - plan.mesh.size:
+    if idle := workers - plan.mesh.world_size:
         parts.append(f"{idle} idle")
     return f"{workers} {'worker' if workers == 1 else 'workers'}: {', '.join(parts)}"

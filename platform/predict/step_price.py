@@ -9,20 +9,20 @@ from typing import Any, cast
 
 import yaml
 
-from platform.boundary.refusals import ConfigError, closest, violation
+from platform.boundary.refusals import ConfigError, closest_values, format_violation
 from platform.config.composition import CONF
 from platform.config.fields import Config
 from platform.config.groups import AUTO
 from platform.model import build_model
-from platform.optimizer.optimizers import kept_numbers
-from platform.plan.accelerators import accelerator, memory_of
+from platform.optimizer.optimizers import count_state_numbers
+from platform.plan.accelerators import find_accelerator, nominal_memory
 from platform.plan.chunks import BUCKET_MIB
-from platform.plan.gantt import gantt_svg
+from platform.plan.gantt import draw_gantt_svg
 from platform.plan.plan import Plan
 from platform.plan.simulate import simulate
-from platform.predict.choose_schedule import schedule_of
-from platform.predict.hardware import Hardware, HardwareMistake, hardware_of
-from platform.predict.price import StepPrice, bucket_mebibytes, price_of, simulated
+from platform.predict.choose_schedule import build_schedule
+from platform.predict.hardware import Hardware, HardwareMistake, parse_hardware
+from platform.predict.price import StepPrice, choose_bucket_mebibytes, price_work, simulate_schedule
 from platform.predict.work import EVEN, Execution, StepWork, step_work
 
 FOLDER = CONF / "hardware"
@@ -49,7 +49,7 @@ def read_hardware(name: str) -> Hardware:
         raise ConfigError(f"hardware {name}: there is no such file; legal: {legal}, or the path of a FILE.yaml")
     try:
         data = yaml.safe_load(path.read_text())
-        return hardware_of(path.stem, data if isinstance(data, dict) else {})
+        return parse_hardware(path.stem, data if isinstance(data, dict) else {})
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"hardware {name}: is no YAML: {error}") from None
     except HardwareMistake as error:
@@ -57,17 +57,17 @@ def read_hardware(name: str) -> Hardware:
 
 
 @lru_cache(maxsize=32)
-def hardware_named(gpu: str) -> Hardware | None:
+def find_gpu_hardware(gpu: str) -> Hardware | None:
     """Return the hardware of a type of GPU, such as cluster.gpu, None if no file in `conf/hardware/` describes it."""
-    wanted = accelerator(gpu.replace("-", " "))
+    gpu_accelerator = find_accelerator(gpu.replace("-", " "))
     for name in names_of_hardware():
         data = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
-        if wanted and accelerator(str(data["accelerator"]).replace("-", " ")) == wanted:
+        if gpu_accelerator and find_accelerator(str(data["accelerator"]).replace("-", " ")) == gpu_accelerator:
             return read_hardware(name)
     return None
 
 
-def chosen_hardware(config: Config) -> Hardware | None:
+def read_chosen_hardware(config: Config) -> Hardware | None:
     """Return the hardware that cluster.hardware names, None if it leaves that to the device. Raises ConfigError if no
     file has that name or path, or its speed in the run's precision is not known."""
     name = config.cluster.hardware
@@ -75,18 +75,20 @@ def chosen_hardware(config: Config) -> Hardware | None:
         return None
     key = "cluster.hardware"
     if not file_of_hardware(name).is_file():
-        legal = [*closest(name, [AUTO, *names_of_hardware()])[:3], "the path of a FILE.yaml"]
-        raise ConfigError(violation(key, name, "there is no such file", legal))
-    found = read_hardware(name)
-    if config.precision not in found.peaks:
-        raise ConfigError(violation(key, name, f"its peaks lack {config.precision}, in which the run computes", [AUTO]))
-    return found
+        legal = [*closest_values(name, [AUTO, *names_of_hardware()])[:3], "the path of a FILE.yaml"]
+        raise ConfigError(format_violation(key, name, "there is no such file", legal))
+    hardware = read_hardware(name)
+    if config.precision not in hardware.peaks:
+        raise ConfigError(
+            format_violation(key, name, f"its peaks lack {config.precision}, in which the run computes", [AUTO])
+        )
+    return hardware
 
 
 def violations_of_hardware(config: Config) -> list[str]:
     """Return the lines that refuse the file of cluster.hardware."""
     try:
-        chosen_hardware(config)
+        read_chosen_hardware(config)
     except ConfigError as error:
         return error.violations
     return []
@@ -95,61 +97,61 @@ def violations_of_hardware(config: Config) -> list[str]:
 def hardware_of_device(config: Config, device: str, gpu: str) -> Hardware | None:
     """Return the hardware of a run's workers: the one of cluster.hardware, or of their `device` (cpu | cuda) and `gpu`;
     None if no file describes it, or its speed in the run's precision."""
-    found = chosen_hardware(config) or (read_hardware("cpu") if device == "cpu" else hardware_named(gpu))
-    return found if found and config.precision in found.peaks else None
+    hardware = read_chosen_hardware(config) or (read_hardware("cpu") if device == "cpu" else find_gpu_hardware(gpu))
+    return hardware if hardware and config.precision in hardware.peaks else None
 
 
-def chosen_bucket(config: Config, plan: Plan) -> int:
+def choose_bucket_size(config: Config, plan: Plan) -> int:
     """Return the MiB of gradients in a bucket of a configuration's plan. Raises ConfigError for the hardware's file."""
     if config.parallel.bucket_mib == AUTO and plan.zero == 3:
         return 0  # it is there to hold little: block by block
-    size = given_bucket(config)
-    return bucket_mebibytes(plan, cast(Hardware, _named_hardware(config))) if size is None else size
+    size = read_bucket_size(config)
+    return choose_bucket_mebibytes(plan, cast(Hardware, _find_named_hardware(config))) if size is None else size
 
 
-def given_bucket(config: Config) -> int | None:
+def read_bucket_size(config: Config) -> int | None:
     """Return the MiB of gradients in a bucket of all plans of a configuration, but for ZeRO-3; None where links say."""
     if not isinstance(config.parallel.bucket_mib, str):
         return config.parallel.bucket_mib
-    return None if _named_hardware(config) else BUCKET_MIB
+    return None if _find_named_hardware(config) else BUCKET_MIB
 
 
-def _named_hardware(config: Config) -> Hardware | None:
+def _find_named_hardware(config: Config) -> Hardware | None:
     """Return the hardware that cluster.hardware or cluster.gpu names, None if neither names one that is described."""
-    return chosen_hardware(config) or hardware_named(config.cluster.gpu)
+    return read_chosen_hardware(config) or find_gpu_hardware(config.cluster.gpu)
 
 
-def usual_hardware(config: Config, gpu: str = "") -> Hardware:
+def choose_pricing_hardware(config: Config, gpu: str = "") -> Hardware:
     """Return the hardware for which plans are priced: as cluster.hardware says, of this `gpu`, of cluster.gpu, or the
     usual one."""
-    if chosen := chosen_hardware(config):
+    if chosen := read_chosen_hardware(config):
         return chosen
     c = config.cluster
     kinds = ["h100", "cpu"] if c.device == "cuda" else ["cpu", "h100"]
-    found = [hardware_named(name) for name in (gpu, c.gpu) if name] + [read_hardware(name) for name in kinds]
-    known = [hardware for hardware in found if hardware and config.precision in hardware.peaks]
+    candidates = [find_gpu_hardware(name) for name in (gpu, c.gpu) if name] + [read_hardware(name) for name in kinds]
+    known = [hardware for hardware in candidates if hardware and config.precision in hardware.peaks]
     return known[0]
 
 
 def memory_of_worker(config: Config, memory: float, hardware: Hardware) -> float:
     """Return the bytes of a worker's device: as the configuration states, as seen (`memory`), or as its type has."""
-    return config.cluster.device_memory * 1e9 or memory or memory_of(config.cluster.gpu) or hardware.memory
+    return config.cluster.device_memory * 1e9 or memory or nominal_memory(config.cluster.gpu) or hardware.memory
 
 
 def step_price(config: Config, plan: Plan, hardware: Hardware) -> StepPrice:
     """Predict the seconds of a training step of a configuration under its plan on a hardware."""
-    return price_of(work_of(config, plan), hardware)
+    return price_work(build_step_work(config, plan), hardware)
 
 
-def work_of(config: Config, plan: Plan, **others: Any) -> StepWork:
+def build_step_work(config: Config, plan: Plan, **others: Any) -> StepWork:
     """Return the work of a training step of a configuration under its plan, which any hardware can price. `others`:
     fields of Execution in which another system that runs the plan differs."""
     kind = config.pipeline.kind
     execution = Execution(
         schedule=kind,
-        table=None if kind in EVEN else schedule_of(config, plan.replicas),
+        table=None if kind in EVEN else build_schedule(config, plan.num_replicas),
         overlap=config.parallel.overlap,
-        moments=kept_numbers(config),
+        moments=count_state_numbers(config),
         dropout=config.model.dropout,
         fused_dropout=config.model.fused_dropout,
         **others,
@@ -173,17 +175,19 @@ def step_configs(config: Config, on_gpu: bool, tiny: bool) -> list[Config]:
     ]
 
 
-def picture(config: Config, plan: Plan, hardware: Hardware | None) -> str:
+def draw_step(config: Config, plan: Plan, hardware: Hardware | None) -> str:
     """Draw what each pipeline stage does when in a step of a configuration under its plan, as the text of an SVG image:
     in the predicted seconds of a hardware, or in nominal ones without. Of a step with more than MOST_DRAWN passes, one
     of fewer microbatches is drawn."""
     chunks, each = len(plan.chunks), plan.sizes["batch"]
-    most = max(1, MOST_DRAWN // (2 * chunks * plan.stages)) * plan.stages
+    most = max(1, MOST_DRAWN // (2 * chunks * plan.num_stages)) * plan.num_stages
     drawn = plan.microbatches if config.pipeline.kind == "file" else min(plan.microbatches, most)
     shorter = replace(config, train=replace(config.train, global_batch=drawn * each, ramp_from=0))
-    schedule = schedule_of(config if drawn == plan.microbatches else shorter, plan.replicas)
-    found = simulated(work_of(config, plan), hardware, schedule) if hardware else simulate(schedule)
+    schedule = build_schedule(config if drawn == plan.microbatches else shorter, plan.num_replicas)
+    simulation = (
+        simulate_schedule(build_step_work(config, plan), hardware, schedule) if hardware else simulate(schedule)
+    )
     some = f", {drawn} of {plan.microbatches} microbatches" if drawn < plan.microbatches else ""
     when = f"predicted on {hardware.name}" if hardware else "with backward passes twice as long as forward ones"
-    title = f"{schedule.name}{some}, bubble {found.bubble:.1%}, {when}"
-    return gantt_svg({title: found.timeline}, unit="s" if hardware else "")
+    title = f"{schedule.name}{some}, bubble {simulation.bubble:.1%}, {when}"
+    return draw_gantt_svg({title: simulation.timeline}, unit="s" if hardware else "")

@@ -16,11 +16,11 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from platform.plan.layout import Cut, Mesh, at_zero, count_of
+from platform.plan.layout import Cut, Mesh, format_count, is_at_index_zero
 from platform.plan.operation_plan import EVER
 from platform.plan.plan import Plan
-from platform.plan.plan_summary import human
-from platform.plan.step_collectives import process_groups, staged_collectives
+from platform.plan.plan_summary import format_number
+from platform.plan.step_collectives import collectives_by_stage, process_groups
 
 _DIRECT = {"all_gather": 1, "reduce_scatter": 0, "all_to_all": 0, "broadcast": 0, "reduce": 0}  # 1: whole, 0: an n-th
 _ROOTED, _RINGS = ("scatter", "gather"), ("all_reduce", "rotate")
@@ -28,8 +28,8 @@ _ROOTED, _RINGS = ("scatter", "gather"), ("all_reduce", "rotate")
 
 @dataclass(frozen=True)
 class TierTraffic:
-    """Messages and bytes per step of one row of `Tiers.rows`. `busiest`: the most bytes that one of the links between
-    these parts carries in one direction, to any tier; None inside the innermost tier."""
+    """Messages and bytes per step of one row of `Tiers.row_labels`. `busiest`: the most bytes that one of the links
+    between these parts carries in one direction, to any tier; None inside the innermost tier."""
 
     tier: str
     messages: int
@@ -40,12 +40,12 @@ class TierTraffic:
 def tier_traffic(plan: Plan, tiers: Tiers) -> list[TierTraffic]:
     """Return the messages and bytes of one training step of a plan by tier, from the innermost outwards, for ranks that
     sit as `tiers` says. The bytes add up to the total of `communication`."""
-    rows = range(len(tiers.rows))
+    rows = range(len(tiers.row_labels))
     messages, moved = [Fraction()] * len(rows), [Fraction()] * len(rows)
     links: dict[_Link, Fraction] = defaultdict(Fraction)
     counted: dict[tuple, _Reached] = {}
-    for kind, (launches, size) in _launched(plan).items():
-        for share_of_pair, each, reached in _reached(plan.mesh, kind, tiers, counted):
+    for kind, (launches, size) in _count_launches(plan).items():
+        for share_of_pair, each, reached in _iterate_reached_pairs(plan.mesh, kind, tiers, counted):
             for row, pairs in reached.rows.items():
                 messages[row] += pairs * each * launches
                 moved[row] += pairs * share_of_pair * size
@@ -54,85 +54,90 @@ def tier_traffic(plan: Plan, tiers: Tiers) -> list[TierTraffic]:
     busiest = [max((round(n) for (link, *_), n in links.items() if link == row), default=0) for row in rows]
     return [
         TierTraffic(name, round(messages[row]), round(moved[row]), busiest[row] if row else None)
-        for row, name in enumerate(tiers.rows)
+        for row, name in enumerate(tiers.row_labels)
     ]
 
 
-_Link = tuple[int, tuple[str, ...], str]  # row of `Tiers.rows`, part of the cluster, way
+_Link = tuple[int, tuple[str, ...], str]  # row of `Tiers.row_labels`, part of the cluster, way
 
 
 class _Reached(NamedTuple):
-    """Numbers of the pairs of ranks that a collective reaches: by row of `Tiers.rows`, and by link that they use."""
+    """Numbers of the pairs of ranks that a collective reaches: by row of `Tiers.row_labels`, and by link that they
+    use."""
 
     rows: Counter[int]
     links: Counter[_Link]
 
-    def add(self, tiers: Tiers, sender: int, receiver: int) -> None:
+    def add_pair(self, tiers: Tiers, sender: int, receiver: int) -> None:
         """Count one pair of ranks."""
-        row = tiers.row(sender, receiver)
+        row = tiers.row_between(sender, receiver)
         self.rows[row] += 1
         for link in range(1, row + 1):
-            self.links[link, tiers.domain(sender, link), "out"] += 1
-            self.links[link, tiers.domain(receiver, link), "in"] += 1
+            self.links[link, tiers.domain_path(sender, link), "out"] += 1
+            self.links[link, tiers.domain_path(receiver, link), "in"] += 1
 
-    def add_all(self, tiers: Tiers, group: Sequence[int]) -> None:
+    def add_all_pairs(self, tiers: Tiers, group: Sequence[int]) -> None:
         """Count all pairs of the ranks of a group, from how many of them each part of the cluster has."""
         beyond = len(group) * (len(group) - 1)  # pairs that go so far, or farther
-        for link in range(1, len(tiers.rows)):
+        for link in range(1, len(tiers.row_labels)):
             farther = 0
-            for domain, here in Counter(tiers.domain(rank, link) for rank in group).items():
-                farther += (pairs := here * (len(group) - here))
+            for domain, domain_ranks in Counter(tiers.domain_path(rank, link) for rank in group).items():
+                farther += (pairs := domain_ranks * (len(group) - domain_ranks))
                 if pairs:
                     self.links[link, domain, "out"] += pairs
                     self.links[link, domain, "in"] += pairs
             self.rows[link - 1] += beyond - farther
             beyond = farther
-        self.rows[len(tiers.rows) - 1] += beyond
+        self.rows[len(tiers.row_labels) - 1] += beyond
 
 
-def _reached(
+def _iterate_reached_pairs(
     mesh: Mesh, kind: _Launched, tiers: Tiers, counted: dict[tuple, _Reached]
 ) -> Iterator[tuple[Fraction, Fraction, _Reached]]:
     """Yield, for a kind of collective, the share of a rank's input and the messages of each of some pairs of ranks, and
     how many pairs there are; pairs of other kinds along the same axes are `counted` once."""
     if kind.cuts:  # pairs differ in what they exchange
-        for (sender, receiver), messages, share in _exchanging(mesh, kind):
-            one = _Reached(Counter(), Counter())
-            one.add(tiers, sender, receiver)
-            yield share, messages, one
+        for (sender, receiver), messages, share in _iterate_exchanges(mesh, kind):
+            reached_pair = _Reached(Counter(), Counter())
+            reached_pair.add_pair(tiers, sender, receiver)
+            yield share, messages, reached_pair
         return
     if kind.op == "send":
         share = messages = Fraction(1)
     else:
-        _, _, messages, share = next(transfers(kind.op, mesh.extent(kind.axes)), (0, 0, Fraction(), Fraction()))
+        _, _, messages, share = next(
+            iterate_transfers(kind.op, mesh.count_ranks(kind.axes)), (0, 0, Fraction(), Fraction())
+        )
     way = "all" if kind.op in _DIRECT or kind.op == "all_to_allv" else "ring" if kind.op in _RINGS else kind.op
     key = way, kind.axes, kind.only, kind.stages
     if key not in counted:
-        counted[key] = found = _Reached(Counter(), Counter())
+        counted[key] = reached = _Reached(Counter(), Counter())
         if way == "all":
-            for group in _launching_groups(mesh, kind):
-                found.add_all(tiers, group)
+            for group in _iterate_launching_groups(mesh, kind):
+                reached.add_all_pairs(tiers, group)
         else:
-            for (sender, receiver), *_ in _exchanging(mesh, kind):
-                found.add(tiers, sender, receiver)
+            for (sender, receiver), *_ in _iterate_exchanges(mesh, kind):
+                reached.add_pair(tiers, sender, receiver)
     yield share, messages, counted[key]
 
 
-def reach_of(plan: Plan, tiers: Tiers) -> dict[str, str]:
+def farthest_tiers(plan: Plan, tiers: Tiers) -> dict[str, str]:
     """Return axes of collectives, joined by "+" -> the row of `tiers` between the farthest ranks of their groups."""
     mesh, alone = plan.mesh, len(set(tiers.paths)) == 1  # all on one node
-    found = {
-        axes: 0 if alone else max(tiers.row(group[0], rank) for group in mesh.groups(axes) for rank in group)
+    rows_by_axes = {
+        axes: 0
+        if alone
+        else max(tiers.row_between(group[0], rank) for group in mesh.list_groups(axes) for rank in group)
         for axes in process_groups(plan)
     }
-    return {"+".join(axes): tiers.rows[row] for axes, row in found.items()}
+    return {"+".join(axes): tiers.row_labels[row] for axes, row in rows_by_axes.items()}
 
 
-def traffic_line(rows: Sequence[TierTraffic]) -> str:
+def format_traffic(rows: Sequence[TierTraffic]) -> str:
     """Format the traffic of a step by tier as a line for people."""
     parts = [
-        f"{human(row.bytes)}B in {count_of(row.messages, 'message', ',')} {row.tier}"
-        + (f" (busiest link {human(row.busiest)}B)" if row.busiest else "")
+        f"{format_number(row.bytes)}B in {format_count(row.messages, 'message', ',')} {row.tier}"
+        + (f" (busiest link {format_number(row.busiest)}B)" if row.busiest else "")
         for row in rows
     ]
     return f"per step  {', '.join(parts)}"
@@ -149,58 +154,62 @@ class _Launched(NamedTuple):
     cuts: tuple[Cut, ...]
 
 
-def _launched(plan: Plan) -> dict[_Launched, tuple[int, int]]:
+def _count_launches(plan: Plan) -> dict[_Launched, tuple[int, int]]:
     """Return the launches, and the bytes of a rank's input in all of them, of each kind of collective in a step."""
-    found: dict[_Launched, tuple[int, int]] = {}
+    launches_by_kind: dict[_Launched, tuple[int, int]] = {}
     itemsize = {**EVER, **plan.itemsize}
-    for _, c, launches, stages in staged_collectives(plan):
-        key = _Launched(c.op, plan.mesh.ordered(c.axes), c.only, stages, c.cuts)
-        count, size = found.get(key, (0, 0))
-        found[key] = count + launches, size + launches * c.elements * itemsize[c.dtype]
-    return found
+    for _, c, launches, stages in collectives_by_stage(plan):
+        key = _Launched(c.op, plan.mesh.order_axes(c.axes), c.only, stages, c.cuts)
+        count, size = launches_by_kind.get(key, (0, 0))
+        launches_by_kind[key] = count + launches, size + launches * c.elements * itemsize[c.dtype]
+    return launches_by_kind
 
 
 def pair_traffic(plan: Plan) -> dict[tuple[int, int], tuple[Fraction, Fraction]]:
     """Return the (messages, bytes) that each (sender, receiver) exchanges in one training step of a plan."""
-    found: dict[tuple[int, int], tuple[Fraction, Fraction]] = {}
-    for kind, (launches, size) in _launched(plan).items():
-        for pair, messages, share in _exchanging(plan.mesh, kind):
-            count, before = found.get(pair, (Fraction(), Fraction()))
-            found[pair] = count + messages * launches, before + share * size
-    return found
+    traffic: dict[tuple[int, int], tuple[Fraction, Fraction]] = {}
+    for kind, (launches, size) in _count_launches(plan).items():
+        for pair, messages, share in _iterate_exchanges(plan.mesh, kind):
+            count, before = traffic.get(pair, (Fraction(), Fraction()))
+            traffic[pair] = count + messages * launches, before + share * size
+    return traffic
 
 
-def _exchanging(mesh: Mesh, kind: _Launched) -> Iterator[tuple[tuple[int, int], Fraction, Fraction]]:
+def _iterate_exchanges(mesh: Mesh, kind: _Launched) -> Iterator[tuple[tuple[int, int], Fraction, Fraction]]:
     """Yield (sender, receiver), messages and share of the longest input of a rank for one launch of a collective."""
-    for pair, messages, share in _between_stages(mesh, kind) if kind.op == "send" else _in_groups(mesh, kind):
-        has = prod(Fraction(cut.extent(mesh, mesh.coordinates(pair[0])), cut.longest()) for cut in kind.cuts)
+    for pair, messages, share in (
+        _iterate_stage_exchanges(mesh, kind) if kind.op == "send" else _iterate_group_exchanges(mesh, kind)
+    ):
+        has = prod(
+            Fraction(cut.block_extent(mesh, mesh.rank_coordinates(pair[0])), cut.longest_extent()) for cut in kind.cuts
+        )
         yield pair, messages, share * has
 
 
-def _between_stages(mesh: Mesh, kind: _Launched) -> Iterator[tuple[tuple[int, int], Fraction, Fraction]]:
+def _iterate_stage_exchanges(mesh: Mesh, kind: _Launched) -> Iterator[tuple[tuple[int, int], Fraction, Fraction]]:
     """Yield (sender, receiver), messages and share of a rank's input for a send between two pipeline stages."""
-    for rank in range(mesh.size):
-        at = mesh.coordinates(rank)
-        if at["stage"] == kind.stages[0] and at_zero(kind.only, at):
-            yield (rank, mesh.rank({**at, "stage": kind.stages[1]})), Fraction(1), Fraction(1)
+    for rank in range(mesh.world_size):
+        at = mesh.rank_coordinates(rank)
+        if at["stage"] == kind.stages[0] and is_at_index_zero(kind.only, at):
+            yield (rank, mesh.find_rank({**at, "stage": kind.stages[1]})), Fraction(1), Fraction(1)
 
 
-def _in_groups(mesh: Mesh, kind: _Launched) -> Iterator[tuple[tuple[int, int], Fraction, Fraction]]:
+def _iterate_group_exchanges(mesh: Mesh, kind: _Launched) -> Iterator[tuple[tuple[int, int], Fraction, Fraction]]:
     """Yield (sender, receiver), messages and share of a rank's input for one launch along axes of the mesh."""
-    for group in _launching_groups(mesh, kind):
-        for sender, receiver, messages, share in transfers(kind.op, len(group)):
+    for group in _iterate_launching_groups(mesh, kind):
+        for sender, receiver, messages, share in iterate_transfers(kind.op, len(group)):
             yield (group[sender], group[receiver]), messages, share
 
 
-def _launching_groups(mesh: Mesh, kind: _Launched) -> Iterator[tuple[int, ...]]:
+def _iterate_launching_groups(mesh: Mesh, kind: _Launched) -> Iterator[tuple[int, ...]]:
     """Yield the groups of ranks that launch a kind of collective."""
-    for group in mesh.groups(kind.axes):
-        at = mesh.coordinates(group[0])
-        if (at["stage"] in kind.stages or "stage" in kind.axes) and at_zero(kind.only, at):
+    for group in mesh.list_groups(kind.axes):
+        at = mesh.rank_coordinates(group[0])
+        if (at["stage"] in kind.stages or "stage" in kind.axes) and is_at_index_zero(kind.only, at):
             yield group
 
 
-def transfers(op: str, n: int) -> Iterator[tuple[int, int, Fraction, Fraction]]:
+def iterate_transfers(op: str, n: int) -> Iterator[tuple[int, int, Fraction, Fraction]]:
     """Yield (sender, receiver, messages, share of one rank's input) of one collective in a group of n ranks; of a
     scatter, share of one rank's output."""
     one, part = Fraction(1), Fraction(1, n)
@@ -223,15 +232,15 @@ def count_messages(mesh: Mesh, axes: Sequence[str], tiers: Tiers, *, from_zero: 
     `from_zero`: only from each group's first rank to all (in a join, the other way round), as when D&SP-cSub keeps the
     common layers on sub-grid 0 alone: one in g of them, g being the ranks of a group.
     """
-    found = [0] * len(tiers.rows)
-    for group in mesh.groups(axes):
+    counts = [0] * len(tiers.row_labels)
+    for group in mesh.list_groups(axes):
         for sender in group[:1] if from_zero else group:
             for receiver in group:
-                found[tiers.row(sender, receiver)] += 1
-    return found
+                counts[tiers.row_between(sender, receiver)] += 1
+    return counts
 
 
-def with_axes_moved(mesh: Mesh, axes: Sequence[str], *, outer: bool) -> Mesh:
+def move_axes(mesh: Mesh, axes: Sequence[str], *, outer: bool) -> Mesh:
     """Return the mesh with `axes` moved outside (slow links) or inside of all others, to compare branch placements."""
     moved = tuple(pair for pair in mesh.shape if pair[0] in axes)
     others = tuple(pair for pair in mesh.shape if pair[0] not in axes)
@@ -250,12 +259,12 @@ class Tiers:
     paths: tuple[tuple[str, ...], ...]
 
     @classmethod
-    def of(cls, sizes: Mapping[str, int], ranks: int) -> Tiers:
+    def build_tiers(cls, sizes: Mapping[str, int], ranks: int) -> Tiers:
         """Build the tiers of consecutive ranks from the number of ranks in one of each, in any order of the names.
 
         Raises ValueError if a size is below 1 or no multiple of the next smaller one.
 
-        >>> Tiers.of({"node": 2, "rack": 4}, 5).paths
+        >>> Tiers.build_tiers({"node": 2, "rack": 4}, 5).paths
         (('0', '0'), ('0', '0'), ('0', '1'), ('0', '1'), ('1', '2'))
         """
         inner = sorted(sizes.items(), key=lambda pair: pair[1])
@@ -267,12 +276,12 @@ class Tiers:
         return cls(tuple(name for name, _ in outer), tuple(paths))
 
     @property
-    def rows(self) -> tuple[str, ...]:
+    def row_labels(self) -> tuple[str, ...]:
         """Return labels of how far a message between ranks goes: inside a node, between nodes, between larger parts."""
         inner = self.names[::-1]
         return (f"inside a {inner[0]}", *(f"between {name}s" for name in inner)) if inner else ("everywhere",)
 
-    def row(self, a: int, b: int) -> int:
+    def row_between(self, a: int, b: int) -> int:
         """Return how far a message between ranks `a` and `b` goes, as a position in `rows`: 0 inside the innermost tier
         (a node), one more for each tier that they do not share."""
         for depth, (one, other) in enumerate(zip(self.paths[a], self.paths[b], strict=True)):
@@ -280,7 +289,7 @@ class Tiers:
                 return len(self.names) - depth
         return 0
 
-    def domain(self, rank: int, row: int) -> tuple[str, ...]:
+    def domain_path(self, rank: int, row: int) -> tuple[str, ...]:
         """Return the path of the part of the cluster (node, rack, ...) of `rank` whose link a message of `rows[row]`,
         row >= 1, leaves by: the node for 1, larger parts above."""
         return self.paths[rank][: len(self.names) - row + 1]

@@ -19,7 +19,7 @@ from platform.plan.operations.recorder import Recorder, Symbol
 from platform.plan.plan import Plan
 from platform.plan.planner import Planner
 from platform.plan.schedule import Schedule
-from platform.plan.step_collectives import BucketCollective, bucket_collectives, kept_gathers, transfer
+from platform.plan.step_collectives import BucketCollective, bucket_collectives, recompute_gathers, transfer_collectives
 
 
 class Product(NamedTuple):
@@ -107,51 +107,51 @@ class WorkRecorder(Recorder):
         self.plan, self.size, self.work = plan, plan.itemsize["compute"], ChunkWork()
         self.repeats_all, self._known = repeats_all, known
 
-    def record(self, kind, name, x, inputs, outputs, reads=(), **more):
+    def record_operation(self, kind, name, x, inputs, outputs, reads=(), **more):
         """Note the work of an operation, as planned; return the symbols of its results."""
-        found = super().record(kind, name, x, inputs, outputs, reads, **more)
+        symbols = super().record_operation(kind, name, x, inputs, outputs, reads, **more)
         if planned := self.plan.operations.get((kind, name)):
             o = planned.operation
-            key = self.plan.planner.key(o), kind == "shift" and _added(self.plan, o)
+            key = self.plan.planner.operation_key(o), kind == "shift" and _is_bias_added(self.plan, o)
             if key not in self._known:  # layers are alike
-                forward, backward = _work_of(self.plan, planned)
+                forward, backward = _operation_work(self.plan, planned)
                 leaves_out = planned.once and not self.repeats_all
-                self._known[key] = forward, backward, _without_result(forward, planned) if leaves_out else forward
-            self._note(*self._known[key])
-        return found
+                self._known[key] = forward, backward, _drop_result(forward, planned) if leaves_out else forward
+            self._note_parts(*self._known[key])
+        return symbols
 
-    def _judge(self, kind, name, inputs, outputs) -> None:
+    def _refuse_illegal_operation(self, kind, name, inputs, outputs) -> None:
         """Judge nothing: the plan has been made of these operations."""
 
-    def _note(self, forward: Part, backward: Part, again: Part) -> None:
+    def _note_parts(self, forward: Part, backward: Part, again: Part) -> None:
         """Count a part of the forward and of the backward pass, of which a recomputed operation is part `again`."""
         self.work.forward[forward] += 1
         self.work.backward[backward] += 1
         if self._recomputing:
             self.work.backward[again] += 1
 
-    def _elementwise(self, spec: Spec, accesses: Sequence[float]) -> None:
+    def _note_elementwise(self, spec: Spec, accesses: Sequence[float]) -> None:
         """Note a function of the elements of an activation, which reads and writes as many as `accesses` says."""
         key = spec, *accesses
         if key not in self._known:
             count = block_elements(self.plan, spec) * self.size
-            there, back = (Part(bytes=count * n, kernels=1) for n in accesses)
-            self._known[key] = there, back, there
-        self._note(*self._known[key])
+            forward, backward = (Part(bytes=count * n, kernels=1) for n in accesses)
+            self._known[key] = forward, backward, forward
+        self._note_parts(*self._known[key])
 
     def pointwise(self, function: str, *x: Symbol) -> Symbol:
         """Note a pointwise function of one or two activations."""
         if function != "identity":
-            self._elementwise(x[0].spec, FUNCTION[len(x)])
+            self._note_elementwise(x[0].spec, FUNCTION[len(x)])
         return x[0]
 
     def residual(self, name: str, x: Symbol, y: Symbol, spec: Spec) -> Symbol:
         """Note a residual connection, one kernel with its dropout."""
-        self._elementwise(spec, RESIDUAL)
+        self._note_elementwise(spec, RESIDUAL)
         return x
 
 
-def chunk_work(
+def record_chunk_work(
     plan: Plan,
     model: RecordableModel,
     dropout: float,
@@ -163,18 +163,18 @@ def chunk_work(
     `dropout`, `fused_dropout` and `repeats_all` as in Execution; `kept_in_parts`: True if ranks keep parts of
     inputs."""
     flow: dict[str, Symbol] = {}
-    found, known = list[ChunkWork](), _Known()
+    chunk_works, known = list[ChunkWork](), _Known()
     for chunk in plan.chunks:
-        recorder = WorkRecorder(plan.at(chunk.stage), dropout, fused_dropout, repeats_all, known)
+        recorder = WorkRecorder(plan.stage_part(chunk.stage), dropout, fused_dropout, repeats_all, known)
         inputs = {name: name for name in model.inputs}
         if chunk.units:
             flow = model.part(recorder, inputs, flow, chunk.units)  # type: ignore[attr-defined]
         else:
             model.forward(recorder, inputs)
-        for _, gather in kept_gathers(plan, chunk) if kept_in_parts else ():
+        for _, gather in recompute_gathers(plan, chunk) if kept_in_parts else ():
             recorder.work.backward[Part(collectives=(gather,))] += 1
-        found.append(recorder.work)
-    return found
+        chunk_works.append(recorder.work)
+    return chunk_works
 
 
 def block_elements(plan: Plan, spec: Spec) -> float:
@@ -184,16 +184,18 @@ def block_elements(plan: Plan, spec: Spec) -> float:
 
 def share_in_use(planner: Planner, spec: Spec) -> float:
     """Return the share of a rank's most rows of experts that an even routing gives it; 1 for other activations."""
-    return _even_rows(planner, spec) / planner.shape(spec)[spec.dims.index("rows")] if "rows" in spec.dims else 1.0
+    return (
+        _even_rows(planner, spec) / planner.local_shape(spec)[spec.dims.index("rows")] if "rows" in spec.dims else 1.0
+    )
 
 
 def _even_rows(planner: Planner, spec: Spec) -> float:
     """Return the rows of experts that a rank has of an activation under an even routing."""
     sizes = planner.sizes
-    return sizes["length"] * sizes["batch"] * sizes["rows"] / planner.mesh.extent(planner.layout(spec)["rows"])
+    return sizes["length"] * sizes["batch"] * sizes["rows"] / planner.mesh.count_ranks(planner.layout(spec)["rows"])
 
 
-def _evenly(plan: Plan, planned: PlannedOperation) -> list[Collective]:
+def _even_collectives(plan: Plan, planned: PlannedOperation) -> list[Collective]:
     """Return the collectives of a planned operation with as many rows of experts as an even routing sends."""
     planner, o = plan.planner, planned.operation
     return [
@@ -203,10 +205,10 @@ def _evenly(plan: Plan, planned: PlannedOperation) -> list[Collective]:
 
 def share_of_rows(planner: Planner, o: Operation) -> float:
     """Return `share_in_use` of the rows that an operation reads or makes."""
-    return next((share_in_use(planner, t) for t in _of_rows(o)), 1.0)
+    return next((share_in_use(planner, t) for t in _iterate_row_specs(o)), 1.0)
 
 
-def _of_rows(o: Operation) -> Iterator[Spec]:
+def _iterate_row_specs(o: Operation) -> Iterator[Spec]:
     """Yield the activations of experts' rows that an operation makes and reads."""
     yield from (t for t in (*o.outputs, *o.inputs) if isinstance(t, Spec) and "rows" in t.dims)
 
@@ -217,22 +219,22 @@ def share_sent(planner: Planner, o: Operation, c: Collective) -> float:
         return share_of_rows(planner, o) if c.rows else 1.0
     if o.kind not in ("dispatch_rows", "combine_rows"):  # lent experts, which are as many as planned
         return 1.0
-    return _even_rows(planner, next(_of_rows(o))) / c.rows  # of a rank's tokens, whose rows others may share
+    return _even_rows(planner, next(_iterate_row_specs(o))) / c.rows  # of a rank's tokens, whose rows others may share
 
 
-def _work_of(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
+def _operation_work(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
     """Return the work of a planned operation on a rank, in its forward and its backward pass."""
     operation = planned.operation
     if planned.groups:
-        return _products_of(plan, planned)
-    moved = _evenly(plan, planned)
+        return _product_work(plan, planned)
+    moved = _even_collectives(plan, planned)
     sides = {phase: tuple(c for c in moved if c.phase == phase) for phase in ("forward", "backward")}
     size = plan.itemsize["compute"]
     if operation.kind in ("fused_attention", "ring_attention"):
-        return _attention_of(plan, operation, sides)
+        return _attention_work(plan, operation, sides)
     spec = next(t for t in (*operation.outputs, *operation.inputs) if isinstance(t, Spec))
     forward, backward = ACCESSES.get(operation.kind, USUAL)
-    if operation.kind == "shift" and _added(plan, operation):
+    if operation.kind == "shift" and _is_bias_added(plan, operation):
         forward = 0
     count = block_elements(plan, spec) * size
     return tuple(
@@ -241,20 +243,20 @@ def _work_of(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
     )  # type: ignore[return-value]
 
 
-def _without_result(forward: Part, planned: PlannedOperation) -> Part:
+def _drop_result(forward: Part, planned: PlannedOperation) -> Part:
     """Return the work of an operation that is recomputed but for its result."""
-    left = Counter(forward.collectives) - Counter(planned.results)
-    return replace(forward, products=(), kernels=0, collectives=tuple(left.elements()))
+    remaining = Counter(forward.collectives) - Counter(planned.results)
+    return replace(forward, products=(), kernels=0, collectives=tuple(remaining.elements()))
 
 
-def _added(plan: Plan, shift: Operation) -> bool:
+def _is_bias_added(plan: Plan, shift: Operation) -> bool:
     """Return True if a product adds the bias of a `shift` itself."""
     name = shift.name.removesuffix("_bias")
     product = plan.operations.get(("project", name))
-    return bool(product) and product.adds([plan.operations["shift", shift.name]])  # type: ignore[union-attr]
+    return bool(product) and product.adds_biases([plan.operations["shift", shift.name]])  # type: ignore[union-attr]
 
 
-def _attention_of(plan: Plan, operation: Operation, sides: Mapping[str, tuple[Collective, ...]]) -> tuple[Part, Part]:
+def _attention_work(plan: Plan, operation: Operation, sides: Mapping[str, tuple[Collective, ...]]) -> tuple[Part, Part]:
     """Return the work of attention in one kernel: half of its FLOPs if it hides later positions."""
     query, key, value = (dict(zip(t.dims, plan.local_shape(t), strict=True)) for t in operation.inputs[:3])
     length = key["memory_length"] if "memory_length" in key else key["length"]
@@ -269,17 +271,17 @@ def _attention_of(plan: Plan, operation: Operation, sides: Mapping[str, tuple[Co
     )
 
 
-def _products_of(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
+def _product_work(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
     """Return the work of an operation's matrix products: in the backward pass the gradients of both operands, and the
     sum of each weight's gradient over the microbatches."""
     operation = planned.operation
     forward, backward, ahead, summed = [], [], [], 0.0
     for group in planned.groups:
-        found = _shapes(plan, operation, group)
-        forward += found
+        shapes = _group_products(plan, operation, group)
+        forward += shapes
         backward += [
             p
-            for a in found
+            for a in shapes
             for p in (
                 a._replace(columns=a.inner, inner=a.columns),
                 a._replace(rows=a.columns, columns=a.inner, inner=a.rows),
@@ -288,11 +290,11 @@ def _products_of(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
         for e in group.einsums:
             other = operation.inputs[1 + e.index]
             if isinstance(other, Parameter):
-                ahead += plan.planner.collectives(e.operand, e.regathered)
+                ahead += plan.planner.collectives_of_conversion(e.operand, e.regathered)
                 summed += prod(e.operand.before) * SUMMED
     if plan.microbatches == 1:
         summed = 0.0
-    waited = Counter(_evenly(plan, planned)) - Counter(ahead)
+    waited = Counter(_even_collectives(plan, planned)) - Counter(ahead)
     parts = []
     for phase, products, count in (("forward", forward, 0.0), ("backward", backward, summed)):
         parts.append(
@@ -307,31 +309,31 @@ def _products_of(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
     return parts[0], parts[1]
 
 
-def _shapes(plan: Plan, operation: Operation, group: EinsumGroup) -> list[Product]:
+def _group_products(plan: Plan, operation: Operation, group: EinsumGroup) -> list[Product]:
     """Return the matrix products of a group of einsums on a rank, after its conversions: one if the weights are joined,
     one per panel under SUMMA."""
     x = operation.inputs[0]
     assert isinstance(x, Spec)
-    here = dict(zip(group.x_dims, group.x.after, strict=True))
-    if "rows" in here:
-        here["rows"] = max(1, round(here["rows"] * share_in_use(plan.planner, x)))
-    found = []
+    x_sizes = dict(zip(group.x_dims, group.x.after, strict=True))
+    if "rows" in x_sizes:
+        x_sizes["rows"] = max(1, round(x_sizes["rows"] * share_in_use(plan.planner, x)))
+    products = []
     for e in group.einsums:
-        sizes = {**dict(zip(e.dims, e.operand.after, strict=True)), **here}
+        sizes = {**dict(zip(e.dims, e.operand.after, strict=True)), **x_sizes}
         if panels := group.panels:
-            sizes[panels.dim] = plan.planner.sizes_of(x)[panels.dim] // panels.count
-        rows_of = "rows" in here and "experts" in e.dims
+            sizes[panels.dim] = plan.planner.tensor_sizes(x)[panels.dim] // panels.count
+        rows_of = "rows" in x_sizes and "experts" in e.dims
         shared = [d for d in e.dims if d in e.x_dims and d in e.out_dims]
         batch = prod(sizes[d] for d in shared) if not rows_of else sizes["experts"]
         rows = prod(sizes[d] for d in e.x_dims if d in e.out_dims and d not in e.dims)
         columns = prod(sizes[d] for d in e.dims if d not in e.x_dims and not (rows_of and d == "experts"))
         inner = prod(sizes[d] for d in e.x_dims if d in e.dims and d not in e.out_dims)
         narrows = isinstance(operation.inputs[1 + e.index], Parameter) and "vocab" not in e.dims
-        one = Product(max(1, rows // batch) if rows_of else rows, columns, inner, batch, narrows)
-        found += [one] * (group.panels.count if group.panels else 1)
-    if group.joinable:
-        return [found[0]._replace(columns=sum(p.columns for p in found))]
-    return found
+        product = Product(max(1, rows // batch) if rows_of else rows, columns, inner, batch, narrows)
+        products += [product] * (group.panels.count if group.panels else 1)
+    if group.can_join_operands:
+        return [products[0]._replace(columns=sum(p.columns for p in products))]
+    return products
 
 
 # Work of a training step of a plan, for any hardware: of each chunk's passes, and of each stage's update.
@@ -407,45 +409,47 @@ class StepWork:
 
 def step_work(plan: Plan, model: RecordableModel, execution: Execution) -> StepWork:
     """Return the work of a training step of a plan. `model`: the plan's."""
-    whole, everything = execution.kept_whole, execution.repeats_all
-    found = chunk_work(plan, model, execution.dropout, execution.fused_dropout, not whole, everything)
+    keeps_whole, repeats_all = execution.kept_whole, execution.repeats_all
+    chunk_works = record_chunk_work(
+        plan, model, execution.dropout, execution.fused_dropout, not keeps_whole, repeats_all
+    )
     stages = tuple(chunk.stage for chunk in plan.chunks)
-    buckets = {stage: list(bucket_collectives(plan.at(stage))) for stage in dict.fromkeys(stages)}
+    buckets = {stage: list(bucket_collectives(plan.stage_part(stage))) for stage in dict.fromkeys(stages)}
     same: dict[Part, Part] = {}
     alike: dict[frozenset, tuple[tuple[Part, int], ...]] = {}
 
-    def passes(phase: str) -> Iterator[PassWork]:
+    def iterate_passes(phase: str) -> Iterator[PassWork]:
         """Yield the passes of all chunks in one phase; equal parts are one object."""
-        for number, work in enumerate(found):
+        for number, work in enumerate(chunk_works):
             counted: Counter[Part] = getattr(work, phase)
             key = frozenset(counted.items())
             if key not in alike:
                 alike[key] = tuple((same.setdefault(part, part), n) for part, n in counted.items() if n)
             stage = stages[number]
-            moved = _moved(plan, buckets[stage], phase, stages.count(stage), execution.by_weight)
-            yield PassWork(alike[key], *moved, tuple(_receives(plan, number, phase)))
+            moved = _parameter_collectives(plan, buckets[stage], phase, stages.count(stage), execution.by_weight)
+            yield PassWork(alike[key], *moved, tuple(_iterate_receives(plan, number, phase)))
 
     return StepWork(
         plan,
         execution,
         stages,
-        tuple(passes("forward")),
-        tuple(passes("backward")),
-        tuple(_of_stage(plan, stage, buckets[stage], execution.gradient_bytes) for stage in sorted(buckets)),
+        tuple(iterate_passes("forward")),
+        tuple(iterate_passes("backward")),
+        tuple(_stage_work(plan, stage, buckets[stage], execution.gradient_bytes) for stage in sorted(buckets)),
     )
 
 
-def _moved(
+def _parameter_collectives(
     plan: Plan, buckets: list[BucketCollective], phase: str, chunks: int, by_weight: bool
 ) -> tuple[Launches, Launches]:
     """Return the collectives of parameters (ZeRO-2 and 3) that a pass of one of a stage's `chunks` hides, and the
     gathers for which it waits; `by_weight` as in Execution."""
     hides, fetches = Counter[Collective](), Counter[Collective]()
     again = phase == "backward" and plan.recompute.kind == "full"
-    for found in buckets:
-        c, times = found.collective, found.launches / plan.microbatches / chunks
+    for bucket in buckets:
+        c, times = bucket.collective, bucket.launches / plan.microbatches / chunks
         if c.phase == phase and by_weight and c.op == "all_gather":
-            weights = _weights(plan, found)
+            weights = _count_weights(plan, bucket)
             gathers = 2 * weights - 1 if again else weights  # a layer's last weight is there still from recomputation
             fetches[replace(c, elements=c.elements // weights)] += gathers * times  # type: ignore[assignment]
         elif c.phase == phase:
@@ -453,32 +457,36 @@ def _moved(
     return hides, fetches
 
 
-def _weights(plan: Plan, found: BucketCollective) -> int:
+def _count_weights(plan: Plan, bucket: BucketCollective) -> int:
     """Return how many weights a collective of parameters moves; weights that one product joins count once."""
-    names = {p.name for p in found.parameters}
+    names = {p.name for p in bucket.parameters}
     inputs = (o.operation.inputs for o in plan.operations.values() if o.groups)
     return max(1, sum(any(isinstance(t, Parameter) and t.name in names for t in each) for each in inputs))
 
 
-def _receives(plan: Plan, number: int, phase: str) -> Iterator[Collective]:
+def _iterate_receives(plan: Plan, number: int, phase: str) -> Iterator[Collective]:
     """Yield the collectives that bring chunk `number` what another stage sends it in a pass."""
     chunks = plan.chunks
     first, second = (number - 1, number) if phase == "forward" else (number, number + 1)
     if first >= 0 and second < len(chunks) and chunks[first].stage != chunks[second].stage:
         for _, spec in chunks[first].sends:
-            for c, _ in transfer(plan, spec, chunks[first].stage, chunks[second].stage):
+            for c, _ in transfer_collectives(plan, spec, chunks[first].stage, chunks[second].stage):
                 if c.phase == phase:
                     yield c
 
 
-def _of_stage(plan: Plan, stage: int, buckets: list[BucketCollective], gradient_bytes: int) -> StageWork:
+def _stage_work(plan: Plan, stage: int, buckets: list[BucketCollective], gradient_bytes: int) -> StageWork:
     """Return what a stage does once a step, after its passes; `gradient_bytes` as in Execution."""
-    here, at = plan.at(stage), {**plan.mesh.coordinates(0), "stage": stage}
+    stage_plan, at = plan.stage_part(stage), {**plan.mesh.rank_coordinates(0), "stage": stage}
     size = gradient_bytes or plan.itemsize["accumulate"]
     shares = {"reduce": size / plan.itemsize["accumulate"], "update": 1.0}
     moved: dict[str, dict[Collective, float]] = {phase: {} for phase in shares}
-    for c, launches in ((found.collective, found.launches) for found in buckets if found.collective.phase in moved):
+    for c, launches in ((bucket.collective, bucket.launches) for bucket in buckets if bucket.collective.phase in moved):
         moved[c.phase][c] = moved[c.phase].get(c, 0.0) + launches * shares[c.phase]
-    shared = [(name, stages) for name, stages in plan.tied.items() if stage in stages]
-    tied = sum(2 * (len(stages) - 1) * here.bucket_of[name].shard_elements * size for name, stages in shared)
-    return StageWork(moved["reduce"], len(here.buckets), moved["update"], tied, here.masters_at(at))
+    shared = [(name, stages) for name, stages in plan.stages_of_tied_parameters.items() if stage in stages]
+    tied = sum(
+        2 * (len(stages) - 1) * stage_plan.bucket_by_parameter[name].shard_elements * size for name, stages in shared
+    )
+    return StageWork(
+        moved["reduce"], len(stage_plan.buckets), moved["update"], tied, stage_plan.count_masters_of_rank(at)
+    )

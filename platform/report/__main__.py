@@ -14,27 +14,32 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from platform.boundary.refusals import DONE, ConfigError, command_line, run_command, violation
-from platform.boundary.terminal import phase, print_line
+from platform.boundary.refusals import DONE, ConfigError, build_command_line, format_violation, run_command
+from platform.boundary.terminal import print_line, show_phase
 from platform.report.page import page_html
-from platform.report.page_data import WatchedRun, page_data
+from platform.report.page_data import WatchedRun, collect_page_data
 
 PORT = 8600
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `python -m platform.report`; return its exit status."""
-    parser = command_line("report", __doc__)
+    parser = build_command_line("report", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="run directories, compared if several")
     parser.add_argument("--output", type=Path, metavar="FILE.html", help="default: report.html in the first RUN_DIR")
     parser.add_argument(
-        "--serve", type=_port, nargs="?", const=PORT, metavar="PORT", help=f"serve it, at http://127.0.0.1:{PORT}/"
+        "--serve",
+        type=_parse_port,
+        nargs="?",
+        const=PORT,
+        metavar="PORT",
+        help=f"serve it, at http://127.0.0.1:{PORT}/",
     )
     parser.add_argument("--host", default="127.0.0.1", help="with --serve: address to serve it at; anyone may look")
-    return run_command(parser, _answer, arguments, failures=(OSError,))
+    return run_command(parser, _write_or_serve_page, arguments, failures=(OSError,))
 
 
-def _port(text: str) -> int:
+def _parse_port(text: str) -> int:
     """Parse a port. Raises ArgumentTypeError unless it is one."""
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"must be a port from 0 (any) to 65535, not {text!a}")
@@ -50,26 +55,26 @@ def _serve_runs(runs: Sequence[WatchedRun], host: str, port: int) -> int:
     except OSError as error:
         nearest = [f"--serve {port + 1}", "--serve 0"] if port < 65535 else ["--serve 0"]
         raise ConfigError(
-            [violation("--serve", f"{host}:{port}", f"cannot be used: {error.strerror}", nearest)]
+            [format_violation("--serve", f"{host}:{port}", f"cannot be used: {error.strerror}", nearest)]
         ) from None
     print_line(f"http://{server.address}/ until Ctrl-C")
     serve_page(server)
     return DONE
 
 
-def _answer(given: argparse.Namespace) -> int:
+def _write_or_serve_page(arguments: argparse.Namespace) -> int:
     """Write the page that the command line asks for; return the exit status."""
-    missing = [run for run in given.runs if not run.is_dir()]
+    missing = [run for run in arguments.runs if not run.is_dir()]
     if missing:
-        raise ConfigError([violation("RUN_DIR", run, "is no directory") for run in missing])
-    runs = [WatchedRun(run.resolve()) for run in given.runs]
-    if given.serve is not None:
-        return _serve_runs(runs, given.host, given.serve)
-    with phase("reading the run" if len(runs) == 1 else "reading the runs"):
+        raise ConfigError([format_violation("RUN_DIR", run, "is no directory") for run in missing])
+    runs = [WatchedRun(run.resolve()) for run in arguments.runs]
+    if arguments.serve is not None:
+        return _serve_runs(runs, arguments.host, arguments.serve)
+    with show_phase("reading the run" if len(runs) == 1 else "reading the runs"):
         for run in runs:
-            run.look()
-        text = page_html(page_data(runs))
-    output = given.output or given.runs[0] / "report.html"
+            run.read_run_news()
+        text = page_html(collect_page_data(runs))
+    output = arguments.output or arguments.runs[0] / "report.html"
     draft = output.with_name(f".{output.name}.{os.getpid()}")
     draft.write_text(text)
     draft.replace(output)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
-from platform.boundary.documents import one_line
+from platform.boundary.documents import printable_line
 from platform.monitor import events
 from platform.monitor.events import End, JournalEvent
-from platform.monitor.goodput import LINES, goodput
+from platform.monitor.goodput import LINES, compute_goodput
 from platform.monitor.metrics import Columns
-from platform.plan.plan_summary import human
+from platform.plan.plan_summary import format_number
 from platform.status.run_facts import clock_text, state_word
 from platform.status.seen_run import Look
 
@@ -62,7 +62,7 @@ class FailureCost:
     steps: int = 0
 
     @property
-    def seconds(self) -> float:
+    def total_seconds(self) -> float:
         """Return the useful seconds that a failure of the run cost in all."""
         return self.stopped + self.repeated + self.fewer
 
@@ -75,15 +75,15 @@ class Account:
     failures: list[FailureCost] = field(default_factory=list)
 
 
-def account_of(
+def build_account(
     journal: Iterable[JournalEvent], now: float = 0.0, step_seconds: Mapping[int, float] | None = None
 ) -> Account:
     """Return the account of a run's time from its journal, up to `now` if it goes on: the last sign of its work. The
     `step_seconds` of each step separate the first step of a mesh from the start before it."""
     ledger = _Ledger(step_seconds or {})
     for event in journal:
-        ledger.enter(event)
-    ledger.close(max(now, ledger.last))
+        ledger.enter_event(event)
+    ledger.close_period(max(now, ledger.last))
     return ledger.account
 
 
@@ -99,49 +99,49 @@ class _Ledger:
         self._saved = self._before = 0.0  # time of the last checkpoint, and of the last event of the driver before
         self._failure: FailureCost | None = None  # the last one, as long as it costs
 
-    def enter(self, event: JournalEvent) -> None:
+    def enter_event(self, event: JournalEvent) -> None:
         """Take the next event of the journal into the account of a run's time."""
         match event:
             case events.Starting():
                 self._before = self.last or event.time
-                self.close(self._before)
-                self._book("down", self._before, event.time)
-                self._turn("start", event.time)
+                self.close_period(self._before)
+                self._enter_period("down", self._before, event.time)
+                self._begin_period("start", event.time)
             case events.TookOver():
                 what = "died without an end"
-                self._fail(FailureCost(self._before, event.step, "the driver", what, steps=event.steps_lost))
+                self._enter_failure(FailureCost(self._before, event.step, "the driver", what, steps=event.steps_lost))
                 trained = (s for s in self.account.periods if s.kind in _TRAINING)
-                self._lose(sum(max(0.0, s.end - max(s.start, self._saved)) for s in trained))
+                self._mark_time_lost(sum(max(0.0, s.end - max(s.start, self._saved)) for s in trained))
             case events.Forming():
                 self._workers, self._full = event.world_size, max(self._full, event.world_size)
             case events.Failure():
-                self._turn("recover", event.time)
+                self._begin_period("recover", event.time)
                 who = f"rank {event.rank}" if event.rank is not None else f"worker {event.number}"
                 node = event.node.partition("/")[0]
-                cause = one_line(event.cause.strip().rpartition("\n")[2])
+                cause = printable_line(event.cause.strip().rpartition("\n")[2])
                 what = f"{event.kind} in {event.method}: {cause}"
-                self._fail(FailureCost(event.time, event.step, f"{who} on {node}" if node else who, what))
+                self._enter_failure(FailureCost(event.time, event.step, f"{who} on {node}" if node else who, what))
             case events.Reforming():
-                self._turn("reshape", event.time)
+                self._begin_period("reshape", event.time)
             case events.RolledBack():
                 if self._failure:
                     self._failure.steps += event.steps_lost
-                self._lose(event.lost_seconds)
+                self._mark_time_lost(event.lost_seconds)
             case events.FirstStep():
                 self._begin_training(event)
             case End():
-                self.close(event.time)
+                self.close_period(event.time)
                 if self._failure:
                     self._failure.steps += event.steps_lost or 0
-                self._lose(event.lost_seconds or 0.0)
+                self._mark_time_lost(event.lost_seconds or 0.0)
         if isinstance(event, events.Checkpoint):
             self._saved = event.time
         self.last = max(self.last, event.time)
 
-    def close(self, time: float) -> None:
+    def close_period(self, time: float) -> None:
         """End the open period of a run's time, if there is one."""
         if self._kind:
-            self._book(self._kind, self._since, time)
+            self._enter_period(self._kind, self._since, time)
         self._kind = ""
 
     def _begin_training(self, event: events.FirstStep) -> None:
@@ -149,42 +149,42 @@ class _Ledger:
         kind = "fewer" if self._workers < self._full else "useful"
         recovers = self._kind in _STANDING
         began = max(self._since, event.time - self._step_seconds.get(event.step, 0.0)) if self._kind else event.time
-        self._turn(kind, began)
+        self._begin_period(kind, began)
         failure, self._failure = self._failure, None
-        self._turn(kind, event.time)
+        self._begin_period(kind, event.time)
         if failure and recovers:
             failure.stopped += event.time - began
         self._failure = failure if kind == "fewer" else None
 
-    def _turn(self, kind: str, time: float) -> None:
+    def _begin_period(self, kind: str, time: float) -> None:
         """Begin a period of a run's time of another kind, where the one before ends."""
-        self.close(time)
+        self.close_period(time)
         self._kind, self._since = kind, time
 
-    def _book(self, kind: str, start: float, end: float) -> None:
+    def _enter_period(self, kind: str, start: float, end: float) -> None:
         """Enter a period of a run's time, and charge the last failure for it."""
         if end <= start:
             return
-        found = self.account.periods
-        joins = bool(found) and (found[-1].kind, found[-1].end) == (kind, start)
-        found.append(Period(kind, found.pop().start if joins else start, end))
+        periods = self.account.periods
+        joins = bool(periods) and (periods[-1].kind, periods[-1].end) == (kind, start)
+        periods.append(Period(kind, periods.pop().start if joins else start, end))
         if self._failure and kind in _STANDING:
             self._failure.stopped += end - start
         elif self._failure and kind == "fewer":
             self._failure.fewer += (end - start) * (1 - self._workers / self._full)
 
-    def _fail(self, failure: FailureCost) -> None:
+    def _enter_failure(self, failure: FailureCost) -> None:
         """Enter a failure, which is charged for the time from now on."""
         self.account.failures.append(failure)
         self._failure = failure
 
-    def _lose(self, seconds: float) -> None:
+    def _mark_time_lost(self, seconds: float) -> None:
         """Turn the last `seconds` of training in the account into lost ones, and charge the last failure for them."""
         if self._failure:
             self._failure.repeated += seconds
-        found, later = self.account.periods, list[Period]()
-        while seconds > 0 and found:
-            last = found.pop()
+        periods, later = self.account.periods, list[Period]()
+        while seconds > 0 and periods:
+            last = periods.pop()
             if last.kind in _TRAINING:
                 cut = max(last.start, last.end - seconds)
                 seconds -= last.end - cut
@@ -192,21 +192,21 @@ class _Ledger:
                 later[:0] = [part for part in parts if part.end > part.start]
             else:
                 later.insert(0, last)
-        found += later
+        periods += later
 
 
 def time_shares(journal: Sequence[JournalEvent], account: Account, useful: float | None) -> dict[str, float]:
     """Return where the seconds of a run's drivers went, by kind; `useful`: seconds of a run that goes on, else None."""
-    cost = goodput(journal)
+    cost = compute_goodput(journal)
     total = sum(s.end - s.start for s in account.periods if s.kind != "down")
-    found = {"useful": cost.useful_seconds if useful is None else useful}
+    seconds_by_kind = {"useful": cost.useful_seconds if useful is None else useful}
     for kind in ("lost", "start", "recover", "reshape"):
-        found[kind] = sum(s.end - s.start for s in account.periods if s.kind == kind)
+        seconds_by_kind[kind] = sum(s.end - s.start for s in account.periods if s.kind == kind)
     # the rest: saving, evaluating, what lies between steps
-    return {**found, "rest": max(0.0, total - sum(found.values()))}
+    return {**seconds_by_kind, "rest": max(0.0, total - sum(seconds_by_kind.values()))}
 
 
-def goes_on(journal: Sequence[JournalEvent]) -> bool:
+def is_unfinished(journal: Sequence[JournalEvent]) -> bool:
     """Return True if a run's journal has no end of its last driver: it trains, or was killed."""
     last = next((e for e in reversed(journal) if isinstance(e, End | events.Starting | events.Refused)), None)
     return isinstance(last, events.Starting)
@@ -214,26 +214,26 @@ def goes_on(journal: Sequence[JournalEvent]) -> bool:
 
 def shown_events(journal: Sequence[JournalEvent], most: int) -> tuple[list[JournalEvent], int]:
     """Return the newest events of a run's journal that are news, and older bad news, and how many are left out."""
-    news = [e for e in journal if line_of(e)]
+    news = [e for e in journal if event_line(e)]
     left_out = max(0, len(news) - most)
     if left_out:
-        bad = [e for e in news[: -most // 2] if tone_of(e) == "bad"][-(most // 2) :]
+        bad = [e for e in news[: -most // 2] if event_tone(e) == "bad"][-(most // 2) :]
         news = bad + news[-(most - len(bad)) :]
     return news, left_out
 
 
-def line_of(event: JournalEvent) -> str:
+def event_line(event: JournalEvent) -> str:
     """Return an event of a run's journal as a line of text; "" for one that is no news."""
     line = LINES.get(type(event))
-    return one_line(line(event), 500) if line else ""
+    return printable_line(line(event), 500) if line else ""
 
 
-def tone_of(event: JournalEvent) -> str:
+def event_tone(event: JournalEvent) -> str:
     """Return whether an event of a run's journal is good, bad or neither: "good", "warn", "bad" or ""."""
     return _TONES.get(type(event), "")
 
 
-def step_of(event: JournalEvent) -> int | None:
+def event_step(event: JournalEvent) -> int | None:
     """Return the step that an event of a run's journal is about, None if it has none."""
     return getattr(event, "step", None)
 
@@ -243,12 +243,12 @@ def step_of(event: JournalEvent) -> int | None:
 _RECENT = 50  # steps whose median speed is shown
 
 
-def state_line(found: Look | None, columns: Columns) -> dict[str, Any]:
+def state_line(look: Look | None, columns: Columns) -> dict[str, Any]:
     """Return the state of a run as `tone` (good, warn, bad, live), `line` and further `details`, lines of text."""
-    if found is None:
+    if look is None:
         line = f"of this run only its metrics are here, up to step {columns.steps[-1]:,}" if columns.steps else ""
         return {"tone": "warn", "line": line or "no run has started here yet", "details": []}
-    if verdict := found.verdict:
+    if verdict := look.verdict:
         stack = ["where it was, the innermost call last:", *verdict.stack] if verdict.stack else []
         when = f"since {clock_text(verdict.since)}; " if verdict.since else ""
         return {
@@ -256,9 +256,9 @@ def state_line(found: Look | None, columns: Columns) -> dict[str, Any]:
             "line": verdict.line,
             "details": [f"{when}{verdict.sure}", *verdict.details, *stack],
         }
-    of = f" of {found.evidence.steps:,}" if found.evidence.steps else ""
-    line = f"{state_word(found).removeprefix('ended: ')}: step {_last_step(found, columns):,}{of}"
-    return {"tone": "good" if found.evidence.end else "live", "line": line, "details": []}
+    of = f" of {look.evidence.steps:,}" if look.evidence.steps else ""
+    line = f"{state_word(look).removeprefix('ended: ')}: step {_last_step(look, columns):,}{of}"
+    return {"tone": "good" if look.evidence.end_event else "live", "line": line, "details": []}
 
 
 def last_number(columns: Columns, name: str) -> float | None:
@@ -266,16 +266,16 @@ def last_number(columns: Columns, name: str) -> float | None:
     return next((v for v in reversed(columns.column(name)) if v == v), None)
 
 
-def _last_step(found: Look, columns: Columns) -> int:
+def _last_step(look: Look, columns: Columns) -> int:
     """Return the last step of a run that is recorded."""
-    return columns.steps[-1] if columns.steps else found.evidence.step
+    return columns.steps[-1] if columns.steps else look.evidence.last_step
 
 
-def tiles(found: Look | None, columns: Columns) -> Iterator[tuple[str, str, str]]:
+def list_key_numbers(look: Look | None, columns: Columns) -> Iterator[tuple[str, str, str]]:
     """Yield the most important numbers of a run as (name, value, remark)."""
-    if found:
-        of = f"of {found.evidence.steps:,}" if found.evidence.steps else ""
-        yield "step", f"{_last_step(found, columns):,}", of
+    if look:
+        of = f"of {look.evidence.steps:,}" if look.evidence.steps else ""
+        yield "step", f"{_last_step(look, columns):,}", of
     if (loss := last_number(columns, "train/loss")) is not None:
         yield "loss", f"{loss:.4f}", ""
     if (loss := last_number(columns, "val/loss")) is not None:
@@ -286,14 +286,14 @@ def tiles(found: Look | None, columns: Columns) -> Iterator[tuple[str, str, str]
     if (mfu := last_number(columns, "perf/mfu")) is not None:
         yield "MFU", f"{mfu:.1%}", ""
     if (tokens := last_number(columns, "tokens")) is not None:
-        yield "tokens", human(tokens).strip(), ""
+        yield "tokens", format_number(tokens).strip(), ""
     if (workers := last_number(columns, "elastic/world_size")) is not None:
         yield "workers", f"{workers:,.0f}", ""
     if (peak := last_number(columns, "memory/peak_bytes")) is not None:
-        yield "peak memory", f"{human(peak)}B", "largest worker"
-    if found and found.evidence.journal:
-        cost = goodput(found.evidence.journal)
-        if isinstance(found.evidence.end, End):
+        yield "peak memory", f"{format_number(peak)}B", "largest worker"
+    if look and look.evidence.journal:
+        cost = compute_goodput(look.evidence.journal)
+        if isinstance(look.evidence.end_event, End):
             yield "goodput", f"{cost.goodput:.1%}", f"of {cost.seconds:,.0f} s"
         survived = [f"{len(cost.recoveries)} survived"] if cost.failures else []
         of_driver = [f"{cost.restarts} of the driver"] if cost.restarts else []

@@ -9,7 +9,7 @@ from functools import cache
 from html import escape
 from typing import Any
 
-from platform.data.html_head import allowed, html_head
+from platform.data.html_head import html_head, policy_hash
 from platform.report.panel_table import STATIC
 
 _STYLES = ("uPlot.min.css", "page.css")
@@ -26,14 +26,16 @@ _PAGE = """{head}<header id="runs">{first}</header>
 
 
 @cache
-def _static(name: str) -> str:
+def _read_static_file(name: str) -> str:
     """Return the text of a style or script of the page."""
     return (STATIC / name).read_text()
 
 
 def content_policy(live: bool) -> str:
     """Return the content security policy of a page, which may ask its server for rows if it is `live`."""
-    scripts, styles = (" ".join(allowed(_static(name)) for name in names) for names in (_SCRIPTS, _STYLES))
+    scripts, styles = (
+        " ".join(policy_hash(_read_static_file(name)) for name in names) for names in (_SCRIPTS, _STYLES)
+    )
     connect = "'self'" if live else "'none'"
     return (
         f"default-src 'none'; script-src {scripts}; style-src {styles}; img-src data:; connect-src {connect}; "
@@ -47,8 +49,8 @@ def inert_json(data: Any) -> str:
 
 
 def page_html(data: Mapping[str, Any]) -> str:
-    """Return the HTML of a page that draws such data (`page_data`). Its first lines, on how each run is, can be read
-    without a script."""
+    """Return the HTML of a page that draws such data (`collect_page_data`). Its first lines, on how each run is, can be
+    read without a script."""
     runs = data["runs"]
     first = "".join(
         f'<div class="run"><h1>{escape(run["path"])}</h1>'
@@ -57,8 +59,8 @@ def page_html(data: Mapping[str, Any]) -> str:
     )
     title = ", ".join(run["name"] for run in runs)
     return _PAGE.format(
-        head=html_head(title, content_policy(data["live"]), *map(_static, _STYLES)),
-        scripts="\n".join(f"<script>{_static(name)}</script>" for name in _SCRIPTS),
+        head=html_head(title, content_policy(data["live"]), *map(_read_static_file, _STYLES)),
+        scripts="\n".join(f"<script>{_read_static_file(name)}</script>" for name in _SCRIPTS),
         first=first,
         made=time.strftime("Written on %Y-%m-%d at %H:%M:%S.", time.localtime(data["made"])),
         data=inert_json(data),

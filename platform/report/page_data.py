@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from platform.boundary import documents
-from platform.boundary.refusals import ConfigError, in_words
+from platform.boundary.refusals import ConfigError, format_value
 from platform.boundary.schema import Malformed
 from platform.cluster import run_directory
 from platform.config.fields import Config
@@ -25,12 +25,12 @@ from platform.monitor import events
 from platform.monitor.events import JournalEvent
 from platform.monitor.json_records import JOURNAL, METRICS
 from platform.monitor.metrics import Columns
-from platform.plan.layout import count_of
-from platform.plan.plan_summary import human
+from platform.plan.layout import format_count
+from platform.plan.plan_summary import format_number
 from platform.report import account
-from platform.report.account import state_line, tiles
-from platform.report.panel_table import all_panels, panel_table, shows
-from platform.status.seen_run import Look, look, owner_of
+from platform.report.account import list_key_numbers, state_line
+from platform.report.panel_table import all_panels, matches_metric, panel_table
+from platform.status.seen_run import Look, look_into_run, read_owner
 
 _NUMBERS = 120_000  # about so many numbers of curves are put into a page, and at most so many points into a curve:
 _POINTS = (60, 1000)
@@ -51,43 +51,43 @@ class WatchedRun:
         self.faults: list[str] = []
 
     @property
-    def journal(self) -> Sequence[JournalEvent]:
+    def journal_events(self) -> Sequence[JournalEvent]:
         """Return the events of the run."""
         return self.found.evidence.journal if self.found else []
 
-    def look(self) -> int:
+    def read_run_news(self) -> int:
         """Read the news of the run directory; return how many of the rows of metrics, from the first, still hold."""
         self.found = None
         with suppress(ConfigError):
-            self.found = look(self.directory)
+            self.found = look_into_run(self.directory)
         self.faults = list(self.found.torn) if self.found else []
-        kept = self.look_at_metrics()
+        kept = self.read_metrics_news()
         if self.columns.unread:
-            lines = count_of(self.columns.unread, "line")
+            lines = format_count(self.columns.unread, "line")
             self.faults.append(f"{METRICS}: {lines} passed over, as no row of metrics")
         return kept
 
-    def look_at_metrics(self) -> int:
+    def read_metrics_news(self) -> int:
         """Read new rows of metrics of the run; return how many of the rows, from the first, still hold."""
         try:
-            return self.columns.read_on()
+            return self.columns.read_new_rows()
         except OSError as error:
-            self.faults.append(f"{METRICS} cannot be read: {documents.one_line(error)}")
+            self.faults.append(f"{METRICS} cannot be read: {documents.printable_line(error)}")
             return 0
 
-    def signature(self) -> list[Any]:
+    def change_signature(self) -> list[Any]:
         """Return what changes with the files of the run directory, but for its metrics, and with its driver's death."""
-        found: list[Any] = [owner_of(self.directory)]
+        signature: list[Any] = [read_owner(self.directory)]
         for name in (JOURNAL, run_directory.CONFIG, run_directory.PLAN, run_directory.LOCK, _TIMELINE):
             with suppress(OSError):
                 state = (self.directory / name).stat()
-                found.append((state.st_mtime_ns, state.st_size))
-        return found
+                signature.append((state.st_mtime_ns, state.st_size))
+        return signature
 
 
-def page_data(runs: Sequence[WatchedRun], live: bool = False) -> dict[str, Any]:
+def collect_page_data(runs: Sequence[WatchedRun], live: bool = False) -> dict[str, Any]:
     """Return all that a page draws: its sections of panels, and the runs, which have been looked at."""
-    curves = sum(_weight(run) for run in runs)
+    curves = sum(_numbers_per_point(run) for run in runs)
     points = min(max(_NUMBERS // max(curves, 1), _POINTS[0]), _POINTS[1])
     named = _unique_names([run.directory for run in runs])
     return {
@@ -95,7 +95,7 @@ def page_data(runs: Sequence[WatchedRun], live: bool = False) -> dict[str, Any]:
         "made": time.time(),
         "sections": panel_table()["sections"],
         "kinds": account.KINDS | {"rest": "saving, evaluating, between steps"},
-        "runs": [_run_data(run, name, points) for run, name in zip(runs, named, strict=True)],
+        "runs": [_collect_run_data(run, name, points) for run, name in zip(runs, named, strict=True)],
     }
 
 
@@ -108,42 +108,44 @@ def _unique_names(directories: Sequence[Path]) -> list[str]:
     return [f"{name} ({number})" for number, name in enumerate(names, 1)]
 
 
-def _heats() -> list[str]:
+def _heat_metrics() -> list[str]:
     """Return the metrics of the panels that show a mean alone, as colours."""
     return [m for panel in all_panels() if panel.get("kind") == "heat" for m in panel["metrics"]]
 
 
-def _spreads() -> list[str]:
+def _spread_metrics() -> list[str]:
     """Return the metrics of the panels that show spreads over the workers, and of the ranks at their ends."""
     return [m for panel in all_panels() if "ranks" in panel for m in (*panel["metrics"], f"{panel['ranks']}/*")]
 
 
-def _weight(run: WatchedRun) -> int:
+def _numbers_per_point(run: WatchedRun) -> int:
     """Return how many numbers a point of all the curves of a run has."""
-    single = _heats() + _spreads()
-    return sum(1 if shows(single, name) else 3 for name in run.columns.names)
+    single = _heat_metrics() + _spread_metrics()
+    return sum(1 if matches_metric(single, name) else 3 for name in run.columns.column_names)
 
 
-def _run_data(run: WatchedRun, name: str, points: int) -> dict[str, Any]:
+def _collect_run_data(run: WatchedRun, name: str, points: int) -> dict[str, Any]:
     """Return what a page draws of one run, with curves of at most about `points` points."""
-    journal, wrote = run.journal, run.found.evidence.wrote if run.found else 0.0
-    ledger = account.account_of(journal, wrote if account.goes_on(journal) else 0.0, _seconds_by_step(run.columns))
+    journal, wrote = run.journal_events, run.found.evidence.wrote if run.found else 0.0
+    ledger = account.build_account(
+        journal, wrote if account.is_unfinished(journal) else 0.0, _seconds_by_step(run.columns)
+    )
     config = run.found.config if run.found else None
     news, left_out = account.shown_events(journal, _EVENTS)
     return {
         "name": name,
         "path": str(run.directory),
-        **_headline(run),
+        **_run_headline(run),
         "began": journal[0].time if journal else 0.0,
-        "curves": curves_of(run.columns, points),
+        "curves": build_curves(run.columns, points),
         "events": [
-            [round(e.time, 3), account.step_of(e), account.tone_of(e), account.line_of(e)] for e in news
+            [round(e.time, 3), account.event_step(e), account.event_tone(e), account.event_line(e)] for e in news
         ],
         "left_out": left_out,
         "periods": [[s.kind, round(s.start, 3), round(s.end, 3)] for s in ledger.periods[-2000:]],
-        "shares": account.time_shares(journal, ledger, _useful(run)),
+        "shares": account.time_shares(journal, ledger, _useful_seconds(run)),
         "failures": [
-            [f.time, f.step, f.who, f.what, f.stopped, f.repeated, f.steps, f.fewer, f.seconds]
+            [f.time, f.step, f.who, f.what, f.stopped, f.repeated, f.steps, f.fewer, f.total_seconds]
             for f in ledger.failures[-_EVENTS:]
         ],
         "samples": [
@@ -151,8 +153,8 @@ def _run_data(run: WatchedRun, name: str, points: int) -> dict[str, Any]:
         ][-_SAMPLES:],
         "traffic": next((e.rows[:20] for e in reversed(journal) if isinstance(e, events.Traffic)), []),
         "plan": _shown_plan(run.found.plan, run.faults) if run.found else {},
-        "pictures": list(_pictures(run, config)),
-        "settings": _settings(config) if config else {},
+        "pictures": list(_run_pictures(run, config)),
+        "settings": _settings_not_default(config) if config else {},
     }  # fmt: skip
 
 
@@ -161,42 +163,42 @@ def _seconds_by_step(columns: Columns) -> dict[int, float]:
     return {step: s for step, s in zip(columns.steps, columns.column("perf/step_seconds"), strict=True) if s == s}
 
 
-def _useful(run: WatchedRun) -> float | None:
+def _useful_seconds(run: WatchedRun) -> float | None:
     """Return the useful seconds of a run that goes on, None for one that has ended."""
-    if not account.goes_on(run.journal):
+    if not account.is_unfinished(run.journal_events):
         return None  # the journal has them all; of one that goes on, only up to its last checkpoint
     return float(np.nansum(run.columns.column("perf/step_seconds")))
 
 
-def _headline(run: WatchedRun) -> dict[str, Any]:
+def _run_headline(run: WatchedRun) -> dict[str, Any]:
     """Return the state of a run, its most important numbers, and what of it cannot be read."""
     return {
         "state": state_line(run.found, run.columns),
-        "tiles": list(tiles(run.found, run.columns)),
+        "tiles": list(list_key_numbers(run.found, run.columns)),
         "faults": run.faults,
     }
 
 
-def headlines(runs: Sequence[WatchedRun]) -> list[dict[str, Any]]:
+def run_headlines(runs: Sequence[WatchedRun]) -> list[dict[str, Any]]:
     """Return the headlines of runs that have been looked at."""
-    return [_headline(run) for run in runs]
+    return [_run_headline(run) for run in runs]
 
 
 def new_rows(columns: Columns, first: int, most: int) -> dict[str, Any] | None:
     """Return the rows of a run's metrics from `first` on, for curves that are drawn already; None if they are more than
     `most`, or have numbers of metrics that few rows have."""
     steps = columns.steps[first:]
-    sparse = [name for name in columns.names if _is_sparse(name)]
+    sparse = [name for name in columns.column_names if _is_sparse(name)]
     if len(steps) > most or any(v == v for name in sparse for v in columns.column(name)[first:]):
         return None
     tokens, hours = columns.column("tokens"), np.nan_to_num(np.asarray(columns.column("perf/step_seconds"))) / 3600
     grid: dict[str, list[Any]] = {"step": list(steps), "tokens": [int(v) if isfinite(v) else 0 for v in tokens[first:]]}
-    grid |= {"hours": _rounded(np.cumsum(hours)[first:])}
-    dense = [name for name in columns.names if name not in sparse]
-    return {"grid": grid, "of": {name: _rounded(np.asarray(columns.column(name)[first:])) for name in dense}}
+    grid |= {"hours": _round_values(np.cumsum(hours)[first:])}
+    dense = [name for name in columns.column_names if name not in sparse]
+    return {"grid": grid, "of": {name: _round_values(np.asarray(columns.column(name)[first:])) for name in dense}}
 
 
-def curves_of(columns: Columns, points: int) -> dict[str, Any]:
+def build_curves(columns: Columns, points: int) -> dict[str, Any]:
     """Return the curves of a run's metrics: `grids`, lists of the steps, tokens and hours of training of points, and by
     W&B name [grid, means] or [grid, means, lowest, highest].
 
@@ -208,41 +210,41 @@ def curves_of(columns: Columns, points: int) -> dict[str, Any]:
     tokens = np.nan_to_num(np.asarray(columns.column("tokens")))
     grids: list[dict[str, list[Any]]] = []
     places: dict[bytes, int] = {}
-    found: dict[str, Any] = {}
-    heats, spreads = _heats(), _spreads()
+    curves: dict[str, Any] = {}
+    heats, spreads = _heat_metrics(), _spread_metrics()
 
-    def grid(rows: np.ndarray) -> int:
+    def find_grid(rows: np.ndarray) -> int:
         """Return the number of the grid of the points at these rows."""
         key = rows.tobytes()
         if key not in places:
             places[key] = len(grids)
             x = {"step": steps[rows].tolist(), "tokens": tokens[rows].astype(np.int64).tolist()}
-            grids.append({**x, "hours": _rounded(hours[rows])})
+            grids.append({**x, "hours": _round_values(hours[rows])})
         return places[key]
 
-    def points_of(rows: np.ndarray) -> np.ndarray:
+    def rows_of_points(rows: np.ndarray) -> np.ndarray:
         """Return the rows that give points their x: all, or the last row of each part."""
-        return rows if len(rows) <= points else rows[_edges(len(rows), points)[1:] - 1]
+        return rows if len(rows) <= points else rows[_part_edges(len(rows), points)[1:] - 1]
 
-    every = np.arange(len(steps))
-    grid(points_of(every))  # the first: to which rows are added while the page is served
-    for name in columns.names:
+    all_rows = np.arange(len(steps))
+    find_grid(rows_of_points(all_rows))  # the first: to which rows are added while the page is served
+    for name in columns.column_names:
         values = np.asarray(columns.column(name))
-        rows = np.flatnonzero(~np.isnan(values)) if _is_sparse(name) else every
+        rows = np.flatnonzero(~np.isnan(values)) if _is_sparse(name) else all_rows
         if not len(rows):
             continue
-        place = grid(points_of(rows))
+        grid_number = find_grid(rows_of_points(rows))
         if len(rows) <= points:
-            found[name] = [place, _rounded(values[rows])]
+            curves[name] = [grid_number, _round_values(values[rows])]
             continue
-        edges = _edges(len(rows), points)
-        if shows(spreads, name):
-            found[name] = [place, _rounded(_of_spread(columns, name, rows, edges))]
+        edges = _part_edges(len(rows), points)
+        if matches_metric(spreads, name):
+            curves[name] = [grid_number, _round_values(_spread_values(columns, name, rows, edges))]
             continue
-        low, mean, high = _extremes(values[rows], edges[:-1])
-        spread = [] if shows(heats, name) or np.array_equal(low, high, equal_nan=True) else [low, high]
-        found[name] = [place, *map(_rounded, [mean, *spread])]
-    return {"grids": grids, "of": found, "rows": len(steps)}
+        low, mean, high = _part_extremes(values[rows], edges[:-1])
+        spread = [] if matches_metric(heats, name) or np.array_equal(low, high, equal_nan=True) else [low, high]
+        curves[name] = [grid_number, *map(_round_values, [mean, *spread])]
+    return {"grids": grids, "of": curves, "rows": len(steps)}
 
 
 def _is_sparse(name: str) -> bool:
@@ -250,22 +252,22 @@ def _is_sparse(name: str) -> bool:
     return name.split("/")[0] in ("val", "tasks", "layers") or name == "elastic/recovery_seconds"
 
 
-def _of_spread(columns: Columns, name: str, rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
+def _spread_values(columns: Columns, name: str, rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """Return a number per part of `rows`: the mean of a median, else from the row of the lowest min or highest max."""
     numbers, end = np.asarray(columns.column(name.replace("ranks/", "workers/", 1)))[rows], name.rpartition("/")[2]
     if end == "median":
-        return _extremes(numbers, edges[:-1])[1]
-    wanted = np.nan_to_num(-numbers if end == "min" else numbers, nan=-np.inf)
-    found = [first + int(wanted[first:after].argmax()) for first, after in pairwise(edges.tolist())]
-    return np.asarray(columns.column(name))[rows[found]]
+        return _part_extremes(numbers, edges[:-1])[1]
+    ranking = np.nan_to_num(-numbers if end == "min" else numbers, nan=-np.inf)
+    extreme_rows = [first + int(ranking[first:after].argmax()) for first, after in pairwise(edges.tolist())]
+    return np.asarray(columns.column(name))[rows[extreme_rows]]
 
 
-def _edges(rows: int, parts: int) -> np.ndarray:
+def _part_edges(rows: int, parts: int) -> np.ndarray:
     """Return the edges of so many parts of as many rows each."""
     return np.linspace(0, rows, parts + 1).astype(np.int64)
 
 
-def _extremes(values: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _part_extremes(values: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the lowest, mean and highest number of each part of `values`, without NaN; parts begin at `starts`."""
     finite = np.where(np.isfinite(values), values, np.nan)
     known = np.add.reduceat(~np.isnan(finite), starts, dtype=np.int64)
@@ -274,7 +276,7 @@ def _extremes(values: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.nd
     return np.fmin.reduceat(finite, starts), mean, np.fmax.reduceat(finite, starts)
 
 
-def _rounded(values: np.ndarray) -> list[float | None]:
+def _round_values(values: np.ndarray) -> list[float | None]:
     """Return the numbers of a curve as JSON has them, with five digits; None for NaN and infinities."""
     return [float(f"{v:.5g}") if isfinite(v) else None for v in values.tolist()]
 
@@ -290,7 +292,7 @@ def _shown_plan(plan: dict[str, Any], faults: list[str]) -> dict[str, Any]:
             "precision": plan.get("precision"),
             "microbatches": plan.get("microbatches"),
             "parameters": f"{plan['parameter_count']:,}, of which a worker has {plan['parameters_per_worker']:,}",
-            "bytes per step": {name: f"{human(n)}B" for name, n in plan.get("communication", {}).items()},
+            "bytes per step": {name: f"{format_number(n)}B" for name, n in plan.get("communication", {}).items()},
         }
         rows = [[name, *("+".join(region.get(dim, ())) or "-" for dim in dims)] for name, region in regions.items()]
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -300,42 +302,46 @@ def _shown_plan(plan: dict[str, Any], faults: list[str]) -> dict[str, Any]:
     return {"facts": {name: fact for name, fact in facts.items() if fact}, "table": [["region", *dims], *rows]}
 
 
-def _pictures(run: WatchedRun, config: Config | None) -> Iterator[tuple[str, str]]:
+def _run_pictures(run: WatchedRun, config: Config | None) -> Iterator[tuple[str, str]]:
     """Yield the pictures of a run as (title, address with the picture in it): its schedule as planned, and as measured
     where it wrote one. Images run nothing and load nothing."""
     with suppress(FileNotFoundError):
         try:
             yield (
                 "as planned, predicted and measured",
-                _address(documents.read_bytes(run.directory / _TIMELINE, _PICTURE)),
+                _svg_data_url(documents.read_bytes(run.directory / _TIMELINE, _PICTURE)),
             )
             return
         except Malformed:
             run.faults.append(f"{_TIMELINE} has more than {_PICTURE} bytes, and is not shown")
     if config and config.pipeline.stages > 1 and not config.extend:  # no code of others is run
         from platform.predict.make_plan import make_plan
-        from platform.predict.step_price import picture
+        from platform.predict.step_price import draw_step
 
         with suppress(ConfigError):
             plan = make_plan(config, None)
-            yield "as planned", _address(picture(config, plan, None).encode())
+            yield "as planned", _svg_data_url(draw_step(config, plan, None).encode())
 
 
-def _address(svg: bytes) -> str:
+def _svg_data_url(svg: bytes) -> str:
     """Return the address of an SVG picture that has the picture in itself."""
     return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
 
 
-def _settings(config: Config) -> dict[str, str]:
+def _settings_not_default(config: Config) -> dict[str, str]:
     """Return the keys of a run's configuration whose value is not the default, with their values as text."""
     usual = dict(_flat_settings(Config().to_dict()))
-    own = dict(_flat_settings(config.to_dict()))
-    return {key: documents.one_line(_as_typed(value), 200) for key, value in own.items() if usual.get(key) != value}
+    run_settings = dict(_flat_settings(config.to_dict()))
+    return {
+        key: documents.printable_line(_command_line_text(value), 200)
+        for key, value in run_settings.items()
+        if usual.get(key) != value
+    }
 
 
-def _as_typed(value: Any) -> str:
+def _command_line_text(value: Any) -> str:
     """Return the value of a key of a run's configuration as a command line has it."""
-    return f"[{','.join(map(_as_typed, value))}]" if isinstance(value, list | tuple) else in_words(value)
+    return f"[{','.join(map(_command_line_text, value))}]" if isinstance(value, list | tuple) else format_value(value)
 
 
 def _flat_settings(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -20,7 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from platform.report.page import content_policy, page_html
-from platform.report.page_data import WatchedRun, headlines, new_rows, page_data
+from platform.report.page_data import WatchedRun, collect_page_data, new_rows, run_headlines
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _PERIOD = 1.0  # seconds between looks at the metrics,
@@ -40,13 +40,13 @@ class LivePage:
         self._session = secrets.token_hex(4)  # numbers of another server's changes mean nothing here
         self._number, self._changes = 0, deque[tuple[list[int], str]](maxlen=_KEPT)  # (rows that hold, kind)
         self._looked = 0.0
-        self._files = [run.signature() for run in runs]
+        self._files = [run.change_signature() for run in runs]
         self._states = self._look_at_all()
 
-    def data(self) -> dict[str, Any]:
+    def current_page_data(self) -> dict[str, Any]:
         """Return the data of the page now, with the number of the last change in it."""
         with self._changed:
-            return page_data(self._runs, live=True) | {"change": f"{self._session}-{self._number}"}
+            return collect_page_data(self._runs, live=True) | {"change": f"{self._session}-{self._number}"}
 
     def look_forever(self) -> None:
         """Look at the runs again and again, and note each change."""
@@ -62,12 +62,14 @@ class LivePage:
     def _note_change(self) -> None:
         """Look at the runs under the lock, and note a change."""
         before = [len(run.columns.steps) for run in self._runs]
-        known = [set(run.columns.names) for run in self._runs]
-        kept = [run.look_at_metrics() for run in self._runs]
-        kind = "rows" if any(_grew(run, k, b) for run, k, b in zip(self._runs, kept, before, strict=True)) else ""
-        if kind and any(set(run.columns.names) != names for run, names in zip(self._runs, known, strict=True)):
+        known = [set(run.columns.column_names) for run in self._runs]
+        kept = [run.read_metrics_news() for run in self._runs]
+        kind = (
+            "rows" if any(_has_new_rows(run, k, b) for run, k, b in zip(self._runs, kept, before, strict=True)) else ""
+        )
+        if kind and any(set(run.columns.column_names) != names for run, names in zip(self._runs, known, strict=True)):
             kind = "page"
-        files = [run.signature() for run in self._runs]
+        files = [run.change_signature() for run in self._runs]
         if files != self._files or time.monotonic() - self._looked > _FULL:
             states, kind = self._look_at_all(), "page" if files != self._files else kind
             kind = kind or ("state" if states != self._states else "")
@@ -77,7 +79,7 @@ class LivePage:
             self._changes.append((kept, kind))
             self._changed.notify_all()
 
-    def news(self, change: str) -> Iterator[tuple[str, str, Any]]:
+    def wait_for_changes(self, change: str) -> Iterator[tuple[str, str, Any]]:
         """Yield the changes after `change`, each as (its number, kind, data), as they come; ("", "", None) if there was
         none for a while."""
         session, _, number = change.partition("-")
@@ -89,32 +91,32 @@ class LivePage:
                 if seen == self._number:
                     self._changed.wait(_BEAT)
                 missed = list(self._changes)[-(self._number - seen) :] if 0 <= seen < self._number else []
-                found = ("", "", None) if seen == self._number else self._since(missed)
+                missed_change = ("", "", None) if seen == self._number else self._summarise_changes(missed)
                 seen = self._number
-            yield found
+            yield missed_change
 
     def _look_at_all(self) -> list[Any]:
         """Look at all files of the runs; return their headlines."""
         for run in self._runs:
-            run.look()
+            run.read_run_news()
         self._looked = time.monotonic()
-        return headlines(self._runs)
+        return run_headlines(self._runs)
 
-    def _since(self, missed: Sequence[tuple[list[int], str]]) -> tuple[str, str, Any]:
+    def _summarise_changes(self, missed: Sequence[tuple[list[int], str]]) -> tuple[str, str, Any]:
         """Return as one change what a browser has missed; all data if nothing is known of it."""
         number, kinds = f"{self._session}-{self._number}", {kind for _, kind in missed}
         if missed and "page" not in kinds:
-            states = headlines(self._runs)
+            states = run_headlines(self._runs)
             if "rows" not in kinds:
                 return number, "state", {"states": states}
             firsts = [min(kept) for kept in zip(*(kept for kept, _ in missed), strict=True)]
             rows = [new_rows(run.columns, first, _MOST_ROWS) for run, first in zip(self._runs, firsts, strict=True)]
             if None not in rows:
                 return number, "rows", {"states": states, "rows": rows}
-        return number, "page", page_data(self._runs, live=True)
+        return number, "page", collect_page_data(self._runs, live=True)
 
 
-def _grew(run: WatchedRun, kept: int, before: int) -> bool:
+def _has_new_rows(run: WatchedRun, kept: int, before: int) -> bool:
     """Return True if a run's metrics have other rows than the `before` ones, of which `kept` hold."""
     return kept < before or len(run.columns.steps) > before
 
@@ -128,18 +130,18 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Send the page, or the stream of its changes."""
         path, _, query = self.path.partition("?")
-        if not self.server.is_for(self.headers.get("Host", "")):  # a page of elsewhere, under a name that it chose
+        if not self.server.is_own_name(self.headers.get("Host", "")):  # a page of elsewhere, under a name that it chose
             self.send_error(HTTPStatus.FORBIDDEN, "this page is served under its own address alone")
         elif path == "/":
-            text = page_html(self.server.page.data()).encode()
-            self._head("text/html; charset=utf-8", length=len(text))
+            text = page_html(self.server.page.current_page_data()).encode()
+            self._send_head("text/html; charset=utf-8", length=len(text))
             self.wfile.write(text)
         elif path == "/events":
-            self._stream(self.headers.get("Last-Event-ID") or query.removeprefix("change="))
+            self._stream_changes(self.headers.get("Last-Event-ID") or query.removeprefix("change="))
         else:
             self.send_error(HTTPStatus.NOT_FOUND)
 
-    def _head(self, kind: str, length: int | None = None) -> None:
+    def _send_head(self, kind: str, length: int | None = None) -> None:
         """Send the head of an answer to a browser."""
         self.send_response(HTTPStatus.OK)
         more = {"Content-Length": str(length)} if length is not None else {"Connection": "close"}
@@ -149,15 +151,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
 
-    def _stream(self, change: str) -> None:
+    def _stream_changes(self, change: str) -> None:
         """Send changes of the page to a browser until it leaves."""
         if not self.server.streams.acquire(blocking=False):
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, f"{_STREAMS} browsers are looking")
             return
         try:
             self.close_connection = True
-            self._head("text/event-stream")
-            for number, kind, data in self.server.page.news(change):
+            self._send_head("text/event-stream")
+            for number, kind, data in self.server.page.wait_for_changes(change):
                 text = json.dumps(data, allow_nan=False, separators=(",", ":"))
                 self.wfile.write((f"id: {number}\nevent: {kind}\ndata: {text}\n\n" if kind else ":\n\n").encode())
                 self.wfile.flush()
@@ -187,7 +189,7 @@ class PageServer(ThreadingHTTPServer):
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
-    def is_for(self, name: str) -> bool:
+    def is_own_name(self, name: str) -> bool:
         """Return True if a browser asked for the page under a name that is its own: on loopback, one of loopback."""
         host = name.rpartition(":")[0] if not name.endswith("]") and ":" in name else name
         return self.server_address[0] not in LOOPBACK or host.strip("[]") in LOOPBACK

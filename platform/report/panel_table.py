@@ -25,6 +25,6 @@ def all_panels() -> Iterator[dict[str, Any]]:
         yield from section["panels"]
 
 
-def shows(metrics: list[str], name: str) -> bool:
+def matches_metric(metrics: list[str], name: str) -> bool:
     """Return True if a panel of these `metrics` (NAME, or NAME/*) shows the metric of that W&B name."""
     return any(name == m or (m.endswith("/*") and name.startswith(m[:-1])) for m in metrics)

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from platform.plan.layout import NONE, Pair, Stretch, placed
-from platform.plan.model_types import MATH, AttentionTraits, chosen
-from platform.runtime.positions import as_added
-from platform.runtime.statistics import widened
+from platform.plan.layout import NONE, Pair, Stretch, place_stretches
+from platform.plan.model_types import MATH, AttentionTraits, choose_kernel
+from platform.runtime.positions import additive_mask
+from platform.runtime.statistics import widen_dtype
 
 _ATEN = torch.ops.aten
 _PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -44,7 +44,7 @@ class Scores(NamedTuple):
     factor: Tensor | None = None
 
 
-Given = tuple[Tensor, Tensor, Tensor]  # q, k, v: [batch, heads, length, d_kv], k and v perhaps of fewer heads
+QueryKeyValue = tuple[Tensor, Tensor, Tensor]  # q, k, v: [batch, heads, length, d_kv], k and v perhaps of fewer heads
 Result = tuple[Tensor, Tensor]  # of q's shape, with the d_kv of v; log-sum-exp [batch, heads, length]
 Gradients = tuple[Tensor, ...]  # of q, k, v, and of a bias if there is one
 
@@ -53,14 +53,14 @@ class PairKernel(NamedTuple):
     """Kernel of a pair: its forward and its backward pass. `halves`: numbers of queries with which a causal pair takes
     longer than its parts, as the kernel computes much that it then hides."""
 
-    forward: Callable[[Given, Scores], Result]
-    backward: Callable[[Tensor, Given, Result, Scores], Gradients]
+    forward: Callable[[QueryKeyValue, Scores], Result]
+    backward: Callable[[Tensor, QueryKeyValue, Result, Scores], Gradients]
     halves: range = NONE
 
 
-def kernel_of(name: str, given: Given, masked: bool) -> PairKernel:
+def choose_pair_kernel(name: str, qkv: QueryKeyValue, masked: bool) -> PairKernel:
     """Return the kernel `name`, under `auto` the preferred one, for q, k and v; `masked`: some scores are hidden."""
-    q, k, v = given
+    q, k, v = qkv
     traits = AttentionTraits(
         _PRECISIONS[q.dtype],
         q.shape[-1],
@@ -70,12 +70,12 @@ def kernel_of(name: str, given: Given, masked: bool) -> PairKernel:
         d_value=0 if q.shape[-1] == v.shape[-1] else v.shape[-1],
     )
     device = "cpu" if q.device.type == "cpu" else "cuda"
-    name = chosen(name, device, traits)
+    name = choose_kernel(name, device, traits)
     kernel = PRODUCTS if name == MATH else FUSED[device, name]
     return kernel._replace(halves=NONE) if q.element_size() < 4 else kernel  # it packs operands of 16 bits by call
 
 
-def _unseen_as_nothing(result: Result, scores: Scores) -> Result:
+def _blank_unseen_queries(result: Result, scores: Scores) -> Result:
     """Return the result of a kernel with a log-sum-exp of -inf, and 0, for queries that see no key."""
     out, lse = result
     if scores.hidden is not None:
@@ -84,159 +84,170 @@ def _unseen_as_nothing(result: Result, scores: Scores) -> Result:
     return out, lse
 
 
-def _mask(q: Tensor, k: Tensor, scores: Scores) -> Tensor | None:
+def _additive_mask(q: Tensor, k: Tensor, scores: Scores) -> Tensor | None:
     """Return the mask that a fused kernel of CUDA adds to scores, in q's dtype and of their shape."""
     if scores.hidden is None:
         return None
     n = k.shape[2]
-    added = F.pad(as_added(scores.hidden, q.dtype), (0, -n % _ROWS_OF_MASK))[..., :n]
+    added = F.pad(additive_mask(scores.hidden, q.dtype), (0, -n % _ROWS_OF_MASK))[..., :n]
     return added.expand(*q.shape[:3], n)
 
 
-def _flash_cpu(given: Given, scores: Scores) -> Result:
+def _flash_cpu_forward(qkv: QueryKeyValue, scores: Scores) -> Result:
     """Compute a pair by torch's flash kernel of CPUs."""
-    added = None if scores.hidden is None else _four(as_added(scores.hidden, given[0].dtype))
+    added = None if scores.hidden is None else _view_four_dims(additive_mask(scores.hidden, qkv[0].dtype))
     result = _ATEN._scaled_dot_product_flash_attention_for_cpu(
-        *given, 0.0, scores.causal, attn_mask=added, scale=scores.scale
+        *qkv, 0.0, scores.causal, attn_mask=added, scale=scores.scale
     )
-    return _unseen_as_nothing(result, scores)
+    return _blank_unseen_queries(result, scores)
 
 
-def _flash_cpu_backward(gradient: Tensor, given: Given, result: Result, scores: Scores) -> Gradients:
+def _flash_cpu_backward(gradient: Tensor, qkv: QueryKeyValue, result: Result, scores: Scores) -> Gradients:
     """Return the gradients of a pair by torch's flash kernel of CPUs."""
-    added = None if scores.hidden is None else _four(as_added(scores.hidden, given[0].dtype))
+    added = None if scores.hidden is None else _view_four_dims(additive_mask(scores.hidden, qkv[0].dtype))
     return _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, *given, *result, 0.0, scores.causal, attn_mask=added, scale=scores.scale
+        gradient, *qkv, *result, 0.0, scores.causal, attn_mask=added, scale=scores.scale
     )
 
 
-def _four(x: Tensor) -> Tensor:
+def _view_four_dims(x: Tensor) -> Tensor:
     """Return x [..., length, memory_length] with four dims, the first of one index."""
     return x.view(*[1] * (4 - x.dim()), *x.shape)
 
 
-def _wide_enough(given: Given) -> Given:
+def _pad_head_dim(qkv: QueryKeyValue) -> QueryKeyValue:
     """Return q, k and v with zeros behind their last dim, where CUDA's flash kernel wants a multiple of 8."""
-    q, k, v = (F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in given)
+    q, k, v = (F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in qkv)
     return q, k, v
 
 
-def _flash(given: Given, scores: Scores) -> Result:
+def _flash_forward(qkv: QueryKeyValue, scores: Scores) -> Result:
     """Compute a pair by torch's flash kernel of CUDA, which takes no mask."""
     out, lse, *_ = _ATEN._scaled_dot_product_flash_attention(
-        *_wide_enough(given), 0.0, scores.causal, False, scale=scores.scale
+        *_pad_head_dim(qkv), 0.0, scores.causal, False, scale=scores.scale
     )
-    return out[..., : given[2].shape[-1]], lse
+    return out[..., : qkv[2].shape[-1]], lse
 
 
-def _flash_backward(gradient: Tensor, given: Given, result: Result, scores: Scores) -> Gradients:
+def _flash_backward(gradient: Tensor, qkv: QueryKeyValue, result: Result, scores: Scores) -> Gradients:
     """Return the gradients of a pair by torch's flash kernel of CUDA."""
     out, lse = result
     extra = -gradient.shape[-1] % 8
     gradient, out = (F.pad(x, (0, extra)) if extra else x for x in (gradient, out))
     state = gradient.new_empty(2, dtype=torch.uint64), gradient.new_empty((), dtype=torch.uint64)  # nothing is drawn
-    lengths = None, None, given[0].shape[2], given[1].shape[2]
-    found = _ATEN._scaled_dot_product_flash_attention_backward(
-        gradient, *_wide_enough(given), out, lse.contiguous(), *lengths, 0.0, scores.causal, *state, scale=scores.scale
+    lengths = None, None, qkv[0].shape[2], qkv[1].shape[2]
+    padded_gradients = _ATEN._scaled_dot_product_flash_attention_backward(
+        gradient, *_pad_head_dim(qkv), out, lse.contiguous(), *lengths, 0.0, scores.causal, *state, scale=scores.scale
     )
-    return tuple(x[..., : y.shape[-1]] for x, y in zip(found, given, strict=True))
+    return tuple(x[..., : y.shape[-1]] for x, y in zip(padded_gradients, qkv, strict=True))
 
 
-def _efficient(given: Given, scores: Scores) -> Result:
+def _efficient_forward(qkv: QueryKeyValue, scores: Scores) -> Result:
     """Compute a pair by torch's memory-efficient kernel of CUDA."""
     out, lse, *_ = _ATEN._scaled_dot_product_efficient_attention(
-        *given, _mask(*given[:2], scores), True, 0.0, scores.causal, scale=scores.scale
+        *qkv, _additive_mask(*qkv[:2], scores), True, 0.0, scores.causal, scale=scores.scale
     )
-    return _unseen_as_nothing((out, lse[..., : given[0].shape[2]]), scores)
+    return _blank_unseen_queries((out, lse[..., : qkv[0].shape[2]]), scores)
 
 
-def _efficient_backward(gradient: Tensor, given: Given, result: Result, scores: Scores) -> Gradients:
+def _efficient_backward(gradient: Tensor, qkv: QueryKeyValue, result: Result, scores: Scores) -> Gradients:
     """Return the gradients of a pair by torch's memory-efficient kernel of CUDA."""
     out, lse = result
     lse = F.pad(lse, (0, -lse.shape[-1] % _ROWS_OF_STATISTICS), value=inf)
     state = [gradient.new_empty((), dtype=torch.int64) for _ in range(2)]  # nothing is drawn
-    wanted = [True, True, True, False]
-    found = _ATEN._scaled_dot_product_efficient_attention_backward(
-        gradient, *given, _mask(*given[:2], scores), out, lse, *state, 0.0, wanted, scores.causal, scale=scores.scale
+    needs_gradients = [True, True, True, False]
+    all_gradients = _ATEN._scaled_dot_product_efficient_attention_backward(
+        gradient,
+        *qkv,
+        _additive_mask(*qkv[:2], scores),
+        out,
+        lse,
+        *state,
+        0.0,
+        needs_gradients,
+        scores.causal,
+        scale=scores.scale,
     )
-    return found[:3]
+    return all_gradients[:3]
 
 
-def _cudnn(given: Given, scores: Scores) -> Result:
+def _cudnn_forward(qkv: QueryKeyValue, scores: Scores) -> Result:
     """Compute a pair by cuDNN's kernel."""
     out, lse, *_ = _ATEN._scaled_dot_product_cudnn_attention(
-        *given, _mask(*given[:2], scores), True, 0.0, scores.causal, False, scale=scores.scale
+        *qkv, _additive_mask(*qkv[:2], scores), True, 0.0, scores.causal, False, scale=scores.scale
     )
-    return _unseen_as_nothing((out, lse.view(given[0].shape[:3])), scores)
+    return _blank_unseen_queries((out, lse.view(qkv[0].shape[:3])), scores)
 
 
-def _cudnn_backward(gradient: Tensor, given: Given, result: Result, scores: Scores) -> Gradients:
+def _cudnn_backward(gradient: Tensor, qkv: QueryKeyValue, result: Result, scores: Scores) -> Gradients:
     """Return the gradients of a pair by cuDNN's kernel, whose log-sum-exp has one dim more."""
     out, lse = result
     state = [gradient.new_empty((), dtype=torch.int64) for _ in range(2)]  # nothing is drawn
-    lengths = None, None, given[0].shape[2], given[1].shape[2]
+    lengths = None, None, qkv[0].shape[2], qkv[1].shape[2]
     return _ATEN._scaled_dot_product_cudnn_attention_backward(
-        gradient, *given, out, lse.contiguous().unsqueeze(-1), *state, _mask(*given[:2], scores), *lengths, 0.0,
+        gradient, *qkv, out, lse.contiguous().unsqueeze(-1), *state, _additive_mask(*qkv[:2], scores), *lengths, 0.0,
         scores.causal, scale=scores.scale,
     )  # fmt: skip
 
 
-def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
+def _rows_by_key_head(x: Tensor, k: Tensor) -> Tensor:
     """Return x [batch, heads, length, n] with the heads that share a head of k as more rows of it."""
     return x.reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
 
 
-def _made_scores(given: Given, scores: Scores) -> Tensor:
+def _compute_scores(qkv: QueryKeyValue, scores: Scores) -> Tensor:
     """Return the scores of a pair [batch, heads, length, memory_length], in the type of statistics."""
-    q, k, _ = given
-    made = (_by_key_head(widened(q) * scores.scale, k) @ widened(k).mT).view(*q.shape[:3], k.shape[2])
+    q, k, _ = qkv
+    score_matrix = (_rows_by_key_head(widen_dtype(q) * scores.scale, k) @ widen_dtype(k).mT).view(
+        *q.shape[:3], k.shape[2]
+    )
     if scores.bias is not None:
-        made += widened(scores.bias)
+        score_matrix += widen_dtype(scores.bias)
     if scores.causal:
-        made.masked_fill_(torch.ones(made.shape[2:], dtype=torch.bool, device=q.device).triu_(1), -inf)
-    return made if scores.hidden is None else made.masked_fill_(scores.hidden, -inf)
+        score_matrix.masked_fill_(torch.ones(score_matrix.shape[2:], dtype=torch.bool, device=q.device).triu_(1), -inf)
+    return score_matrix if scores.hidden is None else score_matrix.masked_fill_(scores.hidden, -inf)
 
 
-def _math(given: Given, scores: Scores) -> Result:
+def _math_forward(qkv: QueryKeyValue, scores: Scores) -> Result:
     """Compute a pair by two products, in the type of statistics."""
-    q, k, v = given
-    made = _made_scores(given, scores)
-    lse = made.logsumexp(-1)
-    p = made.sub_(finite(lse).unsqueeze(-1)).exp_()
+    q, k, v = qkv
+    score_matrix = _compute_scores(qkv, scores)
+    lse = score_matrix.logsumexp(-1)
+    p = score_matrix.sub_(finite_log_sum_exp(lse).unsqueeze(-1)).exp_()
     if scores.factor is not None:
         p *= scores.factor
-    out = _by_key_head(p, k) @ widened(v)
+    out = _rows_by_key_head(p, k) @ widen_dtype(v)
     return out.view(*q.shape[:3], v.shape[-1]).to(q.dtype), lse
 
 
-def _math_backward(gradient: Tensor, given: Given, result: Result, scores: Scores) -> Gradients:
+def _math_backward(gradient: Tensor, qkv: QueryKeyValue, result: Result, scores: Scores) -> Gradients:
     """Return the gradients of a pair by five products, in the type of statistics."""
-    q, k, v = given
+    q, k, v = qkv
     out, lse = result
-    wide = widened(gradient)
-    p = _made_scores(given, scores).sub_(lse.unsqueeze(-1)).exp_()
-    dp = (_by_key_head(wide, k) @ widened(v).mT).view(p.shape)
+    wide = widen_dtype(gradient)
+    p = _compute_scores(qkv, scores).sub_(lse.unsqueeze(-1)).exp_()
+    dp = (_rows_by_key_head(wide, k) @ widen_dtype(v).mT).view(p.shape)
     dropped = p if scores.factor is None else p * scores.factor
-    dv = _by_key_head(dropped, k).mT @ _by_key_head(wide, k)
+    dv = _rows_by_key_head(dropped, k).mT @ _rows_by_key_head(wide, k)
     if scores.factor is not None:
         dp *= scores.factor
     ds = p.mul_(dp.sub_((wide * out).sum(-1, keepdim=True)))
-    dq = (_by_key_head(ds, k) @ widened(k)).view(q.shape).mul_(scores.scale)
-    dk = (_by_key_head(ds, k).mT @ _by_key_head(widened(q), k)).mul_(scores.scale)
+    dq = (_rows_by_key_head(ds, k) @ widen_dtype(k)).view(q.shape).mul_(scores.scale)
+    dk = (_rows_by_key_head(ds, k).mT @ _rows_by_key_head(widen_dtype(q), k)).mul_(scores.scale)
     return (dq, dk, dv) if scores.bias is None else (dq, dk, dv, ds.sum_to_size(scores.bias.shape))
 
 
-def finite(lse: Tensor) -> Tensor:
+def finite_log_sum_exp(lse: Tensor) -> Tensor:
     """Return the log-sum-exp of rows, 0 where a query sees no key: then exp(-inf - 0) is the probability of each, 0."""
     return lse.masked_fill(lse == -inf, 0)
 
 
-PRODUCTS = PairKernel(_math, _math_backward)
+PRODUCTS = PairKernel(_math_forward, _math_backward)
 FUSED = {
-    ("cpu", "flash"): PairKernel(_flash_cpu, _flash_cpu_backward, HALVES),
-    ("cuda", "flash"): PairKernel(_flash, _flash_backward),
-    ("cuda", "efficient"): PairKernel(_efficient, _efficient_backward),
-    ("cuda", "cudnn"): PairKernel(_cudnn, _cudnn_backward),
+    ("cpu", "flash"): PairKernel(_flash_cpu_forward, _flash_cpu_backward, HALVES),
+    ("cuda", "flash"): PairKernel(_flash_forward, _flash_backward),
+    ("cuda", "efficient"): PairKernel(_efficient_forward, _efficient_backward),
+    ("cuda", "cudnn"): PairKernel(_cudnn_forward, _cudnn_backward),
 }
 
 
@@ -244,8 +255,8 @@ FUSED = {
 #
 # Queries are cut where a document begins, in each sequence by itself. A query of one document sees all its keys before
 # the cut, and a diagonal behind it: no mask is needed, and no other key is read. Only documents that are short together
-# share a mask. All of this is found on the host, where a block of data on a GPU has left its numbers (`remember`), so
-# no layer waits for the device.
+# share a mask. All of this is found on the host, where a block of data on a GPU has left its numbers
+# (`note_host_copy`), so no layer waits for the device.
 
 Begins = np.ndarray[Any, Any]  # [length, batch]: the position at which the document of each query begins
 Cut = tuple[Stretch, Stretch, tuple[int, int]]  # rows, their positions, where the first and last of documents begin
@@ -261,49 +272,51 @@ class _Known(NamedTuple):
 _ON_HOST, _KNOWN = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
 
-def remember(tensor: Tensor, on_host: Begins | Tensor) -> None:
+def note_host_copy(tensor: Tensor, on_host: Begins | Tensor) -> None:
     """Note a data tensor of a device as the host has it."""
     _ON_HOST[tensor] = on_host
 
 
-def _known(begins: Tensor) -> _Known:
-    """Return a data tensor as the host knows it; of one on a device, `remember` has noted the numbers."""
+def _known_on_host(begins: Tensor) -> _Known:
+    """Return a data tensor as the host knows it; of one on a device, `note_host_copy` has noted the numbers."""
     if begins not in _KNOWN:
-        here = begins if begins.device.type == "cpu" else _ON_HOST[begins]
-        _KNOWN[begins] = _Known(np.asarray(here), {})
+        host_copy = begins if begins.device.type == "cpu" else _ON_HOST[begins]
+        _KNOWN[begins] = _Known(np.asarray(host_copy), {})
     return _KNOWN[begins]
 
 
-def pairs_of(
+def document_pairs(
     begins: Tensor, queries: Sequence[Stretch], short: int, key: Any, pairs: Callable[..., list[Pair]]
 ) -> list[Pair]:
     """Return the pairs in which `queries`, at these positions, see keys of their documents, which begin at `begins`.
     `pairs`: function of consecutive queries and of where their first and last document begins, as `stretches.pairs`;
     `key`: all on which its result depends; `short`: the most positions of documents that share a mask."""
-    known, key = _known(begins), (tuple(queries), short, key)
+    known, key = _known_on_host(begins), (tuple(queries), short, key)
     if key not in known.pairs:
-        found = (
+        cut_pairs = (
             pair._replace(rows=Stretch(rows.first + pair.rows.first, pair.rows.size), sequences=sequences)
-            for sequences, (rows, positions, borders) in _cuts(known.begins, queries, short)
+            for sequences, (rows, positions, borders) in _cut_sequences(known.begins, queries, short)
             for pair in pairs([positions], borders)
         )
-        known.pairs[key] = list(found)
+        known.pairs[key] = list(cut_pairs)
     return known.pairs[key]
 
 
-def _cuts(begins: Begins, queries: Sequence[Stretch], short: int) -> Iterator[tuple[Stretch, Cut]]:
+def _cut_sequences(begins: Begins, queries: Sequence[Stretch], short: int) -> Iterator[tuple[Stretch, Cut]]:
     """Yield (sequences, cut) for queries to compute together: sequences cut alike whose long documents begin alike."""
 
-    def of_sequence(column: Begins) -> list[Cut]:
+    def cut_sequence(column: Begins) -> list[Cut]:
         """Return the cuts of one sequence."""
-        return list(chain.from_iterable(_cut(column, row, q, short) for row, q in placed(queries)))
+        return list(
+            chain.from_iterable(_cut_at_documents(column, row, q, short) for row, q in place_stretches(queries))
+        )
 
-    def kind(cuts: list[Cut]) -> list[Any]:
+    def sequence_key(cuts: list[Cut]) -> list[Any]:
         """Return the key of a sequence, by which its neighbours are computed together with it."""
         return [(rows, begins if rows.size > short else ()) for rows, _, begins in cuts]
 
     first = 0
-    for _, group in groupby(map(of_sequence, begins.T), kind):
+    for _, group in groupby(map(cut_sequence, begins.T), sequence_key):
         alike = list(group)
         for cuts in zip(*alike, strict=True):
             rows, q, _ = cuts[0]
@@ -312,19 +325,19 @@ def _cuts(begins: Begins, queries: Sequence[Stretch], short: int) -> Iterator[tu
         first += len(alike)
 
 
-def _cut(column: Begins, row: int, q: Stretch, short: int) -> list[Cut]:
+def _cut_at_documents(column: Begins, row: int, q: Stretch, short: int) -> list[Cut]:
     """Return a stretch of one sequence's queries, from `row` on, cut between documents that are not short together."""
-    here = column[row : row + q.size]
-    borders = [0, *(int(i) + 1 for i in np.flatnonzero(np.diff(here))), q.size]
-    found: list[Cut] = []
+    document_begins = column[row : row + q.size]
+    borders = [0, *(int(i) + 1 for i in np.flatnonzero(np.diff(document_begins))), q.size]
+    cuts: list[Cut] = []
     for start, end in zip(borders, borders[1:], strict=False):
-        begin = int(here[start])
-        before = found[-1] if found else None
-        if before and q.first + end - min(before[2][0], begin) <= short:
-            start = before[0].first - row
-            borders_of = min(before[2][0], begin), max(before[2][1], begin)
-            found.pop()
+        begin = int(document_begins[start])
+        cut_before = cuts[-1] if cuts else None
+        if cut_before and q.first + end - min(cut_before[2][0], begin) <= short:
+            start = cut_before[0].first - row
+            borders_of = min(cut_before[2][0], begin), max(cut_before[2][1], begin)
+            cuts.pop()
         else:
             borders_of = begin, begin
-        found.append((Stretch(row + start, end - start), Stretch(q.first + start, end - start), borders_of))
-    return found
+        cuts.append((Stretch(row + start, end - start), Stretch(q.first + start, end - start), borders_of))
+    return cuts

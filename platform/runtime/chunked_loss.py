@@ -17,14 +17,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from platform.plan.operation_plan import chunk_rows
+from platform.plan.operation_plan import loss_chunk_rows
 from platform.runtime.communicator import Communicator
-from platform.runtime.conversion import absent, convert
+from platform.runtime.conversion import convert, is_absent
 from platform.runtime.einsum import Deferred
-from platform.runtime.products import add_product, local_einsum
+from platform.runtime.products import add_product, local_einsum_function
 from platform.runtime.residency import Operands
 from platform.runtime.residual import Region
-from platform.runtime.statistics import AddPart, accumulates, add_computed, add_gradient, add_total, in_parts, widened
+from platform.runtime.statistics import (
+    AddPart,
+    add_computed_gradient,
+    add_gradient,
+    add_small_gradient,
+    can_accumulate,
+    gradient_parts,
+    widen_dtype,
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,7 @@ class LogitDerivatives:
     label: Tensor | float
     every: Tensor | float | None
 
-    def times(self, weights: Tensor) -> LogitDerivatives:
+    def multiply_by_weights(self, weights: Tensor) -> LogitDerivatives:
         """Return the logits' derivatives for losses multiplied by `weights`, one number per label."""
         every = None if self.every is None else self.every * weights
         return LogitDerivatives(weights if self.whole is None else self.whole * weights, self.label * weights, every)
@@ -58,8 +66,9 @@ class LogitDerivatives:
 class Classes:
     """Columns of the logits among which a token's label is one: `vocab` in all, split over the axes `over`, of which
     this rank has those from `first` on; its further columns are padding. `smoothing`: the share of the target that is
-    spread evenly over vocab; `loss`: a loss in place of cross-entropy, without smoothing; `region`: wrapper that
-    compiles a function (`platform.runtime.compilation.region`), None: all run eagerly, on a chunk of rows at a time."""
+    spread evenly over vocab; `loss`: a loss in place of cross-entropy, without smoothing; `compile_region`: wrapper
+    that compiles a function (`platform.runtime.compilation.compile_region`), None: all run eagerly, on a chunk of rows
+    at a time."""
 
     over: tuple[str, ...]
     first: int
@@ -69,7 +78,7 @@ class Classes:
     region: Region | None = None
 
     @property
-    def sums(self) -> bool:
+    def needs_logit_sums(self) -> bool:
         """Return True if the loss, for its label smoothing or a user's function, needs each token's sum of logits."""
         return self.loss is not None or self.smoothing > 0
 
@@ -86,65 +95,67 @@ class Targets:
         return Targets(self.labels[rows], None if self.weights is None else self.weights[rows])
 
 
-def _statistics(logits: Tensor, column: Tensor, sums: bool) -> Tensor:
+def _row_statistics(logits: Tensor, column: Tensor, sums: bool) -> Tensor:
     """Compute the statistics of the loss per row of the logits [rows, columns]: log-sum-exp, the logit at `column`
     [rows, 1] and, with `sums`, the sum; stacked [2 or 3, rows], in the type of statistics."""
-    wide = widened(logits)
+    wide = widen_dtype(logits)
     if not wide.shape[1]:  # a block of nothing but padding
         nothing = wide.new_zeros(1 + sums, len(wide))
         return torch.cat((wide.new_full((1, len(wide)), -torch.inf), nothing))
     logs = torch.log_softmax(wide, -1)
     target = wide.gather(1, column)
-    found = [(target - logs.gather(1, column)).squeeze(1), target.squeeze(1)]
-    return torch.stack([*found, wide.sum(1)] if sums else found)
+    row_numbers = [(target - logs.gather(1, column)).squeeze(1), target.squeeze(1)]
+    return torch.stack([*row_numbers, wide.sum(1)] if sums else row_numbers)
 
 
-def _differentiated(
+def _differentiate_compiled(
     logits: Tensor, shift: Tensor, column: Tensor, share: Tensor, whole: Tensor | None, every: Tensor | None
 ) -> None:
-    """Replace `logits` by the loss's gradient as `_differentiate` does, in one kernel if compiled."""
-    exponential = (widened(logits) - shift).exp()
+    """Replace `logits` by the loss's gradient as `_differentiate_logits` does, in one kernel if compiled."""
+    exponential = (widen_dtype(logits) - shift).exp()
     p = exponential if whole is None else exponential * whole
     target = torch.arange(logits.shape[1], device=logits.device) == column
     logits.copy_(torch.where(target, p + share, p if every is None else p + every))
 
 
-def _merged(found: Tensor, mine: Tensor, communicator: Communicator, over: Sequence[str]) -> Tensor:
-    """Merge the loss `_statistics` [2 or 3, rows] of the ranks along the axes `over`, which split the vocabulary, by
-    two all-reduces; `mine` [rows]: True where this rank has the label's column."""
-    top = communicator.launch("all_reduce", found[0], over, reduce="max").wait()
-    sums = torch.stack(((found[0] - top).exp(), found[1].where(mine, 0.0), *found[2:]))
+def _merge_statistics(statistics: Tensor, mine: Tensor, communicator: Communicator, over: Sequence[str]) -> Tensor:
+    """Merge the loss `_row_statistics` [2 or 3, rows] of the ranks along the axes `over`, which split the vocabulary,
+    by two all-reduces; `mine` [rows]: True where this rank has the label's column."""
+    top = communicator.launch("all_reduce", statistics[0], over, reduce="max").wait()
+    sums = torch.stack(((statistics[0] - top).exp(), statistics[1].where(mine, 0.0), *statistics[2:]))
     sums = communicator.launch("all_reduce", sums, over, owned=True).wait()
     return torch.cat(((top + sums[0].log())[None], sums[1:]))
 
 
-def _chunks(logits: Tensor) -> Iterator[slice]:
+def _row_chunks(logits: Tensor) -> Iterator[slice]:
     """Yield slices that divide the rows of `logits`, a token each, into chunks for the loss."""
     rows, columns = logits.shape
-    size = chunk_rows(rows, columns)
+    size = loss_chunk_rows(rows, columns)
     return (slice(i, i + size) for i in range(0, rows, size))
 
 
-def _judged(found: Tensor, classes: Classes, gradient: bool) -> tuple[Tensor, LogitDerivatives]:
-    """Compute the loss of each token, a row of logits: [rows], from `found`, the rows' `_statistics` over the whole
-    vocab; and, with `gradient`, the loss's derivatives by the logits as `LogitDerivatives`."""
-    (logsumexp, target), smoothing, vocab = found[:2], classes.smoothing, classes.vocab
+def _compute_token_losses(statistics: Tensor, classes: Classes, gradient: bool) -> tuple[Tensor, LogitDerivatives]:
+    """Compute the loss of each token, a row of logits: [rows], from `statistics`, the rows' `_row_statistics` over the
+    whole vocab; and, with `gradient`, the loss's derivatives by the logits as `LogitDerivatives`."""
+    (logsumexp, target), smoothing, vocab = statistics[:2], classes.smoothing, classes.vocab
     if not classes.loss:
         losses = logsumexp - (1 - smoothing) * target
         if smoothing:
-            losses = losses - smoothing / vocab * found[2]
+            losses = losses - smoothing / vocab * statistics[2]
         return losses, LogitDerivatives(None, smoothing - 1, -smoothing / vocab if smoothing else None)
-    given = [x.detach().requires_grad_(gradient) for x in (target - logsumexp, logsumexp, found[2] / vocab - logsumexp)]
+    likelihoods = [
+        x.detach().requires_grad_(gradient) for x in (target - logsumexp, logsumexp, statistics[2] / vocab - logsumexp)
+    ]
     with torch.set_grad_enabled(gradient):
-        losses = classes.loss(Likelihood(*given))
+        losses = classes.loss(Likelihood(*likelihoods))
     if not gradient:
         return losses, LogitDerivatives(None, 0.0, None)
     ones = torch.ones_like(losses)
-    label, whole, mean = torch.autograd.grad(losses, given, ones, allow_unused=True, materialize_grads=True)
+    label, whole, mean = torch.autograd.grad(losses, likelihoods, ones, allow_unused=True, materialize_grads=True)
     return losses.detach(), LogitDerivatives(whole - label - mean, label, mean / vocab)
 
 
-def loss_and_gradient(
+def compute_loss_and_gradient(
     logits: Tensor, targets: Targets, communicator: Communicator, classes: Classes, gradient: bool
 ) -> Tensor:
     """Return the sum of the loss, -log softmax(logits)[label] or `classes.loss`, over this rank's tokens as an fp64
@@ -155,28 +166,32 @@ def loss_and_gradient(
     column = labels - classes.first
     mine = (column >= 0) & (column < real)
     column = column.clamp(0, max(real - 1, 0)).unsqueeze(1)
-    statistics, differentiate, chunks = _statistics, _differentiate, list(_chunks(logits))
+    statistics, differentiate, chunks = _row_statistics, _differentiate_logits, list(_row_chunks(logits))
     if classes.region and real:  # nothing in the type of statistics is kept: all rows at once
-        statistics, differentiate, chunks = classes.region(_statistics), classes.region(_differentiated), [slice(None)]
-    found = torch.cat([statistics(known[at], column[at], classes.sums) for at in chunks], 1)
+        statistics, differentiate, chunks = (
+            classes.region(_row_statistics),
+            classes.region(_differentiate_compiled),
+            [slice(None)],
+        )
+    merged_statistics = torch.cat([statistics(known[at], column[at], classes.needs_logit_sums) for at in chunks], 1)
     if classes.over:
-        found = _merged(found, mine, communicator, classes.over)
-    losses, derivatives = _judged(found, classes, gradient)
+        merged_statistics = _merge_statistics(merged_statistics, mine, communicator, classes.over)
+    losses, derivatives = _compute_token_losses(merged_statistics, classes, gradient)
     if targets.weights is not None:
         weights = targets.weights.to(losses.dtype)
-        losses, derivatives = losses * weights, derivatives.times(weights)
+        losses, derivatives = losses * weights, derivatives.multiply_by_weights(weights)
     counts = labels >= 0
     if gradient:
         logits[:, real:] = 0
 
-        def counted(derivative: Tensor | float, where: Tensor = counts) -> Tensor:
+        def mask_uncounted_rows(derivative: Tensor | float, where: Tensor = counts) -> Tensor:
             """Return `derivative` in the rows of logits that count in the loss, 0 elsewhere, as a column."""
-            return torch.where(where, derivative, found.new_zeros(())).unsqueeze(1)
+            return torch.where(where, derivative, merged_statistics.new_zeros(())).unsqueeze(1)
 
-        shift = found[0].where(counts, torch.inf).unsqueeze(1)  # rows that do not count get the gradient 0
-        whole = None if derivatives.whole is None else counted(derivatives.whole)
-        every = None if derivatives.every is None else counted(derivatives.every)
-        share = counted(derivatives.label, mine & counts)
+        shift = merged_statistics[0].where(counts, torch.inf).unsqueeze(1)  # rows that do not count get the gradient 0
+        whole = None if derivatives.whole is None else mask_uncounted_rows(derivatives.whole)
+        every = None if derivatives.every is None else mask_uncounted_rows(derivatives.every)
+        share = mask_uncounted_rows(derivatives.label, mine & counts)
         share = share if every is None else share + every
         for at in chunks:
             rows = [x if x is None else x[at] for x in (whole, every)]
@@ -184,7 +199,7 @@ def loss_and_gradient(
     return losses.where(counts, 0.0).double().sum()
 
 
-def _differentiate(
+def _differentiate_logits(
     logits: Tensor, shift: Tensor, column: Tensor, share: Tensor, whole: Tensor | None, every: Tensor | None
 ) -> None:
     """Replace `logits` [rows, columns] by the gradient of the loss: p = whole * exp(logits - shift) + every, and at the
@@ -194,14 +209,14 @@ def _differentiate(
         return
     target = (logits.gather(1, column) - shift).exp()
     target = (target if whole is None else target * whole) + share
-    found = (logits.sub_(shift) if logits.dtype == shift.dtype else logits - shift).exp_()
+    gradient = (logits.sub_(shift) if logits.dtype == shift.dtype else logits - shift).exp_()
     if whole is not None:
-        found *= whole
+        gradient *= whole
     if every is not None:
-        found += every
-    found.scatter_(1, column, target)
-    if found is not logits:
-        logits.copy_(found)
+        gradient += every
+    gradient.scatter_(1, column, target)
+    if gradient is not logits:
+        logits.copy_(gradient)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -212,7 +227,7 @@ class _CrossEntropy(torch.autograd.Function):
         """Return the summed loss of the logits, computing their gradient at the same time, which is saved."""
         gradient = logits.clone()
         ctx.save_for_backward(gradient)
-        return loss_and_gradient(gradient, targets, communicator, classes, True)
+        return compute_loss_and_gradient(gradient, targets, communicator, classes, True)
 
     @staticmethod
     def backward(ctx, dloss):
@@ -228,7 +243,7 @@ def cross_entropy(logits: Tensor, targets: Targets, communicator: Communicator, 
     logits = logits.flatten(0, -2)
     if torch.is_grad_enabled() and logits.requires_grad:
         return _CrossEntropy.apply(logits, targets, communicator, classes)
-    return loss_and_gradient(logits, targets, communicator, classes, False)
+    return compute_loss_and_gradient(logits, targets, communicator, classes, False)
 
 
 class _AtOnce(torch.autograd.Function):
@@ -238,11 +253,11 @@ class _AtOnce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, table, bias, targets, communicator, classes):
         """Return the loss of x times the vocabulary table, chunk by chunk, and save the gradients of all."""
-        wide = torch.empty_like(table, dtype=widened(table[:0]).dtype)
+        wide = torch.empty_like(table, dtype=widen_dtype(table[:0]).dtype)
         gradients = torch.empty_like(x), wide, None if bias is None else torch.zeros_like(bias)
-        ctx.leaf = table if accumulates(table) else None
+        ctx.leaf = table if can_accumulate(table) else None
         ctx.save_for_backward(*gradients)
-        return _by_chunks(x, table, bias, targets, communicator, classes, gradients)
+        return _compute_loss_by_chunks(x, table, bias, targets, communicator, classes, gradients)
 
     @staticmethod
     def backward(ctx, dloss):
@@ -252,18 +267,18 @@ class _AtOnce(torch.autograd.Function):
             dbias = dbias.mul_(dloss)
         if ctx.leaf is None:
             return dx.mul_(dloss), dtable.mul_(dloss).to(dx.dtype), dbias, None, None, None
-        add_computed(ctx.leaf, partial(_scaled, dtable, dloss.to(dtable.dtype)))
+        add_computed_gradient(ctx.leaf, partial(_add_scaled_gradient, dtable, dloss.to(dtable.dtype)))
         return dx.mul_(dloss), None, dbias, None, None, None
 
 
-def _scaled(gradient: Tensor, factor: Tensor, into: Tensor | None, fresh: bool) -> Tensor:
+def _add_scaled_gradient(gradient: Tensor, factor: Tensor, into: Tensor | None, fresh: bool) -> Tensor:
     """Add gradient * factor to `into`, or overwrite it if `fresh`, in one pass over the vocabulary table."""
     if into is None or fresh:
         return torch.mul(gradient, factor, out=into)
     return into.addcmul_(gradient, factor)
 
 
-def _by_chunks(
+def _compute_loss_by_chunks(
     x: Tensor,
     table: Tensor,
     bias: Tensor | None,
@@ -275,37 +290,37 @@ def _by_chunks(
     """Return the loss of x [rows, width] times `table` [columns, width] plus `bias` [columns] against `targets` [rows],
     and fill `gradients`, shaped as these, with its gradients (the bias's is added to zeros). One chunk of the logits
     exists at a time."""
-    size = chunk_rows(len(x), len(table))
+    size = loss_chunk_rows(len(x), len(table))
     logits = x.new_empty(size, len(table))
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for i in range(0, len(x), size):
-        here, at = x[i : i + size], slice(i, i + size)
-        y = torch.mm(here, table.t(), out=logits[: len(here)])
+        chunk, at = x[i : i + size], slice(i, i + size)
+        y = torch.mm(chunk, table.t(), out=logits[: len(chunk)])
         if bias is not None:
             y += bias
-        total += loss_and_gradient(y, targets[at], communicator, classes, gradients is not None)
+        total += compute_loss_and_gradient(y, targets[at], communicator, classes, gradients is not None)
         if gradients:
             dx, dtable, dbias = gradients
             torch.mm(y, table, out=dx[at])
-            add_product(dtable, y.t(), here, i == 0)
+            add_product(dtable, y.t(), chunk, i == 0)
             if dbias is not None:
                 dbias += y.sum(0)
     return total
 
 
-def _logits(x: Tensor, table: Tensor, bias: Tensor | None, coming: Operands) -> tuple[Tensor, Tensor, Tensor]:
+def _compute_logits(x: Tensor, table: Tensor, bias: Tensor | None, coming: Operands) -> tuple[Tensor, Tensor, Tensor]:
     """Compute this rank's logits: the planned product of x and the vocabulary `table`, which `coming` gathers, plus
     `bias`. Returns x and table as converted, and the logits in new memory."""
     communicator, group, (e,) = coming.communicator, coming.group, coming.group.einsums
-    (arriving,) = coming.take([table])
-    whole = convert(communicator, x, group.x.forward).wait()
-    local = arriving.wait()
-    coming.onward()
-    product = local_einsum(e.x_dims, e.dims, e.out_dims)(whole, local)
+    (arriving,) = coming.start_conversions([table])
+    converted_x = convert(communicator, x, group.x.forward).wait()
+    converted_table = arriving.wait()
+    coming.start_next_conversions()
+    product = local_einsum_function(e.x_dims, e.dims, e.out_dims)(converted_x, converted_table)
     y = convert(communicator, product, e.output.forward, owned=True).wait().contiguous()
-    if bias is not None and not absent(y):
+    if bias is not None and not is_absent(y):
         y += bias
-    return whole, local, y
+    return converted_x, converted_table, y
 
 
 class _Kept(torch.autograd.Function):
@@ -316,13 +331,15 @@ class _Kept(torch.autograd.Function):
     def forward(ctx, x, table, bias, targets, coming: Operands, classes, deferred: Deferred | None):
         """Return the loss of x's product with the vocabulary table, saving the gradient of the logits."""
         communicator, group, (e,) = coming.communicator, coming.group, coming.group.einsums
-        whole, local, y = _logits(x, table, bias, coming)
+        converted_x, converted_table, y = _compute_logits(x, table, bias, coming)
         ctx.biased = bias if bias is None else bias.shape
         ctx.coming, ctx.deferred = coming, deferred
-        ctx.leaf = table if accumulates(table) else None
-        ctx.save_for_backward(x if group.regathered else whole, table if e.regathered else local, y)
-        rows = y if absent(y) else y.view(-1, y.shape[-1])
-        return y.double().sum() if absent(y) else loss_and_gradient(rows, targets, communicator, classes, True)
+        ctx.leaf = table if can_accumulate(table) else None
+        ctx.save_for_backward(x if group.regathered else converted_x, table if e.regathered else converted_table, y)
+        rows = y if is_absent(y) else y.view(-1, y.shape[-1])
+        return (
+            y.double().sum() if is_absent(y) else compute_loss_and_gradient(rows, targets, communicator, classes, True)
+        )
 
     @staticmethod
     def backward(ctx, dloss):
@@ -330,34 +347,34 @@ class _Kept(torch.autograd.Function):
         x, table, y = ctx.saved_tensors
         communicator, group, (e,) = ctx.coming.communicator, ctx.coming.group, ctx.coming.group.einsums
         coming = convert(communicator, y, e.output.backward)
-        (operand,) = ctx.coming.take([table], back=True)
+        (operand,) = ctx.coming.start_conversions([table], back=True)
         if group.regathered:
             x = convert(communicator, x, group.x.forward).wait()
         dbias = None
         if ctx.biased is not None:
-            dbias = y.new_zeros(ctx.biased) if absent(y) else y.flatten(0, -2).sum(0).mul_(dloss)
+            dbias = y.new_zeros(ctx.biased) if is_absent(y) else y.flatten(0, -2).sum(0).mul_(dloss)
         table, dy = operand.wait(), coming.wait()
-        ctx.coming.onward(back=True)
-        dx = local_einsum(e.out_dims, e.dims, e.x_dims)(dy, table).mul_(dloss)
+        ctx.coming.start_next_conversions(back=True)
+        dx = local_einsum_function(e.out_dims, e.dims, e.x_dims)(dy, table).mul_(dloss)
         arriving = convert(communicator, dx, group.x.backward, owned=True)
 
-        leaf, product = ctx.leaf, partial(local_einsum(e.x_dims, e.out_dims, e.dims), x * dloss, dy, None)
+        leaf, product = ctx.leaf, partial(local_einsum_function(e.x_dims, e.out_dims, e.dims), x * dloss, dy, None)
         if leaf is None:
             leaving = convert(communicator, product(), e.operand.backward, owned=True)
             return arriving.wait(), leaving.wait(), dbias, None, None, None, None
 
         @torch.no_grad()
-        def compute() -> None:
+        def add_table_gradient() -> None:
             """Compute the table's gradient, reduce it as planned, and add it to the sum of its gradients."""
             if e.operand.backward:
                 add_gradient(leaf, convert(communicator, product(), e.operand.backward, owned=True).wait())
             else:
-                add_computed(leaf, product)
+                add_computed_gradient(leaf, product)
 
         if ctx.deferred is not None:
-            ctx.deferred.append(compute)
+            ctx.deferred.append(add_table_gradient)
         else:
-            compute()
+            add_table_gradient()
         return arriving.wait(), None, dbias, None, None, None, None
 
 
@@ -381,11 +398,15 @@ def linear_cross_entropy(
         x, table = x.flatten(0, -2), table if e.dims[-1] == e.x_dims[-1] else table.t()
         if training:
             return _AtOnce.apply(x, table, bias, targets, communicator, classes)
-        return _by_chunks(x, table, bias, targets, communicator, classes, None)
+        return _compute_loss_by_chunks(x, table, bias, targets, communicator, classes, None)
     if training:
         return _Kept.apply(x, table, bias, targets, coming, classes, deferred)
-    *_, y = _logits(x, table, bias, coming)
-    return y.double().sum() if absent(y) else loss_and_gradient(y.flatten(0, -2), targets, communicator, classes, False)
+    *_, y = _compute_logits(x, table, bias, coming)
+    return (
+        y.double().sum()
+        if is_absent(y)
+        else compute_loss_and_gradient(y.flatten(0, -2), targets, communicator, classes, False)
+    )
 
 
 # Two products with a function between them, chunk by chunk of rows: the hidden rows between are computed again in the
@@ -405,39 +426,39 @@ class HiddenRows:
     chunk: int
 
     @property
-    def tensors(self) -> list[Tensor]:
+    def weights_and_biases(self) -> list[Tensor]:
         """Return all weights and biases, for autograd to see."""
         return [*self.inner, *self.inner_biases, self.outer, *([] if self.outer_bias is None else [self.outer_bias])]
 
-    def chunks(self, x: Tensor) -> Iterator[slice]:
+    def row_chunks(self, x: Tensor) -> Iterator[slice]:
         """Yield slices that divide the rows of x."""
         return (slice(i, i + self.chunk) for i in range(0, len(x), self.chunk))
 
-    def before(self, x: Tensor) -> list[Tensor]:
+    def compute_inner_products(self, x: Tensor) -> list[Tensor]:
         """Return the products of the rows x, without a graph: the arguments of `function`, its gate last."""
         pairs = zip_longest(self.inner, self.inner_biases)
         return [F.linear(x, w.detach(), b if b is None else b.detach()) for w, b in pairs]
 
-    def after(self, hidden: Tensor, out: Tensor) -> None:
+    def write_outer_product(self, hidden: Tensor, out: Tensor) -> None:
         """Write the product of hidden rows with the outer weight, and its bias, to `out`."""
         if self.outer_bias is None:
             torch.mm(hidden, self.outer.t(), out=out)
         else:
             torch.addmm(self.outer_bias, hidden, self.outer.t(), out=out)
 
-    def gradients(self, x: Tensor, gradient: Tensor, dx: Tensor, adds: Sequence[AddPart]) -> list[Tensor]:
+    def compute_chunk_gradients(self, x: Tensor, gradient: Tensor, dx: Tensor, adds: Sequence[AddPart]) -> list[Tensor]:
         """Compute the gradients of one chunk from its rows x and the `gradient` of its results: write the gradient
         of x to `dx`, add the weights' by `adds`, one each, inner ones first; return the gradients of inner products."""
         *inner, outer = adds
         with torch.enable_grad():
-            products = [h.requires_grad_() for h in self.before(x)]
+            products = [h.requires_grad_() for h in self.compute_inner_products(x)]
             hidden = self.function(*reversed(products))
         outer(lambda into, fresh: add_product(into, gradient.t(), hidden.detach(), fresh))
-        found = torch.autograd.grad(hidden, products, gradient @ self.outer)
-        for i, (w, g, add) in enumerate(zip(self.inner, found, inner, strict=True)):
+        product_gradients = torch.autograd.grad(hidden, products, gradient @ self.outer)
+        for i, (w, g, add) in enumerate(zip(self.inner, product_gradients, inner, strict=True)):
             torch.mm(g, w, out=dx) if i == 0 else dx.addmm_(g, w)
             add(lambda into, fresh, g=g: add_product(into, g.t(), x, fresh))  # type: ignore[misc]
-        return list(found)
+        return list(product_gradients)
 
 
 class _ByChunks(torch.autograd.Function):
@@ -450,8 +471,8 @@ class _ByChunks(torch.autograd.Function):
         ctx.layer = layer
         ctx.save_for_backward(x)
         out = x.new_empty(len(x), len(layer.outer))
-        for at in layer.chunks(x):
-            layer.after(layer.function(*reversed(layer.before(x[at]))), out[at])
+        for at in layer.row_chunks(x):
+            layer.write_outer_product(layer.function(*reversed(layer.compute_inner_products(x[at]))), out[at])
         return out
 
     @staticmethod
@@ -461,19 +482,19 @@ class _ByChunks(torch.autograd.Function):
         (x,), layer = ctx.saved_tensors, ctx.layer
         gradient, dx = gradient.contiguous(), torch.empty_like(x)
         with ExitStack() as stack:
-            adds = [stack.enter_context(in_parts(w)) for w in (*layer.inner, layer.outer)]
+            adds = [stack.enter_context(gradient_parts(w)) for w in (*layer.inner, layer.outer)]
             sums = [torch.zeros_like(b) for b in layer.inner_biases]
-            for at in layer.chunks(x):
-                for total, g in zip(sums, layer.gradients(x[at], gradient[at], dx[at], adds), strict=False):
+            for at in layer.row_chunks(x):
+                for total, g in zip(sums, layer.compute_chunk_gradients(x[at], gradient[at], dx[at], adds), strict=False):
                     total += g.sum(0)
         for b, total in zip(layer.inner_biases, sums, strict=True):
-            add_total(b, lambda dtype, total=total: total.to(dtype))
+            add_small_gradient(b, lambda dtype, total=total: total.to(dtype))
         if layer.outer_bias is not None:
-            add_total(layer.outer_bias, lambda dtype: gradient.sum(0, dtype=dtype))
-        return None, dx, *(None for _ in layer.tensors)
+            add_small_gradient(layer.outer_bias, lambda dtype: gradient.sum(0, dtype=dtype))
+        return None, dx, *(None for _ in layer.weights_and_biases)
 
 
-def by_chunks(layer: HiddenRows, x: Tensor) -> Tensor:
+def compute_by_chunks(layer: HiddenRows, x: Tensor) -> Tensor:
     """Return the results [..., out] of a layer for the rows x [..., in]."""
     rows = x.flatten(0, -2)
-    return _ByChunks.apply(layer, rows, *layer.tensors).view(*x.shape[:-1], -1)
+    return _ByChunks.apply(layer, rows, *layer.weights_and_biases).view(*x.shape[:-1], -1)

@@ -74,21 +74,21 @@ class Clock:
         """Start the clock of a rank's step, by CUDA events on a GPU. `detailed`: collectives get their own times."""
         self._cuda = torch.device(device).type == "cuda"
         self._beside: torch.cuda.Stream | None = None  # waits for collectives, nothing else
-        self.detail(detailed)
+        self.set_detailed(detailed)
         self._open: list[tuple[str, bool, str]] = []  # sections, whether the rank only waits for others in them, axes
-        self._begin()
+        self._begin_reading()
 
-    def detail(self, detailed: bool) -> None:
+    def set_detailed(self, detailed: bool) -> None:
         """Set whether this clock notes spans of the model and collectives too. Called between steps."""
         self.detailed = detailed
         self._beside = self._beside or (torch.cuda.Stream() if self._cuda and detailed else None)
 
     @property
-    def path(self) -> list[str]:
+    def open_sections(self) -> list[str]:
         """Return the open sections of this clock, the innermost last. Called by other threads too."""
         return [name for name, *_ in list(self._open)]
 
-    def _begin(self) -> None:
+    def _begin_reading(self) -> None:
         """Begin a new reading of the clock: forget all marks, sections, spans and collectives."""
         self._reading = _Reading()
         self._sections: list[tuple[str, int, int]] = []  # name, indices of its first and last mark
@@ -96,7 +96,7 @@ class Clock:
         self._span = ("", 0)  # the one under way, and its first mark
         self._flights: list[Flight] = []
 
-    def mark(self) -> int:
+    def record_mark(self) -> int:
         """Record the present time (on CUDA an event) as the end of a stretch of the innermost open section; return its
         index."""
         if self._cuda:
@@ -109,12 +109,12 @@ class Clock:
         return len(marks) - 1
 
     @contextmanager
-    def section(self, name: str, waiting: bool = False, along: str = "", what: Any = None) -> Iterator[None]:
+    def time_section(self, name: str, waiting: bool = False, along: str = "", what: Any = None) -> Iterator[None]:
         """Book the time inside the context to the section `name`, but for sections opened within it, and show it as
         this process's progress. `waiting`: the rank only waits for other ranks in it, `along` these axes, for the
         collective or message `what`."""
-        before = PROGRESS.enter(name, waiting, False, what)
-        begin = self.mark()
+        before = PROGRESS.enter_section(name, waiting, False, what)
+        begin = self.record_mark()
         self._open.append((name, waiting, along))
         try:
             if self.entered:
@@ -125,22 +125,22 @@ class Clock:
             else:
                 yield
         finally:
-            self._sections.append((name, begin, self.mark()))
+            self._sections.append((name, begin, self.record_mark()))
             self._open.pop()
-            PROGRESS.enter(*before)
+            PROGRESS.enter_section(*before)
 
-    def span(self, name: str) -> None:
+    def begin_span(self, name: str) -> None:
         """Note that the model's span under way, if any, ends here and the one called `name` begins; "" for none."""
         if not self.detailed:
             return
-        mark, (before, begin) = self.mark(), self._span
+        mark, (before, begin) = self.record_mark(), self._span
         if before:
             self._spans.append((before, begin, mark))
         self._span = name, mark
 
-    def launched(self, what: Any, begin: int, wait: Callable[[], Any], held: Any) -> Flight:
-        """Note that a collective, described by `what`, was launched after the mark `begin`; `landed` notes its end.
-        `wait`: holds the host, or on CUDA the current stream, until it is done; `held`: the memory that it reads.
+    def note_launch(self, what: Any, begin: int, wait: Callable[[], Any], held: Any) -> Flight:
+        """Note that a collective, described by `what`, was launched after the mark `begin`; `note_landing` notes its
+        end. `wait`: holds the host, or on CUDA the current stream, until it is done; `held`: the memory that it reads.
 
         On CUDA its end is an event in a stream that does nothing else but wait. On CPU only the wait for it shows its
         end: an earlier end counts until then.
@@ -154,15 +154,15 @@ class Clock:
         self._flights.append(flight := Flight(what, begin, done, held))
         return flight
 
-    def launching(self, name: str) -> AbstractContextManager[Any]:
+    def profiler_range(self, name: str) -> AbstractContextManager[Any]:
         """Return a context in which a collective called `name` is launched: a range in a profiler's trace, if any."""
         return self.ranges(name) if self.ranges else nullcontext()
 
-    def landed(self, flight: Flight) -> None:
+    def note_landing(self, flight: Flight) -> None:
         """Record that the wait for the collective `flight` ended with the clock's section that has just been closed."""
         flight.waited, flight.held = self._sections[-1][1:], None
 
-    def read(self) -> ClockReading:
+    def read_times(self) -> ClockReading:
         """Return the times of the step since the clock was last read, and start it anew. A collective that is not
         waited for yet is left to the reading after its wait, from that one's beginning on."""
         assert not self._open, "a clock is read between sections"
@@ -174,11 +174,11 @@ class Clock:
             with self.waiting_for_device():
                 for event in (marks[-1][-1], *(flight.done for flight, _, _ in flights if flight.done)):
                     event.synchronize()
-        self._begin()
+        self._begin_reading()
         for flight in under_way:
             flight.begin = 0
         self._flights = under_way
-        times = [self._between(marks[0][-1], when) for *_, when in marks]
+        times = [self._seconds_between(marks[0][-1], when) for *_, when in marks]
         for begin, (name, _, along, _), end in zip(times, marks[1:], times[1:], strict=False):
             seconds[name] += end - begin
             if along:
@@ -193,7 +193,7 @@ class Clock:
                     f.what,
                     times[f.begin],
                     times[wait],
-                    max(0.0, self._between(marks[0][-1], f.done)) if f.done else times[end],
+                    max(0.0, self._seconds_between(marks[0][-1], f.done)) if f.done else times[end],
                 )
                 for f, wait, end in flights
             ],
@@ -203,7 +203,7 @@ class Clock:
     def waiting_for_device(self) -> Iterator[None]:
         """Mark the context as one in which the host waits for its device, and so perhaps for other ranks: heartbeats
         meanwhile report the position of the device."""
-        with PROGRESS.waiting(SYNCHRONIZE, self.device_place if self._cuda else None):
+        with PROGRESS.mark_waiting(SYNCHRONIZE, self.device_place if self._cuda else None):
             yield
 
     def device_place(self) -> DevicePlace:
@@ -217,6 +217,6 @@ class Clock:
         section, waiting = marks[reading.passed][:2] if reading.passed < len(marks) else ("", False)
         return DevicePlace(section or "other work", waiting, reading.completed, reading.passed)
 
-    def _between(self, begin: Any, end: Any) -> float:
+    def _seconds_between(self, begin: Any, end: Any) -> float:
         """Return the seconds from mark `begin` to mark `end`: CUDA events, or times of the host."""
         return begin.elapsed_time(end) / 1000 if self._cuda else end - begin

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from platform.plan.layout import Mesh, Parts
-from platform.plan.operation_plan import TRAFFIC, label
+from platform.plan.operation_plan import TRAFFIC, collective_label
 from platform.plan.rule import APPEAR, JOIN, SPLIT, VANISH, Step
 from platform.plan.scheme import Lent
 from platform.runtime.clock import Clock, Flight
@@ -32,30 +32,30 @@ from platform.runtime.clock import Clock, Flight
 # Buffers of collectives: contiguous, with equal room for the blocks of all ranks, even if these differ.
 
 
-def buffers(
+def prepare_buffers(
     op: str, x: Tensor, n: int, dim: int, joined: int, is_root: bool, owned: bool, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
     """Prepare the collective `op` of `n` ranks on `x` (parameters as in `Communicator.launch`; `is_root`: this rank is
     the root): return the contiguous buffer that the transport reads, the one that it fills, and a function that returns
     the result from the latter with its dims in place."""
 
-    def join(at: int) -> Tensor:
+    def join_parts(at: int) -> Tensor:
         """Return the gathered parts `out` [ranks, ...] as one tensor, joined along the dim at position `at`."""
         return out.movedim(0, at).flatten(at, at + 1)
 
     if op in ("all_gather", "gather"):
-        given, receives = x.contiguous(), op == "all_gather" or is_root
-        out = given.new_empty((n, *given.shape) if receives else 0) if into is None else into
-        return given, out, lambda: join(dim) if receives else out
+        input_buffer, receives = x.contiguous(), op == "all_gather" or is_root
+        out = input_buffer.new_empty((n, *input_buffer.shape) if receives else 0) if into is None else into
+        return input_buffer, out, lambda: join_parts(dim) if receives else out
     if op in ("reduce_scatter", "all_to_all") or (op == "scatter" and is_root):
-        given = x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0).contiguous()
-        out = given.new_empty(given.shape if op == "all_to_all" else given.shape[1:])
+        input_buffer = x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0).contiguous()
+        out = input_buffer.new_empty(input_buffer.shape if op == "all_to_all" else input_buffer.shape[1:])
         # in one piece: of dims of one index the join alone is a view with gaps, which each product would copy anew
-        return given, out, lambda: join(joined).contiguous() if op == "all_to_all" else out
+        return input_buffer, out, lambda: join_parts(joined).contiguous() if op == "all_to_all" else out
     if op in ("broadcast", "scatter", "rotate"):
-        given = x.contiguous()
-        out = torch.empty_like(given) if op == "rotate" else given
-        return given, out, lambda: out
+        input_buffer = x.contiguous()
+        out = torch.empty_like(input_buffer) if op == "rotate" else input_buffer
+        return input_buffer, out, lambda: out
     assert op in ("all_reduce", "reduce"), op
     out = x.contiguous() if owned else x.detach().clone(memory_format=torch.contiguous_format)
     return out, out, lambda: out if op == "all_reduce" or is_root else out.new_empty(0)
@@ -74,38 +74,38 @@ class Uneven:
     joined_parts: Parts | None
     is_root: bool
 
-    def roomy(self, x: Tensor) -> Tensor:
+    def add_room(self, x: Tensor) -> Tensor:
         """Return this rank's tensor x as it is given to the collective: with room for equal blocks."""
         exchanges = self.op == "all_to_all"
         if self.parts and (self.op == "reduce_scatter" or exchanges or (self.op == "scatter" and self.is_root)):
-            x = spread(x, self.dim, self.parts)
+            x = spread_blocks(x, self.dim, self.parts)
         elif self.parts:
-            x = _filled(x, self.dim, self.parts.room)
-        return _filled(x, self.joined, self.joined_parts.room) if exchanges and self.joined_parts else x
+            x = _pad_zeros(x, self.dim, self.parts.room)
+        return _pad_zeros(x, self.joined, self.joined_parts.room) if exchanges and self.joined_parts else x
 
-    def close(self, finish: Callable[[], Tensor]) -> Tensor:
+    def remove_room(self, finish: Callable[[], Tensor]) -> Tensor:
         """Return what `finish` returns, the collective's result, without the room that its blocks do not fill."""
         x = finish()
         if self.parts and self.op in SPLIT:
             x = x.narrow(self.dim, 0, self.parts.extents[self.index]).contiguous()
         if self.op == "all_to_all":
-            return closed(x, self.joined, self.joined_parts) if self.joined_parts else x
+            return close_gaps(x, self.joined, self.joined_parts) if self.joined_parts else x
         joins = self.op in JOIN and (self.op == "all_gather" or self.is_root)
-        return closed(x, self.dim, self.parts) if self.parts and joins else x
+        return close_gaps(x, self.dim, self.parts) if self.parts and joins else x
 
 
-def spread(x: Tensor, dim: int, parts: Parts) -> Tensor:
+def spread_blocks(x: Tensor, dim: int, parts: Parts) -> Tensor:
     """Return x with its blocks along `dim` apart, so that each begins a stretch of the longest one's length."""
-    return torch.cat([_filled(block, dim, parts.room) for block in x.split(list(parts.extents), dim)], dim)
+    return torch.cat([_pad_zeros(block, dim, parts.room) for block in x.split(list(parts.extents), dim)], dim)
 
 
-def closed(x: Tensor, dim: int, parts: Parts) -> Tensor:
-    """Return x with its blocks along `dim` one after another: the inverse of `spread`."""
+def close_gaps(x: Tensor, dim: int, parts: Parts) -> Tensor:
+    """Return x with its blocks along `dim` one after another: the inverse of `spread_blocks`."""
     begins = accumulate(parts.extents, lambda at, _: at + parts.room, initial=0)
     return torch.cat([x.narrow(dim, at, n) for at, n in zip(begins, parts.extents, strict=False)], dim)
 
 
-def _filled(x: Tensor, dim: int, extent: int) -> Tensor:
+def _pad_zeros(x: Tensor, dim: int, extent: int) -> Tensor:
     """Return x with zeros behind it along `dim`, up to `extent`."""
     missing = extent - x.shape[dim]
     return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing]) if missing else x
@@ -120,7 +120,7 @@ COMMUNICATORS: WeakValueDictionary[int, object] = WeakValueDictionary()  # numbe
 
 
 @torch.library.custom_op("platform::collective", mutates_args=())
-def collective(
+def run_traced_collective(
     x: Tensor,
     communicator: int,
     op: str,
@@ -139,27 +139,28 @@ def collective(
     launch = COMMUNICATORS[communicator].launch  # type: ignore[attr-defined]
     if op in APPEAR:  # these write to their input and return it
         x = x.clone()
-    cut = {"parts": _parts(parts), "joined_parts": _parts(joined_parts)}
+    cut = {"parts": _build_parts(parts), "joined_parts": _build_parts(joined_parts)}
     return launch(op, x, axes.split("+"), dim, joined, reduce=reduce, **cut).wait()
 
 
-def _parts(given: Sequence[int]) -> Parts | None:
+def _build_parts(room_and_extents: Sequence[int]) -> Parts | None:
     """Return the blocks of a dim as `Communicator.launch` takes them, from the room and the extents of each."""
-    return Parts(given[0], tuple(given[1:])) if given else None
+    return Parts(room_and_extents[0], tuple(room_and_extents[1:])) if room_and_extents else None
 
 
-@collective.register_fake
+@run_traced_collective.register_fake
 def _(x, communicator, op, axes, members, dim, joined, reduce, parts, joined_parts):
-    """Return an empty tensor of the shape that `collective` returns on this rank, for the tracing of a graph."""
+    """Return an empty tensor of the shape that `run_traced_collective` returns on this rank, for the tracing of a
+    graph."""
     index = COMMUNICATORS[int(communicator)].index(axes.split("+"))  # type: ignore[attr-defined]
     if op in VANISH and index:
         return x.new_empty(0)
     step = Step(op, tuple(axes.split("+")), dim, joined)
-    shape = list(x.shape if op in APPEAR and index else step.after(x.shape, members))
+    shape = list(x.shape if op in APPEAR and index else step.apply_to_shape(x.shape, members))
     if parts and step.op in SPLIT:
         shape[dim] = parts[1 + index]
     if (joins := joined_parts if op == "all_to_all" else parts) and step.op in JOIN:
-        shape[step.joins] = sum(joins[1:])
+        shape[step.dim_joined] = sum(joins[1:])
     return x.new_empty(shape)
 
 
@@ -234,10 +235,10 @@ class Handle:
 
     def wait(self) -> Tensor:
         """Wait until the collective or message of this handle is done, and return its result tensor."""
-        with self._clock.section(self._section, True, self._along, self._what):
+        with self._clock.time_section(self._section, True, self._along, self._what):
             self._wait()
         if self._flight:
-            self._clock.landed(self._flight)
+            self._clock.note_landing(self._flight)
         return self._finish()
 
 
@@ -253,7 +254,7 @@ class Communicator(ABC):
     def __init__(self, mesh: Mesh, rank: int, device: torch.device | str = "cpu"):
         """Prepare the collectives and messages of `rank` of a mesh, uncounted so far, on a device."""
         self.mesh, self.rank, self.device = mesh, rank, torch.device(device)
-        self.coordinates = mesh.coordinates(rank)
+        self.coordinates = mesh.rank_coordinates(rank)
         self.moved: Counter[str] = Counter()
         self.launched: dict[tuple[str, ...], int] = {}
         self.clock = Clock()
@@ -263,9 +264,9 @@ class Communicator(ABC):
         self._number = next(_NUMBERS)
         COMMUNICATORS[self._number] = self
 
-    def index(self, axes: Sequence[str]) -> int:
+    def group_index(self, axes: Sequence[str]) -> int:
         """Return this rank's index among the ranks of its group along the mesh axes `axes`."""
-        return self.mesh.index(self.coordinates, axes)
+        return self.mesh.index_in_group(self.coordinates, axes)
 
     def launch(
         self,
@@ -298,147 +299,154 @@ class Communicator(ABC):
         """
         if torch.compiler.is_compiling():
             cut = tuple([p.room, *p.extents] if p else [] for p in (parts, joined_parts))
-            where = "+".join(axes), self.mesh.extent(axes)
-            return Arrived(collective(x, self._number, op, *where, dim, joined, reduce, *cut))
-        axes = self.mesh.ordered(axes)
-        group = self.mesh.group(self.rank, axes)
+            where = "+".join(axes), self.mesh.count_ranks(axes)
+            return Arrived(run_traced_collective(x, self._number, op, *where, dim, joined, reduce, *cut))
+        axes = self.mesh.order_axes(axes)
+        group = self.mesh.group_of_rank(self.rank, axes)
         n = len(group)
         is_root = group[root] == self.rank
         if parts or joined_parts:
             uneven = Uneven(op, group.index(self.rank), dim, joined, parts, joined_parts, is_root)
-            x = uneven.roomy(x)
+            x = uneven.add_room(x)
         elements = x.numel() // n if op == "scatter" and is_root else x.numel()
         moved = TRAFFIC[op](n, elements) * x.element_size()
         if self.rank == group[0]:
-            self.moved[label(op, axes)] += moved
+            self.moved[collective_label(op, axes)] += moved
         if self.log is not None:
             self.log.append(Launch(op, axes, group, elements))
-        given, out, finish = buffers(op, x, n, dim, joined, is_root, owned, into)
+        input_buffer, out, finish = prepare_buffers(op, x, n, dim, joined, is_root, owned, into)
         if parts or joined_parts:
-            finish = partial(uneven.close, finish)
-        start = partial(self._start, op, given, out, axes, group, reduce, root)
-        return self._issued(Launched(name or op, op, axes, moved, -1, self._number_of(axes)), start, given, finish)
+            finish = partial(uneven.remove_room, finish)
+        start = partial(self._start_collective, op, input_buffer, out, axes, group, reduce, root)
+        return self._issue_collective(
+            Launched(name or op, op, axes, moved, -1, self._next_launch_number(axes)), start, input_buffer, finish
+        )
 
-    def deal(
+    def launch_all_to_allv(
         self, x: Tensor, sent: Sequence[int], received: Sequence[int], axes: Sequence[str], *, name: str = ""
     ) -> Handle:
         """Issue an all_to_allv of the rows of x [rows, ...] over the group of this rank along `axes`, without waiting:
         the next `sent[i]` rows go to member i, from which `received[i]` come, this rank's own among them; the handle's
         `wait` returns these, in the order of the members. Each rank counts the bytes that it sends to others."""
-        op, axes = "all_to_allv", self.mesh.ordered(axes)
-        group, given = self.mesh.group(self.rank, axes), x.contiguous()
-        row, away = prod(x.shape[1:]), sum(sent) - sent[group.index(self.rank)]
-        moved = away * row * x.element_size()
-        self.moved[label(op, axes)] += moved
+        op, axes = "all_to_allv", self.mesh.order_axes(axes)
+        group, input_buffer = self.mesh.group_of_rank(self.rank, axes), x.contiguous()
+        row, rows_sent_away = prod(x.shape[1:]), sum(sent) - sent[group.index(self.rank)]
+        moved = rows_sent_away * row * x.element_size()
+        self.moved[collective_label(op, axes)] += moved
         if self.log is not None:
             self.log.append(Launch(op, axes, group, row))
-        out = given.new_empty((sum(received), *x.shape[1:]))
-        start = partial(self._deal, given, out, sent, received, axes)
-        return self._issued(Launched(name or op, op, axes, moved, -1, self._number_of(axes)), start, given, lambda: out)
+        out = input_buffer.new_empty((sum(received), *x.shape[1:]))
+        start = partial(self._start_all_to_allv, input_buffer, out, sent, received, axes)
+        return self._issue_collective(
+            Launched(name or op, op, axes, moved, -1, self._next_launch_number(axes)), start, input_buffer, lambda: out
+        )
 
-    def _issued(
-        self, what: Launched, start: Callable[[], Callable[[], Any]], given: Tensor, finish: Callable[[], Tensor]
+    def _issue_collective(
+        self, what: Launched, start: Callable[[], Callable[[], Any]], input_buffer: Tensor, finish: Callable[[], Tensor]
     ) -> Handle:
-        """Start a collective from the buffer `given`; return its handle, whose result `finish` returns."""
+        """Start a collective from the buffer `input_buffer`; return its handle, whose result `finish` returns."""
         clock = self.clock
         if not clock.detailed:
             return Handle(clock, start(), finish, along="+".join(what.axes), what=what)
-        begin = clock.mark()
-        with clock.launching(what.name):
+        begin = clock.record_mark()
+        with clock.profiler_range(what.name):
             wait = start()
-        flight = clock.launched(what, begin, wait, given)
+        flight = clock.note_launch(what, begin, wait, input_buffer)
         return Handle(clock, wait, finish, flight=flight, along="+".join(what.axes), what=what)
 
-    def _number_of(self, of: tuple[str, ...]) -> int:
+    def _next_launch_number(self, axes_or_peer: tuple[str, ...]) -> int:
         """Count one more launch along axes, or message to or from a peer; return its number, from 1."""
-        self.launched[of] = number = self.launched.get(of, 0) + 1
+        self.launched[axes_or_peer] = number = self.launched.get(axes_or_peer, 0) + 1
         return number
 
     @abstractmethod
-    def _start(
+    def _start_collective(
         self,
         op: str,
-        given: Tensor,
+        input_buffer: Tensor,
         out: Tensor,
         axes: tuple[str, ...],
         group: tuple[int, ...],
         reduce: str,
         root: int,
     ) -> Callable[[], Any]:
-        """Start the collective `op` in the transport, from the buffer `given` into the buffer `out`; the returned
-        function blocks until it is done. `axes`: the axes, in mesh order, along which the group lies; `group`: the
-        global ranks of its n members, in order; `reduce`: sum, or max for all_reduce; `root`: index in `group` of the
-        member that broadcasts or scatters, or that alone receives a reduce or gather.
+        """Start the collective `op` in the transport, from the buffer `input_buffer` into the buffer `out`; the
+        returned function blocks until it is done. `axes`: the axes, in mesh order, along which the group lies; `group`:
+        the global ranks of its n members, in order; `reduce`: sum, or max for all_reduce; `root`: index in `group` of
+        the member that broadcasts or scatters, or that alone receives a reduce or gather.
 
-        Shapes `given` -> `out`: all_gather: [...] -> [n, ...]; reduce_scatter: [n, ...] -> [...]; scatter: the root's
-        [n, ...] -> [...]; gather: [...] -> the root's [n, ...]; all_to_all, rotate: alike; all_reduce, broadcast,
-        reduce: in place.
+        Shapes `input_buffer` -> `out`: all_gather: [...] -> [n, ...]; reduce_scatter: [n, ...] -> [...]; scatter: the
+        root's [n, ...] -> [...]; gather: [...] -> the root's [n, ...]; all_to_all, rotate: alike; all_reduce,
+        broadcast, reduce: in place.
         """
 
-    def _deal(self, given: Tensor, out: Tensor, sent: Sequence[int], received: Sequence[int], axes: tuple[str, ...]):
-        """Start `deal` in the transport, from buffer `given` into buffer `out`; return a function that waits."""
+    def _start_all_to_allv(
+        self, input_buffer: Tensor, out: Tensor, sent: Sequence[int], received: Sequence[int], axes: tuple[str, ...]
+    ):
+        """Start `launch_all_to_allv` in the transport, from buffer `input_buffer` into buffer `out`; return a function
+        that waits."""
         raise AssertionError("no rows are exchanged here")
 
     def send(self, x: Tensor, stage: int) -> Handle:
         """Start sending `x` to the rank of pipeline stage `stage` that has this rank's index along all other axes. `x`
         must not be modified until `wait` returns."""
-        x, peer = x.contiguous(), self._peer(stage)
-        self.moved[label("send", ("stage",))] += x.nbytes
+        x, peer = x.contiguous(), self._stage_peer(stage)
+        self.moved[collective_label("send", ("stage",))] += x.nbytes
         self._log_transfer((self.rank, peer), x.numel())
-        what = Launched("", "send", ("stage",), x.nbytes, peer, self._number_of(("to", str(peer))))
-        return Handle(self.clock, self._send(x, peer), lambda: x, "bubble", what=what)
+        launched = Launched("", "send", ("stage",), x.nbytes, peer, self._next_launch_number(("to", str(peer))))
+        return Handle(self.clock, self._start_send(x, peer), lambda: x, "bubble", what=launched)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> Handle:
         """Start receiving the next tensor of `shape` and `dtype` that the rank of pipeline stage `stage` with this
         rank's index along all other axes sends here; `wait` returns it."""
-        out, peer = torch.empty(tuple(shape), dtype=dtype, device=self.device), self._peer(stage)
+        out, peer = torch.empty(tuple(shape), dtype=dtype, device=self.device), self._stage_peer(stage)
         self._log_transfer((peer, self.rank), out.numel())
-        what = Launched("", "receive", ("stage",), out.nbytes, peer, self._number_of(("from", str(peer))))
-        return Handle(self.clock, self._receive(out, peer), lambda: out, "bubble", what=what)
+        launched = Launched("", "receive", ("stage",), out.nbytes, peer, self._next_launch_number(("from", str(peer))))
+        return Handle(self.clock, self._start_receive(out, peer), lambda: out, "bubble", what=launched)
 
-    def _peer(self, stage: int) -> int:
+    def _stage_peer(self, stage: int) -> int:
         """Return the global rank in pipeline stage `stage` that has this rank's index along all other axes."""
-        return self.mesh.rank({**self.coordinates, "stage": stage})
+        return self.mesh.find_rank({**self.coordinates, "stage": stage})
 
     def _log_transfer(self, pair: tuple[int, int], elements: int) -> None:
         """Log a message of so many elements between a pair of global ranks, if launches are logged."""
         if self.log is not None:
             self.log.append(Launch("send", ("stage",), pair, elements))
 
-    def _send(self, x: Tensor, peer: int) -> Callable[[], Any]:
+    def _start_send(self, x: Tensor, peer: int) -> Callable[[], Any]:
         """Start sending x to the global rank `peer` by the transport; the returned function waits until it is sent."""
         raise AssertionError("one stage sends nothing")
 
-    def _receive(self, out: Tensor, peer: int) -> Callable[[], Any]:
+    def _start_receive(self, out: Tensor, peer: int) -> Callable[[], Any]:
         """Start receiving into `out` from global rank `peer` by the transport; the returned function waits."""
         raise AssertionError("one stage receives nothing")
 
     def barrier(self) -> None:
         """Wait until every rank of the mesh has reached this call. Not counted, not logged."""
-        if axes := self.mesh.ordered(self.mesh.axes):
-            with self.uncounted():
+        if axes := self.mesh.order_axes(self.mesh.axes):
+            with self.suspend_counting():
                 self.launch("all_reduce", torch.zeros(1, device=self.device), axes).wait()
 
-    def anywhere(self, here: bool) -> bool:
-        """Return True if `here` is true on any rank of the mesh, by an uncounted all-reduce on all ranks."""
-        if not (axes := self.mesh.ordered(self.mesh.axes)):
-            return here
-        with self.uncounted():
-            flag = torch.full((1,), float(here), device=self.device)
-            return self.read(self.launch("all_reduce", flag, axes).wait()) != [0.0]
+    def is_true_anywhere(self, is_true: bool) -> bool:
+        """Return True if `is_true` is true on any rank of the mesh, by an uncounted all-reduce on all ranks."""
+        if not (axes := self.mesh.order_axes(self.mesh.axes)):
+            return is_true
+        with self.suspend_counting():
+            flag = torch.full((1,), float(is_true), device=self.device)
+            return self.read_numbers(self.launch("all_reduce", flag, axes).wait()) != [0.0]
 
-    def meet(self, neighbours: Iterable[tuple[int, int]]) -> None:
+    def open_stage_connections(self, neighbours: Iterable[tuple[int, int]]) -> None:
         """Open the connections between pairs of pipeline stages (`neighbours`, the lower stage first) by exchanging
         their ranks between this rank and its peer in each, in one order on all ranks, before the first send of a step
         needs one. The lower stage sends first and the upper one receives first, since a transport may hold a send back
         until it is received. Not counted. Raises RuntimeError if another rank than the peer is there."""
-        here = self.coordinates["stage"]
-        with self.uncounted():
+        own_stage = self.coordinates["stage"]
+        with self.suspend_counting():
             for lower, upper in neighbours:
-                if here == lower:
+                if own_stage == lower:
                     self._send_rank(upper)
                     self._receive_rank(upper)
-                elif here == upper:
+                elif own_stage == upper:
                     self._receive_rank(lower)
                     self._send_rank(lower)
 
@@ -448,22 +456,24 @@ class Communicator(ABC):
 
     def _receive_rank(self, stage: int) -> None:
         """Receive the number of this rank's peer in pipeline stage `stage`. Raises RuntimeError if it is another's."""
-        [found] = self.read(self.receive((1,), torch.float32, stage).wait())
-        if found != self._peer(stage):
-            raise RuntimeError(f"rank {found:.0f} is where rank {self._peer(stage)} sends to rank {self.rank}")
+        [received_rank] = self.read_numbers(self.receive((1,), torch.float32, stage).wait())
+        if received_rank != self._stage_peer(stage):
+            raise RuntimeError(
+                f"rank {received_rank:.0f} is where rank {self._stage_peer(stage)} sends to rank {self.rank}"
+            )
 
-    def read(self, x: Tensor) -> list[float]:
+    def read_numbers(self, x: Tensor) -> list[float]:
         """Read the numbers in `x` [n], a tensor on this rank's device, into host memory: waits for the device, and so
         for the collectives in its stream. A training step synchronises with its device here and nowhere else: at its
         end, and where experts take as many rows as there are (`kernels.by_index.expert_rows`). Raises
         Aborted if collectives were interrupted, as the numbers then mean nothing."""
         with self.clock.waiting_for_device():
-            found: list[float] = x.tolist()
-        self.confirm()
-        return found
+            numbers: list[float] = x.tolist()
+        self.confirm_uninterrupted()
+        return numbers
 
     @contextmanager
-    def uncounted(self) -> Iterator[None]:
+    def suspend_counting(self) -> Iterator[None]:
         """Suspend counting moved bytes and logging launches in the context, for traffic outside of a step."""
         moved, log = self.moved.copy(), self.log
         self.log = None
@@ -475,31 +485,31 @@ class Communicator(ABC):
         """Gather a `text` of every rank on all ranks; return them, in rank order. Not counted."""
 
     @abstractmethod
-    def collect(self, numbers: Tensor) -> Tensor | None:
+    def collect_numbers(self, numbers: Tensor) -> Tensor | None:
         """Collect every rank's fp64 numbers [n] on the CPU as one [ranks, n] on rank 0, for the report of a step;
         return None elsewhere. Not counted: reporting on a step is not part of it."""
 
     @abstractmethod
-    def announce(self, text: str | None = None) -> str:
+    def broadcast_text(self, text: str | None = None) -> str:
         """Broadcast the `text` of rank 0, which alone gives one, and return it. Not counted."""
 
     def abort(self) -> None:
         """Interrupt this communicator's collectives in progress so that they fail, here and at the peers, or end with
-        results that mean nothing, which `confirm` detects. Callable from any thread, repeatedly too."""
+        results that mean nothing, which `confirm_uninterrupted` detects. Callable from any thread, repeatedly too."""
         self._aborted = True  # before anything is interrupted: whoever sees results of it finds this set
         with self._aborting:
-            self._abort()
+            self._abort_transport()
 
-    def confirm(self) -> None:
+    def confirm_uninterrupted(self) -> None:
         """Confirm that no collective was interrupted until now, so that what the device holds is a result. Raises
         Aborted. Called after waiting for the device, before its results are used or acknowledged."""
         if self._aborted:
             raise Aborted("the collectives of this generation were interrupted")
 
-    def _abort(self) -> None:  # noqa: B027  (a default that does nothing)
+    def _abort_transport(self) -> None:  # noqa: B027  (a default that does nothing)
         """Interrupt the transport's collectives and messages in progress; called by one thread at a time."""
 
-    def connect(self, peers: Collection[int]) -> None:  # noqa: B027  (a default that does nothing)
+    def connect_peers(self, peers: Collection[int]) -> None:  # noqa: B027  (a default that does nothing)
         """Open the connections of `transfer` to the global ranks `peers`; all ranks do so, even without peers."""
 
     @abstractmethod
@@ -525,7 +535,7 @@ class SingleRank(Communicator):
         """Prepare the communicator of a mesh of one rank, which has no peers."""
         super().__init__(mesh, 0, device)
 
-    def _start(self, op, given, out, axes, group, reduce, root):
+    def _start_collective(self, op, input_buffer, out, axes, group, reduce, root):
         """Raise AssertionError: a mesh of one rank launches no collective."""
         raise AssertionError("a world of one launches no collective")
 
@@ -533,11 +543,11 @@ class SingleRank(Communicator):
         """Return the text of this rank, the only one, as a list."""
         return [text]
 
-    def collect(self, numbers):
+    def collect_numbers(self, numbers):
         """Return this rank's numbers [n] as [1, n], as it is the only one."""
         return numbers[None]
 
-    def announce(self, text=None):
+    def broadcast_text(self, text=None):
         """Return the text of this rank, the only one."""
         return text
 

@@ -1,4 +1,5 @@
-"""Compilation of the runtime's small pure functions of local tensors (regions) by torch.compile: `region` wraps one.
+"""Compilation of the runtime's small pure functions of local tensors (regions) by torch.compile: `compile_region` wraps
+one.
 
 A region contains no collective, and takes as tensors all that changes between layers, steps and microbatches, so that
 there is one graph per region and shape. Graphs stay in the process from one generation to the next. `Trial` wraps one
@@ -46,65 +47,69 @@ class TracedFunction:
 
 
 @cache
-def region(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def compile_region(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return `function`, a pure function of tensors and constants, wrapped so that torch.compile compiles it, with its
     backward pass, at the first call with tensors of new shapes. While it compiles, the process's progress says so, so
     that the rank does not count as hung. A call of a TracedFunction launches its kernels directly, without torch's
     search for a graph that fits the arguments."""
     traced = isinstance(function, TracedFunction)
-    compiled_for = partial(_graph_for, function) if isinstance(function, TracedFunction) else _function_for(function)
+    compiled_for = (
+        partial(_compile_graph, function) if isinstance(function, TracedFunction) else _compile_function(function)
+    )
     known: dict[object, Callable[..., Tensor]] = {}
 
     @wraps(function)
-    def run(*arguments):
+    def run_compiled(*arguments):
         """Call the function compiled for tensors of these shapes, compiling it first if the shapes are new."""
         if traced:  # for fixed shapes and types
             signature: object = (*map(Tensor.stride, arguments),)
         else:
-            signature = torch.is_grad_enabled(), *map(_signature, arguments)
-        if made := known.get(signature):
-            return made(*arguments)
-        with _LOCK, PROGRESS.preparing(f"compile {function.__name__}"):
-            made = compiled_for(arguments)
-            out = made(*arguments)
-        known[signature] = made
+            signature = torch.is_grad_enabled(), *map(_argument_signature, arguments)
+        if compiled_function := known.get(signature):
+            return compiled_function(*arguments)
+        with _LOCK, PROGRESS.mark_preparing(f"compile {function.__name__}"):
+            compiled_function = compiled_for(arguments)
+            out = compiled_function(*arguments)
+        known[signature] = compiled_function
         return out
 
-    return run
+    return run_compiled
 
 
-def _function_for(function: Callable[..., Tensor]) -> Callable[[Sequence[Any]], Callable[..., Tensor]]:
+def _compile_function(function: Callable[..., Tensor]) -> Callable[[Sequence[Any]], Callable[..., Tensor]]:
     """Return a function that gives, for any arguments, one and the same torch.compile of `function`."""
-    made = torch.compile(function, dynamic=False, backend=BACKEND)
+    compiled_function = torch.compile(function, dynamic=False, backend=BACKEND)
     limits = import_module("torch._dynamo").config
     limits.recompile_limit = max(MOST_GRAPHS, limits.recompile_limit)
     gradients: Any = import_module("torch._functorch.config")
     gradients.force_non_lazy_backward_lowering = True
-    return lambda arguments: made
+    return lambda arguments: compiled_function
 
 
-def _graph_for(function: TracedFunction, arguments: Sequence[Tensor]) -> Callable[..., Any]:
+def _compile_graph(function: TracedFunction, arguments: Sequence[Tensor]) -> Callable[..., Any]:
     """Return a traced function compiled to kernels for tensors of the shapes and strides of `arguments`."""
     if BACKEND != "inductor":
         return import_module("torch._dynamo").lookup_backend(BACKEND)(function.graph, list(arguments))
     fx = import_module("torch._inductor.compile_fx")
     kernels: list[Callable[[list[Tensor]], Sequence[Any]]] = []
 
-    def inner(*graph: Any, **how: Any) -> Any:
+    def keep_kernels(*graph: Any, **how: Any) -> Any:
         """Return a graph compiled to kernels by torch's inductor, and keep the function that launches them."""
         kernels.append(fx.compile_fx_inner(*graph, **how))
         return kernels[-1]
 
-    made = fx.compile_fx(function.graph, list(arguments), inner_compile=inner)
-    if [_signature(x) for x in made(*arguments)] != [_signature(x) for x in kernels[-1](list(arguments))]:
-        return made
+    compiled_function = fx.compile_fx(function.graph, list(arguments), inner_compile=keep_kernels)
+    if [_argument_signature(x) for x in compiled_function(*arguments)] != [
+        _argument_signature(x) for x in kernels[-1](list(arguments))
+    ]:
+        return compiled_function
     # what is around the kernels serves functions that change their arguments or return views of them
     return lambda *tensors: kernels[-1]([*tensors])
 
 
 class Trial:
-    """Wrapper of regions in place of `region`: one that fails to compile runs uncompiled. `failed`: which did, and
-    why, in a line each."""
+    """Wrapper of regions in place of `compile_region`: one that fails to compile runs uncompiled. `failed`: which did,
+    and why, in a line each."""
 
     def __init__(self) -> None:
         """Begin a trial of torch.compile in which no function has failed to compile yet."""
@@ -112,34 +117,37 @@ class Trial:
 
     def __call__(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return `function` of tensors compiled by torch, or run uncompiled where compiling fails for its arguments."""
-        return self.attempted(function.__name__, region(function), function)
+        return self.attempt_compiled(function.__name__, compile_region(function), function)
 
-    def attempted(self, name: str, made: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls `made`, and if that fails notes why under this name and calls `instead`."""
+    def attempt_compiled(
+        self, name: str, compiled_function: Callable[..., Any], fallback: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Return a function that calls `compiled_function`, and if that fails notes why under this name and calls
+        `fallback`."""
 
-        def run(*arguments: Any) -> Any:
+        def run_or_fall_back(*arguments: Any) -> Any:
             """Call the compiled function of tensors; if that fails, note why in `failed` and call the other one."""
             try:
-                return made(*arguments)
+                return compiled_function(*arguments)
             except Exception as error:  # whatever a compiler may lack for it
-                self.failed.append(f"{name}: {_reason(error)}")
-            return instead(*arguments)
+                self.failed.append(f"{name}: {_error_line(error)}")
+            return fallback(*arguments)
 
-        return run
+        return run_or_fall_back
 
 
-def _signature(argument: object) -> object:
+def _argument_signature(argument: object) -> object:
     """Return an argument's part of a compiled function's key: of a tensor shape, strides, dtype, requires_grad."""
     if isinstance(argument, Tensor):
         return argument.shape, argument.stride(), argument.dtype, argument.requires_grad
-    return tuple(map(_signature, argument)) if isinstance(argument, list | tuple) else argument
+    return tuple(map(_argument_signature, argument)) if isinstance(argument, list | tuple) else argument
 
 
-def uncompiled(choice: str, device: str) -> str:
+def reason_uncompiled(choice: str, device: str) -> str:
     """Return the reason, in a line, why this process runs its functions of tensors without torch.compile on `device`
     (cpu, cuda) under the key train.compile=`choice`: "" if it compiles them. `auto` compiles on GPUs alone: on CPU the
     seconds of compiling are longer than most runs win."""
-    return _lacking(device) if may_compile(choice, device) else f"train.compile={choice}"
+    return _reason_compiler_fails(device) if may_compile(choice, device) else f"train.compile={choice}"
 
 
 def may_compile(choice: str, device: str) -> bool:
@@ -148,7 +156,7 @@ def may_compile(choice: str, device: str) -> bool:
 
 
 @cache
-def _lacking(device: str) -> str:
+def _reason_compiler_fails(device: str) -> str:
     """Return the reason, in a line, why torch.compile does not work on `device` (cpu, cuda) in this process, "" if it
     works: a tiny function is compiled once and its numbers are compared. Takes seconds, as it imports torch's
     compiler."""
@@ -160,19 +168,19 @@ def _lacking(device: str) -> str:
         if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # no pool of processes beside each worker
             import_module("torch._inductor").config.compile_threads = 1  # the variable has been read by now
         x = torch.ones(64, device=device)
-        right = torch.equal(torch.compile(_probed, dynamic=False)(x), _probed(x))
+        right = torch.equal(torch.compile(_probe_function, dynamic=False)(x), _probe_function(x))
     except Exception as error:  # whatever a compiler, its headers or its cache may lack
-        return _reason(error)
+        return _error_line(error)
     return "" if right else "what it compiles computes wrong numbers"
 
 
-def _reason(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
     """Return an error of torch.compile in one line: its type and message, or the error that it wraps."""
     first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     return f"{type(error).__name__}: {(more or [first])[0] if first.endswith('raised:') else first}"[:300]
 
 
-def _probed(x: Tensor) -> Tensor:
+def _probe_function(x: Tensor) -> Tensor:
     """Return 2 x + 1 of a tensor x: the tiny function with which torch.compile is tried."""
     return x * 2 + 1
 
@@ -183,7 +191,7 @@ _SETTINGS: Any = import_module("torch.utils.deterministic")
 
 
 @contextmanager
-def deterministic(compiles: bool) -> Iterator[None]:
+def deterministic_kernels(compiles: bool) -> Iterator[None]:
     """Make torch use deterministic kernels within the context, which take every sum in a fixed order, in forward and
     backward passes alike; an operation without such a kernel raises RuntimeError with its name. `compiles`: True if
     functions compiled by torch are to be deterministic too.
@@ -218,21 +226,21 @@ _BACKENDS = {
 _CHOOSING = Lock()  # the choice is the process's, of which ranks may be threads
 
 
-def in_kernel(name: str) -> AbstractContextManager[None]:
+def select_attention_kernel(name: str) -> AbstractContextManager[None]:
     """Return a context in which torch's scaled_dot_product_attention runs in the kernel `name` (flash, cudnn,
     efficient, math), or raises RuntimeError if that kernel cannot compute on its tensors; under `auto` torch chooses.
     The backward pass uses the kernel that ran forward."""
-    return nullcontext() if name == AUTO else _alone(_BACKENDS[name])
+    return nullcontext() if name == AUTO else _restrict_attention_kernel(_BACKENDS[name])
 
 
 @contextmanager
-def _alone(backend: SDPBackend) -> Iterator[None]:
+def _restrict_attention_kernel(backend: SDPBackend) -> Iterator[None]:
     """Restrict torch's scaled_dot_product_attention to one kernel within the context, one thread at a time."""
     with _CHOOSING, sdpa_kernel(backend):
         yield
 
 
-def lacking(name: str, device: str, dtype: torch.dtype, d_kv: int, d_value: int = 0) -> str:
+def reason_kernel_fails(name: str, device: str, dtype: torch.dtype, d_kv: int, d_value: int = 0) -> str:
     """Return the reason, in a line, why this process cannot compute attention with heads of width `d_kv` in the kernel
     `name` on `device`; "" if it can. A tiny attention is computed and differentiated to find out. `d_value`: the width
     of values; 0 = d_kv."""
@@ -242,7 +250,7 @@ def lacking(name: str, device: str, dtype: torch.dtype, d_kv: int, d_value: int 
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            with in_kernel(name):
+            with select_attention_kernel(name):
                 F.scaled_dot_product_attention(x, x, v, is_causal=True).sum().backward()
         except RuntimeError as error:
             reasons = [str(w.message).partition(" (Triggered")[0] for w in warned]  # per kernel, after its name

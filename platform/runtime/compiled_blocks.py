@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from platform.runtime.compilation import TracedFunction
-from platform.runtime.flat_buffers import FlatBucket, add_together, home_of
+from platform.runtime.flat_buffers import FlatBucket, add_gradients_together, find_bucket_of_copies
 from platform.runtime.residual import Region
 
 # autograd's thread, whose first kernels are a compiled backward pass's, has no context when it comes to a product
@@ -55,29 +55,33 @@ class CompiledBlock:
         return region(self.functions.forward)(*filter(_is_tensor, arguments), *self.tensors)[0]
 
     @cached_property
-    def _sums(self) -> Sequence[tuple[FlatBucket, tuple[str, ...], Sequence[int], Sequence[int]]]:
+    def _gradient_destinations(self) -> Sequence[tuple[FlatBucket, tuple[str, ...], Sequence[int], Sequence[int]]]:
         """Return where the gradients of a compiled block's parameters are added, in as few pieces of memory as
         possible. Each is (flat bucket, names of parameters that lie one after another in it, indices of their gradients
         among the block's tensors in the same order, number of elements of each)."""
         homes = {i: home for i, home in enumerate(self.homes) if home}
-        order = sorted(homes, key=lambda i: (id(homes[i][0]), homes[i][0].bucket.ranges[homes[i][1][0]]))
-        found = []
+        order = sorted(homes, key=lambda i: (id(homes[i][0]), homes[i][0].bucket.parameter_ranges[homes[i][1][0]]))
+        destinations = []
         for _, group in groupby(order, key=lambda i: id(homes[i][0])):
             indices = list(group)
             bucket = homes[indices[0]][0]
             names = tuple(name for i in indices for name in homes[i][1])
-            parts = [(names, indices)] if bucket.bucket.stretch(names) else [(homes[i][1], [i]) for i in indices]
-            found += [(bucket, names, its, [self.tensors[i].numel() for i in its]) for names, its in parts]
-        return found
+            parts = (
+                [(names, indices)]
+                if bucket.bucket.range_of_parameters(names)
+                else [(homes[i][1], [i]) for i in indices]
+            )
+            destinations += [(bucket, names, its, [self.tensors[i].numel() for i in its]) for names, its in parts]
+        return destinations
 
-    def add(self, gradients: Sequence[Tensor]) -> None:
+    def add_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Add a compiled block's parameter gradients, one per tensor in `tensors`, to their buckets' sums."""
-        for bucket, names, indices, sizes in self._sums:
-            memory, new = bucket.sum_of(*names)
+        for bucket, names, indices, sizes in self._gradient_destinations:
+            memory, new = bucket.gradient_memory(*names)
             places = memory.split(sizes) if len(sizes) > 1 else (memory,)
-            add_together([*zip(places, repeat(new))], [*map(gradients.__getitem__, indices)])
-        for bucket, names, _, _ in self._sums:
-            bucket.came(*names)
+            add_gradients_together([*zip(places, repeat(new))], [*map(gradients.__getitem__, indices)])
+        for bucket, names, _, _ in self._gradient_destinations:
+            bucket.note_added_gradients(*names)
 
 
 class _Block(torch.autograd.Function):
@@ -99,15 +103,15 @@ class _Block(torch.autograd.Function):
         sums."""
         saved = ctx.saved
         del ctx.saved
-        found = ctx.region(ctx.block.functions.backward)(*saved, gradient)
-        ctx.block.add(found[sum(ctx.given) :])
-        left, out = iter(found), list[Tensor | None]()
-        for given in ctx.given:
-            out.append(next(left) if given else None)
+        gradients = ctx.region(ctx.block.functions.backward)(*saved, gradient)
+        ctx.block.add_gradients(gradients[sum(ctx.given) :])
+        left, out = iter(gradients), list[Tensor | None]()
+        for is_present in ctx.given:
+            out.append(next(left) if is_present else None)
         return None, None, *out
 
 
-def compiled_block(
+def compile_block(
     function: Callable[..., Tensor], arguments: Sequence[Tensor | None], alike: Callable[[], Container[int]]
 ) -> CompiledBlock | None:
     """Trace a block of the model, `function` of activations without collectives, on `arguments` (tensors or None), into
@@ -116,7 +120,7 @@ def compiled_block(
     passes."""
     present = {i: x for i, x in enumerate(arguments) if x is not None}
 
-    def given(*activations: Tensor) -> Tensor:
+    def run_present(*activations: Tensor) -> Tensor:
         """Return the block's output activation, given only the arguments that are not None."""
         every: list[Any] = [None] * len(arguments)
         for i, x in zip(present, activations, strict=True):
@@ -126,18 +130,18 @@ def compiled_block(
     # as in training: attention keeps what its backward pass needs only where there is one
     activations = [x.detach().requires_grad_() for x in present.values()]
     with torch.enable_grad():
-        given(*activations)  # makes what is alike in all passes
+        run_present(*activations)  # makes what is alike in all passes
         # saves nothing, as its backward pass never runs: torch 2.14 would keep attention's forever (a cycle in C++)
         with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda nothing: nothing):
-            graph = _differentiable(make_fx(given)(*activations))
-    tensors = _read_beside(graph)
-    homes = [home_of(t) for t in tensors]
+            graph = _remove_detaches(make_fx(run_present)(*activations))
+    tensors = _lift_tensors_to_arguments(graph)
+    homes = [find_bucket_of_copies(t) for t in tensors]
     known = alike()
     if any(home is None and id(t) not in known for t, home in zip(tensors, homes, strict=True)):
         return None
     beside = [t.detach() for t in tensors]
     primals = [*activations, *(t.detach().requires_grad_(h is not None) for t, h in zip(tensors, homes, strict=True))]
-    return CompiledBlock(_traced(graph.code, _Graph(graph, primals)), beside, homes)
+    return CompiledBlock(_split_graph(graph.code, _Graph(graph, primals)), beside, homes)
 
 
 class _Graph:
@@ -147,11 +151,11 @@ class _Graph:
         """Wrap a traced graph and the tensors it was traced with, as an argument of a cached function."""
         self._found: tuple[GraphModule, Sequence[Tensor]] | None = (graph, primals)
 
-    def taken(self) -> tuple[GraphModule, Sequence[Tensor]]:
+    def take_graph(self) -> tuple[GraphModule, Sequence[Tensor]]:
         """Return the traced graph and its tensors, once only: the cache must not keep parameters alive."""
         assert self._found
-        found, self._found = self._found, None
-        return found
+        graph_and_primals, self._found = self._found, None
+        return graph_and_primals
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Graph)
@@ -161,35 +165,37 @@ class _Graph:
 
 
 @cache
-def _traced(code: str, traced: _Graph) -> BlockFunctions:
+def _split_graph(code: str, traced: _Graph) -> BlockFunctions:
     """Split the traced forward pass of a model's block into its forward and backward function by torch's AOT autograd.
     Cached by the graph's `code`: blocks of equal code, as the layers of a stack have, share one pair of functions."""
     graphs: dict[str, GraphModule] = {}
-    graph, primals = traced.taken()
+    graph, primals = traced.take_graph()
     aot, inductor = import_module("functorch.compile"), import_module("torch._inductor.decomposition")
 
-    def keep(name: str) -> Callable[..., Any]:
+    def graph_keeper(name: str) -> Callable[..., Any]:
         """Return a stand-in for a compiler that records the graph of a pass under `name` (forward, backward),
         uncompiled."""
 
-        def kept(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        def keep_graph(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             """Keep the graph of a forward or backward pass; return a function that runs it uncompiled."""
             graphs[name] = graph
             return aot.make_boxed_func(graph)
 
-        return kept
+        return keep_graph
 
     with torch.enable_grad():
         out = aot.aot_function(
             graph,
-            fw_compiler=keep("forward"),
-            bw_compiler=keep("backward"),
+            fw_compiler=graph_keeper("forward"),
+            bw_compiler=graph_keeper("backward"),
             partition_fn=aot.min_cut_rematerialization_partition,
             decompositions=inductor.select_decomp_table(),
         )(*primals)
         torch.autograd.grad(out, [x for x in primals if x.requires_grad], out.detach())
-    kept = _keep_primals(**graphs)
-    return BlockFunctions(**{name: TracedFunction(graph, f"block_{name}") for name, graph in graphs.items()}, kept=kept)
+    kept_primals = _keep_primals(**graphs)
+    return BlockFunctions(
+        **{name: TracedFunction(graph, f"block_{name}") for name, graph in graphs.items()}, kept=kept_primals
+    )
 
 
 def _keep_primals(forward: GraphModule, backward: GraphModule) -> list[int]:
@@ -201,7 +207,7 @@ def _keep_primals(forward: GraphModule, backward: GraphModule) -> list[int]:
     output: Any = forward.graph.output_node()
     out, *saved = output.args[0]
     inputs = backward.graph.find_nodes(op="placeholder")
-    kept: dict[int, Node] = {}
+    kept_primals: dict[int, Node] = {}
     handed = []  # saved values that are still results of the forward pass
     replaced = []
     for value, argument in zip(saved, inputs, strict=False):
@@ -214,14 +220,14 @@ def _keep_primals(forward: GraphModule, backward: GraphModule) -> list[int]:
             handed.append(value)
             continue
         number = primals.index(source)
-        if number not in kept:
+        if number not in kept_primals:
             with backward.graph.inserting_before(inputs[0]):
-                kept[number] = backward.graph.placeholder(f"kept_{number}")
-        made = kept[number]
+                kept_primals[number] = backward.graph.placeholder(f"kept_{number}")
+        view_node = kept_primals[number]
         with backward.graph.inserting_before(inputs[-1].next):
             for view in reversed(views):
-                made = backward.graph.call_function(view.target, (made, *view.args[1:]), view.kwargs)
-        argument.replace_all_uses_with(made)
+                view_node = backward.graph.call_function(view.target, (view_node, *view.args[1:]), view.kwargs)
+        argument.replace_all_uses_with(view_node)
         replaced.append(argument)
     for argument in replaced:
         backward.graph.erase_node(argument)
@@ -229,10 +235,10 @@ def _keep_primals(forward: GraphModule, backward: GraphModule) -> list[int]:
     for graph in (forward, backward):
         graph.graph.eliminate_dead_code()
         graph.recompile()
-    return list(kept)
+    return list(kept_primals)
 
 
-def _differentiable(graph: GraphModule) -> GraphModule:
+def _remove_detaches(graph: GraphModule) -> GraphModule:
     """Remove every `detach` from a traced forward pass, in place, and return it: torch derives the block's backward
     pass from this graph, in place of our own autograd functions that detach their inputs."""
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
@@ -242,19 +248,19 @@ def _differentiable(graph: GraphModule) -> GraphModule:
     return graph
 
 
-def _read_beside(graph: GraphModule) -> list[Tensor]:
+def _lift_tensors_to_arguments(graph: GraphModule) -> list[Tensor]:
     """Turn the tensors that a traced graph reads without getting them as arguments (parameters, masks) into further
     arguments of the graph, in place; return these tensors in order."""
     nodes = graph.graph.nodes
-    found: dict[str, Any] = {}
+    placeholders: dict[str, Any] = {}
     tensors = []
     first = next(node for node in nodes if node.op != "placeholder")
     for node in [node for node in nodes if node.op == "get_attr"]:
-        if node.target not in found:
+        if node.target not in placeholders:
             tensors.append(getattr(graph, node.target))
             with graph.graph.inserting_before(first):
-                found[node.target] = graph.graph.placeholder(f"beside_{len(tensors)}")
-        node.replace_all_uses_with(found[node.target])
+                placeholders[node.target] = graph.graph.placeholder(f"beside_{len(tensors)}")
+        node.replace_all_uses_with(placeholders[node.target])
         if node is first:
             first = node.next
         graph.graph.erase_node(node)

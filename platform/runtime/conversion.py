@@ -1,4 +1,5 @@
-"""Changes of layout: `convert` executes a plan's steps on a tensor asynchronously, `apply` does so differentiably.
+"""Changes of layout: `convert` executes a plan's steps on a tensor asynchronously, `convert_differentiably` does so
+differentiably.
 
 If a tensor exists only on some ranks (`Layout.only`), the others hold an empty tensor in its place. Their autograd
 graph is thereby complete, and their backward pass reaches the same collectives in the same order.
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from platform.plan.layout import Parts, at_zero, shape_at, zigzag
+from platform.plan.layout import Parts, block_shape, is_at_index_zero, zigzag_order
 from platform.plan.rule import APPEAR, COLLECTIVES, JOIN, LENDING, SPLIT, Conversion, Step
 from platform.runtime.communicator import Arrived, Communicator, Handle
 
@@ -37,26 +38,31 @@ class Lending(NamedTuple):
         if step.op == "lend":
             empty = x.new_zeros((step.shape[0] - x.shape[0] - came.shape[0], *x.shape[1:]))
             return torch.cat([x, came, empty])
-        own = x.narrow(0, 0, step.shape[0])
+        own_experts = x.narrow(0, 0, step.shape[0])
         for i, expert in enumerate(self.sent):  # in one order, so that sums are the same each time
-            own[expert] += came[i]
-        return own
+            own_experts[expert] += came[i]
+        return own_experts
 
 
-def lending(communicator: Communicator, step: Step, x: Tensor) -> Lending:
+def start_lending(communicator: Communicator, step: Step, x: Tensor) -> Lending:
     """Start the exchange of a step of experts that are lent, or of their gradients, as `communicator.lent` says."""
-    lent, me = communicator.lent.get(step.layer, ()), communicator.index(step.axes)
+    lent, me = communicator.lent.get(step.layer, ()), communicator.group_index(step.axes)
     each = step.shape[0] if step.op == "give_back" else x.shape[0]
     if not x.numel() or not any(lent):
         return Lending(step, x, None, [])
-    mine = [[expert - me * each for expert in there if expert // each == me] for there in lent]
-    given = [expert for there in mine for expert in there]
+    mine = [[expert - me * each for expert in rank_experts if expert // each == me] for rank_experts in lent]
+    lent_experts = [expert for rank_experts in mine for expert in rank_experts]
     out, into = list(map(len, mine)), [sum(expert // each == rank for expert in lent[me]) for rank in range(len(lent))]
     name = f"{step.op} experts of {step.layer}"
     if step.op == "lend":
-        rows = x[given] if given else x[:0]
-        return Lending(step, x, communicator.deal(rows, out, into, step.axes, name=name), given)
-    return Lending(step, x, communicator.deal(x[each : each + sum(into)], into, out, step.axes, name=name), given)
+        rows = x[lent_experts] if lent_experts else x[:0]
+        return Lending(step, x, communicator.launch_all_to_allv(rows, out, into, step.axes, name=name), lent_experts)
+    return Lending(
+        step,
+        x,
+        communicator.launch_all_to_allv(x[each : each + sum(into)], into, out, step.axes, name=name),
+        lent_experts,
+    )
 
 
 class Pending:
@@ -70,31 +76,31 @@ class Pending:
         self._handle: Handle | Arrived | Lending | None = None
         self._taken: Step | None = None  # the step whose collective is in progress
         if steps:
-            self._advance()
+            self._launch_next()
 
-    def _advance(self) -> None:
+    def _launch_next(self) -> None:
         """Take the conversion's local steps (slice, pad, drop) up to the next collective and issue that, or all steps
         left. A collective among other ranks alone has a turn here too, as nothing to wait for: where several tensors
         are being converted, each group then sees its collectives in one order."""
         self._handle = self._taken = None
         communicator = self._communicator
         for i, step in enumerate(self._steps):
-            if not at_zero(step.only, communicator.coordinates):
+            if not is_at_index_zero(step.only, communicator.coordinates):
                 if step.op not in COLLECTIVES:
                     continue
                 self._handle, self._steps = Arrived(self._x), self._steps[i + 1 :]
                 return
             if step.op not in COLLECTIVES:
-                self._x = self._changed(step)
+                self._x = self._take_local_step(step)
             elif step.op in LENDING:
-                self._handle = lending(communicator, step, self._x)
+                self._handle = start_lending(communicator, step, self._x)
                 self._steps = self._steps[i + 1 :]
                 return
             else:
                 if step.op in SPLIT and step.zigzag == step.dim:
-                    self._x = in_zigzag(self._x, step.dim, communicator.mesh.extent(step.axes), step.rounds)
-                if step.op in APPEAR and communicator.index(step.axes):
-                    shape = shape_at(step.shape, step.cuts, communicator.mesh, communicator.coordinates)
+                    self._x = order_zigzag(self._x, step.dim, communicator.mesh.count_ranks(step.axes), step.rounds)
+                if step.op in APPEAR and communicator.group_index(step.axes):
+                    shape = block_shape(step.shape, step.cuts, communicator.mesh, communicator.coordinates)
                     self._x = self._x.new_empty(shape)
                 self._handle = communicator.launch(
                     step.op,
@@ -104,50 +110,60 @@ class Pending:
                     step.joined,
                     owned=self._owned,
                     name=self._name,
-                    parts=_parts(communicator, step, step.dim),
-                    joined_parts=_parts(communicator, step, step.joined),
+                    parts=_step_parts(communicator, step, step.dim),
+                    joined_parts=_step_parts(communicator, step, step.joined),
                 )
                 self._steps, self._taken = self._steps[i + 1 :], step
                 return
         self._steps = ()
 
-    def _changed(self, step: Step) -> Tensor:
+    def _take_local_step(self, step: Step) -> Tensor:
         """Return this rank's tensor after a local step of its conversion: a slice, a pad or a drop."""
         communicator, x, dim = self._communicator, self._x, step.dim
-        index, ranks = communicator.index(step.axes), communicator.mesh.extent(step.axes)
+        index, ranks = communicator.group_index(step.axes), communicator.mesh.count_ranks(step.axes)
         if step.op == "drop":
             return x.new_empty(0) if index else x
         if step.op == "slice" and step.zigzag == dim:
-            pieces, own = x.chunk(2 * ranks * step.rounds, dim), 2 * step.rounds
-            return torch.cat([pieces[n] for n in zigzag(ranks, step.rounds)[index * own : (index + 1) * own]], dim)
-        parts = _parts(communicator, step, dim)
+            pieces, pieces_per_rank = x.chunk(2 * ranks * step.rounds, dim), 2 * step.rounds
+            return torch.cat(
+                [
+                    pieces[n]
+                    for n in zigzag_order(ranks, step.rounds)[index * pieces_per_rank : (index + 1) * pieces_per_rank]
+                ],
+                dim,
+            )
+        parts = _step_parts(communicator, step, dim)
         extents = parts.extents if parts else (x.shape[dim] // (ranks if step.op == "slice" else 1),) * ranks
         first = sum(extents[:index])
         if step.op == "slice":
             return x.narrow(dim, first, extents[index])
-        whole = x.new_zeros((*x.shape[:dim], sum(extents), *x.shape[dim + 1 :]))
-        whole.narrow(dim, first, extents[index]).copy_(x)
-        return in_order(whole, dim, ranks, step.rounds) if step.zigzag == dim else whole
+        padded_block = x.new_zeros((*x.shape[:dim], sum(extents), *x.shape[dim + 1 :]))
+        padded_block.narrow(dim, first, extents[index]).copy_(x)
+        return undo_zigzag(padded_block, dim, ranks, step.rounds) if step.zigzag == dim else padded_block
 
-    def proceed(self) -> None:
+    def advance_collective(self) -> None:
         """Wait for the collective in progress of a tensor's conversion, if any, and issue the next one."""
         if self._handle:
             self._x, step = self._handle.wait(), self._taken
-            if step and step.op in JOIN and step.zigzag == step.joins:
-                self._x = in_order(self._x, step.zigzag, self._communicator.mesh.extent(step.axes), step.rounds)
-            self._advance()
+            if step and step.op in JOIN and step.zigzag == step.dim_joined:
+                self._x = undo_zigzag(self._x, step.zigzag, self._communicator.mesh.count_ranks(step.axes), step.rounds)
+            self._launch_next()
 
     def wait(self) -> Tensor:
         """Wait for all collectives of a tensor's conversion to another layout, and return the converted tensor."""
         while self._handle:
-            self.proceed()
+            self.advance_collective()
         return self._x
 
 
-def _parts(communicator: Communicator, step: Step, dim: int) -> Parts | None:
+def _step_parts(communicator: Communicator, step: Step, dim: int) -> Parts | None:
     """Return the blocks, along the dim at position `dim`, of the ranks that take a step together, if they differ."""
-    cut = step.cut(dim) if step.cuts and step.moves(dim) else None
-    return cut.parts(communicator.mesh, communicator.coordinates, communicator.mesh.extent(step.axes)) if cut else None
+    cut = step.cut_of_dim(dim) if step.cuts and step.moves_dim(dim) else None
+    return (
+        cut.parts_of_group(communicator.mesh, communicator.coordinates, communicator.mesh.count_ranks(step.axes))
+        if cut
+        else None
+    )
 
 
 def convert(
@@ -158,36 +174,37 @@ def convert(
     return Pending(communicator, x, steps, owned, name)
 
 
-def in_zigzag(x: Tensor, dim: int, ranks: int, rounds: int) -> Tensor:
+def order_zigzag(x: Tensor, dim: int, ranks: int, rounds: int) -> Tensor:
     """Return x with the pieces of `dim` in the order in which `ranks` ranks hold them in zigzag, dealt in `rounds`."""
     pieces = x.chunk(2 * ranks * rounds, dim)
-    return torch.cat([pieces[number] for number in zigzag(ranks, rounds)], dim)
+    return torch.cat([pieces[number] for number in zigzag_order(ranks, rounds)], dim)
 
 
-def in_order(x: Tensor, dim: int, ranks: int, rounds: int) -> Tensor:
+def undo_zigzag(x: Tensor, dim: int, ranks: int, rounds: int) -> Tensor:
     """Return x with the pieces of `dim`, as `ranks` ranks hold them in zigzag, dealt in `rounds`, in order."""
-    pieces, places = x.chunk(2 * ranks * rounds, dim), zigzag(ranks, rounds)
+    pieces, places = x.chunk(2 * ranks * rounds, dim), zigzag_order(ranks, rounds)
     return torch.cat([pieces[places.index(number)] for number in range(len(places))], dim)
 
 
-def absent(x: Tensor) -> bool:
+def is_absent(x: Tensor) -> bool:
     """Return True if x stands for a block that this rank lacks: a tensor [0]. No block is that; rows may be [0, d]."""
     return x.dim() == 1 and not x.numel()
 
 
 class _Convert(torch.autograd.Function):
-    """Autograd function behind `apply`: planned changes of layout, and their adjoints on the gradients. All are started
-    before the first is waited for, in both passes."""
+    """Autograd function behind `convert_differentiably`: planned changes of layout, and their adjoints on the
+    gradients. All are started before the first is waited for, in both passes."""
 
     @staticmethod
     def forward(ctx, communicator, conversions, coming, *tensors):
-        """Return the tensors converted to other layouts by the plan's forward steps; `coming`: see `apply`."""
+        """Return the tensors converted to other layouts by the plan's forward steps; `coming`: see
+        `convert_differentiably`."""
         ctx.communicator, ctx.conversions = communicator, conversions
         ctx.set_materialize_grads(False)  # of a tensor that is only read nothing moves back
         triples = zip(tensors, conversions, coming, strict=True)
         started = [c or convert(communicator, x, conversion.forward) for x, conversion, c in triples]
-        found = [c.wait() for c in started]
-        return tuple(out.view_as(out) if out is x else out for x, out in zip(tensors, found, strict=True))
+        converted = [c.wait() for c in started]
+        return tuple(out.view_as(out) if out is x else out for x, out in zip(tensors, converted, strict=True))
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -197,7 +214,7 @@ class _Convert(torch.autograd.Function):
         return None, None, None, *(c and c.wait() for c in started)
 
 
-def apply(
+def convert_differentiably(
     communicator: Communicator,
     tensors: Sequence[Tensor],
     conversions: Sequence[Conversion],
@@ -205,13 +222,13 @@ def apply(
 ) -> list[Tensor]:
     """Convert local tensors to other layouts differentiably, together: each conversion's `forward` steps act on its
     tensor's value, its `backward` steps on the gradient. `coming`: the values whose conversion has been started."""
-    found, coming = list(tensors), coming or [None] * len(tensors)
+    converted, coming = list(tensors), coming or [None] * len(tensors)
     moved = [i for i, conversion in enumerate(conversions) if conversion.forward or conversion.backward]
     if moved:
-        given = [[every[i] for i in moved] for every in (conversions, coming, tensors)]
-        for i, out in zip(moved, _Convert.apply(communicator, *given[:2], *given[2]), strict=True):
-            found[i] = out
-    return found
+        moved_arguments = [[every[i] for i in moved] for every in (conversions, coming, tensors)]
+        for i, out in zip(moved, _Convert.apply(communicator, *moved_arguments[:2], *moved_arguments[2]), strict=True):
+            converted[i] = out
+    return converted
 
 
 # Tensors that several ranks of a stage replicate, kept or sent as one part per rank and gathered again: equal parts of
@@ -225,16 +242,16 @@ def keep_part(communicator: Communicator, x: Tensor, axes: Sequence[str], elemen
 
     Returns x itself if `axes` is empty or x is absent (empty).
     """
-    if not axes or absent(x):
+    if not axes or is_absent(x):
         return x
-    parts = communicator.mesh.extent(axes)
-    return flatten_padded(x, parts * elements).view(parts, -1)[communicator.index(axes)].clone()
+    parts = communicator.mesh.count_ranks(axes)
+    return flatten_padded(x, parts * elements).view(parts, -1)[communicator.group_index(axes)].clone()
 
 
 def gather_parts(communicator: Communicator, part: Tensor, axes: tuple[str, ...], shape: Sequence[int]) -> Tensor:
     """Gather the parts that `keep_part` made of equal tensors into the whole tensor of `shape`, on every rank along
     `axes`. Returns `part` itself if `axes` is empty or the part is absent (empty)."""
-    if not axes or absent(part):
+    if not axes or is_absent(part):
         return part
     return unflatten_padded(convert(communicator, part, [Step("all_gather", axes)]).wait(), shape)
 

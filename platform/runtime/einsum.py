@@ -11,20 +11,26 @@ from torch import Tensor
 
 from platform.plan.operation_plan import JOINS_GRADIENTS, EinsumGroup
 from platform.runtime.communicator import Communicator
-from platform.runtime.conversion import Pending, absent, apply, convert
+from platform.runtime.conversion import Pending, convert, convert_differentiably, is_absent
 from platform.runtime.flat_buffers import Neighbours
 from platform.runtime.products import (
     Dims,
     Groups,
-    grouped_einsum,
-    grouped_turns,
-    in_turn,
-    local_einsum,
-    summa,
+    compute_by_summa,
+    compute_in_turn,
+    einsum_function_of_groups,
+    einsum_starter_of_groups,
+    local_einsum_function,
     sums_of_groups,
 )
 from platform.runtime.residency import Operands
-from platform.runtime.statistics import accumulates, add_computed, add_gradient, add_total, widened
+from platform.runtime.statistics import (
+    add_computed_gradient,
+    add_gradient,
+    add_small_gradient,
+    can_accumulate,
+    widen_dtype,
+)
 
 Deferred = list[Callable[[], None]]  # each computes and accumulates gradients of parameters when called
 Tensors = Sequence[Tensor | None]
@@ -63,26 +69,26 @@ class _Einsums(torch.autograd.Function):
         operands, biases = tensors[: len(group.einsums)], tensors[len(group.einsums) :]
         communicator = coming.communicator
         ctx.coming, ctx.group, ctx.deferred, ctx.counts = coming, group, deferred, counts
-        ctx.leaves = [t if accumulates(t) else None for t in tensors]
-        ctx.joined = joined = _joined(group, x, ctx.leaves)
+        ctx.leaves = [t if can_accumulate(t) else None for t in tensors]
+        ctx.joined = joined = _join_weights(group, x, ctx.leaves)
         if joined:
-            whole = convert(communicator, x, group.x.forward).wait()
-            ctx.save_for_backward(x if group.regathered else whole, *operands)
-            return tuple(map(x.new_empty, left_out)) if left_out else joined.outputs(whole, operands)
+            converted_x = convert(communicator, x, group.x.forward).wait()
+            ctx.save_for_backward(x if group.regathered else converted_x, *operands)
+            return tuple(map(x.new_empty, left_out)) if left_out else joined.compute_outputs(converted_x, operands)
         regathered = [group.regathered, *(e.regathered for e in group.einsums)]
         stored = (x, *operands)
-        arriving = coming.take(operands)
+        arriving = coming.start_conversions(operands)
         x = convert(communicator, x, group.x.forward).wait()
         local = [c.wait() for c in arriving]
-        coming.onward()
+        coming.start_next_conversions()
         saved = (s if again else t for s, t, again in zip(stored, (x, *local), regathered, strict=True))
         if left_out:
             ctx.save_for_backward(*saved)
             return tuple(map(x.new_empty, left_out))
-        read, *factors = map(widened, (x, *local)) if group.wide else (x, *local)
-        made = _outputs(counts, group, read, factors, biases or [None] * len(local))
+        read, *factors = map(widen_dtype, (x, *local)) if group.has_wide_dtype else (x, *local)
+        products = _compute_products(counts, group, read, factors, biases or [None] * len(local))
         leaving = [
-            convert(communicator, y, e.output.forward, owned=True) for y, e in zip(made, group.einsums, strict=True)
+            convert(communicator, y, e.output.forward, owned=True) for y, e in zip(products, group.einsums, strict=True)
         ]
         ctx.save_for_backward(*saved)
         return tuple(c.wait() for c in leaving)
@@ -94,31 +100,33 @@ class _Einsums(torch.autograd.Function):
         x, *operands = ctx.saved_tensors
         communicator, group = ctx.coming.communicator, ctx.group
         coming = [convert(communicator, g, e.output.backward) for g, e in zip(gradients, group.einsums, strict=True)]
-        regathered = ctx.coming.take(operands, back=True)
+        regathered = ctx.coming.start_conversions(operands, back=True)
         if group.regathered:
             x = convert(communicator, x, group.x.forward).wait()
         x = x.detach()  # what is deferred would keep the graph behind it, and the leaves there with their gradients
         operands = [c.wait() for c in regathered]
         local = [c.wait().contiguous() for c in coming]  # read twice; that of a query is not in attention's order
-        ctx.coming.onward(back=True)
+        ctx.coming.start_next_conversions(back=True)
         needed = ctx.needs_input_grad[6:]
-        rest = partial(_operand_gradients, communicator, group, ctx.leaves, needed, x, local, ctx.counts)
+        compute_leaf_gradients = partial(
+            _compute_operand_gradients, communicator, group, ctx.leaves, needed, x, local, ctx.counts
+        )
         together = None
         if ctx.joined and JOINS_GRADIENTS.get(x.device.type, True):
             together = torch.cat([g.flatten(x.dim() - 1).flatten(0, -2) for g in local], 1)
-            rest = partial(ctx.joined.add_gradients, x, together)
+            compute_leaf_gradients = partial(ctx.joined.add_gradients, x, together)
         dx = None
         if ctx.needs_input_grad[5]:
             if together is not None:
-                total = ctx.joined.back(together, x.shape)
+                total = ctx.joined.compute_input_gradient(together, x.shape)
             else:
-                factors = [*map(widened, operands)] if group.wide else operands
-                total = _gradient_of_x(ctx.counts, group, local, factors)
+                factors = [*map(widen_dtype, operands)] if group.has_wide_dtype else operands
+                total = _compute_gradient_of_x(ctx.counts, group, local, factors)
             dx = convert(communicator, total.to(x.dtype), group.x.backward, owned=True)
         if ctx.deferred is None:
-            found = rest()
-            return None, None, None, None, None, dx if dx is None else dx.wait(), *found
-        ctx.deferred.append(torch.no_grad()(rest))
+            leaf_gradients = compute_leaf_gradients()
+            return None, None, None, None, None, dx if dx is None else dx.wait(), *leaf_gradients
+        ctx.deferred.append(torch.no_grad()(compute_leaf_gradients))
         return None, None, None, None, None, dx if dx is None else dx.wait(), *(None for _ in ctx.leaves)
 
 
@@ -130,46 +138,46 @@ class _Joined(NamedTuple):
     contracted: int
 
     @property
-    def matrix(self) -> Tensor:
+    def weight_matrix(self) -> Tensor:
         """Return the weights of an einsum group, adjacent in memory, as one local matrix [columns, contracted]."""
-        return self.weights.values.view(-1, self.contracted)
+        return self.weights.flat_compute_copies.view(-1, self.contracted)
 
-    def outputs(self, x: Tensor, operands: Tensors) -> Tensors:
+    def compute_outputs(self, x: Tensor, operands: Tensors) -> Tensors:
         """Multiply the local x [..., contracted] by all of an einsum group's weights; return a view per operand."""
-        rows, w = x.flatten(0, -2), self.matrix.t()
-        z = torch.addmm(self.biases.values, rows, w) if self.biases else rows @ w
+        rows, w = x.flatten(0, -2), self.weight_matrix.t()
+        z = torch.addmm(self.biases.flat_compute_copies, rows, w) if self.biases else rows @ w
         shapes = [w.shape[:-1] for w in operands if w is not None]
         parts = z.split([shape.numel() for shape in shapes], 1)
         return tuple(part.view(*x.shape[:-1], *shape) for part, shape in zip(parts, shapes, strict=True))
 
-    def back(self, gradient: Tensor, shape: Sequence[int]) -> Tensor:
+    def compute_input_gradient(self, gradient: Tensor, shape: Sequence[int]) -> Tensor:
         """Return the gradient of an einsum group's x, of `shape`, from the joined product's [rows, columns]."""
-        return (gradient @ self.matrix).view(shape)
+        return (gradient @ self.weight_matrix).view(shape)
 
     def add_gradients(self, x: Tensor, gradient: Tensor) -> Tensors:
         """Add the gradients of an einsum group's weights and biases to their sums; return a None for each."""
-        product = local_einsum(("rows", "contracted"), ("rows", "columns"), ("columns", "contracted"))
+        product = local_einsum_function(("rows", "contracted"), ("rows", "columns"), ("columns", "contracted"))
         rows, shape = x.flatten(0, -2), (gradient.shape[1], self.contracted)
-        self.weights.add(lambda into, fresh: product(rows, gradient, into=into.view(shape), fresh=fresh))
+        self.weights.add_gradients(lambda into, fresh: product(rows, gradient, into=into.view(shape), fresh=fresh))
         if self.biases:
-            self.biases.add_total(partial(torch.sum, gradient, 0))
+            self.biases.add_small_gradients(partial(torch.sum, gradient, 0))
         return [None] * (len(self.weights.names) * (2 if self.biases else 1))
 
 
-def _joined(group: EinsumGroup, x: Tensor, leaves: Tensors) -> _Joined | None:
+def _join_weights(group: EinsumGroup, x: Tensor, leaves: Tensors) -> _Joined | None:
     """Return an einsum group's weights as one local matrix and its biases as one vector, if its `leaves` lie one after
     another in memory; else None."""
     count = len(group.einsums)
-    if absent(x) or not group.joinable:
+    if is_absent(x) or not group.can_join_operands:
         return None
-    weights, biases = Neighbours.of(leaves[:count]), Neighbours.of(leaves[count:])
+    weights, biases = Neighbours.find_neighbours(leaves[:count]), Neighbours.find_neighbours(leaves[count:])
     last = leaves[0]
     if weights is None or last is None or (biases is None and len(leaves) > count):
         return None
     return _Joined(weights, biases, last.shape[-1])
 
 
-def _operand_gradients(
+def _compute_operand_gradients(
     communicator: Communicator,
     group: EinsumGroup,
     leaves: Tensors,
@@ -183,36 +191,36 @@ def _operand_gradients(
     the result); of the others, the `needed` ones are returned."""
     count = len(group.einsums)
     pending: list[Pending | None] = []
-    read = widened(x) if group.wide else x
+    read = widen_dtype(x) if group.has_wide_dtype else x
     straight = not any(e.operand.backward for e in group.einsums)
-    together = Neighbours.of(leaves[:count]) if counts and straight else None
+    together = Neighbours.find_neighbours(leaves[:count]) if counts and straight else None
     if counts and together:
-        together.add(partial(_gradients_of_rows, counts, group, leaves, read, gradients))
+        together.add_gradients(partial(_add_gradients_of_rows, counts, group, leaves, read, gradients))
         pending += [None] * count
     for e, g, w, n in zip(group.einsums[len(pending) :], gradients, leaves, needed, strict=False):
-        product = partial(_product(counts, e.x_dims, e.out_dims, e.dims), read, g, None)
+        product = partial(_product_function(counts, e.x_dims, e.out_dims, e.dims), read, g, None)
         if w is not None and not e.operand.backward:
-            add_computed(w, product)
+            add_computed_gradient(w, product)
             pending.append(None)
         else:
             steps = e.operand.backward
             pending.append(convert(communicator, product().to(x.dtype), steps, owned=True) if n else None)
-    found: list[Tensor | None] = []
+    computed_gradients: list[Tensor | None] = []
     for t, coming in zip(leaves, pending, strict=False):
         computed = coming.wait() if coming else None
         if t is not None and computed is not None:
             add_gradient(t, computed)
-        found.append(computed if t is None else None)
+        computed_gradients.append(computed if t is None else None)
     for e, g, t, n in zip(group.einsums, gradients, leaves[count:], needed[count:], strict=False):
         total = partial(torch.sum, g, [i for i, d in enumerate(e.out_dims) if d not in e.dims])  # what a bias lacks
         total = partial(sums_of_groups, counts, g) if counts else total
-        if n and t is not None and not absent(g):
-            add_total(t, total)
-        found.append(total() if n and t is None and not absent(g) else None)
-    return found
+        if n and t is not None and not is_absent(g):
+            add_small_gradient(t, total)
+        computed_gradients.append(total() if n and t is None and not is_absent(g) else None)
+    return computed_gradients
 
 
-def einsums(
+def compute_einsums(
     coming: Operands,
     x: Tensor,
     operands: Sequence[Tensor],
@@ -231,38 +239,40 @@ def einsums(
     communicator, group = coming.communicator, coming.group
     if group.panels:
         assert not biases
-        return summa(communicator, group, apply(communicator, [x], [group.x])[0], operands)
-    if group.local and not group.wide and not any(w.is_leaf for w in operands):  # activations
+        return compute_by_summa(communicator, group, convert_differentiably(communicator, [x], [group.x])[0], operands)
+    if group.is_local and not group.has_wide_dtype and not any(w.is_leaf for w in operands):  # activations
         triples = zip(operands, group.einsums, biases or [None] * len(operands), strict=True)  # type: ignore[list-item]
-        return [local_einsum(e.x_dims, e.dims, e.out_dims)(x, w, bias) for w, e, bias in triples]
+        return [local_einsum_function(e.x_dims, e.dims, e.out_dims)(x, w, bias) for w, e, bias in triples]
     return _Einsums.apply(coming, group, deferred, counts, left_out, x, *operands, *biases)
 
 
-def _outputs(
+def _compute_products(
     counts: Groups | None, group: EinsumGroup, x: Tensor, operands: Tensors, biases: Tensors
 ) -> Iterable[Tensor]:
     """Return the products of a group of einsums of x: each computed when it is asked for, of experts' rows in turn."""
     triples = zip(operands, biases, group.einsums, strict=True)
     if counts is None:
-        return (local_einsum(e.x_dims, e.dims, e.out_dims)(x, w, b) for w, b, e in triples)
-    return in_turn([grouped_turns(counts, e.x_dims, e.dims, e.out_dims)(x, w, b) for w, b, e in triples])
+        return (local_einsum_function(e.x_dims, e.dims, e.out_dims)(x, w, b) for w, b, e in triples)
+    return compute_in_turn(
+        [einsum_starter_of_groups(counts, e.x_dims, e.dims, e.out_dims)(x, w, b) for w, b, e in triples]
+    )
 
 
-def _gradient_of_x(counts: Groups | None, group: EinsumGroup, gradients: Tensors, operands: Tensors) -> Tensor:
+def _compute_gradient_of_x(counts: Groups | None, group: EinsumGroup, gradients: Tensors, operands: Tensors) -> Tensor:
     """Return the gradient of a group's x, the sum of the products of the outputs' `gradients` with the operands."""
     total: Any = None
     started = []
     for g, w, e in zip(gradients, operands, group.einsums, strict=True):
         if counts is None:
-            total = local_einsum(e.out_dims, e.dims, e.x_dims)(g, w, into=total)
+            total = local_einsum_function(e.out_dims, e.dims, e.x_dims)(g, w, into=total)
         else:
-            started.append(grouped_turns(counts, e.out_dims, e.dims, e.x_dims)(g, w, into=total))
+            started.append(einsum_starter_of_groups(counts, e.out_dims, e.dims, e.x_dims)(g, w, into=total))
             total = started[-1][0]
-    in_turn(started)
+    compute_in_turn(started)
     return total
 
 
-def _gradients_of_rows(
+def _add_gradients_of_rows(
     counts: Groups,
     group: EinsumGroup,
     leaves: Tensors,
@@ -275,15 +285,15 @@ def _gradients_of_rows(
     another, or overwrite it if `fresh`; return it."""
     shapes = [w.shape for w, _ in zip(leaves, group.einsums, strict=False) if w is not None]
     parts = zip(into.split([shape.numel() for shape in shapes]), shapes, group.einsums, gradients, strict=True)
-    in_turn(
+    compute_in_turn(
         [
-            grouped_turns(counts, e.x_dims, e.out_dims, e.dims)(x, g, None, part.view(shape), fresh)
+            einsum_starter_of_groups(counts, e.x_dims, e.out_dims, e.dims)(x, g, None, part.view(shape), fresh)
             for part, shape, e, g in parts
         ]
     )
     return into
 
 
-def _product(counts: Groups | None, a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
+def _product_function(counts: Groups | None, a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
     """Return the product function of local tensors with dims `a` and `b` into dims `out`; of rows by their `counts`."""
-    return local_einsum(a, b, out) if counts is None else grouped_einsum(counts, a, b, out)
+    return local_einsum_function(a, b, out) if counts is None else einsum_function_of_groups(counts, a, b, out)

@@ -17,7 +17,7 @@ from torch import Tensor
 from platform.plan.model_types import Router
 from platform.plan.scheme import Lent
 from platform.runtime.communicator import Communicator
-from platform.runtime.statistics import accumulates, add_computed, widened
+from platform.runtime.statistics import add_computed_gradient, can_accumulate, widen_dtype
 
 # Gated activations of experts' rows, which are not compiled, as each pass has another number of them: few tensors are
 # made and kept.
@@ -55,37 +55,37 @@ def sum_of_rows(rows: Tensor, at: Tensor, weights: Tensor) -> Tensor:
     whose type they are added, one place after the other. Where an index is -1, the weight is 0."""
     at = at.clamp_min(0)
     if weights.dtype == rows.dtype:
-        found = F.embedding_bag(at.flatten(0, -2), rows, mode="sum", per_sample_weights=weights.flatten(0, -2))
-        return found.view(*at.shape[:-1], rows.shape[-1])
+        sums = F.embedding_bag(at.flatten(0, -2), rows, mode="sum", per_sample_weights=weights.flatten(0, -2))
+        return sums.view(*at.shape[:-1], rows.shape[-1])
     total = torch.zeros((*at.shape[:-1], rows.shape[-1]), dtype=weights.dtype, device=rows.device)
     for index, weight in zip(at.unbind(-1), weights.unbind(-1), strict=True):
-        total.addcmul_(_rows(rows, index).to(total.dtype), weight.unsqueeze(-1))
+        total.addcmul_(_select_rows(rows, index).to(total.dtype), weight.unsqueeze(-1))
     return total.to(rows.dtype)
 
 
-def weighted_rows(rows: Tensor, at: Tensor, weights: Tensor) -> Tensor:
+def weigh_rows(rows: Tensor, at: Tensor, weights: Tensor) -> Tensor:
     """Return the `rows` [n, d] at the indices `at` [m], times `weights` [m], in the type of the rows."""
     if weights.dtype == rows.dtype:
         return sum_of_rows(rows, at.unsqueeze(-1), weights.unsqueeze(-1))
-    found = rows.index_select(0, at)
-    found *= weights.unsqueeze(-1)
-    return found
+    products = rows.index_select(0, at)
+    products *= weights.unsqueeze(-1)
+    return products
 
 
 def products_of_rows(rows: Tensor, at: Tensor, factors: Tensor) -> Tensor:
     """Return the gradient [.., places] of the weights of `sum_of_rows`, in the type of statistics: scalar products of
     the rows at the indices `at` with `factors` [.., d], the sum's gradient; index -1 stands for any row."""
     at = at.clamp_min(0)
-    if widened(rows) is not rows:
-        found = [(widened(_rows(rows, index)) * widened(factors)).sum(-1) for index in at.unbind(-1)]
-        return torch.stack(found, -1)
+    if widen_dtype(rows) is not rows:
+        products = [(widen_dtype(_select_rows(rows, index)) * widen_dtype(factors)).sum(-1) for index in at.unbind(-1)]
+        return torch.stack(products, -1)
     begins = torch.arange(0, at.numel(), at.shape[-1], device=at.device)
     owner = torch.arange(len(begins), device=at.device).repeat_interleave(at.shape[-1], output_size=at.numel())
     kernel = torch.ops.aten._embedding_bag_per_sample_weights_backward  # torch differentiates its own sum by it
     return kernel(factors.reshape(-1, rows.shape[-1]), rows, at.flatten(), begins, owner, 0).view(at.shape)
 
 
-def _rows(rows: Tensor, at: Tensor) -> Tensor:
+def _select_rows(rows: Tensor, at: Tensor) -> Tensor:
     """Return the rows [n, d] at the indices `at`, as a tensor [*at, d]."""
     return rows.index_select(0, at.flatten()).view(*at.shape, -1)
 
@@ -106,34 +106,34 @@ class Seats(NamedTuple):
     lent: Lent = ()
 
     @property
-    def experts(self) -> list[int]:
+    def seat_experts(self) -> list[int]:
         """Return the numbers of the experts in all seats, rank after rank, with -1 in an empty seat."""
-        own = [[*range(first, first + self.each)] for first in self.first]
-        every = [expert for there in own for expert in there]
-        lent = [[every[i] for i in there] for there in self.lent] or [[] for _ in own]
-        pairs = zip(own, lent, strict=True)
-        return [e for here, more in pairs for e in (*here, *more, *[EMPTY] * (self.more - len(more)))]
+        experts_by_rank = [[*range(first, first + self.each)] for first in self.first]
+        every = [expert for rank_experts in experts_by_rank for expert in rank_experts]
+        lent = [[every[i] for i in rank_experts] for rank_experts in self.lent] or [[] for _ in experts_by_rank]
+        pairs = zip(experts_by_rank, lent, strict=True)
+        return [e for own_experts, more in pairs for e in (*own_experts, *more, *[EMPTY] * (self.more - len(more)))]
 
-    def places(self, experts: int) -> list[list[int]]:
+    def seats_by_expert(self, experts: int) -> list[list[int]]:
         """Return for each of `experts` the seats that tokens of this rank may have there: its own alone, if there is
         one; [] for experts of none of these ranks."""
-        found: list[list[int]] = [[] for _ in range(experts)]
-        for seat, expert in enumerate(self.experts):
+        expert_seats: list[list[int]] = [[] for _ in range(experts)]
+        for seat, expert in enumerate(self.seat_experts):
             if expert != EMPTY:
-                found[expert].append(seat)
+                expert_seats[expert].append(seat)
         width = self.each + self.more
-        own = range(self.own * width, (self.own + 1) * width)
-        return [[seat for seat in seats if seat in own] or seats for seats in found]
+        own_seats = range(self.own * width, (self.own + 1) * width)
+        return [[seat for seat in seats if seat in own_seats] or seats for seats in expert_seats]
 
 
 class Counts(NamedTuple):
     """Rows of a pass on a rank: how many, and of which tokens.
 
     `each`: rows of each of this rank's experts, and `ends`: where they end, int32 [experts]. `sent`, `received`: rows
-    to and from each rank of the group along `axes`; `given`: rows for each expert of `Seats.experts`. Of the rows that
-    this rank sends, `pair` is the (token, place) as an index of `lies` [tokens, chosen]: the row of each token's place,
-    -1: none, whose expert is in `which`. `order`: which received row is where, and `back`: where each is, None if they
-    lie expert by expert.
+    to and from each rank of the group along `axes`; `given`: rows for each expert of `Seats.seat_experts`. Of the rows
+    that this rank sends, `pair` is the (token, place) as an index of `lies` [tokens, chosen]: the row of each token's
+    place, -1: none, whose expert is in `which`. `order`: which received row is where, and `back`: where each is, None
+    if they lie expert by expert.
     """
 
     axes: tuple[str, ...]
@@ -149,144 +149,155 @@ class Counts(NamedTuple):
     back: Tensor | None
 
     @property
-    def token(self) -> Tensor:
+    def row_tokens(self) -> Tensor:
         """Return the token of each row that this rank sends, int64 [rows]."""
         return self.pair.div(self.lies.shape[1], rounding_mode="floor")
 
 
-def count(communicator: Communicator, weights: Tensor, seats: Seats, chosen: int) -> Counts:
+def count_rows(communicator: Communicator, weights: Tensor, seats: Seats, chosen: int) -> Counts:
     """Count the rows of tokens with `weights` [length, batch, experts] of their experts, at most `chosen`, where a
     weight is not 0, for the experts of `seats`. Ranks exchange the numbers of rows first."""
     goes, device = weights.flatten(0, 1) != 0, weights.device
     experts, n, each = goes.shape[1], len(seats.first), seats.each + seats.more
-    place, places = _served(seats, experts, device)
+    seats_of_expert, seat_counts = _serving_seats(seats, experts, device)
     # the experts of a token in their order, so that what they make is added in it
     order, which = (goes * torch.arange(experts, 0, -1, device=device)).topk(min(chosen, experts), -1)
     if seats.lent:  # the rows of an expert go to each of its seats in turn
-        turn = ((goes.cumsum(0) - 1).gather(-1, which) + seats.own) % places[which]
-        taken = place[which, turn]
+        turn = ((goes.cumsum(0) - 1).gather(-1, which) + seats.own) % seat_counts[which]
+        taken = seats_of_expert[which, turn]
     else:
-        taken = place[which, 0]
+        taken = seats_of_expert[which, 0]
     taken = taken.masked_fill_(order == 0, n * each).flatten()
     _, pair = taken.sort(stable=True)
-    given = torch.zeros(n * each + 1, dtype=torch.int64, device=device).index_add_(0, taken, torch.ones_like(taken))
-    given = given[:-1].view(n, each)
-    got = communicator.launch("all_to_all", given, seats.axes, name="rows of experts").wait() if seats.axes else given
-    numbers = [int(number) for number in communicator.read(torch.cat([given, got]).flatten())]
+    sent_counts = torch.zeros(n * each + 1, dtype=torch.int64, device=device).index_add_(
+        0, taken, torch.ones_like(taken)
+    )
+    sent_counts = sent_counts[:-1].view(n, each)
+    received_counts = (
+        communicator.launch("all_to_all", sent_counts, seats.axes, name="rows of experts").wait()
+        if seats.axes
+        else sent_counts
+    )
+    numbers = [int(number) for number in communicator.read_numbers(torch.cat([sent_counts, received_counts]).flatten())]
     sent, received = ([numbers[i : i + each] for i in range(at, at + n * each, each)] for at in (0, n * each))
-    rows, there = sum(numbers[: n * each]), sum(numbers[n * each :])
+    rows, received_rows = sum(numbers[: n * each]), sum(numbers[n * each :])
     mixed = min(n, each) > 1
     lies = torch.empty_like(pair).scatter_(0, pair, torch.arange(pair.numel(), device=device))
     return Counts(
         seats.axes,
         [sum(of_ranks) for of_ranks in zip(*received, strict=True)],
-        got.sum(0).cumsum(0).to(torch.int32),
+        received_counts.sum(0).cumsum(0).to(torch.int32),
         list(map(sum, sent)),
         list(map(sum, received)),
         numbers[: n * each],
         pair[:rows].clone(),
         lies.masked_fill_(lies >= rows, -1).view(which.shape),
         which,
-        _reordered(got, there) if mixed else None,
-        _reordered(got.t(), there) if mixed else None,
+        _expert_order(received_counts, received_rows) if mixed else None,
+        _expert_order(received_counts.t(), received_rows) if mixed else None,
     )
 
 
 @lru_cache(maxsize=1024)
-def _served(seats: Seats, experts: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _serving_seats(seats: Seats, experts: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the seats [experts, most] in which each expert has rows, and how many seats each has [experts]."""
     # made on the device, of few kernels: a table of the host's would make it wait
-    places, width = seats.places(experts), seats.each + seats.more
+    places, width = seats.seats_by_expert(experts), seats.each + seats.more
     most = max(1, *map(len, places))
     at = torch.full((experts, most), len(seats.first) * width, device=device)
     count = torch.ones(experts, dtype=torch.int64, device=device)
     for rank, first in enumerate(seats.first):
         at[first : first + seats.each, 0] = torch.arange(rank * width, rank * width + seats.each, device=device)
         for expert in range(first, first + seats.each):
-            if (found := places[expert]) != [rank * width + expert - first]:  # which is lent
-                count[expert] = len(found)
-                for number, seat in enumerate(found):
+            if (expert_seats := places[expert]) != [rank * width + expert - first]:  # which is lent
+                count[expert] = len(expert_seats)
+                for number, seat in enumerate(expert_seats):
                     at[expert, number] = seat
     return at, count
 
 
-def _reordered(got: Tensor, rows: int) -> Tensor:
-    """Return the index [rows] that orders rows by expert; `got` [ranks, experts]: numbers in which they lie by rank."""
-    ends = got.flatten().cumsum(0).view(got.shape).t().flatten()
-    lengths = got.t().flatten()
+def _expert_order(received_counts: Tensor, rows: int) -> Tensor:
+    """Return the index [rows] that orders rows by expert; `received_counts` [ranks, experts]: numbers in which they lie
+    by rank."""
+    ends = received_counts.flatten().cumsum(0).view(received_counts.shape).t().flatten()
+    lengths = received_counts.t().flatten()
     first = ends - lengths.cumsum(0)  # of a stretch: where it came, less where it goes
-    return torch.arange(rows, device=got.device) + first.repeat_interleave(lengths, output_size=rows)
+    return torch.arange(rows, device=received_counts.device) + first.repeat_interleave(lengths, output_size=rows)
 
 
-def _there(communicator: Communicator, rows: Tensor, counts: Counts) -> Tensor:
+def _send_to_experts(communicator: Communicator, rows: Tensor, counts: Counts) -> Tensor:
     """Send rows from the ranks of tokens to the ranks of experts; return rows in the order of the experts."""
     if counts.axes:
-        rows = communicator.deal(rows, counts.sent, counts.received, counts.axes, name="rows to experts").wait()
+        rows = communicator.launch_all_to_allv(
+            rows, counts.sent, counts.received, counts.axes, name="rows to experts"
+        ).wait()
     return rows if counts.order is None else rows.index_select(0, counts.order)
 
 
-def _back(communicator: Communicator, rows: Tensor, counts: Counts) -> Tensor:
-    """Send rows back to the ranks of their tokens, the reverse of `_there` and its adjoint."""
+def _send_back(communicator: Communicator, rows: Tensor, counts: Counts) -> Tensor:
+    """Send rows back to the ranks of their tokens, the reverse of `_send_to_experts` and its adjoint."""
     if counts.back is not None:
         rows = rows.index_select(0, counts.back)
     if counts.axes:
-        rows = communicator.deal(rows, counts.received, counts.sent, counts.axes, name="rows of tokens").wait()
+        rows = communicator.launch_all_to_allv(
+            rows, counts.received, counts.sent, counts.axes, name="rows of tokens"
+        ).wait()
     return rows
 
 
-def _some(rows: Tensor) -> Tensor:
+def _rows_or_zeros(rows: Tensor) -> Tensor:
     """Return the rows, or one of zeros for a rank that has none, where no index means one."""
     return rows if len(rows) else rows.new_zeros(1, rows.shape[1])
 
 
 class _Dispatch(torch.autograd.Function):
-    """Autograd function of `to_experts`."""
+    """Autograd function of `dispatch_rows`."""
 
     @staticmethod
     def forward(ctx, x, communicator, counts):
         """Return the rows of this rank's experts."""
         ctx.communicator, ctx.counts, ctx.shape = communicator, counts, x.shape
-        return _there(communicator, x.flatten(0, 1).index_select(0, counts.token), counts)
+        return _send_to_experts(communicator, x.flatten(0, 1).index_select(0, counts.row_tokens), counts)
 
     @staticmethod
     def backward(ctx, gradient):
         """Return the sum of a token's gradients from all its rows."""
-        rows = _back(ctx.communicator, gradient.contiguous(), ctx.counts)
+        rows = _send_back(ctx.communicator, gradient.contiguous(), ctx.counts)
         lies = ctx.counts.lies
-        return sum_of_rows(_some(rows), lies, (lies >= 0).to(rows.dtype)).view(ctx.shape), None, None
+        return sum_of_rows(_rows_or_zeros(rows), lies, (lies >= 0).to(rows.dtype)).view(ctx.shape), None, None
 
 
-def to_experts(communicator: Communicator, x: Tensor, counts: Counts) -> Tensor:
+def dispatch_rows(communicator: Communicator, x: Tensor, counts: Counts) -> Tensor:
     """Return the tokens x [length, batch, d] as rows of this rank's experts [rows, d], expert after expert."""
     return _Dispatch.apply(x, communicator, counts)
 
 
 class _Combine(torch.autograd.Function):
-    """Autograd function of `from_experts`, which adds in the type of statistics, in the order of the experts."""
+    """Autograd function of `combine_rows`, which adds in the type of statistics, in the order of the experts."""
 
     @staticmethod
     def forward(ctx, y, weights, communicator, counts):
         """Return the weighted sum, for each token, of its rows."""
-        rows = _back(communicator, y, counts)
+        rows = _send_back(communicator, y, counts)
         ctx.communicator, ctx.counts = communicator, counts
         ctx.save_for_backward(rows, weights)
-        by_place = widened(weights.flatten(0, 1).gather(-1, counts.which)).masked_fill_(counts.lies < 0, 0)
-        return sum_of_rows(_some(rows), counts.lies, by_place).view(*weights.shape[:2], -1)
+        by_place = widen_dtype(weights.flatten(0, 1).gather(-1, counts.which)).masked_fill_(counts.lies < 0, 0)
+        return sum_of_rows(_rows_or_zeros(rows), counts.lies, by_place).view(*weights.shape[:2], -1)
 
     @staticmethod
     def backward(ctx, gradient):
         """Return the gradients of the rows and of the weights."""
         rows, weights = ctx.saved_tensors
         counts, gradient = ctx.counts, gradient.flatten(0, 1)
-        found = products_of_rows(_some(rows), counts.lies, gradient).masked_fill_(counts.lies < 0, 0)
-        of_weights = torch.zeros(weights.shape, dtype=found.dtype, device=rows.device)
-        of_weights.flatten(0, 1).scatter_add_(-1, counts.which, found)
+        place_gradients = products_of_rows(_rows_or_zeros(rows), counts.lies, gradient).masked_fill_(counts.lies < 0, 0)
+        of_weights = torch.zeros(weights.shape, dtype=place_gradients.dtype, device=rows.device)
+        of_weights.flatten(0, 1).scatter_add_(-1, counts.which, place_gradients)
         by_place = weights.flatten(0, 1).gather(-1, counts.which).flatten()
-        of_rows = weighted_rows(gradient, counts.token, by_place.index_select(0, counts.pair))
-        return _there(ctx.communicator, of_rows, counts), of_weights.to(weights.dtype), None, None
+        of_rows = weigh_rows(gradient, counts.row_tokens, by_place.index_select(0, counts.pair))
+        return _send_to_experts(ctx.communicator, of_rows, counts), of_weights.to(weights.dtype), None, None
 
 
-def from_experts(communicator: Communicator, y: Tensor, weights: Tensor, counts: Counts) -> Tensor:
+def combine_rows(communicator: Communicator, y: Tensor, weights: Tensor, counts: Counts) -> Tensor:
     """Return the sum [length, batch, d] of each token's rows in y [rows, d], times their `weights`."""
     return _Combine.apply(y, weights, communicator, counts)
 
@@ -300,7 +311,7 @@ def from_experts(communicator: Communicator, y: Tensor, weights: Tensor, counts:
 Rows = Mapping[str, Tensor]  # states of a layer [experts] by role, see `platform.plan.model_types.STATES`
 
 
-def route(
+def route_tokens(
     scores: Tensor, real: Tensor, router: Router, slots: int, rows: Rows | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weights [length, batch, experts] of each token's experts, its auxiliary loss [length, batch], both in
@@ -310,7 +321,7 @@ def route(
 
 
 @torch.no_grad()
-def settle(router: Router, rows: Rows, load: Tensor) -> None:
+def update_router_states(router: Router, rows: Rows, load: Tensor) -> None:
     """Update the states of a layer in place after a step in which `load` [experts] tokens chose each expert."""
     mean = load.sum() / len(load)
     if "choice" in rows:
@@ -320,17 +331,17 @@ def settle(router: Router, rows: Rows, load: Tensor) -> None:
 
 
 class _Route(torch.autograd.Function):
-    """Autograd function of `route`, which keeps the scores [length, batch, experts] and the choice, by which it routes
-    again in its backward pass. `real`: True where a token is no padding; `slots`: tokens of a sequence that an expert
-    takes; `rows`: states, which stay as they are until the end of a step."""
+    """Autograd function of `route_tokens`, which keeps the scores [length, batch, experts] and the choice, by which it
+    routes again in its backward pass. `real`: True where a token is no padding; `slots`: tokens of a sequence that an
+    expert takes; `rows`: states, which stay as they are until the end of a step."""
 
     @staticmethod
     def forward(ctx, scores, real, router, slots, rows):
         """Return the weights of the experts and the auxiliary loss of each token."""
-        best = _best(scores, router, rows)
+        best = _best_experts(scores, router, rows)
         ctx.save_for_backward(scores, real, best)
         ctx.rules = router, slots, rows
-        *results, counts = _routed(scores, real, router, slots, rows, best)
+        *results, counts = _compute_routing(scores, real, router, slots, rows, best)
         ctx.mark_non_differentiable(counts)
         return *results, counts
 
@@ -341,28 +352,30 @@ class _Route(torch.autograd.Function):
         router, slots, rows = ctx.rules
         with torch.enable_grad():
             scores = scores.detach().requires_grad_()
-            *found, _ = _routed(scores, real, router, slots, rows, best)
-        (gradient,) = torch.autograd.grad(found, scores, (of_weights, of_losses))
+            *outputs, _ = _compute_routing(scores, real, router, slots, rows, best)
+        (gradient,) = torch.autograd.grad(outputs, scores, (of_weights, of_losses))
         return gradient, None, None, None, None
 
 
-def _probabilities(scores: Tensor, router: Router) -> Tensor:
+def _expert_probabilities(scores: Tensor, router: Router) -> Tensor:
     """Return what a router's `scores` say of experts: the probabilities of all, or a sigmoid of each."""
     return scores.sigmoid() if router.function == "sigmoid" else scores.softmax(-1)
 
 
-def _routed(scores: Tensor, real: Tensor, router: Router, slots: int, rows: Rows, best: Tensor) -> tuple[Tensor, ...]:
-    """Compute `route` from the `best` experts of each token, by torch's functions, which autograd knows."""
+def _compute_routing(
+    scores: Tensor, real: Tensor, router: Router, slots: int, rows: Rows, best: Tensor
+) -> tuple[Tensor, ...]:
+    """Compute `route_tokens` from the `best` experts of each token, by torch's functions, which autograd knows."""
     experts, counted = scores.shape[-1], real.unsqueeze(-1)
-    probabilities = _probabilities(scores, router)
+    probabilities = _expert_probabilities(scores, router)
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, counted.expand_as(best))
     weights = probabilities * chosen
     if router.normalised:
         weights = weights / weights.sum(-1, keepdim=True).masked_fill(~counted, 1)
-    kept, each = chosen, chosen.sum(0)
+    accepted, tokens_per_expert = chosen, chosen.sum(0)
     if slots < len(scores):
-        kept = chosen & (chosen.cumsum(0) <= slots)
-        weights = weights * kept
+        accepted = chosen & (chosen.cumsum(0) <= slots)
+        weights = weights * accepted
     weights = weights if router.scale == 1 else weights * router.scale
     shares = probabilities
     if router.function == "sigmoid":
@@ -371,30 +384,32 @@ def _routed(scores: Tensor, real: Tensor, router: Router, slots: int, rows: Rows
         even = (rows["load"] * shares).sum(-1)
     else:
         tokens = real.sum(0).clamp_min(1).unsqueeze(-1)
-        load = each.to(scores.dtype) / tokens  # of each sequence: [batch, experts]
+        load = tokens_per_expert.to(scores.dtype) / tokens  # of each sequence: [batch, experts]
         even = (load * (shares * counted).sum(0) / tokens).sum(-1) * (experts / router.chosen)
     loss = router.balance * even
     if router.z:
         loss = loss + router.z * scores.logsumexp(-1).square()
-    counts = torch.stack([each.sum(0), each.sum(0) if kept is chosen else kept.sum((0, 1))])
+    counts = torch.stack(
+        [tokens_per_expert.sum(0), tokens_per_expert.sum(0) if accepted is chosen else accepted.sum((0, 1))]
+    )
     return weights, loss * real, counts
 
 
-def _best(scores: Tensor, router: Router, rows: Rows) -> Tensor:
+def _best_experts(scores: Tensor, router: Router, rows: Rows) -> Tensor:
     """Return the indices [length, batch, chosen] of the experts that are the most likely by the `scores` [length,
     batch, experts] and by what a layer's states `rows` add for the choice alone, in the groups that are."""
-    likely = _probabilities(scores, router)
+    likely = _expert_probabilities(scores, router)
     likely = likely + rows["choice"] if "choice" in rows else likely
     if router.groups_kept < router.groups:
         by_group = likely.unflatten(-1, (router.groups, -1))
         groups = by_group.topk(router.group_best, -1).values.sum(-1)
-        kept = groups.topk(router.groups_kept, -1).indices
-        left = torch.ones_like(groups, dtype=torch.bool).scatter_(-1, kept, False)
-        likely = by_group.masked_fill(left.unsqueeze(-1), -torch.inf).flatten(-2)
+        best_groups = groups.topk(router.groups_kept, -1).indices
+        is_left_out = torch.ones_like(groups, dtype=torch.bool).scatter_(-1, best_groups, False)
+        likely = by_group.masked_fill(is_left_out.unsqueeze(-1), -torch.inf).flatten(-2)
     return likely.topk(router.chosen, -1).indices
 
 
-def _places(weights: Tensor, slots: int, chosen: int) -> tuple[Tensor, Tensor]:
+def _slot_places(weights: Tensor, slots: int, chosen: int) -> tuple[Tensor, Tensor]:
     """Return which token lies in each slot, int64 [experts, batch, slots], and in which slots each token lies, int64
     [length, batch, chosen] as indices of the former's elements; -1 for none. `weights`: [length, batch, experts]."""
     length, batch, experts = weights.shape
@@ -410,22 +425,23 @@ def _places(weights: Tensor, slots: int, chosen: int) -> tuple[Tensor, Tensor]:
     return held[:-1].view(experts, batch, slots), lies
 
 
-def _tokens(held: Tensor) -> Tensor:
+def _slot_tokens(held: Tensor) -> Tensor:
     """Return the token in each slot [experts, batch, slots] as its row among the tokens [length, batch], -1: none."""
     batch = held.shape[1]
     return torch.where(held < 0, -1, held * batch + torch.arange(batch, device=held.device).view(1, -1, 1))
 
 
 class _SlotsDispatch(torch.autograd.Function):
-    """Autograd function of `dispatch`. `weights`: [length, batch, experts], of which a token has at most `chosen`."""
+    """Autograd function of `dispatch_slots`. `weights`: [length, batch, experts], of which a token has at most
+    `chosen`."""
 
     @staticmethod
     def forward(ctx, x, weights, slots, chosen):
         """Return the tokens in the slots of their experts."""
-        held, lies = _places(weights, slots, chosen)
+        held, lies = _slot_places(weights, slots, chosen)
         ctx.save_for_backward(lies)
         rows = x.reshape(-1, x.shape[-1])
-        return sum_of_rows(rows, _tokens(held).unsqueeze(-1), (held >= 0).unsqueeze(-1).to(x.dtype))
+        return sum_of_rows(rows, _slot_tokens(held).unsqueeze(-1), (held >= 0).unsqueeze(-1).to(x.dtype))
 
     @staticmethod
     def backward(ctx, gradient):
@@ -435,42 +451,42 @@ class _SlotsDispatch(torch.autograd.Function):
         return sum_of_rows(rows, lies, (lies >= 0).to(rows.dtype)), None, None, None
 
 
-def dispatch(x: Tensor, weights: Tensor, slots: int, chosen: int) -> Tensor:
+def dispatch_slots(x: Tensor, weights: Tensor, slots: int, chosen: int) -> Tensor:
     """Return the tokens x [length, batch, d] in the slots of their experts [experts, batch, slots, d], empty ones 0."""
     return _SlotsDispatch.apply(x, weights, slots, chosen)
 
 
 class _SlotsCombine(torch.autograd.Function):
-    """Autograd function of `combine`, which adds in the type of statistics, in the order of the experts."""
+    """Autograd function of `combine_slots`, which adds in the type of statistics, in the order of the experts."""
 
     @staticmethod
     def forward(ctx, y, weights, chosen):
         """Return the weighted sum, for each token, of the slots in which it lies."""
-        held, lies = _places(weights, y.shape[2], chosen)
+        held, lies = _slot_places(weights, y.shape[2], chosen)
         ctx.save_for_backward(y, weights, held, lies)
-        by_place = widened(weights.gather(-1, _experts(lies, y))).masked_fill_(lies < 0, 0)
+        by_place = widen_dtype(weights.gather(-1, _slot_experts(lies, y))).masked_fill_(lies < 0, 0)
         return sum_of_rows(y.reshape(-1, y.shape[-1]), lies, by_place)
 
     @staticmethod
     def backward(ctx, gradient):
         """Return the gradients of the slots and of the weights."""
         y, weights, held, lies = ctx.saved_tensors
-        found = products_of_rows(y.reshape(-1, y.shape[-1]), lies, gradient).masked_fill_(lies < 0, 0)
-        of_weights = torch.zeros(weights.shape, dtype=found.dtype, device=y.device)
-        of_weights.scatter_add_(-1, _experts(lies, y), found)
-        tokens, expert = _tokens(held), torch.arange(weights.shape[-1], device=y.device).view(-1, 1, 1)
+        place_gradients = products_of_rows(y.reshape(-1, y.shape[-1]), lies, gradient).masked_fill_(lies < 0, 0)
+        of_weights = torch.zeros(weights.shape, dtype=place_gradients.dtype, device=y.device)
+        of_weights.scatter_add_(-1, _slot_experts(lies, y), place_gradients)
+        tokens, expert = _slot_tokens(held), torch.arange(weights.shape[-1], device=y.device).view(-1, 1, 1)
         by_slot = weights.flatten()[tokens.clamp_min(0) * weights.shape[-1] + expert].masked_fill_(held < 0, 0)
         rows = gradient.reshape(-1, y.shape[-1])
         of_slots = sum_of_rows(rows, tokens.unsqueeze(-1), by_slot.unsqueeze(-1))
         return of_slots, of_weights.to(weights.dtype), None
 
 
-def _experts(lies: Tensor, y: Tensor) -> Tensor:
+def _slot_experts(lies: Tensor, y: Tensor) -> Tensor:
     """Return the expert at each index in `lies` of the slots y [experts, batch, slots, d], 0 where that is -1."""
     return lies.clamp_min(0).div(y.shape[1] * y.shape[2], rounding_mode="floor")
 
 
-def combine(y: Tensor, weights: Tensor, chosen: int) -> Tensor:
+def combine_slots(y: Tensor, weights: Tensor, chosen: int) -> Tensor:
     """Return the sum [length, batch, d] of what each token's experts made of it, in slots y, times their `weights`."""
     return _SlotsCombine.apply(y, weights, chosen)
 
@@ -492,11 +508,11 @@ class _Rows(torch.autograd.Function):
     def backward(ctx, gradient):
         """Add the rows' gradient to the sum of the table's gradients, at `ids`."""
         (ids,) = ctx.saved_tensors
-        add_computed(ctx.table, partial(_scattered, ctx.table, ids, gradient))
+        add_computed_gradient(ctx.table, partial(_scatter_gradient, ctx.table, ids, gradient))
         return None, None
 
 
-def _scattered(table: Tensor, ids: Tensor, gradient: Tensor, into: Tensor | None, fresh: bool) -> Tensor:
+def _scatter_gradient(table: Tensor, ids: Tensor, gradient: Tensor, into: Tensor | None, fresh: bool) -> Tensor:
     """Add the gradient of an embedding table's rows at `ids` to `into` (zeros if `fresh` or None); return it."""
     if into is None:
         into = torch.zeros_like(table, requires_grad=False)
@@ -506,8 +522,10 @@ def _scattered(table: Tensor, ids: Tensor, gradient: Tensor, into: Tensor | None
     return into
 
 
-def rows(table: Tensor, ids: Tensor) -> Tensor:
+def look_up_rows(table: Tensor, ids: Tensor) -> Tensor:
     """Return the rows of an embedding `table` [rows, ...] at the indices `ids`, as a tensor [*ids, ...]."""
-    if accumulates(table) and table.device.type == "cpu":  # on a GPU, torch's kernel adds in a fixed order and in fp32
+    if (
+        can_accumulate(table) and table.device.type == "cpu"
+    ):  # on a GPU, torch's kernel adds in a fixed order and in fp32
         return _Rows.apply(table, ids)
     return F.embedding(ids, table.reshape(table.shape[0], -1)).view(*ids.shape, *table.shape[1:])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from platform.plan.chunks import SQUARED_AT_ONCE, Bucket
-from platform.plan.layout import at_zero
+from platform.plan.layout import is_at_index_zero
 from platform.plan.plan import Plan
 from platform.plan.rule import Step
 from platform.runtime.communicator import Arrived, Communicator, Handle
@@ -25,10 +25,10 @@ class FlatBucket:
     """Bucket of parameters on the rank of `communicator`, computed with in dtype `low` and updated in dtype `high`.
 
     `compute`: parameter name -> the leaf that the forward pass reads, a view of one buffer, which after an update under
-    ZeRO-1 and 2 is readable from `gather` on, and under ZeRO-3 has memory only from `gather` to `release`. `master`:
-    parameter name -> what of it this rank updates: the block, or what of the flattened block lies in this rank's shard.
-    A bucket of which this rank has nothing has empty tensors. `complete`, if set, is called when all parameters have
-    got a gradient in the backward pass under way.
+    ZeRO-1 and 2 is readable from `gather_parameters` on, and under ZeRO-3 has memory only from `gather_parameters` to
+    `release_parameters`. `master`: parameter name -> what of it this rank updates: the block, or what of the flattened
+    block lies in this rank's shard. A bucket of which this rank has nothing has empty tensors. `complete`, if set, is
+    called when all parameters have got a gradient in the backward pass under way.
     """
 
     complete: Callable[[FlatBucket], None] | None = None
@@ -36,30 +36,38 @@ class FlatBucket:
     def __init__(self, plan: Plan, communicator: Communicator, bucket: Bucket, low: torch.dtype, high: torch.dtype):
         """Allocate the flat buffers of a bucket of parameters on this rank: compute copies in dtype `low`, master
         copies in dtype `high`."""
-        self.bucket = plan.bucket_at(bucket, communicator.coordinates)
+        self.bucket = plan.bucket_of_rank(bucket, communicator.coordinates)
         self._plan, self._communicator = plan, communicator
         self._low, self._high = low, high
         # gradients are summed where kernels add them; else a pass's are collected in `_coming` first
-        self._direct = plan.adds_at_once(bucket, communicator.device.type)
+        self._direct = plan.adds_gradients_at_once(bucket, communicator.device.type)
         self.adds_in = high if self._direct and bucket.zero < 2 else low  # dtype of the memory that kernels add them to
-        self.here = at_zero(bucket.only, communicator.coordinates)
-        self._index = communicator.index(bucket.sharded)  # of its shard
-        self._shapes = {p.name: plan.shape_at(p, communicator.coordinates) for p in bucket.parameters}
+        self.here = is_at_index_zero(bucket.only, communicator.coordinates)
+        self._index = communicator.group_index(bucket.sharded)  # of its shard
+        self._shapes = {p.name: plan.block_shape(p, communicator.coordinates) for p in bucket.parameters}
         self._elements = bucket.elements if self.here else 0
-        self.masters = self._new(self._elements // bucket.shards, high)
-        whole = not bucket.sharded
-        one = low == high and (whole or bucket.stored)  # compute and master copies are the same memory
-        self._whole = self.masters if one and whole else self._new(self._elements, low)
+        self.masters = self._allocate_flat(self._elements // bucket.shards, high)
+        is_unsharded = not bucket.sharded
+        is_one_memory = low == high and (
+            is_unsharded or bucket.has_sharded_weights
+        )  # compute and master copies are the same memory
+        self._whole = self.masters if is_one_memory and is_unsharded else self._allocate_flat(self._elements, low)
         rows = self._whole.view(self.bucket.shards, -1)
         # what is kept of the compute copies: under ZeRO-3 this rank's shard, beside the buffer that it is gathered into
-        self.part = self.masters if one else torch.zeros_like(rows[0]) if bucket.stored else rows[self._index]
+        self.part = (
+            self.masters
+            if is_one_memory
+            else torch.zeros_like(rows[0])
+            if bucket.has_sharded_weights
+            else rows[self._index]
+        )
         # Written through an alias with a version counter of its own: autograd would take a gather in the backward pass
         # for a change of what the forward pass saved.
         self._written = self._whole.data.view(self.bucket.shards, -1)
-        views = {name: self._block(self._whole, name) for name in self._shapes}
+        views = {name: self._block_view(self._whole, name) for name in self._shapes}
         self.compute = {name: view.detach().requires_grad_() for name, view in views.items()}
-        own = {name: w.detach().requires_grad_() for name, w in self._masters(self.masters).items()}
-        self.master = self.compute if one and whole else own
+        own_masters = {name: w.detach().requires_grad_() for name, w in self._master_views(self.masters).items()}
+        self.master = self.compute if is_one_memory and is_unsharded else own_masters
         self.sums: Tensor | None = None  # gradients summed over microbatches, laid out as the whole buffer
         self._coming: Tensor | None = None  # gradients of the pass under way, where none can be added to `sums` at once
         self._held: set[str] = set()  # parameters whose gradient is in `_coming`
@@ -73,24 +81,24 @@ class FlatBucket:
         self._gathering: Handle | Arrived | None = None
         self.resident = True
         for name, w in self.compute.items():
-            w.register_post_accumulate_grad_hook(_take)
+            w.register_post_accumulate_grad_hook(_take_leaf_gradient)
             setattr(w, _HOME, (ref(self), (name,)))
         self._found: dict[tuple[str, ...], tuple[int, int]] = {}  # (start, stop) of parameters that follow each other
         self._stretches: dict[tuple[str, ...], Tensor] = {}  # their compute copies
-        self.release()
+        self.release_parameters()
 
-    def _new(self, elements: int, dtype: torch.dtype) -> Tensor:
+    def _allocate_flat(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Return a flat buffer of zeros, [elements], in this rank's device memory."""
         return torch.zeros(elements, dtype=dtype, device=self._communicator.device)
 
-    def _block(self, flat: Tensor, name: str) -> Tensor:
+    def _block_view(self, flat: Tensor, name: str) -> Tensor:
         """Return the view of a parameter's block in `flat`, a buffer laid out as the whole bucket; empty if absent."""
         if not self.here:
             return flat.new_empty(0)
-        start, stop = self.bucket.ranges[name]
+        start, stop = self.bucket.parameter_ranges[name]
         return flat[start:stop].view(self._shapes[name])
 
-    def _masters(self, flat: Tensor) -> dict[str, Tensor]:
+    def _master_views(self, flat: Tensor) -> dict[str, Tensor]:
         """Return parameter name -> view of its master copy in `flat`, a flat buffer laid out as this bucket's master
         copies: the parameter's block or, under ZeRO, the stretch of its flattened block that lies in this rank's
         shard."""
@@ -100,237 +108,243 @@ class FlatBucket:
             pieces = flat.split([*self.bucket.sizes, len(flat) - sum(self.bucket.sizes)])
             return {name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=False)}
         first, out = self._index * len(flat), {}
-        for name, (start, _) in self.bucket.ranges.items():
-            a, b = (start + at for at in self.bucket.shard(name, self._index))
+        for name, (start, _) in self.bucket.parameter_ranges.items():
+            a, b = (start + at for at in self.bucket.range_in_shard(name, self._index))
             out[name] = flat[a - first : b - first] if a < b else flat[:0]
         return out
 
     # parameters
 
     @torch.no_grad()
-    def fill(self, name: str, block: Tensor) -> None:
+    def fill_parameter(self, name: str, block: Tensor) -> None:
         """Set a parameter's master copy and compute copy from the tensor `block`, this rank's block of its initial
         values. Without ZeRO, `block` is the master copy itself."""
         if self.bucket.sharded:
-            start, stop = self.bucket.shard(name, self._index)
+            start, stop = self.bucket.range_in_shard(name, self._index)
             self.master[name].copy_(block.view(-1)[start:stop])
-        if self.bucket.stored:
+        if self.bucket.has_sharded_weights:
             self.part.copy_(self.masters)
         elif self.compute is not self.master:
             self.compute[name].copy_(block)
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def refresh_compute_copies(self) -> None:
         """Update the compute copies from the master copies after an optimizer step; under ZeRO-1 and 2 this starts the
-        all-gather of the ranks' shards, for which `gather` waits."""
+        all-gather of the ranks' shards, for which `gather_parameters` waits."""
         if self.part is not self.masters:
             self.part.copy_(self.masters)
-        if self.bucket.sharded and not self.bucket.stored:
-            self._gathering = self._gather_into(self._written)
+        if self.bucket.sharded and not self.bucket.has_sharded_weights:
+            self._gathering = self._launch_gather(self._written)
             self.resident = not self._gathering
 
-    def fresh(self) -> Mapping[str, Tensor]:
+    def gather_fresh_copies(self) -> Mapping[str, Tensor]:
         """Return parameter name -> a new compute copy made from the master copies, to check the present copies against;
         all ranks that share the bucket call it together."""
-        part = self.masters.detach().to(self._low)
-        whole = part
+        fresh_part = self.masters.detach().to(self._low)
+        fresh_copies = fresh_part
         if self.bucket.sharded:
-            whole = self._communicator.launch("all_gather", part, self.bucket.sharded).wait()
-        return {name: self._block(whole.view(-1), name) for name in self._shapes}
+            fresh_copies = self._communicator.launch("all_gather", fresh_part, self.bucket.sharded).wait()
+        return {name: self._block_view(fresh_copies.view(-1), name) for name in self._shapes}
 
-    def _gather_into(self, out: Tensor) -> Handle | Arrived | None:
+    def _launch_gather(self, out: Tensor) -> Handle | Arrived | None:
         """Start the all-gather of this bucket's parameter shards into `out` [shards, elements of a shard]."""
         if not self.here:
             return None
         name = f"gather {self.bucket.name}"
         return self._communicator.launch("all_gather", self.part, self.bucket.sharded, into=out, name=name)
 
-    def prefetch(self) -> None:
+    def prefetch_parameters(self) -> None:
         """Start the all-gather of this bucket's parameters (ZeRO-3), unless they are in memory or under way."""
         if not self.resident and not self._gathering:
             self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.itemsize)
-            self._gathering = self._gather_into(self._written)
+            self._gathering = self._launch_gather(self._written)
 
-    def gather(self) -> None:
+    def gather_parameters(self) -> None:
         """Wait for the all-gather of this bucket's parameters from the ranks' shards, starting it if need be."""
-        self.prefetch()
+        self.prefetch_parameters()
         if self._gathering:
             self._gathering.wait()
         self._gathering, self.resident = None, True
 
-    def release(self) -> None:
-        """Free the memory of the gathered parameters (ZeRO-3); views of it are readable again after `gather`."""
-        if self.bucket.stored:
+    def release_parameters(self) -> None:
+        """Free the memory of the gathered parameters (ZeRO-3); views of it are readable again after
+        `gather_parameters`."""
+        if self.bucket.has_sharded_weights:
             self._whole.untyped_storage().resize_(0)
             self.resident = False
 
     @torch.no_grad()
-    def joined(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather_whole_blocks(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gather this rank's and its peers' `parts` of parameters into whole blocks: name -> block in new memory. Each
         part is laid out as the master copy; a part that no rank gives is zeros. All ranks of the bucket call it
         together."""
-        flat = self._new(self._elements // self.bucket.shards, self._high)
-        for name, there in self._masters(flat).items():
+        flat = self._allocate_flat(self._elements // self.bucket.shards, self._high)
+        for name, part_view in self._master_views(flat).items():
             if name in parts:
-                there.copy_(parts[name])
+                part_view.copy_(parts[name])
         if self.bucket.sharded:
-            steps = self._plan.gathering(self.bucket)
+            steps = self._plan.gather_steps(self.bucket)
             flat = convert(self._communicator, flat, steps, name=f"join {self.bucket.name}").wait()
-        return {name: self._block(flat, name) for name in self._shapes}
+        return {name: self._block_view(flat, name) for name in self._shapes}
 
-    def own(self, name: str, block: Tensor) -> Tensor:
+    def own_master_part(self, name: str, block: Tensor) -> Tensor:
         """Return this rank's master part of a parameter's tensor `block`: its ZeRO shard, or the whole block."""
         if not self.bucket.sharded:
             return block
-        start, stop = self.bucket.shard(name, self._index)
+        start, stop = self.bucket.range_in_shard(name, self._index)
         return block.reshape(-1)[start:stop]
 
     # gradients
 
-    def add(self, name: str, gradient: Tensor) -> None:
+    def add_gradient(self, name: str, gradient: Tensor) -> None:
         """Take a parameter's gradient (in memory of its own), to add it to the bucket's sum together with others."""
         if self.here:
             if name in self._taken:
-                self.flush()
+                self.flush_gradients()
             self._taken[name] = gradient
-            self._note((name,))
+            self._note_computed((name,))
 
-    def sum_of(self, *names: str) -> tuple[Tensor, bool]:
+    def gradient_memory(self, *names: str) -> tuple[Tensor, bool]:
         """Return the stretch of the flat gradient buffer to which a kernel adds the gradients of the parameters
-        `names`, adjacent in this order, and True if the kernel must overwrite its content. The kernel calls `came` when
-        done."""
-        start, stop = self._stretch(names)
+        `names`, adjacent in this order, and True if the kernel must overwrite its content. The kernel calls
+        `note_added_gradients` when done."""
+        start, stop = self._find_stretch(names)
         if self._direct:
-            sums, fresh = self._sums(), self._summed.isdisjoint(names)
+            sums, fresh = self._sum_buffer(), self._summed.isdisjoint(names)
             if not (fresh or self._summed.issuperset(names)):
                 for name in set(names) - self._summed:
-                    self._block(sums, name).zero_()
+                    self._block_view(sums, name).zero_()
             return sums[start:stop], fresh
         if not self._held.isdisjoint(names):
-            self.flush()
+            self.flush_gradients()
         if self._coming is None:
             self._coming = torch.empty(self._elements, dtype=self._low, device=self._communicator.device)
         return self._coming[start:stop], True
 
-    def came(self, *names: str) -> None:
-        """Note that a kernel has added the gradients of the parameters `names` to the memory that `sum_of` returned."""
+    def note_added_gradients(self, *names: str) -> None:
+        """Note that a kernel has added the gradients of the parameters `names` to the memory that `gradient_memory`
+        returned."""
         (self._summed if self._direct else self._held).update(names)
-        self._note(names)
+        self._note_computed(names)
 
-    def _note(self, names: Sequence[str]) -> None:
+    def _note_computed(self, names: Sequence[str]) -> None:
         """Note that the backward pass has produced the gradients of the parameters `names`; when all of the bucket's
         are there, add them to the sums and call `complete`. A parameter with several uses never counts as there: its
         gradient is complete only when the pass ends."""
-        self._came.update(names if self._plan.shared.isdisjoint(names) else set(names) - self._plan.shared)
+        self._came.update(
+            names if self._plan.multi_use_parameters.isdisjoint(names) else set(names) - self._plan.multi_use_parameters
+        )
         if len(self._came) == len(self.compute):
-            self.flush()
+            self.flush_gradients()
             if self.complete:
                 self.complete(self)
 
-    def _sums(self) -> Tensor:
+    def _sum_buffer(self) -> Tensor:
         """Return the flat buffer of the bucket's gradients summed over microbatches, allocated on first use."""
         if self.sums is None:
             dtype = self._low if self.bucket.zero >= 2 else self._high
             self.sums = torch.empty(self._elements, dtype=dtype, device=self._communicator.device)
         return self.sums
 
-    def _stretch(self, names: tuple[str, ...]) -> tuple[int, int]:
+    def _find_stretch(self, names: tuple[str, ...]) -> tuple[int, int]:
         """Return (start, stop) in the bucket's flat buffer of the adjacent parameters `names`, in this order."""
         if names not in self._found:
-            found = self.bucket.stretch(names)
-            assert found, "parameters that follow each other"
-            self._found[names] = found
+            stretch = self.bucket.range_of_parameters(names)
+            assert stretch, "parameters that follow each other"
+            self._found[names] = stretch
         return self._found[names]
 
-    def values(self, *names: str) -> Tensor:
+    def flat_compute_copies(self, *names: str) -> Tensor:
         """Return the flat compute copies of the adjacent parameters `names`, a view of this bucket's buffer."""
         if names not in self._stretches:
-            start, stop = self._stretch(names)
+            start, stop = self._find_stretch(names)
             self._stretches[names] = self._whole[start:stop]
             setattr(self._stretches[names], _HOME, (ref(self), names))
         return self._stretches[names]
 
     @torch.no_grad()
-    def flush(self) -> None:
+    def flush_gradients(self) -> None:
         """Add the gradients that wait (taken by `add`, or of the backward pass under way) to the bucket's `sums` over
         microbatches."""
         if self._taken:
             taken, self._taken = self._taken, {}
-            add_together([self.sum_of(name) for name in taken], list(taken.values()))
+            add_gradients_together([self.gradient_memory(name) for name in taken], list(taken.values()))
             (self._summed if self._direct else self._held).update(taken)
         if self._coming is None:
             return
-        sums, every = self._sums(), len(self.compute)
+        sums, every = self._sum_buffer(), len(self.compute)
         together = len(self._held) == every and len(self._summed) in (0, every)
-        stretches = [(0, sum(self.bucket.sizes))] if together else [self.bucket.ranges[name] for name in self._held]
+        stretches = (
+            [(0, sum(self.bucket.sizes))] if together else [self.bucket.parameter_ranges[name] for name in self._held]
+        )
         known = [bool(self._summed)] if together else [name in self._summed for name in self._held]
         for (start, stop), summed in zip(stretches, known, strict=True):
-            here, there = sums[start:stop], self._coming[start:stop]
-            here.add_(there) if summed else here.copy_(there)
+            sum_part, pass_part = sums[start:stop], self._coming[start:stop]
+            sum_part.add_(pass_part) if summed else sum_part.copy_(pass_part)
         self._summed |= self._held
         self._held.clear()
         self._coming = None
 
-    def gradients(self) -> dict[str, Tensor]:
+    def gradient_sums(self) -> dict[str, Tensor]:
         """Return parameter name -> gradient summed over microbatches, for the bucket's parameters that have one."""
-        self.flush()
-        return {} if self.sums is None else {name: self._block(self.sums, name) for name in self._summed}
+        self.flush_gradients()
+        return {} if self.sums is None else {name: self._block_view(self.sums, name) for name in self._summed}
 
-    def passed(self) -> None:
+    def end_backward_pass(self) -> None:
         """Note that a microbatch's backward pass has ended: the bucket's next gradients are the next one's."""
-        self.flush()
+        self.flush_gradients()
         self._came = set(self._first)
         self.launched = False
 
-    def halved(self) -> None:
+    def end_input_gradient_pass(self) -> None:
         """Note that an input-gradient pass has ended, whose deferred weight gradients come in a later action."""
-        self.flush()
+        self.flush_gradients()
         self._first = frozenset(self._came)
 
     @torch.no_grad()
-    def reduce(self) -> None:
+    def start_reduction(self) -> None:
         """Start reducing the bucket's flat gradients by collectives: in each backward pass over the ranks that shard
         the bucket (ZeRO-2 and 3), else once over all ranks that hold its parameters."""
-        self.settle()
-        self.flush()
-        sums = self._sums()
+        self.settle_reduction()
+        self.flush_gradients()
+        sums = self._sum_buffer()
         for name in self.compute.keys() - self._summed:
-            self._block(sums, name).zero_()
-        for start, stop in self.bucket.gaps:
+            self._block_view(sums, name).zero_()
+        for start, stop in self.bucket.empty_ranges:
             sums[start:stop].zero_()
-        each, last = self._plan.reduction(self.bucket)
+        each, last = self._plan.reduction_steps(self.bucket)
         rows = sums.view(self.bucket.shards, -1)
         self.launched = True
-        self._reducing = self._reduction(rows, each or last)
+        self._reducing = self._launch_reduction(rows, each or last)
         if each:
             self.sums = None
             self._summed.clear()
 
-    def _reduction(self, rows: Tensor, steps: Sequence[Step]) -> Pending:
+    def _launch_reduction(self, rows: Tensor, steps: Sequence[Step]) -> Pending:
         """Start reducing the gradients `rows` [shards, elements of a shard], in place, by the plan's `steps`."""
         return convert(self._communicator, rows, steps, owned=True, name=f"reduce {self.bucket.name}")
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def settle_reduction(self) -> None:
         """Wait for the reduction of one backward pass's gradients; add this rank's shard to the sum over passes."""
         if self._reducing is not None:
-            part = self._reducing.wait().view(-1)
-            self.reduced = part.to(self._high) if self.reduced is None else self.reduced.add_(part)
+            reduced_shard = self._reducing.wait().view(-1)
+            self.reduced = reduced_shard.to(self._high) if self.reduced is None else self.reduced.add_(reduced_shard)
             self._reducing = None
 
     @torch.no_grad()
-    def proceed(self) -> None:
+    def start_final_reduction(self) -> None:
         """Start the reductions of this bucket's gradients that are left to do at the end of a training step."""
-        each, last = self._plan.reduction(self.bucket)
+        each, last = self._plan.reduction_steps(self.bucket)
         if not each:
-            self._reducing.proceed() if self._reducing else self.reduce()
+            self._reducing.advance_collective() if self._reducing else self.start_reduction()
             return
-        self.settle()
+        self.settle_reduction()
         assert self.reduced is not None
-        self._reducing = self._reduction(self.reduced.view(1, -1), last)
+        self._reducing = self._launch_reduction(self.reduced.view(1, -1), last)
 
     @torch.no_grad()
-    def finish(self) -> Tensor:
+    def finish_reduction(self) -> Tensor:
         """Wait for the last reduction of the bucket's gradients in this step; return this rank's reduced gradients as
         one flat tensor laid out as `masters`, and reset the sums for the next step."""
         assert self._reducing is not None
@@ -338,55 +352,55 @@ class FlatBucket:
         self._reducing, self.reduced, self.sums = None, None, None
         self._summed.clear()
         self._first = frozenset()
-        self.passed()
+        self.end_backward_pass()
         return flat
 
-    def receive(self, flat: Tensor) -> None:
+    def assign_gradients(self, flat: Tensor) -> None:
         """Set the `grad` of this bucket's master copies to views of the flat tensor of reduced gradients `flat`."""
-        for name, gradient in self._masters(flat).items():
+        for name, gradient in self._master_views(flat).items():
             self.master[name].grad = gradient
 
 
-def add_together(sums: Sequence[tuple[Tensor, bool]], gradients: Sequence[Tensor]) -> None:
+def add_gradients_together(sums: Sequence[tuple[Tensor, bool]], gradients: Sequence[Tensor]) -> None:
     """Add `gradients` to their places in flat gradient buffers, in few kernel launches. `sums`: per gradient, the place
     and True if it holds no sum yet, so that the gradient is copied there."""
     # One launch serves tensors of one type, and copies of one type into another. So few elements of another type than
     # their sums are copied first; many, of which copies would take memory and time, are added one by one.
     groups: dict[tuple[torch.dtype, bool], list[tuple[Tensor, Tensor]]] = {}
-    for (there, fresh), gradient in zip(sums, gradients, strict=True):
+    for (place, fresh), gradient in zip(sums, gradients, strict=True):
         flat = gradient.reshape(-1)
-        if fresh or len(flat) < MANY or gradient.dtype == there.dtype:
-            groups.setdefault((gradient.dtype, fresh), []).append((there, flat))
+        if fresh or len(flat) < MANY or gradient.dtype == place.dtype:
+            groups.setdefault((gradient.dtype, fresh), []).append((place, flat))
         else:
-            there.add_(flat)
+            place.add_(flat)
     for (dtype, fresh), pairs in groups.items():
         memories, flats = map(list, zip(*pairs, strict=True))
         if not fresh and dtype != memories[0].dtype:
-            narrow, flats = flats, [torch.empty_like(there) for there in memories]
+            narrow, flats = flats, [torch.empty_like(place) for place in memories]
             torch._foreach_copy_(flats, narrow)
         (torch._foreach_copy_ if fresh else torch._foreach_add_)(memories, flats)
 
 
-def bucket_of(leaf: Tensor) -> tuple[FlatBucket, str] | None:
+def find_bucket_of_leaf(leaf: Tensor) -> tuple[FlatBucket, str] | None:
     """Return the flat bucket that holds a parameter's compute copy, and the parameter's name; None if none does."""
-    return (found[0], found[1][0]) if (found := home_of(leaf)) else None
+    return (home[0], home[1][0]) if (home := find_bucket_of_copies(leaf)) else None
 
 
-def home_of(copies: Tensor) -> tuple[FlatBucket, tuple[str, ...]] | None:
+def find_bucket_of_copies(copies: Tensor) -> tuple[FlatBucket, tuple[str, ...]] | None:
     """Return the flat bucket that holds `copies`, the compute copies of one parameter or of several adjacent ones, and
     the parameters' names; None for any other tensor."""
-    if (found := getattr(copies, _HOME, None)) is None:
+    if (home := getattr(copies, _HOME, None)) is None:
         return None
-    bucket, names = found
+    bucket, names = home
     return bucket(), names
 
 
-def _take(leaf: Tensor) -> None:
+def _take_leaf_gradient(leaf: Tensor) -> None:
     """Move the gradient that autograd has put in `leaf.grad`, of a parameter's compute copy, to its flat bucket."""
     gradient, leaf.grad = leaf.grad, None
-    if gradient is not None and (found := bucket_of(leaf)):
-        bucket, name = found
-        bucket.add(name, gradient)
+    if gradient is not None and (home := find_bucket_of_leaf(leaf)):
+        bucket, name = home
+        bucket.add_gradient(name, gradient)
 
 
 # The norm of the gradient, of which each rank counts its part.
@@ -396,7 +410,7 @@ LEAST = 2.0**-86  # mean square from which on squares that fp32 cannot hold (bel
 
 
 @torch.no_grad()
-def squared_norm(
+def local_squared_norm(
     communicator: Communicator, counted: Mapping[str, Sequence[slice]], gradients: Mapping[str, Tensor]
 ) -> Tensor:
     """Return this rank's part of the squared 2-norm of the whole model's gradient, an fp64 scalar; the sum over all
@@ -407,27 +421,31 @@ def squared_norm(
     the norm to 1e-8 (torch's own, in fp32 throughout, is off by 4e-4 at 7 million elements). Gradients in fp32 differ
     by more between two plans, and of one plan all ranks get one and the same number.
     """
-    found = [flat[stretch] for name, flat in gradients.items() for stretch in counted[name]]
-    return squares(found) if found else torch.zeros((), dtype=torch.float64, device=communicator.device)
+    counted_stretches = [flat[stretch] for name, flat in gradients.items() for stretch in counted[name]]
+    return (
+        sum_squares(counted_stretches)
+        if counted_stretches
+        else torch.zeros((), dtype=torch.float64, device=communicator.device)
+    )
 
 
-def squares(stretches: Sequence[Tensor]) -> Tensor:
+def sum_squares(stretches: Sequence[Tensor]) -> Tensor:
     """Sum the squares of flat tensors of gradients, of any size and at least one, as an fp64 scalar."""
     if stretches[0].device.type == "cpu":
-        return torch.stack([_on_cpu(x) for x in stretches]).sum()
-    return _at_once(stretches)
+        return torch.stack([_sum_squares_on_cpu(x) for x in stretches]).sum()
+    return _sum_squares_at_once(stretches)
 
 
-def _at_once(stretches: Sequence[Tensor]) -> Tensor:
+def _sum_squares_at_once(stretches: Sequence[Tensor]) -> Tensor:
     """Sum the squares of all stretches in fp64 by kernels of a GPU that read each element once."""
     norms = torch.stack(torch._foreach_norm(list(stretches), 2, dtype=torch.float64))
     return norms.dot(norms)
 
 
-def _on_cpu(x: Tensor) -> Tensor:
+def _sum_squares_on_cpu(x: Tensor) -> Tensor:
     """Sum the squares of a flat tensor on a CPU, in fp64 but for long ones in fp32."""
     if x.dtype == torch.float32 and len(x) > SQUARED_AT_ONCE:
-        total = _by_rows(x)
+        total = _sum_squares_by_rows(x)
         if len(x) * LEAST <= total < inf:
             return total
     wide = torch.empty(min(len(x), SQUARED_AT_ONCE), dtype=torch.float64, device=x.device)
@@ -435,11 +453,11 @@ def _on_cpu(x: Tensor) -> Tensor:
     return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
 
 
-def _by_rows(x: Tensor) -> Tensor:
+def _sum_squares_by_rows(x: Tensor) -> Tensor:
     """Sum the squares of fp32 gradients x [elements] in fp32 by rows of ROW elements, and the rows' sums in fp64."""
     rows = torch.linalg.vector_norm(x[: len(x) // ROW * ROW].view(-1, ROW), dim=1).double()
-    rest = x[len(x) // ROW * ROW :].double()
-    return rows.dot(rows) + rest.dot(rest)
+    remainder = x[len(x) // ROW * ROW :].double()
+    return rows.dot(rows) + remainder.dot(remainder)
 
 
 # Parameters that lie one after another in a bucket, so that one product computes with all of them.
@@ -452,27 +470,27 @@ class Neighbours(NamedTuple):
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, leaves: Sequence[Tensor | None]) -> Neighbours | None:
+    def find_neighbours(cls, leaves: Sequence[Tensor | None]) -> Neighbours | None:
         """Return parameters as neighbours in one flat bucket; None if fewer than two, not adjacent, or absent here."""
-        found = [bucket_of(w) for w in leaves if w is not None]
-        flats, names = [f[0] for f in found if f], tuple(f[1] for f in found if f)
+        homes = [find_bucket_of_leaf(w) for w in leaves if w is not None]
+        flats, names = [f[0] for f in homes if f], tuple(f[1] for f in homes if f)
         if len(flats) < max(2, len(leaves)) or any(flat is not flats[0] for flat in flats) or not flats[0].here:
             return None
-        return cls(flats[0], names) if flats[0].bucket.stretch(names) else None
+        return cls(flats[0], names) if flats[0].bucket.range_of_parameters(names) else None
 
     @property
-    def values(self) -> Tensor:
+    def flat_compute_copies(self) -> Tensor:
         """Return the flat compute copies of these adjacent parameters, one stretch of the bucket's buffer."""
-        return self.bucket.values(*self.names)
+        return self.bucket.flat_compute_copies(*self.names)
 
-    def add(self, compute: Callable[[Tensor, bool], Tensor]) -> None:
+    def add_gradients(self, compute: Callable[[Tensor, bool], Tensor]) -> None:
         """Add gradients of adjacent parameters to their flat bucket: `compute(memory, fresh)` does so in one kernel."""
-        compute(*self.bucket.sum_of(*self.names))
-        self.bucket.came(*self.names)
+        compute(*self.bucket.gradient_memory(*self.names))
+        self.bucket.note_added_gradients(*self.names)
 
-    def add_total(self, total: Callable[..., Tensor]) -> None:
+    def add_small_gradients(self, total: Callable[..., Tensor]) -> None:
         """Add small gradients of adjacent parameters (biases), which `total(dtype=...)` computes as one flat tensor."""
-        ranges = [self.bucket.bucket.ranges[name] for name in self.names]
+        ranges = [self.bucket.bucket.parameter_ranges[name] for name in self.names]
         parts = total(dtype=self.bucket.adds_in).split([stop - start for start, stop in ranges])
         for name, part in zip(self.names, parts, strict=True):
-            self.bucket.add(name, part)
+            self.bucket.add_gradient(name, part)

@@ -36,30 +36,30 @@ class Relatives(NamedTuple):
     branches: list[range]
 
     @property
-    def span(self) -> int:
+    def subtree_size(self) -> int:
         """Return how many ranks the part of the tree with this rank at its top has, itself included."""
         return 1 + sum(map(len, self.branches))
 
     @property
-    def children(self) -> list[int]:
+    def child_ranks(self) -> list[int]:
         """Return the ranks directly below this one in the tree along which host-memory collectives run."""
         return [branch[0] for branch in self.branches]
 
     @property
-    def peers(self) -> list[int]:
+    def peer_ranks(self) -> list[int]:
         """Return the ranks to which this rank opens connections in the tree: its parent, if any, and its children."""
-        return self.children if self.parent is None else [self.parent, *self.children]
+        return self.child_ranks if self.parent is None else [self.parent, *self.child_ranks]
 
 
-def relatives(rank: int, size: int) -> Relatives:
+def find_relatives(rank: int, size: int) -> Relatives:
     """Return the parent and the branches below `rank` in the tree of `size` ranks, for host-memory collectives."""
     parent, ranks = None, range(size)
     while ranks[0] != rank:
-        parent, ranks = ranks[0], next(branch for branch in _branches(ranks) if rank in branch)
-    return Relatives(parent, _branches(ranks))
+        parent, ranks = ranks[0], next(branch for branch in _divide_branches(ranks) if rank in branch)
+    return Relatives(parent, _divide_branches(ranks))
 
 
-def _branches(ranks: range) -> list[range]:
+def _divide_branches(ranks: range) -> list[range]:
     """Divide the ranks below `ranks[0]` in the tree, all the others of `ranks`, into up to BRANCHES equal stretches."""
     below = ranks[1:]
     each = -(-len(below) // BRANCHES) or 1
@@ -89,105 +89,109 @@ class HostMemory(Communicator):
         super().__init__(mesh, rank, device)
         self.connections: Sockets = {}
         self._store, self._exchanges = store, count()
-        self._relatives = relatives(rank, mesh.size)
+        self._relatives = find_relatives(rank, mesh.world_size)
         self._tree: Any = None
         self._beside: Any = None  # group of what is transferred, beside the collectives of a step
-        self._tree = self._connected("tree", self._relatives.peers, connect_timeout(mesh.size))
+        self._tree = self._connect_group("tree", self._relatives.peer_ranks, connect_timeout(mesh.world_size))
 
-    def _start(self, op, given, out, axes, group, reduce, root):
+    def _start_collective(self, op, input_buffer, out, axes, group, reduce, root):
         """Raise AssertionError: there are no groups along axes."""
         raise AssertionError("no collective along axes runs in host memory")
 
-    def _connected(self, name: str, peers: Sequence[int], timeout: timedelta = CONNECT / PATIENCE) -> Any:
+    def _connect_group(self, name: str, peers: Sequence[int], timeout: timedelta = CONNECT / PATIENCE) -> Any:
         """Make a gloo group, called `name` in the store, with this rank's connections to `peers` (who connect as well)
         open, and add its sockets to `connections`; None without peers. All ranks call it together. Raises RuntimeError
         if a peer does not connect, Aborted if an abort came meanwhile, since it did not know all the sockets."""
-        before, group = open_sockets(), self._group(name, timeout) if peers else None
+        before, group = open_sockets(), self._build_lazy_group(name, timeout) if peers else None
         if self._tree:
-            self._broadcast(self._gather(torch.zeros(1), [1] * self._relatives.span)[:1])
-        one = [(peer, torch.zeros(1, dtype=torch.uint8)) for peer in peers]
+            self._broadcast_down_tree(self._gather_up_tree(torch.zeros(1), [1] * self._relatives.subtree_size)[:1])
+        byte_messages = [(peer, torch.zeros(1, dtype=torch.uint8)) for peer in peers]
         try:
-            _deliver(group, one, [(peer, torch.empty_like(x)) for peer, x in one], PATIENCE * timeout)
+            _deliver_tensors(
+                group, byte_messages, [(peer, torch.empty_like(x)) for peer, x in byte_messages], PATIENCE * timeout
+            )
         finally:  # replaced as a whole, as the thread that aborts may be reading it
             self.connections = self.connections | dict(open_sockets().items() - before.items())
-        self.confirm()
+        self.confirm_uninterrupted()
         return group
 
-    def _group(self, name: str, timeout: timedelta) -> Any:
+    def _build_lazy_group(self, name: str, timeout: timedelta) -> Any:
         """Make a group of gloo of all ranks, called `name` in the store, which connects two in their first message."""
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         device = partial(gloo.create_device, interface=interface) if interface else gloo.create_default_device
         options._devices, options._timeout = [device(lazy_init=True)], timeout
-        return gloo(dist.PrefixStore(name, self._store), self.rank, self.mesh.size, options)
+        return gloo(dist.PrefixStore(name, self._store), self.rank, self.mesh.world_size, options)
 
-    def connect(self, peers):
+    def connect_peers(self, peers):
         """Open the connections of `transfer` in a group of gloo's own, and count them among `connections`."""
-        with PROGRESS.waiting("connect"):
-            self._beside = self._connected("beside", sorted(peers))
+        with PROGRESS.mark_waiting("connect"):
+            self._beside = self._connect_group("beside", sorted(peers))
 
     def transfer(self, sent, received):
-        """Send and receive bytes of known sizes between ranks, in the group that `connect` has made."""
-        _deliver(self._beside, sent, received, TIMEOUT)
+        """Send and receive bytes of known sizes between ranks, in the group that `connect_peers` has made."""
+        _deliver_tensors(self._beside, sent, received, TIMEOUT)
 
     def exchange(self, sent, received):
         """Send and receive bytes of known sizes in a group for this call alone, whose connections end with it."""
         peers = sorted({peer for peer, _ in (*sent, *received)})
-        with PROGRESS.waiting("exchange"):
-            _deliver(self._connected(f"exchange/{next(self._exchanges)}", peers), sent, received, TIMEOUT)
+        with PROGRESS.mark_waiting("exchange"):
+            _deliver_tensors(self._connect_group(f"exchange/{next(self._exchanges)}", peers), sent, received, TIMEOUT)
 
-    def collect(self, numbers):
+    def collect_numbers(self, numbers):
         """Gather every rank's numbers on rank 0, up the tree; return None elsewhere."""
-        with PROGRESS.waiting("collect"):
-            rows = self._gather(numbers, [len(numbers)] * self._relatives.span)
-        return rows.view(self.mesh.size, -1) if self.rank == 0 else None
+        with PROGRESS.mark_waiting("collect"):
+            rows = self._gather_up_tree(numbers, [len(numbers)] * self._relatives.subtree_size)
+        return rows.view(self.mesh.world_size, -1) if self.rank == 0 else None
 
-    def announce(self, text=None):
+    def broadcast_text(self, text=None):
         """Broadcast a text with its length in one message down the tree, and the rest of a longer one in a second."""
-        data = (text or "").encode()
-        with PROGRESS.waiting("announce"):
+        text_bytes = (text or "").encode()
+        with PROGRESS.mark_waiting("announce"):
             head = torch.zeros(_LENGTH + _ANNOUNCED, dtype=torch.uint8)
             if self.rank == 0:
-                head[:_LENGTH] = _bytes(len(data).to_bytes(_LENGTH, "little"))
-                head[_LENGTH : _LENGTH + len(data)] = _bytes(data[:_ANNOUNCED])
-            found = self._broadcast(head).numpy().tobytes()
-            size = int.from_bytes(found[:_LENGTH], "little")
-            rest = torch.empty(max(0, size - _ANNOUNCED), dtype=torch.uint8)
-            rest = self._broadcast(_bytes(data[_ANNOUNCED:]) if self.rank == 0 else rest)
-        return (found[_LENGTH:][:size] + rest.numpy().tobytes()).decode()
+                head[:_LENGTH] = _bytes_tensor(len(text_bytes).to_bytes(_LENGTH, "little"))
+                head[_LENGTH : _LENGTH + len(text_bytes)] = _bytes_tensor(text_bytes[:_ANNOUNCED])
+            head_bytes = self._broadcast_down_tree(head).numpy().tobytes()
+            size = int.from_bytes(head_bytes[:_LENGTH], "little")
+            remainder = torch.empty(max(0, size - _ANNOUNCED), dtype=torch.uint8)
+            remainder = self._broadcast_down_tree(
+                _bytes_tensor(text_bytes[_ANNOUNCED:]) if self.rank == 0 else remainder
+            )
+        return (head_bytes[_LENGTH:][:size] + remainder.numpy().tobytes()).decode()
 
     def all_gather_texts(self, text):
         """Gather all texts up the tree, after their lengths, and broadcast both down again."""
-        mine, size = _bytes(text.encode()), self.mesh.size
-        with PROGRESS.waiting("all_gather_texts"):
-            lengths = self._gather(torch.tensor([len(mine)]), [1] * self._relatives.span)
-            texts = self._gather(mine, lengths.tolist())
-            lengths = self._broadcast(lengths if self.rank == 0 else lengths.new_empty(size))
-            texts = self._broadcast(texts if self.rank == 0 else texts.new_empty(int(lengths.sum())))
+        mine, size = _bytes_tensor(text.encode()), self.mesh.world_size
+        with PROGRESS.mark_waiting("all_gather_texts"):
+            lengths = self._gather_up_tree(torch.tensor([len(mine)]), [1] * self._relatives.subtree_size)
+            texts = self._gather_up_tree(mine, lengths.tolist())
+            lengths = self._broadcast_down_tree(lengths if self.rank == 0 else lengths.new_empty(size))
+            texts = self._broadcast_down_tree(texts if self.rank == 0 else texts.new_empty(int(lengths.sum())))
         return [part.numpy().tobytes().decode() for part in texts.split(lengths.tolist())]
 
-    def _gather(self, mine: Tensor, sizes: Sequence[int]) -> Tensor:
+    def _gather_up_tree(self, mine: Tensor, sizes: Sequence[int]) -> Tensor:
         """Gather tensors up the tree of ranks: return this rank's `mine` [sizes[0]] and, behind it, the tensors of all
         ranks below, in rank order, as one tensor [sum of sizes]."""
         parent, branches = self._relatives
         first = self.rank
         below = [sum(sizes[branch.start - first : branch.stop - first]) for branch in branches]
         out = mine.new_empty(sum(sizes))
-        own, *parts = out.split([len(mine), *below])
-        own.copy_(mine)
-        _deliver(self._tree, [], list(zip(self._relatives.children, parts, strict=True)), TIMEOUT)
-        _deliver(self._tree, [] if parent is None else [(parent, out)], [], TIMEOUT)
+        own_part, *parts = out.split([len(mine), *below])
+        own_part.copy_(mine)
+        _deliver_tensors(self._tree, [], list(zip(self._relatives.child_ranks, parts, strict=True)), TIMEOUT)
+        _deliver_tensors(self._tree, [] if parent is None else [(parent, out)], [], TIMEOUT)
         return out
 
-    def _broadcast(self, x: Tensor) -> Tensor:
+    def _broadcast_down_tree(self, x: Tensor) -> Tensor:
         """Broadcast rank 0's tensor x to all ranks, down the tree, into their x; return it."""
         parent = self._relatives.parent
-        _deliver(self._tree, [], [] if parent is None else [(parent, x)], TIMEOUT)
-        _deliver(self._tree, [(child, x) for child in self._relatives.children], [], TIMEOUT)
+        _deliver_tensors(self._tree, [], [] if parent is None else [(parent, x)], TIMEOUT)
+        _deliver_tensors(self._tree, [(child, x) for child in self._relatives.child_ranks], [], TIMEOUT)
         return x
 
-    def _abort(self) -> None:
+    def _abort_transport(self) -> None:
         """Shut down the sockets of gloo's groups."""
         shut_down(self.connections)
 
@@ -196,7 +200,7 @@ class HostMemory(Communicator):
         self._tree = self._beside = None
 
 
-def _deliver(
+def _deliver_tensors(
     group: Any, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], timeout: timedelta
 ) -> None:
     """Send and receive tensors, as pairs (peer rank, tensor), in a gloo group, each within `timeout`; no empty ones."""
@@ -206,6 +210,6 @@ def _deliver(
         work.wait(timeout)
 
 
-def _bytes(data: bytes) -> Tensor:
+def _bytes_tensor(data: bytes) -> Tensor:
     """Return bytes as a tensor, uint8 [bytes]."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

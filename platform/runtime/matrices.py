@@ -11,7 +11,7 @@ from torch import Tensor
 
 from platform.plan.model_types import Parameter
 from platform.plan.plan import Plan
-from platform.plan.step_collectives import counts_at, summed_sizes, summing_axes
+from platform.plan.step_collectives import counts_at, factor_sum_sizes, summing_axes
 from platform.runtime.communicator import Communicator
 from platform.runtime.conversion import convert
 from platform.runtime.flat_buffers import FlatBucket
@@ -37,35 +37,39 @@ class Factors:
     def __init__(self, plan: Plan, communicator: Communicator):
         """Find where this rank's part of each parameter matrix lies, for Adafactor's sums by row and by column."""
         self._plan, self._communicator = plan, communicator
-        self._sizes, self._axes = summed_sizes(plan), summing_axes(plan)
+        self._sizes, self._axes = factor_sum_sizes(plan), summing_axes(plan)
         by_name = {p.name: p for p in plan.parameters}
-        self._shapes = {name: by_name[name].matrices(plan.global_shape(by_name[name])) for name in self._sizes}
+        self._shapes = {name: by_name[name].shape_as_matrices(plan.global_shape(by_name[name])) for name in self._sizes}
         self.elements = {name: prod(plan.global_shape(by_name[name])) for name in self._sizes}
-        self._counted = {n for n in self._sizes if counts_at(communicator.coordinates, plan.split_over(by_name[n]))}
-        here = (by_name[name] for name in plan.factored if name in by_name)
-        self._parts = {p.name: part for p in here if (part := self._part(p))}
+        self._counted = {
+            n for n in self._sizes if counts_at(communicator.coordinates, plan.master_split_axes(by_name[n]))
+        }
+        own_parameters = (by_name[name] for name in plan.factored if name in by_name)
+        self._parts = {p.name: part for p in own_parameters if (part := self._find_part(p))}
 
-    def _part(self, p: Parameter) -> _Part | None:
+    def _find_part(self, p: Parameter) -> _Part | None:
         """Return the rows and columns of a parameter's matrices in which this rank's part lies, None if it has none;
         the part is its block or, under ZeRO, its shard of the block."""
         plan, at, device = self._plan, self._communicator.coordinates, self._communicator.device
         start, stop = plan.shard_range(p, at)
-        if not plan.present(p, at) or start >= stop:
+        if not plan.has_block(p, at) or start >= stop:
             return None
-        block, shape, cut = plan.block(p, at), plan.global_shape(p), p.row_dims
-        rows, columns = (_places(block[side], shape[side], device) for side in (slice(0, cut), slice(cut, None)))
+        block, shape, cut = plan.locate_block(p, at), plan.global_shape(p), p.row_dims
+        rows, columns = (
+            _element_numbers(block[side], shape[side], device) for side in (slice(0, cut), slice(cut, None))
+        )
         first, last = start // len(columns), -(-stop // len(columns))
-        each = prod(extent for _, extent in block[p.stacked : cut])  # rows of the block in one matrix
+        each = prod(extent for _, extent in block[p.stack_dims : cut])  # rows of the block in one matrix
         within = range(first // each, -(-last // each))
         counts = [min(last, (n + 1) * each) - max(first, n * each) for n in within]
-        of = torch.tensor(within, device=device) + sum(offset for offset, _ in block[: p.stacked])
+        of = torch.tensor(within, device=device) + sum(offset for offset, _ in block[: p.stack_dims])
         return _Part(rows[first:last], counts, of, columns, start - first * len(columns))
 
-    def shape(self, name: str) -> tuple[int, int, int] | None:
+    def matrix_shape(self, name: str) -> tuple[int, int, int] | None:
         """Return (number, rows, columns) of a parameter's matrices, None unless Adafactor factors their moments."""
         return self._shapes[name] if name in self._plan.factored else None
 
-    def sides(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    def squares_by_side(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return, for Adafactor, the sums of squares of x, this rank's part of a parameter's gradient, by row [rows]
         and by column [columns] of all whole matrices; the parts of other ranks count as zeros."""
         part, (number, rows, columns) = self._parts[name], self._shapes[name]
@@ -76,46 +80,48 @@ class Factors:
         by_column = x.new_zeros(number, columns).index_put_((part.of[:, None], part.columns), sums, accumulate=True)
         return x.new_zeros(number * rows).index_add_(0, part.rows, squares.sum(1)), by_column.view(-1)
 
-    def product(self, name: str, rows: Tensor, columns: Tensor, like: Tensor) -> Tensor:
+    def outer_product_part(self, name: str, rows: Tensor, columns: Tensor, like: Tensor) -> Tensor:
         """Return this rank's part of the outer products of Adafactor's `rows` and `columns`, shaped as `like`."""
         part, (number, _, width) = self._parts[name], self._shapes[name]
-        whole = rows.new_empty(len(part.rows), len(part.columns))
+        outer_products = rows.new_empty(len(part.rows), len(part.columns))
         of_parts = columns.view(number, width)[part.of[:, None], part.columns]
-        for out, r, c in zip(whole.split(part.counts), rows[part.rows].split(part.counts), of_parts, strict=True):
+        for out, r, c in zip(
+            outer_products.split(part.counts), rows[part.rows].split(part.counts), of_parts, strict=True
+        ):
             torch.outer(r, c, out=out)
-        return whole.view(-1)[part.before : part.before + like.numel()].view(like.shape)
+        return outer_products.view(-1)[part.before : part.before + like.numel()].view(like.shape)
 
-    def summed(self, found: Mapping[str, Sequence[Tensor]], totals: bool = False) -> dict[str, list[Tensor]]:
+    def sum_over_ranks(self, squares: Mapping[str, Sequence[Tensor]], totals: bool = False) -> dict[str, list[Tensor]]:
         """Sum over ranks, by one all-reduce, the squares that Adafactor needs of each parameter's gradient: by row and
-        by column of a factored matrix, else one number; with `totals` one number of every parameter. `found`: parameter
-        name -> the sums of this rank's part. All ranks call it together."""
+        by column of a factored matrix, else one number; with `totals` one number of every parameter. `squares`:
+        parameter name -> the sums of this rank's part. All ranks call it together."""
         sizes = {name: (1,) if totals else each for name, each in self._sizes.items()}
-        flat = torch.zeros(sum(map(sum, sizes.values())), dtype=self._dtype, device=self._communicator.device)
+        flat = torch.zeros(sum(map(sum, sizes.values())), dtype=self._sum_dtype, device=self._communicator.device)
         views = {
             name: list(piece.split(list(each)))
             for piece, (name, each) in zip(flat.split([sum(s) for s in sizes.values()]), sizes.items(), strict=True)
         }
-        for name in self._counted & found.keys():
-            for there, x in zip(views[name], found[name], strict=True):
-                there.copy_(x)
+        for name in self._counted & squares.keys():
+            for sum_view, x in zip(views[name], squares[name], strict=True):
+                sum_view.copy_(x)
         if self._axes and len(flat):
             flat.copy_(self._communicator.launch("all_reduce", flat.clone(), self._axes, name="factors").wait())
         return views
 
     @property
-    def _dtype(self) -> torch.dtype:
+    def _sum_dtype(self) -> torch.dtype:
         """Return the dtype in which Adafactor's squares are summed over ranks: fp64 if the plan says so, or fp32."""
         return torch.float64 if self._plan.itemsize["accumulate"] == 8 else torch.float32
 
 
-def _places(block: Sequence[tuple[int, int]], shape: Sequence[int], device: torch.device) -> Tensor:
+def _element_numbers(block: Sequence[tuple[int, int]], shape: Sequence[int], device: torch.device) -> Tensor:
     """Return the row-major numbers, in a tensor of `shape`, of a block's elements, int64 [elements]. `block`: (offset,
     extent) by dim; padding beyond a dim's size gets the number of its last element."""
-    found = torch.zeros(1, dtype=torch.long, device=device)
+    element_numbers = torch.zeros(1, dtype=torch.long, device=device)
     for (offset, extent), size in zip(block, shape, strict=True):
-        here = torch.arange(offset, offset + extent, device=device).clamp(max=size - 1)
-        found = (found[:, None] * size + here).view(-1)
-    return found
+        dim_numbers = torch.arange(offset, offset + extent, device=device).clamp(max=size - 1)
+        element_numbers = (element_numbers[:, None] * size + dim_numbers).view(-1)
+    return element_numbers
 
 
 # Whole matrices of parameters whose updates are made of them, gathered from the blocks and shards of ranks.
@@ -129,36 +135,47 @@ class Matrices:
         """Find the flat buckets that hold parts of the weight matrices which Muon updates as wholes."""
         self._plan, self._communicator = plan, communicator
         self.half = plan.itemsize["compute"] == 2
-        found = [(flat, [p for p in flat.bucket.parameters if p.name in plan.matrices]) for flat in flats if flat.here]
-        self._flats = [(flat, parameters) for flat, parameters in found if parameters]
+        flat_parameters = [
+            (flat, [p for p in flat.bucket.parameters if p.name in plan.matrices]) for flat in flats if flat.here
+        ]
+        self._flats = [(flat, parameters) for flat, parameters in flat_parameters if parameters]
 
-    def map(self, function: Callable[[Tensor], Tensor], parts: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def map_matrices(
+        self, function: Callable[[Tensor], Tensor], parts: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
         """Apply `function` (Muon's) to each whole weight matrix, gathered from the ranks with the layer's outputs as
         rows; yield the parameter's name and this rank's part of the result. `parts`: parameter name -> this rank's part
         of the matrix, laid out as the master copy. All ranks go through it together."""
         for flat, parameters in self._flats:
-            blocks = flat.joined({p.name: parts[p.name] for p in parameters if p.name in parts})
+            blocks = flat.gather_whole_blocks({p.name: parts[p.name] for p in parameters if p.name in parts})
             for p in parameters:
-                found = [self._part(flat, p, blocks[p.name], function)]
+                computed_parts = [self._compute_part(flat, p, blocks[p.name], function)]
                 if p.name in parts:
-                    yield p.name, found.pop()  # so that none is held while the next is made
+                    yield p.name, computed_parts.pop()  # so that none is held while the next is made
             del blocks
 
     @torch.no_grad()
-    def _part(self, flat: FlatBucket, p: Parameter, block: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    def _compute_part(
+        self, flat: FlatBucket, p: Parameter, block: Tensor, function: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """Return this rank's part of function(whole matrix), of weight matrices gathered from the ranks' blocks."""
-        whole = convert(self._communicator, block, self._plan.joining(p), name=f"join {p.name}").wait()
-        found = function(whole.reshape(p.matrices(whole.shape)[not p.stacked :])).view(whole.shape)
-        return flat.own(p.name, self._block(p, found))
+        whole_matrix = convert(
+            self._communicator, block, self._plan.matrix_gather_steps(p), name=f"join {p.name}"
+        ).wait()
+        transformed = function(whole_matrix.reshape(p.shape_as_matrices(whole_matrix.shape)[not p.stack_dims :])).view(
+            whole_matrix.shape
+        )
+        return flat.own_master_part(p.name, self._cut_block(p, transformed))
 
-    def _block(self, p: Parameter, whole: Tensor) -> Tensor:
-        """Return this rank's block of the tensor `whole`, a parameter's whole matrices with their padding of vocab."""
-        block = self._plan.block(p, self._communicator.coordinates)
-        for dim, (offset, extent) in [*enumerate(block)][p.stacked :]:
-            whole = whole.narrow(dim, offset, extent)
-        return whole
+    def _cut_block(self, p: Parameter, whole_matrix: Tensor) -> Tensor:
+        """Return this rank's block of the tensor `whole_matrix`, a parameter's whole matrices with their padding of
+        vocab."""
+        block = self._plan.locate_block(p, self._communicator.coordinates)
+        for dim, (offset, extent) in [*enumerate(block)][p.stack_dims :]:
+            whole_matrix = whole_matrix.narrow(dim, offset, extent)
+        return whole_matrix
 
-    def shape(self, name: str) -> tuple[int, int]:
+    def matrix_shape(self, name: str) -> tuple[int, int]:
         """Return the shape (rows, columns) of each weight matrix that the parameter `name` is, without padding."""
         p = next(p for p in self._plan.parameters if p.name == name)
-        return p.matrices(self._plan.global_shape(p))[1:]
+        return p.shape_as_matrices(self._plan.global_shape(p))[1:]

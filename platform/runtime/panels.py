@@ -25,13 +25,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from platform.plan.layout import BLOCK, DIAGONAL, LEAST, MASKED, Pair, Stretch, pairs, shared
+from platform.plan.layout import (
+    BLOCK,
+    DIAGONAL,
+    LEAST,
+    MASKED,
+    Pair,
+    Stretch,
+    mask_sharing_limit,
+    pair_queries_with_keys,
+)
 from platform.plan.model_types import MATH
 from platform.runtime import positions, residual
-from platform.runtime.attention_pairs import PRODUCTS, Given, PairKernel, Scores, finite, kernel_of, pairs_of
+from platform.runtime.attention_pairs import (
+    PRODUCTS,
+    PairKernel,
+    QueryKeyValue,
+    Scores,
+    choose_pair_kernel,
+    document_pairs,
+    finite_log_sum_exp,
+)
 from platform.runtime.communicator import Arrived, Communicator, Handle
 from platform.runtime.residual import Drawing
-from platform.runtime.statistics import widened
+from platform.runtime.statistics import widen_dtype
 
 # messages of a ring, in a timeline
 KEYS, AGAIN, GRADIENTS = "keys and values", "keys and values again", "gradients of keys and values"
@@ -61,14 +78,14 @@ class Hiding(NamedTuple):
     drawing: Drawing | None = None
 
 
-class _Fresh:
+class _FreshPositions:
     """Positions of a block's sequences to which no pair has added anything yet."""
 
     def __init__(self, x: Tensor):
         """Note that nothing is added yet to the block x [batch, heads, length, ...]."""
         self._left = np.ones((x.shape[0], x.shape[2]), bool)
 
-    def take_out(self, sequences: Stretch | None, where: Stretch) -> tuple[bool, bool]:
+    def take_positions(self, sequences: Stretch | None, where: Stretch) -> tuple[bool, bool]:
         """Take positions to which a pair is added; return whether all were fresh, and whether the block has no more."""
         part = self._left if sequences is None else self._left[sequences.first : sequences.end]
         part = part[:, where.first : where.end]
@@ -77,51 +94,51 @@ class _Fresh:
         return fresh, part.size == self._left.size
 
 
-def _at(x: Tensor, sequences: Stretch | None, where: Stretch) -> Tensor:
+def _view_positions(x: Tensor, sequences: Stretch | None, where: Stretch) -> Tensor:
     """Return a view of the positions `where` in some sequences of x [batch, heads, length, ...]."""
     return (x if sequences is None else x.narrow(0, *sequences)).narrow(2, *where)
 
 
-class _Whole:
+class _MergedResult:
     """Result of an attention of queries q over the keys that were merged so far, with values of `width`."""
 
     def __init__(self, q: Tensor, width: int):
         """Prepare the result of queries q that have seen no key yet."""
         self.q, self.width = q, width
         self.out: Tensor | None = None
-        self.fresh = _Fresh(q)  # queries of which there is no result
+        self.fresh = _FreshPositions(q)  # queries of which there is no result
         self.lse = q.new_empty(0)
 
-    def begun(self) -> Tensor:
+    def result_so_far(self) -> Tensor:
         """Return the merged result so far, 0 for queries that have seen no key."""
         if self.out is None:
-            wide = widened(self.q[:0]).dtype
+            wide = widen_dtype(self.q[:0]).dtype
             self.out = self.q.new_zeros((*self.q.shape[:3], self.width), dtype=wide)
             self.lse = self.q.new_full(self.q.shape[:3], -inf, dtype=wide)
         return self.out
 
-    def add(self, pair: Pair, out: Tensor, lse: Tensor) -> None:
+    def merge_pair(self, pair: Pair, out: Tensor, lse: Tensor) -> None:
         """Merge the result of one pair, for its queries, into the attention's result."""
-        first, whole = self.fresh.take_out(pair.sequences, pair.rows)
-        if first and whole:
-            self.out, self.lse = widened(out), lse
+        all_fresh, covers_all = self.fresh.take_positions(pair.sequences, pair.rows)
+        if all_fresh and covers_all:
+            self.out, self.lse = widen_dtype(out), lse
             return
-        into, of_all = (_at(x, pair.sequences, pair.rows) for x in (self.begun(), self.lse))
-        if first:
+        into, of_all = (_view_positions(x, pair.sequences, pair.rows) for x in (self.result_so_far(), self.lse))
+        if all_fresh:
             into.copy_(out)
             of_all.copy_(lse)
         else:
-            merge(into, of_all, widened(out), lse)
+            merge_attention(into, of_all, widen_dtype(out), lse)
 
-    def close(self, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    def finish_result(self, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the attention's result in q's dtype and the log-sum-exp of its rows, merged with a `sink` [heads]."""
-        out = self.begun()
+        out = self.result_so_far()
         if sink is not None:
-            merge(out, self.lse, torch.zeros_like(out), widened(sink)[:, None].expand_as(self.lse))
+            merge_attention(out, self.lse, torch.zeros_like(out), widen_dtype(sink)[:, None].expand_as(self.lse))
         return out.to(self.q.dtype), self.lse
 
 
-def merge(out: Tensor, lse: Tensor, other: Tensor, of_other: Tensor) -> None:
+def merge_attention(out: Tensor, lse: Tensor, other: Tensor, of_other: Tensor) -> None:
     """Merge the attention `other` over keys of its own, with its log-sum-exp, into the attention `out`, in place."""
     share = torch.sigmoid(of_other - lse).nan_to_num_(0)  # not a number where neither sees a key
     out.lerp_(other, share.unsqueeze(-1))
@@ -133,57 +150,57 @@ class _PairSum:
 
     def __init__(self, x: Tensor):
         """Prepare the gradient of x, of which no pair has given any part."""
-        self.x, self.fresh = x, _Fresh(x)
+        self.x, self.fresh = x, _FreshPositions(x)
         self.total: Tensor | None = None
 
-    def add(self, sequences: Stretch | None, where: Stretch, part: Tensor) -> None:
+    def add_gradient(self, sequences: Stretch | None, where: Stretch, part: Tensor) -> None:
         """Add the gradient of the stretch `where` of some sequences' positions."""
-        first, whole = self.fresh.take_out(sequences, where)
-        if first and whole:
-            self.total = widened(part)
+        all_fresh, covers_all = self.fresh.take_positions(sequences, where)
+        if all_fresh and covers_all:
+            self.total = widen_dtype(part)
             return
-        self.total = self.value()
-        into = _at(self.total, sequences, where)
-        (into.copy_ if first else into.add_)(part)
+        self.total = self.gradient_sum()
+        into = _view_positions(self.total, sequences, where)
+        (into.copy_ if all_fresh else into.add_)(part)
 
-    def value(self) -> Tensor:
+    def gradient_sum(self) -> Tensor:
         """Return the sum of the block's gradients so far, 0 without any."""
         if self.total is None:
-            return torch.zeros(self.x.shape, dtype=widened(self.x[:0]).dtype, device=self.x.device)
+            return torch.zeros(self.x.shape, dtype=widen_dtype(self.x[:0]).dtype, device=self.x.device)
         return self.total
 
 
 class _Reader:
     """Pairs of one rank's queries with panels, and the kernel that computes them."""
 
-    def __init__(self, plan: PanelAttention, given: Given, bias: Tensor | None, hiding: Hiding):
+    def __init__(self, plan: PanelAttention, qkv: QueryKeyValue, bias: Tensor | None, hiding: Hiding):
         """Prepare the attention `plan` of q to panels such as k and v, whose scores `bias` and `hiding` change."""
         self.plan, self.bias, self.hiding = plan, bias, hiding
-        q, masked = given[0], plan.window > 0 or hiding.begins is not None or hiding.padding is not None
+        q, masked = qkv[0], plan.window > 0 or hiding.begins is not None or hiding.padding is not None
         products = bias is not None or hiding.drawing is not None  # which no kernel adds, or draws, panel by panel
-        self.kernel: PairKernel = kernel_of(MATH if products else plan.kernel, given, masked)
-        made = plan.window > 0 or hiding.padding is not None or self.kernel is PRODUCTS
+        self.kernel: PairKernel = choose_pair_kernel(MATH if products else plan.kernel, qkv, masked)
+        makes_scores = plan.window > 0 or hiding.padding is not None or self.kernel is PRODUCTS
         narrow = plan.window and q.device.type == "cpu"  # elsewhere, few large kernels are worth more
         most = min(BLOCK, max(plan.window, LEAST)) if narrow else BLOCK  # of which a narrow window hides less
-        self.block, self.device, self.dtype = most if made else 0, q.device, widened(q[:0]).dtype
+        self.block, self.device, self.dtype = most if makes_scores else 0, q.device, widen_dtype(q[:0]).dtype
         self.batch = q.shape[0]
 
-    def pairs(self, owner: int) -> list[Pair]:
+    def panel_pairs(self, owner: int) -> list[Pair]:
         """Return the pairs of this rank's queries with the panel of rank `owner` along the axes of the attention."""
         plan, begins = self.plan, self.hiding.begins
-        keys, block, short = tuple(plan.keys[owner]), self.block, shared(self.device.type)
+        keys, block, short = tuple(plan.keys[owner]), self.block, mask_sharing_limit(self.device.type)
         how = plan.causal, plan.window, self.kernel.halves
 
-        def make(queries: Sequence[Stretch], borders: tuple[int, int] = (0, 0)) -> list[Pair]:
+        def pairs_of_queries(queries: Sequence[Stretch], borders: tuple[int, int] = (0, 0)) -> list[Pair]:
             """Return the pairs of some queries, whose documents begin between two borders."""
             most = block or (short if borders[0] < borders[1] else 0)  # several documents make a mask
-            return pairs(queries, keys, *how, most, borders)
+            return pair_queries_with_keys(queries, keys, *how, most, borders)
 
         if begins is None:
-            return make(plan.queries)
-        return pairs_of(begins, plan.queries, short, (keys, how, block), make)
+            return pairs_of_queries(plan.queries)
+        return document_pairs(begins, plan.queries, short, (keys, how, block), pairs_of_queries)
 
-    def scores(self, pair: Pair) -> Scores:
+    def pair_scores(self, pair: Pair) -> Scores:
         """Return what makes the scores of a pair, beside its queries and keys."""
         (row, rows), keys = pair.rows, (pair.start, pair.columns.size)
         begins, padding, drawing = self.hiding
@@ -192,7 +209,7 @@ class _Reader:
         if pair.relation == MASKED or (pair.relation == DIAGONAL and padding is not None):
             at, memory = (torch.arange(first, first + n, device=self.device) for first, n in ((pair.at, rows), keys))
             begins = None if begins is None else begins.narrow(0, row, rows).narrow(1, *some)
-            hidden = positions.unseen(at, memory, self.plan.window, begins)
+            hidden = positions.unseen_mask(at, memory, self.plan.window, begins)
         if padding is not None:
             padding = padding.narrow(0, *some).narrow(1, *keys)[:, None, None]
             hidden = padding if hidden is None else hidden | padding
@@ -201,77 +218,87 @@ class _Reader:
         if drawing is not None:
             batch, heads, length, memory = drawing.counters
             counters = batch.narrow(0, *some), heads, length.narrow(2, row, rows), memory.narrow(3, *keys)
-            kept = residual.kept(counters, drawing.start, drawing.rate)
-            factor = kept.to(self.dtype) * (1 / (1 - drawing.rate))
+            keep_mask = residual.draw_dropout_mask(counters, drawing.start, drawing.rate)
+            factor = keep_mask.to(self.dtype) * (1 / (1 - drawing.rate))
         return Scores(self.plan.scale, pair.relation == DIAGONAL and hidden is None, hidden, bias, factor)
 
 
-def _operands(pair: Pair, given: Given) -> Given:
+def _pair_operands(pair: Pair, qkv: QueryKeyValue) -> QueryKeyValue:
     """Return the queries, keys and values of a pair as views of their blocks."""
     q, k, v = (
-        _at(x, pair.sequences, where) for x, where in zip(given, (pair.rows, pair.columns, pair.columns), strict=True)
+        _view_positions(x, pair.sequences, where)
+        for x, where in zip(qkv, (pair.rows, pair.columns, pair.columns), strict=True)
     )
     return q, k, v
 
 
-def _in_turn(
+def _iterate_panels(
     communicator: Communicator, plan: PanelAttention, k: Tensor, v: Tensor, name: str
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield (owner, keys, values) of every panel, this rank's own first, then those before it around the ring. The next
     one is on its way while one is used, called `name`."""
     n = len(plan.keys)
-    me = communicator.index(plan.over) if n > 1 else 0
-    message = _packed(k, v) if n > 1 else k
+    me = communicator.group_index(plan.over) if n > 1 else 0
+    message = _pack_message(k, v) if n > 1 else k
     for step in range(n):
         coming = communicator.launch("rotate", message, plan.over, name=name) if step + 1 < n else None
         yield (me - step) % n, k, v
         if coming:
             message = coming.wait()
-            k, v = _unpacked(message, k, v)
+            k, v = _unpack_message(message, k, v)
 
 
-def _packed(k: Tensor, v: Tensor) -> Tensor:
+def _pack_message(k: Tensor, v: Tensor) -> Tensor:
     """Return a panel's keys and values, or their gradients, as one message."""
     return torch.cat((k.flatten(), v.flatten()))
 
 
-def _unpacked(message: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _unpack_message(message: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return the two tensors of a message of a ring, shaped as k and v."""
     return message[: k.numel()].view(k.shape), message[k.numel() :].view(v.shape)
 
 
-def _attended(
-    communicator: Communicator, plan: PanelAttention, given: Given, hiding: Hiding, bias: Tensor | None = None
-) -> _Whole:
+def _attend_all_panels(
+    communicator: Communicator, plan: PanelAttention, qkv: QueryKeyValue, hiding: Hiding, bias: Tensor | None = None
+) -> _MergedResult:
     """Attend to the panels of all ranks, of which k and v are this rank's."""
-    q, k, v = given
-    read, whole = _Reader(plan, given, bias, hiding), _Whole(q, v.shape[-1])
-    for owner, keys, values in _in_turn(communicator, plan, k, v, KEYS):
-        for pair in read.pairs(owner):
-            whole.add(pair, *read.kernel.forward(_operands(pair, (q, keys, values)), read.scores(pair)))
-    return whole
+    q, k, v = qkv
+    reader, merged_result = _Reader(plan, qkv, bias, hiding), _MergedResult(q, v.shape[-1])
+    for owner, keys, values in _iterate_panels(communicator, plan, k, v, KEYS):
+        for pair in reader.panel_pairs(owner):
+            merged_result.merge_pair(
+                pair, *reader.kernel.forward(_pair_operands(pair, (q, keys, values)), reader.pair_scores(pair))
+            )
+    return merged_result
 
 
-def _add_gradients(
-    read: _Reader, found: Sequence[Pair], every: Given, given: Given, sums: Sequence[_PairSum], dbias: Tensor | None
+def _add_pair_gradients(
+    reader: _Reader,
+    panel_pairs: Sequence[Pair],
+    results: QueryKeyValue,
+    qkv: QueryKeyValue,
+    sums: Sequence[_PairSum],
+    dbias: Tensor | None,
 ) -> None:
-    """Add the gradients of some pairs to the `sums` of queries, keys and values, and to a bias's. `every`: the gradient
-    of the attention's result, the result, and the log-sum-exp of all its keys; `given`: queries, a panel's keys and
-    values."""
-    for pair in found:
-        gradient, *result = [_at(x, pair.sequences, pair.rows) for x in every]
-        parts = read.kernel.backward(gradient, _operands(pair, given), (result[0], result[1]), read.scores(pair))
+    """Add the gradients of some pairs to the `sums` of queries, keys and values, and to a bias's. `results`: the
+    gradient of the attention's result, the result, and the log-sum-exp of all its keys; `qkv`: queries, a panel's keys
+    and values."""
+    for pair in panel_pairs:
+        gradient, *result = [_view_positions(x, pair.sequences, pair.rows) for x in results]
+        parts = reader.kernel.backward(
+            gradient, _pair_operands(pair, qkv), (result[0], result[1]), reader.pair_scores(pair)
+        )
         for total, where, part in zip(sums, (pair.rows, pair.columns, pair.columns), parts, strict=False):
-            total.add(pair.sequences, where, part)
+            total.add_gradient(pair.sequences, where, part)
         if dbias is not None:
             dbias.narrow(2, *pair.rows).narrow(3, pair.start, pair.columns.size).add_(parts[3])
 
 
-def _in_halves(found: Sequence[Pair]) -> tuple[Sequence[Pair], Sequence[Pair]]:
+def _halve_pairs(panel_pairs: Sequence[Pair]) -> tuple[Sequence[Pair], Sequence[Pair]]:
     """Return the first pairs that have half of the products of all, or just more, and the others."""
-    whole = sum(pair.products for pair in found)
-    cut = 1 + sum(2 * done < whole for done in accumulate(pair.products for pair in found))
-    return found[:cut], found[cut:]
+    all_products = sum(pair.score_count for pair in panel_pairs)
+    cut = 1 + sum(2 * done < all_products for done in accumulate(pair.score_count for pair in panel_pairs))
+    return panel_pairs[:cut], panel_pairs[cut:]
 
 
 class _Panels(torch.autograd.Function):
@@ -281,7 +308,7 @@ class _Panels(torch.autograd.Function):
     @staticmethod
     def forward(ctx, communicator, plan, hiding, q, k, v, sink, bias):
         """Return the attention of q to the panels of all ranks, k and v being this rank's."""
-        out, lse = _attended(communicator, plan, (q, k, v), hiding, bias).close(sink)
+        out, lse = _attend_all_panels(communicator, plan, (q, k, v), hiding, bias).finish_result(sink)
         ctx.save_for_backward(q, k, v, sink, bias, out, lse)
         ctx.options = communicator, plan, hiding
         return out
@@ -291,38 +318,42 @@ class _Panels(torch.autograd.Function):
         """Return the gradients of q, k, v, sink and bias; the parts of k and v have come from all ranks."""
         q, k, v, sink, bias, out, lse = ctx.saved_tensors
         communicator, plan, hiding = ctx.options
-        read, sums = _Reader(plan, (q, k, v), bias, hiding), [_PairSum(x) for x in (q, k, v)]
+        reader, sums = _Reader(plan, (q, k, v), bias, hiding), [_PairSum(x) for x in (q, k, v)]
         gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()  # torch's kernels take no other
         dbias = None if bias is None else torch.zeros_like(bias)
-        every = gradient, out, finite(lse)
-        turns = _in_turn(communicator, plan, k, v, AGAIN)
+        results = gradient, out, finite_log_sum_exp(lse)
+        turns = _iterate_panels(communicator, plan, k, v, AGAIN)
         owner, *mine = next(turns)
-        now, later = _in_halves(read.pairs(owner))  # under the first message of keys, and the last one of gradients
-        _add_gradients(read, now, every, (q, *mine), sums, dbias)
+        now, later = _halve_pairs(
+            reader.panel_pairs(owner)
+        )  # under the first message of keys, and the last one of gradients
+        _add_pair_gradients(reader, now, results, (q, *mine), sums, dbias)
         coming: Handle | Arrived | None = None
         for owner, *panel in turns:
-            found = [_PairSum(x) for x in panel]
-            _add_gradients(read, read.pairs(owner), every, (q, *panel), (sums[0], *found), dbias)
-            message = _packed(*[x.value() for x in found])
+            panel_sums = [_PairSum(x) for x in panel]
+            _add_pair_gradients(reader, reader.panel_pairs(owner), results, (q, *panel), (sums[0], *panel_sums), dbias)
+            message = _pack_message(*[x.gradient_sum() for x in panel_sums])
             if coming:
                 message += coming.wait()
             coming = communicator.launch("rotate", message.to(k.dtype), plan.over, name=GRADIENTS)
-        _add_gradients(read, later, every, (q, *mine), sums, dbias)
-        dq, *own = [x.value() for x in sums]
+        _add_pair_gradients(reader, later, results, (q, *mine), sums, dbias)
+        dq, *own_gradients = [x.gradient_sum() for x in sums]
         if coming:
-            own = [x + part for x, part in zip(own, _unpacked(coming.wait(), k, v), strict=True)]
+            own_gradients = [
+                x + part for x, part in zip(own_gradients, _unpack_message(coming.wait(), k, v), strict=True)
+            ]
         dsink = None
         if sink is not None:
-            share = torch.exp(widened(sink)[:, None] - lse) * (widened(gradient) * out).sum(-1)
+            share = torch.exp(widen_dtype(sink)[:, None] - lse) * (widen_dtype(gradient) * out).sum(-1)
             dsink = share.sum((0, 2)).neg_().to(sink.dtype)
-        dk, dv = own
+        dk, dv = own_gradients
         return None, None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, dbias
 
 
 def attend_panels(
     communicator: Communicator,
     plan: PanelAttention,
-    given: Given,
+    qkv: QueryKeyValue,
     hiding: Hiding | None = None,
     sink: Tensor | None = None,
     bias: Tensor | None = None,
@@ -330,18 +361,18 @@ def attend_panels(
     """Compute attention of q [batch, heads, length, d_kv], whose positions are `plan.queries`, to the keys and values
     of all ranks of the plan, of which k and v, of perhaps fewer heads, are this rank's. `sink` [heads]: a score of each
     query without a value; `bias` [1, heads, length, memory_length of all positions]: added to the scores."""
-    return _Panels.apply(communicator, plan, hiding or Hiding(), *given, sink, bias)
+    return _Panels.apply(communicator, plan, hiding or Hiding(), *qkv, sink, bias)
 
 
 def attend_parts(
-    communicator: Communicator, plan: PanelAttention, given: Given, hiding: Hiding, over: Sequence[str]
+    communicator: Communicator, plan: PanelAttention, qkv: QueryKeyValue, hiding: Hiding, over: Sequence[str]
 ) -> Tensor:
     """Compute attention of q, which all ranks along the axes `over` have, to keys and values of which each has a part,
     without a gradient. The greatest log-sum-exp of each row, then the rows' weighted results with their weights, are
     reduced over the ranks: their bytes grow with the rows, not with the keys."""
-    whole = _attended(communicator, plan, given, hiding)
-    out, lse = whole.begun(), whole.lse
+    merged_result = _attend_all_panels(communicator, plan, qkv, hiding)
+    out, lse = merged_result.result_so_far(), merged_result.lse
     top = communicator.launch("all_reduce", lse.clone(), over, reduce="max", owned=True).wait()
     weight = torch.exp(lse - top).unsqueeze(-1)
-    found = communicator.launch("all_reduce", torch.cat((out * weight, weight), -1), over, owned=True).wait()
-    return (found[..., :-1] / found[..., -1:]).to(given[0].dtype)
+    weighted_sums = communicator.launch("all_reduce", torch.cat((out * weight, weight), -1), over, owned=True).wait()
+    return (weighted_sums[..., :-1] / weighted_sums[..., -1:]).to(qkv[0].dtype)

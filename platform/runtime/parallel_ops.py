@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from platform.plan.chunks import layer_of
-from platform.plan.gather_order import Ahead
-from platform.plan.layout import Stretch, shape_at
+from platform.plan.chunks import layer_of_parameter
+from platform.plan.gather_order import ParameterPrefetcher
+from platform.plan.layout import Stretch, block_shape
 from platform.plan.model_types import CROSS_ENTROPY, Parameter, Spec
 from platform.plan.operation_plan import PlannedOperation
 from platform.plan.operations.attention import KeyValueCache
@@ -27,12 +27,12 @@ from platform.runtime import conversion as conversions
 from platform.runtime import kernels, residual
 from platform.runtime.chunked_loss import Classes, Targets, TokenLoss
 from platform.runtime.communicator import Communicator
-from platform.runtime.compilation import Trial, in_kernel, region
-from platform.runtime.compiled_blocks import CompiledBlock, compiled_block
+from platform.runtime.compilation import Trial, compile_region, select_attention_kernel
+from platform.runtime.compiled_blocks import CompiledBlock, compile_block
 from platform.runtime.conversion import Pending, convert
 from platform.runtime.einsum import Deferred
-from platform.runtime.flat_buffers import squares
-from platform.runtime.recompute import Offload, recomputed
+from platform.runtime.flat_buffers import sum_squares
+from platform.runtime.recompute import Offload, run_recomputed
 from platform.runtime.residency import Operands, Residency
 from platform.runtime.residual import Drawing, Region
 
@@ -59,9 +59,9 @@ class ParallelOps(Ops):
     by `compiler`, None if none is. `ahead`: parameters are converted for their operations one matrix product ahead.
     """
 
-    method = "run"
+    method = "run_on_blocks"
     plan: Plan
-    kernels, in_kernel = kernels, staticmethod(in_kernel)
+    kernels, in_kernel = kernels, staticmethod(select_attention_kernel)
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class ParallelOps(Ops):
         dropped."""
         self.plan, self.communicator, self.tensors = plan, communicator, tensors
         self.dropout_rate = dropout
-        self.compiler: Region | None = region if compiles else None
+        self.compiler: Region | None = compile_region if compiles else None
         self.position = PassPosition()
         self.deferred: Deferred | None = None  # collects weight gradient computations that a schedule runs later
         self.recompute = plan.recompute
@@ -85,7 +85,7 @@ class ParallelOps(Ops):
         self.losses: Mapping[str, TokenLoss | None] = {CROSS_ENTROPY: None}  # what a plan may name in its place
         self.label_weights: Mapping[tuple[str, str], Tensor] = {}  # of the pass, by operation
         self.residency: Residency | None = None  # of parameters that are gathered for each block
-        self.ahead = Ahead(plan, self._start, ahead)
+        self.ahead = ParameterPrefetcher(plan, self._start_conversion, ahead)
         self.watched: Watched | None = None  # sums up the activations of training steps, where somebody follows them
         # by layer, how many tokens chose each expert and how many it took, in the passes of a training step
         self.routed: dict[str, Tensor] = {}
@@ -100,49 +100,51 @@ class ParallelOps(Ops):
         self._wholly = lonely and not dropout and plan.recompute.kind != "selective" and not plan.frozen
         self._wholly &= plan.mlp_chunks == 1  # whose chunks are computed twice
         self._wholly &= all(kind != "route" for kind, _ in plan.operations)  # which counts
-        self._wholly &= not any(self._by_pairs(o) for o in plan.attentions)
+        self._wholly &= not any(self._attends_pair_by_pair(o) for o in plan.attention_operations)
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
         # activation -> (offset, extent) per dim of this rank's block
-        self.blocks = {t: plan.block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
+        self.blocks = {t: plan.locate_block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
 
-    def _by_pairs(self, attention: PlannedOperation) -> bool:
+    def _attends_pair_by_pair(self, attention: PlannedOperation) -> bool:
         """Return True if an attention may be computed by pairs of queries and keys, which no compiler traces."""
         o, query = attention.operation, attention.operation.inputs[0]
         length = dict(zip(query.dims, self.plan.local_shape(query), strict=True)).get("length", 0)
         hidden = o["begins"] or hides_most(self.communicator.device.type, length, o["window"], documents=False)
         return o.kind == "ring_attention" or bool(hidden)
 
-    def _start(self, p: Parameter, conversion: Conversion) -> Pending:
+    def _start_conversion(self, p: Parameter, conversion: Conversion) -> Pending:
         """Start the collectives that convert this rank's block of a parameter to an operation's layout."""
         return convert(self.communicator, self.tensors[p.name].detach(), conversion.forward, name=f"gather {p.name}")
 
-    def begin(self) -> None:
+    def begin_pass(self) -> None:
         """Begin a forward pass on this rank: wait for gathers of parameters started early but never used."""
-        for left in self.ahead.begin():
+        for left in self.ahead.begin_pass():
             left.wait()  # of operations that the pass before has left out, as a text sample does the loss
         if self.offload:
             self.offload.begin_pass()
 
-    def read_on(self, offset: int, cache: KeyValueCache) -> None:
+    def begin_generation_pass(self, offset: int, cache: KeyValueCache) -> None:
         """Begin a pass of text generation after `offset` tokens per sequence that the key-value `cache` holds."""
         self.offset, self.cache, self.position = offset, cache, PassPosition(training=False)
         self.angles.clear()
-        self.begin()
+        self.begin_pass()
 
     def watch(self, name, x, spec):
         """Return x, the activation of layer `name`, unchanged; if monitoring is due, its squares are summed first."""
         if self.watched and self.position.training and not self.ahead.again:
-            self.watched.see(name, x, spec)
+            self.watched.add_squares(name, x, spec)
         return x
 
     def recomputed(self, kind, name, function, spec, x, *more):
         if kind == "full":
-            function = self._whole(name, function, x, *more)
+            function = self._compile_whole_block(name, function, x, *more)
         if kind == "full" and self.residency:
-            return self.residency.block(lambda x: self._recomputed(kind, function, spec, x, *more), x)
-        return self._recomputed(kind, function, spec, x, *more)
+            return self.residency.run_block(lambda x: self._run_recomputed(kind, function, spec, x, *more), x)
+        return self._run_recomputed(kind, function, spec, x, *more)
 
-    def _whole(self, name: str, function: Callable[..., Any], *arguments: Tensor | None) -> Callable[..., Any]:
+    def _compile_whole_block(
+        self, name: str, function: Callable[..., Any], *arguments: Tensor | None
+    ) -> Callable[..., Any]:
         """Return `function`, the model's block that starts at the layer `name`, compiled as one function of its
         `arguments` if every training pass computes it alike; else `function` itself."""
         compiler, wholly = self.compiler, self._wholly and self.position.training
@@ -152,36 +154,36 @@ class ParallelOps(Ops):
         for x in arguments:
             key += (x if x is None else (x.shape, x.dtype),)
         if key not in self._blocks:
-            self.compiler, trace = None, compiled_block
+            self.compiler, trace = None, compile_block
             if isinstance(compiler, Trial):
-                trace = compiler.attempted(f"block {name}", compiled_block, lambda *_: None)
-            self._blocks[key] = trace(function, arguments, self._alike)
+                trace = compiler.attempt_compiled(f"block {name}", compile_block, lambda *_: None)
+            self._blocks[key] = trace(function, arguments, self._common_tensor_ids)
             self.compiler = compiler
         block = self._blocks[key]
         return partial(block, compiler) if block else function
 
-    def _alike(self) -> set[int]:
+    def _common_tensor_ids(self) -> set[int]:
         """Return the ids of the tensors that all passes share: angles of rotary embedding, attention masks."""
         return {id(t) for pair in self.angles.values() for t in pair} | {id(t) for t in self._masks.values()}
 
-    def _recomputed(self, kind, function, spec, x, *more):
+    def _run_recomputed(self, kind, function, spec, x, *more):
         """Compute the activation function(x, *more); if the plan recomputes activations of this `kind`, save only the
         arguments for autograd and run the function again in the backward pass."""
         if kind != self.recompute.kind or not torch.is_grad_enabled():
             return function(x, *more)
-        here = self.position, self.deferred
+        pass_state = self.position, self.deferred
 
         @contextmanager
-        def restore():
+        def restore_pass_state():
             """Restore, within the context, this forward pass's place in the run, for equal dropout masks."""
             now = self.position, self.deferred, self.ahead.again
-            self.position, self.deferred, self.ahead.again = *here, True
+            self.position, self.deferred, self.ahead.again = *pass_state, True
             yield
             self.position, self.deferred, self.ahead.again = now
 
-        axes = self.plan.kept_axes(spec)
-        elements = self.plan.shared_elements(spec, axes)
-        return recomputed(self.communicator, function, restore, axes, elements, self.offload, x, *more)
+        axes = self.plan.recompute_axes(spec)
+        elements = self.plan.elements_per_part(spec, axes)
+        return run_recomputed(self.communicator, function, restore_pass_state, axes, elements, self.offload, x, *more)
 
     def count_routed(self, name: str, counts: Tensor, axes: Sequence[str]) -> None:
         """Add to `routed` the `counts` of the layer `name` in training, of sequences that are split over `axes`."""
@@ -189,7 +191,7 @@ class ParallelOps(Ops):
         if first_pass and counts_at(self.communicator.coordinates, axes):
             self.routed[name] = self.routed[name] + counts if name in self.routed else counts
 
-    def sent(self, name: str, rows: Iterable[tuple[int, int]]) -> None:
+    def record_sent_rows(self, name: str, rows: Iterable[tuple[int, int]]) -> None:
         """Record, if `routing` is kept, the `rows` that a pass of layer `name` sends to each expert."""
         if self.routing is not None and self.position.training and not self.ahead.again:
             every = [0] * self.plan.sizes["experts"]
@@ -199,83 +201,85 @@ class ParallelOps(Ops):
 
     # what operations compute with
 
-    absent = staticmethod(conversions.absent)
+    absent = staticmethod(conversions.is_absent)
     Block = Tensor  # type of a rank's block of an activation
 
     @staticmethod
-    def empty_of(tensors: Sequence[Tensor]) -> Tensor:
+    def build_empty_block(tensors: Sequence[Tensor]) -> Tensor:
         """Return an empty tensor of the first's type for a block that a rank lacks; gradients reach all `tensors`."""
         return sum(tensors[1:], tensors[0]).to(tensors[0].dtype)
 
     @property
-    def narrow(self) -> torch.dtype:
+    def compute_dtype(self) -> torch.dtype:
         """Return the compute type, in which the forward pass reads every parameter."""
         return next(iter(self.tensors.values())).dtype
 
-    def parameter(self, p: Parameter) -> Tensor:
+    def parameter_block(self, p: Parameter) -> Tensor:
         """Return this rank's block of the parameter `p`, the tensor that the forward pass reads."""
         return self.tensors[p.name]
 
-    def apply(self, x: Tensor, conversion: Conversion) -> Tensor:
+    def convert_block(self, x: Tensor, conversion: Conversion) -> Tensor:
         """Convert the local block x to another layout, and its gradient back."""
-        return self.apply_each([x], [conversion])[0]
+        return self.convert_blocks([x], [conversion])[0]
 
-    def apply_each(self, blocks: Sequence[Tensor], found: Sequence[Conversion]) -> list[Tensor]:
+    def convert_blocks(self, blocks: Sequence[Tensor], block_conversions: Sequence[Conversion]) -> list[Tensor]:
         """Convert local blocks to other layouts, and their gradients back: their collectives are all launched before
         the first is waited for."""
-        return conversions.apply(self.communicator, blocks, found)
+        return conversions.convert_differentiably(self.communicator, blocks, block_conversions)
 
-    def widths(self, spec: Spec, dims: int, over: Sequence[str]) -> list[int]:
+    def row_widths(self, spec: Spec, dims: int, over: Sequence[str]) -> list[int]:
         """Return how many elements of a row, the last so many `dims` of the activation `spec`, each rank of this rank's
         group along the axes `over` holds, in mesh order."""
         if (key := (spec, dims)) not in self._widths:
             mesh = self.communicator.mesh
-            places = map(mesh.coordinates, mesh.group(self.communicator.rank, mesh.ordered(over)))
-            self._widths[key] = [prod(self.plan.shape_at(spec, at)[-dims:]) for at in places]
+            places = map(mesh.rank_coordinates, mesh.group_of_rank(self.communicator.rank, mesh.order_axes(over)))
+            self._widths[key] = [prod(self.plan.block_shape(spec, at)[-dims:]) for at in places]
         return self._widths[key]
 
     def shape_before(self, conversion: Conversion) -> tuple[int, ...]:
         """Return the shape of this rank's block of what a planned conversion takes."""
-        here = self.communicator
-        return shape_at(conversion.before, conversion.cuts[0], here.mesh, here.coordinates)
+        communicator = self.communicator
+        return block_shape(conversion.before, conversion.cuts[0], communicator.mesh, communicator.coordinates)
 
-    def coming(self, planned: PlannedOperation, number: int) -> Operands:
+    def group_operands(self, planned: PlannedOperation, number: int) -> Operands:
         """Return the operand tensors of einsum group `number` of an operation, perhaps being gathered already."""
         use, group = (planned.operation.kind, planned.operation.name, number), planned.groups[number]
         ahead = use in self.ahead and not torch.compiler.is_compiling()
         return Operands(self.communicator, group, self.ahead, use) if ahead else Operands(self.communicator, group)
 
-    def converted(self, planned: PlannedOperation) -> list[Tensor]:
+    def convert_parameters(self, planned: PlannedOperation) -> list[Tensor]:
         """Return a planned operation's parameter tensors (no einsum's), converted to the layouts that it needs."""
         operation = planned.operation
         use, parameters = (operation.kind, operation.name, 0), operation.parameters
         ahead = use in self.ahead and not torch.compiler.is_compiling()
-        coming = self.ahead.take(use) if ahead else [None] * len(parameters)
+        coming = self.ahead.take_parameters(use) if ahead else [None] * len(parameters)
         tensors = [self.tensors[p.name] for p in parameters]
-        return conversions.apply(self.communicator, tensors, planned.conversions[: len(tensors)], coming)
+        return conversions.convert_differentiably(
+            self.communicator, tensors, planned.conversions[: len(tensors)], coming
+        )
 
     @property
-    def compiles(self) -> bool:
+    def compiles_functions(self) -> bool:
         """Return True if this rank compiles small functions of tensors without collectives by torch (train.compile)."""
         return self.compiler is not None
 
-    def region(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `function`, a pure function of tensors, compiled by torch if this run compiles, else as it is."""
         return self.compiler(function) if self.compiler else function
 
-    def positions(self, spec: Spec, dim: str, device: torch.device) -> Tensor:
+    def global_positions(self, spec: Spec, dim: str, device: torch.device) -> Tensor:
         """Return the global positions along `dim` of this rank's block of `spec`, int64 [local extent]."""
-        return self._places(spec, dim, device) + (self.offset if dim == "length" else 0)
+        return self._pass_positions(spec, dim, device) + (self.offset if dim == "length" else 0)
 
-    def _places(self, spec: Spec, dim: str, device: torch.device) -> Tensor:
+    def _pass_positions(self, spec: Spec, dim: str, device: torch.device) -> Tensor:
         """Return the positions along `dim` of this rank's block of `spec` in its pass alone, int64 [local extent]."""
-        return torch.cat([torch.arange(i, i + n, device=device) for i, n in self.stretches(spec, dim)])
+        return torch.cat([torch.arange(i, i + n, device=device) for i, n in self.block_stretches(spec, dim)])
 
-    def stretches(self, spec: Spec, dim: str) -> list[Stretch]:
+    def block_stretches(self, spec: Spec, dim: str) -> list[Stretch]:
         """Return the consecutive positions along `dim` of this rank's block of `spec`, in order."""
-        return self.plan.stretches(spec, dim, self.communicator.coordinates)
+        return self.plan.stretches_of_rank(spec, dim, self.communicator.coordinates)
 
-    def without_padding(self, x: Tensor, spec: Spec, dims: Sequence[str], value: float) -> Tensor:
+    def fill_padding(self, x: Tensor, spec: Spec, dims: Sequence[str], value: float) -> Tensor:
         """Return x, this rank's block of the activation `spec`, with its padding along `dims` overwritten by `value`:
         the positions beyond the dim's global size (only vocab is ever padded). Sums, maxima and softmax over the dim
         then ignore the padding."""
@@ -288,7 +292,7 @@ class ParallelOps(Ops):
                     x = x.masked_fill(padding.view([-1 if d == dim else 1 for d in spec.dims]), value)
         return x
 
-    def drawing(
+    def random_drawing(
         self, name: str, spec: Spec, device: torch.device, kind: str = "dropout", rate: float | None = None
     ) -> Drawing | None:
         """Return what the dropout named `name` draws its mask from on this rank's block of the activation `spec`, at
@@ -301,20 +305,20 @@ class ParallelOps(Ops):
         dims = sorted(spec.dims, key=lambda d: d != "batch")  # batch first: its size is unused
         strides = {d: prod(sizes[e] for e in dims[i + 1 :]) for i, d in enumerate(dims)}
         if spec not in self._counters:
-            where = [self._places(spec, d, device) for d in spec.dims]
-            self._counters[spec] = residual.counters(where, [strides[d] for d in spec.dims])
-        key = residual.key(p.seed, kind, p.step, name)
-        start = residual.start(key, p.first_sequence * strides["batch"], device)
+            where = [self._pass_positions(spec, d, device) for d in spec.dims]
+            self._counters[spec] = residual.random_counters(where, [strides[d] for d in spec.dims])
+        key = residual.derive_key(p.seed, kind, p.step, name)
+        start = residual.random_start(key, p.first_sequence * strides["batch"], device)
         return Drawing(self._counters[spec], start, rate)
 
-    def seeded(self, name: str, spec: Spec, device: torch.device) -> AbstractContextManager[None]:
+    def use_dropout_key(self, name: str, spec: Spec, device: torch.device) -> AbstractContextManager[None]:
         """Return a context that seeds torch's generator for an attention kernel that draws its own dropout mask: by the
         attention's `name`, this rank's block of `spec`, the step and the microbatch."""
         p = self.position
-        key = residual.key(p.seed, "fused dropout", p.step, name, p.first_sequence, *self.blocks[spec])
-        return residual.seeded(key, device)
+        key = residual.derive_key(p.seed, "fused dropout", p.step, name, p.first_sequence, *self.blocks[spec])
+        return residual.use_random_key(key, device)
 
-    def seen(self, spec: Spec, q: Tensor, k: Tensor, window: int, begins: Tensor | None) -> Tensor:
+    def common_attention_mask(self, spec: Spec, q: Tensor, k: Tensor, window: int, begins: Tensor | None) -> Tensor:
         """Return the attention mask added to the scores of q, of type `spec`, and all k [batch, heads, length, d_kv]:
         -inf for keys hidden by causality, by a `window`, or by `begins`, the positions at which documents begin, else
         0. It is made once for all layers and, without `begins`, for all passes."""
@@ -322,20 +326,22 @@ class ParallelOps(Ops):
         known = self.position.masks if self.offset or begins is not None else self._masks
         if key not in known:
             positions = kernels.positions
-            known[key] = positions.as_added(positions.unseen(*self.lengths(spec, q, k), window, begins), q.dtype)
+            known[key] = positions.additive_mask(
+                positions.unseen_mask(*self.query_key_positions(spec, q, k), window, begins), q.dtype
+            )
         return known[key]
 
-    def lengths(self, spec: Spec, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def query_key_positions(self, spec: Spec, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return the token positions of queries q, of type `spec`, and of all keys k, each int64 [length]."""
-        return self.positions(spec, "length", q.device), torch.arange(k.shape[2], device=k.device)
+        return self.global_positions(spec, "length", q.device), torch.arange(k.shape[2], device=k.device)
 
-    def targets(self, planned: PlannedOperation, labels: Mapping[tuple[str, str], Tensor]) -> Targets:
+    def label_targets(self, planned: PlannedOperation, labels: Mapping[tuple[str, str], Tensor]) -> Targets:
         """Return the labels of a planned cross_entropy and, in training, their loss weights: tensors [rows]."""
         use = planned.operation.kind, planned.operation.name
         weights = self.label_weights.get(use) if self.position.training else None
         return Targets(labels[use].flatten(), None if weights is None else weights.flatten())
 
-    def classes(self, planned: PlannedOperation, spec: Spec, smoothing: float) -> Classes:
+    def logit_classes(self, planned: PlannedOperation, spec: Spec, smoothing: float) -> Classes:
         """Return the vocabulary columns that this rank holds of the logits `spec`, for a planned cross_entropy, with
         the loss to compute; label smoothing and a user's own loss are used in training only."""
         first, _ = self.blocks[spec][spec.dims.index("vocab")]
@@ -353,10 +359,10 @@ def initialise(plan: Plan, communicator: Communicator, p: Parameter, seed: int |
         return
     with torch.no_grad():
         if p.init == "normal":
-            where, shape = plan.block(p, communicator.coordinates), plan.global_shape(p)
+            where, shape = plan.locate_block(p, communicator.coordinates), plan.global_shape(p)
             if p.turned:  # the same initial weights as ever
                 out, where, shape = out.movedim(-1, 0), [*where[-1:], *where[:-1]], shape[-1:] + shape[:-1]
-            residual.fill_normal_(out, residual.key(seed, "init", p.name), p.std, where, shape)
+            residual.fill_normal_(out, residual.derive_key(seed, "init", p.name), p.std, where, shape)
         else:
             out.fill_({"zeros": 0.0, "ones": 1.0}[p.init])
 
@@ -368,8 +374,8 @@ Sums = dict[str, Any]  # name of a layer -> sum of squares that this rank counts
 
 
 class Watched:
-    """Sums the mean squares of each sequence's activations that a rank's forward passes hand to `see`. `sequences`:
-    their number in the next microbatch of all replicas; rows behind them are padding, and do not count."""
+    """Sums the mean squares of each sequence's activations that a rank's forward passes hand to `add_squares`.
+    `sequences`: their number in the next microbatch of all replicas; rows behind them are padding, and do not count."""
 
     sequences = 0
 
@@ -379,17 +385,17 @@ class Watched:
         self.sums: Sums = {}
 
     @torch.no_grad()
-    def see(self, name: str, x: Tensor, spec: Spec) -> None:
+    def add_squares(self, name: str, x: Tensor, spec: Spec) -> None:
         """Add the squares of the activation x, this rank's block of `spec`, to the sum of the layer `name`; only
         elements that this rank counts among equal copies, and no padding sequences."""
         layout = self._plan.layout(spec)
         if not x.numel() or not counts_at(self._communicator.coordinates, layout.axes):
             return
         dim = spec.dims.index("batch")
-        first, extent = self._plan.block(spec, self._communicator.coordinates)[dim]
+        first, extent = self._plan.locate_block(spec, self._communicator.coordinates)[dim]
         mine = x.narrow(dim, 0, min(max(0, self.sequences - first), extent)).detach().double()
-        whole = self._plan.global_shape(spec)
-        self.sums[name] = self.sums.get(name, 0.0) + (mine * mine).sum() * (whole[dim] / prod(whole))
+        global_shape = self._plan.global_shape(spec)
+        self.sums[name] = self.sums.get(name, 0.0) + (mine * mine).sum() * (global_shape[dim] / prod(global_shape))
 
 
 def is_due(every: int, step: int) -> bool:
@@ -397,9 +403,9 @@ def is_due(every: int, step: int) -> bool:
     return bool(every) and step % every == 0
 
 
-def layers_of(plan: Plan) -> list[str]:
+def parameter_layers(plan: Plan) -> list[str]:
     """Return the layers of a whole plan's parameters, in order, named as in the sums of `gradient_squares`."""
-    return list(dict.fromkeys(layer_of(p.name) for p in plan.parameters))
+    return list(dict.fromkeys(layer_of_parameter(p.name) for p in plan.parameters))
 
 
 @torch.no_grad()
@@ -407,9 +413,9 @@ def gradient_squares(plan: Plan, communicator: Communicator, gradients: Mapping[
     """Return, by layer, the sum of squares of the reduced gradients on this rank, as fp64 scalars; of a gradient that
     several ranks hold, one counts it. `plan`: the plan of this rank's stage; `gradients`: parameter name -> gradient of
     the part that this rank updates."""
-    found: Sums = {}
+    squares_by_layer: Sums = {}
     for p in plan.parameters:
         if p.name in gradients and counts_gradient(plan, communicator.coordinates, p):
-            layer = layer_of(p.name)
-            found[layer] = found.get(layer, 0.0) + squares([gradients[p.name].reshape(-1)])
-    return found
+            layer = layer_of_parameter(p.name)
+            squares_by_layer[layer] = squares_by_layer.get(layer, 0.0) + sum_squares([gradients[p.name].reshape(-1)])
+    return squares_by_layer

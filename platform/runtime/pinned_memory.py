@@ -18,7 +18,7 @@ from platform.runtime.progress import PROGRESS
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 
 
-def pinned_bytes(count: int) -> Tensor:
+def allocate_pinned_bytes(count: int) -> Tensor:
     """Allocate `count` bytes of page-locked host memory for a checkpoint or snapshot (uint8 [count], zeros), in whole
     pages and no more; they are released when no tensor uses them any longer. Raises RuntimeError if CUDA cannot lock
     them."""
@@ -32,14 +32,14 @@ def lock_pages(mapping: mmap.mmap) -> Tensor:
     unlocked when no tensor uses it any longer. Raises RuntimeError if CUDA cannot lock them."""
     array = np.frombuffer(mapping, dtype=np.uint8)
     address = array.ctypes.data
-    with PROGRESS.preparing("lock pages"):  # 10 s for tens of GB
+    with PROGRESS.mark_preparing("lock pages"):  # 10 s for tens of GB
         error = int(torch.cuda.cudart().cudaHostRegister(address, len(array), _PORTABLE))
     if error:
         raise RuntimeError(f"{len(array)} bytes of host memory cannot be page-locked: CUDA error {error}")
-    weakref.finalize(array, _unlock, address)  # runs before the memory is unmapped: the array refers to it
+    weakref.finalize(array, _unlock_pages, address)  # runs before the memory is unmapped: the array refers to it
     return torch.from_numpy(array)
 
 
-def _unlock(address: int) -> None:
+def _unlock_pages(address: int) -> None:
     """Release the page lock on a snapshot's host memory at `address`; ignore an error, as CUDA may be gone by now."""
     torch.cuda.cudart().cudaHostUnregister(address)

@@ -20,9 +20,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from platform.plan.chunks import Chunk, FlowSpecs
 from platform.plan.plan import Plan
-from platform.plan.schedule import BACKWARD_KINDS, COMPUTE, RECEIVES, SENDS_IN_FLIGHT, Action, Kind, with_completed
+from platform.plan.schedule import (
+    BACKWARD_KINDS,
+    COMPUTE,
+    RECEIVES,
+    SENDS_IN_FLIGHT,
+    Action,
+    Kind,
+    mark_completed_chunks,
+)
 from platform.runtime.communicator import Communicator, Handle
-from platform.runtime.conversion import absent, gather_parts, keep_part
+from platform.runtime.conversion import gather_parts, is_absent, keep_part
 from platform.runtime.einsum import Deferred
 
 PassKey = tuple[int, int]  # chunk, microbatch
@@ -84,39 +92,39 @@ class CompiledAction:
 CompiledRows = dict[int, tuple[Sequence[Action], list[CompiledAction]]]  # id of a row -> the row itself, compiled
 
 
-def compiled(plan: Plan, communicator: Communicator, row: Sequence[Action]) -> list[CompiledAction]:
+def compile_row(plan: Plan, communicator: Communicator, row: Sequence[Action]) -> list[CompiledAction]:
     """Resolve this rank's `row` of a pipeline schedule (computations, sends, receives) for execution: each action with
     the model chunk that it runs and the shapes of the tensors that it sends or receives."""
 
-    def resolved(flow: FlowSpecs) -> _Flow:
+    def resolve_flow(flow: FlowSpecs) -> _Flow:
         """Return the activations in `flow` between two chunks of which this rank has blocks, with their shapes sent."""
-        here = [(name, spec) for name, spec in flow if plan.present(spec, communicator.coordinates)]
+        present_flow = [(name, spec) for name, spec in flow if plan.has_block(spec, communicator.coordinates)]
         parts = []
-        for name, spec in here:
-            axes, shape = plan.shared_axes(spec), plan.shape_at(spec, communicator.coordinates)
+        for name, spec in present_flow:
+            axes, shape = plan.scatter_axes(spec), plan.block_shape(spec, communicator.coordinates)
             parts.append(_Part(name, shape, (plan.sent_elements(spec),) if axes else shape, axes))
         return _Flow(tuple(parts), tuple(name for name, _ in flow))
 
-    chunks = {chunk.number: (chunk, resolved(chunk.receives), resolved(chunk.sends)) for chunk in plan.chunks}
+    chunks = {chunk.number: (chunk, resolve_flow(chunk.receives), resolve_flow(chunk.sends)) for chunk in plan.chunks}
     steps = []
-    for a, completed in with_completed(row):
+    for a, completed in mark_completed_chunks(row):
         chunk, receives, sends = chunks[a.chunk]
         key, before, after = ((a.chunk + way, a.microbatch) for way in (0, -1, 1))
         steps.append(CompiledAction(a, str(a), chunk, key, before, after, receives, sends, completed))
-    return _posted_early(steps) if communicator.posts_early else steps
+    return _move_receives_early(steps) if communicator.posts_early else steps
 
 
-def _posted_early(steps: Sequence[CompiledAction]) -> list[CompiledAction]:
+def _move_receives_early(steps: Sequence[CompiledAction]) -> list[CompiledAction]:
     """Move every receive in a stage's row of the pipeline schedule before the last computation that precedes it, if
     any."""
-    found: list[CompiledAction] = []
+    moved_steps: list[CompiledAction] = []
     for step in steps:
-        at = next((i for i in reversed(range(len(found))) if found[i].action.kind in COMPUTE), None)
+        at = next((i for i in reversed(range(len(moved_steps))) if moved_steps[i].action.kind in COMPUTE), None)
         if step.action.kind in RECEIVES and at is not None:
-            found[at] = replace(found[at], early=(*found[at].early, step))
+            moved_steps[at] = replace(moved_steps[at], early=(*moved_steps[at].early, step))
         else:
-            found.append(step)
-    return found
+            moved_steps.append(step)
+    return moved_steps
 
 
 @dataclass
@@ -144,26 +152,26 @@ class PipelineExecutor:
     _arriving: dict[tuple[str, PassKey], list[Handle]] = field(default_factory=dict)
     _sending: deque[Handle] = field(default_factory=deque)
 
-    def run(self, row: Sequence[Action]) -> None:
+    def run_row(self, row: Sequence[Action]) -> None:
         """Execute `row`, this rank's actions of a pipeline schedule, in order on tensors, until all its sends have
         ended. Raises StageFailed naming the action that failed."""
         if id(row) not in self.rows:
-            self.rows[id(row)] = row, compiled(self.plan, self.communicator, row)
+            self.rows[id(row)] = row, compile_row(self.plan, self.communicator, row)
         steps = self.rows[id(row)][1]
         self._splits = any(step.action.kind is Kind.WEIGHT for step in steps)
         self.peak_live = 0
         for step in steps:
-            self._do(step)
+            self._execute_action(step)
         while self._sending:
             self._sending.popleft().wait()
         assert not (self._live or self._flow or self._gradients or self._arriving), "a row ends with nothing left over"
 
-    def _do(self, step: CompiledAction) -> None:
+    def _execute_action(self, step: CompiledAction) -> None:
         """Execute one action of the pipeline schedule, timed as a section of the rank's clock. Raises StageFailed
         naming the action, or the early receive, that failed."""
         c = self.communicator
         try:
-            with c.clock.section(step.name):
+            with c.clock.time_section(step.name):
                 _ACTIONS[step.action.kind](self, step)
                 if step.action.kind in BACKWARD_KINDS:
                     self.accumulated(step.action, step.completed)
@@ -173,16 +181,16 @@ class PipelineExecutor:
             stage = c.coordinates["stage"]
             raise StageFailed(f"rank {c.rank} (stage {stage}) failed at {step.name}: {error}") from error
 
-    def _forward(self, step: CompiledAction) -> None:
+    def _run_forward(self, step: CompiledAction) -> None:
         """Run a pipeline chunk's forward pass on its input activations, received from the stage before or left here by
         the chunk before; keep the autograd edges that the backward pass needs, and leave the detached outputs for the
         next chunk."""
         grad = torch.is_grad_enabled()
-        inputs = self._flow.pop(step.key) if step.key in self._flow else self._arrived("F", step.key, step.receives)
-        self._post(step)
+        inputs = self._flow.pop(step.key) if step.key in self._flow else self._await_flow("F", step.key, step.receives)
+        self._post_early_receives(step)
         inputs = {name: x.detach().requires_grad_(grad) for name, x in inputs.items()}
         deferred: Deferred | None = [] if self._splits else None
-        with self.communicator.clock.section("forward"):
+        with self.communicator.clock.time_section("forward"):
             outputs = self.forward(step.chunk, step.action.microbatch, inputs, deferred)
         if grad:
             edges = {name: get_gradient_edge(x) for name, x in outputs.items()}
@@ -191,41 +199,41 @@ class PipelineExecutor:
         if step.chunk.sends:
             self._flow[step.after] = {name: x.detach() for name, x in outputs.items()}
 
-    def _backward(self, step: CompiledAction) -> None:
+    def _run_backward(self, step: CompiledAction) -> None:
         """Run a pipeline chunk's whole backward pass: the gradients of its inputs, then of its weights."""
-        self._input_gradient(step)
-        self._weight_gradient(step)
+        self._compute_input_gradient(step)
+        self._compute_weight_gradient(step)
 
-    def _input_gradient(self, step: CompiledAction) -> None:
+    def _compute_input_gradient(self, step: CompiledAction) -> None:
         """Run a pipeline chunk's backward pass from its outputs' gradients (1 for the loss), and leave its inputs'
         gradients for the chunk before; weight gradients are computed too, unless the schedule defers them."""
         live = self._live[step.key]
         gradients: dict[str, Tensor] = {}
         if step.chunk.sends:
             local = self._gradients.pop(step.key, None)
-            gradients = self._arrived("B", step.key, step.sends) if local is None else local
-        self._post(step)
-        with self.communicator.clock.section("backward"):
+            gradients = self._await_flow("B", step.key, step.sends) if local is None else local
+        self._post_early_receives(step)
+        with self.communicator.clock.time_section("backward"):
             torch.autograd.backward(list(live.outputs.values()), [gradients.get(name) for name in live.outputs])
         live.outputs.clear()
         if step.chunk.receives:
-            found = {name: x.grad for name, x in live.inputs.items()}
-            assert all(g is not None or absent(live.inputs[name]) for name, g in found.items())
-            self._gradients[step.before] = found  # type: ignore[assignment]
+            input_gradients = {name: x.grad for name, x in live.inputs.items()}
+            assert all(g is not None or is_absent(live.inputs[name]) for name, g in input_gradients.items())
+            self._gradients[step.before] = input_gradients  # type: ignore[assignment]
         live.inputs.clear()
 
-    def _weight_gradient(self, step: CompiledAction) -> None:
+    def _compute_weight_gradient(self, step: CompiledAction) -> None:
         """Compute the weight gradients that a backward pass deferred, if any, for the chunk and microbatch of a
         pipeline action."""
         live = self._live.pop(step.key)
         if step.action.kind is Kind.WEIGHT:
-            self._post(step)
+            self._post_early_receives(step)
         if live.deferred:
-            with self.communicator.clock.section("backward"):
+            with self.communicator.clock.time_section("backward"):
                 while live.deferred:
                     live.deferred.pop(0)()
 
-    def _send(self, tensors: Mapping[str, Tensor], flow: _Flow, step: CompiledAction) -> None:
+    def _send_flow(self, tensors: Mapping[str, Tensor], flow: _Flow, step: CompiledAction) -> None:
         """Start sending activations or their gradients to the peer pipeline stage. If ranks of this stage hold equal
         tensors, each sends one part of them (scatter/gather)."""
         assert step.action.peer is not None
@@ -236,20 +244,21 @@ class PipelineExecutor:
         while len(self._sending) > SENDS_IN_FLIGHT:
             self._sending.popleft().wait()
 
-    def _post(self, step: CompiledAction) -> None:
+    def _post_early_receives(self, step: CompiledAction) -> None:
         """Post the receives of later pipeline actions that were moved forward to this computation."""
         for receive in step.early:
-            self._do(receive)
+            self._execute_action(receive)
 
-    def _receive(self, way: str, flow: _Flow, step: CompiledAction) -> None:
+    def _post_receives(self, way: str, flow: _Flow, step: CompiledAction) -> None:
         """Post the receives of activations (`way` "F") or their gradients ("B") from the peer pipeline stage."""
         assert step.action.peer is not None
         receive = self.communicator.receive
         self._arriving[way, step.key] = [receive(part.sent, self.dtype, step.action.peer) for part in flow.parts]
 
-    def _arrived(self, way: str, key: PassKey, flow: _Flow) -> dict[str, Tensor]:
-        """Wait for the tensors that `_receive` posted for `key` (chunk, microbatch), and return them by name. Parts
-        sent by several ranks are gathered into whole tensors; a tensor of which this rank has no block is empty."""
+    def _await_flow(self, way: str, key: PassKey, flow: _Flow) -> dict[str, Tensor]:
+        """Wait for the tensors that `_post_receives` posted for `key` (chunk, microbatch), and return them by name.
+        Parts sent by several ranks are gathered into whole tensors; a tensor of which this rank has no block is
+        empty."""
         if not flow.names:
             return {}
         c = self.communicator
@@ -263,39 +272,39 @@ class PipelineExecutor:
 class StageAlone(PipelineExecutor):
     """Runs a stage's rows by themselves: what it sends is dropped, and what it receives is zeros."""
 
-    def _send(self, tensors: Mapping[str, Tensor], flow: _Flow, step: CompiledAction) -> None:
+    def _send_flow(self, tensors: Mapping[str, Tensor], flow: _Flow, step: CompiledAction) -> None:
         pass
 
-    def _receive(self, way: str, flow: _Flow, step: CompiledAction) -> None:
+    def _post_receives(self, way: str, flow: _Flow, step: CompiledAction) -> None:
         c = self.communicator
         zeros = (partial(torch.zeros, part.sent, dtype=self.dtype, device=c.device) for part in flow.parts)
-        self._arriving[way, step.key] = [Handle(c.clock, lambda: None, made) for made in zeros]
+        self._arriving[way, step.key] = [Handle(c.clock, lambda: None, build_zeros) for build_zeros in zeros]
 
 
 # Unbound and outside the instance: bound methods stored in it would form a reference cycle, which keeps its tensors
 # alive until Python's cycle collector runs.
 _ACTIONS: Mapping[Kind, Callable[[PipelineExecutor, CompiledAction], None]] = {
-    Kind.FORWARD: PipelineExecutor._forward,
-    Kind.BACKWARD: PipelineExecutor._backward,
-    Kind.INPUT: PipelineExecutor._input_gradient,
-    Kind.WEIGHT: PipelineExecutor._weight_gradient,
-    Kind.SEND_F: lambda self, step: self._send(self._flow.pop(step.after), step.sends, step),
-    Kind.RECV_F: lambda self, step: self._receive("F", step.receives, step),
-    Kind.SEND_B: lambda self, step: self._send(self._gradients.pop(step.before), step.receives, step),
-    Kind.RECV_B: lambda self, step: self._receive("B", step.sends, step),
+    Kind.FORWARD: PipelineExecutor._run_forward,
+    Kind.BACKWARD: PipelineExecutor._run_backward,
+    Kind.INPUT: PipelineExecutor._compute_input_gradient,
+    Kind.WEIGHT: PipelineExecutor._compute_weight_gradient,
+    Kind.SEND_F: lambda self, step: self._send_flow(self._flow.pop(step.after), step.sends, step),
+    Kind.RECV_F: lambda self, step: self._post_receives("F", step.receives, step),
+    Kind.SEND_B: lambda self, step: self._send_flow(self._gradients.pop(step.before), step.receives, step),
+    Kind.RECV_B: lambda self, step: self._post_receives("B", step.sends, step),
 }
 
 
-def sum_tied(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]) -> None:
+def sum_tied_gradients(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]) -> None:
     """Sum, in place and over pipeline stages, the gradients of tied parameters, such as the table that embedding and
     head share: the owner stage receives the other stages' gradients, adds them in stage order, and sends the sum back.
     `gradients`: parameter name -> this rank's gradient; `plan`: the plan of this rank's stage."""
-    here = communicator.coordinates["stage"]
-    for name, (owner, *others) in plan.tied.items():
+    own_stage = communicator.coordinates["stage"]
+    for name, (owner, *others) in plan.stages_of_tied_parameters.items():
         if name not in gradients:  # neither this rank nor its peers in other stages have a block
             continue
         g = gradients[name]
-        if here == owner:
+        if own_stage == owner:
             for other in others:
                 g += communicator.receive(g.shape, g.dtype, other).wait()
             for handle in [communicator.send(g, other) for other in others]:

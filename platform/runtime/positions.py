@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from platform.plan.model_types import RotaryScaling
-from platform.runtime.statistics import widened
+from platform.runtime.statistics import widen_dtype
 
 
-def angles(
+def rotary_angles(
     length: Tensor,
     d_kv: int,
     theta: float,
@@ -25,13 +25,13 @@ def angles(
     the two elements of a pair lie in two halves, or are neighbours."""
     frequency = theta ** (-torch.arange(0, d_kv, 2, device=length.device, dtype=torch.float64) / d_kv)
     if scaling:
-        frequency = _scaled(frequency, theta, scaling)
+        frequency = _scale_frequencies(frequency, theta, scaling)
     angle, magnitude = length.double().outer(frequency), scaling.magnitude if scaling else 1.0
     angle = angle.repeat(1, 2) if pairs == "halves" else angle.repeat_interleave(2, 1)
     return (angle.cos() * magnitude).to(dtype), (angle.sin() * magnitude).to(dtype)
 
 
-def _scaled(frequency: Tensor, theta: float, scaling: RotaryScaling) -> Tensor:
+def _scale_frequencies(frequency: Tensor, theta: float, scaling: RotaryScaling) -> Tensor:
     """Return the rotary frequencies [pairs], radians per token, changed by `scaling` for contexts longer than the
     original (linear, llama3 or yarn)."""
     if scaling.kind == "linear":
@@ -39,21 +39,21 @@ def _scaled(frequency: Tensor, theta: float, scaling: RotaryScaling) -> Tensor:
     pairs = len(frequency)
     if scaling.kind == "llama3":
         turns = scaling.original_length * frequency / (2 * math.pi)
-        kept = (turns - scaling.low) / (scaling.high - scaling.low)
+        kept_share = (turns - scaling.low) / (scaling.high - scaling.low)
     else:
 
-        def pair(turns: float) -> float:
+        def pair_number(turns: float) -> float:
             """Return the number, not whole, of the rotary pair that turns so often within the original length."""
             return pairs * math.log(scaling.original_length / (turns * 2 * math.pi)) / math.log(theta)
 
-        first, last = pair(scaling.high), pair(scaling.low)
+        first, last = pair_number(scaling.high), pair_number(scaling.low)
         if scaling.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, 2 * pairs - 1)
         number = torch.arange(pairs, device=frequency.device, dtype=torch.float64)
-        kept = 1 - (number - first) / (last - first if last != first else 0.001)
-    kept = kept.clamp(0, 1)
-    return frequency * (kept + (1 - kept) / scaling.factor)
+        kept_share = 1 - (number - first) / (last - first if last != first else 0.001)
+    kept_share = kept_share.clamp(0, 1)
+    return frequency * (kept_share + (1 - kept_share) / scaling.factor)
 
 
 class _Rotate(torch.autograd.Function):
@@ -72,27 +72,27 @@ class _Rotate(torch.autograd.Function):
         return ctx.turn(gradient, cos, sin, -1, ctx.pairs), None, None, None, None
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, way: int, pairs: str) -> Tensor:
+def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor, way: int, pairs: str) -> Tensor:
     """Turn the pairs of x [..., d_kv], or of its last elements if there are fewer angles, by the angles of rotary
-    position embedding, forth (`way` 1) or back (-1). `pairs`: see `angles`."""
-    rest, half = x.shape[-1] - cos.shape[-1], cos.shape[-1] // 2
+    position embedding, forth (`way` 1) or back (-1). `pairs`: see `rotary_angles`."""
+    unturned, half = x.shape[-1] - cos.shape[-1], cos.shape[-1] // 2
     halves = slice(None, half), slice(half, None)
     first, second = halves if pairs == "halves" else (slice(0, None, 2), slice(1, None, 2))
-    wide = widened(x[..., rest:])
+    wide = widen_dtype(x[..., unturned:])
     out = wide * cos
     out[..., first].addcmul_(wide[..., second], sin[..., first], value=-way)
     out[..., second].addcmul_(wide[..., first], sin[..., first], value=way)
     out = out.to(x.dtype)
-    return torch.cat((x[..., :rest], out), -1) if rest else out
+    return torch.cat((x[..., :unturned], out), -1) if unturned else out
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str, turn: Callable[..., Tensor] = rotated) -> Tensor:
-    """Apply rotary position embedding to x, a local block of queries or keys [..., d_kv], by `angles` of `pairs`, of a
-    shape that broadcasts against its last elements. `turn`: `rotated`, perhaps compiled."""
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, pairs: str, turn: Callable[..., Tensor] = turn_pairs) -> Tensor:
+    """Apply rotary position embedding to x, a local block of queries or keys [..., d_kv], by `rotary_angles` of
+    `pairs`, of a shape that broadcasts against its last elements. `turn`: `turn_pairs`, perhaps compiled."""
     return _Rotate.apply(x, cos, sin, pairs, turn)
 
 
-def sinusoid(length: Tensor, d_model: Tensor, size: int) -> Tensor:
+def sinusoid_table(length: Tensor, d_model: Tensor, size: int) -> Tensor:
     """Return the sinusoidal position table, fp64 [length, d_model]: sin(position / 10000^(2i / size)) at column 2i, cos
     of the same at 2i + 1 ("Attention Is All You Need", 3.5). `length`, `d_model`: the global positions and columns of
     this rank's block; `size`: the global d_model."""
@@ -125,7 +125,7 @@ def padding_mask(tokens: Tensor) -> Tensor:
     return (tokens < 0).t()[:, None, None]
 
 
-def unseen(length: Tensor, memory: Tensor, window: int, begins: Tensor | None) -> Tensor:
+def unseen_mask(length: Tensor, memory: Tensor, window: int, begins: Tensor | None) -> Tensor:
     """Return the attention mask, bool [length, memory_length], True where a query at the global positions `length` must
     not see the key at `memory`: keys ahead of it, and with a `window` keys that far back. With `begins` [length,
     batch], the positions at which documents begin, keys of earlier documents are hidden too: bool [batch, 1, length,
@@ -137,7 +137,7 @@ def unseen(length: Tensor, memory: Tensor, window: int, begins: Tensor | None) -
     return hidden if begins is None else hidden | (memory < begins.t()[:, None, :, None])
 
 
-def as_added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+def additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the attention mask added to scores, shaped as the bool `hidden`: -inf where it is True, else 0."""
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
@@ -148,7 +148,7 @@ def least_number(dtype: torch.dtype) -> float:
 
 
 def attention_mask(q: Tensor, behind: Tensor | None, padding: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Combine the `unseen` keys (`behind`, None without causality), padding and bias into one mask for
+    """Combine the `unseen_mask` keys (`behind`, None without causality), padding and bias into one mask for
     scaled_dot_product_attention of q [batch, heads, length, d_kv]: without a `bias`, bool (True: attended to); with
     one, the bias with q's dtype minimum where masked. `padding`: True where a key is padding, as `padding_mask` returns
     it, or None.

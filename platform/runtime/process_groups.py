@@ -4,7 +4,7 @@ NCCL differs from gloo in what its users must do themselves: a group connects in
 must make together; a send ends only when it is received; and the operations of a group run on the device in the order
 in which they were issued. So groups are connected while a generation forms, and what one stage sends another has a
 group of its own per direction: a send that is not received yet holds back nothing but later sends of the same pair. To
-make a group is a collective of the whole world, of which all groups that share no rank take one (`_make_groups`).
+make a group is a collective of the whole world, of which all groups that share no rank take one (`_create_groups`).
 """
 
 from __future__ import annotations
@@ -43,61 +43,62 @@ class Messages:
         self._me, self._size = group.rank(), group.size()
         self._number = count()
 
-    def _tag(self) -> int:
+    def _next_tag(self) -> int:
         """Return the tag of the messages of the next collective; messages between stages have the tag 0."""
         return 1 + next(self._number) % TAGS
 
-    def _exchange(self, sent: Callable[[int], Tensor], received: Callable[[int], Tensor]) -> list[dist.Work]:
+    def _exchange_tensors(self, sent: Callable[[int], Tensor], received: Callable[[int], Tensor]) -> list[dist.Work]:
         """Start sending the tensor `sent(peer)` to every other group member and receiving `received(peer)` from it,
         both contiguous; return the messages in progress, of which empty ones are none. Each member starts with the next
         in order, so that none is first for all."""
-        tag = self._tag()
+        tag = self._next_tag()
         peers = [(self._me + i) % self._size for i in range(1, self._size)]
-        there, here = ([(peer, part(peer)) for peer in peers] for part in (sent, received))
-        works = [self._group.recv([x], peer, tag) for peer, x in reversed(here) if x.numel()]
-        return works + [self._group.send([x], peer, tag) for peer, x in there if x.numel()]
+        outgoing, incoming = ([(peer, part(peer)) for peer in peers] for part in (sent, received))
+        works = [self._group.recv([x], peer, tag) for peer, x in reversed(incoming) if x.numel()]
+        return works + [self._group.send([x], peer, tag) for peer, x in outgoing if x.numel()]
 
-    def _wait(self, works: list[dist.Work]) -> None:
+    def _wait_for_works(self, works: list[dist.Work]) -> None:
         """Wait for the messages (sends and receives over gloo) of which one collective is made."""
         for work in works:
             work.wait(self._timeout)
 
-    def all_gather(self, given: Tensor, out: Tensor) -> Callable[[], None]:
-        """Start gathering, by messages, every group member's `given` into `out` [members, ...]; `given` may be this
-        rank's part of it. Returns the function that waits."""
+    def all_gather(self, input_buffer: Tensor, out: Tensor) -> Callable[[], None]:
+        """Start gathering, by messages, every group member's `input_buffer` into `out` [members, ...]; `input_buffer`
+        may be this rank's part of it. Returns the function that waits."""
         mine = out[self._me]
-        works = self._exchange(lambda peer: given, lambda peer: out[peer])
-        if mine.data_ptr() != given.data_ptr():
-            mine.copy_(given)
-        return lambda: self._wait(works)
+        works = self._exchange_tensors(lambda peer: input_buffer, lambda peer: out[peer])
+        if mine.data_ptr() != input_buffer.data_ptr():
+            mine.copy_(input_buffer)
+        return lambda: self._wait_for_works(works)
 
-    def all_to_all(self, given: Sequence[Tensor] | Tensor, out: Sequence[Tensor] | Tensor) -> Callable[[], None]:
-        """Start giving part i of `given`, of any size, to member i, for part i of `out` from it; return what waits."""
-        works = self._exchange(lambda peer: given[peer], lambda peer: out[peer])
-        out[self._me].copy_(given[self._me])
-        return lambda: self._wait(works)
+    def all_to_all(self, input_parts: Sequence[Tensor] | Tensor, out: Sequence[Tensor] | Tensor) -> Callable[[], None]:
+        """Start giving part i of `input_parts`, of any size, to member i, for part i of `out` from it; return what
+        waits."""
+        works = self._exchange_tensors(lambda peer: input_parts[peer], lambda peer: out[peer])
+        out[self._me].copy_(input_parts[self._me])
+        return lambda: self._wait_for_works(works)
 
-    def rotate(self, given: Tensor, out: Tensor) -> Callable[[], None]:
-        """Start giving `given` to the next group member for `out` from the one before; return what waits."""
-        tag = self._tag()
+    def rotate(self, input_buffer: Tensor, out: Tensor) -> Callable[[], None]:
+        """Start giving `input_buffer` to the next group member for `out` from the one before; return what waits."""
+        tag = self._next_tag()
         works = [self._group.recv([out], (self._me - 1) % self._size, tag)]
-        works.append(self._group.send([given], (self._me + 1) % self._size, tag))
-        return lambda: self._wait(works)
+        works.append(self._group.send([input_buffer], (self._me + 1) % self._size, tag))
+        return lambda: self._wait_for_works(works)
 
-    def reduce_scatter(self, given: Tensor, out: Tensor) -> Callable[[], None]:
-        """Start summing, by messages, every group member's `given` [members, ...], of which each gets the part of its
-        index in `out`. The sum is made, in the members' order, by the function that waits, which is returned."""
-        parts = [given[i] if i == self._me else torch.empty_like(out) for i in range(self._size)]
-        works = self._exchange(lambda peer: given[peer], lambda peer: parts[peer])
+    def reduce_scatter(self, input_buffer: Tensor, out: Tensor) -> Callable[[], None]:
+        """Start summing, by messages, every group member's `input_buffer` [members, ...], of which each gets the part
+        of its index in `out`. The sum is made, in the members' order, by the function that waits, which is returned."""
+        parts = [input_buffer[i] if i == self._me else torch.empty_like(out) for i in range(self._size)]
+        works = self._exchange_tensors(lambda peer: input_buffer[peer], lambda peer: parts[peer])
 
-        def wait() -> None:
+        def wait_and_sum() -> None:
             """Wait for the parts of all members, and sum them in the members' order into `out`."""
-            self._wait(works)
+            self._wait_for_works(works)
             torch.add(parts[0], parts[1], out=out)
             for part in parts[2:]:
                 out.add_(part)
 
-        return wait
+        return wait_and_sum
 
 
 OF_MESSAGES = ("all_gather", "reduce_scatter", "all_to_all", "rotate")  # over gloo
@@ -107,7 +108,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def join(store: dist.Store, rank: int, size: int, device: torch.device | str) -> None:
+def join_default_group(store: dist.Store, rank: int, size: int, device: torch.device | str) -> None:
     """Join the default group of torch.distributed as `rank` of `size`, by NCCL on a CUDA device, where it connects at
     once, else by gloo. All ranks call it together. `store`: a store for this mesh alone."""
     device, timeout = torch.device(device), connect_timeout(size)
@@ -128,7 +129,7 @@ def join(store: dist.Store, rank: int, size: int, device: torch.device | str) ->
 
 class ProcessGroups(HostMemory):
     """Communicator over torch.distributed groups: NCCL on CUDA, gloo on CPU and for tensors in host memory. Needs the
-    default group that `join` makes.
+    default group that `join_default_group` makes.
 
     `axes_of_groups`: the tuples of axes, in mesh order, along which collectives will run; one group is made of each, in
     the same order on every rank, unless one with the same members is there. `neighbours`: the pairs of pipeline stages
@@ -150,43 +151,47 @@ class ProcessGroups(HostMemory):
         self._stuck = False  # an aborted collective of gloo has no end
         self._nccl = dist.get_backend() == "nccl"
         self.posts_early = not self._nccl
-        made = {tuple(mesh.groups(mesh.ordered(mesh.axes))): dist.group.WORLD}
+        groups_by_members = {tuple(mesh.list_groups(mesh.order_axes(mesh.axes))): dist.group.WORLD}
         self._groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
         for axes in axes_of_groups:  # in one order on every rank: creating groups is collective
-            members = tuple(mesh.groups(axes))
-            if members not in made:
-                made[members] = self._make_groups(members)
-            self._groups[tuple(axes)] = made[members]
+            members = tuple(mesh.list_groups(axes))
+            if members not in groups_by_members:
+                groups_by_members[members] = self._create_groups(members)
+            self._groups[tuple(axes)] = groups_by_members[members]
         self._messages: dict[dist.ProcessGroup, Messages] = {}
         self._lines: dict[tuple[int, int], dist.ProcessGroup | None] = {}  # sending, receiving stage -> group
-        self._lines |= self._nccl_lines(neighbours) if self._nccl else self._gloo_lines(list(neighbours))
-        for group in self._own():
+        self._lines |= self._create_nccl_lines(neighbours) if self._nccl else self._find_gloo_lines(list(neighbours))
+        for group in self._own_groups():
             dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
 
-    def _own(self) -> set[dist.ProcessGroup]:
+    def _own_groups(self) -> set[dist.ProcessGroup]:
         """Return the torch.distributed process groups in which this rank is a member."""
-        made = dist.group.WORLD, *self._groups.values(), *self._lines.values()
-        return {group for group in made if group is not None}
+        all_groups = dist.group.WORLD, *self._groups.values(), *self._lines.values()
+        return {group for group in all_groups if group is not None}
 
-    def _make_groups(self, groups: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
+    def _create_groups(self, groups: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
         """Make a process group of each of the disjoint `groups`, on all ranks together; return this rank's, if any."""
-        listed, timeout = [list(group) for group in groups], connect_timeout(self.mesh.size)
+        listed, timeout = [list(group) for group in groups], connect_timeout(self.mesh.world_size)
         if self._nccl:  # each new_group would be a split of the whole world, one after the other
             return dist.split_group(split_ranks=listed, timeout=timeout)
         return dist.new_subgroups_by_enumeration(listed, timeout=timeout)[0]
 
-    def _nccl_lines(self, neighbours: Iterable[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup | None]:
+    def _create_nccl_lines(
+        self, neighbours: Iterable[tuple[int, int]]
+    ) -> dict[tuple[int, int], dist.ProcessGroup | None]:
         """Make an NCCL group for messages from each pipeline stage to its neighbour, one per direction: (sending,
         receiving stage) -> this rank's group, if any. Pairs that share no stage are made together."""
-        made: dict[tuple[int, int], dist.ProcessGroup | None] = {}
-        here = self.coordinates["stage"]
-        for pairs in disjoint(neighbours):
+        lines: dict[tuple[int, int], dist.ProcessGroup | None] = {}
+        own_stage = self.coordinates["stage"]
+        for pairs in divide_disjoint_pairs(neighbours):
             for ways in (pairs, [pair[::-1] for pair in pairs]):
-                group = self._make_groups([ends for way in ways for ends in _line(self.mesh, *way)])
-                made |= {way: group if here in way else None for way in ways}
-        return made
+                group = self._create_groups([ends for way in ways for ends in _line_ranks(self.mesh, *way)])
+                lines |= {way: group if own_stage in way else None for way in ways}
+        return lines
 
-    def _gloo_lines(self, neighbours: Sequence[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup | None]:
+    def _find_gloo_lines(
+        self, neighbours: Sequence[tuple[int, int]]
+    ) -> dict[tuple[int, int], dist.ProcessGroup | None]:
         """Return the gloo group for messages from one pipeline stage to its neighbour: (sending, receiving stage) ->
         group, None for the default one. Messages up the stages go in the default group; messages down in one along the
         axis `stage`, since a thread of gloo that finds a connection in use by a sender spins until it is free."""
@@ -194,61 +199,65 @@ class ProcessGroups(HostMemory):
             return {}
         down = self._groups.get(("stage",))
         if down in (None, dist.group.WORLD):
-            down = self._make_groups(self.mesh.groups(("stage",)))
+            down = self._create_groups(self.mesh.list_groups(("stage",)))
         return {way: None if way[0] < way[1] else down for pair in neighbours for way in (pair, pair[::-1])}
 
-    def meet(self, neighbours):
+    def open_stage_connections(self, neighbours):
         """Open the connections of NCCL's groups along axes too. Raises RuntimeError if one has too many ranks."""
-        with self.uncounted():
+        with self.suspend_counting():
             # NCCL makes one group of all ranks of a split that give one colour, and torch's colours are hashes.
             for axes in self._groups if self._nccl else ():
-                [found] = self.read(self.launch("all_reduce", torch.ones(1, device=self.device), axes).wait())
-                if found != self.mesh.extent(axes):
-                    raise RuntimeError(f"{found:.0f} ranks are in the group along {axes} of {self.mesh.extent(axes)}")
-        super().meet(neighbours)
+                [group_size] = self.read_numbers(
+                    self.launch("all_reduce", torch.ones(1, device=self.device), axes).wait()
+                )
+                if group_size != self.mesh.count_ranks(axes):
+                    raise RuntimeError(
+                        f"{group_size:.0f} ranks are in the group along {axes} of {self.mesh.count_ranks(axes)}"
+                    )
+        super().open_stage_connections(neighbours)
 
-    def _start(self, op, given, out, axes, group, reduce, root):
+    def _start_collective(self, op, input_buffer, out, axes, group, reduce, root):
         """Start the collective in the group along `axes`; over gloo, as messages for OF_MESSAGES."""
         g = self._groups[axes]
         if not self._nccl and g and op in OF_MESSAGES:
-            return getattr(self._messages_of(g), op)(given, out)
+            return getattr(self._group_messages(g), op)(input_buffer, out)
         if op == "rotate":
-            return _rotate(given, out, group, group.index(self.rank), g)
+            return _start_nccl_rotation(input_buffer, out, group, group.index(self.rank), g)
         if op == "all_gather":
-            work = _all_gather(out.view(-1), given.view(-1), group=g, async_op=True)
+            work = _all_gather(out.view(-1), input_buffer.view(-1), group=g, async_op=True)
         elif op == "reduce_scatter":
-            work = _reduce_scatter(out.view(-1), given.view(-1), group=g, async_op=True)
+            work = _reduce_scatter(out.view(-1), input_buffer.view(-1), group=g, async_op=True)
         elif op == "all_to_all":
-            work = dist.all_to_all_single(out.view(-1), given.view(-1), group=g, async_op=True)
+            work = dist.all_to_all_single(out.view(-1), input_buffer.view(-1), group=g, async_op=True)
         elif op == "broadcast":
             work = dist.broadcast(out, group[root], group=g, async_op=True)
         elif op == "scatter":
-            parts = list(given.unbind()) if self.rank == group[root] else None
+            parts = list(input_buffer.unbind()) if self.rank == group[root] else None
             work = dist.scatter(out, parts, group[root], group=g, async_op=True)
         elif op == "gather":
             parts = list(out.unbind()) if self.rank == group[root] else None
-            work = dist.gather(given, parts, group[root], group=g, async_op=True)
+            work = dist.gather(input_buffer, parts, group[root], group=g, async_op=True)
         elif op == "reduce":
             work = dist.reduce(out, group[root], group=g, async_op=True)
         else:
             work = dist.all_reduce(out, dist.ReduceOp.MAX if reduce == "max" else dist.ReduceOp.SUM, g, async_op=True)
-        return work.wait if self._nccl else partial(self._until_aborted, work)
+        return work.wait if self._nccl else partial(self._wait_until_aborted, work)
 
-    def _deal(self, given, out, sent, received, axes):
+    def _start_all_to_allv(self, input_buffer, out, sent, received, axes):
         """Start an exchange of rows in the group along `axes`."""
         g = self._groups[axes]
         if not self._nccl and g:
-            return self._messages_of(g).all_to_all(given.split(list(sent)), out.split(list(received)))
-        work = dist.all_to_all_single(out, given, list(received), list(sent), group=g, async_op=True)
+            return self._group_messages(g).all_to_all(input_buffer.split(list(sent)), out.split(list(received)))
+        work = dist.all_to_all_single(out, input_buffer, list(received), list(sent), group=g, async_op=True)
         return work.wait
 
-    def _messages_of(self, group: dist.ProcessGroup) -> Messages:
+    def _group_messages(self, group: dist.ProcessGroup) -> Messages:
         """Return what makes collectives of messages in a group of gloo."""
         if group not in self._messages:
             self._messages[group] = Messages(group, TIMEOUT)
         return self._messages[group]
 
-    def _until_aborted(self, work: dist.Work) -> None:
+    def _wait_until_aborted(self, work: dist.Work) -> None:
         """Wait for a gloo collective, but after an abort no longer than about ABORTED: an abort fails every wait,
         except for a message that gloo queues at the moment in which its connection ends."""
         aborted = False
@@ -262,80 +271,82 @@ class ProcessGroups(HostMemory):
                 aborted = self._aborted
         work.wait()  # raises its own error
 
-    def _send(self, x, peer):
-        return self._finish(dist.isend(x, peer, group=self._line_to(self.rank, peer)))
+    def _start_send(self, x, peer):
+        return self._wait_function(dist.isend(x, peer, group=self._line_between(self.rank, peer)))
 
-    def _receive(self, out, peer):
-        return self._finish(dist.irecv(out, peer, group=self._line_to(peer, self.rank)))
+    def _start_receive(self, out, peer):
+        return self._wait_function(dist.irecv(out, peer, group=self._line_between(peer, self.rank)))
 
-    def _line_to(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
+    def _line_between(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
         """Return the process group for messages from rank `sender` to rank `receiver`; None: the default one."""
-        stages = self.mesh.coordinates(sender)["stage"], self.mesh.coordinates(receiver)["stage"]
+        stages = self.mesh.rank_coordinates(sender)["stage"], self.mesh.rank_coordinates(receiver)["stage"]
         return self._lines[stages] if self._nccl else self._lines.get(stages)
 
-    def _finish(self, work: dist.Work | None) -> Callable[[], Any]:
+    def _wait_function(self, work: dist.Work | None) -> Callable[[], Any]:
         """Return the function that waits for a message between pipeline stages. NCCL's wait with a timeout would hold
         the host until the message is there, instead of only the device's stream."""
         assert work is not None
         return work.wait if self._nccl else partial(work.wait, TIMEOUT)
 
-    def _abort(self) -> None:
+    def _abort_transport(self) -> None:
         """Interrupt NCCL's groups, all at the same time, and shut down the sockets of gloo's groups."""
         if self._nccl and dist.is_initialized():
             # Each from a thread of its own, all at the same time: an abort waits for the device, which the hung kernel
             # of another group holds until that one is aborted too.
-            groups = self._own()
+            groups = self._own_groups()
             with ThreadPoolExecutor(len(groups)) as threads:
                 for _ in threads.map(lambda group: group.abort(), groups):
                     pass
             dist.distributed_c10d._abort_process_group()  # forgets them
-        super()._abort()
+        super()._abort_transport()
 
     def close(self) -> None:
         """End this rank's process groups and the default one, when its mesh is given up."""
         if self._stuck:  # the end of a group waits for its threads, and one of these waits for ever: it never ends
-            for group in self._own():
+            for group in self._own_groups():
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         super().close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _rotate(given: Tensor, out: Tensor, members: Sequence[int], me: int, group: Any) -> Callable[[], None]:
-    """Start sending `given` to the next of the `members` of an NCCL `group`, of which this rank is number `me`, and
-    receiving `out` from the one before, as one operation: two would each wait for a peer that has begun with the same.
-    Returns the function that waits."""
-    there = dist.P2POp(dist.isend, given, members[(me + 1) % len(members)], group)
-    here = dist.P2POp(dist.irecv, out, members[me - 1], group)
-    works = dist.batch_isend_irecv([there, here])
+def _start_nccl_rotation(
+    input_buffer: Tensor, out: Tensor, members: Sequence[int], me: int, group: Any
+) -> Callable[[], None]:
+    """Start sending `input_buffer` to the next of the `members` of an NCCL `group`, of which this rank is number `me`,
+    and receiving `out` from the one before, as one operation: two would each wait for a peer that has begun with the
+    same. Returns the function that waits."""
+    send_op = dist.P2POp(dist.isend, input_buffer, members[(me + 1) % len(members)], group)
+    receive_op = dist.P2POp(dist.irecv, out, members[me - 1], group)
+    works = dist.batch_isend_irecv([send_op, receive_op])
 
-    def wait() -> None:
+    def wait_for_both() -> None:
         """Wait for both messages of the rotation."""
         for work in works:
             work.wait()
 
-    return wait
+    return wait_for_both
 
 
-def disjoint(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+def divide_disjoint_pairs(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     """Divide pairs of neighbouring pipeline stages into few lists in which no number is in two pairs: two lists for a
     chain or an even ring, three for an odd ring.
 
-    >>> disjoint([(0, 1), (1, 2), (0, 2)])
+    >>> divide_disjoint_pairs([(0, 1), (1, 2), (0, 2)])
     [[(0, 1)], [(1, 2)], [(0, 2)]]
     """
     lists: list[list[tuple[int, int]]] = []
     for pair in pairs:
-        free = (found for found in lists if not any({*pair} & {*other} for other in found))
+        free = (candidate for candidate in lists if not any({*pair} & {*other} for other in candidate))
         if (chosen := next(free, None)) is None:
             lists.append(chosen := [])
         chosen.append(pair)
     return lists
 
 
-def _line(mesh: Mesh, sender: int, receiver: int) -> list[tuple[int, int]]:
+def _line_ranks(mesh: Mesh, sender: int, receiver: int) -> list[tuple[int, int]]:
     """Return the pairs of global ranks that exchange messages between the stages `sender` and `receiver`."""
-    return [(ranks[sender], ranks[receiver]) for ranks in mesh.groups(("stage",))]
+    return [(ranks[sender], ranks[receiver]) for ranks in mesh.list_groups(("stage",))]
 
 
 # Meeting of ranks, each a process, in the TCPStore of the driver; it ends with process groups of all of them.
@@ -343,7 +354,7 @@ def _line(mesh: Mesh, sender: int, receiver: int) -> list[tuple[int, int]]:
 JOIN_SECONDS = 600.0  # for all ranks to join; the driver ends the wait earlier by closing the store
 
 
-def meet(size: int, address: tuple[str, int], name: int | str) -> dist.Store:
+def meet_ranks(size: int, address: tuple[str, int], name: int | str) -> dist.Store:
     """Wait for all ranks of a mesh in the driver's TCPStore (host, port); return its part `name`, theirs alone."""
     store = dist.PrefixStore(f"generation/{name}", dist.TCPStore(*address, is_master=False))
     if store.add("there", 1) == size:
@@ -352,7 +363,7 @@ def meet(size: int, address: tuple[str, int], name: int | str) -> dist.Store:
     return store
 
 
-def connected(
+def connect_process_groups(
     mesh: Mesh,
     rank: int,
     address: tuple[str, int],
@@ -363,11 +374,11 @@ def connected(
 ) -> ProcessGroups:
     """Meet the other ranks of `mesh` and join the default process group of torch.distributed; return the process groups
     along `axes` and between the pairs of stages `neighbours`, with the connections of all of them open."""
-    with PROGRESS.waiting("form"):
+    with PROGRESS.mark_waiting("form"):
         before, neighbours = open_sockets(), list(neighbours)
-        join(meet(mesh.size, address, name), rank, mesh.size, device)
+        join_default_group(meet_ranks(mesh.world_size, address, name), rank, mesh.world_size, device)
         groups = ProcessGroups(mesh, rank, axes, device, neighbours)
-        groups.meet(neighbours)
+        groups.open_stage_connections(neighbours)
         if torch.device(device).type != "cuda":
             groups.connections = dict(open_sockets().items() - before.items())
     return groups

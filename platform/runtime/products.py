@@ -15,14 +15,14 @@ from torch import Tensor
 from platform.plan.chunks import ADDS_WIDE
 from platform.plan.operation_plan import Einsum, EinsumGroup, Panels
 from platform.runtime.communicator import Communicator
-from platform.runtime.conversion import absent, convert
+from platform.runtime.conversion import convert, is_absent
 
 Dims = tuple[str, ...]
 ALIGNED = 16  # bytes by which torch's grouped product wants matrices' rows to begin
 
 
 @cache
-def local_einsum(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
+def local_einsum_function(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
     """Return a function (x, y, bias=None, into=None, fresh=False) that multiplies two local tensors with dims `a` and
     `b` into dims `out`, without communication; the bias has the dims of y that are in `out`. `into`: a contiguous
     tensor to which the product is added in place, or which it overwrites if that is `fresh`, and which is returned;
@@ -31,22 +31,22 @@ def local_einsum(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
     Uses one matrix product of views where the dims form contiguous runs (rows, contracted, columns), else torch.einsum.
     The product of absent (empty) blocks is absent, and is connected to the autograd graphs of both.
     """
-    product = _product(a, b, out)
+    product = _product_function(a, b, out)
 
-    def multiply(
+    def multiply_blocks(
         x: Tensor, y: Tensor, bias: Tensor | None = None, into: Tensor | None = None, fresh: bool = False
     ) -> Tensor:
         """Return the product of two local tensors; empty if x is absent on this rank."""
-        if absent(x):
+        if is_absent(x):
             return x + y if into is None else into
         return product(x, y, bias, into, fresh)
 
-    return multiply
+    return multiply_blocks
 
 
-def _product(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
-    """Return the product function of `local_einsum` for blocks that are present: one matrix product if dims `a`, `b`
-    and `out` allow it, else torch.einsum."""
+def _product_function(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
+    """Return the product function of `local_einsum_function` for blocks that are present: one matrix product if dims
+    `a`, `b` and `out` allow it, else torch.einsum."""
     contracted = tuple(d for d in a if d in b)
     rows, columns = tuple(d for d in a if d not in b), tuple(d for d in b if d not in a)
     a_first, b_first = a == rows + contracted, b == contracted + columns
@@ -56,23 +56,23 @@ def _product(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
         and out in (rows + columns, columns + rows)
         and contracted
     )
-    if batched := _batched(a, b, out):
+    if batched := _batch_product_function(a, b, out):
         return batched
     if not simple:
         names = {d: chr(ord("a") + i) for i, d in enumerate(dict.fromkeys(a + b))}
         equation = "{},{}->{}".format(*("".join(names[d] for d in dims) for dims in (a, b, out)))
 
-        def general(x: Tensor, y: Tensor, bias: Tensor | None, into: Tensor | None, fresh: bool) -> Tensor:
+        def multiply_by_einsum(x: Tensor, y: Tensor, bias: Tensor | None, into: Tensor | None, fresh: bool) -> Tensor:
             """Return the product by torch.einsum, where no one matrix product gives it."""
             z = torch.einsum(equation, x, y)
             if into is not None:
                 return into.copy_(z) if fresh else into.add_(z)
             return z if bias is None else z + bias
 
-        return general
+        return multiply_by_einsum
     na, nb, nc = len(rows), len(columns), len(contracted)
 
-    def product(x: Tensor, y: Tensor, bias: Tensor | None, into: Tensor | None, fresh: bool) -> Tensor:
+    def multiply_matrices(x: Tensor, y: Tensor, bias: Tensor | None, into: Tensor | None, fresh: bool) -> Tensor:
         """Return the product as one matrix product of x and y, reshaped to matrices."""
         if a_first:
             row_shape, x = x.shape[:na], x.reshape(prod(x.shape[:na]), -1)
@@ -92,12 +92,12 @@ def _product(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
         z = x @ y if bias is None else torch.addmm(bias.reshape(-1), x, y)
         return z.view(*row_shape, *column_shape)
 
-    return product
+    return multiply_matrices
 
 
-def _batched(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor] | None:
-    """Return the product function of `local_einsum` where it is one matrix product for each index of a first dim that
-    `a`, `b` and `out` share, as of experts; else None."""
+def _batch_product_function(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor] | None:
+    """Return the product function of `local_einsum_function` where it is one matrix product for each index of a first
+    dim that `a`, `b` and `out` share, as of experts; else None."""
     if not a[0] == b[0] == out[0]:
         return None
     contracted = [d for d in a[1:] if d in b and d not in out]
@@ -110,16 +110,16 @@ def _batched(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor] | None:
     if list(b[1:]) not in (columns + contracted, contracted + columns) or not contracted:
         return None
 
-    def matrices(x: Tensor, dims: Dims, first: list[str]) -> Tensor:
+    def reshape_to_matrices(x: Tensor, dims: Dims, first: list[str]) -> Tensor:
         """Return x as matrices [shared, first, others], whose dims each are one or several neighbours of x's."""
         n, shape = len(first), x.shape[1:]
         if list(dims[1 : n + 1]) == first:
             return x.reshape(x.shape[0], prod(shape[:n]), prod(shape[n:]))
         return x.reshape(x.shape[0], prod(shape[:-n]), prod(shape[-n:])).transpose(1, 2)
 
-    def product(x: Tensor, y: Tensor, bias: Tensor | None, into: Tensor | None, fresh: bool) -> Tensor:
+    def multiply_batches(x: Tensor, y: Tensor, bias: Tensor | None, into: Tensor | None, fresh: bool) -> Tensor:
         """Return the product as one batch of matrix products of x and y."""
-        left, right = matrices(x, a, rows), matrices(y, b, contracted)
+        left, right = reshape_to_matrices(x, a, rows), reshape_to_matrices(y, b, contracted)
         shape = [dict(zip((*a, *b), (*x.shape, *y.shape), strict=True))[d] for d in out]
         if not straight:
             left, right = right.transpose(1, 2), left.transpose(1, 2)
@@ -128,27 +128,27 @@ def _batched(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor] | None:
             return torch.baddbmm(added, left, right).view(shape)
         if into is None:
             return torch.bmm(left, right).view(shape)
-        there = into.view(left.shape[0], left.shape[1], right.shape[2])
-        if there.dtype != x.dtype:
+        memory = into.view(left.shape[0], left.shape[1], right.shape[2])
+        if memory.dtype != x.dtype:
             z = torch.bmm(left, right)
             return into.copy_(z.view(shape)) if fresh else into.add_(z.view(shape))
-        torch.bmm(left, right, out=there) if fresh else there.baddbmm_(left, right)
+        torch.bmm(left, right, out=memory) if fresh else memory.baddbmm_(left, right)
         return into
 
-    return product
+    return multiply_batches
 
 
-def add_product(there: Tensor, x: Tensor, y: Tensor, fresh: bool) -> None:
-    """Add the product of matrices x and y to `there`, of any floating-point type; overwrite it if `fresh`."""
-    if there.dtype == x.dtype:
-        torch.mm(x, y, out=there) if fresh else there.addmm_(x, y)
-    elif there.itemsize < x.itemsize or not ADDS_WIDE.get(there.device.type, True):
+def add_product(total: Tensor, x: Tensor, y: Tensor, fresh: bool) -> None:
+    """Add the product of matrices x and y to `total`, of any floating-point type; overwrite it if `fresh`."""
+    if total.dtype == x.dtype:
+        torch.mm(x, y, out=total) if fresh else total.addmm_(x, y)
+    elif total.itemsize < x.itemsize or not ADDS_WIDE.get(total.device.type, True):
         # of a product that is computed in the type of statistics, or on a device whose kernels write one type
-        there.copy_(x @ y) if fresh else there.add_(x @ y)
+        total.copy_(x @ y) if fresh else total.add_(x @ y)
     elif fresh:  # the kernel writes what it has added up in fp32, as Megatron's fused weight gradients do
-        torch.mm(x, y, out_dtype=there.dtype, out=there)
+        torch.mm(x, y, out_dtype=total.dtype, out=total)
     else:
-        torch.addmm(there, x, y, out_dtype=there.dtype, out=there)
+        torch.addmm(total, x, y, out_dtype=total.dtype, out=total)
 
 
 class Groups(Protocol):
@@ -167,27 +167,27 @@ class Groups(Protocol):
 Turns = Iterator[None]  # products of groups of rows, of which each step computes one
 
 
-def grouped_einsum(groups: Groups, a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
-    """Return the function of a product of rows, as `grouped_turns` starts it, that computes all of it."""
-    start = grouped_turns(groups, a, b, out)
-    return lambda *operands, **how: in_turn([start(*operands, **how)])[0]
+def einsum_function_of_groups(groups: Groups, a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
+    """Return the function of a product of rows, as `einsum_starter_of_groups` starts it, that computes all of it."""
+    start = einsum_starter_of_groups(groups, a, b, out)
+    return lambda *operands, **how: compute_in_turn([start(*operands, **how)])[0]
 
 
-def in_turn(products: Sequence[tuple[Tensor, Turns]]) -> list[Tensor]:
+def compute_in_turn(products: Sequence[tuple[Tensor, Turns]]) -> list[Tensor]:
     """Compute started products group by group, so that rows that several read are still in the cache; return them."""
     for _ in zip_longest(*(turns for _, turns in products)):
         pass
-    return [there for there, _ in products]
+    return [memory for memory, _ in products]
 
 
-def grouped_turns(groups: Groups, a: Dims, b: Dims, out: Dims) -> Callable[..., tuple[Tensor, Turns]]:
-    """Return a function that starts `local_einsum` of rows [rows, d] of dims `a` with matrices of their experts
-    [experts, ..] of dims `b`, or of two activations of the same rows: `out` then has a matrix for each expert, 0 where
-    it has no rows. It returns the result's memory, and what fills it `in_turn`."""
+def einsum_starter_of_groups(groups: Groups, a: Dims, b: Dims, out: Dims) -> Callable[..., tuple[Tensor, Turns]]:
+    """Return a function that starts `local_einsum_function` of rows [rows, d] of dims `a` with matrices of their
+    experts [experts, ..] of dims `b`, or of two activations of the same rows: `out` then has a matrix for each expert,
+    0 where it has no rows. It returns the result's memory, and what fills it `compute_in_turn`."""
     matrices = "rows" in b
     turned = (out[1] == a[1]) if matrices else (b[2] == a[1])
 
-    def start(
+    def start_product(
         x: Tensor, y: Tensor, bias: Tensor | None = None, into: Tensor | None = None, fresh: bool = False
     ) -> tuple[Tensor, Turns]:
         """Start the product, or its addition to `into`, which it overwrites if `fresh`."""
@@ -199,27 +199,29 @@ def grouped_turns(groups: Groups, a: Dims, b: Dims, out: Dims) -> Callable[..., 
             y = y.transpose(1, 2) if turned else y
             shape = (x.shape[0], y.shape[2])
         if has_kernel(x, y):
-            found = F.grouped_mm(x, y, offs=groups.ends)
-            found = found if bias is None else found.add_(of_groups(groups, bias))
-            return found if into is None else into.copy_(found) if fresh else into.add_(found), iter(())
-        fresh, there = fresh or into is None, x.new_empty(shape) if into is None else into
+            product = F.grouped_mm(x, y, offs=groups.ends)
+            product = product if bias is None else product.add_(repeat_group_vectors(groups, bias))
+            return product if into is None else into.copy_(product) if fresh else into.add_(product), iter(())
+        fresh, memory = fresh or into is None, x.new_empty(shape) if into is None else into
         each = list(groups.each)
         left, right = x.split(each, int(matrices)), y.split(each) if matrices else y.unbind()
-        return there, _one_by_one(there.unbind() if matrices else there.split(each), left, right, bias, fresh)
+        return memory, _multiply_one_by_one(
+            memory.unbind() if matrices else memory.split(each), left, right, bias, fresh
+        )
 
-    return start
+    return start_product
 
 
-def _one_by_one(
-    there: Sequence[Tensor], left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None, fresh: bool
+def _multiply_one_by_one(
+    memories: Sequence[Tensor], left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None, fresh: bool
 ) -> Turns:
     """Compute the products of matrices `left` and `right`, and the expert's `bias` added, one in each step."""
     if bias is not None:
-        for out, x, y, b in zip(there, left, right, bias.unbind(), strict=True):
+        for out, x, y, b in zip(memories, left, right, bias.unbind(), strict=True):
             torch.addmm(b, x, y, out=out)
             yield
     else:
-        for out, x, y in zip(there, left, right, strict=True):
+        for out, x, y in zip(memories, left, right, strict=True):
             add_product(out, x, y, fresh)
             yield
 
@@ -231,14 +233,14 @@ def has_kernel(x: Tensor, y: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and not any(n % ALIGNED for n in wide)
 
 
-def of_groups(groups: Groups, vectors: Tensor) -> Tensor:
+def repeat_group_vectors(groups: Groups, vectors: Tensor) -> Tensor:
     """Return for each row the one of `vectors` [experts, d] that is its expert's, [rows, d]."""
     lengths = groups.ends.diff(prepend=groups.ends.new_zeros(1))
     return vectors.repeat_interleave(lengths, 0, output_size=sum(groups.each))
 
 
 def sums_of_groups(groups: Groups, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the sum [experts, d] of each expert's rows [rows, d], the adjoint of `of_groups`."""
+    """Return the sum [experts, d] of each expert's rows [rows, d], the adjoint of `repeat_group_vectors`."""
     return torch.stack([part.sum(0, dtype=dtype) for part in rows.split(list(groups.each))])
 
 
@@ -249,7 +251,7 @@ class _OfRows(torch.autograd.Function):
     def forward(ctx, vectors, groups):
         """Return the vector of each row's expert."""
         ctx.groups = groups
-        return of_groups(groups, vectors)
+        return repeat_group_vectors(groups, vectors)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -258,7 +260,8 @@ class _OfRows(torch.autograd.Function):
 
 
 def vectors_of_rows(groups: Groups, vectors: Tensor) -> Tensor:
-    """Compute `of_groups` differentiably: for each row of experts, the one of `vectors` that is its expert's."""
+    """Compute `repeat_group_vectors` differentiably: for each row of experts, the one of `vectors` that is its
+    expert's."""
     return _OfRows.apply(vectors, groups)
 
 
@@ -279,19 +282,20 @@ class _Split:
     def __init__(self, communicator: Communicator, panels: Panels, axes: Sequence[str], local: Tensor, dim: int):
         """Cut `local`, a rank's block of an operand of SUMMA, along `dim` into the panels that it owns on `axes`."""
         self.communicator, self.axes, self.local, self.dim = communicator, axes, local, dim
-        self.per_owner = panels.count // communicator.mesh.extent(axes)
+        self.per_owner = panels.count // communicator.mesh.count_ranks(axes)
         self.extent = local.shape[dim] // self.per_owner
-        self.index = communicator.index(axes)
+        self.index = communicator.group_index(axes)
 
-    def mine(self, t: int, of: Tensor) -> Tensor | None:
-        """Return the view of SUMMA panel `t` in `of`, laid out as this operand; None if another rank owns the panel."""
-        owner, place = divmod(t, self.per_owner)
-        return of.narrow(self.dim, place * self.extent, self.extent) if owner == self.index else None
+    def own_panel(self, t: int, operand: Tensor) -> Tensor | None:
+        """Return the view of SUMMA panel `t` in `operand`, laid out as this operand; None if another rank owns the
+        panel."""
+        owner, panel_position = divmod(t, self.per_owner)
+        return operand.narrow(self.dim, panel_position * self.extent, self.extent) if owner == self.index else None
 
-    def broadcast(self, t: int) -> Callable[[], Tensor]:
+    def broadcast_panel(self, t: int) -> Callable[[], Tensor]:
         """Start the broadcast of this operand's SUMMA panel number t from the rank that owns it along the split's axes;
         the returned function waits for it and returns the panel."""
-        mine = self.mine(t, self.local)
+        mine = self.own_panel(t, self.local)
         if not self.axes:
             assert mine is not None
             return lambda: mine
@@ -300,25 +304,27 @@ class _Split:
         panel = self.local.new_empty(shape) if mine is None else mine
         return self.communicator.launch("broadcast", panel, self.axes, root=t // self.per_owner).wait
 
-    def reduce(self, t: int, part: Tensor, into: Tensor) -> Callable[[], None]:
+    def reduce_panel(self, t: int, part: Tensor, into: Tensor) -> Callable[[], None]:
         """Start summing `part`, every rank's contribution to panel number t of this operand's gradient, to the rank
         that owns the panel; the returned function waits, and on the owner writes the sum into its gradient block
         `into`."""
         handle = None
         if self.axes:
             handle = self.communicator.launch("reduce", part, self.axes, root=t // self.per_owner, owned=True)
-        mine = self.mine(t, into)
+        mine = self.own_panel(t, into)
 
-        def finish() -> None:
+        def finish_reduction() -> None:
             """Wait for the panel's sum; write it into this rank's gradient if it owns the panel."""
             total = handle.wait() if handle else part
             if mine is not None:
                 mine.copy_(total)
 
-        return finish
+        return finish_reduction
 
 
-def _splits(communicator: Communicator, group: EinsumGroup, x: Tensor, operands: Sequence[Tensor]) -> list[_Split]:
+def _split_operands(
+    communicator: Communicator, group: EinsumGroup, x: Tensor, operands: Sequence[Tensor]
+) -> list[_Split]:
     """Return x and the operands of a SUMMA group, in this order, as `_Split`s along the contracted dim."""
     panels = group.panels
     assert panels is not None
@@ -328,13 +334,13 @@ def _splits(communicator: Communicator, group: EinsumGroup, x: Tensor, operands:
     return split
 
 
-def _panels_in_turn(splits: Sequence[_Split], count: int):
+def _iterate_panels(splits: Sequence[_Split], count: int):
     """Yield (t, panel t of every SUMMA operand) for t < `count`; broadcasts of panel t + 1 overlap the use of t."""
-    coming = [s.broadcast(0) for s in splits]
+    coming = [s.broadcast_panel(0) for s in splits]
     for t in range(count):
-        here = [wait() for wait in coming]
-        coming = [s.broadcast(t + 1) for s in splits] if t + 1 < count else []
-        yield t, here
+        arrived_panels = [wait() for wait in coming]
+        coming = [s.broadcast_panel(t + 1) for s in splits] if t + 1 < count else []
+        yield t, arrived_panels
 
 
 class _Summa(torch.autograd.Function):
@@ -345,14 +351,17 @@ class _Summa(torch.autograd.Function):
     def forward(ctx, communicator, group: EinsumGroup, x: Tensor, *operands: Tensor):
         """Return the products of x with the operands, summed over panels that their owners broadcast in turn."""
         ctx.communicator, ctx.group = communicator, group
-        local = _enter(communicator, group.einsums, operands)
-        kept = (w if e.regathered else here for w, here, e in zip(operands, local, group.einsums, strict=True))
-        ctx.save_for_backward(x, *kept)
+        local = _convert_operands(communicator, group.einsums, operands)
+        kept_operands = (
+            w if e.regathered else converted_operand
+            for w, converted_operand, e in zip(operands, local, group.einsums, strict=True)
+        )
+        ctx.save_for_backward(x, *kept_operands)
         assert group.panels is not None
         out: list[Tensor] = []
-        for _, (xt, *ws) in _panels_in_turn(_splits(communicator, group, x, local), group.panels.count):
+        for _, (xt, *ws) in _iterate_panels(_split_operands(communicator, group, x, local), group.panels.count):
             pairs = zip(group.einsums, ws, strict=True)
-            products = [local_einsum(e.x_dims, e.dims, e.out_dims)(xt, w) for e, w in pairs]
+            products = [local_einsum_function(e.x_dims, e.dims, e.out_dims)(xt, w) for e, w in pairs]
             out = [y.add_(p) for y, p in zip(out, products, strict=True)] if out else products
         return tuple(out)
 
@@ -362,31 +371,35 @@ class _Summa(torch.autograd.Function):
         x, *operands = ctx.saved_tensors
         group = ctx.group
         if any(e.regathered for e in group.einsums):  # then all einsums: their operands are parameters
-            operands = _enter(ctx.communicator, group.einsums, operands)
-        splits = _splits(ctx.communicator, group, x, operands)
+            operands = _convert_operands(ctx.communicator, group.einsums, operands)
+        splits = _split_operands(ctx.communicator, group, x, operands)
         dx, *dws = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, *operands))
         finish = []
-        for t, (xt, *ws) in _panels_in_turn(splits, group.panels.count):
+        for t, (xt, *ws) in _iterate_panels(splits, group.panels.count):
             triples = list(zip(group.einsums, gradients, ws, strict=True))
-            parts = [local_einsum(e.out_dims, e.dims, e.x_dims)(g, w) for e, g, w in triples]
-            finish.append(splits[0].reduce(t, torch.stack(parts).sum(0) if len(parts) > 1 else parts[0], dx))
+            parts = [local_einsum_function(e.out_dims, e.dims, e.x_dims)(g, w) for e, g, w in triples]
+            finish.append(splits[0].reduce_panel(t, torch.stack(parts).sum(0) if len(parts) > 1 else parts[0], dx))
             for split, (e, g, _), dw in zip(splits[1:], triples, dws, strict=True):
-                finish.append(split.reduce(t, local_einsum(e.x_dims, e.out_dims, e.dims)(xt, g), dw))
+                finish.append(split.reduce_panel(t, local_einsum_function(e.x_dims, e.out_dims, e.dims)(xt, g), dw))
         for done in finish:
             done()
         leaving = [convert(ctx.communicator, w, e.operand.backward) for w, e in zip(dws, group.einsums, strict=True)]
         return None, None, dx, *(c.wait() for c in leaving)
 
 
-def _enter(communicator: Communicator, einsums: Sequence[Einsum], operands: Sequence[Tensor]) -> Sequence[Tensor]:
+def _convert_operands(
+    communicator: Communicator, einsums: Sequence[Einsum], operands: Sequence[Tensor]
+) -> Sequence[Tensor]:
     """Convert a SUMMA group's operands to the operation's layout, except along the contracted dim, cut into panels."""
     coming = [convert(communicator, w, e.operand.forward) for w, e in zip(operands, einsums, strict=True)]
     return [c.wait() for c in coming]
 
 
-def summa(communicator: Communicator, group: EinsumGroup, x: Tensor, operands: Sequence[Tensor]) -> Sequence[Tensor]:
+def compute_by_summa(
+    communicator: Communicator, group: EinsumGroup, x: Tensor, operands: Sequence[Tensor]
+) -> Sequence[Tensor]:
     """Compute the outputs of a planned group of einsums by SUMMA, panel by panel of the contracted dim, from the local
     block of x (already converted) and the operands as stored. Outputs of an absent (empty) x are absent."""
-    if absent(x):
+    if is_absent(x):
         return [x + w for w in operands]
     return _Summa.apply(communicator, group, x, *operands)

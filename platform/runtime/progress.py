@@ -49,13 +49,13 @@ class TcpLink(NamedTuple):
 def open_sockets() -> Sockets:
     """Return the open sockets of this process, descriptor -> inode ({} on a system without /proc); sockets that appear
     while gloo forms its groups are the groups' connections."""
-    found: Sockets = {}
+    sockets: Sockets = {}
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
         with suppress(OSError):
             status = os.fstat(int(name))
             if S_ISSOCK(status.st_mode):
-                found[int(name)] = status.st_ino
-    return found
+                sockets[int(name)] = status.st_ino
+    return sockets
 
 
 def shut_down(sockets: Sockets) -> None:
@@ -70,14 +70,14 @@ def shut_down(sockets: Sockets) -> None:
                     connection.shutdown(socket.SHUT_RDWR)
 
 
-def links() -> list[TcpLink]:
+def read_tcp_links() -> list[TcpLink]:
     """Return the links of this process to other addresses, MOST_LINKS at most, the ones with most unacknowledged bytes
     first; [] where the kernel does not say."""
-    found: dict[tuple[str, str], TcpLink] = {}
+    links_by_ends: dict[tuple[str, str], TcpLink] = {}
     with suppress(OSError):
-        for link in map(_link, open_sockets()):
-            if link and (before := found.get(link[:2])):
-                found[link[:2]] = TcpLink(
+        for link in map(_read_tcp_link, open_sockets()):
+            if link and (before := links_by_ends.get(link[:2])):
+                links_by_ends[link[:2]] = TcpLink(
                     link.here,
                     link.there,
                     link.sent + before.sent,
@@ -86,29 +86,29 @@ def links() -> list[TcpLink]:
                     max(link.quiet, before.quiet),
                 )
             elif link:
-                found[link[:2]] = link
-    return sorted(found.values(), key=lambda link: (-link.queued, -link.busy))[:MOST_LINKS]
+                links_by_ends[link[:2]] = link
+    return sorted(links_by_ends.values(), key=lambda link: (-link.queued, -link.busy))[:MOST_LINKS]
 
 
-def _link(descriptor: int) -> TcpLink | None:
+def _read_tcp_link(descriptor: int) -> TcpLink | None:
     """Return what the kernel counted of one connection of this process, None if the descriptor is no such thing."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
                 return None
-            here, there = connection.getsockname()[0], connection.getpeername()[0]
+            local_address, remote_address = connection.getsockname()[0], connection.getpeername()[0]
             counted = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE)
             (queued,) = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, b"\0" * 4))
     except OSError:
         return None
-    if len(counted) < _SIZE or here == there:  # the latter leaves this machine by no link
+    if len(counted) < _SIZE or local_address == remote_address:  # the latter leaves this machine by no link
         return None
     repeated, (milliseconds,) = counted[_REPEATED], struct.unpack_from("I", counted, _LAST_ACKNOWLEDGED)
     (sent,) = struct.unpack_from("Q", counted, _ACKNOWLEDGED)
     busy, held_up_there, held_up_here = struct.unpack_from("QQQ", counted, _BUSY)
     seconds = max(0, busy - held_up_there - held_up_here) / 1e6
     quiet = milliseconds / 1e3 if queued and repeated else 0.0  # else it may have been sent just now
-    return TcpLink(here.partition("%")[0], there.partition("%")[0], sent, seconds, queued, quiet)
+    return TcpLink(local_address.partition("%")[0], remote_address.partition("%")[0], sent, seconds, queued, quiet)
 
 
 SYNCHRONIZE = "synchronize"  # section in which the host waits for its device
@@ -183,108 +183,113 @@ class Progress:
         self._passed, self._moved = -1, 0.0  # marks that the device had passed when last looked at, and when
         self._ordered = 0.0
         self._thread = self._own = 0  # that executes the driver's calls, by its number in the kernel and in Python
-        self._looked: tuple[float, float] | None = None  # at the last heartbeat: when, and seconds of `_active`
+        self._looked: tuple[float, float] | None = None  # at the last heartbeat: when, and seconds of `_active_seconds`
 
-    def begin(self, call: str) -> None:
+    def begin_call(self, call: str) -> None:
         """Note for heartbeats that this worker begins the driver's `call`; "" when the call has ended."""
         self._call, self._now, self._device = call, ("", False, False, None, monotonic()), None
         self._far = 0, 0
-        self.ordered()
+        self.restart_call_clock()
         self._thread, self._own, self._looked = get_native_id(), get_ident(), None
 
-    def reached(self, done: int, total: int) -> None:
+    def note_progress(self, done: int, total: int) -> None:
         """Note for heartbeats how far this worker is with the driver's call: `done` of `total` bytes or sequences."""
         self._far = done, total
 
-    def ordered(self) -> None:
+    def restart_call_clock(self) -> None:
         """Note that this worker begins to work on the driver's call only now."""
         self._ordered = monotonic()
 
-    def since_ordered(self) -> float:
+    def seconds_in_call(self) -> float:
         """Return the seconds for which this worker has worked on the driver's call that it is in; 0 outside of any."""
         return monotonic() - self._ordered if self._call else 0.0
 
-    def enter(
+    def enter_section(
         self, section: str, waiting: bool = False, preparing: bool = False, what: Any = None
     ) -> tuple[str, bool, bool, Any]:
         """Note for heartbeats that the main thread enters the clock section `section`; `waiting`: it only waits for
         other ranks there, for the collective or message `what`, if that is given (`base.Launched`); `preparing`: it
-        compiles, loads or pins something. Returns the arguments by which `enter` restores the section before."""
+        compiles, loads or pins something. Returns the arguments by which `enter_section` restores the section
+        before."""
         before = self._now[:4]
         self._now = (section, waiting, preparing, what, monotonic())
         return before
 
     @contextmanager
-    def preparing(self, section: str) -> Iterator[None]:
+    def mark_preparing(self, section: str) -> Iterator[None]:
         """Mark the context as the section `section`, in which this rank compiles, loads or pins something new."""
-        before = self.enter(section, preparing=True)
+        before = self.enter_section(section, preparing=True)
         try:
             yield
         finally:
-            self.enter(*before)
+            self.enter_section(*before)
 
     @contextmanager
-    def waiting(self, section: str, device: Callable[[], DevicePlace] | None = None) -> Iterator[None]:
+    def mark_waiting(self, section: str, device: Callable[[], DevicePlace] | None = None) -> Iterator[None]:
         """Mark the context as the section `section`, in which this rank waits for other ranks: a rank that hangs in it
         is not to blame. `device`: returns the position of the device that the rank waits for; other threads call it."""
-        before = self.enter(section, True)
+        before = self.enter_section(section, True)
         self._passed, self._device = -1, device
         try:
             yield
         finally:
             self._device = None
-            self.enter(*before)
+            self.enter_section(*before)
 
-    def here(self) -> Activity:
+    def current_activity(self) -> Activity:
         """Return the call and section of this process now: a heartbeat without measurements."""
-        (section, waiting, preparing, what, since), now = self._now, monotonic()
-        wait = what and Wait(what.op, what.name, list(what.axes), what.peer, what.number)
+        (section, waiting, preparing, awaited, since), now = self._now, monotonic()
+        wait = awaited and Wait(awaited.op, awaited.name, list(awaited.axes), awaited.peer, awaited.number)
         done, total = self._far
         return Activity(
             self._call, section, waiting, now - since, preparing=preparing, wait=wait, done=done, total=total
         )
 
-    def beat(self) -> Activity:
+    def build_heartbeat(self) -> Activity:
         """Return the heartbeat of this process: its call, the innermost section, and how long it has been there. Where
         the device is looked at for the first time, that counts as its last movement, as nothing was known before."""
-        now, device, here = monotonic(), self._device, self.here()
-        stack = stack_of(self._own) if self._call and here.seconds >= STILL_SECONDS else []
-        beat = replace(here, busy=self._busy(now), stack=stack, links=links())
-        since = now - here.seconds
+        now, device, activity = monotonic(), self._device, self.current_activity()
+        stack = thread_frames(self._own) if self._call and activity.seconds >= STILL_SECONDS else []
+        beat = replace(activity, busy=self._busy_share(now), stack=stack, links=read_tcp_links())
+        since = now - activity.seconds
         if device is None:
             return beat
         try:
-            place = device()
+            device_position = device()
         except RuntimeError:  # of a device that no longer works: the main thread gets the same error
             return beat
-        if place.passed != self._passed:
-            self._passed, self._moved = place.passed, now
+        if device_position.passed != self._passed:
+            self._passed, self._moved = device_position.passed, now
         seconds = now - max(since, self._moved)
         return replace(
-            beat, seconds=seconds, device=place.section, device_waits=place.waiting, completed=place.completed
+            beat,
+            seconds=seconds,
+            device=device_position.section,
+            device_waits=device_position.waiting,
+            completed=device_position.completed,
         )
 
-    def _busy(self, now: float) -> float:
+    def _busy_share(self, now: float) -> float:
         """Return the share of time since the last heartbeat that the main thread was active, 1 if not known."""
-        active, before = _active(self._thread), self._looked
+        active, before = _active_seconds(self._thread), self._looked
         self._looked = None if active is None else (now, active)
         if active is None or before is None or now == before[0]:
             return 1.0
         return max(0.0, (active - before[1]) / (now - before[0]))
 
 
-def stack_of(thread: int) -> list[str]:
+def thread_frames(thread: int) -> list[str]:
     """Return the innermost frames of a thread of this process, the innermost last, for heartbeats."""
-    found: list[str] = []
+    frames: list[str] = []
     frame = sys._current_frames().get(thread)
-    while frame and len(found) < _FRAMES:
+    while frame and len(frames) < _FRAMES:
         path = "/".join(frame.f_code.co_filename.split("/")[-3:])
-        found.append(f"{path}:{frame.f_lineno} in {frame.f_code.co_name}")
+        frames.append(f"{path}:{frame.f_lineno} in {frame.f_code.co_name}")
         frame = frame.f_back
-    return found[::-1]
+    return frames[::-1]
 
 
-def stacks() -> dict[str, list[str]]:
+def frames_of_other_threads() -> dict[str, list[str]]:
     """Return the frames of all other threads of this process, by their names, the main one first, innermost last."""
     frames, known = sys._current_frames(), threading.enumerate()
     names = {threading.main_thread().ident: "main thread"} | {thread.ident: thread.name for thread in known[1:]}
@@ -292,7 +297,7 @@ def stacks() -> dict[str, list[str]]:
     return {f"{names.get(n, 'thread')} ({n})": [*map(str.rstrip, format_stack(frames[n]))] for n in ordered}
 
 
-def _active(thread: int) -> float | None:
+def _active_seconds(thread: int) -> float | None:
     """Return the seconds that a thread of this process has run or waited for a processor so far, for heartbeats. None
     if the kernel does not say, or while the thread runs or waits for a disk, as the kernel books that later."""
     try:

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from platform.plan.operation_plan import Away
+from platform.plan.operation_plan import OffloadedActivation
 from platform.runtime.communicator import Communicator
-from platform.runtime.conversion import absent, gather_parts, keep_part
-from platform.runtime.pinned_memory import pinned_bytes
+from platform.runtime.conversion import gather_parts, is_absent, keep_part
+from platform.runtime.pinned_memory import allocate_pinned_bytes
 
 
 class _Recomputed(torch.autograd.Function):
-    """Autograd function behind `recomputed`. `restore()` is entered around the second forward pass and restores the
+    """Autograd function behind `run_recomputed`. `restore()` is entered around the second forward pass and restores the
     position in the run, on which dropout masks depend.
 
     All ranks of a stage run the same backward pass in the same order, so they also issue the collectives of the second
@@ -32,13 +32,13 @@ class _Recomputed(torch.autograd.Function):
         ctx.axes, ctx.shape = axes, x.shape
         ctx.tensors = [i for i, other in enumerate(more) if other is not None]
         ctx.count = len(more)
-        part, others = keep_part(communicator, x, axes, elements), [more[i] for i in ctx.tensors]
+        kept_part, other_arguments = keep_part(communicator, x, axes, elements), [more[i] for i in ctx.tensors]
         ctx.away = None
-        if offload is None or absent(part):
-            ctx.save_for_backward(part, *others)
+        if offload is None or is_absent(kept_part):
+            ctx.save_for_backward(kept_part, *other_arguments)
             return function(x, *more)
-        ctx.away, left = offload.leave(part)
-        ctx.save_for_backward(*others)
+        ctx.away, left = offload.offload_activation(kept_part)
+        ctx.save_for_backward(*other_arguments)
         out = function(x, *more)
         left()
         return out
@@ -47,18 +47,31 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx, *gradients):
         """Recompute the activations from their saved arguments, now with autograd; return the arguments' gradients."""
         saved = list(ctx.saved_tensors)
-        part = ctx.away.take_back()() if ctx.away else saved.pop(0)
-        more: list[Any] = [None] * ctx.count
+        kept_part = ctx.away.take_back()() if ctx.away else saved.pop(0)
+        other_arguments: list[Any] = [None] * ctx.count
         for i, other in zip(ctx.tensors, saved, strict=True):
-            more[i] = other.detach().requires_grad_(ctx.needs_input_grad[7 + i])
-        x = gather_parts(ctx.communicator, part, ctx.axes, ctx.shape).detach().requires_grad_(ctx.needs_input_grad[6])
+            other_arguments[i] = other.detach().requires_grad_(ctx.needs_input_grad[7 + i])
+        x = (
+            gather_parts(ctx.communicator, kept_part, ctx.axes, ctx.shape)
+            .detach()
+            .requires_grad_(ctx.needs_input_grad[6])
+        )
         with torch.enable_grad(), ctx.restore():
-            out = ctx.function(x, *more)
+            out = ctx.function(x, *other_arguments)
         torch.autograd.backward(out, gradients)
-        return None, None, None, None, None, None, x.grad, *(other if other is None else other.grad for other in more)
+        return (
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            x.grad,
+            *(other if other is None else other.grad for other in other_arguments),
+        )
 
 
-def recomputed(
+def run_recomputed(
     communicator: Communicator,
     function: Callable[..., Tensor | tuple[Tensor, ...]],
     restore: Callable[[], Any],
@@ -89,55 +102,55 @@ class Offload:
 
     On a GPU the memory is page-locked, and all copies run in one stream, there and back: memory of the host that an
     activation has left is overwritten after that. An activation stays on the device until the block that reads it is
-    computed (`leave`), and one that comes back is allocated when all computation before it is queued: no allocator has
-    to know of the other stream. On a CPU the copies are made as well, though they lessen nothing.
+    computed (`offload_activation`), and one that comes back is allocated when all computation before it is queued: no
+    allocator has to know of the other stream. On a CPU the copies are made as well, though they lessen nothing.
     """
 
     def __init__(self, device: torch.device):
         """Construct the offload of a rank whose activations are on `device`; nothing is allocated yet."""
         self._device, self._beside = device, device.type != "cpu"
         self._free: dict[int, list[Tensor]] = defaultdict(list)  # by bytes
-        self._last: Away[Arriving] | None = None
+        self._last: OffloadedActivation[Arriving] | None = None
 
     def begin_pass(self) -> None:
         """Begin a forward pass, whose activations come back in its own backward pass."""
         self._last = None
 
-    def leave(self, x: Tensor) -> tuple[Away[Arriving], Callable[[], None]]:
+    def offload_activation(self, x: Tensor) -> tuple[OffloadedActivation[Arriving], Callable[[], None]]:
         """Start to copy the activation x to host memory; return it as it is away, and a function to call when its block
         is computed: work that is queued then may use the memory of x again."""
-        there = self._memory(x.numel() * x.element_size())
-        host = there.view(x.dtype).view(x.shape)
-        left = self._copied(host, x)
-        self._last = Away(partial(self._back, host, there), self._last)
+        host_bytes = self._take_host_bytes(x.numel() * x.element_size())
+        host = host_bytes.view(x.dtype).view(x.shape)
+        left = self._start_copy(host, x)
+        self._last = OffloadedActivation(partial(self._start_return, host, host_bytes), self._last)
         return self._last, left
 
-    def _memory(self, count: int) -> Tensor:
+    def _take_host_bytes(self, count: int) -> Tensor:
         """Return `count` bytes of host memory (uint8 [count]) in which no activation is."""
-        if found := self._free[count]:
-            return found.pop()
-        return pinned_bytes(count) if self._beside else torch.empty(count, dtype=torch.uint8)
+        if free_bytes := self._free[count]:
+            return free_bytes.pop()
+        return allocate_pinned_bytes(count) if self._beside else torch.empty(count, dtype=torch.uint8)
 
-    def _back(self, host: Tensor, there: Tensor) -> Arriving:
-        """Start to copy an activation back from its place in host memory; `there`: the bytes of that place."""
+    def _start_return(self, host: Tensor, host_bytes: Tensor) -> Arriving:
+        """Start to copy an activation back from its place in host memory; `host_bytes`: the bytes of that place."""
         x = torch.empty(host.shape, dtype=host.dtype, device=self._device)
-        arrived = self._copied(x, host)
-        self._free[len(there)].append(there)  # the next copy into it is queued behind this one
+        arrived = self._start_copy(x, host)
+        self._free[len(host_bytes)].append(host_bytes)  # the next copy into it is queued behind this one
 
-        def arrive() -> Tensor:
+        def wait_for_activation() -> Tensor:
             """Return the activation that is copied back; work that is queued from now on may read it."""
             arrived()
             return x
 
-        return arrive
+        return wait_for_activation
 
-    def _copied(self, to: Tensor, x: Tensor) -> Callable[[], None]:
+    def _start_copy(self, to: Tensor, x: Tensor) -> Callable[[], None]:
         """Start to copy x, on one side, to a tensor on the other, after all that is queued by now; return a function
         after which the computation goes on behind the copy."""
         if not self._beside:
             to.copy_(x)
             return lambda: None
-        stream = _stream()
+        stream = _copy_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             to.copy_(x, non_blocking=True)
@@ -146,6 +159,6 @@ class Offload:
 
 
 @cache
-def _stream() -> torch.cuda.Stream:
+def _copy_stream() -> torch.cuda.Stream:
     """Return this process's CUDA stream in which activations travel between device and host memory."""
     return torch.cuda.Stream()  # one for all passes: torch hands out 32 in turn, and groups have theirs

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from platform.plan.gather_order import Ahead, Use
+from platform.plan.gather_order import ParameterPrefetcher, Use
 from platform.plan.operation_plan import EinsumGroup
 from platform.runtime.communicator import Communicator
 from platform.runtime.conversion import Pending, convert
@@ -62,68 +62,68 @@ class Residency:
         self._whole: Sequence[FlatBucket] = ()
         self._turned = False
 
-    def begin(self, chunk: int) -> None:
+    def begin_pass(self, chunk: int) -> None:
         """Begin a forward pass of pipeline chunk number `chunk`: gather the parameters of its first span (ZeRO-3)."""
-        self.end()
+        self.end_pass()
         self._chunk, self._at = self._spans[chunk], 0
-        self._move(self._chunk, 0, 1)
+        self._move_to_span(self._chunk, 0, 1)
 
-    def block(self, function: Callable[..., Any], x: Tensor) -> Any:
+    def run_block(self, function: Callable[..., Any], x: Tensor) -> Any:
         """Run a block of the model on the activation x, its parameters gathered before and freed after it (ZeRO-3)."""
-        found = function(self._enter(x))
-        return (self._enter(found[0]), *found[1:]) if isinstance(found, tuple) else self._enter(found)
+        outputs = function(self._enter_span(x))
+        return (self._enter_span(outputs[0]), *outputs[1:]) if isinstance(outputs, tuple) else self._enter_span(outputs)
 
-    def _enter(self, x: Tensor) -> Tensor:
+    def _enter_span(self, x: Tensor) -> Tensor:
         """Gather the next span's parameters; return the activation x with a border for the backward pass (ZeRO-3)."""
         spans, before = self._chunk, self._at
         self._at += 1
-        self._move(spans, self._at, 1)
-        return _Border.apply(x, lambda: self._move(spans, before, -1)) if self._frees else x
+        self._move_to_span(spans, self._at, 1)
+        return _Border.apply(x, lambda: self._move_to_span(spans, before, -1)) if self._frees else x
 
-    def turn(self, outputs: Mapping[str, Tensor]) -> None:
+    def end_forward_pass(self, outputs: Mapping[str, Tensor]) -> None:
         """End a chunk's forward pass: free its gathered parameters (ZeRO-3), and have them gathered again when the
         backward pass reaches `outputs`, the chunk's output activations."""
         spans = self._chunk
-        self._communicator.clock.span("")
+        self._communicator.clock.begin_span("")
         differentiable = [x for x in outputs.values() if x.requires_grad and self._frees]
         if not (self._turns and differentiable):
-            self.end()
+            self.end_pass()
         self._turned = False
 
-        def back(_: Tensor) -> None:
+        def gather_last_span(_: Tensor) -> None:
             """Gather the last span's parameters again when the first output gradient of the chunk arrives."""
             if not self._turned:
                 self._turned = True
-                self._move(spans, len(spans) - 1, -1)
+                self._move_to_span(spans, len(spans) - 1, -1)
 
         for x in differentiable:
-            x.register_hook(back)
+            x.register_hook(gather_last_span)
 
-    def end(self) -> None:
+    def end_pass(self) -> None:
         """Free all gathered parameters at the end of a forward or backward pass (ZeRO-3); shards stay."""
-        self._communicator.clock.span("")
+        self._communicator.clock.begin_span("")
         for bucket in self._whole:
-            bucket.release()
+            bucket.release_parameters()
         self._whole, self._turned = (), False
 
-    def _move(self, spans: Spans, at: int, way: int) -> None:
+    def _move_to_span(self, spans: Spans, at: int, way: int) -> None:
         """Gather the parameters of span number `at`, free the parameters of others (ZeRO-3), and start the all-gather
         for the next span that has any, forward (`way` 1) or backward (-1)."""
         clock, (name, buckets) = self._communicator.clock, spans[at]
-        clock.span("")
+        clock.begin_span("")
         for bucket in self._whole:
             if bucket not in buckets:
-                bucket.release()
+                bucket.release_parameters()
         self._whole = buckets
         for bucket in self._whole:
-            bucket.prefetch()
+            bucket.prefetch_parameters()
         for bucket in self._whole:
-            bucket.gather()
+            bucket.gather_parameters()
         onwards = spans[at + 1 :] if way > 0 else spans[:at][::-1]
         if self._ahead:
             for bucket in next((span.buckets for span in onwards if span.buckets), ()):
-                bucket.prefetch()
-        clock.span(name and f"{'forward' if way > 0 else 'backward'} {name}")
+                bucket.prefetch_parameters()
+        clock.begin_span(name and f"{'forward' if way > 0 else 'backward'} {name}")
 
 
 # Operands of planned einsums on their way to the product: started where they are used, or ahead of it.
@@ -135,20 +135,20 @@ class Operands(NamedTuple):
 
     communicator: Communicator
     group: EinsumGroup
-    ahead: Ahead[Pending] | None = None
+    ahead: ParameterPrefetcher[Pending] | None = None
     use: Use = ("", "", 0)
 
-    def take(self, stored: Sequence[Tensor], back: bool = False) -> list[Pending]:
+    def start_conversions(self, stored: Sequence[Tensor], back: bool = False) -> list[Pending]:
         """Start the gathers of an einsum group's operand tensors from the layouts in which they are `stored`, or return
         the conversions started ahead. `back`: True in the backward pass, for which only operands that the plan gathers
         again are converted."""
         steps = [e.operand.forward if e.regathered or not back else () for e in self.group.einsums]
         if self.ahead and any(steps):
-            return self.ahead.take(self.use, back)
+            return self.ahead.take_parameters(self.use, back)
         return [convert(self.communicator, w, s) for w, s in zip(stored, steps, strict=True)]
 
-    def onward(self, back: bool = False) -> None:
+    def start_next_conversions(self, back: bool = False) -> None:
         """Start gathering the parameters of the next group of einsums (of the backward pass if `back`), which travel
         beside the product of this group, whose own have arrived."""
         if self.ahead:
-            self.ahead.onward(self.use, back)
+            self.ahead.start_next_gathers(self.use, back)

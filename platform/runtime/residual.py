@@ -15,37 +15,37 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from platform.runtime.statistics import widened
+from platform.runtime.statistics import widen_dtype
 
 # Random numbers as a pure function of (key, element): the same under every layout, microbatch and replica count.
 #
-# `key_` is an int from `key`, which names the tensor drawn; an element is its global number in that tensor.
+# `key_` is an int from `derive_key`, which names the tensor drawn; an element is its global number in that tensor.
 
 # elements drawn at once, so that initialisation needs little memory beyond the block, and on a GPU few launches
 _SEEDING = Lock()  # torch's generators are the process's
 RANDOM_DRAWN_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 22, "meta": 1 << 22}
 
 
-def key(*parts: object) -> int:
+def derive_key(*parts: object) -> int:
     """Derive the signed 64-bit key of a stream of random numbers from printable parts, such as (seed, "init", name)."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big", signed=True)
 
 
-def _wrapped(number: int) -> int:
+def _wrap_int64(number: int) -> int:
     """Return an integer as int64 tensors hold it: its last 64 bits, signed."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-_GOLDEN, _MIX1, _MIX2 = (_wrapped(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_GOLDEN, _MIX1, _MIX2 = (_wrap_int64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def bits(key_: int, elements: Tensor) -> Tensor:
+def random_bits(key_: int, elements: Tensor) -> Tensor:
     """Generate 64 random bits (int64) per int64 element number by SplitMix64 (Steele, Lea, Flood 2014), counter-based:
-    a pure function of the stream's key `key_` (see `key`) and the element."""
-    return _mix_(elements * _GOLDEN + key_)
+    a pure function of the stream's key `key_` (see `derive_key`) and the element."""
+    return _mix_bits_(elements * _GOLDEN + key_)
 
 
-def _mix_(z: Tensor) -> Tensor:
+def _mix_bits_(z: Tensor) -> Tensor:
     """Turn SplitMix64's int64 states z, in place, into 64 random bits each; return z."""
     for shift, low, factor in ((30, 0x3FFFFFFFF, _MIX1), (27, 0x1FFFFFFFFF, _MIX2), (31, 0x1FFFFFFFF, 1)):
         z ^= (z >> shift).bitwise_and_(low)  # which makes the arithmetic shift of int64 a logical one
@@ -54,7 +54,9 @@ def _mix_(z: Tensor) -> Tensor:
     return z
 
 
-def elements(block: Sequence[tuple[int, int]], strides: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+def element_numbers(
+    block: Sequence[tuple[int, int]], strides: Sequence[int], device: torch.device | str = "cpu"
+) -> Tensor:
     """Compute the global element numbers of a block, int64 [extents of the block]: the sum of global index x stride
     over the dims. They are the counters from which random numbers are drawn.
 
@@ -66,45 +68,45 @@ def elements(block: Sequence[tuple[int, int]], strides: Sequence[int], device: t
     return out
 
 
-def counters(where: Sequence[Tensor], strides: Sequence[int]) -> list[Tensor]:
+def random_counters(where: Sequence[Tensor], strides: Sequence[int]) -> list[Tensor]:
     """Return the counters from which a block's random numbers are drawn: one int64 tensor per dim, shaped to broadcast
     against the block, whose sum plus `start` is the state of SplitMix64 at every element; `where`: the global positions
     along each dim of the block, int64; `strides` as in `elements`. They are the same in every step."""
-    found = []
+    broadcast_states = []
     for i, (positions, stride) in enumerate(zip(where, strides, strict=True)):
-        states = positions * _wrapped(stride * _GOLDEN)
-        found.append(states.view([len(positions) if j == i else 1 for j in range(len(where))]))
-    return found
+        states = positions * _wrap_int64(stride * _GOLDEN)
+        broadcast_states.append(states.view([len(positions) if j == i else 1 for j in range(len(where))]))
+    return broadcast_states
 
 
-def start(key_: int, first: int, device: torch.device | str) -> Tensor:
+def random_start(key_: int, first: int, device: torch.device | str) -> Tensor:
     """Return the offset to add to the random-number `counters` of a block, an int64 scalar tensor: the stream's key
     `key_`, and `first`, by which all element numbers are larger. A tensor, so that compiled code takes it as an
     argument."""
-    return torch.full((), _wrapped(first * _GOLDEN + key_), dtype=torch.int64, device=device)
+    return torch.full((), _wrap_int64(first * _GOLDEN + key_), dtype=torch.int64, device=device)
 
 
-def kept(counters: Sequence[Tensor], start: Tensor, rate: float) -> Tensor:
-    """Draw the dropout mask of a block from `counters` and `start`, by half of each element's `bits`: True (kept) with
-    probability 1 - `rate`."""
-    return _halves(counters, start) >= int(rate * 2**32)
+def draw_dropout_mask(counters: Sequence[Tensor], start: Tensor, rate: float) -> Tensor:
+    """Draw the dropout mask of a block from `counters` and `start`, by half of each element's `random_bits`: True
+    (kept) with probability 1 - `rate`."""
+    return _random_halves(counters, start) >= int(rate * 2**32)
 
 
-def uniform(counters: Sequence[Tensor], start: Tensor) -> Tensor:
-    """Draw an fp64 number of a block in [0, 1) from `counters` and `start`, by half of each element's `bits`."""
-    return _halves(counters, start).double().mul_(2.0**-32)
+def draw_uniform(counters: Sequence[Tensor], start: Tensor) -> Tensor:
+    """Draw an fp64 number of a block in [0, 1) from `counters` and `start`, by half of each element's `random_bits`."""
+    return _random_halves(counters, start).double().mul_(2.0**-32)
 
 
-def _halves(counters: Sequence[Tensor], start: Tensor) -> Tensor:
+def _random_halves(counters: Sequence[Tensor], start: Tensor) -> Tensor:
     """Return half of the random bits of each element of a block, int64 in [0, 2^32)."""
     z = start
     for states in counters:
         z = z + states
-    return _mix_(z).bitwise_and_(0xFFFFFFFF)
+    return _mix_bits_(z).bitwise_and_(0xFFFFFFFF)
 
 
 @contextmanager
-def seeded(key_: int, device: torch.device) -> Iterator[None]:
+def use_random_key(key_: int, device: torch.device) -> Iterator[None]:
     """Make torch's own kernels on `device` draw from the stream `key_` within the context, and leave torch's generators
     as they were. Their draws depend on the kernel and on the shape too."""
     with _SEEDING, torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -118,7 +120,7 @@ _ATANH = tuple(1 / n for n in range(1, 23, 2))  # to 1e-19 where |x| < 0.172
 _SINE = tuple((-1) ** (n // 2) / math.factorial(n) for n in range(1, 23, 2))  # to 2e-18 where |x| <= pi / 2
 
 
-def _odd(x: Tensor, coefficients: Sequence[float]) -> Tensor:
+def _evaluate_odd_polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
     """Evaluate the odd polynomial c0 x + c1 x^3 + c2 x^5 + ... of fp64 x, each product and sum rounded separately."""
     square = x * x
     total = torch.full_like(x, coefficients[-1])
@@ -136,29 +138,29 @@ def _square_root(x: Tensor) -> Tensor:
     return root
 
 
-def normal(key_: int, elements_: Tensor) -> Tensor:
+def draw_normal(key_: int, elements_: Tensor) -> Tensor:
     """Draw an fp64 standard normal per global element number in `elements_`, a pure function of the stream's key `key_`
     and the element: sqrt(-2 ln u) cos(2 pi v) of two uniform numbers (Box, Muller 1958).
 
     Uses only integers and +, -, x and /, which IEEE 754 rounds correctly, so that the bits do not depend on the
     processor or on the place in a tensor. torch's log, cos and sqrt may: they are MKL's, with kernels per processor.
     """
-    z = bits(key_, elements_)
+    z = random_bits(key_, elements_)
     u = ((z >> 32) & 0xFFFFFFFF).double().add_(0.5).mul_(2.0**-32).view(torch.int64)
     u += _ONE - _ROOT_HALF
     exponent = (u >> 52).sub_(_ONE >> 52).double()
     mantissa = (u & ((1 << 52) - 1)).add_(_ROOT_HALF).view(torch.float64)  # in [sqrt(1/2), sqrt(2))
     ratio = (mantissa - 1).div_(mantissa + 1)  # ln mantissa = 2 atanh(ratio)
-    square = exponent.mul_(-2 * _LN2).sub_(_odd(ratio, _ATANH).mul_(4))  # -2 ln u
+    square = exponent.mul_(-2 * _LN2).sub_(_evaluate_odd_polynomial(ratio, _ATANH).mul_(4))  # -2 ln u
     v = (z & 0xFFFFFFFF).sub_(1 << 31).abs_().sub_(1 << 30)  # cos is even: sine of a quarter turn less
-    return _square_root(square).mul_(_odd(v.double().mul_(2 * math.pi * 2.0**-32), _SINE))
+    return _square_root(square).mul_(_evaluate_odd_polynomial(v.double().mul_(2 * math.pi * 2.0**-32), _SINE))
 
 
 @torch.no_grad()
 def fill_normal_(out: Tensor, key_: int, std: float, block: Sequence[tuple[int, int]], shape: Sequence[int]) -> None:
     """Fill `out`, a rank's block of a tensor of global `shape`, with normal numbers of mean 0 and deviation `std`;
-    elements beyond `shape` (padding) become zero. A value depends on `key_` (the tensor's key, see `key`) and its
-    global position alone, so that a parameter starts alike under every plan. `block`: (offset, extent) of `out` per
+    elements beyond `shape` (padding) become zero. A value depends on `key_` (the tensor's key, see `derive_key`) and
+    its global position alone, so that a parameter starts alike under every plan. `block`: (offset, extent) of `out` per
     dim."""
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     row = max(1, math.prod(out.shape[1:]))
@@ -167,7 +169,7 @@ def fill_normal_(out: Tensor, key_: int, std: float, block: Sequence[tuple[int, 
     for first in range(0, extent, rows):
         n = min(rows, extent - first)
         part = [(offset + first, n), *block[1:]]
-        values = normal(key_, elements(part, strides, out.device)).mul_(std)
+        values = draw_normal(key_, element_numbers(part, strides, out.device)).mul_(std)
         for dim, ((start, count), size) in enumerate(zip(part, shape, strict=True)):
             if start + count > size:
                 values.narrow(dim, max(size - start, 0), count - max(size - start, 0)).zero_()
@@ -190,24 +192,28 @@ class Drawing(NamedTuple):
     rate: float
 
 
-Draw = Callable[[Tensor, Sequence[Tensor], Tensor, float], Tensor]  # `dropped`, `in_pieces`, or one of them compiled
+Draw = Callable[
+    [Tensor, Sequence[Tensor], Tensor, float], Tensor
+]  # `drop_elements`, `draw_in_pieces`, or one of them compiled
 
 
-def dropped(x: Tensor, counters: Sequence[Tensor], start: Tensor, rate: float) -> Tensor:
+def drop_elements(x: Tensor, counters: Sequence[Tensor], start: Tensor, rate: float) -> Tensor:
     """Return dropout of the tensor x: dropped elements are 0, the others are scaled by 1 / (1 - rate)."""
-    return torch.where(kept(counters, start, rate), x * (1 / (1 - rate)), 0)
+    return torch.where(draw_dropout_mask(counters, start, rate), x * (1 / (1 - rate)), 0)
 
 
-def jittered(x: Tensor, counters: Sequence[Tensor], start: Tensor, rate: float) -> Tensor:
+def jitter_elements(x: Tensor, counters: Sequence[Tensor], start: Tensor, rate: float) -> Tensor:
     """Return the tensor x, each element times a uniform number in [1 - rate, 1 + rate) (Fedus et al. 2021)."""
-    return uniform(counters, start).mul_(2 * rate).add_(1 - rate).mul_(x).to(x.dtype)
+    return draw_uniform(counters, start).mul_(2 * rate).add_(1 - rate).mul_(x).to(x.dtype)
 
 
-def in_pieces(x: Tensor, counters: Sequence[Tensor], start: Tensor, rate: float, draw: Draw | None = None) -> Tensor:
+def draw_in_pieces(
+    x: Tensor, counters: Sequence[Tensor], start: Tensor, rate: float, draw: Draw | None = None
+) -> Tensor:
     """Return what `draw` makes of the tensor x, by default dropout, piece by piece, so that the random integers fit the
     cache."""
     out = torch.empty_like(x)
-    for where in pieces(x.shape, DRAWN_AT_ONCE.get(x.device.type, _MOST_AT_ONCE)):
+    for where in tile_pieces(x.shape, DRAWN_AT_ONCE.get(x.device.type, _MOST_AT_ONCE)):
         part, target, states = x, out, list(counters)
         for dim, (first, n) in enumerate(where):
             part, target = part.narrow(dim, first, n), target.narrow(dim, first, n)
@@ -215,11 +221,11 @@ def in_pieces(x: Tensor, counters: Sequence[Tensor], start: Tensor, rate: float,
         if draw:
             target.copy_(draw(part, states, start, rate))
         else:
-            target.copy_(part).masked_fill_(~kept(states, start, rate), 0).mul_(1 / (1 - rate))
+            target.copy_(part).masked_fill_(~draw_dropout_mask(states, start, rate), 0).mul_(1 / (1 - rate))
     return out
 
 
-def pieces(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int, int], ...]]:
+def tile_pieces(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int, int], ...]]:
     """Yield pieces that tile a tensor of this `shape`, as (offset, extent) along the leading dims that are cut;
     each has at most `most` elements, or is a single one."""
     if prod(shape) <= most or not shape:
@@ -228,8 +234,8 @@ def pieces(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int, int], .
     rows = max(1, most // prod(shape[1:]))
     for first in range(0, shape[0], rows):
         n = min(rows, shape[0] - first)
-        for rest in pieces(shape[1:], most // n):
-            yield ((first, n), *rest)
+        for inner_piece in tile_pieces(shape[1:], most // n):
+            yield ((first, n), *inner_piece)
 
 
 class _Dropout(torch.autograd.Function):
@@ -247,12 +253,12 @@ class _Dropout(torch.autograd.Function):
         return ctx.draw(gradient, *ctx.drawing), None, None
 
 
-def jitter(x: Tensor, drawing: Drawing) -> Tensor:
-    """Apply `jittered` to x, a local block; nothing is saved for the backward pass."""
-    return _Dropout.apply(x, drawing, partial(in_pieces, draw=jittered))
+def apply_jitter(x: Tensor, drawing: Drawing) -> Tensor:
+    """Apply `jitter_elements` to x, a local block; nothing is saved for the backward pass."""
+    return _Dropout.apply(x, drawing, partial(draw_in_pieces, draw=jitter_elements))
 
 
-def dropout(x: Tensor, drawing: Drawing, draw: Draw) -> Tensor:
+def apply_dropout(x: Tensor, drawing: Drawing, draw: Draw) -> Tensor:
     """Apply dropout to x, a local block, by `draw`; nothing is saved for the backward pass."""
     return _Dropout.apply(x, drawing, draw)
 
@@ -260,9 +266,9 @@ def dropout(x: Tensor, drawing: Drawing, draw: Draw) -> Tensor:
 Region = Callable[[Callable[..., Any]], Callable[..., Any]]  # wraps a pure function: `compiled.region`
 
 
-def _sum(x: Tensor, y: Tensor, drawing: Drawing | None) -> Tensor:
+def _add_residual(x: Tensor, y: Tensor, drawing: Drawing | None) -> Tensor:
     """Return the residual sum x + dropout(y) of two local activations; no dropout without a `drawing`."""
-    return x + (y if drawing is None else dropped(y, *drawing))
+    return x + (y if drawing is None else drop_elements(y, *drawing))
 
 
 def _sum_and_norm(
@@ -270,8 +276,8 @@ def _sum_and_norm(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Return the residual sum, its norm over the last dim, and the statistics of each row that the gradient needs: the
     mean (of a LayerNorm, which is `centred`) and 1 / deviation."""
-    total = _sum(x, y, drawing)
-    wide = widened(total)
+    total = _add_residual(x, y, drawing)
+    wide = widen_dtype(total)
     mean = wide.mean(-1, keepdim=True) if centred else None
     wide = wide if mean is None else wide - mean
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -279,7 +285,7 @@ def _sum_and_norm(
     return total, (out if bias is None else out + bias).to(x.dtype), mean, rstd
 
 
-def _gradients(
+def _sum_and_norm_gradients(
     dtotal: Tensor | None,
     dout: Tensor,
     total: Tensor,
@@ -290,7 +296,7 @@ def _gradients(
     drawing: Drawing | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of x, y, gain and bias from the gradients of the residual sum and of its norm."""
-    dout, wide = widened(dout), widened(total)
+    dout, wide = widen_dtype(dout), widen_dtype(total)
     normal = (wide if mean is None else wide - mean) * rstd
     scaled = dout * gain
     inner = scaled - normal * (scaled * normal).mean(-1, keepdim=True)
@@ -300,7 +306,7 @@ def _gradients(
     dx = dx if dtotal is None else dtotal + dx
     dgain = (dout * normal).flatten(0, -2).sum(0).to(gain.dtype)
     dbias = dout.flatten(0, -2).sum(0).to(gain.dtype) if biased else None
-    return dx, dx if drawing is None else dropped(dx, *drawing), dgain, dbias
+    return dx, dx if drawing is None else drop_elements(dx, *drawing), dgain, dbias
 
 
 class _Sum(torch.autograd.Function):
@@ -310,12 +316,12 @@ class _Sum(torch.autograd.Function):
     def forward(ctx, x, y, drawing, region):
         """Return the residual sum x + dropout(y), keeping only what the mask is drawn from."""
         ctx.drawing, ctx.region = drawing, region
-        return region(_sum)(x.detach(), y.detach(), drawing)
+        return region(_add_residual)(x.detach(), y.detach(), drawing)
 
     @staticmethod
     def backward(ctx, gradient):
         """Return the gradients of the residual sum: unchanged for x, by the same dropout for y."""
-        return gradient, ctx.region(dropped)(gradient, *ctx.drawing), None, None
+        return gradient, ctx.region(drop_elements)(gradient, *ctx.drawing), None, None
 
 
 class _SumAndNorm(torch.autograd.Function):
@@ -335,17 +341,17 @@ class _SumAndNorm(torch.autograd.Function):
     def backward(ctx, dtotal, dout):
         """Return the gradients of x, y, gain and bias from the gradients of sum and norm."""
         total, rstd, gain, *mean = ctx.saved_tensors
-        region, drawing = ctx.region(_gradients), ctx.drawing
-        found = region(dtotal, dout, total, mean[0] if mean else None, rstd, gain, ctx.biased, drawing)
-        return *found, None, None, None, None
+        region, drawing = ctx.region(_sum_and_norm_gradients), ctx.drawing
+        gradients = region(dtotal, dout, total, mean[0] if mean else None, rstd, gain, ctx.biased, drawing)
+        return *gradients, None, None, None, None
 
 
-def residual(x: Tensor, y: Tensor, drawing: Drawing, region: Region) -> Tensor:
+def apply_residual(x: Tensor, y: Tensor, drawing: Drawing, region: Region) -> Tensor:
     """Return x + dropout(y), both local blocks of one shape, by functions that `region` compiles."""
     return _Sum.apply(x, y, drawing, region)
 
 
-def residual_norm(
+def apply_residual_norm(
     x: Tensor,
     y: Tensor,
     gain: Tensor,

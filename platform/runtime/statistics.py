@@ -11,22 +11,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from platform.runtime.communicator import Communicator
-from platform.runtime.flat_buffers import bucket_of
+from platform.runtime.flat_buffers import find_bucket_of_leaf
 
 
-def widened(x: Tensor) -> Tensor:
+def widen_dtype(x: Tensor) -> Tensor:
     """Return x in the dtype of statistics, losses and rotations: fp32 if x is 16-bit, else unchanged."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-def _summed(communicator: Communicator, x: Tensor, over: Sequence[str]) -> Tensor:
+def _sum_over_ranks(communicator: Communicator, x: Tensor, over: Sequence[str]) -> Tensor:
     """Return the all-reduced sum of x over the ranks along the axes `over`; x may be overwritten."""
     if not over:
         return x
     return communicator.launch("all_reduce", x, over, owned=True).wait()
 
 
-def _largest(communicator: Communicator, x: Tensor, over: Sequence[str]) -> Tensor:
+def _max_over_ranks(communicator: Communicator, x: Tensor, over: Sequence[str]) -> Tensor:
     """Return the all-reduced maximum of x over the ranks along the axes `over`; x may be overwritten."""
     if not over:
         return x
@@ -43,7 +43,7 @@ class _SplitNorm(torch.autograd.Function):
     def forward(ctx, x, gain, bias, kind, eps, communicator, over, widths):
         """Return the LayerNorm or RMSNorm of x over its last dim, split over the axes `over` into these `widths`,
         merging statistics only."""
-        wide = widened(x)
+        wide = widen_dtype(x)
         n, size = len(widths), sum(widths)
         if kind == "layernorm":
             mean = wide.mean(-1, keepdim=True)
@@ -59,7 +59,7 @@ class _SplitNorm(torch.autograd.Function):
             variance = (m2s.sum(0) + (each * (means - mean).square()).sum(0)) / size
             centred = wide - mean
         else:
-            variance = _summed(communicator, wide.square().sum(-1, keepdim=True), over) / size
+            variance = _sum_over_ranks(communicator, wide.square().sum(-1, keepdim=True), over) / size
             centred = wide
         rstd = torch.rsqrt(variance + eps)
         normal = centred * rstd
@@ -73,7 +73,7 @@ class _SplitNorm(torch.autograd.Function):
         """Return the gradients of x, gain and bias, summing two statistics over the ranks."""
         normal, rstd, gain = ctx.saved_tensors
         kind, communicator, over, size, dtype, has_bias = ctx.options
-        dy = widened(dy)
+        dy = widen_dtype(dy)
         scaled = dy * gain
         sums = [(scaled * normal).sum(-1, keepdim=True)]
         if kind == "layernorm":
@@ -88,7 +88,7 @@ class _SplitNorm(torch.autograd.Function):
         return (dx * rstd).to(dtype), dgain.to(gain.dtype), dbias, None, None, None, None, None
 
 
-def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+def apply_rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """Apply RMSNorm over the dims of the gain, which are whole, to x [..., d_model]."""
     return F.rms_norm(x, gain.shape, gain, eps)
 
@@ -116,7 +116,7 @@ class _RmsNorm(torch.autograd.Function):
         return (gradient * gain).mul_(rstd).addcmul_(x, along), dgain, None
 
 
-def norm(
+def apply_norm(
     x: Tensor,
     gain: Tensor,
     bias: Tensor | None,
@@ -135,9 +135,9 @@ def norm(
         return _SplitNorm.apply(rows, *vectors, kind, eps, communicator, over, widths).view(x.shape)
     if kind == "layernorm":
         return F.layer_norm(x, gain.shape, gain, bias, eps)
-    if x.device.type == "cpu" and widened(x[:0]).dtype == x.dtype == gain.dtype:
+    if x.device.type == "cpu" and widen_dtype(x[:0]).dtype == x.dtype == gain.dtype:
         return _RmsNorm.apply(x, gain, eps)
-    return rms_norm(x, gain, eps)
+    return apply_rms_norm(x, gain, eps)
 
 
 class _Softmax(torch.autograd.Function):
@@ -147,13 +147,13 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, sink, position, communicator, over):
         """Return the softmax of x over a split dim, merging maxima and sums over the ranks."""
-        top = _largest(communicator, widened(x.amax(position, keepdim=True)), over)
+        top = _max_over_ranks(communicator, widen_dtype(x.amax(position, keepdim=True)), over)
         if sink is not None:
-            top = torch.maximum(top, widened(sink))
-        e = torch.exp(widened(x) - top)
-        total, share = _summed(communicator, e.sum(position, keepdim=True), over), None
+            top = torch.maximum(top, widen_dtype(sink))
+        e = torch.exp(widen_dtype(x) - top)
+        total, share = _sum_over_ranks(communicator, e.sum(position, keepdim=True), over), None
         if sink is not None:
-            share = torch.exp(widened(sink) - top)
+            share = torch.exp(widen_dtype(sink) - top)
             total = total + share
             share /= total
         p = (e / total).to(x.dtype)
@@ -166,11 +166,11 @@ class _Softmax(torch.autograd.Function):
         """Return the gradients of x and of the sink, summing one statistic over the ranks."""
         p, share = ctx.saved_tensors
         position, communicator, over, of_sink = ctx.options
-        inner, dsink = widened(dp * p).sum(position, keepdim=True), None
+        inner, dsink = widen_dtype(dp * p).sum(position, keepdim=True), None
         if of_sink:
             shape, dtype = of_sink
             dsink = (share * inner).sum_to_size(shape).neg_().to(dtype)
-        inner = _summed(communicator, inner, over)
+        inner = _sum_over_ranks(communicator, inner, over)
         return p * (dp - inner.to(dp.dtype)), dsink, None, None, None
 
 
@@ -189,10 +189,10 @@ class _SplitMaximum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, positions, communicator, over):
         """Return the maximum of x over split dims, and save each element's share in it."""
-        wide = widened(x)
-        top = _largest(communicator, wide.amax(positions, keepdim=True), over)
+        wide = widen_dtype(x)
+        top = _max_over_ranks(communicator, wide.amax(positions, keepdim=True), over)
         share = (wide == top).to(wide.dtype)
-        share /= _summed(communicator, share.sum(positions, keepdim=True), over)
+        share /= _sum_over_ranks(communicator, share.sum(positions, keepdim=True), over)
         ctx.save_for_backward(share)
         ctx.positions = positions
         return top.squeeze(positions).to(x.dtype)
@@ -206,7 +206,7 @@ class _SplitMaximum(torch.autograd.Function):
         return (share * gradient).to(gradient.dtype), None, None, None
 
 
-def maximum(x: Tensor, positions: Sequence[int], communicator: Communicator, over: Sequence[str]) -> Tensor:
+def max_over_dims(x: Tensor, positions: Sequence[int], communicator: Communicator, over: Sequence[str]) -> Tensor:
     """Compute the maximum of the local block x over the dims at `positions`, which are split over the axes `over`
     (none: whole) and vanish; every rank along these axes gets it."""
     positions = tuple(positions)
@@ -220,33 +220,33 @@ def maximum(x: Tensor, positions: Sequence[int], communicator: Communicator, ove
 Compute = Callable[[Tensor | None, bool], Tensor]
 
 
-def accumulates(w: Tensor | None) -> bool:
+def can_accumulate(w: Tensor | None) -> bool:
     """Return True if a kernel may add the gradient of the tensor w itself: an autograd leaf, outside of tracing."""
     return not torch.compiler.is_compiling() and w is not None and w.requires_grad and w.is_leaf
 
 
-def add_computed(w: Tensor, compute: Compute) -> None:
+def add_computed_gradient(w: Tensor, compute: Compute) -> None:
     """Compute a gradient of the parameter w, an autograd leaf, and add it to the sum of its gradients in w's bucket,
     else in `w.grad`. `compute(memory, fresh)` adds the gradient to `memory`, overwrites it if `fresh`, or returns it in
     new memory if `memory` is None."""
-    if found := bucket_of(w):
-        bucket, name = found
+    if home := find_bucket_of_leaf(w):
+        bucket, name = home
         if bucket.here:
-            memory, fresh = bucket.sum_of(name)
+            memory, fresh = bucket.gradient_memory(name)
             compute(memory.view(w.shape), fresh)
-            bucket.came(name)
+            bucket.note_added_gradients(name)
     elif w.grad is None:
         w.grad = torch.empty_like(w, requires_grad=False).copy_(compute(None, True))
     else:
         compute(w.grad, False)
 
 
-def add_total(w: Tensor, total: Callable[..., Tensor]) -> None:
+def add_small_gradient(w: Tensor, total: Callable[..., Tensor]) -> None:
     """Add to the leaf w's gradient a small tensor that `total(dtype=...)` computes, such as a bias's row sum."""
-    if found := bucket_of(w):
-        bucket, name = found
+    if home := find_bucket_of_leaf(w):
+        bucket, name = home
         if bucket.here:
-            bucket.add(name, total(dtype=bucket.adds_in))
+            bucket.add_gradient(name, total(dtype=bucket.adds_in))
     else:
         w.grad = total(dtype=w.dtype) if w.grad is None else w.grad.add_(total(dtype=w.dtype))
 
@@ -254,34 +254,34 @@ def add_total(w: Tensor, total: Callable[..., Tensor]) -> None:
 def add_gradient(w: Tensor, gradient: Tensor) -> None:
     """Add `gradient`, which may be a view of other memory, to the sum of the gradients of the autograd leaf w."""
 
-    def compute(into: Tensor | None, fresh: bool) -> Tensor:
+    def write_gradient(into: Tensor | None, fresh: bool) -> Tensor:
         """Add the gradient to the memory `into`, or overwrite it if `fresh`; return it as it is without `into`."""
         return gradient if into is None else into.copy_(gradient) if fresh else into.add_(gradient)
 
-    add_computed(w, compute)
+    add_computed_gradient(w, write_gradient)
 
 
 AddPart = Callable[[Callable[[Tensor, bool], None]], None]
 
 
 @contextmanager
-def in_parts(w: Tensor) -> Iterator[AddPart]:
+def gradient_parts(w: Tensor) -> Iterator[AddPart]:
     """Yield a function that adds a part of one gradient of the parameter w, an autograd leaf, as `compute(memory,
-    fresh)` of `add_computed` does; the gradient counts as computed when the context ends."""
-    found = bucket_of(w)
-    memory, fresh = found[0].sum_of(found[1]) if found else (w.grad, False)
+    fresh)` of `add_computed_gradient` does; the gradient counts as computed when the context ends."""
+    home = find_bucket_of_leaf(w)
+    memory, fresh = home[0].gradient_memory(home[1]) if home else (w.grad, False)
     if memory is None:
         memory, fresh = torch.empty_like(w, requires_grad=False), True
     memory = memory.view(w.shape)
 
-    def add(compute: Callable[[Tensor, bool], None]) -> None:
+    def add_part(compute: Callable[[Tensor, bool], None]) -> None:
         """Add the part of the gradient that `compute` computes."""
         nonlocal fresh
         compute(memory, fresh)
         fresh = False
 
-    yield add
-    if found:
-        found[0].came(found[1])
+    yield add_part
+    if home:
+        home[0].note_added_gradients(home[1])
     else:
         w.grad = memory

@@ -16,10 +16,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from platform.boundary.refusals import ConfigError, command_line, run_command, violation
-from platform.boundary.terminal import visible
-from platform.status.run_facts import ago_text, clock_text, facts, rows_of
-from platform.status.seen_run import RUNS, Look, look, newest_runs, run_directory
+from platform.boundary.refusals import ConfigError, build_command_line, format_violation, run_command
+from platform.boundary.terminal import escape_terminal_text
+from platform.status.run_facts import ago_text, clock_text, collect_facts, list_status_rows
+from platform.status.seen_run import RUNS, Look, list_newest_runs, look_into_run, open_run_directory
 
 WELL, ATTENTION = 0, 1  # exit statuses, beside REFUSED
 _WATCH_SECONDS = 2.0
@@ -28,54 +28,61 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `python -m platform.status` (default: this process's own); return its exit status."""
-    parser = command_line("status", __doc__)
+    parser = build_command_line("status", __doc__)
     parser.add_argument("run", nargs="?", default="", help=f"run directory, or its URL; default: the newest in {RUNS}/")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--watch", action="store_true", help="print it again every two seconds until the run ends")
-    return run_command(parser, _answer, argv, subject="status")
+    return run_command(parser, _print_status, argv, subject="status")
 
 
-def _answer(given: argparse.Namespace) -> int:
+def _print_status(arguments: argparse.Namespace) -> int:
     """Print, for the command line, how the run is; return the exit status."""
-    place = given.run or next(iter(newest_runs()), "")
+    place = arguments.run or next(iter(list_newest_runs()), "")
     if not place:
-        raise ConfigError(violation("RUN_DIR", RUNS, "there is no run in it", ["the directory of a run"]))
+        raise ConfigError(format_violation("RUN_DIR", RUNS, "there is no run in it", ["the directory of a run"]))
     while True:
-        with run_directory(place) as directory:
-            found = look(directory, place)
-        ended = found.evidence.end is not None
-        if given.watch and sys.stdout.isatty():
+        with open_run_directory(place) as directory:
+            current_look = look_into_run(directory, place)
+        ended = current_look.evidence.end_event is not None
+        if arguments.watch and sys.stdout.isatty():
             print(_CLEAR, end="")
-        print(json.dumps(status_data(found)) if given.json else "\n".join(status_text(found)), flush=True)
-        if not given.watch or ended:
-            return ATTENTION if found.verdict and found.verdict.attention else WELL
+        print(
+            json.dumps(status_data(current_look)) if arguments.json else "\n".join(status_text(current_look)),
+            flush=True,
+        )
+        if not arguments.watch or ended:
+            return ATTENTION if current_look.verdict and current_look.verdict.attention else WELL
         time.sleep(_WATCH_SECONDS)
 
 
-def status_data(found: Look) -> dict[str, Any]:
+def status_data(look: Look) -> dict[str, Any]:
     """Return how a run is as plain data: what `status_text` shows, with numbers as numbers."""
-    verdict = found.verdict.plain() if found.verdict else None
-    return {"run": found.directory, "attention": bool(verdict and verdict["attention"]), "verdict": verdict} | facts(
-        found
-    )
+    verdict = look.verdict.plain_fields() if look.verdict else None
+    return {
+        "run": look.directory,
+        "attention": bool(verdict and verdict["attention"]),
+        "verdict": verdict,
+    } | collect_facts(look)
 
 
-def status_text(found: Look) -> Iterator[str]:
+def status_text(look: Look) -> Iterator[str]:
     """Yield the lines that show how a run is: first the verdict, if something is wrong, then a table."""
-    if verdict := found.verdict:
+    if verdict := look.verdict:
         width = max(60, shutil.get_terminal_size((120, 24)).columns)
-        yield from textwrap.wrap(visible(verdict.line), width, break_on_hyphens=False, break_long_words=False)
-        when, now = verdict.since, found.evidence.now
+        yield from textwrap.wrap(
+            escape_terminal_text(verdict.line), width, break_on_hyphens=False, break_long_words=False
+        )
+        when, now = verdict.since, look.evidence.now
         more = [f"since {clock_text(when)}, {ago_text(now, when)}; {verdict.sure}" if when else verdict.sure]
         more += verdict.details
         more += ["where it was, the innermost call last:", *(f"  {frame}" for frame in verdict.stack)] * bool(
             verdict.stack
         )
-        yield from (visible(f"  {line}") for line in more)
+        yield from (escape_terminal_text(f"  {line}") for line in more)
         yield ""
-    named = [*rows_of(found)]
+    named = [*list_status_rows(look)]
     width = max(len(name) for name, _ in named)
-    yield from (visible(f"{name:{width}}  {value}") for name, value in named)
+    yield from (escape_terminal_text(f"{name:{width}}  {value}") for name, value in named)
 
 
 if __name__ == "__main__":

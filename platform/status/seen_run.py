@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from platform.boundary import documents, schema
-from platform.boundary.refusals import ConfigError, as_refusal, violation
+from platform.boundary.refusals import ConfigError, format_violation, refuse_failures
 from platform.boundary.schema import Malformed
 from platform.cluster import run_directory as traces
 from platform.cluster.run_directory import LOCK
@@ -26,27 +26,27 @@ from platform.monitor import events, json_records, metrics
 from platform.monitor.events import JournalEvent
 from platform.monitor.journal import LIVE, kernel_state, read_live
 from platform.monitor.json_records import JOURNAL, METRICS
-from platform.monitor.verdict import Evidence, Verdict, verdict_on
+from platform.monitor.verdict import Evidence, Verdict, judge_run
 from platform.monitor.verdict.evidence import ALIVE, GONE, STOPPED, UNKNOWN
 
 # The driver that owns a run directory, as its lock names it, and whether that process lives on this machine.
 
 
-def owner_of(directory: Path) -> tuple[str, str]:
+def read_owner(directory: Path) -> tuple[str, str]:
     """Return the driver that a run directory's lock names, "process 7 on host", and its state; "" without a lock."""
     owner = ""
     with suppress(OSError, ValueError):
-        owner = documents.one_line(documents.read_bytes(directory / LOCK))
+        owner = documents.printable_line(documents.read_bytes(directory / LOCK))
     return owner, owner_state(owner)
 
 
 def owner_state(owner: str) -> str:
     """Return the state of the process that a run directory's lock names, ALIVE, STOPPED, GONE or UNKNOWN."""
     # the lock itself is not tried: a driver that starts at this moment would take that for another driver
-    found = re.fullmatch(r"process (\d{1,9}) on (.+)", owner)
-    if not found or found[2] != socket.gethostname() or not Path("/proc/self").exists():
+    owner_match = re.fullmatch(r"process (\d{1,9}) on (.+)", owner)
+    if not owner_match or owner_match[2] != socket.gethostname() or not Path("/proc/self").exists():
         return UNKNOWN
-    return process_state(int(found[1]))
+    return process_state(int(owner_match[1]))
 
 
 def process_state(pid: int) -> str:
@@ -73,28 +73,28 @@ class Look:
     @cached_property
     def verdict(self) -> Verdict | None:
         """Return the verdict on the run; None if nothing is wrong."""
-        return verdict_on(self.evidence)
+        return judge_run(self.evidence)
 
 
-def look(directory: Path, name: str = "") -> Look:
+def look_into_run(directory: Path, name: str = "") -> Look:
     """Look into a run directory, called `name` for people. Raises ConfigError if it holds no run."""
     torn: list[str] = []
-    with as_refusal("run.dir", name or directory, OSError, why="cannot be read ({.strerror})"):
-        config = _tolerant(torn, traces.CONFIG, lambda: traces.configuration(directory), None)
-        plan = _tolerant(torn, traces.PLAN, lambda: _plan(directory), {})
-        journal = _journal(directory, torn)
-        rows = _tolerant(torn, METRICS, lambda: _rows(directory), [])
+    with refuse_failures("run.dir", name or directory, OSError, why="cannot be read ({.strerror})"):
+        config = _read_or_note(torn, traces.CONFIG, lambda: traces.read_configuration(directory), None)
+        plan = _read_or_note(torn, traces.PLAN, lambda: _read_plan_summary(directory), {})
+        journal = _read_journal_events(directory, torn)
+        rows = _read_or_note(torn, METRICS, lambda: _read_metrics_rows(directory), [])
     if config is None and not journal:
-        raise ConfigError(violation("run.dir", name or directory, "holds no run", newest_runs()[:3]))
-    owner, driver = owner_of(directory)
+        raise ConfigError(format_violation("run.dir", name or directory, "holds no run", list_newest_runs()[:3]))
+    owner, driver = read_owner(directory)
     steps = (config.train.stop_at or config.train.steps) if config else None
-    live = _tolerant(torn, LIVE, lambda: read_live(directory), None)
-    evidence = Evidence(journal, rows, time.time(), steps, driver, owner, _wrote(directory), live)
+    live = _read_or_note(torn, LIVE, lambda: read_live(directory), None)
+    evidence = Evidence(journal, rows, time.time(), steps, driver, owner, _last_write_time(directory), live)
     return Look(name or str(directory), config, plan, evidence, torn)
 
 
 @contextmanager
-def run_directory(place: str) -> Iterator[Path]:
+def open_run_directory(place: str) -> Iterator[Path]:
     """Yield the run directory that a path names, or a copy of what matters of the one that a URL names. Raises
     ConfigError."""
     if "://" not in place:
@@ -105,30 +105,30 @@ def run_directory(place: str) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="run-"))
     try:
         storage = open_storage(place, "run.dir")
-        with as_refusal("run.dir", storage.url, OSError, why="cannot be read ({})"):
-            sizes = storage.list("")
+        with refuse_failures("run.dir", storage.url, OSError, why="cannot be read ({})"):
+            sizes = storage.list_sizes("")
             for name in _FILES:
                 if name in sizes:
                     start = max(0, sizes[name] - _TAIL) if name == METRICS else 0
                     raw = bytes(storage.read(name, start))
                     (folder / name).write_bytes(raw.partition(b"\n")[2] if start else raw)
         if not {traces.CONFIG, JOURNAL} & sizes.keys():
-            raise ConfigError(violation("run.dir", storage.url, "holds no run"))
+            raise ConfigError(format_violation("run.dir", storage.url, "holds no run"))
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def newest_runs() -> list[str]:
+def list_newest_runs() -> list[str]:
     """Return the run directories in `runs/` of the working directory, the one that was written last first."""
-    found = []
+    runs = []
     for folder in Path(RUNS).glob("*"):
-        if when := _wrote(folder):
-            found.append((when, str(folder)))
-    return [name for _, name in sorted(found, reverse=True)]
+        if when := _last_write_time(folder):
+            runs.append((when, str(folder)))
+    return [name for _, name in sorted(runs, reverse=True)]
 
 
-def _tolerant(torn: list[str], name: str, read: Any, otherwise: Any) -> Any:
+def _read_or_note(torn: list[str], name: str, read: Any, otherwise: Any) -> Any:
     """Return what `read` makes of a file of a run directory, and note in `torn` if it is not what a run writes."""
     try:
         return read()
@@ -139,29 +139,29 @@ def _tolerant(torn: list[str], name: str, read: Any, otherwise: Any) -> Any:
         return otherwise
 
 
-def _plan(directory: Path) -> dict[str, Any]:
+def _read_plan_summary(directory: Path) -> dict[str, Any]:
     """Return the summary in a run directory's plan.json. Raises Malformed, OSError."""
     raw = documents.read_bytes(directory / traces.PLAN, json_records.LARGEST)
-    return schema.read(dict[str, Any], documents.from_json(raw, json_records.LARGEST))
+    return schema.parse_value(dict[str, Any], documents.parse_json(raw, json_records.LARGEST))
 
 
-def _journal(directory: Path, torn: list[str]) -> list[JournalEvent]:
+def _read_journal_events(directory: Path, torn: list[str]) -> list[JournalEvent]:
     """Return the events of a run directory's journal, up to the first line that cannot be read, which `torn` notes."""
-    found: list[JournalEvent] = []
+    journal_events: list[JournalEvent] = []
     try:
-        for event in traces.journal(directory):
-            found.append(event)
+        for event in traces.read_journal(directory):
+            journal_events.append(event)
     except Malformed as error:
         torn.append(f"{JOURNAL} is not a run's ({error})")
-    return found
+    return journal_events
 
 
-def _rows(directory: Path) -> list[dict[str, Any]]:
+def _read_metrics_rows(directory: Path) -> list[dict[str, Any]]:
     """Return the last rows of a run directory's metrics, a step once. Raises Malformed, OSError."""
-    return metrics.valid_rows(json_records.last(directory / METRICS, metrics.read_row))
+    return metrics.valid_rows(json_records.read_last_lines(directory / METRICS, metrics.read_row))
 
 
-def _wrote(directory: Path) -> float:
+def _last_write_time(directory: Path) -> float:
     """Return when a run wrote last into its directory, in seconds since the epoch; 0 if it never did."""
     times = []
     for name in (JOURNAL, METRICS, traces.CONFIG):
@@ -172,6 +172,6 @@ def _wrote(directory: Path) -> float:
 
 def goodput_so_far(evidence: Evidence) -> events.Goodput | None:
     """Return what failures have cost a run so far, None if it has not begun."""
-    from platform.monitor.goodput import goodput
+    from platform.monitor.goodput import compute_goodput
 
-    return goodput(evidence.journal) if evidence.journal else None
+    return compute_goodput(evidence.journal) if evidence.journal else None

@@ -18,15 +18,15 @@ import torch
 import torch.nn.functional as F
 
 from platform.config.fields import Config
-from platform.data.corpus import corpus_of
+from platform.data.corpus import open_run_corpus
 from platform.plan.layout import Mesh
 from platform.plan.simulate import stage_rows
-from platform.predict.choose_schedule import schedules_of
+from platform.predict.choose_schedule import build_schedules
 from platform.predict.make_plan import make_plan
 from platform.predict.step_price import step_configs
 from platform.runtime.communicator import Communicator, SingleRank
-from platform.runtime.compilation import uncompiled
-from platform.runtime.process_groups import connected
+from platform.runtime.compilation import reason_uncompiled
+from platform.runtime.process_groups import connect_process_groups
 from platform.train.measurements import TOGETHER, settle_device
 from platform.train.rank_parameters import DTYPES
 from platform.train.replies import Rates, Timing
@@ -61,55 +61,55 @@ ON_GPU = Extents(4096, 1 << 30, 0.15, 1 << 28)
 TINY = Extents(32, 1 << 16, 0.002, 1 << 12, 1)  # for tests
 
 
-def extents_on(device: str, tiny: bool) -> Extents:
+def choose_extents(device: str, tiny: bool) -> Extents:
     """Return the extents of measurements on a device; `tiny`: sizes that take a moment and say nothing."""
     return TINY if tiny else ON_CPU if device == "cpu" else ON_GPU
 
 
-def in_groups(rank: int, shape: tuple[int, int], name: str, store: tuple[str, int], device: str) -> Communicator:
+def connect_groups(rank: int, shape: tuple[int, int], name: str, store: tuple[str, int], device: str) -> Communicator:
     """Connect a worker, as `rank` of a mesh of members by groups, to its group along LINE and to the others."""
-    mesh = Mesh.of(dict(zip((*LINE, TOGETHER), shape, strict=True)))
-    if mesh.size == 1:
+    mesh = Mesh.arrange_axes(dict(zip((*LINE, TOGETHER), shape, strict=True)))
+    if mesh.world_size == 1:
         return SingleRank(mesh, device)
-    groups = dict.fromkeys(mesh.ordered(axes) for axes in (LINE, mesh.axes))  # and all of them, for barriers
+    groups = dict.fromkeys(mesh.order_axes(axes) for axes in (LINE, mesh.axes))  # and all of them, for barriers
     pairs = [(0, 1)] if shape[0] > 1 else []
-    return connected(mesh, rank, store, f"calibrate/{name}", groups, device, pairs)
+    return connect_process_groups(mesh, rank, store, f"calibrate/{name}", groups, device, pairs)
 
 
-def kernel_rates(communicator: Communicator, config: Config, tiny: bool) -> Rates:
+def measure_kernel_rates(communicator: Communicator, config: Config, tiny: bool) -> Rates:
     """Measure what this worker computes, in the configuration's precision, while all others of its group do."""
-    device, sizes = communicator.device, extents_on(communicator.device.type, tiny)
+    device, sizes = communicator.device, choose_extents(communicator.device.type, tiny)
     timer = _Timer(device, sizes.seconds)
-    found: list[Timing] = []
-    for measure in (_square_products, _shaped_products, _copied_bytes, _fused_attention, _steps_alone):
+    timings: list[Timing] = []
+    for measure in (_time_square_products, _time_shaped_products, _time_copy, _time_attention, _time_steps):
         communicator.barrier()
-        found += measure(timer, sizes, config)
+        timings += measure(timer, sizes, config)
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
-        return Rates(gpu.name, float(gpu.total_memory), gpu.multi_processor_count, found)
-    return Rates("cpu", 0.0, 1, found)
+        return Rates(gpu.name, float(gpu.total_memory), gpu.multi_processor_count, timings)
+    return Rates("cpu", 0.0, 1, timings)
 
 
-def collective_rates(communicator: Communicator, tiny: bool) -> Rates:
+def measure_collective_rates(communicator: Communicator, tiny: bool) -> Rates:
     """Measure collectives and messages of growing size in this worker's group along LINE, and how a collective in the
     background slows products; all groups do so at the same time."""
-    found: list[Timing] = []
-    n, sizes = communicator.mesh.extent(LINE), extents_on(communicator.device.type, tiny)
-    between = _Between(communicator, sizes)
+    timings: list[Timing] = []
+    n, sizes = communicator.mesh.count_ranks(LINE), choose_extents(communicator.device.type, tiny)
+    between = _CollectiveTimer(communicator, sizes)
     for op in (*COLLECTIVES, "send"):
         size, spent = 1 << 10, 0.0
         while size <= sizes.largest and spent < LONGEST:
-            spent = between.seconds(
+            spent = between.measure_seconds(
                 op, torch.zeros(size // 4, device=communicator.device), FEW if spent > 0.02 else MANY
             )
-            found.append(Timing(op, [float(n), float(size)], spent))
-            spent = _most(communicator, spent)
+            timings.append(Timing(op, [float(n), float(size)], spent))
+            spent = _find_most_seconds(communicator, spent)
             size *= 4
-    found.append(_beside(communicator, sizes, between))
-    return Rates(communicator.device.type, 0.0, 1, found)
+    timings.append(_measure_overlap(communicator, sizes, between))
+    return Rates(communicator.device.type, 0.0, 1, timings)
 
 
-class _Between:
+class _CollectiveTimer:
     """Collectives as a step has them, between products: ranks reach them at different times, and cores and caches have
     been at other work."""
 
@@ -118,70 +118,72 @@ class _Between:
         self.communicator, self._repeats = communicator, sizes.repeats
         self._a = torch.ones(sizes.side, sizes.side, device=communicator.device)
 
-    def products(self, count: int) -> None:
+    def compute_products(self, count: int) -> None:
         """Compute so many products."""
         for _ in range(count):
             self._a @ self._a
 
-    def seconds(self, op: str, x: torch.Tensor, count: int) -> float:
+    def measure_seconds(self, op: str, x: torch.Tensor, count: int) -> float:
         """Return the seconds of a collective, or of a message between a group's first two ranks: `count` products and
         collectives in turn take so much longer than as many products."""
-        n = self.communicator.mesh.extent(LINE)
+        n = self.communicator.mesh.count_ranks(LINE)
         x = x[: len(x) // n * n] if op in ("reduce_scatter", "all_to_all") else x
         apart, together = [], []
         for _ in range(min(self._repeats, 2 if count == FEW else self._repeats)):
-            apart.append(self._seconds_of(count, lambda: None))
-            together.append(self._seconds_of(count, partial(self._move_bytes, op, x)))
+            apart.append(self._time_repeats(count, lambda: None))
+            together.append(self._time_repeats(count, partial(self._move_bytes, op, x)))
         spent = (median(together) - median(apart)) / count
         return max(1e-7, spent / (2 if op == "send" else 1))
 
-    def _seconds_of(self, count: int, then: Callable[[], None]) -> float:
+    def _time_repeats(self, count: int, follow_up: Callable[[], None]) -> float:
         """Return the seconds of `count` times a few products and something after them."""
         self.communicator.barrier()
         settle_device(self.communicator.device)
         begin = time.perf_counter()
         for _ in range(count):
-            self.products(4)
-            then()
+            self.compute_products(4)
+            follow_up()
         settle_device(self.communicator.device)
         return time.perf_counter() - begin
 
     def _move_bytes(self, op: str, x: torch.Tensor) -> None:
         """Launch a collective and wait for it; or send a message there and back."""
-        communicator, place = self.communicator, self.communicator.coordinates["stage"]
+        communicator, stage = self.communicator, self.communicator.coordinates["stage"]
         if op != "send":
             communicator.launch(op, x, LINE).wait()
-        elif place < 2:
-            for sends in (place == 0, place == 1):
-                there = communicator.send(x, 1 - place) if sends else communicator.receive(x.shape, x.dtype, 1 - place)
-                there.wait()
+        elif stage < 2:
+            for sends in (stage == 0, stage == 1):
+                transfer = (
+                    communicator.send(x, 1 - stage) if sends else communicator.receive(x.shape, x.dtype, 1 - stage)
+                )
+                transfer.wait()
 
 
-def _most(communicator: Communicator, seconds: float) -> float:
+def _find_most_seconds(communicator: Communicator, seconds: float) -> float:
     """Return the most seconds that any rank of all groups has measured, the same on all."""
-    there, axes = torch.tensor([seconds], device=communicator.device), communicator.mesh.axes
-    return communicator.read(communicator.launch("all_reduce", there, [*axes], reduce="max").wait())[0]
+    most_seconds, axes = torch.tensor([seconds], device=communicator.device), communicator.mesh.axes
+    return communicator.read_numbers(communicator.launch("all_reduce", most_seconds, [*axes], reduce="max").wait())[0]
 
 
-def _beside(communicator: Communicator, sizes: Extents, between: _Between) -> Timing:
+def _measure_overlap(communicator: Communicator, sizes: Extents, between: _CollectiveTimer) -> Timing:
     """Measure products and an all-gather that takes about as long, one after the other and at the same time."""
     x = torch.zeros(sizes.largest // 64, device=communicator.device)
-    moving = _most(communicator, between.seconds("all_gather", x, MANY))
+    moving = _find_most_seconds(communicator, between.measure_seconds("all_gather", x, MANY))
 
-    def passed(count: int, launched: bool) -> float:
+    def time_products(count: int, launched: bool) -> float:
         """Return the seconds of so many products, beside the all-gather if it is `launched`."""
         communicator.barrier()
         settle_device(communicator.device)
         begin = time.perf_counter()
         handle = communicator.launch("all_gather", x, LINE) if launched else None
-        between.products(count)
+        between.compute_products(count)
         if handle:
             handle.wait()
         settle_device(communicator.device)
         return time.perf_counter() - begin
 
-    count = 1 + int(8 * moving / _most(communicator, passed(8, False)))
-    apart, together = ([passed(count, launched) for _ in range(sizes.repeats)] for launched in (False, True))
+    count = 1 + int(8 * moving / _find_most_seconds(communicator, time_products(8, False)))
+    apart, together = ([time_products(count, launched) for _ in range(sizes.repeats)] for launched in (False, True))
     return Timing("beside", [median(apart), moving], median(together))
 
 
@@ -195,14 +197,14 @@ class _Timer:
     def __call__(self, work: Callable[[], Any]) -> float:
         """Return the mean seconds of `work` in a span of time in which other ranks are at work too."""
         # the mean: all that ranks take from each other counts, also where they are more than cores
-        once = max(1e-7, min(self._seconds_of(work, 1) for _ in range(3)))
+        once = max(1e-7, min(self._time_work(work, 1) for _ in range(3)))
         many, done, spent = max(1, int(self.seconds / 20 / once)), 0, 0.0
         while spent < self.seconds:
-            spent += many * self._seconds_of(work, many)
+            spent += many * self._time_work(work, many)
             done += many
         return spent / done
 
-    def _seconds_of(self, work: Callable[[], Any], count: int) -> float:
+    def _time_work(self, work: Callable[[], Any], count: int) -> float:
         """Return the seconds of each of `count` times the same work."""
         settle_device(self.device)
         begin = time.perf_counter()
@@ -212,7 +214,7 @@ class _Timer:
         return (time.perf_counter() - begin) / count
 
 
-def _square_products(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
+def _time_square_products(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
     """Yield a square product in every precision that this device computes in."""
     for precision, (dtype, _) in DTYPES.items():
         n = sizes.side * 2 if precision == config.precision else sizes.side
@@ -220,25 +222,25 @@ def _square_products(timer: _Timer, sizes: Extents, config: Config) -> Iterator[
         yield Timing(f"peak {precision}", [2.0 * n**3], timer(partial(torch.matmul, a, a)))
 
 
-def _shaped_products(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
+def _time_shaped_products(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
     """Yield products of all SHAPES, each with the products of both gradients."""
     dtype = DTYPES[config.precision][0]
     for shape in SHAPES:
         rows, columns, inner = (max(1, int(sizes.side * share)) for share in shape)
         x, w = (torch.randn(n, inner, dtype=dtype, device=timer.device).requires_grad_() for n in (rows, columns))
         g = torch.ones(rows, columns, dtype=dtype, device=timer.device)
-        work = partial(_both_passes, partial(F.linear, weight=w), (x, w), g)
+        work = partial(_compute_both_passes, partial(F.linear, weight=w), (x, w), g)
         yield Timing("product", [float(n) for n in (rows, columns, inner)], timer(work))
 
 
-def _copied_bytes(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
+def _time_copy(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
     """Yield a copy, by the bytes that it reads and writes."""
     original = torch.ones(sizes.copied // 4, device=timer.device)
     copy = torch.empty_like(original)
     yield Timing("copy", [2.0 * original.nbytes], timer(partial(copy.copy_, original)))
 
 
-def _fused_attention(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
+def _time_attention(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
     """Yield causal attention in one kernel, in both passes: by sequences, heads, length and width of a head."""
     dtype, width = DTYPES[config.precision][0], 64
     for batch, length in ((4, sizes.side), (1, 4 * sizes.side)):
@@ -246,27 +248,29 @@ def _fused_attention(timer: _Timer, sizes: Extents, config: Config) -> Iterator[
         q, k, v = (torch.randn(shape, dtype=dtype, device=timer.device).requires_grad_() for _ in range(3))
         g = torch.ones_like(q)
         causal = partial(F.scaled_dot_product_attention, key=k, value=v, is_causal=True)
-        yield Timing("attention", [float(n) for n in shape], timer(partial(_both_passes, causal, (q, k, v), g)))
+        yield Timing("attention", [float(n) for n in shape], timer(partial(_compute_both_passes, causal, (q, k, v), g)))
 
 
-def _both_passes(function: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...], g: torch.Tensor) -> Any:
+def _compute_both_passes(
+    function: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...], g: torch.Tensor
+) -> Any:
     """Compute a function of the first of the `inputs`, and the gradients of them all from its result's, g."""
     return torch.autograd.grad(function(inputs[0]), inputs, g)
 
 
-def _steps_alone(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
+def _time_steps(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
     """Yield steps of the models of `step_configs` on this worker alone, by their numbers."""
     for number, c in enumerate(step_configs(config, timer.device.type == "cuda", sizes is TINY)):
-        compiles = "off" if uncompiled(c.train.compile, timer.device.type) else "on"
+        compiles = "off" if reason_uncompiled(c.train.compile, timer.device.type) else "on"
         c = replace(c, train=replace(c.train, compile=compiles))
         plan = make_plan(c)
         communicator = SingleRank(plan.mesh, timer.device)
-        trainer = Trainer(c, plan, communicator, corpus_of(c), stage_rows(schedules_of(c, 1))[0])
+        trainer = Trainer(c, plan, communicator, open_run_corpus(c), stage_rows(build_schedules(c, 1))[0])
         if compiles == "on":
-            trainer.rehearse(1)
-        yield Timing("step", [float(number)], timer(partial(_next_step, trainer, count(1))))
+            trainer.rehearse_steps(1)
+        yield Timing("step", [float(number)], timer(partial(_run_next_step, trainer, count(1))))
 
 
-def _next_step(trainer: Trainer, numbers: Iterator[int]) -> None:
+def _run_next_step(trainer: Trainer, numbers: Iterator[int]) -> None:
     """Run a trainer's next step."""
     trainer.step(next(numbers))

@@ -51,7 +51,7 @@ class Faults:
         """Parse the entries of elastic.faults, STEP:KIND:RANK[:SECTION]: failures to be injected into workers."""
         self._left = [Fault.parse(text) for text in texts]
 
-    def take(self, step: int, world_size: int) -> list[Fault]:
+    def take_due(self, step: int, world_size: int) -> list[Fault]:
         """Take the faults of training step `step` off the list and return them; drop faults of earlier steps, which
         struck under another driver. A fault of a rank beyond the world strikes the last rank."""
         due = [fault for fault in self._left if fault.step == step]
@@ -59,7 +59,7 @@ class Faults:
         return [Fault(f.step, f.kind, min(f.rank, world_size - 1), f.section) for f in due]
 
 
-def strike(kind: str) -> None:
+def inject_failure(kind: str) -> None:
     """Fail this worker process on purpose, for a test of recovery. `kind`: SIGKILL (`kill`), SIGSTOP (`stop`), an
     exception (`raise`), a deadlock on its own lock (`lock`), or holding the interpreter's lock for ever (`gil`)."""
     match kind:
@@ -79,23 +79,23 @@ def strike(kind: str) -> None:
             raise AssertionError(kind)
 
 
-def armed(fault: Fault) -> Callable[[str], None]:
+def arm_fault(fault: Fault) -> Callable[[str], None]:
     """Return a callback for `Clock.entered` that injects `fault` into this worker once, when a training step enters the
     fault's clock section."""
     struck = False
 
-    def entered(name: str) -> None:
+    def inject_once(name: str) -> None:
         """Fail this worker on purpose, once, when its training step enters the fault's clock section `name`."""
         nonlocal struck
         if not struck and fault.section in ("", name):
             struck = True
-            strike(fault.kind)
+            inject_failure(fault.kind)
 
-    return entered
+    return inject_once
 
 
 @torch.no_grad()
-def flip(weights: Mapping[str, Tensor]) -> None:
+def flip_bit(weights: Mapping[str, Tensor]) -> None:
     """Flip one bit of this rank's first weight block in `weights` (name -> block), as silent memory corruption."""
     w = next(w for w in weights.values() if w.numel()).detach()
     words = w.view(-1).view(WORDS[w.element_size()])

@@ -28,7 +28,7 @@ Source = Callable[[], Mapping[str, float]]  # reads some of `replies.GAUGES`
 
 
 class Gauges:
-    """Gauges of this process, of which a thread takes readings from `start` on."""
+    """Gauges of this process, of which a thread takes readings from `start_reading` on."""
 
     def __init__(self) -> None:
         """Prepare the gauges of a worker's process, which nothing reads yet."""
@@ -36,28 +36,28 @@ class Gauges:
         self._newest: dict[str, float] = {}
         self._process = 0
 
-    def start(self, device: torch.device) -> None:
+    def start_reading(self, device: torch.device) -> None:
         """Start to read the gauges of this worker's process and `device`, unless that has been done already."""
         if self._process == os.getpid():
             return
         self._process = os.getpid()  # a thread does not outlive a fork
         gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
-        Thread(target=self._watch, args=(gpu,), name="gauges", daemon=True).start()
+        Thread(target=self._read_forever, args=(gpu,), name="gauges", daemon=True).start()
 
-    def _watch(self, gpu: str) -> None:
+    def _read_forever(self, gpu: str) -> None:
         """Read the gauges of this worker's process and of its GPU, "" for none, as long as the process lives."""
         sources = list(gauge_sources(gpu))
         while True:
-            self.sample(sources)
+            self.take_reading(sources)
             time.sleep(SECONDS)
 
-    def sample(self, sources: Iterable[Source]) -> None:
+    def take_reading(self, sources: Iterable[Source]) -> None:
         """Take one reading of a worker's gauges from `sources`."""
-        found: dict[str, float] = {}
+        reading: dict[str, float] = {}
         for source in sources:
             with suppress(OSError, ValueError):
-                found |= source()
-        self._readings.append(found)
+                reading |= source()
+        self._readings.append(reading)
 
     def take_means(self) -> dict[str, float]:
         """Return the means of this worker's readings since the last call, by gauge; the same again if it has none."""
@@ -97,9 +97,9 @@ class Process:
         """Read this worker's use of processors and its resident memory."""
         (then, spent), self._before = self._before, (time.monotonic(), time.process_time())
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        found = {"memory": float(pages * os.sysconf("SC_PAGE_SIZE"))}
+        reading = {"memory": float(pages * os.sysconf("SC_PAGE_SIZE"))}
         seconds = self._before[0] - then
-        return found | ({"cpu": (self._before[1] - spent) / seconds} if seconds > SECONDS / 2 else {})
+        return reading | ({"cpu": (self._before[1] - spent) / seconds} if seconds > SECONDS / 2 else {})
 
 
 class Nvml:
@@ -118,11 +118,11 @@ class Nvml:
 
     def __call__(self) -> dict[str, float]:
         """Read the gauges of the worker's GPU, leaving out unsupported ones."""
-        found = {}
+        reading = {}
         for name, ask in self._asked.items():
             with suppress(self._nvml.NVMLError):
-                found[name] = ask()
-        return found
+                reading[name] = ask()
+        return reading
 
 
 class Processors:
@@ -132,19 +132,19 @@ class Processors:
     def __init__(self, root: Path = Path("/sys/class")):
         """Find the counters and sensors of this worker's machine below `root`."""
         packages = [
-            zone for zone in sorted(root.glob("powercap/intel-rapl:*")) if _text(zone / "name")[:7] == "package"
+            zone for zone in sorted(root.glob("powercap/intel-rapl:*")) if _read_text(zone / "name")[:7] == "package"
         ]
-        self._counters = [(zone / "energy_uj", _text(zone / "max_energy_range_uj")) for zone in packages]
-        chips = [chip for chip in sorted(root.glob("hwmon/*")) if _text(chip / "name") in _SENSORS]
+        self._counters = [(zone / "energy_uj", _read_text(zone / "max_energy_range_uj")) for zone in packages]
+        chips = [chip for chip in sorted(root.glob("hwmon/*")) if _read_text(chip / "name") in _SENSORS]
         self._sensors = [sensor for chip in chips for sensor in sorted(chip.glob("temp*_input"))]
         self._before: tuple[float, Sequence[int]] = 0.0, []
 
     def __call__(self) -> dict[str, float]:
         """Read power and temperature of this worker's machine. Raises OSError, ValueError."""
-        found: dict[str, float] = {}
-        if degrees := [int(text) for sensor in self._sensors if (text := _text(sensor))]:
-            found["temperature"] = max(degrees) / 1000
-        texts = [_text(counter) for counter, _ in self._counters]
+        reading: dict[str, float] = {}
+        if degrees := [int(text) for sensor in self._sensors if (text := _read_text(sensor))]:
+            reading["temperature"] = max(degrees) / 1000
+        texts = [_read_text(counter) for counter, _ in self._counters]
         if texts and all(texts):
             (then, before), self._before = self._before, (time.monotonic(), [int(text) for text in texts])
             now, energy = self._before
@@ -153,11 +153,11 @@ class Processors:
                     e - b if e >= b else e - b + int(most)  # the counter began anew
                     for e, b, (_, most) in zip(energy, before, self._counters, strict=True)
                 )
-                found["power"] = sum(spent) / 1e6 / (now - then)
-        return found
+                reading["power"] = sum(spent) / 1e6 / (now - then)
+        return reading
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """Return the text of a small file of the kernel about this machine; "" if it cannot be read."""
     with suppress(OSError):
         return path.read_text().strip()
@@ -185,29 +185,30 @@ _SECONDS = 10.0  # for nvidia-smi to answer all of it; without it nothing is kno
 
 
 class GpuQuery:
-    """Query of `nvidia-smi` on the GPU of this worker, which runs beside other work until `answer` takes its result.
-    Where the command is missing or does not know, nothing is found."""
+    """Query of `nvidia-smi` on the GPU of this worker, which runs beside other work until `add_answer` takes its
+    result. Where the command is missing or does not know, nothing is found."""
 
     def __init__(self) -> None:
-        """Start `nvidia-smi` on this worker's GPU for the doctor, without waiting: `answer` takes its output later."""
-        self._processes = {query: _asked(query, fields[0]) for query, fields in FIELDS.items()}
+        """Start `nvidia-smi` on this worker's GPU for the doctor, without waiting: `add_answer` takes its output
+        later."""
+        self._processes = {query: _start_query(query, fields[0]) for query, fields in FIELDS.items()}
 
-    def answer(self, found: Findings) -> None:
+    def add_answer(self, findings: Findings) -> None:
         """Wait for `nvidia-smi`, and add the state of this worker's GPU that it reports to the doctor's findings."""
         values: dict[str, str] = {}
         end = time.monotonic() + _SECONDS
         for query, (newest, *older) in FIELDS.items():
-            answers = _values(newest, self._processes[query], end)
+            answers = _read_fields(newest, self._processes[query], end)
             for fields in older:
                 if answers == {}:  # it answers, but not that
-                    answers = _values(fields, _asked(query, fields), end)
+                    answers = _read_fields(fields, _start_query(query, fields), end)
             values |= answers or {}
-        readings, facts = state(values)
-        found.readings.update(readings)
-        found.facts.update(facts)
+        readings, facts = summarize_gpu(values)
+        findings.readings.update(readings)
+        findings.facts.update(facts)
 
 
-def _asked(query: str, fields: Sequence[str]) -> subprocess.Popen[str] | None:
+def _start_query(query: str, fields: Sequence[str]) -> subprocess.Popen[str] | None:
     """Start `nvidia-smi` to print these fields of this worker's GPU; return its process, None if not installed."""
     uuid = getattr(torch.cuda.get_device_properties(), "uuid", "")
     command = ["nvidia-smi", f"--query-{query}={','.join(fields)}", "--format=csv,noheader,nounits"]
@@ -217,7 +218,7 @@ def _asked(query: str, fields: Sequence[str]) -> subprocess.Popen[str] | None:
     return None
 
 
-def _values(fields: Sequence[str], process: subprocess.Popen[str] | None, end: float) -> dict[str, str] | None:
+def _read_fields(fields: Sequence[str], process: subprocess.Popen[str] | None, end: float) -> dict[str, str] | None:
     """Read what `nvidia-smi` prints about this worker's GPU: return field -> value, without unknown values ("[N/A]");
     {} if it prints anything else, None if it does not run or has not ended by `end`, a time of the monotonic clock."""
     if process is None:
@@ -233,13 +234,13 @@ def _values(fields: Sequence[str], process: subprocess.Popen[str] | None, end: f
     return {field.replace("throttle", "event"): word for field, word in known if word and not word.startswith("[")}
 
 
-def state(values: Mapping[str, str]) -> tuple[dict[str, float], dict[str, str]]:
+def summarize_gpu(values: Mapping[str, str]) -> tuple[dict[str, float], dict[str, str]]:
     """Convert a GPU's fields as `nvidia-smi` prints them, field -> value, to the doctor's readings (numbers: memory
     errors, rows to be replaced) and facts (texts: driver version, slowdown, PCIe width).
 
-    >>> state({"driver_version": "550.54.15", "ecc.errors.uncorrected.volatile.total": "0"})
+    >>> summarize_gpu({"driver_version": "550.54.15", "ecc.errors.uncorrected.volatile.total": "0"})
     ({'ecc': 0.0}, {'gpu driver': '550.54.15'})
-    >>> state({"remapped_rows.pending": "1", "pcie.link.width.current": "8", "pcie.link.width.max": "16"})
+    >>> summarize_gpu({"remapped_rows.pending": "1", "pcie.link.width.current": "8", "pcie.link.width.max": "16"})
     ({'rows': 1.0}, {'gpu link': '8 of 16 PCIe lanes'})
     """
     numbers = {field: float(word) for field, word in values.items() if word.isdigit()}
@@ -262,13 +263,13 @@ MOST = 200  # last collectives of a record that are kept
 _DUMPS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}  # backend -> function, where torch has it
 
 
-def flight_records() -> dict[str, dict[str, Any]]:
+def read_flight_records() -> dict[str, dict[str, Any]]:
     """Return torch's record of the last collectives by backend, without the backends that have none. Callable from any
     thread."""
-    found = {}
+    records = {}
     for backend, name in _DUMPS.items():
         if dump := getattr(_distributed_c10d, name, None):
             record = json.loads(dump(includeCollectives=True, onlyActive=False))
             if entries := record.get("entries"):
-                found[backend] = record | {"entries": entries[-MOST:]}
-    return found
+                records[backend] = record | {"entries": entries[-MOST:]}
+    return records

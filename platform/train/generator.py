@@ -20,25 +20,25 @@ from platform.plan.generation_passes import (
     ROOM,
     SCORED,
     PassShape,
-    memory_unit,
+    batch_unit,
+    cache_unit,
     pass_row,
     plan_pass,
-    rows_at_once,
-    sharing,
+    ranks_per_text,
 )
-from platform.plan.layout import Layout, padded
+from platform.plan.layout import Layout, pad_to_multiple
 from platform.plan.operations.attention import KeyValueCache
 from platform.plan.plan import Plan
 from platform.plan.rule import Conversion, relayout_steps
-from platform.predict.choose_schedule import answering_model
+from platform.predict.choose_schedule import build_answering_model
 from platform.runtime import residual
 from platform.runtime.communicator import Communicator
-from platform.runtime.conversion import absent, convert
+from platform.runtime.conversion import convert, is_absent
 from platform.runtime.einsum import Deferred
 from platform.runtime.parallel_ops import ParallelOps
 from platform.runtime.pipeline import PipelineExecutor
 from platform.runtime.residency import Residency, ResidentSpan
-from platform.runtime.statistics import widened
+from platform.runtime.statistics import widen_dtype
 from platform.train.rank_parameters import DTYPES, Weights
 from platform.train.replies import AskedTexts, Choice, Scored, Written
 from platform.train.stage_passes import place as place_inputs
@@ -71,105 +71,108 @@ class Batch:
         per text, for beams; `source`: tokens of an encoder's row, 0 without an encoder; `most`: limit of tokens of a
         text to be scored; `ranks`: number of ranks that share each text."""
         count = len(texts.ids)
-        more = padded(count, unit) - count
+        more = pad_to_multiple(count, unit) - count
         rows = [*texts.ids, *[[0]] * more]
         longest = max(map(len, rows))
-        self.ranks, least = ranks, padded(PIECE, ranks)
+        self.ranks, least = ranks, pad_to_multiple(PIECE, ranks)
         self.piece = least * max(1, ranks // (len(rows) * copies))  # of which a rank has no more than alone
         if not left:  # the last token of a text is only predicted
-            self.longest = max(longest, min(padded(longest - 1, ROUND) + 1, most))
+            self.longest = max(longest, min(pad_to_multiple(longest - 1, ROUND) + 1, most))
         else:
-            unit = padded(ROUND, ranks) if longest <= least else least
-            self.longest = longest if longest == 1 else padded(longest, unit)
+            unit = pad_to_multiple(ROUND, ranks) if longest <= least else least
+            self.longest = longest if longest == 1 else pad_to_multiple(longest, unit)
         self.texts, self.rows = count, len(rows) * copies
         ids = torch.zeros(len(rows), self.longest, dtype=torch.int64)
-        for row, found in zip(ids, rows, strict=True):
-            row.narrow(0, self.longest - len(found) if left else 0, len(found)).copy_(torch.tensor(found))
-        begins = torch.tensor([self.longest - len(found) if left else 0 for found in rows])
+        for row, text in zip(ids, rows, strict=True):
+            row.narrow(0, self.longest - len(text) if left else 0, len(text)).copy_(torch.tensor(text))
+        begins = torch.tensor([self.longest - len(text) if left else 0 for text in rows])
         self.ids, self.begins = (t.repeat_interleave(copies, 0) for t in (ids, begins))
         numbers = [*(texts.numbers or range(count)), *[0] * more]
         self.numbers = torch.tensor(numbers).repeat_interleave(copies, 0)
-        self.source = self._source(texts.sources, len(rows), source).repeat_interleave(copies, 0) if source else None
+        self.source = (
+            self._pad_sources(texts.sources, len(rows), source).repeat_interleave(copies, 0) if source else None
+        )
 
     @staticmethod
-    def _source(sources: Sequence[Sequence[int]], rows: int, length: int) -> Tensor:
+    def _pad_sources(sources: Sequence[Sequence[int]], rows: int, length: int) -> Tensor:
         """Return the encoder's token ids, int64 [rows, length], padded with -1; a row without a text has a single 0."""
-        out = torch.full((rows, length), -1)
-        out[:, 0] = 0
-        for row, found in zip(out, sources, strict=False):
-            row[: len(found)] = torch.tensor(found)
-        return out
+        source_ids = torch.full((rows, length), -1)
+        source_ids[:, 0] = 0
+        for row, text in zip(source_ids, sources, strict=False):
+            row[: len(text)] = torch.tensor(text)
+        return source_ids
 
-    def data(self, tokens: Tensor, offset: int) -> dict[str, Tensor]:
+    def build_data(self, tokens: Tensor, offset: int) -> dict[str, Tensor]:
         """Return the data tensors, by name, of a generation pass that reads `tokens` [rows, n] from `offset` on."""
         index = torch.arange(offset, offset + tokens.shape[1])
         begins = torch.minimum(index, self.begins.unsqueeze(1))  # padding sees itself, lest it see nothing
-        found = {"tokens": tokens, "begins": begins, "positions": (index - begins).contiguous()}
-        return found if self.source is None else {**found, "source": self.source}
+        tensors = {"tokens": tokens, "begins": begins, "positions": (index - begins).contiguous()}
+        return tensors if self.source is None else {**tensors, "source": self.source}
 
 
 # Beam search: which continuations of each text are kept, step by step, and which is the best in the end.
 
 
-def candidates(logits: Tensor, how: Choice) -> Tensor:
+def find_candidates(logits: Tensor, rule: Choice) -> Tensor:
     """Return the likeliest next tokens of every beam, for a beam search over generated texts: fp64 [rows, count, 2],
     log-probability and token id, from `logits` [rows, vocab]. The count is twice the number of beams, so that enough
     remain where some of these tokens end a text."""
-    p = torch.log_softmax(widened(logits), -1)[:, : how.vocab].double()
-    found = p.topk(min(2 * how.beams, how.vocab), -1)
-    return torch.stack((found.values, found.indices.double()), -1)
+    p = torch.log_softmax(widen_dtype(logits), -1)[:, : rule.vocab].double()
+    likeliest = p.topk(min(2 * rule.beams, rule.vocab), -1)
+    return torch.stack((likeliest.values, likeliest.indices.double()), -1)
 
 
 class Beams:
     """Beams of one text: `ids` and `totals`, the continuations that are kept and their log-probabilities in nats, and
     the ones that have `ended`, as (score, ids, log-probability)."""
 
-    def __init__(self, how: Choice, ends: Sequence[int]):
+    def __init__(self, rule: Choice, ends: Sequence[int]):
         """Start the beam search for a text's continuation, with how.beams empty beams. `ends`: ids that end a text."""
-        self._how, self._ends = how, frozenset(ends)
-        self.ids: list[list[int]] = [[] for _ in range(how.beams)]
-        self.totals = [0.0] + [-inf] * (how.beams - 1)  # all are the same text at first
+        self._how, self._ends = rule, frozenset(ends)
+        self.ids: list[list[int]] = [[] for _ in range(rule.beams)]
+        self.totals = [0.0] + [-inf] * (rule.beams - 1)  # all are the same text at first
         self.ended: list[tuple[float, list[int], float]] = []
         self.done = False
 
-    def step(self, found: Tensor) -> list[int]:
+    def extend_beams(self, next_tokens: Tensor) -> list[int]:
         """Extend the beams of the text by one token: keep the likeliest continuations among each beam's next tokens,
-        `found` [beams, count, 2] from `candidates`. Return, for every kept beam, the index of the beam that it
-        continues."""
-        count = found.shape[1]
-        values = found[:, :, 0] + torch.tensor(self.totals, dtype=torch.float64).unsqueeze(-1)
+        `next_tokens` [beams, count, 2] from `find_candidates`. Return, for every kept beam, the index of the beam that
+        it continues."""
+        count = next_tokens.shape[1]
+        values = next_tokens[:, :, 0] + torch.tensor(self.totals, dtype=torch.float64).unsqueeze(-1)
         order = values.flatten().argsort(descending=True, stable=True)[: 2 * self._how.beams].tolist()
-        kept: list[tuple[int, list[int], float]] = []
+        kept_beams: list[tuple[int, list[int], float]] = []
         for rank, place in enumerate(order):
             beam, column = divmod(place, count)
-            total, token = float(values[beam, column]), int(found[beam, column, 1])
+            total, token = float(values[beam, column]), int(next_tokens[beam, column, 1])
             if token in self._ends:
                 if rank < self._how.beams and total > -inf:
-                    self._end(self.ids[beam], total, 1)
-            elif len(kept) < self._how.beams:
-                kept.append((beam, [*self.ids[beam], token], total))
-        while len(kept) < self._how.beams:  # a vocabulary smaller than the beams
-            kept.append((0, [*self.ids[0], 0], -inf))
-        self.ids, self.totals = [ids for _, ids, _ in kept], [total for *_, total in kept]
-        best = self._score(self.totals[0], len(self.ids[0]))
+                    self._end_beam(self.ids[beam], total, 1)
+            elif len(kept_beams) < self._how.beams:
+                kept_beams.append((beam, [*self.ids[beam], token], total))
+        while len(kept_beams) < self._how.beams:  # a vocabulary smaller than the beams
+            kept_beams.append((0, [*self.ids[0], 0], -inf))
+        self.ids, self.totals = [ids for _, ids, _ in kept_beams], [total for *_, total in kept_beams]
+        best = self._score_beam(self.totals[0], len(self.ids[0]))
         self.done = len(self.ended) >= self._how.beams and best <= self.ended[-1][0]
-        return [beam for beam, *_ in kept]
+        return [beam for beam, *_ in kept_beams]
 
-    def _end(self, ids: list[int], total: float, more: int) -> None:
-        """Add a text's continuation to the ended beams and keep the best; `more`: 1 if an end token is not in `ids`."""
-        self.ended.append((self._score(total, len(ids) + more), ids, total))
+    def _end_beam(self, ids: list[int], total: float, end_tokens: int) -> None:
+        """Add a text's continuation to the ended beams and keep the best; `end_tokens`: 1 if an end token is not in
+        `ids`."""
+        self.ended.append((self._score_beam(total, len(ids) + end_tokens), ids, total))
         self.ended = sorted(self.ended, key=lambda found: -found[0])[: self._how.beams]
 
-    def _score(self, total: float, length: int) -> float:
+    def _score_beam(self, total: float, length: int) -> float:
         """Return a beam's score: its log-probability `total` / length^length_penalty, `length` in generated tokens."""
         return float(total / length**self._how.length_penalty)
 
-    def best(self) -> Written:
+    def best_continuation(self) -> Written:
         """Return the beam search's best continuation of the text: ended or, if the search was cut off, unended."""
         ended = {id(ids) for _, ids, _ in self.ended}
         if not self.done:
             for ids, total in zip(self.ids, self.totals, strict=True):
-                self._end(ids, total, 0)
+                self._end_beam(ids, total, 0)
         _, ids, total = self.ended[0]
         return Written(ids, id(ids) in ended, total)
 
@@ -188,19 +191,22 @@ class RankPass:
         `plan`: the training run's plan; `weights`: this rank's blocks or shards, laid out by it."""
         self._communicator, self._model, self._shape = communicator, model, shape
         self._stage = communicator.coordinates["stage"]
-        self._planned = found = plan_pass(plan, model, shape, self._stage)
+        self._planned = pass_plan = plan_pass(plan, model, shape, self._stage)
         self._last = plan.chunks[-1].number
-        passes = (ParallelOps(p, communicator, weights.read, ahead=False) for p in (found.body, found.head))
+        passes = (
+            ParallelOps(p, communicator, weights.readable_tensors, ahead=False)
+            for p in (pass_plan.body, pass_plan.head)
+        )
         self._body, self._head = passes
         if plan.sharded:
-            residency = self._residency(weights, frees=plan.zero == 3)
+            residency = self._build_residency(weights, frees=plan.zero == 3)
             self._body.residency = self._head.residency = residency
-        self._parts = {c.number: replace(found.body, chunks=(c,)) for c in found.body.chunks}
-        self._row = pass_row(found.placement, self._stage)
+        self._parts = {c.number: replace(pass_plan.body, chunks=(c,)) for c in pass_plan.body.chunks}
+        self._row = pass_row(pass_plan.placement, self._stage)
         self._compiled: dict[Any, Any] = {}
         self._dtype = DTYPES[plan.precision][0]
 
-    def _residency(self, weights: Weights, frees: bool) -> Residency:
+    def _build_residency(self, weights: Weights, frees: bool) -> Residency:
         """Construct the Residency that gathers ZeRO shards, span of the model by span, during a generation pass.
         `frees`: True if the gathered parameters of a span are freed after it (ZeRO-3), False if they stay."""
         flats = {p.name: flat for flat in weights.buckets for p in flat.bucket.parameters}
@@ -210,72 +216,74 @@ class RankPass:
             names = [*c.spans[:-1], (*c.spans[-1], *(head if c.number == self._last else ()))]
             buckets = [list({id(flats[n]): flats[n] for n in some}.values()) for some in names]
             pairs = zip(names, buckets, strict=True)
-            spans[c.number] = [ResidentSpan(common_name(some) if frees else "", found) for some, found in pairs]
+            spans[c.number] = [
+                ResidentSpan(common_name(some) if frees else "", flat_buckets) for some, flat_buckets in pairs
+            ]
         return Residency(self._communicator, spans, frees=frees, turns=False, ahead=True)
 
     @torch.no_grad()
-    def run(self, rows: Rows, offset: int, cache: KeyValueCache) -> Tensor | None:
+    def run_pass(self, rows: Rows, offset: int, cache: KeyValueCache) -> Tensor | None:
         """Run a generation pass on this rank's pipeline stage. Return the logits [tokens asked, sequences of this rank,
         vocab] that predict the tokens that come next, on the last stage; None on others. `rows`: data tensors of the
         tokens read; `offset`: number of tokens of each text that the key-value `cache` already has."""
-        found: list[Tensor] = []
+        logits: list[Tensor] = []
 
         def forward(chunk: Chunk, _: int, flow: Activations, deferred: Deferred | None) -> Activations:
             """Run a model chunk on `flow` in this generation pass; the last chunk's logits are appended to `found`."""
-            return self._run(chunk, flow, rows, found)
+            return self._run_chunk(chunk, flow, rows, logits)
 
-        self._body.read_on(offset, cache)
-        self._head.read_on(offset + self._shape.tokens - self._shape.asked, cache)
+        self._body.begin_generation_pass(offset, cache)
+        self._head.begin_generation_pass(offset + self._shape.tokens - self._shape.asked, cache)
         executor = PipelineExecutor(self._planned.body, self._communicator, self._dtype, forward, rows=self._compiled)
-        executor.run(self._row)
+        executor.run_row(self._row)
         self._body.cache = self._head.cache = None  # it is the caller's alone, who may drop it
-        return found[0] if found else None
+        return logits[0] if logits else None
 
-    def _run(self, chunk: Chunk, flow: Activations, rows: Rows, found: list[Tensor]) -> Activations:
+    def _run_chunk(self, chunk: Chunk, flow: Activations, rows: Rows, logits: list[Tensor]) -> Activations:
         """Run a model chunk of a generation pass on `flow`, the activations of the chunk before, and return its own.
-        The last chunk also runs the model's head and appends the logits to `found`. `rows`: data tensors of the tokens
+        The last chunk also runs the model's head and appends the logits to `logits`. `rows`: data tensors of the tokens
         read."""
-        part, here = self._parts[chunk.number], self._communicator
-        read = {(i, j): {n: t[i:j] for n, t in rows.items()} for i, j in stretches(part, here)}
-        inputs = place_inputs(part, here, read)
+        chunk_plan, communicator = self._parts[chunk.number], self._communicator
+        read = {(i, j): {n: t[i:j] for n, t in rows.items()} for i, j in stretches(chunk_plan, communicator)}
+        inputs = place_inputs(chunk_plan, communicator, read)
         residency = self._body.residency
         if residency:
-            residency.begin(chunk.number)
-        out = self._model.part(self._body, inputs, {**self._planned.missing, **flow}, chunk.units)
+            residency.begin_pass(chunk.number)
+        outputs = self._model.part(self._body, inputs, {**self._planned.missing, **flow}, chunk.units)
         if chunk.number == self._last:
-            stream = out["stream"]
-            if not absent(stream):
+            stream = outputs["stream"]
+            if not is_absent(stream):
                 stream = convert(self._communicator, stream, self._planned.joins.forward).wait()
-            last = {"memory": None, "stream": stream if absent(stream) else stream[-self._shape.asked :]}
-            found.append(self._rows_of(self._model.part(self._head, {}, last, (HEAD,))["logits"]))
+            last = {"memory": None, "stream": stream if is_absent(stream) else stream[-self._shape.asked :]}
+            logits.append(self._gather_vocabulary(self._model.part(self._head, {}, last, (HEAD,))["logits"]))
         if residency:
-            residency.end()
-        return {name: x for name, x in out.items() if x is not None}
+            residency.end_pass()
+        return {name: x for name, x in outputs.items() if x is not None}
 
-    def _rows_of(self, logits: Tensor) -> Tensor:
+    def _gather_vocabulary(self, logits: Tensor) -> Tensor:
         """Gather the logits' vocabulary, split over ranks: return [tokens, this rank's sequences, vocab]."""
         planner, spec = self._planned.head.planner, self._planned.logits
         source = planner.layout(spec)
-        target = Layout.of({"batch": source["batch"]})
+        target = Layout.build_canonical({"batch": source["batch"]})
         steps = Conversion(relayout_steps(spec.dims, source, target), ())
-        whole = convert(self._communicator, logits, planner.shaped(steps, spec, source, target).forward).wait()
-        return whole[..., : self._planned.head.sizes["vocab"]]
+        gathered = convert(self._communicator, logits, planner.fill_shapes(steps, spec, source, target).forward).wait()
+        return gathered[..., : self._planned.head.sizes["vocab"]]
 
     @property
-    def sequences(self) -> tuple[int, int]:
+    def sequence_span(self) -> tuple[int, int]:
         """Return which of the batch's texts this rank has logits of after a generation pass: (first, count)."""
         plan = self._planned.head
         axes = plan.layout(self._planned.logits)["batch"]
-        count = self._shape.batch // plan.mesh.extent(axes)
-        return self._communicator.index(axes) * count, count
+        count = self._shape.batch // plan.mesh.count_ranks(axes)
+        return self._communicator.group_index(axes) * count, count
 
     @property
-    def speaks(self) -> bool:
+    def is_source_rank(self) -> bool:
         """Return True if the generator reads this rank's logits: of ranks with equal ones, a single rank's are read."""
-        plan, here = self._planned.head, self._communicator.coordinates
+        plan, coordinates = self._planned.head, self._communicator.coordinates
         axes = plan.layout(self._planned.logits)["batch"]
-        last = here["stage"] == plan.chunks[-1].stage
-        return last and not any(here[a] for a in plan.mesh.axes if a not in (*axes, "stage"))
+        last = coordinates["stage"] == plan.chunks[-1].stage
+        return last and not any(coordinates[a] for a in plan.mesh.axes if a not in (*axes, "stage"))
 
 
 class Generator:
@@ -288,97 +296,108 @@ class Generator:
         self._models: dict[int, Any] = {}  # by what an encoder reads
         self._passes: dict[tuple[PassShape, int], RankPass] = {}
 
-    def write(self, texts: AskedTexts, tokens: int, how: Choice, ends: Sequence[int] = ()) -> list[Written]:
-        """Generate a continuation of each text, up to `tokens` tokens long, all ranks together. `how`: the rule by
+    def continue_texts(self, texts: AskedTexts, tokens: int, rule: Choice, ends: Sequence[int] = ()) -> list[Written]:
+        """Generate a continuation of each text, up to `tokens` tokens long, all ranks together. `rule`: the rule by
         which each next token is chosen from its logits; `ends`: token ids that end a text."""
-        if how.beams > 1:
-            return self._search(texts, tokens, how, ends)
-        batch = self._batch(texts)
-        cache, stops = self._cache(batch, tokens), torch.tensor(list(ends), dtype=torch.int64)
-        out = torch.full((batch.rows, tokens), -1)
+        if rule.beams > 1:
+            return self._search_beams(texts, tokens, rule, ends)
+        batch = self._build_batch(texts)
+        cache, stops = self._build_cache(batch, tokens), torch.tensor(list(ends), dtype=torch.int64)
+        generated = torch.full((batch.rows, tokens), -1)
         going = torch.arange(batch.rows) < batch.texts
-        run, logits = self._read(batch, cache)
+        run, logits = self._read_batch(batch, cache)
         for i in range(tokens):
-            choice = lambda x, mine: choose(x[-1], how, batch.numbers[mine], i)  # noqa: B023, E731
-            new = self._to_all_ranks(run, logits, torch.zeros_like(batch.numbers), choice)
-            out[:, i] = torch.where(going, new, -1)
+            choice = lambda x, mine: choose_tokens(x[-1], rule, batch.numbers[mine], i)  # noqa: B023, E731
+            new = self._share_numbers(run, logits, torch.zeros_like(batch.numbers), choice)
+            generated[:, i] = torch.where(going, new, -1)
             going &= ~torch.isin(new, stops)
             if i + 1 == tokens or not going.any():
                 break
-            run, logits = self._pass(batch, new.unsqueeze(1), batch.longest + i, cache)
-        return [_written(row[row >= 0], stops) for row in out[: batch.texts]]
+            run, logits = self._run_pass(batch, new.unsqueeze(1), batch.longest + i, cache)
+        return [_build_written(row[row >= 0], stops) for row in generated[: batch.texts]]
 
-    def _search(self, texts: AskedTexts, tokens: int, how: Choice, ends: Sequence[int]) -> list[Written]:
+    def _search_beams(self, texts: AskedTexts, tokens: int, rule: Choice, ends: Sequence[int]) -> list[Written]:
         """Continue each text by the best continuation that a beam search finds, with the arguments and result of
-        `write`. The beams of a text are adjacent rows of the batch, on the same ranks, so that they may go on from each
-        other's key-value cache."""
-        batch = self._batch(texts, copies=how.beams)
-        cache, rows = self._cache(batch, tokens), torch.arange(batch.rows).view(-1, how.beams)
-        beams = [Beams(how, ends) for _ in rows]
-        run, logits = self._read(batch, cache)
+        `continue_texts`. The beams of a text are adjacent rows of the batch, on the same ranks, so that they may go on
+        from each other's key-value cache."""
+        batch = self._build_batch(texts, copies=rule.beams)
+        cache, rows = self._build_cache(batch, tokens), torch.arange(batch.rows).view(-1, rule.beams)
+        beams = [Beams(rule, ends) for _ in rows]
+        run, logits = self._read_batch(batch, cache)
         for i in range(tokens):
-            empty = torch.zeros(batch.rows, min(2 * how.beams, how.vocab), 2, dtype=torch.float64)
-            found = self._to_all_ranks(run, logits, empty, lambda x, _: candidates(x[-1], how))
+            empty = torch.zeros(batch.rows, min(2 * rule.beams, rule.vocab), 2, dtype=torch.float64)
+            next_tokens = self._share_numbers(run, logits, empty, lambda x, _: find_candidates(x[-1], rule))
             going = [b for b in range(batch.texts) if not beams[b].done]
             for b in going:
-                rows[b] = b * how.beams + torch.tensor(beams[b].step(found[b * how.beams : (b + 1) * how.beams]))
+                rows[b] = b * rule.beams + torch.tensor(
+                    beams[b].extend_beams(next_tokens[b * rule.beams : (b + 1) * rule.beams])
+                )
             if i + 1 == tokens or all(b.done for b in beams[: batch.texts]):
                 break
-            cache.reorder(rows.flatten())
+            cache.reorder_sequences(rows.flatten())
             new = torch.tensor([ids[-1] if ids else 0 for b in beams for ids in b.ids])
-            run, logits = self._pass(batch, new.unsqueeze(1), batch.longest + i, cache)
-        return [b.best() for b in beams[: batch.texts]]
+            run, logits = self._run_pass(batch, new.unsqueeze(1), batch.longest + i, cache)
+        return [b.best_continuation() for b in beams[: batch.texts]]
 
-    def score(self, texts: AskedTexts, starts: Sequence[int]) -> list[Scored]:
+    def score_texts(self, texts: AskedTexts, starts: Sequence[int]) -> list[Scored]:
         """Score texts under the model, all ranks together: return, for each, the log-probability of its tokens from
         number `starts[i]` (1 or more) to its end, in nats, and whether each of these is the likeliest at its place."""
-        batch = self._batch(texts, left=False)
-        cache = self._cache(batch, 0)
-        place = torch.arange(1, batch.longest).expand(batch.rows, -1)
+        batch = self._build_batch(texts, left=False)
+        cache = self._build_cache(batch, 0)
+        positions = torch.arange(1, batch.longest).expand(batch.rows, -1)
         ends = torch.tensor([len(ids) for ids in texts.ids] + [0] * (batch.rows - batch.texts))
         begins = torch.tensor([*starts, *[0] * (batch.rows - batch.texts)])
-        counts = (place >= begins.unsqueeze(1)) & (place < ends.unsqueeze(1))
+        counts = (positions >= begins.unsqueeze(1)) & (positions < ends.unsqueeze(1))
         total = torch.zeros(batch.rows, 2, dtype=torch.float64)
         for first in range(0, batch.longest - 1, SCORED):
-            at = slice(first, min(first + SCORED, batch.longest - 1))
-            tokens, labels, counted = batch.ids[:, at], batch.ids[:, at.start + 1 : at.stop + 1], counts[:, at]
-            run, logits = self._pass(batch, tokens, first, cache, asked=at.stop - first)
+            piece = slice(first, min(first + SCORED, batch.longest - 1))
+            tokens, labels, counted = (
+                batch.ids[:, piece],
+                batch.ids[:, piece.start + 1 : piece.stop + 1],
+                counts[:, piece],
+            )
+            run, logits = self._run_pass(batch, tokens, first, cache, asked=piece.stop - first)
 
-            def sums(x: Tensor, mine: slice, labels: Tensor = labels, counted: Tensor = counted) -> Tensor:
-                """Return `_scores` of a piece of the texts in the rows `mine`, fp64 [rows, 2], from logits `x`."""
-                return _scores(x, labels[mine].t().to(x.device), counted[mine].t().to(x.device))
+            def sum_scores(x: Tensor, own_rows: slice, labels: Tensor = labels, counted: Tensor = counted) -> Tensor:
+                """Return `_score_labels` of a piece of the texts in the rows `own_rows`, fp64 [rows, 2], from logits
+                `x`."""
+                return _score_labels(x, labels[own_rows].t().to(x.device), counted[own_rows].t().to(x.device))
 
-            total += self._to_all_ranks(run, logits, torch.zeros_like(total), sums)
-        return [Scored(found, misses == 0) for found, misses in total[: batch.texts].tolist()]
+            total += self._share_numbers(run, logits, torch.zeros_like(total), sum_scores)
+        return [Scored(log_probability, misses == 0) for log_probability, misses in total[: batch.texts].tolist()]
 
-    def _batch(self, texts: AskedTexts, *, left: bool = True, copies: int = 1) -> Batch:
+    def _build_batch(self, texts: AskedTexts, *, left: bool = True, copies: int = 1) -> Batch:
         """Pad texts to a batch that generation passes of this plan can read. `left`, `copies`: arguments of `Batch`."""
         plan = self._plan
-        ranks = sharing(plan, len(texts.ids), max(map(len, texts.ids)))
-        unit = rows_at_once(plan.scheme, plan.mesh, ranks > 1)
-        more = {"source": self._source(texts), "most": self._config.model.length + 1, "ranks": ranks}
-        return Batch(texts, unit, left=left, copies=copies, **more)
+        ranks = ranks_per_text(plan, len(texts.ids), max(map(len, texts.ids)))
+        unit = batch_unit(plan.scheme, plan.mesh, ranks > 1)
+        sizes = {"source": self._encoder_length(texts), "most": self._config.model.length + 1, "ranks": ranks}
+        return Batch(texts, unit, left=left, copies=copies, **sizes)
 
-    def _source(self, texts: AskedTexts) -> int:
+    def _encoder_length(self, texts: AskedTexts) -> int:
         """Return the tokens of the encoder's input of these texts: as configured where positions are learned, else as
         many as the longest text has, rounded up to 16; 0 without an encoder."""
         m = self._config.model
         most = (m.source_length or m.length) if m.kind == "encoder_decoder" else 0
-        return most if m.positions == "learned" or not most else min(most, padded(max(map(len, texts.sources)), 16))
+        return (
+            most
+            if m.positions == "learned" or not most
+            else min(most, pad_to_multiple(max(map(len, texts.sources)), 16))
+        )
 
-    def _cache(self, batch: Batch, tokens: int) -> KeyValueCache:
+    def _build_cache(self, batch: Batch, tokens: int) -> KeyValueCache:
         """Return an empty key-value cache with room for each text of a batch and `tokens` more, rounded up."""
-        room = lcm(ROOM, memory_unit(self._plan.scheme, self._plan.mesh, batch.ranks > 1))
-        return KeyValueCache(padded(batch.longest + tokens, room))
+        room = lcm(ROOM, cache_unit(self._plan.scheme, self._plan.mesh, batch.ranks > 1))
+        return KeyValueCache(pad_to_multiple(batch.longest + tokens, room))
 
-    def _read(self, batch: Batch, cache: KeyValueCache) -> tuple[RankPass, Tensor | None]:
+    def _read_batch(self, batch: Batch, cache: KeyValueCache) -> tuple[RankPass, Tensor | None]:
         """Read a batch of texts into the key-value `cache`, pass by pass; return the last pass, with its logits."""
         *others, last = range(0, batch.longest, batch.piece)
         for first in others:
-            self._pass(batch, batch.ids[:, first : first + batch.piece], first, cache)
-        return self._pass(batch, batch.ids[:, last:], last, cache)
+            self._run_pass(batch, batch.ids[:, first : first + batch.piece], first, cache)
+        return self._run_pass(batch, batch.ids[:, last:], last, cache)
 
-    def _pass(
+    def _run_pass(
         self, batch: Batch, tokens: Tensor, offset: int, cache: KeyValueCache, asked: int = 1
     ) -> tuple[RankPass, Tensor | None]:
         """Run the generation pass in which the model reads `tokens` [rows, n], behind the `offset` tokens per text that
@@ -390,72 +409,74 @@ class Generator:
         if any((s.batch, s.capacity) != (shape.batch, shape.capacity) or n != source for s, n in self._passes):
             self._passes.clear()
         if (shape, source) not in self._passes:
-            model = self._models.setdefault(source, answering_model(self._config, source))
-            made = RankPass(self._plan, self._communicator, self._weights, model, shape)
-            self._passes[shape, source] = made
+            model = self._models.setdefault(source, build_answering_model(self._config, source))
+            rank_pass = RankPass(self._plan, self._communicator, self._weights, model, shape)
+            self._passes[shape, source] = rank_pass
         run = self._passes[shape, source]
-        with self._communicator.clock.section("forward"):
-            return run, run.run(batch.data(tokens, offset), offset, cache)
+        with self._communicator.clock.time_section("forward"):
+            return run, run.run_pass(batch.build_data(tokens, offset), offset, cache)
 
-    def _to_all_ranks(self, run: RankPass, logits: Tensor | None, out: Tensor, numbers: Reading) -> Tensor:
+    def _share_numbers(self, run: RankPass, logits: Tensor | None, out: Tensor, numbers: Reading) -> Tensor:
         """Compute numbers of each text from its logits, on a rank that has these, and return them on all ranks: `out`
         [rows, ...], filled. `numbers`: function of a rank's logits and the slice of its rows; `run`: the generation
         pass that gave `logits`, None on ranks of other pipeline stages."""
         communicator = self._communicator
-        if logits is not None and run.speaks:
-            first, count = run.sequences
-            mine = slice(first, first + count)
-            found = numbers(logits, mine)
+        if logits is not None and run.is_source_rank:
+            first, count = run.sequence_span
+            own_rows = slice(first, first + count)
+            own_numbers = numbers(logits, own_rows)
             with communicator.clock.waiting_for_device():
-                out[mine] = found.to(out)
-        if world := self._plan.mesh.ordered(self._plan.mesh.axes):
+                out[own_rows] = own_numbers.to(out)
+        if world := self._plan.mesh.order_axes(self._plan.mesh.axes):
             summed = communicator.launch("all_reduce", out.to(communicator.device), world).wait()
             with communicator.clock.waiting_for_device():
                 out = summed.cpu()
         return out
 
 
-def _written(ids: Tensor, stops: Tensor) -> Written:
+def _build_written(ids: Tensor, stops: Tensor) -> Written:
     """Return a text's generated token ids as its continuation, without a last one in `stops`, ids that end a text."""
     ended = bool(torch.isin(ids[-1:], stops).any())
     return Written(ids[: len(ids) - ended].tolist(), ended)
 
 
-def _scores(logits: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
+def _score_labels(logits: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
     """Score labels, the tokens that texts really have next, by a model's logits [length, rows, vocab]: return fp64
     [rows, 2], each row's summed log-probability and its number of labels that are not the likeliest token. `labels`,
     `counted` [length, rows]: token ids, and True where they are scored."""
-    p = torch.log_softmax(widened(logits), -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1).double()
+    p = torch.log_softmax(widen_dtype(logits), -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1).double()
     missed = logits.argmax(-1) != labels
     return torch.stack([(p * counted).sum(0), (missed & counted).double().sum(0)], -1)
 
 
-def choose(logits: Tensor, how: Choice, sequences: Tensor, position: int) -> Tensor:
-    """Choose the next token of each text from `logits` [batch, vocab], by the rule `how`: the likeliest, or one drawn
+def choose_tokens(logits: Tensor, rule: Choice, sequences: Tensor, position: int) -> Tensor:
+    """Choose the next token of each text from `logits` [batch, vocab], by the rule `rule`: the likeliest, or one drawn
     at random; return token ids, int64 [batch]. `position`: index of the token in the continuation. A draw depends on
     the seed, the position and the text's number in `sequences`, int64 [batch], alone, so that it is the same under
     every plan."""
-    logits = logits[:, : how.vocab].double()
-    if not how.temperature:
+    logits = logits[:, : rule.vocab].double()
+    if not rule.temperature:
         return logits.argmax(-1)
-    p = torch.softmax(restricted(logits / how.temperature, how), -1)
-    drawn = residual.bits(residual.key(how.seed, "answer", position), sequences.to(p.device)) & 0xFFFFFFFF
+    p = torch.softmax(restrict_logits(logits / rule.temperature, rule), -1)
+    drawn = (
+        residual.random_bits(residual.derive_key(rule.seed, "answer", position), sequences.to(p.device)) & 0xFFFFFFFF
+    )
     total = p.cumsum(-1)
-    found = torch.searchsorted(total, (drawn.double() * _DRAW * total[:, -1]).unsqueeze(-1), right=True).squeeze(-1)
-    found = found.clamp_max(p.shape[-1] - 1)
-    impossible = p.gather(1, found.unsqueeze(-1)).squeeze(-1) == 0  # by rounding alone
-    return torch.where(impossible, p.argmax(-1), found)
+    tokens = torch.searchsorted(total, (drawn.double() * _DRAW * total[:, -1]).unsqueeze(-1), right=True).squeeze(-1)
+    tokens = tokens.clamp_max(p.shape[-1] - 1)
+    impossible = p.gather(1, tokens.unsqueeze(-1)).squeeze(-1) == 0  # by rounding alone
+    return torch.where(impossible, p.argmax(-1), tokens)
 
 
-def restricted(logits: Tensor, how: Choice) -> Tensor:
+def restrict_logits(logits: Tensor, rule: Choice) -> Tensor:
     """Restrict sampling of a next token by top_k and top_p: return `logits` [batch, vocab], -inf for tokens that these
     leave out."""
-    if 0 < how.top_k < logits.shape[-1]:
-        least = logits.topk(how.top_k, -1).values[:, -1:]
+    if 0 < rule.top_k < logits.shape[-1]:
+        least = logits.topk(rule.top_k, -1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
-    if how.top_p < 1:
+    if rule.top_p < 1:
         ordered, places = logits.sort(dim=-1, descending=True, stable=True)
         p = torch.softmax(ordered, -1)
-        beyond = p.cumsum(-1) - p >= how.top_p  # what the likelier ones have together is enough
+        beyond = p.cumsum(-1) - p >= rule.top_p  # what the likelier ones have together is enough
         logits = logits.masked_fill(torch.zeros_like(beyond).scatter(1, places, beyond), -torch.inf)
     return logits

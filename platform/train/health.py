@@ -11,7 +11,7 @@ from itertools import islice, zip_longest
 from math import inf
 from typing import NamedTuple
 
-from platform.plan.plan_summary import human
+from platform.plan.plan_summary import format_number
 from platform.train.replies import Findings
 
 
@@ -37,34 +37,41 @@ class Check:
     bounds: Mapping[str, Bound]
     remedy: str
 
-    def better(self, value: float, other: float) -> bool:
+    def is_better(self, value: float, other: float) -> bool:
         """Return True if a worker's measurement by this health check is better than another worker's, `other`."""
         return value > other if self.more else value < other
 
-    def bad(self, value: float, usual: float, device: str) -> str:
+    def find_fault(self, value: float, usual: float, device: str) -> str:
         """Return why a worker's measurement by this health check is bad, in a phrase, "" if it is not. `usual`: the
         median of the other workers' measurements; `device`: cpu | cuda."""
         if device not in self.bounds:
             return ""
         bound = self.bounds[device]
         if bound == EXACT and value:
-            return self.shown(value)
-        if self.better(bound.worst, value):
-            return f"{self.shown(value)}, where {self.shown(bound.worst)} is the {'least' if self.more else 'most'}"
-        if not self.better(bound.fine, value):
+            return self.format_measurement(value)
+        if self.is_better(bound.worst, value):
+            return (
+                f"{self.format_measurement(value)}, where {self.format_measurement(bound.worst)} "
+                f"is the {'least' if self.more else 'most'}"
+            )
+        if not self.is_better(bound.fine, value):
             return ""
         limit = usual / bound.apart if self.more else usual * bound.apart
-        return f"{self.shown(value)}, where its peers have {self.shown(usual)}" if self.better(limit, value) else ""
+        return (
+            f"{self.format_measurement(value)}, where its peers have {self.format_measurement(usual)}"
+            if self.is_better(limit, value)
+            else ""
+        )
 
-    def shown(self, value: float) -> str:
+    def format_measurement(self, value: float) -> str:
         """Format a measurement of this health check with its unit, for people."""
-        return f"{human(value)}{self.unit}" if self.unit.endswith("/s") else f"{value:.3g} {self.unit}"
+        return f"{format_number(value)}{self.unit}" if self.unit.endswith("/s") else f"{value:.3g} {self.unit}"
 
-    def cell(self, value: float | None) -> str:
+    def format_cell(self, value: float | None) -> str:
         """Format a worker's measurement for the doctor's table, in the column of this check; "-" for None."""
         if value is None:
             return "-"
-        return self.shown(value) if self.unit.endswith("/s") else f"{value:.3g}"
+        return self.format_measurement(value) if self.unit.endswith("/s") else f"{value:.3g}"
 
 
 EXACT = Bound(inf, 0.0, inf)  # of what has one right value
@@ -134,7 +141,7 @@ CHECKS = (
 BY_NAME = {check.name: check for check in CHECKS}
 
 
-def best_of(first: Findings, again: Findings) -> Findings:
+def merge_findings(first: Findings, again: Findings) -> Findings:
     """Combine two examinations of one worker by the doctor into one: keep the better measurement of each check, as
     other load on a machine only makes it worse, but the worse one where one value alone is right; keep an error only if
     it came twice."""
@@ -142,49 +149,65 @@ def best_of(first: Findings, again: Findings) -> Findings:
     for name, value in again.readings.items():
         check = BY_NAME[name]
         keep_better = EXACT not in check.bounds.values()
-        if name not in readings or check.better(value, readings[name]) == keep_better:
+        if name not in readings or check.is_better(value, readings[name]) == keep_better:
             readings[name] = value
     errors = {name: why for name, why in again.errors.items() if name in first.errors}
     return Findings(readings, errors, {**first.facts, **again.facts})
 
 
-def symptoms(found: Mapping[int, Findings], device: str) -> tuple[dict[int, dict[str, str]], dict[str, str]]:
+def judge_workers(
+    findings_by_number: Mapping[int, Findings], device: str
+) -> tuple[dict[int, dict[str, str]], dict[str, str]]:
     """Judge the workers that the doctor has examined, each beside the others. Return two results: the bad checks of
     each worker, as number -> {check: why}, {} for a sound one; and the checks that are bad on more than half of them,
-    as check -> why, which point to a common cause and count against none. `found`: measurements by worker's number;
-    `device`: cpu | cuda."""
-    readings = {name: sorted(its.readings[name] for its in found.values() if name in its.readings) for name in BY_NAME}
-    names = {name for its in found.values() for name in its.facts}
-    facts = {name: Counter(its.facts.get(name, "none") for its in found.values()).most_common(1)[0] for name in names}
-    usual = {name: fact for name, (fact, times) in facts.items() if 2 * times > len(found)}
-    everything = {number: dict(_bad(its, readings, usual, device)) for number, its in found.items()}
-    often = Counter(name for bad in everything.values() for name in bad)
-    shared = {name for name, times in often.items() if 2 * times > len(found)}
-    own = {n: {name: why for name, why in bad.items() if name not in shared} for n, bad in everything.items()}
-    return own, {name: next(bad[name] for bad in everything.values() if name in bad) for name in sorted(shared)}
+    as check -> why, which point to a common cause and count against none. `findings_by_number`: measurements by
+    worker's number; `device`: cpu | cuda."""
+    readings = {
+        name: sorted(findings.readings[name] for findings in findings_by_number.values() if name in findings.readings)
+        for name in BY_NAME
+    }
+    names = {name for findings in findings_by_number.values() for name in findings.facts}
+    facts = {
+        name: Counter(findings.facts.get(name, "none") for findings in findings_by_number.values()).most_common(1)[0]
+        for name in names
+    }
+    usual = {name: fact for name, (fact, times) in facts.items() if 2 * times > len(findings_by_number)}
+    faults_by_number = {
+        number: dict(_find_faults(findings, readings, usual, device)) for number, findings in findings_by_number.items()
+    }
+    fault_counts = Counter(name for bad in faults_by_number.values() for name in bad)
+    shared = {name for name, times in fault_counts.items() if 2 * times > len(findings_by_number)}
+    own_faults = {
+        n: {name: why for name, why in bad.items() if name not in shared} for n, bad in faults_by_number.items()
+    }
+    return own_faults, {
+        name: next(bad[name] for bad in faults_by_number.values() if name in bad) for name in sorted(shared)
+    }
 
 
-def _bad(
-    own: Findings, readings: Mapping[str, list[float]], usual: Mapping[str, str], device: str
+def _find_faults(
+    findings: Findings, readings: Mapping[str, list[float]], usual: Mapping[str, str], device: str
 ) -> Iterator[tuple[str, str]]:
-    """Yield (check, why) for each error, bad measurement and unusual fact of one worker. `own`: its findings;
+    """Yield (check, why) for each error, bad measurement and unusual fact of one worker. `findings`: its findings;
     `readings`: sorted measurements of all workers, its own included, by check; `usual`: the facts that more than half
     of them share; `device`: cpu | cuda."""
-    yield from own.errors.items()
-    for name, value in own.readings.items():
-        if name in BY_NAME and (why := BY_NAME[name].bad(value, _median_beside(value, readings[name]), device)):
+    yield from findings.errors.items()
+    for name, value in findings.readings.items():
+        if name in BY_NAME and (
+            why := BY_NAME[name].find_fault(value, _median_of_others(value, readings[name]), device)
+        ):
             yield name, why
     for name, fact in usual.items():
-        if (its := own.facts.get(name, "none")) != fact:
+        if (its := findings.facts.get(name, "none")) != fact:
             yield name, f"{its}, where most have {fact}"
 
 
-def _median_beside(value: float, ordered: list[float]) -> float:
+def _median_of_others(value: float, ordered: list[float]) -> float:
     """Return the median of the other workers' measurements: `ordered` without one `value`; `value` if it is alone."""
-    others, own = len(ordered) - 1, bisect_left(ordered, value)
+    others, position = len(ordered) - 1, bisect_left(ordered, value)
     if not others:
         return value
-    low, high = (ordered[i + (i >= own)] for i in ((others - 1) // 2, others // 2))
+    low, high = (ordered[i + (i >= position)] for i in ((others - 1) // 2, others // 2))
     return (low + high) / 2
 
 
@@ -194,21 +217,21 @@ def _median_beside(value: float, ordered: list[float]) -> float:
 
 def groups_by_check(nodes: Sequence[str], partners: int, gpus: bool) -> list[tuple[str, list[tuple[int, ...]]]]:
     """Return the groups of ranks whose connections the doctor measures at once, as (check, groups) for every round."""
-    pairs: list[tuple[str, list[tuple[int, ...]]]] = [("link", [*each]) for each in rounds(nodes, partners)]
+    pairs: list[tuple[str, list[tuple[int, ...]]]] = [("link", [*each]) for each in pair_rounds(nodes, partners)]
     by_node = [tuple(rank for rank, its in enumerate(nodes) if its == node) for node in dict.fromkeys(nodes)]
-    whole = [ranks for ranks in by_node if len(ranks) > 1]
-    return [*pairs, *([("node", whole)] if gpus and whole else [])]
+    node_groups = [ranks for ranks in by_node if len(ranks) > 1]
+    return [*pairs, *([("node", node_groups)] if gpus and node_groups else [])]
 
 
-def rounds(nodes: Sequence[str], most: int) -> list[list[tuple[int, int]]]:
+def pair_rounds(nodes: Sequence[str], most: int) -> list[list[tuple[int, int]]]:
     """Return up to `most` rounds of pairs of ranks, for the doctor to measure the links between workers: in each round
     a rank is in one pair at most, and no pair comes twice. `nodes`: each rank's node. The n-th workers of all nodes are
     partners of each other; workers without such a partner, as on a single node, are partners of each other. So a rank
     has several partners, and a slow one does not make all of them look slow.
 
-    >>> rounds(["a", "a", "b", "b"], 3)
+    >>> pair_rounds(["a", "a", "b", "b"], 3)
     [[(0, 2), (1, 3)]]
-    >>> rounds(["a", "a", "a"], 2)
+    >>> pair_rounds(["a", "a", "a"], 2)
     [[(1, 2)], [(0, 2)]]
     """
     slots: list[list[int]] = []
@@ -217,18 +240,18 @@ def rounds(nodes: Sequence[str], most: int) -> list[list[tuple[int, int]]]:
         slots += [[] for _ in range(slot + 1 - len(slots))]
         slots[slot].append(rank)
     groups = [*slots, [rank for slot in slots if len(slot) == 1 for rank in slot]]
-    together = zip_longest(*(_tournament(group) for group in groups if len(group) > 1), fillvalue=())
+    together = zip_longest(*(_pair_all(group) for group in groups if len(group) > 1), fillvalue=())
     return [[pair for pairs in each for pair in pairs] for each in islice(together, most)]
 
 
-def _tournament(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
+def _pair_all(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Return the rounds of pairs in which each of `ranks` meets every other once, to measure the link between them (the
     circle method); of an odd number of ranks, one has no partner in each round."""
     circle: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
-    found = []
+    pairings = []
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
         pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
-        found.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        pairings.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
         circle = [circle[0], circle[-1], *circle[1:-1]]
-    return found
+    return pairings

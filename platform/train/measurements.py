@@ -49,19 +49,23 @@ class Bench:
     def __init__(self, config: Config, run_dir: Path, device: str, sizes: Sizes):
         """Prepare the doctor's measurements of this worker: its `device` (cpu | cuda) and its checkpoint storage."""
         self.device, self.sizes, self.found = device, sizes, Findings()
-        self.storage_url = environment_proof.home(config) if environment_proof.saves(config) else str(run_dir)
+        self.storage_url = (
+            environment_proof.find_checkpoint_url(config)
+            if environment_proof.saves_checkpoints(config)
+            else str(run_dir)
+        )
         self.file, self.data = f".doctor-{secrets.token_hex(8)}", secrets.token_bytes(sizes.file)
 
-    def fastest(self, work: Callable[[], Any]) -> float:
+    def time_fastest(self, work: Callable[[], Any]) -> float:
         """Time `work` repeatedly for the doctor, and return the seconds of its fastest run: of the device on a GPU, of
         this thread on a CPU, so that neither counts other work on the machine."""
         work()  # allocates, and loads what it needs
         fastest, repeats, end = inf, 0, time.perf_counter() + REPEAT_SECONDS
         while repeats < REPEATS or time.perf_counter() < end:
-            fastest, repeats = min(fastest, self._seconds(work)), repeats + 1
+            fastest, repeats = min(fastest, self._time_once(work)), repeats + 1
         return max(1e-9, fastest)
 
-    def _seconds(self, work: Callable[[], Any]) -> float:
+    def _time_once(self, work: Callable[[], Any]) -> float:
         """Time one call of `work` for the doctor: return seconds, of this thread on a CPU, of the device on a GPU."""
         if self.device == "cpu":
             begin = time.thread_time()
@@ -74,12 +78,12 @@ class Bench:
         last.synchronize()
         return first.elapsed_time(last) / 1000
 
-    def count_wrong(self, right: torch.Tensor) -> None:
+    def count_wrong_elements(self, right: torch.Tensor) -> None:
         """Add the elements of a boolean tensor that are False to the doctor's count of the device's wrong results."""
         self.found.readings["wrong"] = self.found.readings.get("wrong", 0.0) + right.logical_not().sum().item()
 
 
-def multiply(bench: Bench) -> None:
+def measure_products(bench: Bench) -> None:
     """Measure for the doctor the FLOP/s of a product of square matrices, bf16 on a GPU and fp32 on a CPU, and count
     wrong elements: the matrices are a·s' and s·b' of vectors of ±1, so that every element of their product is n or -n
     exactly."""
@@ -87,22 +91,22 @@ def multiply(bench: Bench) -> None:
     signs = (torch.arange(3 * n, device=bench.device).mul(2654435761).bitwise_right_shift(7) & 2).sub(1)
     a, s, b = signs.to(dtype).view(3, n)
     left, right, out = torch.outer(a, s), torch.outer(s, b), torch.empty(n, n, dtype=dtype, device=bench.device)
-    rate = 2 * n**3 / bench.fastest(lambda: torch.mm(left, right, out=out))
-    bench.count_wrong(out == torch.outer(a * n, b))
+    rate = 2 * n**3 / bench.time_fastest(lambda: torch.mm(left, right, out=out))
+    bench.count_wrong_elements(out == torch.outer(a * n, b))
     bench.found.readings["gemm"] = rate
     if bench.device == "cuda" and (peak := dense_bf16_peak(torch.cuda.get_device_name())):
         bench.found.readings["peak"] = rate / peak
 
 
-def duplicate(bench: Bench) -> None:
+def measure_copies(bench: Bench) -> None:
     """Measure the bytes/s, read and written, of a copy in the worker's device memory, and count wrong elements."""
     original = torch.arange(bench.sizes.copied[bench.device] // 8, device=bench.device)
     copy = torch.empty_like(original)
-    bench.found.readings["memory"] = 2 * original.nbytes / bench.fastest(lambda: copy.copy_(original))
-    bench.count_wrong(copy == original)
+    bench.found.readings["memory"] = 2 * original.nbytes / bench.time_fastest(lambda: copy.copy_(original))
+    bench.count_wrong_elements(copy == original)
 
 
-def look_at_gpu(bench: Bench) -> None:
+def note_gpu_memory(bench: Bench) -> None:
     """Note the model, memory and share of free memory of this worker's GPU for the doctor; do nothing on a CPU."""
     if bench.device == "cpu":
         return
@@ -112,40 +116,40 @@ def look_at_gpu(bench: Bench) -> None:
     bench.found.facts.update({"gpu": device.name, "gpu memory": f"{device.total_memory / 2**30:.0f} GiB"})
 
 
-def write_file(bench: Bench) -> None:
+def measure_write(bench: Bench) -> None:
     """Measure the bytes/s of writing a file to the checkpoint storage, else the run directory. Raises OSError."""
     begin = time.perf_counter()
     open_storage(bench.storage_url).write(bench.file, [memoryview(bench.data)])
     bench.found.readings["write"] = len(bench.data) / max(1e-9, time.perf_counter() - begin)
 
 
-def read_file(bench: Bench) -> None:
-    """Measure for the doctor the bytes/s at which the file of `write_file` is read back, and delete it; do nothing if
-    there is none. Raises OSError, also if its contents have changed."""
+def measure_read(bench: Bench) -> None:
+    """Measure for the doctor the bytes/s at which the file of `measure_write` is read back, and delete it; do nothing
+    if there is none. Raises OSError, also if its contents have changed."""
     if "write" not in bench.found.readings:
         return
     storage, begin = open_storage(bench.storage_url), time.perf_counter()
     try:
-        there = storage.read(bench.file)
+        content = storage.read(bench.file)
         seconds = max(1e-9, time.perf_counter() - begin)
     finally:
         with suppress(OSError):
             storage.delete(bench.file)
-    if there != bench.data:
+    if content != bench.data:
         raise OSError("what it wrote to the storage is not what it reads there")
-    bench.found.readings["read"] = len(there) / seconds
+    bench.found.readings["read"] = len(content) / seconds
 
 
 MEASURES: dict[str, Callable[[Bench], None]] = {  # check -> what measures it, and perhaps others, in this order
-    "gemm": multiply,
-    "memory": duplicate,
-    "free": look_at_gpu,
-    "write": write_file,
-    "read": read_file,
+    "gemm": measure_products,
+    "memory": measure_copies,
+    "free": note_gpu_memory,
+    "write": measure_write,
+    "read": measure_read,
 }
 
 
-def findings(config: Config, run_dir: Path, device: str, sizes: Sizes) -> Findings:
+def measure_worker(config: Config, run_dir: Path, device: str, sizes: Sizes) -> Findings:
     """Run all measurements that the doctor takes of this worker by itself, and return them; one that fails becomes an
     error of its check. `device`: cpu | cuda; `sizes`: sizes of matrices, copies and files."""
     query = GpuQuery() if device == "cuda" else None  # answers while the rest is measured
@@ -158,7 +162,7 @@ def findings(config: Config, run_dir: Path, device: str, sizes: Sizes) -> Findin
             bench.found.errors[check] = error_line(error)
     torch.set_num_threads(threads)
     if query:
-        query.answer(bench.found)
+        query.add_answer(bench.found)
     return bench.found
 
 
@@ -172,35 +176,36 @@ def measure_link(communicator: Communicator, sizes: Sizes) -> Findings:
     """Measure the bytes/s that a worker receives in an all-gather with one partner, and count wrong bytes."""
     device, rank = communicator.device, communicator.rank
     block = torch.arange(sizes.passed[device.type], device=device).add(rank).to(torch.uint8)
-    right = torch.cat([block - rank + i for i in range(communicator.mesh.size)])
-    seconds, wrong = _best_of(communicator, "all_gather", lambda: block, right)
-    return Findings({"link": block.nbytes / seconds, "wrong": wrong})
+    right = torch.cat([block - rank + i for i in range(communicator.mesh.world_size)])
+    seconds, wrong_count = _time_collective(communicator, "all_gather", lambda: block, right)
+    return Findings({"link": block.nbytes / seconds, "wrong": wrong_count})
 
 
 def measure_node(communicator: Communicator, sizes: Sizes) -> Findings:
     """Measure the bytes/s that a worker sends in a ring all-reduce with all GPUs of its node, and count wrong sums."""
-    device, n = communicator.device, communicator.mesh.size
+    device, n = communicator.device, communicator.mesh.world_size
     block = torch.arange(sizes.passed[device.type] // 4, device=device).remainder(_VALUES).float()
     right = block * n + n * (n - 1) / 2
-    seconds, wrong = _best_of(communicator, "all_reduce", lambda: block + communicator.rank, right)
-    return Findings({"node": 2 * (n - 1) / n * block.nbytes / seconds, "wrong": wrong})
+    seconds, wrong_count = _time_collective(communicator, "all_reduce", lambda: block + communicator.rank, right)
+    return Findings({"node": 2 * (n - 1) / n * block.nbytes / seconds, "wrong": wrong_count})
 
 
-def _best_of(
-    communicator: Communicator, op: str, given: Callable[[], torch.Tensor], right: torch.Tensor
+def _time_collective(
+    communicator: Communicator, op: str, create_block: Callable[[], torch.Tensor], right: torch.Tensor
 ) -> tuple[float, float]:
     """Time a collective several times, to measure a worker's connections. Return the fewest seconds, and the number of
-    wrong elements in all results. `op`: the collective; `given`: makes its input block; `right`: the correct result."""
-    seconds, wrong = [], 0.0
+    wrong elements in all results. `op`: the collective; `create_block`: makes its input block; `right`: the correct
+    result."""
+    seconds, wrong_count = [], 0.0
     for _ in range(REPEATS + 1):  # the first is not timed
-        block = given()
+        block = create_block()
         settle_device(communicator.device)
         begin = time.perf_counter()
-        there = communicator.launch(op, block, (TOGETHER,)).wait()
+        received = communicator.launch(op, block, (TOGETHER,)).wait()
         settle_device(communicator.device)
         seconds.append(max(1e-9, time.perf_counter() - begin))
-        wrong += (there.view(-1) != right).sum().item()
-    return min(seconds[1:]), wrong
+        wrong_count += (received.view(-1) != right).sum().item()
+    return min(seconds[1:]), wrong_count
 
 
 def settle_device(device: torch.device) -> None:

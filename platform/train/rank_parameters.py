@@ -15,11 +15,11 @@ from torch import Tensor
 from platform.boundary.schema import Count, Span
 from platform.config.fields import LossScaling
 from platform.plan.chunks import common_name
-from platform.plan.gather_order import read_in
+from platform.plan.gather_order import first_reads_by_span
 from platform.plan.layout import Mesh
 from platform.plan.plan import Plan
 from platform.runtime.communicator import Communicator
-from platform.runtime.conversion import absent
+from platform.runtime.conversion import is_absent
 from platform.runtime.flat_buffers import FlatBucket
 from platform.runtime.parallel_ops import initialise
 from platform.runtime.residency import Residency, ResidentSpan
@@ -55,14 +55,14 @@ class Weights:
         low, high = DTYPES[plan.precision]
         self.buckets = [FlatBucket(plan, communicator, bucket, low, high) for bucket in plan.buckets]
         for flat in self.buckets:
-            flat.complete = self._complete
+            flat.complete = self._reduce_complete_bucket
             for p in flat.bucket.parameters if flat.here and seed is not None else ():
-                there = flat.master[p.name]
+                master = flat.master[p.name]
                 sharded = flat.bucket.sharded
-                shape = plan.shape_at(p, communicator.coordinates)
-                block = torch.empty(shape, dtype=high, device=there.device) if sharded else there
+                shape = plan.block_shape(p, communicator.coordinates)
+                block = torch.empty(shape, dtype=high, device=master.device) if sharded else master
                 initialise(plan, communicator, p, seed, block)
-                flat.fill(p.name, block)
+                flat.fill_parameter(p.name, block)
         by_name = {p.name: flat for flat in self.buckets for p in flat.bucket.parameters}
         self.compute = {p.name: by_name[p.name].compute[p.name] for p in plan.parameters}
         self.master = {p.name: by_name[p.name].master[p.name] for p in plan.parameters}
@@ -71,107 +71,110 @@ class Weights:
             self.states[p.name] = torch.empty(plan.global_shape(p), dtype=high, device=communicator.device)
             initialise(plan, communicator, p, seed, self.states[p.name])
         self.averages: dict[str, Tensor] = {}  # name -> average of a master copy over the updates, if they are kept
-        self.residency = self._residency(communicator) if plan.sharded else None
+        self.residency = self._build_residency(communicator) if plan.sharded else None
         self._reducing: deque[FlatBucket] = deque()
         self._early = overlap
         self._left: set[int] = set()  # chunks whose last backward pass of the step has not begun
-        self._users = [{c.number for c in plan.chunks if c.parameters & flat.compute.keys()} for flat in self.buckets]
+        self._users = [
+            {c.number for c in plan.chunks if c.parameter_names & flat.compute.keys()} for flat in self.buckets
+        ]
 
-    def _residency(self, communicator: Communicator) -> Residency:
+    def _build_residency(self, communicator: Communicator) -> Residency:
         """Construct the Residency that gathers this rank's ZeRO shards for each span of the stage's model chunks, in
         training."""
         frees = self._plan.zero == 3
         spans = {
             c.number: [
                 ResidentSpan(common_name(names) if frees else "", [f for f in self.buckets if read & f.compute.keys()])
-                for names, read in zip(c.spans, map(set, c.spans) if frees else read_in(c), strict=True)
+                for names, read in zip(c.spans, map(set, c.spans) if frees else first_reads_by_span(c), strict=True)
             ]
             for c in self._plan.chunks
         }
         return Residency(communicator, spans, frees=frees, turns=self._plan.turns, ahead=self._overlap)
 
     @property
-    def read(self) -> dict[str, Tensor]:
+    def readable_tensors(self) -> dict[str, Tensor]:
         """Return name -> what the forward pass reads: this rank's blocks of parameters, and its states."""
         return self.compute | self.states
 
     @property
-    def owned(self) -> dict[str, Tensor]:
+    def own_masters(self) -> dict[str, Tensor]:
         """Return name -> master copy (block or ZeRO shard) of this rank's parameters, trained and frozen ones."""
-        return {n: w for n, w in self.master.items() if not absent(w)}
+        return {n: w for n, w in self.master.items() if not is_absent(w)}
 
     @property
-    def trained(self) -> dict[str, Tensor]:
+    def trainable_masters(self) -> dict[str, Tensor]:
         """Return name -> master copy (block or ZeRO shard) of this rank's parameters that training updates."""
-        return {n: w for n, w in self.owned.items() if n not in self._plan.frozen}
+        return {n: w for n, w in self.own_masters.items() if n not in self._plan.frozen}
 
     @property
-    def sums(self) -> Mapping[str, Tensor]:
+    def local_gradients(self) -> Mapping[str, Tensor]:
         """Return parameter name -> this rank's gradient, summed over the step's microbatches but not yet over ranks."""
-        return {n: g for flat in self.buckets for n, g in flat.gradients().items()}
+        return {n: g for flat in self.buckets for n, g in flat.gradient_sums().items()}
 
-    def begin(self, early: bool = True) -> None:
+    def begin_step(self, early: bool = True) -> None:
         """Begin adding up gradients over a training step's backward passes. `early`: True if completed gradients can be
         reduced before the end of a pass; False where weight gradients have passes of their own (zero bubble)."""
         self._early = early and self._overlap
         self._left = {chunk.number for chunk in self._plan.chunks}
 
-    def last(self, chunk: int) -> None:
+    def note_last_backward(self, chunk: int) -> None:
         """Note that a chunk's last backward pass of this training step begins: its gradients can be reduced early."""
         self._left.discard(chunk)
 
-    def _complete(self, flat: FlatBucket) -> None:
+    def _reduce_complete_bucket(self, flat: FlatBucket) -> None:
         """Start reducing a bucket's gradients over ranks, now complete on this rank, if no later pass adds more."""
         if self._early and (flat.bucket.zero >= 2 or not self._left & self._users[self.buckets.index(flat)]):
-            self._reduce(flat)
+            self._reduce_bucket(flat)
 
-    def _reduce(self, flat: FlatBucket) -> None:
+    def _reduce_bucket(self, flat: FlatBucket) -> None:
         """Start reducing a bucket's gradients over ranks; under ZeRO-2 and 3, settle older reductions beyond two."""
-        flat.reduce()
+        flat.start_reduction()
         if flat.bucket.zero >= 2:
             self._reducing.append(flat)
             while len(self._reducing) > 2:
-                self._reducing.popleft().settle()
+                self._reducing.popleft().settle_reduction()
 
-    def passed(self, chunk: int, done: bool, whole: bool) -> None:
+    def note_backward_end(self, chunk: int, is_last_pass: bool, is_complete: bool) -> None:
         """Note the end of a model chunk's backward pass, whose gradients have been added up, and start the reductions
-        that it makes possible. `done`: it was the chunk's last pass in this training step; `whole`: all gradients of
-        the pass have come, its weight gradients included."""
+        that it makes possible. `is_last_pass`: it was the chunk's last pass in this training step; `is_complete`: all
+        gradients of the pass have come, its weight gradients included."""
         if self.residency:
-            self.residency.end()
-        if done:
+            self.residency.end_pass()
+        if is_last_pass:
             self._left.discard(chunk)
-        if not whole:
+        if not is_complete:
             for flat, users in zip(self.buckets, self._users, strict=True):
                 if flat.here and chunk in users:
-                    flat.halved()
+                    flat.end_input_gradient_pass()
             return
         for flat, users in zip(self.buckets, self._users, strict=True):
             if flat.here and chunk in users:
-                if not flat.launched and (flat.bucket.zero >= 2 or (done and not self._left & users)):
-                    self._reduce(flat)
-                flat.passed()
+                if not flat.launched and (flat.bucket.zero >= 2 or (is_last_pass and not self._left & users)):
+                    self._reduce_bucket(flat)
+                flat.end_backward_pass()
         while self._reducing:
-            self._reducing.popleft().settle()
+            self._reducing.popleft().settle_reduction()
 
-    def finish(self) -> dict[str, Tensor]:
+    def finish_reductions(self) -> dict[str, Tensor]:
         """Wait until a training step's gradients are reduced; return them, flat, by the bucket's first parameter."""
         self._reducing.clear()
-        here = [flat for flat in self.buckets if flat.here]
-        for flat in here:
-            flat.proceed()
-        return {next(iter(flat.compute)): flat.finish() for flat in here}
+        local_buckets = [flat for flat in self.buckets if flat.here]
+        for flat in local_buckets:
+            flat.start_final_reduction()
+        return {next(iter(flat.compute)): flat.finish_reduction() for flat in local_buckets}
 
-    def receive(self, reduced: Mapping[str, Tensor]) -> None:
-        """Set the gradients that the optimizer reads from `reduced`, flat ones by bucket as `finish` returns them."""
+    def set_gradients(self, reduced: Mapping[str, Tensor]) -> None:
+        """Set the gradients that the optimizer reads from `reduced`, flat ones by bucket as `finish_reductions` returns
+        them."""
         for flat in self.buckets:
-            if (found := reduced.get(next(iter(flat.compute)))) is not None:
-                flat.receive(found)
+            if (gradient := reduced.get(next(iter(flat.compute)))) is not None:
+                flat.assign_gradients(gradient)
 
     @property
     def gradients(self) -> dict[str, Tensor]:
         """Return parameter name -> this rank's gradient, reduced over ranks, shaped like the master copy it updates."""
-        return {n: w.grad for n, w in self.owned.items() if w.grad is not None}
+        return {n: w.grad for n, w in self.own_masters.items() if w.grad is not None}
 
     def drop_gradients(self) -> None:
         """Free the reduced gradients of this rank's master weights, after a training step's update or without."""
@@ -179,56 +182,56 @@ class Weights:
             master.grad = None
 
     @torch.no_grad()
-    def refresh(self, ahead: bool = False) -> None:
+    def refresh_copies(self, ahead: bool = False) -> None:
         """Update the compute copies of this rank's weights from the master copies after these have changed, and free
         the gradients. All ranks call it together, as masters may be ZeRO shards that are gathered. `ahead`: True lets
         gathers run under the next forward pass, which waits for each bucket where it reads it first, if overlap is
-        allowed; any other reader of compute copies has to call `settle` before."""
+        allowed; any other reader of compute copies has to call `settle_gathers` before."""
         self.drop_gradients()
-        self.settle()
+        self.settle_gathers()
         for flat in self.buckets:
-            flat.refresh()
+            flat.refresh_compute_copies()
         if not (ahead and self._overlap):
-            self.settle()
+            self.settle_gathers()
 
-    def settle(self) -> None:
+    def settle_gathers(self) -> None:
         """Wait for compute copies of weights that are still being gathered since the last training step (ZeRO-1, 2)."""
         for flat in self.buckets:
-            if not (flat.bucket.stored or flat.resident):
-                flat.gather()
+            if not (flat.bucket.has_sharded_weights or flat.resident):
+                flat.gather_parameters()
 
     @torch.no_grad()
     def begin_averages(self) -> None:
         """Keep moving averages of the master weights (train.ema) from now on, starting at the weights' values."""
-        self.averages = {n: w.detach().clone() for n, w in self.trained.items()}
+        self.averages = {n: w.detach().clone() for n, w in self.trainable_masters.items()}
 
     @torch.no_grad()
-    def average(self, decay: float) -> None:
+    def update_averages(self, decay: float) -> None:
         """Update the weights' moving averages, if kept: average = decay * average + (1 - decay) * master weight."""
         if self.averages:
-            torch._foreach_lerp_(list(self.averages.values()), list(self.trained.values()), 1 - decay)
+            torch._foreach_lerp_(list(self.averages.values()), list(self.trainable_masters.values()), 1 - decay)
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def use_averages(self) -> Iterator[None]:
         """Swap the weights for their moving averages during the block, e.g. an evaluation, and back after it."""
-        self._swap()
+        self._swap_averages()
         yield
-        self._swap()
+        self._swap_averages()
 
     @torch.no_grad()
-    def _swap(self) -> None:
+    def _swap_averages(self) -> None:
         """Swap moving averages and master weights in training, piece by piece, and refresh the compute copies."""
         for name, average in self.averages.items():
             for a, b in zip(average.view(-1).split(_PIECE), self.master[name].view(-1).split(_PIECE), strict=True):
-                kept = a.clone()
+                buffer = a.clone()
                 a.copy_(b)
-                b.copy_(kept)
-        self.refresh()
+                b.copy_(buffer)
+        self.refresh_copies()
 
     @torch.no_grad()
-    def fresh(self) -> dict[str, Tensor]:
+    def compute_fresh_copies(self) -> dict[str, Tensor]:
         """Return name -> new compute copy of each block, from master weights, to verify them; on all ranks together."""
-        return {name: w for flat in self.buckets if flat.here for name, w in flat.fresh().items()}
+        return {name: w for flat in self.buckets if flat.here for name, w in flat.gather_fresh_copies().items()}
 
 
 # Ranges of numbers over the ranks of a step: how far workers differ, and which ranks are at the ends.
@@ -236,14 +239,14 @@ class Weights:
 LEAST_WAIT = 0.01  # share of a step, below which waiting shows no bandwidth
 
 
-def rank_ranges(names: Sequence[str], numbers: Tensor) -> dict[str, RankRange]:
+def compute_rank_ranges(names: Sequence[str], numbers: Tensor) -> dict[str, RankRange]:
     """Return the range over the ranks of each of the `numbers` [ranks, names], by name; NaN is unknown."""
     unknown = numbers.isnan()
     least, least_rank = numbers.masked_fill(unknown, torch.inf).min(0)
     most, most_rank = numbers.masked_fill(unknown, -torch.inf).max(0)
     middle = numbers.nanquantile(0.5, 0)
-    found = zip(names, *(x.tolist() for x in (least, middle, most, least_rank, most_rank)), strict=True)
-    return {name: RankRange(*spread) for name, *spread in found if not isnan(spread[1])}
+    spreads = zip(names, *(x.tolist() for x in (least, middle, most, least_rank, most_rank)), strict=True)
+    return {name: RankRange(*spread) for name, *spread in spreads if not isnan(spread[1])}
 
 
 class Bandwidths:
@@ -260,9 +263,9 @@ class Bandwidths:
             for some in (along, waits)
         )
         places = enumerate(along)
-        self._groups = [(i, torch.tensor(mesh.groups(axes.split("+")))) for i, axes in places if axes in known]
+        self._groups = [(i, torch.tensor(mesh.list_groups(axes.split("+")))) for i, axes in places if axes in known]
 
-    def of_step(self, moved: Tensor, waits: Tensor, seconds: Tensor) -> Tensor:
+    def compute_bandwidths(self, moved: Tensor, waits: Tensor, seconds: Tensor) -> Tensor:
         """Return the bytes per second [ranks, tiers] that each rank sent in a step's collectives while it waited for
         them, NaN where it hardly waited. `moved` [ranks, keys]: bytes of a group, at its first rank; `waits` [ranks,
         axes]: seconds of waiting; `seconds` [ranks]: of the step."""
@@ -293,16 +296,16 @@ class LossScale:
     scale: Annotated[float, Span(1 / LARGEST, LARGEST)]
     good_steps: Count = 0
 
-    def overflowed(self, loss: float, norm: float, rules: LossScaling) -> bool:
+    def has_overflowed(self, loss: float, norm: float, rules: LossScaling) -> bool:
         """Return True if a training step's gradient overflowed in fp16, and a smaller loss scale may cure that: its
         global 2-norm `norm` is not finite but the loss is, and the scale is above its least value."""
         return isfinite(loss) and not isfinite(norm) and self.scale > rules.least
 
-    def after_overflow(self, rules: LossScaling) -> LossScale:
+    def scale_after_overflow(self, rules: LossScaling) -> LossScale:
         """Return the smaller fp16 loss scale for the next training step, after one whose gradient overflowed."""
         return LossScale(max(rules.least, self.scale * rules.backoff))
 
-    def after_update(self, rules: LossScaling) -> LossScale:
+    def scale_after_update(self, rules: LossScaling) -> LossScale:
         """Return the fp16 loss scale for the next training step, after an update: larger after growth_every of them."""
         if self.good_steps + 1 < rules.growth_every:
             return LossScale(self.scale, self.good_steps + 1)

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from platform.boundary import documents, schema
-from platform.boundary.documents import open_regular
-from platform.boundary.local_files import replace_text, write_whole
-from platform.boundary.redaction import redact
+from platform.boundary.documents import open_regular_file
+from platform.boundary.local_files import replace_file, replace_text
+from platform.boundary.redaction import redact_secrets
 from platform.boundary.schema import Count, Malformed, Many, OneOf, Real, Span
 from platform.checkpoint.manifest import FileReport
 from platform.monitor.verdict.evidence import wait_text
@@ -290,7 +290,7 @@ class StepReport:
 @dataclass(frozen=True)
 class Copied:
     """Answer of a rank that has copied its share of the training state to host memory, ready to be written. `tensors`:
-    name -> global shape, on rank 0 alone; `values`: all that is no tensor, from `State.values`."""
+    name -> global shape, on rank 0 alone; `values`: all that is no tensor, from `State.read_values`."""
 
     tensors: dict[str, list[Count]]
     values: dict[str, Any]
@@ -347,9 +347,9 @@ _REPLIES: dict[str, Any] = {
 }
 
 
-def read(method: str, rank: int, value: object) -> Any:
+def read_reply(method: str, rank: int, value: object) -> Any:
     """Read a worker's reply to the driver's call of `method`, from `rank`, as its declared type. Raises Malformed."""
-    return schema.read(StepReport if method == "step" and rank == 0 else _REPLIES.get(method, Any), value)
+    return schema.parse_value(StepReport if method == "step" and rank == 0 else _REPLIES.get(method, Any), value)
 
 
 # Dump of a crew whose call does not go on: where each worker stands, as it writes it, and a table of all.
@@ -386,22 +386,22 @@ def stand_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.json"
 
 
-def new_folder(run_dir: Path, call: str) -> Path:
+def prepare_dump_folder(run_dir: Path, call: str) -> Path:
     """Return the folder of the next dump of a run's workers, named by time and `call`; delete the oldest ones."""
-    there = sorted(path for path in (run_dir / DUMP).glob("*-*") if path.is_dir() and not path.is_symlink())
-    for old in there[: max(0, len(there) - KEPT + 1)]:
+    dumps = sorted(path for path in (run_dir / DUMP).glob("*-*") if path.is_dir() and not path.is_symlink())
+    for old in dumps[: max(0, len(dumps) - KEPT + 1)]:
         shutil.rmtree(old, ignore_errors=True)
     words = "-".join(re.findall(r"[0-9a-z]+", call.lower()))[:40]
     return run_dir / DUMP / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{words}"
 
 
-def summarize(folder: Path, names: Mapping[int, str]) -> int:
+def write_summary(folder: Path, names: Mapping[int, str]) -> int:
     """Write a table of the workers' stands in a dump; return the number of them. `names`: the ranks' names."""
     rows = []
     for rank, name in sorted(names.items()):
         try:
             raw = documents.read_bytes(stand_path(folder, rank))
-            rows.append((name, *_cells(schema.read(Stand, documents.from_json(raw)))))
+            rows.append((name, *_format_stand(schema.parse_value(Stand, documents.parse_json(raw)))))
         except (OSError, Malformed):
             rows.append((name, "", "no answer", "", ""))
     count = sum(bool(row[1]) for row in rows)
@@ -413,13 +413,13 @@ def summarize(folder: Path, names: Mapping[int, str]) -> int:
     return count
 
 
-def _cells(stand: Stand) -> tuple[str, str, str, str]:
+def _format_stand(stand: Stand) -> tuple[str, str, str, str]:
     """Return the cells of a worker's stand: its seconds, its place, its wait, and its launches."""
-    place = " > ".join([stand.call, *stand.sections])
+    sections = " > ".join([stand.call, *stand.sections])
     wait = stand.wait
     waits = f"{wait_text(wait)}, number {wait.number}" if wait else "other ranks" if stand.waiting else ""
     launched = ", ".join(f"{number} over {axes}" for axes, number in stand.launched.items())
-    return f"{stand.seconds:.1f} s", place, waits, launched
+    return f"{stand.seconds:.1f} s", sections, waits, launched
 
 
 # Part of a run's profile: the work of one rank in one training step, as its worker writes it and its driver merges it.
@@ -457,7 +457,7 @@ class PartName(NamedTuple):
     generation: int
     rank: int
 
-    def path(self, run_dir: Path) -> Path:
+    def file_path(self, run_dir: Path) -> Path:
         """Return the path of this part of a profile in a run directory."""
         return run_dir / PROFILE / PARTS / f"step-{self.step}.generation-{self.generation}.rank-{self.rank}.json.gz"
 
@@ -465,11 +465,11 @@ class PartName(NamedTuple):
     def parse(cls, path: Path) -> PartName | None:
         """Return the name of the part of a profile in a file, None if the file is not called like one."""
         try:
-            found = dict(word.split("-", 1) for word in path.name.removesuffix(".json.gz").split("."))
-            name = cls(int(found["step"]), int(found["generation"]), int(found["rank"]))
+            words_by_name = dict(word.split("-", 1) for word in path.name.removesuffix(".json.gz").split("."))
+            name = cls(int(words_by_name["step"]), int(words_by_name["generation"]), int(words_by_name["rank"]))
         except (ValueError, KeyError):
             return None
-        return name if name.path(path.parents[2]).name == path.name else None
+        return name if name.file_path(path.parents[2]).name == path.name else None
 
 
 @dataclass(frozen=True)
@@ -486,21 +486,21 @@ class PartHead:
     cut: Count = 0
 
 
-def part_of(trace: Mapping[str, Any], left: int, timeline: RankTimeline) -> tuple[PartHead, list[Event]]:
+def build_part(trace: Mapping[str, Any], left: int, timeline: RankTimeline) -> tuple[PartHead, list[Event]]:
     """Return head and events of a rank's part of a profile, from the trace that torch's profiler exported."""
-    found, cut = longest([e for e in trace["traceEvents"] if _is_drawn(e)])
+    kept_events, cut = select_longest([e for e in trace["traceEvents"] if _is_drawn(e)])
     base = trace.get("baseTimeNanoseconds", 0) - left
-    of_step = next((e for e in found if e["name"] == STEP and e["cat"] == _RANGES[0]), None)
-    numbers: dict[Any, int] = {of_step["tid"]: FIRST_THREAD} if of_step else {}
-    threads = {str(_thread(e, numbers)): _thread_name(e, numbers) for e in found if e["ph"] == "X"}
-    events = [_event(e, base, _thread(e, numbers)) for e in found]
+    step_event = next((e for e in kept_events if e["name"] == STEP and e["cat"] == _RANGES[0]), None)
+    numbers: dict[Any, int] = {step_event["tid"]: FIRST_THREAD} if step_event else {}
+    threads = {str(_thread_number(e, numbers)): _thread_name(e, numbers) for e in kept_events if e["ph"] == "X"}
+    events = [_convert_event(e, base, _thread_number(e, numbers)) for e in kept_events]
     events.sort(key=lambda e: (e["ts"], -e.get("dur", 0)))
-    events = [e for e in nested(events, threads) if str(e["tid"]) in threads]
+    events = [e for e in nest_events(events, threads) if str(e["tid"]) in threads]
     began = next((e["ts"] for e in events if e["name"] == STEP and e["cat"] == _RANGES[0]), 0)
     return PartHead(left, began, threads, timeline, len(events), cut), events
 
 
-def longest(events: Sequence[Event], most: int = MOST_EVENTS) -> tuple[list[Event], int]:
+def select_longest(events: Sequence[Event], most: int = MOST_EVENTS) -> tuple[list[Event], int]:
     """Return the `most` longest events of a trace, all ranges of the plan first, and the number of the others."""
     cut = len(events) - most
     if cut <= 0:
@@ -510,7 +510,7 @@ def longest(events: Sequence[Event], most: int = MOST_EVENTS) -> tuple[list[Even
     return [event for i, event in enumerate(events) if i not in dropped], cut
 
 
-def nested(events: Iterable[Event], threads: dict[str, str]) -> Iterator[Event]:
+def nest_events(events: Iterable[Event], threads: dict[str, str]) -> Iterator[Event]:
     """Yield a trace's events, ordered by their beginning, such that all events of a thread lie inside or beside each
     other, as viewers need it: one that crosses another moves to a further row of its thread, which `threads` gets."""
     rows: dict[int, list[list[int]]] = {}  # thread -> per row the ends of the open events, the innermost last
@@ -541,22 +541,22 @@ def _is_drawn(event: Event) -> bool:
     return event["ph"] in ("s", "f") and event["cat"] in _FLOWS
 
 
-def _thread(event: Event, numbers: dict[Any, int]) -> int:
+def _thread_number(event: Event, numbers: dict[Any, int]) -> int:
     """Return the number of an exported event's thread, or stream, in a part; `numbers`: threads' numbers so far."""
-    if _on_device(event):
+    if _is_on_device(event):
         return FIRST_STREAM + int(event["tid"])
     return numbers.setdefault(event["tid"], FIRST_THREAD + len(numbers))
 
 
 def _thread_name(event: Event, numbers: Mapping[Any, int]) -> str:
     """Return the name of an exported event's thread or stream."""
-    if _on_device(event):
+    if _is_on_device(event):
         return f"stream {event['tid']}"
     number = numbers[event["tid"]] - FIRST_THREAD
     return f"thread {number + 1}" if number else "main thread"
 
 
-def _on_device(event: Event) -> bool:
+def _is_on_device(event: Event) -> bool:
     """Return True if an exported event happened on a device, whose numbers are small, and not in a thread."""
     cat = event.get("cat", "")
     return (
@@ -564,14 +564,14 @@ def _on_device(event: Event) -> bool:
     )
 
 
-def _event(event: Event, base: int, thread: int) -> Event:
+def _convert_event(event: Event, base: int, thread: int) -> Event:
     """Return an exported event, as a part has it. `base`: nanoseconds from the step's barrier to the export's 0."""
     start = base + round(event["ts"] * 1e3)
-    out = {"ph": event["ph"], "tid": thread, "ts": start, "name": event["name"], "cat": event["cat"]}
+    converted = {"ph": event["ph"], "tid": thread, "ts": start, "name": event["name"], "cat": event["cat"]}
     if event["ph"] != "X":
-        return out | {key: event[key] for key in ("id", "bp") if key in event}
+        return converted | {key: event[key] for key in ("id", "bp") if key in event}
     args = {key: value for key, value in event.get("args", {}).items() if key not in _OMITTED}
-    return out | {"dur": round(event["dur"] * 1e3)} | ({"args": args} if args else {})
+    return converted | {"dur": round(event["dur"] * 1e3)} | ({"args": args} if args else {})
 
 
 def write_part(path: Path, head: PartHead, events: Iterable[Event]) -> int:
@@ -580,28 +580,28 @@ def write_part(path: Path, head: PartHead, events: Iterable[Event]) -> int:
     buffer = io.BytesIO()
     with gzip.GzipFile(fileobj=buffer, mode="wb", compresslevel=4, mtime=0) as file:
         for line in (asdict(head), *events):
-            file.write(json.dumps(redact(line), separators=(",", ":")).encode() + b"\n")
-    write_whole(path, [raw := buffer.getvalue()])
+            file.write(json.dumps(redact_secrets(line), separators=(",", ":")).encode() + b"\n")
+    replace_file(path, [raw := buffer.getvalue()])
     return len(raw)
 
 
 @contextmanager
-def opened_part(path: Path) -> Iterator[tuple[PartHead, Iterator[Event]]]:
+def open_part(path: Path) -> Iterator[tuple[PartHead, Iterator[Event]]]:
     """Open a part of a profile: its head and its events. Raises Malformed, OSError."""
-    with open_regular(path) as raw, gzip.open(raw) as file:
-        lines = (_object_in(line) for line in file)
+    with open_regular_file(path) as raw, gzip.open(raw) as file:
+        lines = (_parse_line(line) for line in file)
         head = next(lines, None)
         if head is None:
             raise Malformed(f"{path.name} is empty")
-        yield schema.read(PartHead, head), lines
+        yield schema.parse_value(PartHead, head), lines
 
 
-def _object_in(line: bytes) -> Event:
+def _parse_line(line: bytes) -> Event:
     """Return the JSON object in a line of a part of a profile. Raises Malformed."""
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        record = None
+    if not isinstance(record, dict):
         raise Malformed("a line of a profile's part is no JSON object")
-    return found
+    return record

@@ -12,18 +12,18 @@ from torch import Tensor
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
-from platform.config.ramps import at_length
+from platform.config.ramps import fix_sequence_length
 from platform.data.corpus import Corpus
-from platform.data.streams import pieces_of
+from platform.data.streams import read_sequence_batch
 from platform.model import build_model
 from platform.model.layers import Activations
-from platform.model.losses import losses_of
+from platform.model.losses import loss_functions
 from platform.plan.chunks import Chunk
-from platform.plan.layout import Layout, block
+from platform.plan.layout import Layout, locate_block
 from platform.plan.model_types import LABEL_WEIGHTS
 from platform.plan.plan import Plan
 from platform.plan.schedule import Action
-from platform.runtime.attention_pairs import remember
+from platform.runtime.attention_pairs import note_host_copy
 from platform.runtime.communicator import Communicator
 from platform.runtime.einsum import Deferred
 from platform.runtime.parallel_ops import ParallelOps, PassPosition
@@ -38,14 +38,14 @@ Stretch = tuple[int, int]  # of a microbatch's sequences: the number of the firs
 
 def stretches(plan: Plan, communicator: Communicator) -> list[Stretch]:
     """Return the ranges [first, end) of a microbatch's sequences that this rank has to read from the data."""
-    layouts = dict.fromkeys(layout for readers in plan.readers.values() for layout in readers.values())
-    here = (layout for layout in layouts if layout.present(communicator.coordinates))
-    return list(dict.fromkeys(_stretch(plan, communicator, layout) for layout in here))
+    layouts = dict.fromkeys(layout for readers in plan.reader_layouts.values() for layout in readers.values())
+    present_layouts = (layout for layout in layouts if layout.has_block(communicator.coordinates))
+    return list(dict.fromkeys(_find_stretch(plan, communicator, layout) for layout in present_layouts))
 
 
-def _stretch(plan: Plan, communicator: Communicator, layout: Layout) -> Stretch:
+def _find_stretch(plan: Plan, communicator: Communicator, layout: Layout) -> Stretch:
     """Return the range [first, end) of a microbatch's sequences in this rank's block of data in this layout."""
-    ((start, n),) = block(("batch",), plan.sizes, layout, plan.mesh, communicator.coordinates)
+    ((start, n),) = locate_block(("batch",), plan.sizes, layout, plan.mesh, communicator.coordinates)
     return start, start + n
 
 
@@ -58,49 +58,51 @@ def place(plan: Plan, communicator: Communicator, rows: Mapping[Stretch, Mapping
     block.
     """
 
-    def cut(name: str, layout: Layout) -> Tensor:
+    def cut_block(name: str, layout: Layout) -> Tensor:
         """Return this rank's block [length, batch] of the microbatch's data tensor `name` in this layout, on its
         device."""
-        if not layout.present(communicator.coordinates):
+        if not layout.has_block(communicator.coordinates):
             return torch.empty(0, dtype=torch.int64, device=communicator.device)
-        whole = rows[_stretch(plan, communicator, layout)][name]  # of an array, or of a pass of generation a tensor
-        found = plan.planner.stretches("length", whole.shape[1], layout, communicator.coordinates)
-        parts = [whole[:, first : first + n] for first, n in found]
-        on_host = np.concatenate(parts, 1).T if isinstance(whole, np.ndarray) else torch.cat(parts, 1).t()
-        here = torch.as_tensor(on_host).contiguous()
+        sequences = rows[_find_stretch(plan, communicator, layout)][
+            name
+        ]  # of an array, or of a pass of generation a tensor
+        spans = plan.planner.stretches_of_rank("length", sequences.shape[1], layout, communicator.coordinates)
+        parts = [sequences[:, first : first + n] for first, n in spans]
+        on_host = np.concatenate(parts, 1).T if isinstance(sequences, np.ndarray) else torch.cat(parts, 1).t()
+        host_block = torch.as_tensor(on_host).contiguous()
         # from pageable memory the copy would hold the host
-        mine = here.pin_memory() if communicator.device.type == "cuda" else here
-        out = mine.to(communicator.device, non_blocking=True)
-        if name == "begins" and out.device.type != "cpu":
-            remember(out, on_host)
-        return out
+        pinned_block = host_block.pin_memory() if communicator.device.type == "cuda" else host_block
+        device_block = pinned_block.to(communicator.device, non_blocking=True)
+        if name == "begins" and device_block.device.type != "cpu":
+            note_host_copy(device_block, on_host)
+        return device_block
 
-    out: Blocks = {}
-    for name, readers in plan.readers.items():
-        blocks = {layout: cut(name, layout) for layout in dict.fromkeys(readers.values())}
-        out[name] = {operation: blocks[layout] for operation, layout in readers.items()}
-    return out
+    input_blocks: Blocks = {}
+    for name, readers in plan.reader_layouts.items():
+        blocks = {layout: cut_block(name, layout) for layout in dict.fromkeys(readers.values())}
+        input_blocks[name] = {operation: blocks[layout] for operation, layout in readers.items()}
+    return input_blocks
 
 
-def share_of(plan: Plan, corpus: Corpus, first: int, end: int) -> float:
+def compute_loss_divisor(plan: Plan, corpus: Corpus, first: int, end: int) -> float:
     """Return the divisor that turns the loss summed over training samples [first, end) into a mean: the number of
     labels that count or, if labels have weights, the sum of their magnitudes. Raises ConfigError if no label counts."""
-    if LABEL_WEIGHTS not in plan.readers:
-        return corpus.predicted("train", first, end) or _no_label(corpus, first, end)
+    if LABEL_WEIGHTS not in plan.reader_layouts:
+        return corpus.predicted("train", first, end) or _refuse_missing_labels(corpus, first, end)
     total, at_once = 0.0, plan.sizes["batch"]
     for start in range(first, end, at_once):
-        found = corpus.batch("train", start, min(start + at_once, end))
-        total += float(np.abs(found[LABEL_WEIGHTS])[found["labels"] >= 0].sum())
-    return total or _no_label(corpus, first, end)
+        samples = corpus.batch("train", start, min(start + at_once, end))
+        total += float(np.abs(samples[LABEL_WEIGHTS])[samples["labels"] >= 0].sum())
+    return total or _refuse_missing_labels(corpus, first, end)
 
 
-def _no_label(corpus: Corpus, first: int, end: int) -> NoReturn:
+def _refuse_missing_labels(corpus: Corpus, first: int, end: int) -> NoReturn:
     """Raise ConfigError for a global batch, samples [first, end), without a label that counts: a step needs one."""
-    where = f"training samples {first} to {end - 1}, of which the first is {corpus.name_of('train', first)}"
+    where = f"training samples {first} to {end - 1}, of which the first is {corpus.name_sample('train', first)}"
     raise ConfigError(f"train.global_batch={end - first}: {where}, have no label; nearest legal: a larger one")
 
 
-PipelineOf = Callable[..., PipelineExecutor]  # `StagePasses.pipeline` or `StagePasses.alone`
+PipelineOf = Callable[..., PipelineExecutor]  # `StagePasses.build_pipeline` or `StagePasses.build_lone_stage`
 
 
 class StagePasses:
@@ -120,68 +122,75 @@ class StagePasses:
         """Prepare a rank's passes through its `weights` under `plan`, the plan of one length of sequences. `compiles`:
         True if the run compiles."""
         self.config, self.plan, self.communicator, self.corpus = config, plan, communicator, corpus
-        self.stage = stage = plan.at(communicator.coordinates["stage"])
+        self.stage = stage = plan.stage_part(communicator.coordinates["stage"])
         self.pieces, self.batch = config.model.length // plan.sizes["length"], plan.sizes["batch"]
-        self.model = build_model(at_length(config, plan.sizes["length"]).model)
+        self.model = build_model(fix_sequence_length(config, plan.sizes["length"]).model)
         more = config.model.dropout, compiles, config.parallel.overlap
-        self.ops = ParallelOps(stage, communicator, weights.read, *more)
-        self.ops.residency, self.ops.losses = weights.residency, losses_of(config)
+        self.ops = ParallelOps(stage, communicator, weights.readable_tensors, *more)
+        self.ops.residency, self.ops.losses = weights.residency, loss_functions(config)
         self._weights = weights
         self._parts = {chunk.number: replace(stage, chunks=(chunk,)) for chunk in stage.chunks}
         self._compiled: CompiledRows = {}  # for the executors of all steps
 
-    def pipeline(self, forward: Forward, accumulated: Accumulated = lambda action, done: None) -> PipelineExecutor:
+    def build_pipeline(
+        self, forward: Forward, accumulated: Accumulated = lambda action, done: None
+    ) -> PipelineExecutor:
         """Construct the executor of this stage's row of the schedule. `forward` runs a model chunk on a microbatch;
         `accumulated` is called after a backward action, with the chunk's number if it was that chunk's last, else
         None."""
         dtype = DTYPES[self.stage.precision][0]
         return PipelineExecutor(self.stage, self.communicator, dtype, forward, accumulated, self._compiled)
 
-    def alone(self, forward: Forward, accumulated: Accumulated = lambda action, done: None) -> PipelineExecutor:
-        """Construct an executor as `pipeline` does, but of this pipeline stage without neighbours, for a rehearsal."""
+    def build_lone_stage(
+        self, forward: Forward, accumulated: Accumulated = lambda action, done: None
+    ) -> PipelineExecutor:
+        """Construct an executor as `build_pipeline` does, but of this pipeline stage without neighbours, for a
+        rehearsal."""
         return StageAlone(self.stage, self.communicator, DTYPES[self.stage.precision][0], forward, accumulated)
 
-    def part(self, chunk: Chunk, flow: Activations, split: str, first: int, end: int) -> Activations:
+    def run_chunk(self, chunk: Chunk, flow: Activations, split: str, first: int, end: int) -> Activations:
         """Run a model chunk's forward pass on the microbatch (of all replicas together) that starts at sequence `first`
         of a global batch that ends before `end`, in the data's `split`; return its output activations or loss. `flow`:
         the activations from the previous chunk."""
-        with self.communicator.clock.section("data"):
-            inputs = self.load(split, first, end, chunk)
+        with self.communicator.clock.time_section("data"):
+            inputs = self.load_blocks(split, first, end, chunk)
         residency, self.ops.label_weights = self._weights.residency, inputs.get(LABEL_WEIGHTS, {})
-        self.ops.begin()
+        self.ops.begin_pass()
         if residency:
-            residency.begin(chunk.number)
+            residency.begin_pass(chunk.number)
         if chunk.units:
             out = self.model.part(self.ops, inputs, flow, chunk.units)
         else:
             out = {"loss": self.model.forward(self.ops, inputs)}
         if residency:
-            residency.turn(out)
+            residency.end_forward_pass(out)
         return out
 
-    def load(self, split: str, first: int, end: int | None = None, chunk: Chunk | None = None) -> Blocks:
+    def load_blocks(self, split: str, first: int, end: int | None = None, chunk: Chunk | None = None) -> Blocks:
         """Load this rank's input blocks of the microbatch (of all replicas together) that starts at sequence `first` of
         the data's `split`. `chunk`: the model chunk whose operations read them, None for all of this stage; `end`:
         sequences from there on complete a partial batch, and are padding whose labels do not count."""
 
-        def read(i: int, j: int) -> Mapping[str, Any]:
+        def read_sequences(i: int, j: int) -> Mapping[str, Any]:
             """Read sequences [i, j) of the microbatch from the corpus, by data tensor; rows beyond `end` are padding,
             all -1."""
             stop = first + j if end is None else min(first + j, end)
             start = min(first + i, stop - 1)
             missing = first + j - stop if first + i < stop else j - i
-            found = pieces_of(self.corpus, split, start, stop, self.pieces)
+            sequences = read_sequence_batch(self.corpus, split, start, stop, self.pieces)
             if not missing:
-                return found
-            kept = {name: rows[: j - i - missing] for name, rows in found.items()}
-            return {name: np.pad(rows, ((0, missing), (0, 0)), constant_values=-1) for name, rows in kept.items()}
+                return sequences
+            real_rows = {name: rows[: j - i - missing] for name, rows in sequences.items()}
+            return {name: np.pad(rows, ((0, missing), (0, 0)), constant_values=-1) for name, rows in real_rows.items()}
 
-        part = self._parts[chunk.number] if chunk else self.stage
-        rows = {(i, j): read(i, j) for i, j in stretches(part, self.communicator)}
-        return place(part, self.communicator, rows)
+        stage_plan = self._parts[chunk.number] if chunk else self.stage
+        rows = {(i, j): read_sequences(i, j) for i, j in stretches(stage_plan, self.communicator)}
+        return place(stage_plan, self.communicator, rows)
 
     @torch.no_grad()
-    def evaluate(self, row: tuple[Action, ...], split: str, first: int, end: int, alone: bool = False) -> Tensor:
+    def evaluate_microbatch(
+        self, row: tuple[Action, ...], split: str, first: int, end: int, alone: bool = False
+    ) -> Tensor:
         """Run the forward pass of an evaluation, a stage's `row`, on the microbatch that starts at sample `first` of
         the data's `split` and ends before `end`. Return this rank's summed loss, an fp64 scalar. `alone`: without the
         other stages, for a rehearsal."""
@@ -190,9 +199,9 @@ class StagePasses:
         def forward(chunk: Chunk, _: int, flow: Activations, deferred: Deferred | None) -> Activations:
             """Run a model chunk on the evaluation's microbatch, and add its loss to the total; return its output."""
             self.ops.position = PassPosition(training=False)  # of this pass: its documents make its masks
-            out = self.part(chunk, flow, split, first, end)
+            out = self.run_chunk(chunk, flow, split, first, end)
             total.add_(out.get("loss", 0.0))
             return out
 
-        (self.alone if alone else self.pipeline)(forward).run(row)
+        (self.build_lone_stage if alone else self.build_pipeline)(forward).run_row(row)
         return total

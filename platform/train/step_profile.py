@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from platform.train.replies import Event, PartHead, RankTimeline, part_of
+from platform.train.replies import Event, PartHead, RankTimeline, build_part
 from platform.train.trainer import Trainer
 
 
@@ -25,20 +25,20 @@ class RankProfile:
         on_gpu = [ProfilerActivity.CUDA] * (trainer.communicator.device.type == "cuda")
         self._recorder: Any = profile(activities=[ProfilerActivity.CPU, *on_gpu])
         self._recorder.start()
-        trainer.clock.detail(True)
+        trainer.clock.set_detailed(True)
         trainer.clock.ranges = record_function
 
     def stop(self) -> None:
         """Stop to record this rank's step; its clock makes no ranges any more."""
         trainer = self._trainer
         trainer.clock.ranges = None
-        trainer.clock.detail(trainer.config.monitor.timeline)
+        trainer.clock.set_detailed(trainer.config.monitor.timeline)
         self._recorder.stop()
 
-    def part(self) -> tuple[PartHead, list[Event]]:
+    def export_part(self) -> tuple[PartHead, list[Event]]:
         """Return the record, after `stop`, as a part of the run's profile."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trace.json")
             self._recorder.export_chrome_trace(str(path))
             trace = json.loads(path.read_text(errors="replace"))
-        return part_of(trace, self._trainer.left, self.timeline)
+        return build_part(trace, self._trainer.left, self.timeline)

@@ -13,32 +13,32 @@ import torch
 from torch import Tensor
 
 from platform.config.fields import Config
-from platform.config.ramps import length_at, lengths_from, samples_of
+from platform.config.ramps import find_step_length, list_remaining_lengths, step_sample_range
 from platform.data.corpus import Corpus
 from platform.model.layers import Activations
 from platform.optimizer.learning_rate import learning_rate
-from platform.optimizer.optimizers import OPTIMIZERS, group_parameters, make_optimizer
+from platform.optimizer.optimizers import OPTIMIZERS, build_optimizer, group_parameters
 from platform.optimizer.update_rules import Muon
 from platform.plan.chunks import Chunk
 from platform.plan.plan import Plan
 from platform.plan.schedule import Action, Kind
 from platform.plan.scheme import lent_by_layer
 from platform.plan.simulate import StageRows
-from platform.plan.step_collectives import counted_stretches, counts_at
+from platform.plan.step_collectives import counts_at, grad_norm_slices
 from platform.runtime import flat_buffers
 from platform.runtime.clock import Clock, ClockReading
 from platform.runtime.communicator import Communicator
 from platform.runtime.compilation import Trial
 from platform.runtime.einsum import Deferred
-from platform.runtime.expert_rows import settle
+from platform.runtime.expert_rows import update_router_states
 from platform.runtime.matrices import Factors, Matrices
 from platform.runtime.parallel_ops import ParallelOps, PassPosition, Watched, gradient_squares, is_due
-from platform.runtime.pipeline import sum_tied
+from platform.runtime.pipeline import sum_tied_gradients
 from platform.runtime.progress import PROGRESS
-from platform.train.faults import Fault, armed, flip
+from platform.train.faults import Fault, arm_fault, flip_bit
 from platform.train.rank_parameters import DTYPES, LossScale, Weights
 from platform.train.replies import CollectiveSpan, Differences, RankTimeline, SectionSpan, StepReport
-from platform.train.stage_passes import PipelineOf, StagePasses, share_of
+from platform.train.stage_passes import PipelineOf, StagePasses, compute_loss_divisor
 
 TIMED = ("data", "forward", "backward", "exposed_comm", "bubble", "reduce", "optimizer", "checkpoint")  # by the clock
 SECTIONS = (*TIMED, "other")  # which is the rank's time in a step outside of all these
@@ -75,47 +75,47 @@ class Trainer:
         restored."""
         self.config, self.plan, self.communicator, self.corpus = config, plan, communicator, corpus
         self.settle: Callable[[], None] = lambda: None
-        self.rows, self.stage = rows, plan.at(communicator.coordinates["stage"])
+        self.rows, self.stage = rows, plan.stage_part(communicator.coordinates["stage"])
         overlap = config.parallel.overlap
         self.weights = Weights(self.stage, communicator, config.seed if fresh else None, overlap)
         if config.train.ema:
             self.weights.begin_averages()
-        self._counted = counted_stretches(self.stage, communicator.coordinates)
-        self.optimizer = self._make_optimizer()
+        self._counted = grad_norm_slices(self.stage, communicator.coordinates)
+        self.optimizer = self._build_optimizer()
         self._divides = OPTIMIZERS[config.optimizer.kind].divides and DTYPES[plan.precision][1] == torch.float32
         self.loss_scale = LossScale(config.loss_scale.initial) if plan.precision == "fp16" else None
         self.aligned = config.monitor.timeline
         self.clock = communicator.clock = Clock(communicator.device, detailed=self.aligned)
         self._compiles = config.train.compile == "on"  # the driver has settled auto
         self._of_lengths: dict[int, StagePasses] = {}
-        self.passes = self.of_length(config.model.length)  # of the current step
+        self.passes = self.passes_of_length(config.model.length)  # of the current step
 
-    def _make_optimizer(self) -> torch.optim.Optimizer:
+    def _build_optimizer(self) -> torch.optim.Optimizer:
         """Construct the optimizer of this rank's master weights, without frozen ones, with weight decay for the
         parameters that the model marks."""
-        o, owned, matrices = self.config.optimizer, self.weights.trained, set(self.stage.matrices)
+        o, owned, matrices = self.config.optimizer, self.weights.trainable_masters, set(self.stage.matrices)
         groups = group_parameters(o, self.stage.parameters, owned, matrices)
         nothing = torch.zeros(0, device=self.communicator.device)  # a shard may be all padding, and none is refused
-        optimizer = make_optimizer(groups or [{"params": [nothing]}], o)
+        optimizer = build_optimizer(groups or [{"params": [nothing]}], o)
         if isinstance(optimizer, Muon):
             optimizer.matrices = Matrices(self.stage, self.communicator, self.weights.buckets)
         if self.stage.factored:
             optimizer.factors = Factors(self.stage, self.communicator)  # type: ignore[attr-defined]
         return optimizer
 
-    def of_length(self, length: int) -> StagePasses:
+    def passes_of_length(self, length: int) -> StagePasses:
         """Return the passes of this rank over training sequences of `length` tokens."""
-        if (found := self._of_lengths.get(length)) is None:
-            plan = self.plan.of_length(length)
-            found = StagePasses(self.config, plan, self.communicator, self.corpus, self.weights, self._compiles)
-            self._of_lengths[length] = found
-        return found
+        if (passes := self._of_lengths.get(length)) is None:
+            plan = self.plan.plan_of_length(length)
+            passes = StagePasses(self.config, plan, self.communicator, self.corpus, self.weights, self._compiles)
+            self._of_lengths[length] = passes
+        return passes
 
-    def enter(self, step: int) -> StagePasses:
+    def enter_step(self, step: int) -> StagePasses:
         """Make the passes over sequences of training step `step` current, and return them; drop shorter ones."""
-        length = length_at(self.config, step)
-        self._of_lengths = {n: found for n, found in self._of_lengths.items() if n >= length}
-        self.passes = self.of_length(length)
+        length = find_step_length(self.config, step)
+        self._of_lengths = {n: passes for n, passes in self._of_lengths.items() if n >= length}
+        self.passes = self.passes_of_length(length)
         return self.passes
 
     @property
@@ -139,26 +139,26 @@ class Trainer:
         """
         plan, communicator, clock = self.plan, self.communicator, self.clock
         communicator.moved.clear()
-        self._align()
+        self._align_clocks()
         self._poison = nan if fault and fault.kind == "nan" else 0.0
         if fault and fault.kind == "flip":
-            self.weights.settle()
-            flip(self.weights.owned if plan.zero == 3 else self.weights.compute)
-        clock.entered = armed(fault) if fault and fault.kind not in ("nan", "flip") else None
-        passes = self.enter(step)
+            self.weights.settle_gathers()
+            flip_bit(self.weights.own_masters if plan.zero == 3 else self.weights.compute)
+        clock.entered = arm_fault(fault) if fault and fault.kind not in ("nan", "flip") else None
+        passes = self.enter_step(step)
         watched = Watched(passes.stage, communicator) if is_due(self.config.monitor.layers, step) else None
         passes.ops.watched, passes.ops.routed = watched, {}
-        with clock.section("step"):
+        with clock.time_section("step"):
             loss, norm = self.compute_gradients(step)
             sizes = gradient_squares(self.stage, communicator, self.weights.gradients) if watched else {}
-            with clock.section("reduce"):
+            with clock.time_section("reduce"):
                 differences = verify() if verify else Differences()
             skipped = bool(differences) or not (isfinite(loss) and isfinite(norm) and loss <= limit)
-            with clock.section("optimizer"):
+            with clock.time_section("optimizer"):
                 lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
-                self.weights.drop_gradients() if skipped else self._update(norm, lr)
-        scale, overflowed = self.loss_scale, not differences and self._rescale(loss, norm, skipped)
-        samples, reading = samples_of(self.config.train, step), clock.read()
+                self.weights.drop_gradients() if skipped else self._update_weights(norm, lr)
+        scale, overflowed = self.loss_scale, not differences and self._update_loss_scale(loss, norm, skipped)
+        samples, reading = step_sample_range(self.config.train, step), clock.read_times()
         return StepReport(
             step=step,
             loss=loss,
@@ -171,59 +171,59 @@ class Trainer:
             samples=samples,
             **_clock_times(reading),
             comm_bytes=dict(communicator.moved),
-            peak_memory_bytes=peak_memory(communicator.device),
-            world_size=plan.mesh.size,
+            peak_memory_bytes=read_peak_memory(communicator.device),
+            world_size=plan.mesh.world_size,
             slow=[],
             differences=differences,
             layer_gradients={name: float(x) / (scale.scale**2 if scale else 1) for name, x in sizes.items()},
             layer_activations={n: float(x) / passes.pieces for n, x in watched.sums.items()} if watched else {},
             routed=list(self._routed),
-            timeline=_timeline(reading) if self.clock.detailed else RankTimeline(),
+            timeline=_build_timeline(reading) if self.clock.detailed else RankTimeline(),
         )
 
-    def _align(self) -> None:
+    def _align_clocks(self) -> None:
         """Start this rank's clock of a training step, together with all others' if they are `aligned`."""
         before = time.perf_counter()
         if self.aligned:
             self.communicator.barrier()
             self.left = time.time_ns()
         self.aligning = time.perf_counter() - before
-        self.clock.read()
+        self.clock.read_times()
 
-    def _rescale(self, loss: float, norm: float, skipped: bool) -> bool:
+    def _update_loss_scale(self, loss: float, norm: float, skipped: bool) -> bool:
         """Set the fp16 loss scale for the next training step, if there is one. Return True if it was too large in this
         step, by its loss and gradient norm. `skipped`: True if the step updated nothing."""
         scale, rules = self.loss_scale, self.config.loss_scale
-        overflowed = scale is not None and scale.overflowed(loss, norm, rules)
+        overflowed = scale is not None and scale.has_overflowed(loss, norm, rules)
         if scale and (overflowed or not skipped):
-            self.loss_scale = scale.after_overflow(rules) if overflowed else scale.after_update(rules)
+            self.loss_scale = scale.scale_after_overflow(rules) if overflowed else scale.scale_after_update(rules)
         return overflowed
 
     def compute_gradients(self, step: int) -> tuple[float, float]:
         """Compute this rank's part of the gradient of the global mean loss in training step `step` into
         `weights.gradients`: reduced over the ranks, but not yet clipped, and times the loss scale. Return the loss and
         the whole gradient's 2-norm, both global and without the loss scale."""
-        loss, share = self._forward_backward(step)
-        with self.clock.section("reduce"):
-            reduced = self.weights.finish()
-            sum_tied(self.stage, self.communicator, reduced)
-            self.weights.receive(reduced)
-            squares = flat_buffers.squared_norm(self.communicator, self._counted, reduced)
+        loss, share = self._run_forward_backward(step)
+        with self.clock.time_section("reduce"):
+            reduced = self.weights.finish_reductions()
+            sum_tied_gradients(self.stage, self.communicator, reduced)
+            self.weights.set_gradients(reduced)
+            squares = flat_buffers.local_squared_norm(self.communicator, self._counted, reduced)
             self.settle()
             total, square, *routed = self._sum_over_world(loss, squares + self._poison, counted=True)
             self._routed = list(map(int, routed))
-        return total / share, sqrt(square) / self._scale
+        return total / share, sqrt(square) / self._loss_factor
 
-    def _forward_backward(self, step: int) -> tuple[Tensor, float]:
+    def _run_forward_backward(self, step: int) -> tuple[Tensor, float]:
         """Run training step `step`'s passes; return this rank's summed loss and the divisor of the global sum."""
-        share = share_of(self.plan, self.corpus, *samples_of(self.config.train, step))
-        passes = self.enter(step)
-        return self._run_passes(step, self._row(step), share, passes.pipeline), share
+        share = compute_loss_divisor(self.plan, self.corpus, *step_sample_range(self.config.train, step))
+        passes = self.enter_step(step)
+        return self._run_passes(step, self._stage_actions(step), share, passes.build_pipeline), share
 
-    def _row(self, step: int) -> Sequence[Action]:
+    def _stage_actions(self, step: int) -> Sequence[Action]:
         """Return the actions of this pipeline stage, in order, for the microbatches of training step `step`."""
-        first, end = samples_of(self.config.train, step)
-        return self.rows.step(-(-(end - first) // self.plan.sizes["batch"]))
+        first, end = step_sample_range(self.config.train, step)
+        return self.rows.row_of_step(-(-(end - first) // self.plan.sizes["batch"]))
 
     def _run_passes(self, step: int, row: Sequence[Action], share: float, pipeline_of: PipelineOf) -> Tensor:
         """Run the forward and backward passes of the schedule's `row` on microbatches of training step `step`, and
@@ -231,10 +231,10 @@ class Trainer:
         loss (fp64 scalar). `share`: the divisor of the global batch's loss; `pipeline_of`: constructor of the executor
         of the row."""
         passes, ops = self.passes, self.passes.ops
-        first, end = (passes.pieces * n for n in samples_of(self.config.train, step))
+        first, end = (passes.pieces * n for n in step_sample_range(self.config.train, step))
         total, batch = torch.zeros((), dtype=torch.float64, device=self.communicator.device), passes.batch
-        whole = all(a.kind is not Kind.WEIGHT for a in row)
-        last = {a.chunk: a.microbatch for a in row if whole and a.kind is Kind.BACKWARD}
+        is_unsplit = all(a.kind is not Kind.WEIGHT for a in row)
+        last = {a.chunk: a.microbatch for a in row if is_unsplit and a.kind is Kind.BACKWARD}
 
         def forward(chunk: Chunk, m: int, flow: Activations, deferred: Deferred | None) -> Activations:
             """Run a model chunk's forward pass on microbatch `m` of the training step, adding up the loss, and return
@@ -243,50 +243,52 @@ class Trainer:
             ops.deferred = deferred
             if ops.watched:
                 ops.watched.sequences = max(0, end - first - m * batch)
-            out = passes.part(chunk, flow, "train", first + m * batch, end)
+            out = passes.run_chunk(chunk, flow, "train", first + m * batch, end)
             if last.get(chunk.number) == m:
                 for y in out.values():
-                    y.register_hook(lambda _: self.weights.last(chunk.number))
+                    y.register_hook(lambda _: self.weights.note_last_backward(chunk.number))
             if "loss" in out:
                 total.add_(out["loss"].detach())
-                out = {"loss": out["loss"] / (share / self._scale)}
+                out = {"loss": out["loss"] / (share / self._loss_factor)}
             return out
 
-        def accumulated(action: Action, done: int | None) -> None:
+        def note_backward(action: Action, done: int | None) -> None:
             """Note in the weights that a backward action has added its gradients; `done`: the chunk it ends."""
-            self.weights.passed(action.chunk, done is not None, action.kind is not Kind.INPUT)
+            self.weights.note_backward_end(action.chunk, done is not None, action.kind is not Kind.INPUT)
 
-        self.weights.begin(early=whole)
-        pipeline = pipeline_of(forward, accumulated)
-        pipeline.run(row)
+        self.weights.begin_step(early=is_unsplit)
+        pipeline = pipeline_of(forward, note_backward)
+        pipeline.run_row(row)
         self.peak_live = pipeline.peak_live
         return total
 
-    def rehearse(self, step: int) -> str:
+    def rehearse_steps(self, step: int) -> str:
         """Prepare training steps and evaluations from step `step` on, so that none of them waits for a compiler: run
         the passes of one microbatch on this pipeline stage alone, all ranks together, and drop their results; once for
         each length that sequences are going to have. Where any rank cannot compile something, none runs compiled from
         now on, as replicas must round alike. Return what this rank cannot compile, and why, in a line; "" for nothing.
         """
-        trial, every = Trial(), [self.of_length(n) for n in lengths_from(self.config, step)]
-        row = [action for action in self._row(step) if not action.microbatch]
-        with self.communicator.uncounted():
-            for self.passes in every:
+        trial, passes_by_length = Trial(), [self.passes_of_length(n) for n in list_remaining_lengths(self.config, step)]
+        row = [action for action in self._stage_actions(step) if not action.microbatch]
+        with self.communicator.suspend_counting():
+            for self.passes in passes_by_length:
                 ops, stage = self.passes.ops, self.passes.stage
                 compiler, ops.compiler = ops.compiler, trial
                 for ops.watched in (*([Watched(stage, self.communicator)] if self.config.monitor.layers else []), None):
-                    self._run_passes(step, row, 1.0, self.passes.alone)
-                    self.weights.finish()
+                    self._run_passes(step, row, 1.0, self.passes.build_lone_stage)
+                    self.weights.finish_reductions()
             if self.config.eval.every:
-                self.passes.evaluate(self.rows.forward, "train", *samples_of(self.config.train, step), alone=True)
-        failed = self.communicator.anywhere(bool(trial.failed))
-        for passes in every:
+                self.passes.evaluate_microbatch(
+                    self.rows.forward, "train", *step_sample_range(self.config.train, step), alone=True
+                )
+        failed = self.communicator.is_true_anywhere(bool(trial.failed))
+        for passes in passes_by_length:
             passes.ops.compiler = None if failed else compiler
         self._compiles &= not failed
         return next(iter(trial.failed), "")
 
     @property
-    def _scale(self) -> float:
+    def _loss_factor(self) -> float:
         """Return the factor on the loss before a training step's backward pass: the fp16 loss scale, else 1."""
         return self.loss_scale.scale if self.loss_scale else 1.0
 
@@ -295,65 +297,70 @@ class Trainer:
         return both, and of a training step with `counted` tokens of experts this rank's counts of all layers. The loads
         of balanced layers are summed into `_loads`."""
         mine = loss if counts_at(self.communicator.coordinates, self.plan.loss_layout.axes) else torch.zeros_like(loss)
-        sums, own = torch.stack((mine, squares)), list(self.ops.routed.values()) if counted else []
-        if loads := self.plan.balanced if counted else {}:
+        sums, routed_counts = torch.stack((mine, squares)), list(self.ops.routed.values()) if counted else []
+        if loads := self.plan.load_balancing_routes if counted else {}:
             none = torch.zeros(2, self.plan.sizes["experts"], dtype=torch.int64, device=sums.device)
             sums = torch.cat((sums, *(self.ops.routed.get(name, none)[0] for name in loads)))
-        if world := self.plan.mesh.ordered(self.plan.mesh.axes):
+        if world := self.plan.mesh.order_axes(self.plan.mesh.axes):
             sums = self.communicator.launch("all_reduce", sums, world).wait()
         self._loads = dict(zip(loads, sums[2:].view(len(loads), -1), strict=True)) if loads else {}
-        counts, lends = [sum(own[1:], own[0]).flatten()] if own else [], bool(loads and self.plan.scheme.lent)
-        kept = sums[: len(sums) if lends else 2]
-        found = self.communicator.read(torch.cat([kept, *counts]) if counts else kept)
+        counts, lends = (
+            [sum(routed_counts[1:], routed_counts[0]).flatten()] if routed_counts else [],
+            bool(loads and self.plan.scheme.lent),
+        )
+        shared_sums = sums[: len(sums) if lends else 2]
+        totals = self.communicator.read_numbers(torch.cat([shared_sums, *counts]) if counts else shared_sums)
         if lends:
-            self.communicator.lent = lent_by_layer(list(loads), found[2 : len(kept)], self.plan.scheme)
-        return found[:2] + found[len(kept) :]
+            self.communicator.lent = lent_by_layer(list(loads), totals[2 : len(shared_sums)], self.plan.scheme)
+        return totals[:2] + totals[len(shared_sums) :]
 
-    def _update(self, norm: float, lr: float) -> None:
+    def _update_weights(self, norm: float, lr: float) -> None:
         """Update this rank's weights from their reduced gradients, by the optimizer at learning rate `lr`, with
         gradients clipped to optimizer.clip. `norm`: the whole gradient's 2-norm, without the loss scale."""
         clip = self.config.optimizer.clip
-        factor = (clip / (norm + 1e-6) if clip and norm > clip else 1.0) / self._scale
+        factor = (clip / (norm + 1e-6) if clip and norm > clip else 1.0) / self._loss_factor
         optimizer: Any = self.optimizer
         if factor != 1.0 and self._divides:
             optimizer.grad_scale = torch.full((), 1 / factor, device=self.communicator.device)
-        elif factor != 1.0 and (found := list(self.weights.gradients.values())):  # none where a shard is padding alone
-            torch._foreach_mul_(found, factor)
+        elif factor != 1.0 and (
+            gradients := list(self.weights.gradients.values())
+        ):  # none where a shard is padding alone
+            torch._foreach_mul_(gradients, factor)
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
         optimizer.step()
         if self._divides:
             optimizer.grad_scale = None  # nothing of a step lives on
-        for name, o in self.stage.balanced.items():
+        for name, o in self.stage.load_balancing_routes.items():
             if states := {p.role: self.weights.states[p.name] for p in o.operation.states}:
-                settle(o.operation["router"], states, self._loads[name])
-        self.weights.average(self.config.train.ema)
-        self.weights.refresh(ahead=True)
+                update_router_states(o.operation["router"], states, self._loads[name])
+        self.weights.update_averages(self.config.train.ema)
+        self.weights.refresh_copies(ahead=True)
 
-    def evaluated(self) -> AbstractContextManager[None]:
+    def use_evaluation_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the weights to evaluate are in place: moving averages under eval.averaged."""
-        return self.weights.averaged() if self.config.eval.averaged else nullcontext()
+        return self.weights.use_averages() if self.config.eval.averaged else nullcontext()
 
     @torch.no_grad()
-    def mean_loss(self, split: str, end: int) -> float:
+    def compute_mean_loss(self, split: str, end: int) -> float:
         """Compute the mean loss per token over the first `end` samples of the data's `split`; equal on every rank."""
-        passes = self.of_length(self.config.model.length)
+        passes = self.passes_of_length(self.config.model.length)
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
         for first in range(0, end, passes.batch):
-            PROGRESS.reached(first, end)
-            total += passes.evaluate(self.rows.forward, split, first, end)
+            PROGRESS.note_progress(first, end)
+            total += passes.evaluate_microbatch(self.rows.forward, split, first, end)
         loss, _ = self._sum_over_world(total, torch.zeros_like(total))
         return loss / max(1, self.corpus.predicted(split, 0, end))
 
 
 def _clock_times(reading: ClockReading) -> dict[str, Any]:
     """Return the seconds of a training step from the clock's reading, for the rank's report."""
-    whole, seconds = sum(reading.seconds.values()), {name: reading.seconds.get(name, 0.0) for name in TIMED}
-    seconds["other"] = whole - sum(seconds.values())
-    return {"step_seconds": whole, "seconds": seconds, "waits": reading.waits}
+    step_seconds, seconds = sum(reading.seconds.values()), {name: reading.seconds.get(name, 0.0) for name in TIMED}
+    seconds["other"] = step_seconds - sum(seconds.values())
+    return {"step_seconds": step_seconds, "seconds": seconds, "waits": reading.waits}
 
 
-def _timeline(reading: ClockReading) -> RankTimeline:
+def _build_timeline(reading: ClockReading) -> RankTimeline:
     """Convert the clock's reading of a training step to this rank's timeline: sections, model spans, collectives."""
     return RankTimeline(
         [SectionSpan(*section) for section in reading.sections],
@@ -362,7 +369,7 @@ def _timeline(reading: ClockReading) -> RankTimeline:
     )
 
 
-def peak_memory(device: torch.device) -> int:
+def read_peak_memory(device: torch.device) -> int:
     """Return this process's peak memory in bytes: allocated by torch on a CUDA device, resident set on CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"]

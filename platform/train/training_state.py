@@ -21,44 +21,44 @@ from platform.checkpoint.blocks import (
     Chain,
     HeldTensor,
     Share,
+    list_held_states,
+    list_held_tensors,
+    list_written_parts,
     local_blocks,
-    planned_states,
-    planned_tensors,
-    shares,
     state_name,
 )
 from platform.checkpoint.buffer import Image, LiveBlocks
 from platform.checkpoint.manifest import Corrupt, Manifest, Refused
-from platform.checkpoint.memory_recovery import recover
-from platform.checkpoint.moves import World, fill_blocks, restore
+from platform.checkpoint.memory_recovery import recover_state
+from platform.checkpoint.moves import World, fill_blocks, restore_checkpoint
 from platform.checkpoint.snapshots import NodeSnapshot
-from platform.config.fields import short_hash
-from platform.optimizer.optimizers import AVERAGE, NOT_OF_FACTORED, NOT_OF_MATRICES, SIDES, state_of
+from platform.config.fields import hash_values
+from platform.optimizer.optimizers import AVERAGE, NOT_OF_FACTORED, NOT_OF_MATRICES, SIDES, find_optimizer_state
 from platform.plan.plan import Plan
-from platform.plan.step_collectives import sides
+from platform.plan.step_collectives import matrix_sides
 from platform.runtime.communicator import Communicator
 from platform.runtime.progress import PROGRESS
 from platform.train.rank_parameters import DTYPES, LossScale
 from platform.train.replies import Unrestored
 from platform.train.trainer import Trainer
-from platform.weights.importing import InitialWeights, initial_weights
+from platform.weights.importing import InitialWeights, open_initial_weights
 
 
-def held_of(plan: Plan, moments: Iterable[str]) -> list[HeldTensor]:
+def list_state_tensors(plan: Plan, moments: Iterable[str]) -> list[HeldTensor]:
     """Return all tensors of a run's training state under `plan`, each with its global shape and the ranks that keep its
     blocks: master weights, states without gradient, and the optimizer's `moments` of the trained weights."""
     dtype = DTYPES[plan.precision][1]
-    masters = planned_tensors(plan, "model", dtype)  # moments are laid out like them
+    masters = list_held_tensors(plan, "model", dtype)  # moments are laid out like them
     trained = [h for h in masters if h.name.removeprefix("model.") not in plan.frozen]
-    return [*masters, *planned_states(plan, dtype)] + [
+    return [*masters, *list_held_states(plan, dtype)] + [
         _held_side(plan, h, kind) if kind in SIDES else replace(h, name=kind + h.name.removeprefix("model"))
         for kind in moments
         for h in trained
-        if _is_kept(plan, kind, h.name.removeprefix("model."))
+        if _is_kept_moment(plan, kind, h.name.removeprefix("model."))
     ]
 
 
-def _is_kept(plan: Plan, moment: str, name: str) -> bool:
+def _is_kept_moment(plan: Plan, moment: str, name: str) -> bool:
     """Return True if the optimizer keeps this moment of the trained parameter `name`, as part of the training state."""
     if moment in SIDES:
         return name in plan.factored
@@ -68,15 +68,15 @@ def _is_kept(plan: Plan, moment: str, name: str) -> bool:
 def side_size(plan: Plan, side: str, name: str) -> int:
     """Return the number of rows or columns (`side`) of weight matrices: Adafactor keeps one number for each."""
     p = next(p for p in plan.parameters if p.name == name)
-    return sides(plan, p)[SIDES.index(side)]
+    return matrix_sides(plan, p)[SIDES.index(side)]
 
 
 def _held_side(plan: Plan, h: HeldTensor, side: str) -> HeldTensor:
     """Return Adafactor's row or column statistics (`side`) of a weight `h` as a tensor whole on all ranks of `h`."""
     name = h.name.removeprefix("model.")
-    whole = Box.whole((side_size(plan, side, name),))
+    whole_box = Box.whole_tensor((side_size(plan, side, name),))
     ranks = tuple(sorted({rank for holders in h.holders.values() for rank in holders}))
-    return HeldTensor(f"{side}.{name}", h.dtype, whole.extent, {whole: ranks})
+    return HeldTensor(f"{side}.{name}", h.dtype, whole_box.extent, {whole_box: ranks})
 
 
 class State:
@@ -91,147 +91,159 @@ class State:
         all_gather = partial(all_gather_values, self._communicator)
         self._world = World(
             self._communicator.rank,
-            self._plan.mesh.size,
+            self._plan.mesh.world_size,
             all_gather,
             self._communicator.exchange,
-            note=PROGRESS.reached,
+            note=PROGRESS.note_progress,
         )
         dtype = DTYPES[self._plan.precision][1]
-        own, self._numbers = state_of(trainer.config.optimizer, dtype, self._communicator.device)
-        own += SIDES if self._plan.factored else ()
-        self.moments = own + ([AVERAGE] if trainer.config.train.ema else [])
-        self.held = held_of(self._plan, self.moments)
-        mine = (h.name for h in self.held if any(self._communicator.rank in ranks for ranks in h.holders.values()))
-        self._mine = set(mine)
+        optimizer_moments, self._numbers = find_optimizer_state(
+            trainer.config.optimizer, dtype, self._communicator.device
+        )
+        optimizer_moments += SIDES if self._plan.factored else ()
+        self.moments = optimizer_moments + ([AVERAGE] if trainer.config.train.ema else [])
+        self.held = list_state_tensors(self._plan, self.moments)
+        own_names = (h.name for h in self.held if any(self._communicator.rank in ranks for ranks in h.holders.values()))
+        self._mine = set(own_names)
         self._image: Image | None = None
         self._blocks, self._where = LiveBlocks([]), [-1]  # the blocks, and the addresses of their tensors
 
     @property
-    def image(self) -> Image:
+    def checkpoint_image(self) -> Image:
         """Return the host-memory buffer that holds this rank's checkpoint file before it is written, allocated once."""
         if self._image is None:
-            parts = shares(self.held, self._communicator.rank)
+            parts = list_written_parts(self.held, self._communicator.rank)
             self._image = Image(self._communicator.rank, parts, pinned=self._communicator.device.type == "cuda")
         return self._image
 
-    def blocks(self) -> LiveBlocks:
+    def live_blocks(self) -> LiveBlocks:
         """Return this rank's blocks of the training state, weights and optimizer moments: views of the live tensors,
         for snapshots to copy and restoring to fill. Moments that no update has made yet are zeros."""
         kinds: dict[str, Mapping[str, Tensor]] = {"model": self._trainer.weights.master}
         for moment in self.moments:
-            trained = self._trainer.weights.trained.items()
-            kinds[moment] = {n: self._moment(n, w, moment) for n, w in trained if _is_kept(self._plan, moment, n)}
-        where = [tensor.data_ptr() for tensors in kinds.values() for tensor in tensors.values()]
-        if where != self._where:  # the optimizer may have put another tensor in a moment's place
-            here = self._communicator.coordinates
+            trained = self._trainer.weights.trainable_masters.items()
+            kinds[moment] = {
+                n: self._read_moment(n, w, moment) for n, w in trained if _is_kept_moment(self._plan, moment, n)
+            }
+        addresses = [tensor.data_ptr() for tensors in kinds.values() for tensor in tensors.values()]
+        if addresses != self._where:  # the optimizer may have put another tensor in a moment's place
+            coordinates = self._communicator.coordinates
             laid_out = {kind: tensors for kind, tensors in kinds.items() if kind not in SIDES}
-            found = [b for kind, tensors in laid_out.items() for b in local_blocks(self._plan, kind, tensors, here)]
+            blocks = [
+                b for kind, tensors in laid_out.items() for b in local_blocks(self._plan, kind, tensors, coordinates)
+            ]
             sides = ((f"{kind}.{name}", x) for kind in SIDES for name, x in kinds.get(kind, {}).items())
-            found += [Block(name, Box.whole(x.shape), x) for name, x in sides if name in self._mine]
+            blocks += [Block(name, Box.whole_tensor(x.shape), x) for name, x in sides if name in self._mine]
             states = ((state_name(p), self._trainer.weights.states[p.name]) for p in self._trainer.stage.states)
-            found += [Block(name, Box.whole(x.shape), x) for name, x in states]
-            self._where, self._blocks = where, LiveBlocks(found)
+            blocks += [Block(name, Box.whole_tensor(x.shape), x) for name, x in states]
+            self._where, self._blocks = addresses, LiveBlocks(blocks)
         return self._blocks
 
-    def values(self) -> dict[str, Any]:
+    def read_values(self) -> dict[str, Any]:
         """Return the parts of the training state that are no tensors, as plain data, equal on all ranks: `optimizer`,
         its numbers, such as its count of steps, none before the first update; `loss_scale`, if computed in fp16. {} on
         a rank without parameters."""
         scale = self._trainer.loss_scale
-        for w in self._trainer.weights.trained.values():
-            there = self._of(w)
-            kept = [name for name in self._numbers if name in there]
+        for w in self._trainer.weights.trainable_masters.values():
+            weight_state = self._optimizer_state(w)
+            kept_names = [name for name in self._numbers if name in weight_state]
             device = self._communicator.device
-            found = [torch.as_tensor(there[name], dtype=torch.float64).to(device, non_blocking=True) for name in kept]
-            numbers = dict(zip(kept, self._communicator.read(torch.stack(found)) if found else [], strict=True))
+            tensors = [
+                torch.as_tensor(weight_state[name], dtype=torch.float64).to(device, non_blocking=True)
+                for name in kept_names
+            ]
+            numbers = dict(
+                zip(kept_names, self._communicator.read_numbers(torch.stack(tensors)) if tensors else [], strict=True)
+            )
             return {"optimizer": numbers} | ({"loss_scale": asdict(scale)} if scale else {})
         return {}
 
-    def restore(self, storage: Storage, directory: str, manifest: Manifest) -> None:
+    def restore_checkpoint(self, storage: Storage, directory: str, manifest: Manifest) -> None:
         """Restore this rank's training state from the checkpoint `directory` of any plan; all ranks call it together.
-        Raises the errors of `platform.checkpoint.moves.restore`, and Refused; the state is then undefined."""
-        self._prepare(manifest.meta.values)
-        restore(storage, directory, manifest, self.held, self.blocks(), self._world)
-        self._trainer.weights.refresh()
+        Raises the errors of `platform.checkpoint.moves.restore_checkpoint`, and Refused; the state is then
+        undefined."""
+        self._prepare_state(manifest.meta.values)
+        restore_checkpoint(storage, directory, manifest, self.held, self.live_blocks(), self._world)
+        self._trainer.weights.refresh_copies()
 
-    def begin(self) -> None:
+    def load_initial_weights(self) -> None:
         """Fill this rank's weights from train.init, a checkpoint of any plan or a model saved by transformers;
         optimizer moments and numbers stay as at the start. All ranks call it together. Raises Refused, Corrupt or
         OSError; the weights are then undefined."""
-        found = self._agreed_start()
+        start_weights = self._open_initial_weights()
         held = [h for h in self.held if h.name.startswith("model.")]
-        blocks = [b for b in self.blocks() if b.name.startswith("model.")]
-        fill_blocks(found.pieces, found.fetch, held, blocks, self._world)
-        self._trainer.weights.refresh()
+        blocks = [b for b in self.live_blocks() if b.name.startswith("model.")]
+        fill_blocks(start_weights.pieces, start_weights.fetch, held, blocks, self._world)
+        self._trainer.weights.refresh_copies()
         if AVERAGE in self.moments:
             self._trainer.weights.begin_averages()
 
-    def _agreed_start(self) -> InitialWeights:
+    def _open_initial_weights(self) -> InitialWeights:
         """Open the weights of train.init, and check that all ranks see the same files. Raises Refused on all ranks
         alike if any cannot read them or they differ."""
-        found, said = None, ""
+        start_weights, answer = None, ""
         try:
-            found = initial_weights(self._trainer.config)
-            said = short_hash([[p.name, p.dtype, *p.box, *map(str, p.source)] for p in found.pieces])
+            start_weights = open_initial_weights(self._trainer.config)
+            answer = hash_values([[p.name, p.dtype, *p.box, *map(str, p.source)] for p in start_weights.pieces])
         except (ConfigError, OSError) as error:  # other ranks wait for this one's word
-            said = f"rank {self._communicator.rank}: {error}"
-        every = all_gather_values(self._communicator, [said, found is not None])
-        if failed := [why for why, there in every if not there]:
+            answer = f"rank {self._communicator.rank}: {error}"
+        answers = all_gather_values(self._communicator, [answer, start_weights is not None])
+        if failed := [why for why, is_readable in answers if not is_readable]:
             raise Refused(failed[0])
-        if len({word for word, _ in every}) > 1:
+        if len({word for word, _ in answers}) > 1:
             raise Refused("ranks see different files")
-        assert found
-        return found
+        assert start_weights
+        return start_weights
 
-    def recover(self, survived: Sequence[Chain], node: NodeSnapshot | None) -> None:
+    def recover_state(self, survived: Sequence[Chain], node: NodeSnapshot | None) -> None:
         """Recover this rank's training state from in-memory snapshots of any plan that survivors of a failure can read;
         all ranks call it together. `survived`: chains of blocks with their readers; `node`: snapshot that this rank can
-        read, None if it has none; see `platform.checkpoint.memory_recovery.recover`."""
+        read, None if it has none; see `platform.checkpoint.memory_recovery.recover_state`."""
         known = [values for values in all_gather_values(self._communicator, node.values if node else {}) if values]
         assert all(values == known[0] for values in known), "what is no tensor is alike on all ranks"
-        self._prepare(known[0])
-        recover(survived, node.read if node else _nothing, self.held, self.blocks(), self._world)
-        self._trainer.weights.refresh()
+        self._prepare_state(known[0])
+        recover_state(survived, node.read_part if node else _refuse_read, self.held, self.live_blocks(), self._world)
+        self._trainer.weights.refresh_copies()
 
-    def _prepare(self, values: Mapping[str, Any]) -> None:
+    def _prepare_state(self, values: Mapping[str, Any]) -> None:
         """Prepare this rank's training state to be filled from a checkpoint or snapshot: zero the optimizer's moments,
         and set its numbers and the fp16 loss scale from `values`, which are not trusted. Where these have no loss
         scale, the initial one is set. Raises Refused."""
-        numbers, scale = _numbers(values, self._numbers), values.get("loss_scale")
+        numbers, scale = _read_numbers(values, self._numbers), values.get("loss_scale")
         fresh = numbers.keys() < self._numbers.keys()
         if self._trainer.loss_scale:
             first = LossScale(self._trainer.config.loss_scale.initial)
-            self._trainer.loss_scale = _read(LossScale, scale, "loss scale") if scale else first
-        for parameter, w in self._trainer.weights.trained.items():
-            state = self._of(w)
+            self._trainer.loss_scale = _read_value(LossScale, scale, "loss scale") if scale else first
+        for parameter, w in self._trainer.weights.trainable_masters.items():
+            state = self._optimizer_state(w)
             state.clear()
             if fresh:
                 continue
-            own = (m for m in self.moments if m != AVERAGE and _is_kept(self._plan, m, parameter))
-            state.update({moment: self._zeros(parameter, w, moment) for moment in own})
+            kept_moments = (m for m in self.moments if m != AVERAGE and _is_kept_moment(self._plan, m, parameter))
+            state.update({moment: self._zero_moment(parameter, w, moment) for moment in kept_moments})
             for name, number in self._numbers.items():
                 value = numbers[name]
                 state[name] = torch.full_like(number, value) if isinstance(number, Tensor) else type(number)(value)
 
-    def _moment(self, name: str, w: Tensor, moment: str) -> Tensor:
+    def _read_moment(self, name: str, w: Tensor, moment: str) -> Tensor:
         """Return this optimizer moment or moving average of the master weight `w`; zeros if no update has made it."""
         if moment == AVERAGE:
             return self._trainer.weights.averages[name]
-        found: Tensor | None = self._of(w).get(moment)
-        return self._zeros(name, w, moment) if found is None else found
+        stored_moment: Tensor | None = self._optimizer_state(w).get(moment)
+        return self._zero_moment(name, w, moment) if stored_moment is None else stored_moment
 
-    def _zeros(self, name: str, w: Tensor, moment: str) -> Tensor:
+    def _zero_moment(self, name: str, w: Tensor, moment: str) -> Tensor:
         """Return a zero optimizer moment of the master weight `w`, in place of one that no update has made yet."""
         if moment in SIDES:
             return w.new_zeros(side_size(self._plan, moment, name))
         return torch.zeros_like(w, requires_grad=False)
 
-    def _of(self, w: Tensor) -> dict[str, Any]:
+    def _optimizer_state(self, w: Tensor) -> dict[str, Any]:
         """Return the optimizer's state of the master weight `w`: name -> moment (a tensor) or number."""
         return self._trainer.optimizer.state[w]
 
 
-def tried(fill: Callable[[], None]) -> Unrestored | None:
+def attempt_fill(fill: Callable[[], None]) -> Unrestored | None:
     """Fill the training state from storage by calling `fill`; return None, or why that failed: data that is corrupt,
     refused or cannot be read. The state is then undefined."""
     try:
@@ -250,23 +262,23 @@ def all_gather_values(communicator: Communicator, value: Any) -> list[Any]:
     return [json.loads(text) for text in communicator.all_gather_texts(json.dumps(value))]
 
 
-def _nothing(part: Share, memory: Tensor) -> None:
+def _refuse_read(part: Share, memory: Tensor) -> None:
     """Raise AssertionError, as the snapshot reader of a rank that has no snapshot and must not be asked."""
     raise AssertionError(f"{part.tensor.name} {part.box} is asked of a rank that was not there")
 
 
-def _numbers(values: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, float]:
+def _read_numbers(values: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, float]:
     """Return the optimizer's numbers, e.g. its count of steps, in the untrusted `values` of a saved training state; {}
     before the first update. Raises Refused if one of `names` is missing or no number."""
-    there = values.get("optimizer")
-    kind = Annotated[dict[str, float], OpenMap((), tuple(names) if there else ())]
-    found: dict[str, float] = _read(kind, there, "optimizer")
-    return found
+    stored_numbers = values.get("optimizer")
+    kind = Annotated[dict[str, float], OpenMap((), tuple(names) if stored_numbers else ())]
+    numbers: dict[str, float] = _read_value(kind, stored_numbers, "optimizer")
+    return numbers
 
 
-def _read(kind: Any, value: Any, name: str) -> Any:
+def _read_value(kind: Any, value: Any, name: str) -> Any:
     """Read an untrusted value of a saved training state as the type `kind`. Raises Refused, which calls it `name`."""
     try:
-        return schema.read(kind, value)
+        return schema.parse_value(kind, value)
     except Malformed as error:
         raise Refused(f"the values of its {name}: {error}") from None

@@ -24,19 +24,19 @@ from platform.boundary.schema import Real
 from platform.boundary.storage import open_storage
 from platform.checkpoint.catalogue import load_manifest
 from platform.checkpoint.manifest import FileReport
-from platform.checkpoint.snapshots import RankSnapshots, peers_of
+from platform.checkpoint.snapshots import RankSnapshots, find_peers
 from platform.config.fields import Config, SentConfig
-from platform.data.corpus import corpus_of
+from platform.data.corpus import open_run_corpus
 from platform.optimizer.optimizers import preload_imports
 from platform.plan.layout import Mesh
-from platform.plan.plan_data import digest
+from platform.plan.plan_data import plan_digest
 from platform.plan.simulate import StageRows
-from platform.predict.choose_schedule import groups_of
+from platform.predict.choose_schedule import list_process_groups
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
-from platform.runtime.compilation import deterministic, may_compile, uncompiled
+from platform.runtime.compilation import deterministic_kernels, may_compile, reason_uncompiled
 from platform.runtime.host_memory import HostMemory
-from platform.runtime.process_groups import connected, meet
+from platform.runtime.process_groups import connect_process_groups, meet_ranks
 from platform.runtime.progress import PROGRESS
 from platform.train import environment_proof
 from platform.train.faults import Fault
@@ -56,10 +56,10 @@ from platform.train.replies import (
     Unwritten,
     Written,
 )
-from platform.train.state_recovery import Source, differing, is_divided
-from platform.train.step_report import Combiner, count_rest
+from platform.train.state_recovery import Source, compare_replicas, is_divided
+from platform.train.step_report import Combiner, count_other_seconds
 from platform.train.trainer import Trainer
-from platform.train.training_state import State, all_gather_values, tried
+from platform.train.training_state import State, all_gather_values, attempt_fill
 from platform.train.worker_records import Observed
 
 
@@ -93,7 +93,7 @@ class Worker(Observed):
             setattr(torch.backends.cuda.matmul, f"allow_{kind}_reduced_precision_reduction", False)
         self._order = ExitStack()
         if config.train.deterministic:
-            self._order.enter_context(deterministic(may_compile(config.train.compile, device)))
+            self._order.enter_context(deterministic_kernels(may_compile(config.train.compile, device)))
         preload_imports(self.config.optimizer)
 
     def form(
@@ -116,24 +116,26 @@ class Worker(Observed):
         if self.communicator:
             raise RuntimeError("this worker is still in the generation before; it has to leave that first")
         if (config, stage_of) != self._planned:  # it is the same where a spare has taken a seat
-            self._configure(config)
+            self._apply_config(config)
             self.plan = make_plan(self.config, stage_of=stage_of)
             self._planned = config, stage_of
         self.rank, self.world_size, self.generation = rank, world_size, generation
-        if plan and (own := digest(self.plan)) != plan:
-            raise ValueError(f"this worker plans {own}, and the driver {plan}: they run different code")
-        if self.plan.mesh.size != world_size:
-            raise ValueError(f"the plan is for {self.plan.mesh.size} workers, the world has {world_size}")
+        if plan and (own_digest := plan_digest(self.plan)) != plan:
+            raise ValueError(f"this worker plans {own_digest}, and the driver {plan}: they run different code")
+        if self.plan.mesh.world_size != world_size:
+            raise ValueError(f"the plan is for {self.plan.mesh.world_size} workers, the world has {world_size}")
         mesh = self.plan.mesh
-        device = self._local_device()
+        device = self._select_device()
         if world_size == 1:
             self.communicator = SingleRank(mesh, device)
         else:
-            groups = groups_of(self.config, self.plan)
-            self.communicator = connected(mesh, rank, store, generation, groups, device, self.plan.neighbours)
+            groups = list_process_groups(self.config, self.plan)
+            self.communicator = connect_process_groups(
+                mesh, rank, store, generation, groups, device, self.plan.neighbour_stages
+            )
         if self.config.monitor.log_launches:
             self.communicator.log = []
-        return Joined(rank, mesh.coordinates(rank), os.getpid(), socket.gethostname())
+        return Joined(rank, mesh.rank_coordinates(rank), os.getpid(), socket.gethostname())
 
     def build(
         self,
@@ -144,46 +146,46 @@ class Worker(Observed):
         fresh: bool = True,
     ) -> Built:
         """Build this rank's weights, optimizer and data in the mesh that it has joined; return their size and the
-        device's. `rows`: the schedule rows of this stage, from `platform.plan.simulate.StageRows.plain`;
+        device's. `rows`: the schedule rows of this stage, from `platform.plan.simulate.StageRows.encode_rows`;
         `domains`: the node of every rank, None if all run on one; `corpus`: the folder in which the driver has found
         the tokens, "" for none; `reach`: axes of collectives -> the widest tier of the cluster that their groups span;
         `fresh`: True gives the weights their initial values; False if `restore` or `recover` follows."""
         assert self.communicator
-        c, lacking = self._settled()
+        c, lacking = self._settle_compilation()
         self._unheld = None
-        data = corpus_of(c, entry=corpus)
-        self.trainer = Trainer(c, self.plan, self.communicator, data, StageRows.from_plain(rows), fresh)
+        data = open_run_corpus(c, entry=corpus)
+        self.trainer = Trainer(c, self.plan, self.communicator, data, StageRows.decode_rows(rows), fresh)
         self.state = State(self.trainer)
         self.combiner = Combiner(self.plan, self.communicator, c.elastic.slow, c.monitor.layers, reach or {})
-        GAUGES.start(self.communicator.device)
+        GAUGES.start_reading(self.communicator.device)
         shared = False
-        if c.elastic.interval:
+        if c.elastic.snapshot_interval:
             nodes, all_gather = domains or [""] * self.world_size, partial(all_gather_values, self.communicator)
-            how = {"divided": is_divided(c), "pinned": self.device == "cuda"}
-            memory = RankSnapshots.open(self.state.held, nodes, self.rank, all_gather, **how)
-            self.communicator.connect(peers_of(memory.held.copies, self.rank))
+            options = {"divided": is_divided(c), "pinned": self.device == "cuda"}
+            memory = RankSnapshots.open(self.state.held, nodes, self.rank, all_gather, **options)
+            self.communicator.connect_peers(find_peers(memory.held.copies, self.rank))
             self.memories[self.generation], shared = memory, memory.held.shared
         device = torch.cuda.get_device_properties() if self.device == "cuda" else None
-        parameters = self.plan.parameters_at(self.communicator.coordinates)
+        parameters = self.plan.count_parameters_of_rank(self.communicator.coordinates)
         name, capacity = (device.name, device.total_memory) if device else ("cpu", None)
         return Built(parameters, name, capacity, self.state.moments, lacking, shared)
 
-    def _settled(self) -> tuple[Config, str]:
+    def _settle_compilation(self) -> tuple[Config, str]:
         """Settle whether this worker compiles: return the configuration with train.compile `on` or `off`, alike on all
         ranks, and, if `auto` would compile but a worker cannot, the reason, else "". Raises RuntimeError if
         train.compile is `on` and this worker cannot."""
         c, asked = self.config, self.config.train.compile
-        why = uncompiled(asked, self.device)
+        why = reason_uncompiled(asked, self.device)
         if asked == "on" and why:
             raise RuntimeError(f"train.compile=on: {why}")
         tried = asked == "auto" and self.device == "cuda"
-        if tried and self.communicator and self.communicator.anywhere(bool(why)):
+        if tried and self.communicator and self.communicator.is_true_anywhere(bool(why)):
             why = why or "another worker has no compiler"
         return replace(c, train=replace(c.train, compile="off" if why else "on")), why if tried else ""
 
     def rehearse(self, step: int) -> str:
         """Prepare compiled code for steps from `step` on; return why this rank cannot, else "": see `Trainer`."""
-        return str(self.trainer.rehearse(step))
+        return str(self.trainer.rehearse_steps(step))
 
     def step(self, step: int, limit: float = inf, faults: list[Fault] | None = None) -> StepReport | Taken:
         """Run training step `step` (from 1) on this rank, see `Trainer.step`, and snapshot the state to host memory
@@ -191,31 +193,31 @@ class Worker(Observed):
         ranks if this is rank 0, else an acknowledgement. `limit`: the most that the loss may be for an update;
         `faults`: all failures to be injected in this step, on any rank."""
         assert self.communicator
-        begun = time.perf_counter() - PROGRESS.since_ordered()
+        begun = time.perf_counter() - PROGRESS.seconds_in_call()
         self._forget_generations()
         self._begin_snapshot()
-        mine = [fault for fault in faults or () if fault.rank == self.rank]
-        verified = self.config.train.verify_every
-        verify = partial(self._verify, step) if verified and step % verified == 0 else None
-        report = self.trainer.step(step, limit, next(iter(mine), None), verify)
-        self._noted(report)
+        own_faults = [fault for fault in faults or () if fault.rank == self.rank]
+        verify_interval = self.config.train.verify_every
+        verify = partial(self._compare_replicas, step) if verify_interval and step % verify_interval == 0 else None
+        report = self.trainer.step(step, limit, next(iter(own_faults), None), verify)
+        self._move_timeline(report)
         skips = report.overflowed or (self.config.train.on_spike == "skip" and not report.differences)
         done = skips or not report.skipped
-        if (every := self.config.elastic.interval) and step % every == 0 and done:
+        if (snapshot_interval := self.config.elastic.snapshot_interval) and step % snapshot_interval == 0 and done:
             if self.late:
                 self._unheld = step
             else:
-                report.seconds["checkpoint"] += (seconds := self._hold(step))
+                report.seconds["checkpoint"] += (seconds := self._take_snapshot(step))
                 report.step_seconds += seconds
         report.gauges = GAUGES.take_means()
-        if (memory := self.memories.get(self.generation)) and memory.steps:
-            report.held = memory.steps[-1]
+        if (memory := self.memories.get(self.generation)) and memory.complete_steps:
+            report.held = memory.complete_steps[-1]
         if self.communicator.log is not None:
             self._write_launches(self.communicator.log)
-        self.communicator.confirm()  # an update from collectives that were interrupted is not acknowledged
-        count_rest(report, time.perf_counter() - begun - self.trainer.aligning)
-        combined = self.combiner.together(report)
-        self.communicator.confirm()
+        self.communicator.confirm_uninterrupted()  # an update from interrupted collectives is not acknowledged
+        count_other_seconds(report, time.perf_counter() - begun - self.trainer.aligning)
+        combined = self.combiner.combine_reports(report)
+        self.communicator.confirm_uninterrupted()
         return combined
 
     def lead(self, step: int, limit: float = inf, faults: list[Fault] | None = None) -> StepReport | Taken:
@@ -223,31 +225,31 @@ class Worker(Observed):
         take the step with them, as `Worker.step` does. Return the report of all ranks, each of which has done its
         update."""
         assert self.communicator
-        self.communicator.announce(json.dumps([step, limit, list(map(vars, faults or ()))]))
-        PROGRESS.ordered()  # others may have been late to take it
+        self.communicator.broadcast_text(json.dumps([step, limit, list(map(vars, faults or ()))]))
+        PROGRESS.restart_call_clock()  # others may have been late to take it
         return self.step(step, limit, faults)
 
     def follow(self) -> None:
         """Take the training steps that rank 0 passes on to this worker, until rank 0 calls `let_go`."""
         assert self.communicator
-        while order := self.communicator.announce():
-            step, limit, faults = schema.read(tuple[int, Real, list[Fault]], json.loads(order))
-            PROGRESS.begin(f"step({step})")
+        while order := self.communicator.broadcast_text():
+            step, limit, faults = schema.parse_value(tuple[int, Real, list[Fault]], json.loads(order))
+            PROGRESS.begin_call(f"step({step})")
             self.step(step, limit, faults)
 
     def let_go(self) -> None:
         """Release all other workers from `follow`, so that the driver may call them again. Called on rank 0 alone."""
         assert self.communicator
-        self.communicator.announce("")
+        self.communicator.broadcast_text("")
 
     def rest(self) -> None:
         """Return at once: the reply shows the driver that this worker is not in an earlier call any more."""
 
-    def _verify(self, step: int) -> Differences:
+    def _compare_replicas(self, step: int) -> Differences:
         """Compare this worker's weights and optimizer state with its replicas' before the update of step `step`."""
         memory = self.memories.get(self.generation)
-        before = memory.at(step - 1) if memory and step - 1 in memory.steps else None
-        return differing(self.trainer, self.state, before)
+        before = memory.find_snapshot(step - 1) if memory and step - 1 in memory.complete_steps else None
+        return compare_replicas(self.trainer, self.state, before)
 
     def _forget_generations(self) -> None:
         """Drop the in-memory snapshots that this worker took under earlier meshes (generations), to free host memory.
@@ -257,32 +259,34 @@ class Worker(Observed):
 
     def _begin_snapshot(self) -> None:
         """Begin this worker's in-memory snapshot of the state after the last training step, if one is due. It is copied
-        and passed on to peers while the next step runs, whose update waits until `_settle` has finished it. It
+        and passed on to peers while the next step runs, whose update waits until `_finish_snapshot` has finished it. It
         overwrites the snapshot before the newest only now, when the driver knows that all ranks have the newest."""
         assert self.communicator
-        self.trainer.settle = self._settle
+        self.trainer.settle = self._finish_snapshot
         if self._unheld is not None:
             step, self._unheld = self._unheld, None
             transfer = self.communicator.transfer
-            self.memories[self.generation].begin(step, self.state.blocks(), self.state.values, transfer)
+            self.memories[self.generation].begin_snapshot(
+                step, self.state.live_blocks(), self.state.read_values, transfer
+            )
 
-    def _settle(self) -> None:
+    def _finish_snapshot(self) -> None:
         """Finish the in-memory snapshot begun before this training step, if any, before weights are updated."""
-        if (memory := self.memories.get(self.generation)) and memory.begun:
-            with self.trainer.clock.section("checkpoint"), self.trainer.clock.waiting_for_device():
-                memory.finish()
+        if (memory := self.memories.get(self.generation)) and memory.has_begun:
+            with self.trainer.clock.time_section("checkpoint"), self.trainer.clock.waiting_for_device():
+                memory.finish_snapshot()
 
     def hold(self, step: int) -> None:
         """Take the in-memory snapshot after training step `step` now, as the driver will re-form the mesh from it."""
         self._unheld = None
-        self._hold(step)
+        self._take_snapshot(step)
 
-    def _hold(self, step: int) -> float:
+    def _take_snapshot(self, step: int) -> float:
         """Take a snapshot of this rank's training state after step `step` to host memory, and wait until peers have its
         copies; all ranks call it together. Return the seconds taken."""
         self._unheld, begin = step, time.perf_counter()
         self._begin_snapshot()
-        self._settle()
+        self._finish_snapshot()
         return time.perf_counter() - begin
 
     def gather(self, source: Source, rank: int, store: tuple[str, int], generation: str) -> None:
@@ -290,35 +294,37 @@ class Worker(Observed):
         get no rank: the others receive the parts that only these hold. Called on all `gathered` members of the source,
         each with its index among them as `rank`. Their connections, made in `store` under the prefix `generation`,
         serve this call only: `leave` follows."""
-        mesh = Mesh.of({"data": len(source.gathered)})
-        with PROGRESS.waiting("gather"):
-            self.communicator = communicator = HostMemory(mesh, rank, meet(mesh.size, store, generation))
+        mesh = Mesh.arrange_axes({"data": len(source.gathered)})
+        with PROGRESS.mark_waiting("gather"):
+            self.communicator = communicator = HostMemory(mesh, rank, meet_ranks(mesh.world_size, store, generation))
         memory = self.memories[source.generation]
-        passed = source.gathering(memory.held)[1]
-        communicator.connect(peers_of(passed, rank))
-        memory.take_over(passed, source.step, rank, communicator.transfer, source.distrusted)
+        passed = source.plan_gathering(memory.held)[1]
+        communicator.connect_peers(find_peers(passed, rank))
+        memory.exchange_handovers(passed, source.step, rank, communicator.transfer, source.distrusted)
 
     def recover(self, source: Source) -> None:
         """Recover this rank's training state from `source`, snapshots in survivors' memory, and snapshot it under this
         generation's plan, lest a failure at once lose it. All ranks call it together, also ranks that hold nothing."""
-        memory = self.memories[source.generation] if self.rank in source.ranks.values() else None
+        memory = self.memories[source.generation] if self.rank in source.new_rank_by_old.values() else None
         if memory:
-            memory.keep_only(source.step)
-        survived = source.survived(memory.held if memory else source.formed.held())
-        self.state.recover(survived, memory.of_node(source.step, source.distrusted) if memory else None)
-        self._hold(source.step)
+            memory.keep_only_step(source.step)
+        survived = source.list_surviving_chains(memory.held if memory else source.formed.build_memory_map())
+        self.state.recover_state(
+            survived, memory.open_node_snapshot(source.step, source.distrusted) if memory else None
+        )
+        self._take_snapshot(source.step)
 
     def snapshot(self) -> Copied:
         """Copy this rank's share of the training state to host memory, for a checkpoint that `write` then writes."""
-        self.state.image.fill(self.state.blocks())
+        self.state.checkpoint_image.fill_parts(self.state.live_blocks())
         tensors = {h.name: list(h.shape) for h in self.state.held} if self.rank == 0 else {}
-        return Copied(tensors, self.state.values())
+        return Copied(tensors, self.state.read_values())
 
     def write(self, directory: str) -> None:
         """Start a thread that writes this rank's last `snapshot` to `directory` of the checkpoint storage."""
-        storage = open_storage(environment_proof.home(self.config))
+        storage = open_storage(environment_proof.find_checkpoint_url(self.config))
         writer = futures.ThreadPoolExecutor(1, "checkpoint")
-        self._written = writer.submit(self.state.image.write, storage, directory)
+        self._written = writer.submit(self.state.checkpoint_image.write_file, storage, directory)
         writer.shutdown(wait=False)  # its thread ends after the write
 
     def written(self, seconds: float) -> FileReport | Unwritten | None:
@@ -331,46 +337,51 @@ class Worker(Observed):
         except OSError as error:
             return Unwritten(error_line(error))
 
-    def restore(self, directory: str, own: bool = False) -> Unrestored | None:
+    def restore(self, directory: str, own_storage: bool = False) -> Unrestored | None:
         """Restore this rank's training state from the checkpoint `directory`, of any plan, in the storage that the run
-        resumes from or, if `own`, saves to. Return None on success, else why the state is undefined now, alike on all
-        ranks."""
-        storage = open_storage(environment_proof.home(self.config) if own else environment_proof.source(self.config)[0])
+        resumes from or, if `own_storage`, saves to. Return None on success, else why the state is undefined now, alike
+        on all ranks."""
+        storage = open_storage(
+            environment_proof.find_checkpoint_url(self.config)
+            if own_storage
+            else environment_proof.find_resume_source(self.config)[0]
+        )
         manifest = load_manifest(storage, directory)  # an error here concerns this rank alone, and fails it
-        failed = tried(lambda: self.state.restore(storage, directory, manifest))
-        if self.config.elastic.interval and not failed:
-            self._hold(manifest.meta.step)
+        failed = attempt_fill(lambda: self.state.restore_checkpoint(storage, directory, manifest))
+        if self.config.elastic.snapshot_interval and not failed:
+            self._take_snapshot(manifest.meta.step)
         return failed
 
     def begin(self) -> Unrestored | None:
         """Fill this worker's weights from train.init; return None, or why they are undefined, on all ranks alike."""
-        return tried(self.state.begin)
+        return attempt_fill(self.state.load_initial_weights)
 
     def evaluate(self, samples: dict[str, int]) -> dict[str, float]:
         """Return the mean loss per token of each data split over its first samples; `samples`: split -> count."""
-        with self.trainer.evaluated():
-            return {split: self.trainer.mean_loss(split, count) for split, count in samples.items()}
+        with self.trainer.use_evaluation_weights():
+            return {split: self.trainer.compute_mean_loss(split, count) for split, count in samples.items()}
 
     @contextmanager
-    def _answering(self) -> Iterator[Generator]:
+    def _use_generator(self) -> Iterator[Generator]:
         """Yield this worker's generator of texts, with the weights to be evaluated in place. The clock's records of
         this time are dropped: they belong to no training step, and an evaluation may have very many passes."""
         assert self.communicator
         if self._generator is None:
             self._generator = Generator(self.config, self.plan, self.communicator, self.trainer.weights)
-        with self.trainer.evaluated():
+        with self.trainer.use_evaluation_weights():
             yield self._generator
-        self.trainer.clock.read()
+        self.trainer.clock.read_times()
 
-    def continue_texts(self, texts: AskedTexts, tokens: int, how: Choice, ends: list[int]) -> list[Written]:
-        """Generate a continuation of each text, up to `tokens` tokens, on all ranks together; see `Generator.write`."""
-        with self._answering() as generator:
-            return generator.write(texts, tokens, how, ends)
+    def continue_texts(self, texts: AskedTexts, tokens: int, rule: Choice, ends: list[int]) -> list[Written]:
+        """Generate a continuation of each text, up to `tokens` tokens, on all ranks together; see
+        `Generator.continue_texts`."""
+        with self._use_generator() as generator:
+            return generator.continue_texts(texts, tokens, rule, ends)
 
     def score_texts(self, texts: AskedTexts, starts: list[int]) -> list[Scored]:
-        """Score each text from its token number `starts[i]` on, on all ranks together; see `Generator.score`."""
-        with self._answering() as generator:
-            return generator.score(texts, starts)
+        """Score each text from its token number `starts[i]` on, on all ranks together; see `Generator.score_texts`."""
+        with self._use_generator() as generator:
+            return generator.score_texts(texts, starts)
 
     def abort(self) -> None:
         """Interrupt this worker's call that waits in a collective, from another thread: it raises if possible."""
@@ -385,7 +396,7 @@ class Worker(Observed):
         self._end_recording()
         communicator, self.communicator = self.communicator, None
         for memory in self.memories.values():
-            memory.abandon()
+            memory.abandon_snapshot()
         self.trainer = self.state = self.combiner = self._generator = None
         if communicator:
             communicator.close()

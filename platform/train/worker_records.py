@@ -14,20 +14,20 @@ import torch
 
 from platform.boundary.documents import error_line
 from platform.boundary.local_files import replace_text
-from platform.boundary.redaction import redact
+from platform.boundary.redaction import redact_secrets
 from platform.boundary.refusals import ConfigError
-from platform.boundary.terminal import print_line, tolerated
+from platform.boundary.terminal import print_line, tolerate_write_error
 from platform.config.extensions import load_extensions
 from platform.config.fields import Config
 from platform.plan.layout import Mesh
 from platform.runtime.communicator import Communicator, Launch
-from platform.runtime.compilation import lacking, uncompiled
-from platform.runtime.process_groups import connected
-from platform.runtime.progress import PROGRESS, stacks
-from platform.train.calibration_rates import collective_rates, in_groups, kernel_rates
-from platform.train.environment_proof import proof
-from platform.train.gauges import flight_records
-from platform.train.measurements import CONNECTIONS, FULL, QUICK, TOGETHER, findings
+from platform.runtime.compilation import reason_kernel_fails, reason_uncompiled
+from platform.runtime.process_groups import connect_process_groups
+from platform.runtime.progress import PROGRESS, frames_of_other_threads
+from platform.train.calibration_rates import connect_groups, measure_collective_rates, measure_kernel_rates
+from platform.train.environment_proof import describe_environment
+from platform.train.gauges import read_flight_records
+from platform.train.measurements import CONNECTIONS, FULL, QUICK, TOGETHER, measure_worker
 from platform.train.rank_parameters import DTYPES
 from platform.train.replies import (
     DUMP,
@@ -54,11 +54,11 @@ class Candidate:
 
     def __init__(self, config: Config, device: str, run_dir: str):
         """Initialise a worker without a rank yet, on `device` (cpu | cuda). Raises ConfigError if `extend` fails."""
-        self._configure(config)
+        self._apply_config(config)
         self.run_dir, self.device = Path(run_dir), device
         self.communicator: Communicator | None = None
 
-    def _configure(self, config: Config) -> None:
+    def _apply_config(self, config: Config) -> None:
         """Set this worker's configuration and import the user's modules in `extend`. Raises ConfigError."""
         self.config = config
         if mistakes := load_extensions(self.config.extend):
@@ -71,10 +71,10 @@ class Candidate:
         train, m = self.config.train, self.config.model
         dtype, d_kv = DTYPES[self.config.precision][0], m.d_kv or m.d_model // m.heads
         lacks = {
-            "train.compile": uncompiled("on", self.device) if train.compile == "on" else "",
-            "train.attention_kernel": lacking(train.attention_kernel, self.device, dtype, d_kv, m.d_value),
+            "train.compile": reason_uncompiled("on", self.device) if train.compile == "on" else "",
+            "train.attention_kernel": reason_kernel_fails(train.attention_kernel, self.device, dtype, d_kv, m.d_value),
         }
-        return proof(self.config, self.run_dir, probe, {key: why for key, why in lacks.items() if why})
+        return describe_environment(self.config, self.run_dir, probe, {key: why for key, why in lacks.items() if why})
 
     def read_clock(self) -> float:
         """Return this worker's clock, in seconds since the epoch, for the doctor to compare with the driver's."""
@@ -82,8 +82,8 @@ class Candidate:
 
     def examine(self, thorough: bool) -> Findings:
         """Measure this worker's device and storage for the doctor; `thorough`: at larger sizes, which take seconds."""
-        self._local_device()
-        return findings(self.config, self.run_dir, self.device, FULL if thorough else QUICK)
+        self._select_device()
+        return measure_worker(self.config, self.run_dir, self.device, FULL if thorough else QUICK)
 
     def examine_connection(
         self, check: str, index: int, size: int, name: str, store: tuple[str, int], thorough: bool
@@ -92,9 +92,9 @@ class Candidate:
         together. `check`: the measurement, link (a pair) | node (all workers of a node); `index`: this worker's place
         among the `size` of its group; `name`: the group's name in `store`, the driver's TCPStore (host, port);
         `thorough`: True for larger transfers. `leave` must follow."""
-        mesh, device = Mesh.of({"stage": 1, TOGETHER: size}), self._local_device()
+        mesh, device = Mesh.arrange_axes({"stage": 1, TOGETHER: size}), self._select_device()
         try:
-            self.communicator = connected(mesh, index, store, f"doctor/{name}", [(TOGETHER,)], device)
+            self.communicator = connect_process_groups(mesh, index, store, f"doctor/{name}", [(TOGETHER,)], device)
             return CONNECTIONS[check](self.communicator, FULL if thorough else QUICK)
         except Exception as error:
             return Findings(errors={check: error_line(error)})
@@ -105,17 +105,17 @@ class Candidate:
         self, rank: int, shape: tuple[int, int], name: str, store: tuple[str, int], tiny: bool
     ) -> Rates:
         """Measure how fast this worker computes, while all others do, which call this together."""
-        self.communicator = in_groups(rank, shape, name, store, self._local_device())
-        return kernel_rates(self.communicator, self.config, tiny)
+        self.communicator = connect_groups(rank, shape, name, store, self._select_device())
+        return measure_kernel_rates(self.communicator, self.config, tiny)
 
     def measure_collectives(
         self, rank: int, shape: tuple[int, int], name: str, store: tuple[str, int], tiny: bool
     ) -> Rates:
         """Measure collectives and messages in this worker's group, while all groups do, which call this together."""
-        self.communicator = in_groups(rank, shape, name, store, self._local_device())
-        return collective_rates(self.communicator, tiny)
+        self.communicator = connect_groups(rank, shape, name, store, self._select_device())
+        return measure_collective_rates(self.communicator, tiny)
 
-    def _local_device(self) -> str:
+    def _select_device(self) -> str:
         """Return this worker process's torch device, "cpu" or "cuda:0", and make that GPU torch's current one."""
         if self.device != "cuda":
             return self.device
@@ -141,7 +141,7 @@ class Observed(Candidate):
         self._end_recording()
         self.trainer.aligned = True
         try:
-            with PROGRESS.preparing("profile"):
+            with PROGRESS.mark_preparing("profile"):
                 self._profile = RankProfile(self.trainer, step) if self.rank in ranks else None
         except Exception as error:  # a run needs no profile
             return error_line(error)
@@ -152,18 +152,20 @@ class Observed(Candidate):
         this rank was not profiled."""
         assert self.trainer
         self.trainer.aligned = self.config.monitor.timeline
-        if (found := self._profile) is None:
+        if (profile := self._profile) is None:
             return None
-        with PROGRESS.preparing("profile"):
+        with PROGRESS.mark_preparing("profile"):
             self._end_recording()
             try:
-                head, events = found.part()
-                size = write_part(PartName(found.step, self.generation, self.rank).path(self.run_dir), head, events)
+                head, events = profile.export_part()
+                size = write_part(
+                    PartName(profile.step, self.generation, self.rank).file_path(self.run_dir), head, events
+                )
             except Exception as error:  # likewise
                 return PartWritten(0, 0, 0, error_line(error))
         return PartWritten(head.events, head.cut, size)
 
-    def _noted(self, report: StepReport) -> None:
+    def _move_timeline(self, report: StepReport) -> None:
         """Move the timeline in this rank's report on a training step into the step's profile, if there is one."""
         if self._profile:
             self._profile.timeline = report.timeline
@@ -174,13 +176,15 @@ class Observed(Candidate):
         """Write into the run directory's dump `name` where this worker stands: its sections, the collective that it
         waits for, the stacks of all its threads, and torch's records of its last collectives. Called by another thread
         while a call does not go on."""
-        here, folder, now = PROGRESS.here(), self.run_dir / DUMP / name, time.time()
+        progress, folder, now = PROGRESS.current_activity(), self.run_dir / DUMP / name, time.time()
         folder.mkdir(0o700, parents=True, exist_ok=True)
-        threads = ["\n".join([f"{thread}:", *frames, ""]) for thread, frames in stacks().items()]
-        replace_text(folder / f"rank-{self.rank}.stacks.txt", redact("\n".join(threads)))
-        trainer, communicator, records = self.trainer, self.communicator, flight_records()
+        threads = ["\n".join([f"{thread}:", *frames, ""]) for thread, frames in frames_of_other_threads().items()]
+        replace_text(folder / f"rank-{self.rank}.stacks.txt", redact_secrets("\n".join(threads)))
+        trainer, communicator, records = self.trainer, self.communicator, read_flight_records()
         for backend, record in records.items():
-            replace_text(folder / f"rank-{self.rank}.{backend}.json", json.dumps(redact(record), indent=1) + "\n")
+            replace_text(
+                folder / f"rank-{self.rank}.{backend}.json", json.dumps(redact_secrets(record), indent=1) + "\n"
+            )
         stand = Stand(
             now,
             self.rank,
@@ -188,27 +192,27 @@ class Observed(Candidate):
             self.generation,
             socket.gethostname(),
             os.getpid(),
-            here.call,
-            trainer.clock.path if trainer else [here.section] * bool(here.section),
-            here.waiting,
-            here.seconds,
-            here.wait,
+            progress.call,
+            trainer.clock.open_sections if trainer else [progress.section] * bool(progress.section),
+            progress.waiting,
+            progress.seconds,
+            progress.wait,
             {"+".join(of): n for of, n in [*communicator.launched.items()]} if communicator else {},
             [*records],
         )
-        replace_text(stand_path(folder, self.rank), json.dumps(redact(asdict(stand)), indent=1) + "\n")
+        replace_text(stand_path(folder, self.rank), json.dumps(redact_secrets(asdict(stand)), indent=1) + "\n")
 
     def _end_recording(self) -> None:
         """End the profile under way, if any."""
-        found, self._profile = self._profile, None
-        if found:
+        profile, self._profile = self._profile, None
+        if profile:
             with suppress(RuntimeError):  # of a device that no longer works
-                found.stop()
+                profile.stop()
 
     def _write_launches(self, log: list[Launch]) -> None:
         """Append this rank's log of collectives to logs/launches-RANK.jsonl, and empty it; only warn if that fails."""
         path = self.run_dir / "logs" / f"launches-{self.rank}.jsonl"
-        with tolerated(print_line, str(path)):
+        with tolerate_write_error(print_line, str(path)):
             path.parent.mkdir(0o700, parents=True, exist_ok=True)
             with open(path, "a") as file:
                 file.writelines(json.dumps(vars(launch)) + "\n" for launch in log)

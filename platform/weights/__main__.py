@@ -12,35 +12,40 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from platform.boundary.local_files import missing_directories, remove_empty, writing_to
-from platform.boundary.redaction import bare_url
-from platform.boundary.refusals import ConfigError, command_line, run_command, violation
+from platform.boundary.local_files import list_missing_directories, refuse_full_disk, remove_empty_directories
+from platform.boundary.redaction import strip_url_secrets
+from platform.boundary.refusals import ConfigError, build_command_line, format_violation, run_command
 from platform.boundary.storage import open_storage
-from platform.boundary.terminal import visible
+from platform.boundary.terminal import escape_terminal_text
 from platform.checkpoint import catalogue
 from platform.checkpoint.manifest import Refused
 from platform.data.tokenizer_files import has_tokenizer
-from platform.weights.exporting import SHARD, TYPES, export_model, exportable
+from platform.weights.exporting import SHARD, TYPES, export_model, open_exportable
 from platform.weights.families import FAMILIES
-from platform.weights.importing import import_model, importable, with_averages
-from platform.weights.model_folder import SavedModel, beside, to_export, vocabulary_in
-from platform.weights.tensor_names import stored_model
+from platform.weights.importing import import_model, open_importable, swap_in_averages
+from platform.weights.model_folder import (
+    SavedModel,
+    build_vocabulary_if_readable,
+    read_companion_files,
+    read_export_files,
+)
+from platform.weights.tensor_names import parse_stored_model
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line `python -m platform.weights`; return its exit status."""
-    parser = command_line("weights", __doc__)
+    parser = build_command_line("weights", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("import", help="make a checkpoint of a model that transformers saved")
-    command.set_defaults(run=_import)
+    command.set_defaults(run=_import_weights)
     command.add_argument("source", help="the folder that save_pretrained wrote, or its URL; or one .safetensors in it")
     command.add_argument("url", help="the storage that gets the checkpoint; then train.init=URL")
     drop: dict[str, Any] = {"action": "append", "default": [], "metavar": "PATTERN"}
     command.add_argument("--drop", help="tensors to leave out, such as 'cls.seq_relationship.*'", **drop)
     command = commands.add_parser("export", help="write a checkpoint so that transformers loads it")
-    command.set_defaults(run=_export)
+    command.set_defaults(run=_export_weights)
     command.add_argument("url", help="a storage, which stands for its newest checkpoint, or one checkpoint in it")
     command.add_argument("folder", help="a folder, or its URL")
     command.add_argument("--family", default="", help=f"{', '.join(FAMILIES)}; default: the first that expresses it")
@@ -61,52 +66,60 @@ def main(arguments: list[str] | None = None) -> int:
     return run_command(parser, lambda given: given.run(given), arguments, failures=(Refused, OSError))
 
 
-def _import(given: argparse.Namespace) -> int:
+def _import_weights(arguments: argparse.Namespace) -> int:
     """Make a checkpoint of a model that transformers saved, with its tokenizer's files, for `python -m platform.weights
     import`; return exit status 0. Raises ConfigError unless all of the model is known."""
-    found = importable(given.source, "source", drop=given.drop)
-    storage = open_storage(given.url, "url")
-    files, lacks = beside(found.saved, "source")
-    with writing_to("url", bare_url(given.url)):
-        directory = import_model(found, storage, files)
-    if lacks:
-        print(visible(f"without a tokenizer: {lacks}"))
-    print(visible(f"{storage.url}/{directory}"))
+    source_model = open_importable(arguments.source, "source", drop=arguments.drop)
+    storage = open_storage(arguments.url, "url")
+    files, why_no_tokenizer = read_companion_files(source_model.saved, "source")
+    with refuse_full_disk("url", strip_url_secrets(arguments.url)):
+        directory = import_model(source_model, storage, files)
+    if why_no_tokenizer:
+        print(escape_terminal_text(f"without a tokenizer: {why_no_tokenizer}"))
+    print(escape_terminal_text(f"{storage.url}/{directory}"))
     return 0
 
 
-def _export(given: argparse.Namespace) -> int:
+def _export_weights(arguments: argparse.Namespace) -> int:
     """Write a checkpoint as a model that transformers loads, with the files of its tokenizer if there are any, for
     `python -m platform.weights export`; return exit status 0."""
-    most = _bytes(given.shard)
-    storage, directory, manifest = catalogue.select(given.url)
-    manifest = with_averages(manifest) if given.averaged else manifest
-    like = SavedModel(given.like, "--like").config if given.like else None
-    length = stored_model(manifest.meta.identity).length
-    like_its = given.like if has_tokenizer(given.like) else ""
-    more = to_export(given.tokenizer or like_its, storage, directory, manifest, length)
-    vocabulary = vocabulary_in(more)
-    found = exportable(storage, directory, manifest, given.family, given.dtype, like, vocabulary, given.fused)
-    folder = open_storage(given.folder, "folder")
-    made = [] if "://" in given.folder else missing_directories(Path(given.folder).absolute())
+    max_shard_bytes = _parse_byte_size(arguments.shard)
+    storage, directory, manifest = catalogue.select_checkpoint(arguments.url)
+    manifest = swap_in_averages(manifest) if arguments.averaged else manifest
+    like = SavedModel(arguments.like, "--like").config if arguments.like else None
+    length = parse_stored_model(manifest.meta.identity).length
+    like_its = arguments.like if has_tokenizer(arguments.like) else ""
+    companion_files = read_export_files(arguments.tokenizer or like_its, storage, directory, manifest, length)
+    vocabulary = build_vocabulary_if_readable(companion_files)
+    export = open_exportable(
+        storage, directory, manifest, arguments.family, arguments.dtype, like, vocabulary, arguments.fused
+    )
+    folder = open_storage(arguments.folder, "folder")
+    new_folders = [] if "://" in arguments.folder else list_missing_directories(Path(arguments.folder).absolute())
     try:
-        with writing_to("folder", bare_url(given.folder)):
-            names = export_model(found, folder, most, more)
+        with refuse_full_disk("folder", strip_url_secrets(arguments.folder)):
+            names = export_model(export, folder, max_shard_bytes, companion_files)
     except BaseException:
-        remove_empty(made)
+        remove_empty_directories(new_folders)
         raise
     if not vocabulary:
         print("without a tokenizer: --tokenizer PATH or --like FOLDER takes one along")
-    print(visible(f"{directory}: {found.family.architecture} in {bare_url(given.folder)}: {', '.join(names)}"))
+    print(
+        escape_terminal_text(
+            f"{directory}: {export.family.architecture} in {strip_url_secrets(arguments.folder)}: {', '.join(names)}"
+        )
+    )
     return 0
 
 
-def _bytes(text: str) -> int:
+def _parse_byte_size(text: str) -> int:
     """Convert a size such as 5GB, of a file of exported weights, to bytes. Raises ConfigError."""
-    found = re.fullmatch(r"(\d{1,15})(|KB|MB|GB)", text, re.ASCII)
-    if not found or not int(found[1]):
-        raise ConfigError(violation("--shard", text, "must be a number of bytes, KB, MB or GB", ["5GB", "500MB"]))
-    return int(found[1]) * _UNITS[found[2]]
+    size_match = re.fullmatch(r"(\d{1,15})(|KB|MB|GB)", text, re.ASCII)
+    if not size_match or not int(size_match[1]):
+        raise ConfigError(
+            format_violation("--shard", text, "must be a number of bytes, KB, MB or GB", ["5GB", "500MB"])
+        )
+    return int(size_match[1]) * _UNITS[size_match[2]]
 
 
 if __name__ == "__main__":

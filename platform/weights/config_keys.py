@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from platform.boundary.refusals import in_words
+from platform.boundary.refusals import format_value
 from platform.config.fields import Model
 from platform.model.layers import dim_sizes, expert_width
 
-Found = Mapping[str, Any]  # a config.json
+ConfigJson = Mapping[str, Any]  # a config.json
 NEEDED = object()  # the default of a key that must be there
 MOST_LAYERS = 1000
 _LONGEST = 60  # characters of a value in a refusal
@@ -25,26 +25,26 @@ class Rule:
     theirs: str
 
     @property
-    def names(self) -> Sequence[str]:
+    def key_names(self) -> Sequence[str]:
         """Return the keys of a config.json of transformers that this translation rule is about."""
         return self.theirs.split()
 
-    def read(self, found: Found) -> dict[str, Any]:
+    def read_model_keys(self, config_json: ConfigJson) -> dict[str, Any]:
         """Return the keys of our model that this translation rule reads in a config.json. Raises Inexpressible."""
         return {}
 
-    def write(self, m: Model) -> dict[str, Any]:
+    def write_config_keys(self, m: Model) -> dict[str, Any]:
         """Return the keys of a config.json of transformers that this translation rule writes for a model."""
         raise NotImplementedError
 
 
-def sizes_of(m: Model) -> dict[str, int]:
+def resolve_sizes(m: Model) -> dict[str, int]:
     """Return our model keys whose 0 stands for a size in transformers' config.json, with that size."""
     sizes = {key: dim_sizes(m)[key] for key in ("kv_heads", "d_kv", "d_ff")}
     return {**sizes, "expert_d_ff": expert_width(m), "d_value": m.d_value or sizes["d_kv"]}
 
 
-def as_json(value: Any) -> str:
+def json_excerpt(value: Any) -> str:
     """Return a value in transformers' config.json as JSON text of about 60 characters at most, for a refusal."""
     text = json.dumps(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
@@ -55,14 +55,14 @@ class Inexpressible(ValueError):
 
     def __init__(self, key: str, value: Any, why: str):
         """Construct the refusal of a value in transformers' config.json that our model keys do not express."""
-        super().__init__(f"{key}={as_json(value)}: {why}")
+        super().__init__(f"{key}={json_excerpt(value)}: {why}")
 
 
-def value_of(found: Found, name: str, default: Any, kinds: tuple[type, ...]) -> Any:
+def read_value(config_json: ConfigJson, name: str, default: Any, kinds: tuple[type, ...]) -> Any:
     """Return a key's value in transformers' config.json, or its default. Raises Inexpressible if not of `kinds`."""
-    if name not in found and default is NEEDED:
+    if name not in config_json and default is NEEDED:
         raise Inexpressible(name, "", "is missing")
-    value = found.get(name, default)
+    value = config_json.get(name, default)
     if type(value) not in kinds:
         raise Inexpressible(name, value, f"is no {' or '.join(k.__name__ for k in kinds if k is not type(None))}")
     return value
@@ -79,18 +79,18 @@ class Renamed(Rule):
     null: Any = None
     written: Callable[[Model], Any] | None = None
 
-    def read(self, found: Found) -> dict[str, Any]:
+    def read_model_keys(self, config_json: ConfigJson) -> dict[str, Any]:
         """Return our model key with the value of transformers' key in config.json, in our type; `null` for null."""
         kind = type(getattr(Model(), self.ours))
         kinds = (int, float) if kind is float else (kind,)
-        name = next((name for name in self.names if name in found), self.names[0])
-        value = value_of(found, name, self.default, kinds if self.null is None else (*kinds, type(None)))
+        name = next((name for name in self.key_names if name in config_json), self.key_names[0])
+        value = read_value(config_json, name, self.default, kinds if self.null is None else (*kinds, type(None)))
         return {self.ours: self.null if value is None else kind(value)}
 
-    def write(self, m: Model) -> dict[str, Any]:
+    def write_config_keys(self, m: Model) -> dict[str, Any]:
         """Return transformers' key for config.json with the value of our model key; null in place of our `null`."""
-        value = self.written(m) if self.written else sizes_of(m).get(self.ours, getattr(m, self.ours))
-        return {self.names[0]: value}
+        value = self.written(m) if self.written else resolve_sizes(m).get(self.ours, getattr(m, self.ours))
+        return {self.key_names[0]: value}
 
 
 @dataclass(frozen=True)
@@ -102,15 +102,15 @@ class Words(Rule):
     words: Mapping[Any, Any]
     default: Any = NEEDED
 
-    def read(self, found: Found) -> dict[str, Any]:
+    def read_model_keys(self, config_json: ConfigJson) -> dict[str, Any]:
         """Return our model key with our word for the value in a config.json. Raises Inexpressible if there is none."""
-        value = value_of(found, self.theirs, self.default, tuple({type(word) for word in self.words}))
+        value = read_value(config_json, self.theirs, self.default, tuple({type(word) for word in self.words}))
         if value not in self.words:
-            known = ", ".join(map(in_words, self.words))
+            known = ", ".join(map(format_value, self.words))
             raise Inexpressible(self.theirs, value, f"our words express {known}")
         return {self.ours: self.words[value]}
 
-    def write(self, m: Model) -> dict[str, Any]:
+    def write_config_keys(self, m: Model) -> dict[str, Any]:
         """Return transformers' key for config.json with their word for the value of our model key."""
         ours = getattr(m, self.ours)
         return {self.theirs: next((theirs for theirs, word in self.words.items() if word == ours), [*self.words][0])}
@@ -125,15 +125,15 @@ class Only(Rule):
     written: bool = True
     why: str = ""
 
-    def read(self, found: Found) -> dict[str, Any]:
+    def read_model_keys(self, config_json: ConfigJson) -> dict[str, Any]:
         """Return {}, no key of our model. Raises Inexpressible for a value of the config.json's key not accepted."""
-        value = found.get(self.theirs, self.accepted[0])
+        value = config_json.get(self.theirs, self.accepted[0])
         if not any(value == other and type(value) is type(other) for other in self.accepted):
-            why = self.why or f"our words express {as_json(self.accepted[0])} alone"
+            why = self.why or f"our words express {json_excerpt(self.accepted[0])} alone"
             raise Inexpressible(self.theirs, value, why)
         return {}
 
-    def write(self, m: Model) -> dict[str, Any]:
+    def write_config_keys(self, m: Model) -> dict[str, Any]:
         """Return transformers' key for config.json with its one accepted value."""
         return {self.theirs: self.accepted[0]} if self.written else {}
 
@@ -146,11 +146,11 @@ class Free(Rule):
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def names(self) -> Sequence[str]:
+    def key_names(self) -> Sequence[str]:
         """Return the keys of transformers' config.json that do not matter to the model's numbers."""
-        return [*self.defaults, *super().names]
+        return [*self.defaults, *super().key_names]
 
-    def write(self, m: Model) -> dict[str, Any]:
+    def write_config_keys(self, m: Model) -> dict[str, Any]:
         """Return the keys of transformers' config.json that do not matter and have a default, with the default."""
         return dict(self.defaults)
 
@@ -159,14 +159,14 @@ class Free(Rule):
 class Translated(Rule):
     """Rule of two functions: `reading` gives our model keys for a config.json, `writing` theirs for a model."""
 
-    reading: Callable[[Found], dict[str, Any]]
+    reading: Callable[[ConfigJson], dict[str, Any]]
     writing: Callable[[Model], dict[str, Any]]
 
-    def read(self, found: Found) -> dict[str, Any]:
+    def read_model_keys(self, config_json: ConfigJson) -> dict[str, Any]:
         """Return the keys of our model that the rule's function reads in a config.json. Raises Inexpressible."""
-        return self.reading(found)
+        return self.reading(config_json)
 
-    def write(self, m: Model) -> dict[str, Any]:
+    def write_config_keys(self, m: Model) -> dict[str, Any]:
         """Return the keys of a config.json that the rule's function writes for a model."""
         return self.writing(m)
 
@@ -177,18 +177,18 @@ class Dropouts(Rule):
 
     default: float
 
-    def read(self, found: Found) -> dict[str, Any]:
+    def read_model_keys(self, config_json: ConfigJson) -> dict[str, Any]:
         """Return our model key dropout for transformers' config.json. Raises Inexpressible if its dropouts differ."""
-        first, *others = self.names
-        rate = value_of(found, first, self.default, (int, float))
+        first, *others = self.key_names
+        rate = read_value(config_json, first, self.default, (int, float))
         for name in others:
-            if (other := value_of(found, name, self.default, (int, float))) != rate:
+            if (other := read_value(config_json, name, self.default, (int, float))) != rate:
                 raise Inexpressible(name, other, f"{first} is {rate:g}, and our model.dropout is one")
         return {"dropout": float(rate)}
 
-    def write(self, m: Model) -> dict[str, Any]:
+    def write_config_keys(self, m: Model) -> dict[str, Any]:
         """Return the dropout keys of transformers' config.json, all with our model's dropout."""
-        return dict.fromkeys(self.names, m.dropout)
+        return dict.fromkeys(self.key_names, m.dropout)
 
 
 @dataclass(frozen=True)
@@ -200,38 +200,40 @@ class Rotary(Rule):
     theta: float = 10000.0
     scaling: Mapping[str, Any] = field(default_factory=dict)
 
-    def read(self, found: Found) -> dict[str, Any]:
+    def read_model_keys(self, config_json: ConfigJson) -> dict[str, Any]:
         """Return our model keys rope_* for the rotary positions in a config.json. Raises Inexpressible for other kinds
         of scaling, or numbers of them."""
         maps = (dict, type(None))
-        place = "rope_scaling" if found.get("rope_scaling") else "rope_parameters"
-        given = dict(value_of(found, place, None, maps) or self.scaling)
-        theta = given.pop("rope_theta", None) or value_of(found, "rope_theta", self.theta, (int, float))
-        kinds = [given.pop(name, None) for name in ("rope_type", "type")]
+        scaling_key = "rope_scaling" if config_json.get("rope_scaling") else "rope_parameters"
+        scaling = dict(read_value(config_json, scaling_key, None, maps) or self.scaling)
+        theta = scaling.pop("rope_theta", None) or read_value(config_json, "rope_theta", self.theta, (int, float))
+        kinds = [scaling.pop(name, None) for name in ("rope_type", "type")]
         kind = next((k for k in kinds if k is not None), "default")
         if not isinstance(kind, str) or kind not in _SCALINGS:
-            raise Inexpressible(f"{place}.rope_type", kind, f"our words express {', '.join(_SCALINGS)}")
-        out: dict[str, Any] = {"rope_theta": float(_positive(f"{place}.rope_theta", theta))}
-        out["rope_scaling"] = "none" if kind == "default" else kind
-        defaults = {"original_max_position_embeddings": found.get("max_position_embeddings"), **_DEFAULTS}
+            raise Inexpressible(f"{scaling_key}.rope_type", kind, f"our words express {', '.join(_SCALINGS)}")
+        model_keys: dict[str, Any] = {"rope_theta": float(_check_not_negative(f"{scaling_key}.rope_theta", theta))}
+        model_keys["rope_scaling"] = "none" if kind == "default" else kind
+        defaults = {"original_max_position_embeddings": config_json.get("max_position_embeddings"), **_DEFAULTS}
         for name, ours in _SCALINGS[kind].items():
-            value, kind_of = given.pop(name, None), type(getattr(Model(), ours))
+            value, kind_of = scaling.pop(name, None), type(getattr(Model(), ours))
             value = defaults.get(name) if value is None else value
             if kind_of is bool:
-                out[ours] = value_of({f"{place}.{name}": value}, f"{place}.{name}", NEEDED, (bool,))
+                model_keys[ours] = read_value(
+                    {f"{scaling_key}.{name}": value}, f"{scaling_key}.{name}", NEEDED, (bool,)
+                )
             else:
-                out[ours] = kind_of(_positive(f"{place}.{name}", value))
-        for name, value in given.items():
+                model_keys[ours] = kind_of(_check_not_negative(f"{scaling_key}.{name}", value))
+        for name, value in scaling.items():
             if (name, value) not in _NEUTRAL and not (value is None and name in ("mscale", "mscale_all_dim")):
-                raise Inexpressible(f"{place}.{name}", value, f"our rope_scaling={kind} has no such number")
-        return out
+                raise Inexpressible(f"{scaling_key}.{name}", value, f"our rope_scaling={kind} has no such number")
+        return model_keys
 
-    def write(self, m: Model) -> dict[str, Any]:
+    def write_config_keys(self, m: Model) -> dict[str, Any]:
         """Return `rope_parameters` of transformers' config.json for a model, without numbers at their defaults."""
         kind = "default" if m.rope_scaling == "none" else m.rope_scaling
         numbers = {name: getattr(m, ours) for name, ours in _SCALINGS.get(kind, {}).items()}
-        given = {name: value for name, value in numbers.items() if value != _DEFAULTS.get(name)}
-        return {"rope_parameters": {"rope_theta": m.rope_theta, "rope_type": kind, **given}}
+        other_numbers = {name: value for name, value in numbers.items() if value != _DEFAULTS.get(name)}
+        return {"rope_parameters": {"rope_theta": m.rope_theta, "rope_type": kind, **other_numbers}}
 
 
 _LINEAR = {"factor": "rope_factor"}
@@ -247,7 +249,7 @@ _DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0, "attention_factor": 0.0, "trun
 _NEUTRAL = (("partial_rotary_factor", 1.0), ("truncate", True))
 
 
-def _positive(name: str, value: Any) -> float:
+def _check_not_negative(name: str, value: Any) -> float:
     """Return a number >= 0 in transformers' config.json; raises Inexpressible, naming key `name`, for other values."""
     if type(value) not in (int, float) or value < 0:
         raise Inexpressible(name, "" if value is None else value, "is no number" if value is not None else "is missing")
@@ -263,31 +265,31 @@ class LayerWindows(Rule):
     theirs: str = "use_sliding_window sliding_window max_window_layers layer_types"
     width: int = 4096
 
-    def read(self, found: Found) -> dict[str, Any]:
+    def read_model_keys(self, config_json: ConfigJson) -> dict[str, Any]:
         """Return our model keys window and window_layers for a config.json. Raises Inexpressible if its keys contradict
         each other."""
-        layers = value_of(found, "num_hidden_layers", NEEDED, (int,))
+        layers = read_value(config_json, "num_hidden_layers", NEEDED, (int,))
         if not 0 < layers <= MOST_LAYERS:
             return {}  # refused by the bounds of model.layers
-        alternate = "use_sliding_window" not in self.names
-        used = alternate or value_of(found, "use_sliding_window", False, (bool,))
-        width = value_of(found, "sliding_window", self.width, (int, type(None))) if used else None
-        first = value_of(found, "max_window_layers", 28, (int,))
-        kinds = value_of(found, "layer_types", None, (list, type(None)))
+        alternate = "use_sliding_window" not in self.key_names
+        used = alternate or read_value(config_json, "use_sliding_window", False, (bool,))
+        width = read_value(config_json, "sliding_window", self.width, (int, type(None))) if used else None
+        first = read_value(config_json, "max_window_layers", 28, (int,))
+        kinds = read_value(config_json, "layer_types", None, (list, type(None)))
         if kinds is None:
-            kinds = list(_kinds(layers, lambda i: i % 2 == 0 if alternate else bool(width) and i >= first))
+            kinds = list(_list_layer_types(layers, lambda i: i % 2 == 0 if alternate else bool(width) and i >= first))
         if len(kinds) != layers or not all(kind in _KINDS for kind in kinds):
             raise Inexpressible("layer_types", kinds, f"our words express {' and '.join(_KINDS)}, one for each layer")
         windowed = [i for i, kind in enumerate(kinds) if kind == _KINDS[1]]
         if windowed and not width:
-            said = " and ".join(name for name in self.names if name in ("use_sliding_window", "sliding_window"))
+            said = " and ".join(name for name in self.key_names if name in ("use_sliding_window", "sliding_window"))
             raise Inexpressible("layer_types", kinds, f"{said}: there is none")
         return {
             "window": width if width and windowed else 0,
             "window_layers": windowed if len(windowed) < layers else [],
         }
 
-    def write(self, m: Model) -> dict[str, Any]:
+    def write_config_keys(self, m: Model) -> dict[str, Any]:
         """Return the keys of a config.json on attention windows; `max_window_layers` where the windowed layers are the
         last."""
         windowed = [i for i in range(m.layers) if m.window and (not m.window_layers or i in m.window_layers)]
@@ -296,15 +298,15 @@ class LayerWindows(Rule):
             "use_sliding_window": bool(m.window),
             "sliding_window": m.window or None,
             "max_window_layers": windowed[0] if last else 28,
-            "layer_types": list(_kinds(m.layers, lambda i: i in windowed)),
+            "layer_types": list(_list_layer_types(m.layers, lambda i: i in windowed)),
         }
-        return {name: values[name] for name in self.names}
+        return {name: values[name] for name in self.key_names}
 
 
 _KINDS = ("full_attention", "sliding_attention")
 
 
-def _kinds(layers: int, windowed: Callable[[int], bool]) -> Iterator[str]:
+def _list_layer_types(layers: int, windowed: Callable[[int], bool]) -> Iterator[str]:
     """Yield each layer's attention as `layer_types` of config.json has it: sliding_attention if `windowed`."""
     return (_KINDS[windowed(i)] for i in range(layers))
 
@@ -354,13 +356,13 @@ class Family:
     fused: Sequence[TensorRow] = ()
 
 
-def modules(names: Mapping[str, str], turned: bool = False) -> Iterator[TensorRow]:
+def module_rows(names: Mapping[str, str], turned: bool = False) -> Iterator[TensorRow]:
     """Yield a model family's table rows for weight and bias of modules; `names`: transformers' name -> ours."""
     for theirs, ours in names.items():
         endings = (".gain", ".bias") if ours.endswith("norm") else ("", "_bias")
         for kind, ending in zip(("weight", "bias"), endings, strict=True):
-            held = tuple(f"{name}{ending}" for name in ours.split())
-            yield TensorRow(f"{theirs}.{kind}", held, turned and kind == "weight")
+            our_names = tuple(f"{name}{ending}" for name in ours.split())
+            yield TensorRow(f"{theirs}.{kind}", our_names, turned and kind == "weight")
 
 
 ONE_STACK = Only("is_encoder_decoder", (False,), written=False)
@@ -371,6 +373,6 @@ GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_new": "geglu_tanh", "relu": "r
 GATED |= {"swish": "swiglu", "gelu_python": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_fast": "geglu_tanh"}
 
 
-def special_tokens(begin: int | None, end: int | None, pad: int | None = None) -> dict[str, Any]:
+def special_token_defaults(begin: int | None, end: int | None, pad: int | None = None) -> dict[str, Any]:
     """Return a model family's defaults in config.json: the keys for ids of special tokens, and use_cache."""
     return {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": pad, "use_cache": True}

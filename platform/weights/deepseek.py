@@ -10,8 +10,8 @@ from platform.config.fields import Model
 from platform.weights.config_keys import (
     MOST_LAYERS,
     NEEDED,
+    ConfigJson,
     Family,
-    Found,
     Free,
     Inexpressible,
     Only,
@@ -21,41 +21,41 @@ from platform.weights.config_keys import (
     TensorRow,
     Translated,
     Words,
-    modules,
-    sizes_of,
-    special_tokens,
-    value_of,
+    module_rows,
+    read_value,
+    resolve_sizes,
+    special_token_defaults,
 )
-from platform.weights.llama import FUSED, LLAMA_FIXED, llama_rules, separate
+from platform.weights.llama import FUSED, LLAMA_FIXED, build_expert_rows, llama_rules
 
 _WIDTHS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}  # with their defaults
 
 
-def _read_widths(found: Found) -> dict[str, Any]:
+def _read_widths(config_json: ConfigJson) -> dict[str, Any]:
     """Return our model keys for the widths of heads in a config.json. Raises Inexpressible."""
-    nope, rope, value = (value_of(found, name, default, (int,)) for name, default in _WIDTHS.items())
+    nope, rope, value = (read_value(config_json, name, default, (int,)) for name, default in _WIDTHS.items())
     for name, derived in (("qk_head_dim", nope + rope), ("head_dim", rope)):
-        if (said := found.get(name, derived)) != derived:
+        if (said := config_json.get(name, derived)) != derived:
             raise Inexpressible(name, said, f"transformers derives {derived} of the other widths")
     return {"d_kv": nope + rope, "d_rope": rope, "d_value": value}
 
 
 def _write_widths(m: Model) -> dict[str, Any]:
     """Return the widths of a model's heads for a config.json."""
-    sizes = sizes_of(m)
-    own = dict(zip(_WIDTHS, (sizes["d_kv"] - m.d_rope, m.d_rope, sizes["d_value"]), strict=True))
-    return {**own, "qk_head_dim": sizes["d_kv"], "head_dim": m.d_rope}
+    sizes = resolve_sizes(m)
+    widths = dict(zip(_WIDTHS, (sizes["d_kv"] - m.d_rope, m.d_rope, sizes["d_value"]), strict=True))
+    return {**widths, "qk_head_dim": sizes["d_kv"], "head_dim": m.d_rope}
 
 
-def _read_dense_layers(found: Found) -> dict[str, Any]:
+def _read_first_dense_layers(config_json: ConfigJson) -> dict[str, Any]:
     """Return our model key for the layers without experts, the first ones of a config.json. Raises Inexpressible."""
-    count = value_of(found, "first_k_dense_replace", NEEDED, (int,))
+    count = read_value(config_json, "first_k_dense_replace", NEEDED, (int,))
     if not 0 <= count <= MOST_LAYERS:
         raise Inexpressible("first_k_dense_replace", count, f"is no number of layers up to {MOST_LAYERS}")
     return {"dense_layers": list(range(count))}
 
 
-def _growth(factor: float, weight: float) -> float:
+def _yarn_magnitude(factor: float, weight: float) -> float:
     """Return the factor on queries, or on scores, by which YaRN answers angles scaled by `factor` (its mscale)."""
     return 0.1 * weight * log(factor) + 1.0 if factor > 1 else 1.0
 
@@ -63,38 +63,41 @@ def _growth(factor: float, weight: float) -> float:
 _WEIGHTS = ("mscale", "mscale_all_dim")
 
 
-def _read_positions(found: Found) -> dict[str, Any]:
+def _read_positions(config_json: ConfigJson) -> dict[str, Any]:
     """Return our model keys for rotary positions in a config.json, and for YaRN's two weights: `mscale_all_dim` scales
     all scores (model.attention_scale), what remains of `mscale` the part that rotates (model.rope_magnitude). Raises
     Inexpressible."""
-    place = "rope_scaling" if found.get("rope_scaling") else "rope_parameters"
-    given = found.get(place)
-    if not isinstance(given, Mapping):
-        return _POSITIONS.read(found)
-    rest = {name: value for name, value in given.items() if name not in _WEIGHTS}
-    top, whole = (value_of(given, name, None, (int, float, type(None))) or 0 for name in _WEIGHTS)
-    out = _POSITIONS.read({**found, place: rest})
-    if not top and not whole:
-        return out
-    if out["rope_scaling"] != "yarn":
-        raise Inexpressible(f"{place}.mscale", top or whole, "our words express it with yarn alone")
-    factor, width = out["rope_factor"], _read_widths(found)["d_kv"]
-    if whole:
-        out["attention_scale"] = max(width, 1) ** -0.5 * _growth(factor, whole) ** 2
-    if top and whole and not out["rope_magnitude"]:
-        out["rope_magnitude"] = _growth(factor, top) / _growth(factor, whole)
-    return out
+    scaling_key = "rope_scaling" if config_json.get("rope_scaling") else "rope_parameters"
+    scaling = config_json.get(scaling_key)
+    if not isinstance(scaling, Mapping):
+        return _POSITIONS.read_model_keys(config_json)
+    plain_scaling = {name: value for name, value in scaling.items() if name not in _WEIGHTS}
+    top, all_dims_weight = (read_value(scaling, name, None, (int, float, type(None))) or 0 for name in _WEIGHTS)
+    model_keys = _POSITIONS.read_model_keys({**config_json, scaling_key: plain_scaling})
+    if not top and not all_dims_weight:
+        return model_keys
+    if model_keys["rope_scaling"] != "yarn":
+        raise Inexpressible(f"{scaling_key}.mscale", top or all_dims_weight, "our words express it with yarn alone")
+    factor, width = model_keys["rope_factor"], _read_widths(config_json)["d_kv"]
+    if all_dims_weight:
+        model_keys["attention_scale"] = max(width, 1) ** -0.5 * _yarn_magnitude(factor, all_dims_weight) ** 2
+    if top and all_dims_weight and not model_keys["rope_magnitude"]:
+        model_keys["rope_magnitude"] = _yarn_magnitude(factor, top) / _yarn_magnitude(factor, all_dims_weight)
+    return model_keys
 
 
 def _write_positions(m: Model) -> dict[str, Any]:
     """Return `rope_parameters` of a model for a config.json, with YaRN's weights if its scores are scaled."""
-    given = dict(_POSITIONS.write(m)["rope_parameters"])
-    unit, grown = 0.1 * log(m.rope_factor), m.attention_scale * sqrt(sizes_of(m)["d_kv"])
+    parameters = dict(_POSITIONS.write_config_keys(m)["rope_parameters"])
+    unit, grown = 0.1 * log(m.rope_factor), m.attention_scale * sqrt(resolve_sizes(m)["d_kv"])
     if m.rope_scaling == "yarn" and unit and grown > 1:
-        whole = round((sqrt(grown) - 1) / unit, 6)
-        magnitude = given.pop("attention_factor", 0.0) or _growth(m.rope_factor, 1)
-        given |= {"mscale": round((magnitude * _growth(m.rope_factor, whole) - 1) / unit, 6), "mscale_all_dim": whole}
-    return {"rope_parameters": given}
+        all_dims_weight = round((sqrt(grown) - 1) / unit, 6)
+        magnitude = parameters.pop("attention_factor", 0.0) or _yarn_magnitude(m.rope_factor, 1)
+        parameters |= {
+            "mscale": round((magnitude * _yarn_magnitude(m.rope_factor, all_dims_weight) - 1) / unit, 6),
+            "mscale_all_dim": all_dims_weight,
+        }
+    return {"rope_parameters": parameters}
 
 
 _POSITIONS = Rotary()
@@ -112,34 +115,36 @@ _PRODUCTS = {f"{name}_proj": name for name in ("gate", "up", "down")}
 _KEYS_AND_VALUES = "layers.{i}.attention.key_up", "layers.{i}.attention.value_up"
 
 
-def _rows(experts: list[TensorRow]) -> list[TensorRow]:
+def _build_tensor_rows(experts: list[TensorRow]) -> list[TensorRow]:
     """Return the rows of DeepSeek's tensors; `experts`: rows of a layer's experts and their router."""
     products = {f"{_LAYER}.mlp.{theirs}": f"layers.{{i}}.mlp.{ours}" for theirs, ours in _PRODUCTS.items()}
     shared = {f"{_LAYER}.mlp.shared_experts.{t}": f"layers.{{i}}.mlp.shared.{ours}" for t, ours in _PRODUCTS.items()}
     attention = {f"{_LAYER}.self_attn.{t}": f"layers.{{i}}.attention.{ours}" for t, ours in _ATTENTION.items()}
     norms = {"input_layernorm": "attention.norm", "post_attention_layernorm": "mlp.norm"}
     return [
-        *modules({"model.embed_tokens": "embedding"}),
-        *modules(attention),
+        *module_rows({"model.embed_tokens": "embedding"}),
+        *module_rows(attention),
         TensorRow(f"{_LAYER}.self_attn.kv_b_proj.weight", _KEYS_AND_VALUES, by_head=True),
-        *modules(products),
+        *module_rows(products),
         *experts,
         TensorRow(f"{_LAYER}.mlp.gate.e_score_correction_bias", ("layers.{i}.mlp.choice_bias",)),
-        *modules(shared),
-        *modules({f"{_LAYER}.{theirs}": f"layers.{{i}}.{ours}" for theirs, ours in norms.items()}),
-        *modules({"model.norm": "norm", "lm_head": "head"}),
+        *module_rows(shared),
+        *module_rows({f"{_LAYER}.{theirs}": f"layers.{{i}}.{ours}" for theirs, ours in norms.items()}),
+        *module_rows({"model.norm": "norm", "lm_head": "head"}),
     ]
 
 
 _NAMES: dict[str, Any] = {
-    "rows": _rows(separate("mlp", "gate_proj", "up_proj", "down_proj")),
+    "rows": _build_tensor_rows(build_expert_rows("mlp", "gate_proj", "up_proj", "down_proj")),
     "prefix": "model.",
     "same": {"lm_head.weight": "model.embed_tokens.weight"},
-    "fused": _rows(FUSED),
+    "fused": _build_tensor_rows(FUSED),
 }
 
 
-def _rules(of_llama: Sequence[Rule], experts: tuple[int, int, int], scale: float, first: int) -> list[Rule]:
+def _build_shared_rules(
+    of_llama: Sequence[Rule], experts: tuple[int, int, int], scale: float, first: int
+) -> list[Rule]:
     """Return the rules for a config.json that DeepSeek-V2 and V3 share, with the defaults in which they differ: those
     `of_llama`; of `experts` their number, width and the number of shared ones; the `scale` of their weights; the number
     of the `first` layers that have none."""
@@ -156,7 +161,7 @@ def _rules(of_llama: Sequence[Rule], experts: tuple[int, int, int], scale: float
         Renamed("routed_scaling_factor", "router_scale", scale),
         Translated(
             "first_k_dense_replace",
-            lambda found: _read_dense_layers({"first_k_dense_replace": first, **found}),
+            lambda found: _read_first_dense_layers({"first_k_dense_replace": first, **found}),
             lambda m: {"first_k_dense_replace": len(m.dense_layers)},
         ),
         Only("attention_bias", (False,)),
@@ -164,14 +169,14 @@ def _rules(of_llama: Sequence[Rule], experts: tuple[int, int, int], scale: float
     ]
 
 
-def _read_groups(found: Found) -> dict[str, Any]:
+def _read_groups(config_json: ConfigJson) -> dict[str, Any]:
     """Return our model keys for groups of experts in a DeepSeek-V2 config.json. Raises Inexpressible."""
-    method = value_of(found, "topk_method", "greedy", (str,))
+    method = read_value(config_json, "topk_method", "greedy", (str,))
     if method == "greedy":
         return {}
     if method != "group_limited_greedy":
         raise Inexpressible("topk_method", method, "our words express greedy, group_limited_greedy")
-    groups, kept = (value_of(found, name, NEEDED, (int,)) for name in ("n_group", "topk_group"))
+    groups, kept = (read_value(config_json, name, NEEDED, (int,)) for name in ("n_group", "topk_group"))
     return {"router_groups": groups, "router_groups_kept": kept}
 
 
@@ -192,13 +197,13 @@ DEEPSEEK_V2 = Family(
     ["DeepseekV2ForCausalLM"],
     {**_FIXED, "router": "softmax", "router_normalised": False, "rope_pairs": "neighbours"},
     [
-        *_rules(llama_rules(102400, 11008, 2048, None), (64, 1407, 2), 1.0, 0),
+        *_build_shared_rules(llama_rules(102400, 11008, 2048, None), (64, 1407, 2), 1.0, 0),
         Renamed("num_experts_per_tok", "experts_per_token"),
         Translated("topk_method n_group topk_group", _read_groups, _write_groups),
         Only("scoring_func", ("softmax",), written=False),
         Only("norm_topk_prob", (False,)),
         Only("mlp_bias", (False,)),
-        Free(_IGNORED, {**_FREE, **special_tokens(1, 2)}),
+        Free(_IGNORED, {**_FREE, **special_token_defaults(1, 2)}),
     ],
     **_NAMES,
 )
@@ -209,7 +214,9 @@ DEEPSEEK_V3 = Family(
     ["DeepseekV3ForCausalLM"],
     {**_FIXED, "router": "sigmoid", "router_bias": True, "router_group_best": 2},
     [
-        *_rules(llama_rules(129280, 18432, 4096, None, d_model=7168, layers=61, heads=128), (256, 2048, 1), 2.5, 3),
+        *_build_shared_rules(
+            llama_rules(129280, 18432, 4096, None, d_model=7168, layers=61, heads=128), (256, 2048, 1), 2.5, 3
+        ),
         Renamed("num_experts_per_tok", "experts_per_token", 8),
         Renamed("n_group", "router_groups", 8),
         Renamed("topk_group", "router_groups_kept", 4),
@@ -217,7 +224,7 @@ DEEPSEEK_V3 = Family(
         Words("rope_interleave", "rope_pairs", {True: "neighbours", False: "halves"}, True),
         Only("scoring_func", ("sigmoid",), written=False),
         Only("topk_method", ("noaux_tc",), written=False),
-        Free(f"{_IGNORED} num_mtp_layers", {**_FREE, "num_nextn_predict_layers": 1, **special_tokens(0, 1)}),
+        Free(f"{_IGNORED} num_mtp_layers", {**_FREE, "num_nextn_predict_layers": 1, **special_token_defaults(0, 1)}),
     ],
     **_NAMES,
 )

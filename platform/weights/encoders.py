@@ -12,9 +12,9 @@ from platform.weights.config_keys import (
     GATED,
     ONE_STACK,
     PLAIN,
+    ConfigJson,
     Dropouts,
     Family,
-    Found,
     Free,
     Inexpressible,
     Only,
@@ -22,9 +22,9 @@ from platform.weights.config_keys import (
     Rule,
     TensorRow,
     Words,
-    modules,
-    special_tokens,
-    value_of,
+    module_rows,
+    read_value,
+    special_token_defaults,
 )
 
 _WORDS = {**PLAIN, **{f"gated-{name}": word for name, word in GATED.items()}, "gated-gelu": "geglu_tanh"}
@@ -36,28 +36,28 @@ class _FeedForward(Rule):
 
     theirs: str = "feed_forward_proj dense_act_fn is_gated_act"
 
-    def read(self, found: Found) -> dict[str, Any]:
+    def read_model_keys(self, config_json: ConfigJson) -> dict[str, Any]:
         """Return our model key activation for a config.json of T5. Raises Inexpressible if it is unknown or a derived
         key contradicts it."""
-        given = value_of(found, "feed_forward_proj", "relu", (str,))
-        if given not in _WORDS:
-            raise Inexpressible("feed_forward_proj", given, f"our words express {', '.join(_WORDS)}")
-        for name, value in self._parts(given).items():
-            if found.get(name, value) != value:
-                raise Inexpressible(name, found[name], f"feed_forward_proj={given} says {value}")
-        return {"activation": _WORDS[given]}
+        projection = read_value(config_json, "feed_forward_proj", "relu", (str,))
+        if projection not in _WORDS:
+            raise Inexpressible("feed_forward_proj", projection, f"our words express {', '.join(_WORDS)}")
+        for name, value in self._activation_keys(projection).items():
+            if config_json.get(name, value) != value:
+                raise Inexpressible(name, config_json[name], f"feed_forward_proj={projection} says {value}")
+        return {"activation": _WORDS[projection]}
 
-    def write(self, m: Model) -> dict[str, Any]:
+    def write_config_keys(self, m: Model) -> dict[str, Any]:
         """Return T5's config.json key `feed_forward_proj`, None without a name for our activation, and derived keys."""
         names = {word: name for name, word in reversed(_WORDS.items())} | {"geglu_tanh": "gated-gelu"}
-        given = names.get(m.activation)
-        return {"feed_forward_proj": given, **(self._parts(given) if given else {})}
+        projection = names.get(m.activation)
+        return {"feed_forward_proj": projection, **(self._activation_keys(projection) if projection else {})}
 
     @staticmethod
-    def _parts(given: str) -> dict[str, Any]:
+    def _activation_keys(projection: str) -> dict[str, Any]:
         """Return the keys of T5's config.json that follow from `feed_forward_proj`: dense_act_fn, is_gated_act."""
-        kind = given.removeprefix("gated-")
-        return {"dense_act_fn": "gelu_new" if given == "gated-gelu" else kind, "is_gated_act": kind != given}
+        kind = projection.removeprefix("gated-")
+        return {"dense_act_fn": "gelu_new" if projection == "gated-gelu" else kind, "is_gated_act": kind != projection}
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ class _Scaled(Rule):
 
     theirs: str = "scale_decoder_outputs tie_word_embeddings"
 
-    def read(self, found: Found) -> dict[str, Any]:
+    def read_model_keys(self, config_json: ConfigJson) -> dict[str, Any]:
         """Return our model key logit_scale for a config.json of T5: d_model^-1/2, or 1."""
-        tied = value_of(found, "tie_word_embeddings", True, (bool,))
-        width = value_of(found, "d_model", 512, (int,))
-        scaled = value_of(found, "scale_decoder_outputs", tied, (bool,))
+        tied = read_value(config_json, "tie_word_embeddings", True, (bool,))
+        width = read_value(config_json, "d_model", 512, (int,))
+        scaled = read_value(config_json, "scale_decoder_outputs", tied, (bool,))
         return {"logit_scale": width**-0.5 if scaled and width > 0 else 1.0}
 
-    def write(self, m: Model) -> dict[str, Any]:
+    def write_config_keys(self, m: Model) -> dict[str, Any]:
         """Return T5's config.json keys that say whether the logits are scaled by d_model^-1/2."""
         return {"scale_decoder_outputs": isclose(m.logit_scale, 1 / sqrt(m.d_model)), "tie_word_embeddings": True}
 
@@ -85,17 +85,17 @@ class _Layers(Rule):
 
     theirs: str = "num_layers num_decoder_layers"
 
-    def read(self, found: Found) -> dict[str, Any]:
+    def read_model_keys(self, config_json: ConfigJson) -> dict[str, Any]:
         """Return our model key layers for T5's config.json. Raises Inexpressible if its two stacks differ in theirs."""
-        layers = value_of(found, "num_layers", 6, (int,))
-        decoder = value_of(found, "num_decoder_layers", None, (int, type(None)))
+        layers = read_value(config_json, "num_layers", 6, (int,))
+        decoder = read_value(config_json, "num_decoder_layers", None, (int, type(None)))
         if decoder not in (None, layers):
             raise Inexpressible("num_decoder_layers", decoder, f"num_layers is {layers}, and our model.layers is one")
         return {"layers": layers}
 
-    def write(self, m: Model) -> dict[str, Any]:
+    def write_config_keys(self, m: Model) -> dict[str, Any]:
         """Return T5's config.json keys for the numbers of layers of its two stacks, which our model has alike."""
-        return dict.fromkeys(self.names, m.layers)
+        return dict.fromkeys(self.key_names, m.layers)
 
 
 _PARTS = {  # of our layers, by their sublayer: their module -> our weight
@@ -111,14 +111,14 @@ def _t5_rows(stack: str, sublayers: Sequence[str]) -> list[TensorRow]:
     names: dict[str, str] = {}
     for number, name in enumerate(sublayers):
         part, weights = _PARTS[name]
-        here, ours = f"{stack}.block.{{i}}.layer.{number}", f"{stack}.layers.{{i}}.{part}"
-        names |= {f"{here}.{name}.{theirs}": f"{ours}.{weight}" for theirs, weight in weights.items()}
+        sublayer_prefix, ours = f"{stack}.block.{{i}}.layer.{number}", f"{stack}.layers.{{i}}.{part}"
+        names |= {f"{sublayer_prefix}.{name}.{theirs}": f"{ours}.{weight}" for theirs, weight in weights.items()}
         if name == "SelfAttention":  # in the first layer, for all
-            names[f"{here}.{name}.relative_attention_bias"] = f"{stack}.relative_bias"
-        names[f"{here}.layer_norm"] = f"{ours}.norm"
+            names[f"{sublayer_prefix}.{name}.relative_attention_bias"] = f"{stack}.relative_bias"
+        names[f"{sublayer_prefix}.layer_norm"] = f"{ours}.norm"
     names[f"{stack}.final_layer_norm"] = f"{stack}.norm"
     gated = {"wi": False, "wi_1": True}
-    return [row._replace(gated=gated.get(row.theirs.split(".")[-2])) for row in modules(names)]
+    return [row._replace(gated=gated.get(row.theirs.split(".")[-2])) for row in module_rows(names)]
 
 
 T5 = Family(
@@ -147,10 +147,10 @@ T5 = Family(
         ),
     ],
     [
-        *modules({"shared": "embedding"}),
+        *module_rows({"shared": "embedding"}),
         *_t5_rows("encoder", ["SelfAttention", "DenseReluDense"]),
         *_t5_rows("decoder", ["SelfAttention", "EncDecAttention", "DenseReluDense"]),
-        *modules({"lm_head": "head"}),
+        *module_rows({"lm_head": "head"}),
     ],
     "",
     {"encoder.embed_tokens.weight": "shared.weight", "decoder.embed_tokens.weight": "shared.weight"},
@@ -185,10 +185,10 @@ BERT = Family(
         Free(
             "directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head"
             " pooler_type",
-            {"initializer_range": 0.02, **special_tokens(None, None, 0), "classifier_dropout": None},
+            {"initializer_range": 0.02, **special_token_defaults(None, None, 0), "classifier_dropout": None},
         ),
     ],
-    [*modules({
+    [*module_rows({
         "bert.embeddings.word_embeddings": "embedding",
         "bert.embeddings.position_embeddings": "position",
         "bert.embeddings.token_type_embeddings": "segment",
@@ -243,27 +243,27 @@ GPT2 = Family(
             {
                 "summary_type": "cls_index", "summary_use_proj": True, "summary_activation": None,
                 "summary_proj_to_labels": True, "summary_first_dropout": 0.1, "initializer_range": 0.02,
-                **special_tokens(50256, 50256),
+                **special_token_defaults(50256, 50256),
             },
         ),
     ],
     [
-        *modules({
+        *module_rows({
             "transformer.wte": "embedding",
             "transformer.wpe": "position",
             "transformer.h.{i}.ln_1": "layers.{i}.attention.norm",
         }),
-        *modules({
+        *module_rows({
             "transformer.h.{i}.attn.c_attn":
                 "layers.{i}.attention.query layers.{i}.attention.key layers.{i}.attention.value",
             "transformer.h.{i}.attn.c_proj": "layers.{i}.attention.output",
         }, turned=True),
-        *modules({"transformer.h.{i}.ln_2": "layers.{i}.mlp.norm"}),
-        *modules({
+        *module_rows({"transformer.h.{i}.ln_2": "layers.{i}.mlp.norm"}),
+        *module_rows({
             "transformer.h.{i}.mlp.c_fc": "layers.{i}.mlp.up",
             "transformer.h.{i}.mlp.c_proj": "layers.{i}.mlp.down",
         }, turned=True),
-        *modules({"transformer.ln_f": "norm", "lm_head": "head"}),
+        *module_rows({"transformer.ln_f": "norm", "lm_head": "head"}),
     ],
     "transformer.",
     {"lm_head.weight": "transformer.wte.weight"},

@@ -10,8 +10,8 @@ from platform.config.fields import Model
 from platform.weights.config_keys import (
     GATED,
     ONE_STACK,
+    ConfigJson,
     Family,
-    Found,
     Free,
     Inexpressible,
     LayerWindows,
@@ -22,9 +22,9 @@ from platform.weights.config_keys import (
     TensorRow,
     Translated,
     Words,
-    modules,
-    special_tokens,
-    value_of,
+    module_rows,
+    read_value,
+    special_token_defaults,
 )
 
 LLAMA_FIXED = {"kind": "decoder", "norm": "rmsnorm", "positions": "rope", "bias": False}
@@ -84,10 +84,10 @@ def llama_names(experts: Sequence[TensorRow] = (), fused: Sequence[TensorRow] = 
     else it has; `fused`: rows of the same in stacks."""
     forms = [
         [
-            *modules({"model.embed_tokens": "embedding"}),
+            *module_rows({"model.embed_tokens": "embedding"}),
             *of_experts,
-            *modules(_OF_LAYERS),
-            *modules({"model.norm": "norm", "lm_head": "head"}),
+            *module_rows(_OF_LAYERS),
+            *module_rows({"model.norm": "norm", "lm_head": "head"}),
         ]
         for of_experts in (experts, fused)
     ]
@@ -108,15 +108,17 @@ class Biases(Rule):
     theirs: str = "attention_bias mlp_bias"
     default: bool = False
 
-    def read(self, found: Found) -> dict[str, Any]:
+    def read_model_keys(self, config_json: ConfigJson) -> dict[str, Any]:
         """Return our model keys on biases for a config.json of Llama, Mistral or Qwen. Raises Inexpressible."""
-        attention, mlp = (name in self.names and value_of(found, name, self.default, (bool,)) for name in _BIASES)
+        attention, mlp = (
+            name in self.key_names and read_value(config_json, name, self.default, (bool,)) for name in _BIASES
+        )
         return {"bias": mlp, "attention_bias": "" if attention == mlp else "all" if attention else "none"}
 
-    def write(self, m: Model) -> dict[str, Any]:
+    def write_config_keys(self, m: Model) -> dict[str, Any]:
         """Return the keys of a Llama, Mistral or Qwen config.json that say which layers of a model have biases."""
         attention = (m.attention_bias or ("all" if m.bias else "none")) == "all"
-        return {name: value for name, value in zip(_BIASES, (attention, m.bias), strict=True) if name in self.names}
+        return {name: value for name, value in zip(_BIASES, (attention, m.bias), strict=True) if name in self.key_names}
 
 
 _BIASES = ("attention_bias", "mlp_bias")
@@ -133,7 +135,7 @@ LLAMA = Family(
         *llama_rules(32000, 11008, 2048, None),
         HEAD_DIM,
         Biases(),
-        Free("", {"initializer_range": 0.02, **special_tokens(1, 2), "pretraining_tp": 1}),
+        Free("", {"initializer_range": 0.02, **special_token_defaults(1, 2), "pretraining_tp": 1}),
     ],
     **llama_names(),
 )  # fmt: skip
@@ -147,12 +149,12 @@ MISTRAL = Family(
         *llama_rules(32000, 14336, 4096 * 32, 8),
         HEAD_DIM,
         Renamed("sliding_window", "window", 4096, null=0, written=lambda m: m.window or None),
-        Free("", {"initializer_range": 0.02, **special_tokens(1, 2)}),
+        Free("", {"initializer_range": 0.02, **special_token_defaults(1, 2)}),
     ],
     **llama_names(),
 )
 
-_QWEN_FREE = Free("use_mrope", {"initializer_range": 0.02, **special_tokens(None, None)})
+_QWEN_FREE = Free("use_mrope", {"initializer_range": 0.02, **special_token_defaults(None, None)})
 
 QWEN2 = Family(
     "qwen2",
@@ -185,25 +187,25 @@ QWEN3 = Family(
 _LAYER = "model.layers.{i}"
 _GATE, _UP, _DOWN = (f"layers.{{i}}.mlp.experts.{name}" for name in ("gate", "up", "down"))
 FUSED = [  # the names of version 5, which it saves only with save_original_format=False
-    *modules({f"{_LAYER}.mlp.gate": "layers.{i}.mlp.router"}),
+    *module_rows({f"{_LAYER}.mlp.gate": "layers.{i}.mlp.router"}),
     TensorRow(f"{_LAYER}.mlp.experts.gate_up_proj", (_GATE, _UP)),
     TensorRow(f"{_LAYER}.mlp.experts.down_proj", (_DOWN,)),
 ]
 
 
-def separate(place: str, gate: str, up: str, down: str) -> list[TensorRow]:
+def build_expert_rows(place: str, gate: str, up: str, down: str) -> list[TensorRow]:
     """Return the rows of names of a family whose experts, at `place` in a layer, are a tensor for each matrix."""
     each = {f"{_LAYER}.{place}.experts.{{e}}.{name}": ours for name, ours in ((down, _DOWN), (gate, _GATE), (up, _UP))}
-    return [*modules({**each, f"{_LAYER}.{place}.gate": "layers.{i}.mlp.router"})]
+    return [*module_rows({**each, f"{_LAYER}.{place}.gate": "layers.{i}.mlp.router"})]
 
 
-def _read_windows(found: Found) -> dict[str, Any]:
+def _read_windows(config_json: ConfigJson) -> dict[str, Any]:
     """Return our model key window for a Qwen3-MoE config.json, in which all layers have one, or none. Raises
     Inexpressible for `max_window_layers`, which transformers 5 does not read, and 4 does."""
-    if not value_of(found, "use_sliding_window", False, (bool,)):
+    if not read_value(config_json, "use_sliding_window", False, (bool,)):
         return {"window": 0}
-    width = value_of(found, "sliding_window", 4096, (int, type(None))) or 0
-    first = value_of(found, "max_window_layers", 0, (int,))
+    width = read_value(config_json, "sliding_window", 4096, (int, type(None))) or 0
+    first = read_value(config_json, "max_window_layers", 0, (int,))
     if width and first:
         why = "use_sliding_window=true means all layers in transformers 5, those from here on in 4; leave it out"
         raise Inexpressible("max_window_layers", first, why)
@@ -215,9 +217,9 @@ def _write_windows(m: Model) -> dict[str, Any]:
     return {"use_sliding_window": bool(m.window), "sliding_window": m.window or None}
 
 
-def _read_dense_layers(found: Found) -> dict[str, Any]:
+def _read_listed_dense_layers(config_json: ConfigJson) -> dict[str, Any]:
     """Return our model key for the layers without experts in a Qwen3-MoE config.json. Raises Inexpressible."""
-    numbers = value_of(found, "mlp_only_layers", None, (list, type(None))) or []
+    numbers = read_value(config_json, "mlp_only_layers", None, (list, type(None))) or []
     if not all(type(n) is int for n in numbers):
         raise Inexpressible("mlp_only_layers", numbers, "are no numbers of layers")
     return {"dense_layers": sorted(set(numbers))}
@@ -238,9 +240,9 @@ MIXTRAL = Family(
         Renamed("num_local_experts", "experts", 8),
         Renamed("num_experts_per_tok", "experts_per_token", 2),
         Renamed("router_jitter_noise", "router_jitter", 0.0),
-        Free("", {**_FREE, **special_tokens(1, 2)}),
+        Free("", {**_FREE, **special_token_defaults(1, 2)}),
     ],
-    **llama_names(separate("block_sparse_moe", "w1", "w3", "w2"), FUSED),
+    **llama_names(build_expert_rows("block_sparse_moe", "w1", "w3", "w2"), FUSED),
 )
 
 QWEN3_MOE = Family(
@@ -256,12 +258,12 @@ QWEN3_MOE = Family(
         Renamed("num_experts_per_tok", "experts_per_token", 8),
         Renamed("moe_intermediate_size", "expert_d_ff", 768),
         Renamed("decoder_sparse_step", "experts_every", 1),
-        Translated("mlp_only_layers", _read_dense_layers, lambda m: {"mlp_only_layers": m.dense_layers}),
+        Translated("mlp_only_layers", _read_listed_dense_layers, lambda m: {"mlp_only_layers": m.dense_layers}),
         Renamed("norm_topk_prob", "router_normalised", False),
         Translated("use_sliding_window sliding_window max_window_layers", _read_windows, _write_windows),
-        Free("", {**_FREE, **special_tokens(None, None)}),
+        Free("", {**_FREE, **special_token_defaults(None, None)}),
     ],
-    **llama_names(separate("mlp", "gate_proj", "up_proj", "down_proj"), FUSED),
+    **llama_names(build_expert_rows("mlp", "gate_proj", "up_proj", "down_proj"), FUSED),
 )
 
 OLMOE = Family(
@@ -276,9 +278,9 @@ OLMOE = Family(
         Renamed("num_experts_per_tok", "experts_per_token", 8),
         Renamed("norm_topk_prob", "router_normalised", False),
         Only("clip_qkv", (None,)),
-        Free("", {**_FREE, "router_aux_loss_coef": 0.01, **special_tokens(None, 50279, 1)}),
+        Free("", {**_FREE, "router_aux_loss_coef": 0.01, **special_token_defaults(None, 50279, 1)}),
     ],
-    **llama_names(separate("mlp", "gate_proj", "up_proj", "down_proj"), FUSED),
+    **llama_names(build_expert_rows("mlp", "gate_proj", "up_proj", "down_proj"), FUSED),
 )
 
 
@@ -287,7 +289,7 @@ OLMOE = Family(
 _GPT_OSS_GATE, _GPT_OSS_UP, _GPT_OSS_DOWN = (f"layers.{{i}}.mlp.experts.{name}" for name in ("gate", "up", "down"))
 _ROWS = [
     TensorRow(f"{_LAYER}.self_attn.sinks", ("layers.{i}.attention.sink",)),
-    *modules({f"{_LAYER}.mlp.router": "layers.{i}.mlp.router"}),
+    *module_rows({f"{_LAYER}.mlp.router": "layers.{i}.mlp.router"}),
     TensorRow(f"{_LAYER}.mlp.experts.gate_up_proj", (_GPT_OSS_GATE, _GPT_OSS_UP), turned=True, alternate=True),
     TensorRow(
         f"{_LAYER}.mlp.experts.gate_up_proj_bias", (f"{_GPT_OSS_GATE}_bias", f"{_GPT_OSS_UP}_bias"), alternate=True
@@ -327,7 +329,7 @@ GPT_OSS = Family(
         Only("swiglu_alpha", (1.702,)),
         Only("swiglu_limit", (7.0, 7)),
         Only("quantization_config", (None,), written=False, why=_QUANTISED),
-        Free("initial_context_length", {**_GPT_OSS_FREE, **special_tokens(None, None)}),
+        Free("initial_context_length", {**_GPT_OSS_FREE, **special_token_defaults(None, None)}),
     ],
     **llama_names(_ROWS),
 )

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from platform.boundary.refusals import ConfigError, closest, in_words, refuse_all, violation
+from platform.boundary.refusals import ConfigError, closest_values, format_value, format_violation, refuse_all
 from platform.checkpoint.blocks import Box
 from platform.config.fields import Config, Data, Model, violations_of_values
 from platform.config.validation import violations_of_configuration
 from platform.model import build_model
 from platform.plan.model_types import STATES, Parameter
-from platform.weights.config_keys import Family, Found, Inexpressible, Rule, TensorRow, as_json, sizes_of
+from platform.weights.config_keys import ConfigJson, Family, Inexpressible, Rule, TensorRow, json_excerpt, resolve_sizes
 from platform.weights.families import COMMON, FAMILIES
 
 MOST_MATRICES = 1 << 20  # of experts: as many as an index of files names
@@ -49,65 +49,67 @@ class Stored:
     stacked: int = 0
 
     @property
-    def matrices(self) -> list[tuple[MatrixPart, ...]]:
+    def matrix_parts(self) -> list[tuple[MatrixPart, ...]]:
         """Return the parts of each matrix that this tensor stacks, or of the one that it is."""
         each = len(self.parts) // max(1, self.stacked)
         return [self.parts[i : i + each] for i in range(0, len(self.parts), each)]
 
     def join_blocks(self, blocks: Sequence[Tensor]) -> Tensor:
         """Return this tensor of transformers, made of the `blocks` of our parameters that are its parts."""
-        found, rest = [], iter(blocks)
-        for parts in self.matrices:
-            rows = [next(rest).reshape(part.rows, part.columns) for part in parts]
+        matrices, remaining_blocks = [], iter(blocks)
+        for parts in self.matrix_parts:
+            rows = [next(remaining_blocks).reshape(part.rows, part.columns) for part in parts]
             matrix = torch.stack(rows, 1).flatten(0, 1) if self.alternate else torch.cat(rows)
-            found.append(matrix.t() if self.turned else matrix)
-        return torch.stack(found).reshape(self.shape)
+            matrices.append(matrix.t() if self.turned else matrix)
+        return torch.stack(matrices).reshape(self.shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape in which transformers stores this tensor."""
-        rows, columns = sum(p.rows for p in self.matrices[0]), self.parts[0].columns
+        rows, columns = sum(p.rows for p in self.matrix_parts[0]), self.parts[0].columns
         one = (rows,) if self.vector else (columns, rows) if self.turned else (rows, columns)
         return (self.stacked, *one) if self.stacked else one
 
 
-def parameters_of(m: Model) -> dict[str, tuple[Parameter, tuple[int, ...]]]:
+def list_parameters(m: Model) -> dict[str, tuple[Parameter, tuple[int, ...]]]:
     """Return name -> (parameter, global shape) of every parameter of a model, to match with names of saved weights; of
     states, those on which what a trained model says depends."""
     model = build_model(m)
-    kept = [p for p in model.parameters() if STATES.get(p.role, "model") == "model"]
-    return {p.name: (p, tuple({**model.sizes, **dict(p.sizes)}[d] for d in p.dims)) for p in kept}
+    model_parameters = [p for p in model.parameters() if STATES.get(p.role, "model") == "model"]
+    return {p.name: (p, tuple({**model.sizes, **dict(p.sizes)}[d] for d in p.dims)) for p in model_parameters}
 
 
-def stored_tensors(m: Model, family: Family, fused: bool = False) -> list[Stored]:
+def list_stored_tensors(m: Model, family: Family, fused: bool = False) -> list[Stored]:
     """List the tensors by which transformers stores a model of a family, in its order, with stacks of experts if
     `fused`. Each parameter is in one. Raises ConfigError, naming the parameters for which the family has none."""
-    out: list[Stored] = []
-    left = parameters_of(m)
-    if (count := sum(shape[0] for p, shape in left.values() if _of_experts(p))) > MOST_MATRICES:
+    tensors: list[Stored] = []
+    unmatched = list_parameters(m)
+    if (count := sum(shape[0] for p, shape in unmatched.values() if _is_per_expert(p))) > MOST_MATRICES:
         raise ConfigError(f"names: {count} matrices of experts are more than {MOST_MATRICES}")
-    gated = any(name.endswith(".mlp.gate") for name in left)
-    for name, ours, row in _expanded(family.fused if fused else family.rows, m.layers):
-        if row.gated not in (None, gated) or not all(part in left for part in ours):
+    gated = any(name.endswith(".mlp.gate") for name in unmatched)
+    for name, ours, row in _expand_rows(family.fused if fused else family.rows, m.layers):
+        if row.gated not in (None, gated) or not all(part in unmatched for part in ours):
             continue
-        found = [left.pop(part) for part in ours]
-        vector = _is_vector(name, found[0][0])
+        row_parameters = [unmatched.pop(part) for part in ours]
+        vector = _is_vector(name, row_parameters[0][0])
         if row.by_head:
-            each = [tuple(_part_of_one(*one, head) for one in found) for head in range(m.heads)]
-            out.append(Stored(name, tuple(chain.from_iterable(each)), row.turned))
+            each = [tuple(_describe_one_matrix(*one, head) for one in row_parameters) for head in range(m.heads)]
+            tensors.append(Stored(name, tuple(chain.from_iterable(each)), row.turned))
             continue
-        if not _of_experts(found[0][0]):
-            out.append(Stored(name, tuple(_part(*one, vector) for one in found), row.turned, vector))
+        if not _is_per_expert(row_parameters[0][0]):
+            tensors.append(
+                Stored(name, tuple(_describe_matrix(*one, vector) for one in row_parameters), row.turned, vector)
+            )
             continue
-        each = [tuple(_part_of_one(*one, e) for one in found) for e in range(m.experts)]
+        each = [tuple(_describe_one_matrix(*one, e) for one in row_parameters) for e in range(m.experts)]
         if "{e}" in name:
-            out += [Stored(name.replace("{e}", str(e)), parts, row.turned, vector) for e, parts in enumerate(each)]
+            tensors += [Stored(name.replace("{e}", str(e)), parts, row.turned, vector) for e, parts in enumerate(each)]
         else:
             parts = tuple(chain.from_iterable(each))
-            out.append(Stored(name, parts, row.turned, vector, row.alternate, m.experts))
-    if left:
-        raise ConfigError(f"names: {family.architecture} has no tensor for {', '.join(left)}")
-    return out
+            tensors.append(Stored(name, parts, row.turned, vector, row.alternate, m.experts))
+    if unmatched:
+        raise ConfigError(f"names: {family.architecture} has no tensor for {', '.join(unmatched)}")
+    return tensors
 
 
 def _is_vector(name: str, p: Parameter) -> bool:
@@ -115,12 +117,12 @@ def _is_vector(name: str, p: Parameter) -> bool:
     return name.endswith("bias") or p.name.endswith(".gain") or len(p.dims) == 1
 
 
-def _of_experts(p: Parameter) -> bool:
+def _is_per_expert(p: Parameter) -> bool:
     """Return True if our parameter `p` is a matrix or bias for each expert, which saved weights may hold one by one."""
     return p.dims[0] == "experts" and p.role in ("in", "out")
 
 
-def _expanded(rows: Sequence[TensorRow], layers: int) -> Iterator[tuple[str, list[str], TensorRow]]:
+def _expand_rows(rows: Sequence[TensorRow], layers: int) -> Iterator[tuple[str, list[str], TensorRow]]:
     """Yield (tensor's name at transformers, names of our parameters, row) for a family's table of names, by layer."""
     for numbered, group in groupby(rows, lambda row: "{i}" in row.theirs):
         some = list(group)
@@ -129,15 +131,15 @@ def _expanded(rows: Sequence[TensorRow], layers: int) -> Iterator[tuple[str, lis
                 yield row.theirs.replace("{i}", str(i)), [name.replace("{i}", str(i)) for name in row.ours], row
 
 
-def _part(p: Parameter, shape: tuple[int, ...], vector: bool) -> MatrixPart:
+def _describe_matrix(p: Parameter, shape: tuple[int, ...], vector: bool) -> MatrixPart:
     """Describe our parameter `p` as transformers stores it, a matrix [rows, columns]; one column if `vector`."""
     if vector:
-        return MatrixPart(p.name, shape, prod(shape), 1, Box.whole(shape))
+        return MatrixPart(p.name, shape, prod(shape), 1, Box.whole_tensor(shape))
     rows = shape[0] if p.role == "out" else prod(shape[:-1])
-    return MatrixPart(p.name, shape, rows, prod(shape) // rows, Box.whole(shape))
+    return MatrixPart(p.name, shape, rows, prod(shape) // rows, Box.whole_tensor(shape))
 
 
-def _part_of_one(p: Parameter, shape: tuple[int, ...], number: int) -> MatrixPart:
+def _describe_one_matrix(p: Parameter, shape: tuple[int, ...], number: int) -> MatrixPart:
     """Describe the matrix or bias of one expert, or head, in our parameter `p` as transformers stores it."""
     rows, columns = shape[1], prod(shape[2:])
     return MatrixPart(p.name, shape, rows, columns, Box((number, *(0 for _ in shape[1:])), (1, *shape[1:])))
@@ -152,31 +154,34 @@ class Matched:
     repeated: tuple[tuple[str, str], ...]
 
 
-def matched(names: Collection[str], wanted: Iterable[Stored], m: Model, family: Family) -> tuple[Matched, list[str]]:
+def match_tensor_names(
+    names: Collection[str], wanted: Iterable[Stored], m: Model, family: Family
+) -> tuple[Matched, list[str]]:
     """Match the names in the files of a model that transformers saved with the tensors `wanted`; return the tensors
     found, and a line for the missing and one for the foreign ones."""
     known = {tensor.name for tensor in wanted}
-    own = {name: name for name in names}
+    file_by_name = {name: name for name in names}
     if family.prefix and not any(name.startswith(family.prefix) for name in names):  # saved without the class's head
-        own = {f"{family.prefix}{name}": name for name in names if name not in known}
-        own |= {name: name for name in names if name in known}
+        file_by_name = {f"{family.prefix}{name}": name for name in names if name not in known}
+        file_by_name |= {name: name for name in names if name in known}
     buffers = {name.replace("{i}", str(i)) for name in family.buffers for i in range(m.layers)}
-    there = {name: file for name, file in own.items() if name in known}
+    names_in_files = {name: file for name, file in file_by_name.items() if name in known}
     repeated = tuple(
-        (file, family.same[name]) for name, file in own.items() if name not in known and name in family.same
+        (file, family.same[name]) for name, file in file_by_name.items() if name not in known and name in family.same
     )
-    rest = own.keys() - known - family.same.keys() - buffers
+    foreign_names = file_by_name.keys() - known - family.same.keys() - buffers
     lines = []
-    if missing := [name for name in known if name not in there]:
-        lines.append(f"names: {_listed(missing)}: missing")
-    if rest:
+    if missing := [name for name in known if name not in names_in_files]:
+        lines.append(f"names: {_join_names(missing)}: missing")
+    if foreign_names:
         lines.append(
-            f"names: {_listed(own[name] for name in rest)}: no part of {family.architecture} with this config.json"
+            f"names: {_join_names(file_by_name[name] for name in foreign_names)}: no part "
+            f"of {family.architecture} with this config.json"
         )
-    return Matched(there, repeated), lines
+    return Matched(names_in_files, repeated), lines
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     """Return names of tensors of saved weights as text: sorted, with commas in between."""
     return ", ".join(sorted(names))
 
@@ -198,74 +203,78 @@ _OF_GROUPS = ("router_groups", "router_groups_kept", "router_group_best")
 _ROTARY = ("rope_factor", "rope_original_length", "rope_low", "rope_high", "rope_magnitude")
 
 
-def family_of(found: Found) -> Family:
+def find_family(config_json: ConfigJson) -> Family:
     """Return the family that a config.json names. Raises ConfigError for one that is not known, or a class of it that
     has other parts than a language model."""
-    kind, classes = found.get("model_type"), found.get("architectures")
+    kind, classes = config_json.get("model_type"), config_json.get("architectures")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ConfigError(violation("model_type", as_json(kind), "no family that is known", FAMILIES))
+        raise ConfigError(format_violation("model_type", json_excerpt(kind), "no family that is known", FAMILIES))
     family = FAMILIES[kind]
     if classes is not None and not (isinstance(classes, list) and len(classes) == 1 and classes[0] in family.read):
-        raise ConfigError(violation("architectures", as_json(classes), f"model_type={kind} is known as", family.read))
+        raise ConfigError(
+            format_violation("architectures", json_excerpt(classes), f"model_type={kind} is known as", family.read)
+        )
     return family
 
 
-def model_keys(found: Found, names: Iterable[str] = ()) -> dict[str, Any]:
+def translate_config_json(config_json: ConfigJson, names: Iterable[str] = ()) -> dict[str, Any]:
     """Return our configuration keys, without `model.`, that describe the same model as a config.json of transformers.
     `names`: names of the tensors beside it, which show if the output head has a tensor of its own.
 
     Raises ConfigError with a line for each key that ours do not express, and for each value that our key refuses.
     """
-    family = family_of(found)
+    family = find_family(config_json)
     usual = {key: value for key, value in vars(Model()).items() if key not in _OWN}
-    out, wrong = {**usual, **family.fixed}, []
+    model_values, violations = {**usual, **family.fixed}, []
     rules = (*family.rules, *COMMON)
     for rule in rules:
         try:
-            out |= rule.read(found)
+            model_values |= rule.read_model_keys(config_json)
         except Inexpressible as error:
-            wrong.append(str(error))
-    known = {name for rule in rules for name in rule.names}
-    wrong += [
-        f"{key}={as_json(value)}: our words do not express this key" for key, value in found.items() if key not in known
+            violations.append(str(error))
+    known = {name for rule in rules for name in rule.key_names}
+    violations += [
+        f"{key}={json_excerpt(value)}: our words do not express this key"
+        for key, value in config_json.items()
+        if key not in known
     ]
-    if "tied" not in out:
-        out["tied"] = "lm_head.weight" not in names
-    refuse_all(wrong or _impossible(Model(**out)))
-    return out
+    if "tied" not in model_values:
+        model_values["tied"] = "lm_head.weight" not in names
+    refuse_all(violations or _violations_of_model(Model(**model_values)))
+    return model_values
 
 
-def _impossible(m: Model) -> list[str]:
+def _violations_of_model(m: Model) -> list[str]:
     """Return a refusal line for each key of a model, read from saved weights, that is illegal alone or with others."""
     config = Config(model=m, data=Data(document_mask=m.within_documents))
     lines = [line for key, lines in violations_of_values(config).items() if key.startswith("model.") for line in lines]
     return lines or [line for line in violations_of_configuration(config) if line.startswith("model.")]
 
 
-def stored_model(identity: Mapping[str, Any]) -> Model:
+def parse_stored_model(identity: Mapping[str, Any]) -> Model:
     """Return the model whose tensors a checkpoint has, from its untrusted identity. Raises ConfigError."""
-    given = identity.get("model")
-    if not isinstance(given, dict):
+    stored_keys = identity.get("model")
+    if not isinstance(stored_keys, dict):
         raise ConfigError("the checkpoint says nothing of its model: it is no checkpoint of a run")
-    model = Config.from_dict({"model": given}).model
-    refuse_all(_impossible(model))
+    model = Config.from_dict({"model": stored_keys}).model
+    refuse_all(_violations_of_model(model))
     return model
 
 
-def meaning(m: Model) -> dict[str, Any]:
+def functional_keys(m: Model) -> dict[str, Any]:
     """Return the keys of a model that determine its function, in one form, to compare a model at transformers with
     ours: sizes in place of zeros, and no key that others make meaningless."""
-    out = {key: value for key, value in vars(m).items() if key not in (*_OF_TRAINING, *_OF_OTHERS)}
-    out |= sizes_of(m)
+    keys = {key: value for key, value in vars(m).items() if key not in (*_OF_TRAINING, *_OF_OTHERS)}
+    keys |= resolve_sizes(m)
     attention = m.attention_bias or ("all" if m.bias else "none")
-    out["attention_bias"] = attention
-    out["attention_scale"] = m.attention_scale or max(1, out["d_kv"]) ** -0.5
+    keys["attention_bias"] = attention
+    keys["attention_scale"] = m.attention_scale or max(1, keys["d_kv"]) ** -0.5
     if not m.query_key_norm:
-        out["query_key_norm_over"] = "head"
+        keys["query_key_norm_over"] = "head"
     if not m.window:
-        out["window_layers"] = []
+        keys["window_layers"] = []
     elif set(m.window_layers) >= set(range(m.layers)):
-        out["window_layers"] = []
+        keys["window_layers"] = []
     unused = [] if m.positions == "rope" else ["rope_theta", "rope_pairs", "rope_scaling", *_ROTARY]
     unused += _ROTARY if m.rope_scaling == "none" else []
     unused += ["rope_truncate"] if m.rope_scaling != "yarn" else []
@@ -274,36 +283,36 @@ def meaning(m: Model) -> dict[str, Any]:
     unused += [] if m.kv_latent else _OF_LATENTS
     unused += [] if m.experts and m.router_groups_kept < m.router_groups else _OF_GROUPS
     unused += ["length"] if m.positions == "relative" else ["buckets", "distance"]
-    return {key: value for key, value in out.items() if key not in unused}
+    return {key: value for key, value in keys.items() if key not in unused}
 
 
-def config_of(m: Model, family: Family) -> dict[str, Any]:
+def build_config_json(m: Model, family: Family) -> dict[str, Any]:
     """Return transformers' config.json for our model, without element type. Raises ConfigError, a line per key."""
-    out: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.name}
+    config_json: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.name}
     rules: Iterable[Rule] = (*family.rules, *COMMON)
     for rule in rules:
-        out |= rule.write(m)
-    refuse_all(_unlike(m, out, family))
-    return out
+        config_json |= rule.write_config_keys(m)
+    refuse_all(_violations_of_round_trip(m, config_json, family))
+    return config_json
 
 
-def _unlike(m: Model, written: Found, family: Family) -> Iterable[str]:
+def _violations_of_round_trip(m: Model, written: ConfigJson, family: Family) -> Iterable[str]:
     """Yield a line for each key of our model that is another one when its config.json, as `written` for transformers,
     is read again."""
     try:
-        again = meaning(Model(**model_keys(written, () if m.tied else ["lm_head.weight"])))
+        read_keys = functional_keys(Model(**translate_config_json(written, () if m.tied else ["lm_head.weight"])))
     except ConfigError as error:
         yield from (f"{family.name}: {line}" for line in error.violations)
         return
-    wanted = meaning(m)
-    for key in wanted.keys() | again.keys():
-        if (value := wanted.get(key, getattr(m, key))) != again.get(key):
-            other = again.get(key)
-            why = "does not express it" if other is None else f"has {in_words(other) or 'none'}"
-            yield violation(f"model.{key}", value, f"{family.architecture} {why}")
+    expected_keys = functional_keys(m)
+    for key in expected_keys.keys() | read_keys.keys():
+        if (value := expected_keys.get(key, getattr(m, key))) != read_keys.get(key):
+            other = read_keys.get(key)
+            why = "does not express it" if other is None else f"has {format_value(other) or 'none'}"
+            yield format_violation(f"model.{key}", value, f"{family.architecture} {why}")
 
 
-def expressing(m: Model, name: str = "") -> Family:
+def choose_family(m: Model, name: str = "") -> Family:
     """Choose the family of transformers' models (GPT-2, Llama, ...) that expresses our model: the one called `name`, or
     the first that does. Raises ConfigError with what it, or the nearest family, does not express, and which do."""
     refused = {family.name: _violations_of_family(m, family) for family in FAMILIES.values()}
@@ -313,14 +322,14 @@ def expressing(m: Model, name: str = "") -> Family:
     lines = refused.get(name) or ([] if fitting else min(refused.values(), key=len))
     if name:
         why = "does not express this model" if name in FAMILIES else "unknown"
-        lines = [violation("--family", name, why, closest(name, fitting)), *lines]
+        lines = [format_violation("--family", name, why, closest_values(name, fitting)), *lines]
     raise ConfigError(lines)
 
 
 def _violations_of_family(m: Model, family: Family) -> list[str]:
     """Return the refusal lines of a family of transformers' models for a model; [] if it expresses the model."""
     try:
-        config_of(m, family)
+        build_config_json(m, family)
     except ConfigError as error:
         return error.violations
     return []

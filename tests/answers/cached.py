@@ -30,10 +30,10 @@ class Watched(Generator):
         super().__init__(*given)
         self.seen: list[tuple[int, Tensor]] = []
 
-    def _to_all_ranks(self, run, logits, out, numbers):
-        if logits is not None and run.speaks:
-            self.seen.append((run.sequences[0], logits[-1].double().clone()))
-        return super()._to_all_ranks(run, logits, out, numbers)
+    def _share_numbers(self, run, logits, out, numbers):
+        if logits is not None and run.is_source_rank:
+            self.seen.append((run.sequence_span[0], logits[-1].double().clone()))
+        return super()._share_numbers(run, logits, out, numbers)
 
 
 @dataclass
@@ -52,7 +52,7 @@ def louder(trainer: Trainer) -> None:
             w.mul_(1.0 if "norm" in name else LOUD)
         for state in trainer.weights.states.values():
             state.copy_(torch.linspace(-0.5, 0.5, len(state)))
-    trainer.weights.refresh()
+    trainer.weights.refresh_copies()
 
 
 def say(c: Config, texts: AskedTexts, tokens: int, how: Choice, plan: Plan | None = None, ends=()) -> list[Said]:
@@ -64,12 +64,12 @@ def say(c: Config, texts: AskedTexts, tokens: int, how: Choice, plan: Plan | Non
         trainer = trainer_of(c, plan, communicator)
         louder(trainer)
         generator = Watched(c, plan, communicator, trainer.weights)
-        written = generator.write(texts, tokens, how, ends)
+        written = generator.continue_texts(texts, tokens, how, ends)
         seen = list(generator.seen)
         longer = replace(texts, ids=[[*ids, *w.ids] for ids, w in zip(texts.ids, written, strict=True)])
-        return Said(written, generator.score(longer, [len(ids) for ids in texts.ids]), seen)
+        return Said(written, generator.score_texts(longer, [len(ids) for ids in texts.ids]), seen)
 
-    return [one(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, one)
+    return [one(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else run_threads(plan.mesh, one)
 
 
 def logits_seen(said: Sequence[Said], texts: int) -> list[Tensor]:
@@ -89,8 +89,11 @@ def whole_weights(c: Config) -> dict[str, Tensor]:
     plan = make_plan(one)
     trainer = trainer_of(one, plan, SingleRank(plan.mesh))
     louder(trainer)
-    return {n: w.detach()[tuple(map(slice, plan.global_shape(p)))]
-            for p in (*plan.parameters, *plan.states) for n, w in [(p.name, trainer.weights.read[p.name])]}  # fmt: skip
+    return {
+        n: w.detach()[tuple(map(slice, plan.global_shape(p)))]
+        for p in (*plan.parameters, *plan.states)
+        for n, w in [(p.name, trainer.weights.readable_tensors[p.name])]
+    }
 
 
 def uncached(c: Config, w: dict[str, Tensor], ids: Sequence[int], source: Sequence[int]) -> Tensor:

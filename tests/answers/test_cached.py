@@ -202,8 +202,8 @@ def test_experts_of_both_stacks_drop_none_either():
 def test_negative_control_padding_is_seen(monkeypatch):
     """If attention sees the padding in front of short texts, the oracle must fail."""
     seen = lambda batch, tokens, offset: {**data(batch, tokens, offset), "begins": torch.zeros_like(tokens)}  # noqa: E731
-    data = Batch.data
-    monkeypatch.setattr(Batch, "data", seen)
+    data = Batch.build_data
+    monkeypatch.setattr(Batch, "build_data", seen)
     with pytest.raises(AssertionError, match="logits before token 0"):
         examine(configure(**OTHERS["gpt_untied"], **SMALL))
 
@@ -214,7 +214,7 @@ def test_negative_control_a_pass_is_forgotten(monkeypatch):
     def remember(self, ops, name, k, v, *types):
         return whole(self, ops, name, k * (ops.offset != 16), v, *types)
 
-    whole = RememberOp.run
-    monkeypatch.setattr(RememberOp, "run", remember)
+    whole = RememberOp.run_on_blocks
+    monkeypatch.setattr(RememberOp, "run_on_blocks", remember)
     with pytest.raises(AssertionError, match="logits before token"):
         examine(configure("1d", {"t": 2}, **OTHERS["llama"], **SMALL))

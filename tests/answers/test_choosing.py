@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from platform.predict.make_plan import make_plan
-from platform.train.generator import choose, restricted
+from platform.train.generator import choose_tokens, restrict_logits
 from platform.train.replies import AskedTexts, Choice
 from tests.answers.cached import say, uncached, whole_weights
 from tests.harness.oracle import MODELS, configure
@@ -17,7 +17,7 @@ LOGITS = torch.tensor([[0.0, 1.0, 3.0, 2.0, -1.0]], dtype=torch.float64)
 
 
 def kept(**how) -> list[int]:
-    return [i for i, x in enumerate(restricted(LOGITS, Choice(5, 1.0, **how))[0].tolist()) if x > -torch.inf]
+    return [i for i, x in enumerate(restrict_logits(LOGITS, Choice(5, 1.0, **how))[0].tolist()) if x > -torch.inf]
 
 
 def test_top_k_and_top_p_leave_the_likeliest():
@@ -30,13 +30,13 @@ def test_top_k_and_top_p_leave_the_likeliest():
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 def test_tokens_are_drawn_as_often_as_they_are_likely(temperature):
     count = 40_000
-    found = choose(LOGITS.expand(count, -1), Choice(5, temperature), torch.arange(count), 0)
+    found = choose_tokens(LOGITS.expand(count, -1), Choice(5, temperature), torch.arange(count), 0)
     wanted = torch.softmax(LOGITS[0] / temperature, -1)
     assert (found.bincount(minlength=5) / count - wanted).abs().max() < 0.01
 
 
 def test_a_draw_depends_on_seed_sequence_and_position_alone():
-    draw = lambda seed, sequences, position: choose(  # noqa: E731
+    draw = lambda seed, sequences, position: choose_tokens(  # noqa: E731
         LOGITS.expand(len(sequences), -1), Choice(5, 2.0, seed=seed), torch.tensor(sequences), position
     ).tolist()
     many = draw(1, list(range(64)), 3)
@@ -45,8 +45,8 @@ def test_a_draw_depends_on_seed_sequence_and_position_alone():
 
 
 def test_ids_beyond_the_vocabulary_are_never_chosen():
-    assert choose(torch.tensor([[0.0, 1.0, 9.0]]), Choice(2), torch.tensor([0]), 0).tolist() == [1]
-    assert set(choose(torch.zeros(100, 8), Choice(3, 1.0), torch.arange(100), 0).tolist()) == {0, 1, 2}
+    assert choose_tokens(torch.tensor([[0.0, 1.0, 9.0]]), Choice(2), torch.tensor([0]), 0).tolist() == [1]
+    assert set(choose_tokens(torch.zeros(100, 8), Choice(3, 1.0), torch.arange(100), 0).tolist()) == {0, 1, 2}
 
 
 SMALL = {"layers": 1, "d_model": 16, "heads": 4, "length": 16, "vocab": 5, "tied": False}

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from platform.checkpoint.__main__ import main as checkpoint
-from platform.cluster.session import find_trained
+from platform.cluster.session import find_trained_model
 from platform.config.fields import Config
-from platform.data.corpus import corpus_of
+from platform.data.corpus import open_run_corpus
 from platform.evaluate import main as evaluate
 from tests.answers.conftest import SENTENCES
 from tests.harness import reference_transformer
@@ -37,10 +37,10 @@ def test_the_loss_is_that_of_the_samples_held_out(table, learned, tmp_path):
         checkpoint(["export", str(learned / "checkpoints"), str(tmp_path / "w.safetensors"), "--only", "model."]) == 0
     )
     w = {name.removeprefix("model."): t.double() for name, t in load_file(tmp_path / "w.safetensors").items()}
-    trained = find_trained(str(learned))
+    trained = find_trained_model(str(learned))
     trained.data.cache = f"{learned.parent}/cache"
-    corpus = corpus_of(Config(model=trained.model, data=trained.data, seed=trained.seed))
-    found = corpus.batch("validation", 0, corpus.samples["validation"])
+    corpus = open_run_corpus(Config(model=trained.model, data=trained.data, seed=trained.seed))
+    found = corpus.batch("validation", 0, corpus.sample_counts["validation"])
     data = {name: torch.as_tensor(rows) for name, rows in found.items()}
     logits = reference_transformer.logits(trained.model, w, data)
     loss = F.cross_entropy(logits.transpose(1, 2), data["labels"], ignore_index=-1)

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from platform.checkpoint.__main__ import main as checkpoint
-from platform.cluster.session import find_trained
+from platform.cluster.session import find_trained_model
 from platform.generate import main as generate
-from platform.generate import sorted_words
+from platform.generate import split_words
 from platform.weights.__main__ import main as weights
-from platform.weights.model_folder import vocabulary_in
+from platform.weights.model_folder import build_vocabulary_if_readable
 from tests.answers.conftest import SENTENCES
 from tests.harness import reference_transformer
 
@@ -42,8 +42,8 @@ def test_answers_are_those_of_uncached_passes(answers, learned, tmp_path):
         checkpoint(["export", str(learned / "checkpoints"), str(tmp_path / "w.safetensors"), "--only", "model."]) == 0
     )
     w = {name.removeprefix("model."): t.double() for name, t in load_file(tmp_path / "w.safetensors").items()}
-    trained = find_trained(str(learned))
-    vocabulary = vocabulary_in(trained.files)
+    trained = find_trained_model(str(learned))
+    vocabulary = build_vocabulary_if_readable(trained.files)
     prompts = ["every", "a lay", "nothing is lost when", "the mesh"]
     found = answers(*prompts, "--tokens", "12", "precision=fp64")
     trained.model.within_documents = False
@@ -88,7 +88,7 @@ def test_prompts_from_files(answers, tmp_path):
 
 def test_words_that_are_no_keys_are_prompts():
     words = ["tensor=1d", "x = 1", "a=b", "model.length=7", "+model.a=1", "tensor.axes.t=2", "n=model"]
-    assert sorted_words(words) == (["tensor=1d", "model.length=7", "+model.a=1", "tensor.axes.t=2"],
+    assert split_words(words) == (["tensor=1d", "model.length=7", "+model.a=1", "tensor.axes.t=2"],
                                    ["x = 1", "a=b", "n=model"])  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def refusal(learned, capsys, monkeypatch):
     def load(*given, **named):
         raise AssertionError("loaded")
 
-    monkeypatch.setattr(session, "initial_weights", load)
+    monkeypatch.setattr(session, "open_initial_weights", load)
 
     def refused(command, *arguments: str) -> str:
         assert command([str(learned), *arguments]) == 2
@@ -134,9 +134,9 @@ def test_a_disk_that_fills_up(tmp_path):
                 str(disk.path / "out"), "--out"
             ) as lines,
         ):
-            lines.add("first")
+            lines.append_line("first")
             while True:
-                lines.add("x" * 3000)
+                lines.append_line("x" * 3000)
         found = (disk.path / "out").read_text().splitlines()
         assert found[0] == "first" and set(found[1:]) == {"x" * 3000}
         (disk.path / "out").unlink()

@@ -39,8 +39,8 @@ def scored(c, plan, communicator: Communicator) -> tuple[list[float], float]:
     for step in (1, 2):
         trainer.step(step)
     asked = AskedModel(lambda method, *given: [getattr(rank, method)(*given)], c.model, None, batch=3)
-    found = [s.log_probability for s in asked.score(PAIRS)]
-    return [*found, *asked.score_whole([LONG])], trainer.step(3).loss
+    found = [s.log_probability for s in asked.score_continuations(PAIRS)]
+    return [*found, *asked.score_full_texts([LONG])], trainer.step(3).loss
 
 
 @cache
@@ -92,6 +92,6 @@ def test_texts_of_like_length_share_their_passes():
 
 def test_negative_control_other_weights_score_otherwise(monkeypatch):
     """If the weights that are trained score, and not their averages, the oracle must fail."""
-    monkeypatch.setattr(Trainer, "evaluated", lambda trainer: nullcontext())
+    monkeypatch.setattr(Trainer, "use_evaluation_weights", lambda trainer: nullcontext())
     with pytest.raises(AssertionError, match="scores"):
         examine("replicas, zero 1")

@@ -7,12 +7,12 @@ from collections import Counter
 import pytest
 
 from platform.plan import generation_passes
-from platform.plan.generation_passes import PassShape, memory_unit, rows_at_once, sharing
+from platform.plan.generation_passes import PassShape, batch_unit, cache_unit, ranks_per_text
 from platform.plan.layout import Layout
-from platform.plan.operation_plan import label, moved_bytes
+from platform.plan.operation_plan import collective_label, traffic_bytes
 from platform.plan.operations.attention import KeyValueCache
 from platform.plan.rule import Conversion, relayout_steps
-from platform.predict.choose_schedule import answering_model
+from platform.predict.choose_schedule import build_answering_model
 from platform.predict.make_plan import make_plan
 from platform.predict.memory_budget import answer_bytes
 from platform.runtime import panels
@@ -56,7 +56,7 @@ def short_pieces(monkeypatch):
 
 def shared(**more):
     c = configure(**{**SMALL, **more, "layers": 2, "tied": False})
-    assert sharing(make_plan(c), 3, 5) == c.parallel.context
+    assert ranks_per_text(make_plan(c), 3, 5) == c.parallel.context
     return c
 
 
@@ -76,21 +76,21 @@ def test_beams_go_on_from_parts_of_keys():
 
 def test_who_shares():
     plan = make_plan(configure(**{**SMALL, **NESTED, "data": 2}))
-    assert rows_at_once(plan.scheme, plan.mesh) == 8 and rows_at_once(plan.scheme, plan.mesh, True) == 2
-    assert sharing(plan, 7, 5) == 4  # else a rank would read texts that nobody asked for
-    assert sharing(plan, 8, 5) == sharing(plan, 7, 4) == 1
+    assert batch_unit(plan.scheme, plan.mesh) == 8 and batch_unit(plan.scheme, plan.mesh, True) == 2
+    assert ranks_per_text(plan, 7, 5) == 4  # else a rank would read texts that nobody asked for
+    assert ranks_per_text(plan, 8, 5) == ranks_per_text(plan, 7, 4) == 1
     pair = make_plan(configure(**{**SMALL, **NESTED, "kind": "encoder_decoder"}))
-    assert sharing(pair, 1, 5) == 1  # an encoder reads its source whole
+    assert ranks_per_text(pair, 1, 5) == 1  # an encoder reads its source whole
 
 
 def test_a_rank_keeps_a_part_of_a_text():
     """A text that one rank would hold alone, with a quarter of its keys and values on each of four."""
     c = configure(**{**SMALL, "length": 4096, "context": 4, "microbatch": 1, "global_batch": 4})
-    plan, model = make_plan(c), answering_model(c)
+    plan, model = make_plan(c), build_answering_model(c)
     alone, found = (answer_bytes(plan, model, PassShape(1, rows, 4096, shared=rows == 1), 0, "cpu") for rows in (4, 1))
     keys = 2 * c.model.layers * 4096 * c.model.d_model * 8
     assert keys < alone < 1.1 * keys and keys / 4 < found < alone / 3.5
-    assert memory_unit(plan.scheme, plan.mesh, True) == 4
+    assert cache_unit(plan.scheme, plan.mesh, True) == 4
 
 
 def test_bytes_and_parts(monkeypatch):
@@ -98,11 +98,11 @@ def test_bytes_and_parts(monkeypatch):
     c, found, sizes = shared(**PLANS["nested, grouped queries"]), [], set()
 
     class Counting(generator.RankPass):
-        def run(self, rows, offset, cache: KeyValueCache):
+        def run_pass(self, rows, offset, cache: KeyValueCache):
             here = self._communicator
             before = here.moved.copy()
-            out = super().run(rows, offset, cache)
-            found.append((self._shape, self._planned, here.moved - before, here.mesh.size))
+            out = super().run_pass(rows, offset, cache)
+            found.append((self._shape, self._planned, here.moved - before, here.mesh.world_size))
             sizes.update(k.shape[0] * 4 == cache.capacity for k, _ in cache.blocks.values())
             return out
 
@@ -116,21 +116,24 @@ def test_bytes_and_parts(monkeypatch):
     for shape, passed in by_shape.items():
         planned = passed[0][0]
         head, spec = planned.head, planned.logits
-        lies = head.planner.layout(spec), Layout.of({"batch": head.planner.layout(spec)["batch"]})
-        whole = head.planner.shaped(Conversion(relayout_steps(spec.dims, *lies), ()), spec, *lies)
-        launched = [*(x for o in (*planned.body.operations.values(), *head.operations.values()) for x in o.collectives),
-                    *head.planner.collectives(whole), *planned.body.planner.collectives(planned.joins)]  # fmt: skip
+        lies = head.planner.layout(spec), Layout.build_canonical({"batch": head.planner.layout(spec)["batch"]})
+        whole = head.planner.fill_shapes(Conversion(relayout_steps(spec.dims, *lies), ()), spec, *lies)
+        launched = [
+            *(x for o in (*planned.body.operations.values(), *head.operations.values()) for x in o.collectives),
+            *head.planner.collectives_of_conversion(whole),
+            *planned.body.planner.collectives_of_conversion(planned.joins),
+        ]
         want: Counter[str] = Counter()
         for x in (x for x in launched if x.phase == "forward"):
-            want[label(x.op, head.mesh.ordered(x.axes))] += moved_bytes(x, head.mesh, head.itemsize)
-        times = len(passed) // head.mesh.size
+            want[collective_label(x.op, head.mesh.order_axes(x.axes))] += traffic_bytes(x, head.mesh, head.itemsize)
+        times = len(passed) // head.mesh.world_size
         assert sum((moved for _, moved in passed), Counter()) == {key: times * n for key, n in want.items()}, shape
 
 
 def mean_of_parts(communicator, plan, given, hiding, over):
     """The mean of what ranks have, as if all had equally much."""
-    out = panels._attended(communicator, plan, given, hiding).begun()
-    return communicator.launch("all_reduce", out, over).wait() / communicator.mesh.extent(over)
+    out = panels._attend_all_panels(communicator, plan, given, hiding).result_so_far()
+    return communicator.launch("all_reduce", out, over).wait() / communicator.mesh.count_ranks(over)
 
 
 def from_the_first(communicator, plan, given, hiding, over):

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from platform.boundary.terminal import visible
+from platform.boundary.terminal import escape_terminal_text
 from platform.cluster.control.evaluations import Evaluations
 from platform.generate import main as generate
 from platform.launch import main as launch
 from platform.model import MODELS as KINDS
 from platform.model.transformer import Decoder
-from platform.predict.choose_schedule import groups_of, violations_of_asking
+from platform.predict.choose_schedule import list_process_groups, violations_of_requests
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import Communicator, SingleRank
 from platform.train.worker import Worker
@@ -52,13 +52,13 @@ def shown(c, tokens: int) -> list[tuple[list[str], set]]:
         rank.config, rank.plan, rank.communicator = c, plan, communicator
         rank.trainer = trainer_of(c, plan, communicator)
         louder(rank.trainer)
-        crew = SimpleNamespace(call=lambda method, *given, within=0: [getattr(rank, method)(*given)])
+        crew = SimpleNamespace(call_ranks=lambda method, *given, within=0: [getattr(rank, method)(*given)])
         run = SimpleNamespace(config=c, corpus=Tokens(c), journal=None, monitor=None, tasks=None, signals=None)
         communicator.log = log = []
-        texts = Evaluations(run)._texts(crew, plan, PROMPTS, tokens)
+        texts = Evaluations(run)._continue_prompts(crew, plan, PROMPTS, tokens)
         return texts, {launch.axes for launch in log if launch.op != "send"}
 
-    return [on_rank(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, on_rank)
+    return [on_rank(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else run_threads(plan.mesh, on_rank)
 
 
 @pytest.mark.parametrize("model", MODEL)
@@ -74,7 +74,7 @@ def test_texts_longer_than_the_model_are_the_same_under_every_plan(model):
         c.monitor.sample = tokens
         for texts, used in shown(c, tokens):
             assert texts == expected
-            assert used <= {*groups_of(c, make_plan(c))}, "real process groups exist only where it says so"
+            assert used <= {*list_process_groups(c, make_plan(c))}, "real process groups exist only where it says so"
 
 
 def test_draws_go_on_where_a_text_is_read_anew():
@@ -110,7 +110,7 @@ def test_they_are_those_of_the_checkpoint(tmp_path, capfd):
         found[name] = sample, {e["prompt"]: e["text"] for e in events if e["event"] == "sampled"}
     assert len({repr(texts) for texts in found.values()}) == 1
     sample, prompted = found["one"]
-    assert visible(prompted["def "]) == sample
+    assert escape_terminal_text(prompted["def "]) == sample
     (tmp_path / "prompts.txt").write_text("the\na\n")
     drawn = ["--tokens", "6", "--temperature", "0.8", "--seed", "5"]
     for words in (["def "], ["--prompts", f"{tmp_path}/prompts.txt"]):
@@ -150,7 +150,7 @@ def test_a_model_of_ones_own_writes_if_it_has_parts(monkeypatch):
     assert [texts for texts, _ in shown(c, 9)] == [expected] * 4
     monkeypatch.setitem(KINDS, "own", AsAWhole)
     plan = make_plan(c)
-    [line] = violations_of_asking(c, plan)
+    [line] = violations_of_requests(c, plan)
     assert line == "monitor.sample=9: model.kind=own generates no text; nearest legal: 0"
     c.monitor.sample = 0
-    assert not [*violations_of_asking(c, plan)]
+    assert not [*violations_of_requests(c, plan)]

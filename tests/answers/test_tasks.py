@@ -110,7 +110,7 @@ def test_a_run_is_scored_as_its_checkpoint_is(learned, tmp_path):
         done = evaluated(tmp_path, *run, *plan, *tasks, f"run.dir={name}", module="launch")
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         assert "which_end/acc" in done.stdout and "%|" not in done.stderr, "a line of scores, and no progress bars"
-        rows = MetricsLog.read(tmp_path / name / "metrics.jsonl")
+        rows = MetricsLog.read_rows(tmp_path / name / "metrics.jsonl")
         found.append({row["step"]: row["task_scores"] for row in rows if "task_scores" in row})
     assert found[0].keys() == {8, 16} and found[0][8] != found[0][16]
     assert "failure" in (tmp_path / "pipeline" / "journal.jsonl").read_text()
@@ -210,7 +210,7 @@ def test_a_long_text_is_scored_window_by_window(count):
     crew = Uniform()
     asked = AskedModel(crew.call, configure(length=4).model, None, batch=2)
     text = list(range(10, 10 + count))
-    assert asked.score_whole([text]) == [pytest.approx(-count * log(8))]
+    assert asked.score_full_texts([text]) == [pytest.approx(-count * log(8))]
     scored = [(ids[start:], ids) for texts, starts in crew.asked for ids, start in zip(texts.ids, starts, strict=True)]
     assert sorted(i for tail, _ in scored for i in tail) == text
     assert all(len(ids) <= 5 for _, ids in scored)
@@ -219,6 +219,8 @@ def test_a_long_text_is_scored_window_by_window(count):
 
 def test_the_last_tokens_of_a_long_context_are_read():
     crew = Uniform()
-    AskedModel(crew.call, configure(length=4).model, None).score([([1, 2, 3, 4, 5, 6], [7, 8]), ([], [9])])
+    AskedModel(crew.call, configure(length=4).model, None).score_continuations(
+        [([1, 2, 3, 4, 5, 6], [7, 8]), ([], [9])]
+    )
     ((texts, starts),) = crew.asked
     assert texts.ids == [[4, 5, 6, 7, 8], [0, 9]] and starts == [3, 1]

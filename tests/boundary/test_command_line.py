@@ -10,7 +10,7 @@ import string
 import pytest
 
 from platform import doctor, evaluate, generate, launch
-from platform.boundary.refusals import command_line, run_command
+from platform.boundary.refusals import build_command_line, run_command
 from platform.checkpoint.__main__ import main as checkpoint
 from platform.data.__main__ import main as data
 from platform.jobs.__main__ import main as jobs
@@ -60,7 +60,7 @@ def test_a_pipe_that_breaks_elsewhere_is_a_failure_and_a_reader_that_leaves_is_n
     def broken(_) -> int:
         raise BrokenPipeError(32, "Broken pipe")
 
-    parser = command_line("generate", None)
+    parser = build_command_line("generate", None)
     assert run_command(parser, broken, [], failures=(OSError,)) == 1  # of a worker, say: nothing was answered
     assert capfd.readouterr().err == "generate: [Errno 32] Broken pipe\n"
     with pytest.raises(BrokenPipeError):

@@ -10,13 +10,13 @@ import sys
 import threading
 
 from platform.boundary import terminal
-from platform.boundary.terminal import LongPhase, phase
+from platform.boundary.terminal import LongPhase, show_phase
 
 LONG = """
 import sys, time
-from platform.boundary.terminal import phase, print_line
-with phase("counting", 8, "sheep") as shown:
-    for sheep in shown.each(range(8)):
+from platform.boundary.terminal import print_line, show_phase
+with show_phase("counting", 8, "sheep") as shown:
+    for sheep in shown.iterate_parts(range(8)):
         time.sleep(0.3)
         if sheep == 5:
             print_line("said meanwhile")
@@ -71,16 +71,19 @@ def test_a_long_phase_is_shown_on_a_terminal_and_in_a_log():
 
 def test_a_log_gets_lines_at_intervals_that_double():
     one = LongPhase("counting", began=0.0)
-    due = [second / 10 for second in range(20_000) if one.due(second / 10)]
+    due = [second / 10 for second in range(20_000) if one.claim_log_line(second / 10)]
     assert due == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1624]
 
 
 def test_how_far_a_phase_is():
-    assert LongPhase("a", began=0.0).far(12.0) == "12 s"
-    assert LongPhase("a", 4, "workers", began=0.0).far(12.0) == "0 of 4 workers, 12 s"
-    assert LongPhase("a", 4, "workers", began=0.0, look=lambda: (3, 4)).far(12.0) == "3 of 4 workers, 4 s left"
-    assert LongPhase("a", 2e9, "B", 5e8, began=0.0).far(100.0) == "0.5 of 2.0 GB, 5 min 0 s left"
-    assert LongPhase("a", 0, "characters", 1500, began=0.0).far(2.0) == "1,500 characters, 2 s"
+    assert LongPhase("a", began=0.0).describe_progress(12.0) == "12 s"
+    assert LongPhase("a", 4, "workers", began=0.0).describe_progress(12.0) == "0 of 4 workers, 12 s"
+    assert (
+        LongPhase("a", 4, "workers", began=0.0, look=lambda: (3, 4)).describe_progress(12.0)
+        == "3 of 4 workers, 4 s left"
+    )
+    assert LongPhase("a", 2e9, "B", 5e8, began=0.0).describe_progress(100.0) == "0.5 of 2.0 GB, 5 min 0 s left"
+    assert LongPhase("a", 0, "characters", 1500, began=0.0).describe_progress(2.0) == "1,500 characters, 2 s"
 
 
 def test_other_threads_and_short_phases_are_not_shown(monkeypatch, capsys):
@@ -88,13 +91,13 @@ def test_other_threads_and_short_phases_are_not_shown(monkeypatch, capsys):
     monkeypatch.setattr(terminal, "SILENCE", 0.0)
 
     def work() -> None:
-        with phase("hidden"):
+        with show_phase("hidden"):
             pass
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
     monkeypatch.setattr(terminal, "SILENCE", 60.0)
-    with phase("short"), phase("shorter"):
+    with show_phase("short"), show_phase("shorter"):
         pass
     assert capsys.readouterr() == ("", "")

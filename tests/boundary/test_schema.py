@@ -9,8 +9,8 @@ from typing import Annotated, Any, NamedTuple
 
 import pytest
 
-from platform.boundary.documents import from_json, from_yaml, one_line, read_bytes
-from platform.boundary.schema import Malformed, Many, OneOf, OpenMap, Span, Text, read
+from platform.boundary.documents import parse_json, parse_yaml, printable_line, read_bytes
+from platform.boundary.schema import Malformed, Many, OneOf, OpenMap, Span, Text, parse_value
 
 
 class Pair(NamedTuple):
@@ -31,9 +31,11 @@ class Shape:
 
 
 def test_what_fits_is_read():
-    found = read(Shape, {"name": "x", "share": 1, "pairs": {"p": [1, [2, 3]]}, "rest": {"step": 3, "more": [None, {}]}})
+    found = parse_value(
+        Shape, {"name": "x", "share": 1, "pairs": {"p": [1, [2, 3]]}, "rest": {"step": 3, "more": [None, {}]}}
+    )
     assert found == Shape("x", share=1.0, pairs={"p": Pair(1, (2, 3))}, rest={"step": 3, "more": [None, {}]})
-    assert type(found.share) is float and read(bool | None, None) is None
+    assert type(found.share) is float and parse_value(bool | None, None) is None
 
 
 DEEP: list = []
@@ -73,7 +75,7 @@ MALFORMED = {
 def test_what_does_not_fit_is_told_in_one_line(what):
     value, reason = MALFORMED[what]
     with pytest.raises(Malformed) as caught:
-        read(Shape, value)
+        parse_value(Shape, value)
     assert reason in str(caught.value) and str(caught.value).isascii() and len(str(caught.value)) < 400
 
 
@@ -99,12 +101,12 @@ JSON = {
 def test_json_is_bounded(what):
     raw, reason = JSON[what]
     with pytest.raises(Malformed, match=re.escape(reason)):
-        from_json(raw, 1_000_000, 100_000 if reason == "in each other" else 1000)
+        parse_json(raw, 1_000_000, 100_000 if reason == "in each other" else 1000)
 
 
 def test_commas_in_texts_are_no_values():
     text = ',[{":\\' * 10_000
-    assert from_json(json.dumps([text, text]).encode(), values=1000) == [text, text]
+    assert parse_json(json.dumps([text, text]).encode(), values=1000) == [text, text]
 
 
 YAML = {
@@ -125,7 +127,7 @@ YAML = {
 def test_yaml_is_bounded(what):
     raw, reason = YAML[what]
     with pytest.raises(Malformed, match=reason):
-        from_yaml(raw)
+        parse_yaml(raw)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink(path, path)])
@@ -148,4 +150,4 @@ def test_no_more_of_a_file_is_read_than_may_be(tmp_path):
 
 
 def test_notes_are_lines():
-    assert one_line(b"a\nb\t\x1b[2Jc \xff") == "a b ?[2Jc \ufffd" and len(one_line(b"x" * 10**6)) == 300
+    assert printable_line(b"a\nb\t\x1b[2Jc \xff") == "a b ?[2Jc \ufffd" and len(printable_line(b"x" * 10**6)) == 300

@@ -50,11 +50,11 @@ def test_a_character_that_the_terminal_lacks_does_not_lose_the_line():
 
 
 def test_nothing_is_printed_past_what_a_terminal_may_have():
-    """Every print() of the package shows JSON, text of our own, or what went through `visible`."""
-    own = ("json.dumps(", "visible(", "one_refusal(", '"without a tokenizer', "page()", "summary()", "_CLEAR",
-           "OmegaConf.to_yaml", '"\\n".join([*options_page', "text, end")  # fmt: skip
+    """Every print() of the package shows JSON, text of our own, or what went through `escape_terminal_text`."""
+    own = ("json.dumps(", "escape_terminal_text(", "refusal_line(", '"without a tokenizer', "render_page()",
+           "render_summary()", "_CLEAR", "OmegaConf.to_yaml", '"\\n".join([*list_option_rows', "text, end")  # fmt: skip
     root = Path(terminal.__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
-        for line in path.read_text().splitlines():
-            if (found := re.match(r"\s+print\((.*)", line)) and "api.py" != path.name:
-                assert found[1].startswith(own), f"{path.relative_to(root)}: {line.strip()}"
+        if path.name != "api.py":
+            for found in re.finditer(r"^[ \t]+print\(\s*(.*)", path.read_text(), re.MULTILINE):
+                assert found[1].startswith(own), f"{path.relative_to(root)}: {found[0].strip()}"

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from platform.boundary.storage import open_storage
 from platform.checkpoint.__main__ import main
-from platform.checkpoint.catalogue import find, load_manifest
+from platform.checkpoint.catalogue import find_newest_checkpoint, load_manifest
 from platform.checkpoint.moves import read_tensor
 from platform.checkpoint.saver import Saver
 from tests.harness.storage_job import META, Job, meta, values
@@ -37,7 +37,7 @@ def damage(storage, directory: str) -> None:
 
 
 def test_verify(saved, capsys):
-    [directory] = saved.list("")
+    [directory] = saved.list_sizes("")
     assert main(["verify", saved.url]) == main(["verify", f"{saved.url}/{directory}/"]) == 0
     assert capsys.readouterr().out.splitlines() == [f"{directory}: good, 4 tensors, 268 bytes"] * 2
     worse = Job.whole(values(SHAPES, 5)).save(saved, 5)
@@ -45,7 +45,7 @@ def test_verify(saved, capsys):
     assert main(["verify", saved.url]) == 1
     bad, good = capsys.readouterr().out.splitlines()
     assert bad.startswith(f"{worse}: blocks-00000.bin: bytes 0 to ") and "good" in good
-    assert "BAD.txt" not in saved.list(worse)  # looking changes nothing
+    assert "BAD.txt" not in saved.list_sizes(worse)  # looking changes nothing
 
 
 def test_show(saved, capsys):
@@ -76,7 +76,7 @@ def test_there_and_back(saved, tmp_path, capsys, form):
     assert capsys.readouterr().err == f"checkpoint: {target} exists; name another target\n"
     assert main(["import", target, back, "--format", form]) == 0
     storage = open_storage(back)
-    found = find(storage)
+    found = find_newest_checkpoint(storage)
     assert found.manifest.meta == type(META)(**{**vars(meta(4)), "plan": {}})
     job = Job.whole(values(SHAPES, 4), 3)
     job.check(job.restore(storage, found.directory, found.manifest))
@@ -106,7 +106,7 @@ def test_a_file_of_the_safetensors_library(tmp_path):
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
     assert main(["import", str(tmp_path / "model.safetensors"), str(tmp_path / "run")]) == 0
     storage = open_storage(str(tmp_path / "run"))
-    found = find(storage)
+    found = find_newest_checkpoint(storage)
     assert found.manifest.meta.step == 0
     for name, tensor in tensors.items():
         assert torch.equal(read_tensor(storage, found.directory, found.manifest, name), tensor)
@@ -118,7 +118,7 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path, capsys, content):
     assert main(["import", str(tmp_path / "file"), str(tmp_path / "run")]) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert "does not hold safetensors" in line
-    assert find(open_storage(str(tmp_path / "run"))).directory is None
+    assert find_newest_checkpoint(open_storage(str(tmp_path / "run"))).directory is None
 
 
 def test_the_command_line_runs(saved, root):
@@ -130,7 +130,7 @@ def test_the_command_line_runs(saved, root):
 def test_format_2_is_read_forever():
     """Never write this checkpoint again: later versions must read what an earlier one wrote."""
     storage = open_storage(str(FORMAT_2))
-    found = find(storage)
+    found = find_newest_checkpoint(storage)
     assert found.directory == "step-00000003-000001-f2f2f2" and not found.refused
     assert found.manifest.meta == replace(meta(3), format=2)
     assert json.loads((FORMAT_2 / found.directory / "manifest.json").read_text())["format"] == 2
@@ -156,17 +156,17 @@ def test_the_saver_waits_for_nobody(tmp_path):
 
     storage = open_storage(str(tmp_path))
     saver = Saver(storage, last=1)
-    saver.save(job.shapes, meta(1), write)
-    assert saver.busy and saver.poll() == [] and not saver.wait(0.01)
+    saver.start_save(job.shapes, meta(1), write)
+    assert saver.is_saving and saver.poll_events() == [] and not saver.wait(0.01)
     with pytest.raises(AssertionError, match="one save at a time"):
-        saver.save(job.shapes, meta(2), write)
+        saver.start_save(job.shapes, meta(2), write)
     release.set()
-    assert saver.wait(30) and not saver.busy
-    [event] = saver.poll()
+    assert saver.wait(30) and not saver.is_saving
+    [event] = saver.poll_events()
     assert event["event"] == "checkpoint" and event["bytes"] == load_manifest(storage, event["directory"]).nbytes
-    assert saver.poll() == []
-    saver.save(job.shapes, meta(2), write)
-    assert saver.wait(30) and [n[:13] for n in storage.list("")] == ["step-00000002"]
+    assert saver.poll_events() == []
+    saver.start_save(job.shapes, meta(2), write)
+    assert saver.wait(30) and [n[:13] for n in storage.list_sizes("")] == ["step-00000002"]
 
 
 def test_what_a_worker_raises_is_an_event(tmp_path):
@@ -174,6 +174,6 @@ def test_what_a_worker_raises_is_an_event(tmp_path):
         raise RuntimeError("worker 3 is gone\nwith a long story")
 
     saver = Saver(open_storage(str(tmp_path)), tries=2, pause=0)
-    saver.save({}, meta(1), write)
+    saver.start_save({}, meta(1), write)
     assert saver.wait(30)
-    assert [e["reason"] for e in saver.poll()] == ["RuntimeError: worker 3 is gone"] * 2
+    assert [e["reason"] for e in saver.poll_events()] == ["RuntimeError: worker 3 is gone"] * 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from platform.cluster.cluster_check import cluster_report, proofs_of_cluster
+from platform.cluster.cluster_check import format_findings, proofs_of_cluster
 from platform.monitor import events
 
 WORKERS = [{"rank": rank, "node": f"node{rank // 2}/ab12", "number": rank} for rank in range(4)]
@@ -29,7 +29,7 @@ def proven(journal=JOURNAL, rows=ROWS, verified=""):
 def test_all_is_proven():
     found = proofs_of_cluster(JOURNAL, ROWS, "")
     assert all(finding.proven for finding in found) and len(found) == 6
-    text = cluster_report(found)
+    text = format_findings(found)
     assert text.endswith("this cluster is ready")
     assert "4 of 4 workers, on 2 nodes: node0 2, node1 2" in text and "all_gather/data 100 MB" in text
     assert "2 saved, the last in 2 s (2 MB/s)" in text and "loss 7.950 -> 3.100" in text
@@ -52,7 +52,7 @@ def test_all_is_proven():
 def test_what_is_missing_is_named(missing, changed):
     found = proven(**changed)
     assert [what for what, good in found.items() if not good] == [missing]
-    told = cluster_report(proofs_of_cluster(**({"journal": JOURNAL, "rows": ROWS, "verified": ""} | changed)))
+    told = format_findings(proofs_of_cluster(**({"journal": JOURNAL, "rows": ROWS, "verified": ""} | changed)))
     assert f"NOT     {missing}" in told and told.endswith("this cluster is not ready: 1 not proven")
 
 

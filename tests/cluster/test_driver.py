@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("warm_server")
 
 
 def events(config):
-    return JsonLines.read(Path(config.run.dir, "journal.jsonl"))
+    return JsonLines.read_objects(Path(config.run.dir, "journal.jsonl"))
 
 
 def names(config):
@@ -30,7 +30,7 @@ def names(config):
 
 
 def rows(config):
-    return MetricsLog.read(Path(config.run.dir, "metrics.jsonl"))
+    return MetricsLog.read_rows(Path(config.run.dir, "metrics.jsonl"))
 
 
 def drive(config, size=2, worker="FakeWorker"):
@@ -210,12 +210,12 @@ def test_a_second_signal_ends_a_step_that_hangs(config, start):
 
 def test_a_signal_after_a_wish_of_another_kind_is_the_first():
     with StopSignals() as signals:
-        signals.defer()
-        signals.request("run.time_limit")
+        signals.defer_stop()
+        signals.request_stop("run.time_limit")
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(Stopped, match="run.time_limit"):
-            signals.check()
+            signals.raise_if_requested()
 
 
 @pytest.mark.ray

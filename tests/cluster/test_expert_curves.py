@@ -35,7 +35,7 @@ def run(folder: Path, *overrides: str):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     journal = folder / "journal.jsonl"
-    return MetricsLog.read(folder / "metrics.jsonl"), JsonLines.read(journal) if journal.exists() else []
+    return MetricsLog.read_rows(folder / "metrics.jsonl"), JsonLines.read_objects(journal) if journal.exists() else []
 
 
 @pytest.fixture(scope="module")

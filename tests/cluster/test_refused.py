@@ -85,8 +85,8 @@ def test_an_endpoint_that_is_dead(monkeypatch, request, kind, resume):
     config.checkpoint.url, config.checkpoint.resume = "s3://bucket/run", resume
     began = time.monotonic()
     with pytest.raises(ConfigError) as error:
-        origin.origin(config)
-        origin.check_writable(config)
+        origin.find_resume_checkpoint(config)
+        origin.check_storage_writable(config)
     assert time.monotonic() - began < 15.0
     [line] = error.value.violations
     assert line.startswith("checkpoint.url=s3://bucket/run: cannot be reached: ") and line.endswith("a path")
@@ -105,12 +105,12 @@ def test_a_storage_that_answers_slowly_is_none_that_is_dead(monkeypatch, tmp_pat
         return real(url, key)
 
     monkeypatch.setattr(origin, "open_storage", slow)
-    assert origin.answering(str(tmp_path / "x"), "checkpoint.url").list("") == {}
+    assert origin.open_answering_storage(str(tmp_path / "x"), "checkpoint.url").list_sizes("") == {}
     assert os.listdir(tmp_path) == []
 
 
 def test_a_probe_leaves_no_directory(tmp_path):
     config = Config()
     config.checkpoint.url = str(tmp_path / "a" / "b")
-    origin.check_writable(config)
+    origin.check_storage_writable(config)
     assert os.listdir(tmp_path) == []

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from platform.boundary.storage import open_storage
-from platform.checkpoint.catalogue import find
+from platform.checkpoint.catalogue import find_newest_checkpoint
 from platform.checkpoint.moves import read_tensor
-from platform.cluster.driver import run
+from platform.cluster.driver import drive_run
 from platform.config.fields import Config
 from platform.monitor import JsonLines, MetricsLog
 from platform.predict.make_plan import make_plan
@@ -31,13 +31,13 @@ def configured(directory: Path, **more: Any) -> Config:
 
 def history(c: Config) -> tuple[list[tuple[Any, ...]], dict[str, Tensor], list[dict[str, int]]]:
     """The numbers of every step, weights and moments at the end, and the meshes that were formed."""
-    assert run(c, make_plan(c), experiment="quick") == 0
+    assert drive_run(c, make_plan(c), experiment="quick") == 0
     directory = Path(c.run.dir)
-    rows = [(row["step"], row["loss"], row["grad_norm"]) for row in MetricsLog.read(directory / "metrics.jsonl")]
+    rows = [(row["step"], row["loss"], row["grad_norm"]) for row in MetricsLog.read_rows(directory / "metrics.jsonl")]
     storage = open_storage(str(directory / "checkpoints"))
-    found = find(storage)
+    found = find_newest_checkpoint(storage)
     tensors = {n: read_tensor(storage, found.directory, found.manifest, n) for n in found.manifest.tensors}
-    formed = [e["mesh"] for e in JsonLines.read(directory / "journal.jsonl") if e["event"] == "forming"]
+    formed = [e["mesh"] for e in JsonLines.read_objects(directory / "journal.jsonl") if e["event"] == "forming"]
     return rows, tensors, formed
 
 

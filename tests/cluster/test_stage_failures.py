@@ -5,7 +5,7 @@ from socket import gethostname
 
 import pytest
 
-from platform.cluster.driver import run
+from platform.cluster.driver import drive_run
 from platform.monitor import JsonLines, MetricsLog
 from platform.predict.make_plan import make_plan
 from platform.runtime import pipeline
@@ -65,11 +65,11 @@ def stops(how, kind, tmp_path, monkeypatch, capsys):
     c.elastic.attempts = 1
     monkeypatch.setenv("FAIL", f"{how} {ACTIONS[kind]}")
     before = descendants()
-    assert run(c, make_plan(c), experiment="quick", worker="tests.doubles.failing_worker:FailingWorker") == 1
+    assert drive_run(c, make_plan(c), experiment="quick", worker="tests.doubles.failing_worker:FailingWorker") == 1
     assert gone(descendants() - before)
-    failure = next(e for e in JsonLines.read(Path(c.run.dir, "journal.jsonl")) if e["event"] == "failure")
+    failure = next(e for e in JsonLines.read_objects(Path(c.run.dir, "journal.jsonl")) if e["event"] == "failure")
     assert (failure["rank"], failure["coordinates"]["stage"], failure["method"]) == (1, 1, f"step({STEP})")
-    assert [row["step"] for row in MetricsLog.read(Path(c.run.dir, "metrics.jsonl"))] == list(range(1, STEP))
+    assert [row["step"] for row in MetricsLog.read_rows(Path(c.run.dir, "metrics.jsonl"))] == list(range(1, STEP))
     who = f"rank1[stage1] on {gethostname()}"
     culprit = {
         "exception": f"{who} failed in step({STEP}): platform.runtime.pipeline.StageFailed: rank 1 (stage 1)"

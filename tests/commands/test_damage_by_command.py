@@ -26,13 +26,13 @@ def test_a_flipped_bit_leaves_no_trace(tmp_path, zero):
         line += [f"run.dir={name}", *more]
         done = subprocess.run(line, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=TIMEOUT)
         assert done.returncode == 0, done.stdout + done.stderr
-        rows = MetricsLog.read(tmp_path / name / "metrics.jsonl")
+        rows = MetricsLog.read_rows(tmp_path / name / "metrics.jsonl")
         return [(row["step"], row["loss"], row["grad_norm"]) for row in rows], done.stdout
 
     found, said = losses("flipped", "elastic.faults=[3:flip:1]")
     expected, _ = losses("undisturbed")
     assert found == expected
-    journal = JsonLines.read(tmp_path / "flipped" / "journal.jsonl")
+    journal = JsonLines.read_objects(tmp_path / "flipped" / "journal.jsonl")
     [failure] = [e for e in journal if e["event"] == "failure"]
     assert (failure["rank"], failure["kind"], failure["step"]) == (1, "damaged", 3)
     assert re.search(r"rank1\[data1\] on \S+ damaged in step\(3\)", said), said

@@ -25,7 +25,7 @@ def train(cwd: Path, *arguments: str) -> list[dict]:
     done = launch(QUICK, *SMALL, *FIXED, "data.cache=cache", *arguments, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     [run] = [a.removeprefix("run.dir=") for a in arguments if a.startswith("run.dir=")]
-    return MetricsLog.read(cwd / run / "metrics.jsonl")
+    return MetricsLog.read_rows(cwd / run / "metrics.jsonl")
 
 
 def equal(found: list[dict], wanted: list[dict]) -> None:
@@ -80,7 +80,7 @@ def test_it_is_the_same_run_under_other_plans_and_after_a_failure(place, whole, 
     assert [row["step"] for row in first] == [1, 2]
     found = train(place, *KINDS[kind], *SPLIT, "elastic.faults=[4:kill:1]", "elastic.min_workers=1", run)
     equal(found, whole(kind))
-    happened = [event["event"] for event in JsonLines.read(place / f"{kind}-parts" / "journal.jsonl")]
+    happened = [event["event"] for event in JsonLines.read_objects(place / f"{kind}-parts" / "journal.jsonl")]
     assert "failure" in happened and happened.count("restored") >= 1
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from platform.boundary.storage import open_storage
-from platform.checkpoint.catalogue import attempts, find, load_manifest, verify
+from platform.checkpoint.catalogue import find_newest_checkpoint, list_attempts, load_manifest, verify_checkpoint
 from platform.checkpoint.manifest import Refused
 from platform.cluster.crew import channel
 from platform.monitor import JsonLines, MetricsLog
@@ -38,7 +38,7 @@ def started(module: str, *arguments: str, cwd: Path) -> subprocess.Popen[str]:
 
 
 def losses(folder: Path, steps: int) -> list[tuple[float, float]]:
-    rows = MetricsLog.read(folder / "metrics.jsonl")
+    rows = MetricsLog.read_rows(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     return [(row["loss"], row["grad_norm"]) for row in rows]
 
@@ -108,7 +108,7 @@ def test_strangers_at_the_ports_of_a_run(tmp_path):
     assert strangers.sent > 100 and len(strangers.ports) >= 2
     assert losses(tmp_path / "run", 40) == expected
     assert "1000 connections were refused" in out or "100 connections were refused" in out, out
-    assert not [e for e in JsonLines.read(tmp_path / "run" / "journal.jsonl") if e["event"] == "failure"]
+    assert not [e for e in JsonLines.read_objects(tmp_path / "run" / "journal.jsonl") if e["event"] == "failure"]
     assert len(out.splitlines()) < 60, "nobody fills a log"
 
 
@@ -157,7 +157,7 @@ def test_a_driver_that_is_stopped_for_a_while(tmp_path):
         process.kill()
     assert process.returncode == 0, out
     assert losses(tmp_path / "run", 200) == expected
-    assert not [e for e in JsonLines.read(tmp_path / "run" / "journal.jsonl") if e["event"] == "failure"]
+    assert not [e for e in JsonLines.read_objects(tmp_path / "run" / "journal.jsonl") if e["event"] == "failure"]
 
 
 @pytest.mark.parametrize("freed", [True, False], ids=["room again", "full to the end"])
@@ -165,13 +165,13 @@ def test_a_storage_that_is_full_for_several_workers(tmp_path, freed):
     steps = 60
 
     def failed(what: str = "checkpoint_failed") -> list[dict]:
-        return [e for e in JsonLines.read(tmp_path / "run" / "journal.jsonl") if e["event"] == what]
+        return [e for e in JsonLines.read_objects(tmp_path / "run" / "journal.jsonl") if e["event"] == what]
 
     with small_disk(tmp_path / "small", "2m") as disk:
         storage = open_storage(f"{disk.path}/checkpoints")
         saves = ["checkpoint.every=4", "checkpoint.keep=2", f"checkpoint.url={storage.url}"]
         process = started("launch", *RUN, *saves, f"train.steps={steps}", "run.dir=run", cwd=tmp_path)
-        while not find(storage).manifest:
+        while not find_newest_checkpoint(storage).manifest:
             assert process.poll() is None, process.communicate()[0]
             time.sleep(0.05)
         disk.fill()
@@ -183,7 +183,7 @@ def test_a_storage_that_is_full_for_several_workers(tmp_path, freed):
             time.sleep(0.1)
         out = process.communicate()[0]
         assert looks and good(storage)
-        newest = find(storage).manifest.meta.step
+        newest = find_newest_checkpoint(storage).manifest.meta.step
         assert failed() and all("No space left" in event["reason"] for event in failed()), failed()
         named = [line for line in out.splitlines() if "WARNING: checkpoint failed" in line]
         assert named and all(f"checkpoint.url={storage.url}: " in line for line in named), out
@@ -199,12 +199,12 @@ def test_a_storage_that_is_full_for_several_workers(tmp_path, freed):
 def good(storage) -> int:
     """How many checkpoints are listed as good; every byte of each is."""
     count = 0
-    for attempt in attempts(storage):
+    for attempt in list_attempts(storage):
         with suppress(Refused, FileNotFoundError):  # in the making, or pruned meanwhile
-            load_manifest(storage, attempt.directory)
+            load_manifest(storage, attempt.directory_name)
             try:
-                verify(storage, attempt.directory)
+                verify_checkpoint(storage, attempt.directory_name)
                 count += 1
             except (Refused, FileNotFoundError):
-                assert "manifest.json" not in storage.list(attempt.directory), f"half of {attempt} is listed"
+                assert "manifest.json" not in storage.list_sizes(attempt.directory_name), f"half of {attempt} is listed"
     return count

@@ -55,7 +55,7 @@ def test_a_run_leaves_a_sick_worker_out_and_trains_with_the_spare(tmp_path):
     line = [sys.executable, "-m", "platform.launch", QUICK, *SMALL, *run.split(), SICK]
     done = subprocess.run(line, cwd=tmp_path, env=sick, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout + done.stderr
-    journal = [*JsonLines.read(tmp_path / "run" / "journal.jsonl")]
+    journal = [*JsonLines.read_objects(tmp_path / "run" / "journal.jsonl")]
     [examined] = [event for event in journal if event["event"] == "examined"]
     assert examined["unsound"] == [2] and "wrong: " in examined["reasons"][0]
     [formed] = [event for event in journal if event["event"] == "formed"]

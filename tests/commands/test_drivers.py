@@ -46,7 +46,7 @@ def wait_for_step(process, run: Path, step: int) -> None:
 
 
 def rows(run: Path) -> list[dict]:
-    return MetricsLog.read(run / "metrics.jsonl")
+    return MetricsLog.read_rows(run / "metrics.jsonl")
 
 
 def finish(process) -> str:
@@ -62,12 +62,12 @@ def test_a_killed_driver_leaves_no_orphans_and_the_same_command_goes_on(start, t
     run, arguments = tmp_path / "run", ["run.dir=run", "train.steps=20", "checkpoint.every=5", slow]
     process = start(*arguments)
     wait_for_step(process, run, 7)
-    while not any(event["event"] == "checkpoint" for event in JsonLines.read(run / "journal.jsonl")):
+    while not any(event["event"] == "checkpoint" for event in JsonLines.read_objects(run / "journal.jsonl")):
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.05)
     time.sleep(random.Random(0).uniform(0, 0.5))
     inside = descendants(process.pid)
-    formed = [event for event in JsonLines.read(run / "journal.jsonl") if event["event"] == "formed"][-1]
+    formed = [event for event in JsonLines.read_objects(run / "journal.jsonl") if event["event"] == "formed"][-1]
     workers = {worker["pid"] for worker in formed["workers"]}
     assert len(workers) == 2 and workers <= inside
     os.kill(min(workers), signal.SIGSTOP)
@@ -85,7 +85,7 @@ def test_a_killed_driver_leaves_no_orphans_and_the_same_command_goes_on(start, t
         assert row["samples"] == other["samples"]
         assert row["loss"] == pytest.approx(other["loss"], rel=1e-9)
         assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-9)
-    assert any(event["event"] == "restored" for event in JsonLines.read(run / "journal.jsonl"))
+    assert any(event["event"] == "restored" for event in JsonLines.read_objects(run / "journal.jsonl"))
 
 
 @pytest.mark.full
@@ -103,8 +103,8 @@ def test_of_two_live_drivers_the_older_one_stops(start, tmp_path):
     newer.send_signal(signal.SIGTERM)
     out = newer.communicate(timeout=TIMEOUT)[0]
     assert newer.returncode == 75, out
-    mine = [e for e in JsonLines.read(tmp_path / "older" / "journal.jsonl") if e["event"] == "checkpoint"]
-    theirs = JsonLines.read(tmp_path / "newer" / "journal.jsonl")
+    mine = [e for e in JsonLines.read_objects(tmp_path / "older" / "journal.jsonl") if e["event"] == "checkpoint"]
+    theirs = JsonLines.read_objects(tmp_path / "newer" / "journal.jsonl")
     took_over = next(event["time"] for event in theirs if event["event"] == "starting")
     assert not [event for event in mine if event["time"] > took_over], "it committed after it was superseded"
     assert stopped < 2000 and any(event["event"] == "restored" for event in theirs), json.dumps(theirs[:6])

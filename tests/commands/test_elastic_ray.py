@@ -37,7 +37,7 @@ class Run:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         path = self.folder / "run" / "journal.jsonl"
-        return [event for event in JsonLines.read(path) if event["event"] == name] if path.exists() else []
+        return [event for event in JsonLines.read_objects(path) if event["event"] == name] if path.exists() else []
 
     def await_(self, what: Callable[[], bool]) -> None:
         """Until `what` is so, while the run goes on."""
@@ -52,7 +52,7 @@ class Run:
         self.await_(lambda: any(e["generation"] == generation for e in self.events("first_step")))
 
     def numbers(self) -> list[tuple[Any, ...]]:
-        rows = MetricsLog.read(self.folder / "run" / "metrics.jsonl")
+        rows = MetricsLog.read_rows(self.folder / "run" / "metrics.jsonl")
         return [(row["step"], row["samples"], row["loss"], row["grad_norm"]) for row in rows]
 
 

@@ -38,7 +38,7 @@ class Place:
 
     @property
     def losses(self) -> list[tuple[float, float]]:
-        return [(row["loss"], row["grad_norm"]) for row in MetricsLog.read(self.folder / "run" / "metrics.jsonl")]
+        return [(row["loss"], row["grad_norm"]) for row in MetricsLog.read_rows(self.folder / "run" / "metrics.jsonl")]
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -80,7 +80,7 @@ def goes_on(place: Place, kind: str, seed: int) -> None:
     flip(newest / kind, seed)
     status, said = place.ends("checkpoint.resume=auto")
     assert (status, place.losses) == (0, place.expected), said
-    journal = JsonLines.read(place.folder / "run" / "journal.jsonl")
+    journal = JsonLines.read_objects(place.folder / "run" / "journal.jsonl")
     restored = [event["directory"] for event in journal if event["event"] == "restored"]
     assert restored == [older.name if kind in READ else newest.name]
     assert (f"{newest.name} is passed over: {kind}" in said) == (kind in READ), said

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from platform.boundary.storage import Storage, open_storage
-from platform.checkpoint.catalogue import attempts, verify
+from platform.checkpoint.catalogue import list_attempts, verify_checkpoint
 from platform.checkpoint.moves import read_tensor
 from platform.monitor import JsonLines, MetricsLog
 from tests.harness.commands import in_this_process, warm_command
@@ -24,7 +24,7 @@ ONE_PROCESS = ["cluster=inline", "tensor=serial", "parallel.data=1", "parallel.z
 
 def rows(run: Path) -> dict[int, dict]:
     """The metrics by step; after a rollback the last row counts."""
-    return {row["step"]: row for row in MetricsLog.read(run / "metrics.jsonl")}
+    return {row["step"]: row for row in MetricsLog.read_rows(run / "metrics.jsonl")}
 
 
 def without_plan(typed: list[str]) -> list[str]:
@@ -32,8 +32,8 @@ def without_plan(typed: list[str]) -> list[str]:
 
 
 def newest(storage: Storage) -> dict[str, torch.Tensor]:
-    directory = max(attempt.directory for attempt in attempts(storage))
-    manifest = verify(storage, directory)
+    directory = max(attempt.directory_name for attempt in list_attempts(storage))
+    manifest = verify_checkpoint(storage, directory)
     return {name: read_tensor(storage, directory, manifest, name) for name in manifest.tensors}
 
 
@@ -62,11 +62,11 @@ def copied(kept: Path, tmp_path: Path) -> tuple[Path, list[str]]:
 @pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.name)
 def test_a_kept_run_goes_on_and_equals_the_uninterrupted(tmp_path, kept):
     run, typed = copied(kept, tmp_path)
-    last, generation = max(rows(run)), max(e["generation"] for e in JsonLines.read(run / "journal.jsonl"))
+    last, generation = max(rows(run)), max(e["generation"] for e in JsonLines.read_objects(run / "journal.jsonl"))
     done = in_this_process(*without_plan(typed), *ONE_PROCESS, f"run.dir={run}", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"continues after step {last}" in done.stdout
-    restored = [e for e in JsonLines.read(run / "journal.jsonl") if e["event"] == "restored"][-1]
+    restored = [e for e in JsonLines.read_objects(run / "journal.jsonl") if e["event"] == "restored"][-1]
     assert restored["step"] == last and restored["generation"] > generation, "generations do not go on"
     equals_the_uninterrupted(run, kept / "run", tmp_path, typed)
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from platform.boundary.storage import open_storage
-from platform.checkpoint.catalogue import attempts, find, verify
+from platform.checkpoint.catalogue import find_newest_checkpoint, list_attempts, verify_checkpoint
 from platform.checkpoint.moves import read_tensor
 from platform.monitor import JsonLines, MetricsLog
 from tests.doubles import killer
@@ -54,7 +54,7 @@ class Run:
 
     def journal(self) -> list[dict]:
         path = self.directory / "journal.jsonl"
-        return JsonLines.read(path) if path.exists() else []
+        return JsonLines.read_objects(path) if path.exists() else []
 
     def start(self) -> subprocess.Popen[str]:
         line = [sys.executable, "-m", "platform.launch", QUICK, *SMALL, *COMMAND, f"train.steps={self.steps}"]
@@ -64,7 +64,7 @@ class Run:
 
     def life(self, kill: Callable[[subprocess.Popen[str]], None] = lambda process: None) -> int:
         """One launch, which must go on from what is the newest good checkpoint before it; the status."""
-        found, before = find(self.storage), len(self.journal())
+        found, before = find_newest_checkpoint(self.storage), len(self.journal())
         assert all("incomplete" in reason for _, reason in found.refused), found.refused
         self.torn += found.refused
         process = self.start()
@@ -83,13 +83,13 @@ class Run:
 
     def result(self):
         """Loss and gradient norm of every step, and the last checkpoint's tensors."""
-        rows = MetricsLog.read(self.directory / "metrics.jsonl")
+        rows = MetricsLog.read_rows(self.directory / "metrics.jsonl")
         assert [row["step"] for row in rows] == list(range(1, self.steps + 1))
         last, before = sorted(
-            (a.directory for a in attempts(self.storage)), reverse=True
+            (a.directory_name for a in list_attempts(self.storage)), reverse=True
         )  # and nothing is left of what was torn
-        verify(self.storage, before)
-        manifest = verify(self.storage, last)
+        verify_checkpoint(self.storage, before)
+        manifest = verify_checkpoint(self.storage, last)
         assert manifest.meta.step == self.steps
         tensors = {name: read_tensor(self.storage, last, manifest, name) for name in manifest.tensors}
         return [(row["loss"], row["grad_norm"], row["samples"]) for row in rows], tensors

@@ -30,13 +30,13 @@ from platform.cluster.eval_tasks import RunTasks
 from platform.launch import main
 from platform.train.replies import Choice
 class Questions:
-    def results(self, asked, limit):
-        scored = asked.score([([5 + n, 6, 7], [8, 9 + n]) for n in range(12)])
-        written = dict(asked.write([[5, 6 + n] for n in range(6)], 5, Choice(300), []))
+    def score_model(self, asked, limit):
+        scored = asked.score_continuations([([5 + n, 6, 7], [8, 9 + n]) for n in range(12)])
+        written = dict(asked.continue_prompts([[5, 6 + n] for n in range(6)], 5, Choice(300), []))
         ids = [n for text in written.values() for n in text.ids]
         return {"asked": {"sum": sum(s.log_probability for s in scored), "ids": hash(tuple(ids)), "many": len(ids)}}
 driver.open_tasks = lambda config: RunTasks(config, Questions())
-driver.missing_for_tasks = lambda config: []
+driver.violations_of_tasks = lambda config: []
 sys.exit(main(sys.argv[1:]))
 """
 ORDERS = [("score", 2), ("pass", 7), ("continue", 1), ("pass( done)?", 25), ("continue", 4), ("continue done", 1)]
@@ -54,10 +54,10 @@ def run(folder: Path, orders: list[tuple[str, int]]) -> tuple[list[tuple], list[
     )  # fmt: skip
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stdout + done.stderr
     assert len([*folder.glob(f"*{killer.DONE}")]) == len(orders), done.stdout
-    journal = JsonLines.read(folder / "run" / "journal.jsonl")
+    journal = JsonLines.read_objects(folder / "run" / "journal.jsonl")
     rows = [
         tuple(json.dumps(row.get(key)) for key in ("step", "loss", "grad_norm", "val_loss", "task_scores"))
-        for row in MetricsLog.read(folder / "run" / "metrics.jsonl")
+        for row in MetricsLog.read_rows(folder / "run" / "metrics.jsonl")
     ]
     prompted = {event["step"]: event["text"] for event in journal if event["event"] == "sampled"}
     [sample] = re.findall(r"a sample of 4 tokens:\n(.*)\n", done.stdout)

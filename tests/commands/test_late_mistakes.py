@@ -34,7 +34,7 @@ def test_a_mistake_in_a_step_ends_the_run_of_several_workers(tmp_path, mistake):
     (tmp_path / "late.py").write_text(OWN.replace("MISTAKE", mistake))
     done = warm_command(*RUN, cwd=tmp_path)
     reason, times = MISTAKES[mistake]
-    journal = JsonLines.read(tmp_path / "run" / "journal.jsonl")
+    journal = JsonLines.read_objects(tmp_path / "run" / "journal.jsonl")
     [end] = [event for event in journal if event["event"] == "gave_up"]
     out = done.stdout + done.stderr
     assert done.returncode == 1 and "Traceback" not in out, out

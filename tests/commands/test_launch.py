@@ -9,7 +9,7 @@ import pytest
 
 from platform import launch
 from platform.boundary.refusals import ConfigError
-from platform.config.arguments import experiment_of
+from platform.config.arguments import find_experiment_name
 from platform.config.groups import Eval
 from platform.launch import main
 from tests.harness.commands import QUICK, command
@@ -27,13 +27,13 @@ def driver(monkeypatch, tmp_path):
     statuses = []
 
     def run(config, plan, *, command, phases):
-        runs.append((experiment_of(command.arguments), config))
+        runs.append((find_experiment_name(command.arguments), config))
         status = statuses.pop(0) if statuses else 0
         if isinstance(status, Exception):
             raise status
         return status
 
-    monkeypatch.setattr(driver, "run", run)
+    monkeypatch.setattr(driver, "drive_run", run)
     monkeypatch.setattr(subprocess, "Popen", no_process)
     monkeypatch.chdir(tmp_path)
     run.runs, run.statuses = runs, statuses
@@ -163,7 +163,7 @@ def test_a_table_that_cannot_be_written_does_not_fail_a_sweep(driver, capsys, mo
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("platform.predict.measured_runs.write_table", full)
+    monkeypatch.setattr("platform.predict.measured_runs.write_run_table", full)
     assert main(["-m", QUICK, "seed=1,2"]) == 0
     assert "cannot be written: [Errno 28] No space left on device" in capsys.readouterr().out
 

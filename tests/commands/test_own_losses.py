@@ -35,7 +35,7 @@ def train(cwd: Path, *arguments: str) -> list[dict]:
     done = launch(QUICK, *SMALL, *FIXED, *arguments, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     [run] = [a.removeprefix("run.dir=") for a in arguments if a.startswith("run.dir=")]
-    return MetricsLog.read(cwd / run / "metrics.jsonl")
+    return MetricsLog.read_rows(cwd / run / "metrics.jsonl")
 
 
 def numbers(rows: list[dict]) -> list[float]:

@@ -88,7 +88,7 @@ def test_a_mistake_in_an_own_model_is_named_with_its_place(tmp_path, monkeypatch
 def test_every_pointwise_word_can_be_computed():
     from platform.plan.operations import pointwise
 
-    assert pointwise._functions().keys() == POINTWISE.keys()
+    assert pointwise._pointwise_functions().keys() == POINTWISE.keys()
 
 
 SOURCES = {

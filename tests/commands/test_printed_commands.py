@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from platform.launch import compose, main
+from platform.launch import compose_config, main
 from platform.monitor import MetricsLog
 from platform.predict.make_plan import make_plan
 from tests.commands.test_extend import MODULE, SCHEME
@@ -41,7 +41,7 @@ def printed(out: str, mark: str = "next: ") -> list[str]:
 
 
 def losses(run: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in MetricsLog.read(run / "metrics.jsonl")}
+    return {row["step"]: row["loss"] for row in MetricsLog.read_rows(run / "metrics.jsonl")}
 
 
 def test_next_is_run_as_printed(folder):
@@ -91,15 +91,15 @@ TYPED = [
 
 @pytest.mark.parametrize("typed", TYPED, ids=" ".join)
 def test_next_is_legal_for_the_model_at_hand(folder, monkeypatch, typed):
-    from platform.launch import command_of
+    from platform.launch import build_command
 
     monkeypatch.chdir(folder)
-    config = compose(typed, "my conf")
+    config = compose_config(typed, "my conf")
     plan = make_plan(config)
-    words = printed(command_of(typed, "my conf").other_layout(config, plan.mesh.size))
+    words = printed(build_command(typed, "my conf").suggest_other_layout(config, plan.mesh.world_size))
     assert words[:2] == ["--config-dir", "my conf"]
-    other = compose(words[2:], words[1])
-    assert make_plan(other).mesh.size == plan.mesh.size, "there are as many workers as there were"
+    other = compose_config(words[2:], words[1])
+    assert make_plan(other).mesh.world_size == plan.mesh.world_size, "there are as many workers as there were"
     assert other.tensor.scheme != config.tensor.scheme and other.model == config.model
     assert other.run.dir != config.run.dir
     assert not config.checkpoint.url or other.checkpoint.url not in ("", config.checkpoint.url)
@@ -107,13 +107,13 @@ def test_next_is_legal_for_the_model_at_hand(folder, monkeypatch, typed):
 
 
 def test_a_secret_is_not_printed_and_the_line_says_so(monkeypatch):
-    from platform.launch import command_of
+    from platform.launch import build_command
 
     monkeypatch.setenv("A_PASSWORD", "kept-very-secret")
     typed = [QUICK, "parallel.data=1", "checkpoint.url=s3://me:hun/ter@2@bucket/x", "data.cache=/tmp/kept-very-secret"]
     typed += ["checkpoint.resume=s3://me:${oc.env:A_PASSWORD}@bucket/x/step-00000004-000001-be2e22"]
-    config = compose(typed)
-    for line in (command_of(typed).other_layout(config, 2), command_of(typed).again()):
+    config = compose_config(typed)
+    for line in (build_command(typed).suggest_other_layout(config, 2), build_command(typed).resume_line()):
         assert "hun" not in line and "ter@2" not in line and "kept-very" not in line
         assert "checkpoint.url=***" in line or "'checkpoint.url=***'" in line
         assert "me:${oc.env:A_PASSWORD}@bucket" in line, "a reference is no secret"

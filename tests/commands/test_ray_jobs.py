@@ -72,10 +72,10 @@ def test_a_job_with_a_working_directory_and_its_metrics(tmp_path, root):
                     found = scraped(metrics)
                 time.sleep(0.5)
             subprocess.run([*ray, "stop", address, "one"], cwd=tmp_path, check=True, timeout=TIMEOUT)
-    rows = MetricsLog.read(run / "metrics.jsonl")
+    rows = MetricsLog.read_rows(run / "metrics.jsonl")
     gauges = found[run.name]
     assert gauges["platform_train_loss"] in [row["loss"] for row in rows]
     assert gauges["platform_perf_step_seconds"] > 0.2
     assert gauges.keys() >= {gauge_name("comm/all_reduce/t"), gauge_name("time/forward"), "platform_tokens"}
-    [drained] = [event for event in JsonLines.read(run / "journal.jsonl") if event["event"] == "drained"]
+    [drained] = [event for event in JsonLines.read_objects(run / "journal.jsonl") if event["event"] == "drained"]
     assert drained["signal"] == "SIGTERM" and drained["step"] == rows[-1]["step"] == drained["saved"]

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from platform.boundary.storage import Storage, open_storage
-from platform.checkpoint.catalogue import attempts, verify
+from platform.checkpoint.catalogue import list_attempts, verify_checkpoint
 from platform.checkpoint.moves import read_tensor
-from platform.launch import compose, main
+from platform.launch import compose_config, main
 from platform.monitor import JsonLines, MetricsLog
 from platform.optimizer.learning_rate import learning_rate
 from tests.harness.commands import QUICK, SMALL, TIMEOUT, in_this_process, refused, warm_command
@@ -29,7 +29,7 @@ SERIAL = ["tensor=serial", "cluster=inline"]
 
 
 def numbers(run: Path) -> list[tuple[int, float, float]]:
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in MetricsLog.read(run / "metrics.jsonl")]
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in MetricsLog.read_rows(run / "metrics.jsonl")]
 
 
 def events(run: Path) -> list[str]:
@@ -45,7 +45,7 @@ def train(cwd: Path, *arguments: str, status: int = 0) -> subprocess.CompletedPr
 
 def checkpoints(storage: Storage) -> list[str]:
     """From the oldest on."""
-    return sorted(attempt.directory for attempt in attempts(storage))
+    return sorted(attempt.directory_name for attempt in list_attempts(storage))
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_ray_and_torchrun_go_on_and_save_too(tmp_path, through, start):
     assert numbers(tmp_path / "run") == [pytest.approx(numbers(through)[4], rel=1e-10, abs=0)]
     saved = open_storage(str(tmp_path / "run" / "checkpoints"))
     [mine] = checkpoints(saved)
-    found, wanted = verify(saved, mine), verify(storage, fifth)
+    found, wanted = verify_checkpoint(saved, mine), verify_checkpoint(storage, fifth)
     assert len(found.files) == 2 and found.tensors.keys() == wanted.tensors.keys()
     for name in wanted.tensors:
         have, want = read_tensor(saved, mine, found, name), read_tensor(storage, fifth, wanted, name)
@@ -135,7 +135,7 @@ def test_under_torchrun_an_exception_costs_nothing_and_a_death_no_step(tmp_path)
         return subprocess.run([*line, *arguments], cwd=tmp_path, capture_output=True, timeout=TIMEOUT).returncode
 
     assert life("elastic.faults=[2:raise:1,4:kill:1]") == 1  # torchrun's status
-    journal = JsonLines.read(tmp_path / "run" / "journal.jsonl")
+    journal = JsonLines.read_objects(tmp_path / "run" / "journal.jsonl")
     failures = [(e["step"], e["kind"]) for e in journal if e["event"] == "failure"]
     assert failures == [(2, "failed"), (4, "died")]
     assert [(e["step"], e["source"]) for e in journal if e["event"] == "restored"] == [(1, "memory"), (3, "memory")]
@@ -195,14 +195,14 @@ def test_an_allowed_key_changes_and_is_the_runs_from_then_on(tmp_path, monkeypat
     )
     assert "resume.allow=[optimizer.lr]" in first and len(lines) == 1
     done = train(tmp_path, *later, "resume.allow=[optimizer.lr]")
-    starts = [e["code"] for e in JsonLines.read(tmp_path / "run" / "journal.jsonl") if e["event"] == "starting"]
+    starts = [e["code"] for e in JsonLines.read_objects(tmp_path / "run" / "journal.jsonl") if e["event"] == "starting"]
     assert len(starts) == 2 and starts[0] == starts[1] and starts[0]["platform"]
-    there, here = (compose([QUICK, *SMALL, *FIXED, *a]).optimizer for a in ([], later))
-    (changed,) = (e for e in JsonLines.read(tmp_path / "run" / "journal.jsonl") if e["event"] == "changed")
+    there, here = (compose_config([QUICK, *SMALL, *FIXED, *a]).optimizer for a in ([], later))
+    (changed,) = (e for e in JsonLines.read_objects(tmp_path / "run" / "journal.jsonl") if e["event"] == "changed")
     assert changed["keys"] == {"optimizer.lr": [there.lr, 1e-4], "train.steps": [6, 8]}
     said = [line for line in done.stdout.splitlines() if line.startswith("changed")]
     assert said == [f"changed  optimizer.lr: {there.lr} there, 0.0001 here", "changed  train.steps: 6 there, 8 here"]
-    rows = MetricsLog.read(tmp_path / "run" / "metrics.jsonl")
+    rows = MetricsLog.read_rows(tmp_path / "run" / "metrics.jsonl")
     assert numbers(tmp_path / "run")[:6] == numbers(through)
     assert [(row["step"], row["lr"]) for row in rows[6:]] == [(k, learning_rate(here, k, 8)) for k in (7, 8)]
     assert main([QUICK, *SMALL, *FIXED, *later]) == 0
@@ -331,7 +331,7 @@ def test_an_end_that_cannot_be_saved_is_no_success(tmp_path, monkeypatch, throug
     assert last == "step 4 could not be saved: the same command continues after step 3:"
     assert command.startswith("  python -m platform.launch +experiment=gpt_quick ")
     assert "No space left on device; it is tried again" in done.stdout and "run directory" not in done.stdout
-    journal = JsonLines.read(tmp_path / "run" / "journal.jsonl")
+    journal = JsonLines.read_objects(tmp_path / "run" / "journal.jsonl")
     assert [e["event"] for e in journal if "checkpoint" in e["event"]] == ["checkpoint"] + ["checkpoint_failed"] * 3
     assert [(e["step"], e["saved"]) for e in journal if e["event"] == "unsaved"] == [(4, 3)]
     assert "done" not in events(tmp_path / "run")

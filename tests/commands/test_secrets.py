@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from platform.cluster import driver
-from platform.config.identity import identity
-from platform.launch import compose, main
+from platform.config.identity import run_identity
+from platform.launch import compose_config, main
 from platform.monitor import JsonLines
 from tests.harness.commands import QUICK, in_this_process
 
@@ -150,9 +150,9 @@ def test_the_default_directory_tells_nothing_of_a_secret_and_is_stable(tmp_path,
     for seed in range(3):
         environment(seed, "A_SECRET")
         typed = ["data.target_path=${oc.env:A_SECRET}", url.format(f"password{seed}")]
-        names.add(compose([*TINY, *typed]).run.dir)
+        names.add(compose_config([*TINY, *typed]).run.dir)
     assert len(names) == 1, "whoever knows the rest could try passwords against the name"
-    assert compose([*TINY, typed[0], "checkpoint.url=memory://store/other"]).run.dir not in names
+    assert compose_config([*TINY, typed[0], "checkpoint.url=memory://store/other"]).run.dir not in names
 
 
 def test_a_job_of_a_sweep_is_the_run_of_the_same_command_alone(tmp_path, monkeypatch):
@@ -161,7 +161,9 @@ def test_a_job_of_a_sweep_is_the_run_of_the_same_command_alone(tmp_path, monkeyp
     value = "plain" + "7" * 12
     monkeypatch.setenv("A_SECRET", value)
     ran = []
-    monkeypatch.setattr(driver, "run", lambda config, plan, **_: ran.append((config.run.dir, identity(config))) or 0)
+    monkeypatch.setattr(
+        driver, "drive_run", lambda config, plan, **_: ran.append((config.run.dir, run_identity(config))) or 0
+    )
     plain = f"data.target_path=/{value}"
     assert main(["-m", *TINY, "data.target_path=/${oc.env:A_SECRET}," + plain.partition("=")[2]]) == 0
     assert main([*TINY, plain]) == 0
@@ -191,5 +193,5 @@ def test_the_same_command_finds_the_run_that_an_earlier_version_named(tmp_path):
     assert other.returncode == 0 and "continues after" not in other.stdout
     second = in_this_process(*TINY, cwd=tmp_path)
     assert second.returncode == 0 and "continues after step 1" in second.stdout, second.stdout + second.stderr
-    steps = [e["event"] for e in JsonLines.read(tmp_path / "runs" / "gpt_quick-0123456789ab" / "journal.jsonl")]
+    steps = [e["event"] for e in JsonLines.read_objects(tmp_path / "runs" / "gpt_quick-0123456789ab" / "journal.jsonl")]
     assert steps.count("done") == 2

@@ -37,7 +37,7 @@ def train(cwd: Path, run: str, *arguments: str) -> tuple[list[dict], str]:
     launch = in_this_process if "cluster=inline" in arguments else command
     done = launch(QUICK, *SMALL, *FIXED, f"run.dir={run}", *arguments, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
-    return MetricsLog.read(cwd / run / "metrics.jsonl"), done.stdout
+    return MetricsLog.read_rows(cwd / run / "metrics.jsonl"), done.stdout
 
 
 def losses(rows: list[dict]) -> list[float]:

@@ -37,11 +37,11 @@ class Watcher:
     def __init__(self) -> None:
         self.seen: list[Shown] = []
 
-    def take_up(self, one: LongPhase) -> None:
-        assert terminal._drawn_phase(one, one.began + 2) and one.far(one.began + 2)
+    def add_phase(self, one: LongPhase) -> None:
+        assert terminal._draw_phase(one, one.began + 2) and one.describe_progress(one.began + 2)
 
-    def put_away(self, one: LongPhase) -> None:
-        one.far(one.began + 2)
+    def end_phase(self, one: LongPhase) -> None:
+        one.describe_progress(one.began + 2)
         self.seen.append(Shown(one.what, one.done, one.total, one.unit))
 
     def taken(self) -> dict[str, list[Shown]]:
@@ -55,7 +55,7 @@ def watcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watcher
     monkeypatch.delenv("NO_PROGRESS")
     monkeypatch.chdir(tmp_path)
     found = Watcher()
-    monkeypatch.setattr(terminal, "_teller", lambda: found)
+    monkeypatch.setattr(terminal, "_current_teller", lambda: found)
     return found
 
 

@@ -12,7 +12,7 @@ from platform.boundary.storage import open_storage
 from platform.checkpoint import catalogue
 from platform.checkpoint.moves import read_tensor
 from platform.monitor import JsonLines, MetricsLog
-from platform.weights.importing import with_averages
+from platform.weights.importing import swap_in_averages
 from tests.harness.commands import QUICK, SMALL, in_this_process, refused, warm_command
 
 FIXED = (
@@ -30,14 +30,14 @@ def train(cwd: Path, *arguments: str) -> list[dict]:
     done = in_this_process(QUICK, *SMALL, "model.layers=2", *FIXED, *arguments, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     [run] = [a.removeprefix("run.dir=") for a in arguments if a.startswith("run.dir=")]
-    return MetricsLog.read(cwd / run / "metrics.jsonl")
+    return MetricsLog.read_rows(cwd / run / "metrics.jsonl")
 
 
 def tensors(run: Path, averaged: bool = False) -> dict[str, np.ndarray]:
     """The weights in a run's newest checkpoint."""
     storage = open_storage(str(run / "checkpoints"))
-    found = catalogue.find(storage, deep=False, mark=False)
-    manifest = with_averages(found.manifest) if averaged else found.manifest
+    found = catalogue.find_newest_checkpoint(storage, deep=False, mark=False)
+    manifest = swap_in_averages(found.manifest) if averaged else found.manifest
     names = [name for name in manifest.tensors if name.startswith("model.")]
     return {name: read_tensor(storage, found.directory, manifest, name).numpy() for name in names}
 
@@ -52,11 +52,11 @@ def alone(tmp_path_factory) -> Path:
 
 def test_two_plans_and_a_failure_give_the_same_run(alone):
     train(alone, *STAGES, "train.stop_at=4", "run.dir=halves")
-    found, wanted = train(alone, *SHARDS, "run.dir=halves"), MetricsLog.read(alone / "whole" / "metrics.jsonl")
+    found, wanted = train(alone, *SHARDS, "run.dir=halves"), MetricsLog.read_rows(alone / "whole" / "metrics.jsonl")
     assert [row["samples"] for row in found] == [row["samples"] for row in wanted]
     assert [end - first for first, end in (row["samples"] for row in found)] == [2, 2, 4, 6, 8, 8, 8, 8]
     assert [row["length"] for row in found] == [4, 4, 4, 4, 8, 8, 16, 16]  # resumed and failed at ends of lengths
-    events = [event["event"] for event in JsonLines.read(alone / "halves" / "journal.jsonl")]
+    events = [event["event"] for event in JsonLines.read_objects(alone / "halves" / "journal.jsonl")]
     assert "failure" in events
     for have, want in zip(found, wanted, strict=True):
         for key in want.keys() & {"loss", "grad_norm", "val_loss", "tokens"}:
@@ -102,10 +102,10 @@ def test_a_run_that_learns_no_more_ends_and_stays_ended(tmp_path):
     ):
         done = in_this_process(QUICK, *SMALL, "data=synthetic", *ONE, *early, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
-        rows = MetricsLog.read(tmp_path / "early" / "metrics.jsonl")
+        rows = MetricsLog.read_rows(tmp_path / "early" / "metrics.jsonl")
         assert len(rows) == 3, "one evaluation to be lower than, and two that are not"
         assert said in done.stdout
-    [event] = [e for e in JsonLines.read(tmp_path / "early" / "journal.jsonl") if e["event"] == "learned_out"]
+    [event] = [e for e in JsonLines.read_objects(tmp_path / "early" / "journal.jsonl") if e["event"] == "learned_out"]
     assert event["step"] == 3 and event["best_step"] == 1
     assert json.dumps(event["best_loss"]) == json.dumps(rows[0]["val_loss"])
 
@@ -117,7 +117,9 @@ def test_prompts_of_ones_own_are_continued_at_each_evaluation(tmp_path):
         more = ["data=synthetic", "precision=fp64", *texts, *how, f"run.dir={how[1]}"]
         done = warm_command(QUICK, *SMALL, *more, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
-    found = [[e for e in JsonLines.read(p) if e["event"] == "sampled"] for p in tmp_path.glob("*/journal.jsonl")]
+    found = [
+        [e for e in JsonLines.read_objects(p) if e["event"] == "sampled"] for p in tmp_path.glob("*/journal.jsonl")
+    ]
     told = [[(e["step"], e["prompt"], e["text"]) for e in events] for events in found]
     assert told[0] == told[1] and len(told[0]) == 4 and len({text for _, _, text in told[0]}) > 1
     assert [(step, prompt) for step, prompt, _ in told[0]] == [

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from platform.config.arguments import rewrite, typed_values
-from platform.launch import compose
+from platform.config.arguments import parse_typed_values, rewrite_argument
+from platform.launch import compose_config
 from tests.harness.commands import QUICK
 
 
@@ -34,8 +34,8 @@ from tests.harness.commands import QUICK
     ],
 )
 def test_rewriting(typed, hydra):
-    assert rewrite(typed) == hydra
-    assert rewrite(hydra) == hydra
+    assert rewrite_argument(typed) == hydra
+    assert rewrite_argument(hydra) == hydra
 
 
 TEXT = st.text(string.ascii_letters + string.digits + string.punctuation + " ").filter(
@@ -45,30 +45,30 @@ TEXT = st.text(string.ascii_letters + string.digits + string.punctuation + " ").
 
 @given(TEXT)
 def test_a_layout_reaches_us_as_it_was_typed(text):
-    assert typed_values([f"tensor.layout={text}"]) == {"tensor.layout": text}
+    assert parse_typed_values([f"tensor.layout={text}"]) == {"tensor.layout": text}
 
 
 @given(TEXT)
 def test_any_value_is_taken_and_one_that_is_no_grammar_is_text(text):
     argument = f"data.path={text}"
-    assert set(typed_values([argument])) == {"data.path"}
-    if rewrite(argument) != argument:
-        assert typed_values([argument]) == {"data.path": text}
+    assert set(parse_typed_values([argument])) == {"data.path"}
+    if rewrite_argument(argument) != argument:
+        assert parse_typed_values([argument]) == {"data.path": text}
 
 
 def test_typed_axes_replace_or_join():
-    assert compose([QUICK, "tensor.axes.t=4"]).tensor.axes == {"t": 4}
-    assert compose([QUICK, "tensor.axes={t: 1}"]).tensor.axes == {"t": 1}
-    three = compose([QUICK, "tensor=3d", "tensor.axes={z: 2, y: 2}", "tensor.axes.x=1"])
+    assert compose_config([QUICK, "tensor.axes.t=4"]).tensor.axes == {"t": 4}
+    assert compose_config([QUICK, "tensor.axes={t: 1}"]).tensor.axes == {"t": 1}
+    three = compose_config([QUICK, "tensor=3d", "tensor.axes={z: 2, y: 2}", "tensor.axes.x=1"])
     assert three.tensor.axes == {"z": 2, "y": 2, "x": 1}
     assert three.tensor.order == ["x", "y", "z"]
 
 
 def test_axes_of_another_scheme_are_dropped():
     axes = ["tensor.axes.x=1", "tensor.axes.y=2", "tensor.axes.z=2", "parallel.data=1"]
-    assert compose([QUICK, "tensor=3d", *axes]).tensor.axes == {"x": 1, "y": 2, "z": 2}
-    assert compose([QUICK, "tensor=serial"]).tensor.axes == {}
-    assert compose([QUICK, "tensor=1d_sp"]).tensor.axes == {"t": 2}
+    assert compose_config([QUICK, "tensor=3d", *axes]).tensor.axes == {"x": 1, "y": 2, "z": 2}
+    assert compose_config([QUICK, "tensor=serial"]).tensor.axes == {}
+    assert compose_config([QUICK, "tensor=1d_sp"]).tensor.axes == {"t": 2}
 
 
 def test_an_experiment_is_fitted_to_what_was_chosen(tmp_path):
@@ -81,25 +81,27 @@ def test_an_experiment_is_fitted_to_what_was_chosen(tmp_path):
         "pipeline: {stages: 4, chunks: 2, file: mine.csv}\n"
         "optimizer: {warmup_steps: 50}\n"
     )
-    mine = compose(["+experiment=mine", "train.steps=5"], config_dir=str(tmp_path))
+    mine = compose_config(["+experiment=mine", "train.steps=5"], config_dir=str(tmp_path))
     assert (mine.tensor.axes, mine.branch.axes) == ({"rows": 2}, {"g": 2})
     assert (mine.pipeline.stages, mine.pipeline.chunks, mine.pipeline.file) == (1, 1, "")
     assert mine.optimizer.warmup_steps == 50  # five steps of the same warm-up: the same run, cut short
-    sliced = compose(["+experiment=mine", "branch=dsp_slice"], config_dir=str(tmp_path))
+    sliced = compose_config(["+experiment=mine", "branch=dsp_slice"], config_dir=str(tmp_path))
     assert (mine.branch.slice_via, sliced.branch.slice_via) == ("all_to_all", "all_gather")
-    plain = compose(["+experiment=mine", "tensor=1d", "branch=none"], config_dir=str(tmp_path))
+    plain = compose_config(["+experiment=mine", "tensor=1d", "branch=none"], config_dir=str(tmp_path))
     assert (plain.tensor.axes, plain.tensor.layout, plain.branch.axes) == ({}, None, {})
-    typed = compose(["+experiment=mine", "tensor.layout=heads:spare"], config_dir=str(tmp_path))
+    typed = compose_config(["+experiment=mine", "tensor.layout=heads:spare"], config_dir=str(tmp_path))
     assert typed.tensor.axes == {"spare": 2}
     assert typed.tensor.regions["attention"] == {"heads": ["spare"]}
 
 
 def test_the_experiment_names_the_run_and_every_value_its_hash(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    here = compose([QUICK]).run.dir
+    here = compose_config([QUICK]).run.dir
     assert here.startswith(f"{tmp_path}/runs/gpt_quick-")
-    assert compose(["experiment=gpt_quick", "train.steps=300"]).run.dir == here
-    others = [compose([QUICK, a]).run.dir for a in ("seed=1", "tensor=1d_sp", "tensor.axes.t=4", "monitor=wandb")]
+    assert compose_config(["experiment=gpt_quick", "train.steps=300"]).run.dir == here
+    others = [
+        compose_config([QUICK, a]).run.dir for a in ("seed=1", "tensor=1d_sp", "tensor.axes.t=4", "monitor=wandb")
+    ]
     assert len({here, *others}) == 5
-    assert compose([QUICK, "run.dir=there"]).run.dir == f"{tmp_path}/there"
-    assert compose([QUICK, "data=text", "data.path=~/a"]).data.path == os.path.expanduser("~/a")
+    assert compose_config([QUICK, "run.dir=there"]).run.dir == f"{tmp_path}/there"
+    assert compose_config([QUICK, "data=text", "data.path=~/a"]).data.path == os.path.expanduser("~/a")

@@ -12,11 +12,11 @@ import pytest
 
 from platform import launch
 from platform.boundary.refusals import ConfigError
-from platform.boundary.terminal import printable
+from platform.boundary.terminal import escape_unprintable
 from platform.cluster.shown_commands import Phases
 from platform.config import run_rules
 from platform.config.composition import open_composer
-from platform.config.fields import KEYS, LONGEST, Config, Train, flat_values
+from platform.config.fields import KEYS, LONGEST, Config, Train, flatten_config
 from tests.config.bad_input_table import NUMBERS, REALS, TABLE
 from tests.fuzz.values import _again
 
@@ -39,7 +39,7 @@ def _rows():
         yield [f"{key}=nan"], f"{key}=nan: must be ", ""
         yield [f"{key}=inf"], f"{key}=inf: must be ", ""
         yield [f"{key}=fast"], f"{key}=fast: must be a number", "nearest legal: "
-    for key, value in flat_values(Config()).items():
+    for key, value in flatten_config(Config()).items():
         if type(value) is int and key not in ("checkpoint.every", "elastic.snapshot_every"):  # texts too
             yield [f"{key}=many"], f"{key}=many: must be an integer", f"nearest legal: {value}"
         if type(value) is str and key not in TABLES:
@@ -76,7 +76,7 @@ def refusal(tmp_path_factory):
         began = time.thread_time()
         with pytest.raises(ConfigError) as error:
             given = Namespace(config_dir=None, overrides=["+experiment=gpt_quick", *arguments], multirun=False)
-            launch._planned(given, Phases())
+            launch._plan_jobs(given, Phases())
         assert time.thread_time() - began < 3.0
         assert os.listdir(private) == []
         assert all(line.isprintable() for line in error.value.violations)
@@ -105,7 +105,7 @@ def test_a_row(refusal, row):
 
 def test_every_number_has_both_ends():
     """A new key declares a lower end; its upper end is that of all numbers unless it declares one."""
-    numbers = {key for key, value in flat_values(Config()).items() if type(value) in (int, float)}
+    numbers = {key for key, value in flatten_config(Config()).items() if type(value) in (int, float)}
     endless = {key for key in numbers if not KEYS[key].bounds and not KEYS[key].choices}
     assert endless == {"parallel.data", "checkpoint.every"}  # -1 is legal there, 0 is not
     assert {line.split()[0] for line in (NUMBERS + REALS).splitlines() if line} - numbers <= {
@@ -171,7 +171,7 @@ VARIABLES = [
 def test_a_variable(refusal, monkeypatch, arguments, name, value, legal):
     monkeypatch.setenv(name, value)
     [line] = refusal(*arguments)
-    assert line.startswith(f"{name}={printable(value)}: (environment) ") and legal in line
+    assert line.startswith(f"{name}={escape_unprintable(value)}: (environment) ") and legal in line
 
 
 @pytest.mark.parametrize("name", run_rules.TORCHRUN)

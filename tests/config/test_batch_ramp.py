@@ -7,7 +7,7 @@ import random
 import pytest
 
 from platform.config.groups import Train
-from platform.config.ramps import batch_sizes, phases, samples_of
+from platform.config.ramps import batch_phases, list_batch_sizes, step_sample_range
 
 
 def ramp(full: int, start: int, by: int, samples: int) -> Train:
@@ -28,12 +28,12 @@ def by_counting(train: Train, steps: int) -> list[tuple[int, int]]:
 
 def test_the_worked_table():
     train = ramp(6, 2, 2, 8)
-    assert [samples_of(train, step) for step in range(1, 6)] == [(0, 2), (2, 4), (4, 8), (8, 14), (14, 20)]
-    assert batch_sizes(train) == [2, 4, 6]
+    assert [step_sample_range(train, step) for step in range(1, 6)] == [(0, 2), (2, 4), (4, 8), (8, 14), (14, 20)]
+    assert list_batch_sizes(train) == [2, 4, 6]
 
 
 def test_a_batch_that_does_not_grow():
-    assert [samples_of(Train(global_batch=3), step) for step in (1, 2, 1000)] == [(0, 3), (3, 6), (2997, 3000)]
+    assert [step_sample_range(Train(global_batch=3), step) for step in (1, 2, 1000)] == [(0, 3), (3, 6), (2997, 3000)]
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -41,11 +41,11 @@ def test_every_step_takes_what_counting_gives(seed):
     draw = random.Random(seed)
     by, start, sizes = draw.randint(1, 9), draw.randint(1, 9), draw.randint(1, 9)
     train = ramp(start + by * sizes, start, by, draw.randint(1, 400))
-    assert [samples_of(train, step) for step in range(1, 150)] == by_counting(train, 149)
+    assert [step_sample_range(train, step) for step in range(1, 150)] == by_counting(train, 149)
 
 
 def test_a_table_is_as_long_as_its_sizes():
     train = ramp(1536, 16, 16, 6_000_000)
-    assert len(phases(train)) == 96
-    first, end = samples_of(train, 10**9)
+    assert len(batch_phases(train)) == 96
+    first, end = step_sample_range(train, 10**9)
     assert end - first == 1536

@@ -4,13 +4,13 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
-from platform.config.identity import identity
-from platform.launch import compose
+from platform.config.identity import run_identity
+from platform.launch import compose_config
 from tests.harness.commands import QUICK
 
 
 def test_plain_data_and_back():
-    config = compose([QUICK, "tensor=3d", "branch=dsp", "branch.axes.g=2"])
+    config = compose_config([QUICK, "tensor=3d", "branch=dsp", "branch.axes.g=2"])
     assert Config.from_dict(config.to_dict()) == config
     assert Config.from_dict({"train": {"steps": 3}}).train.steps == 3
     with pytest.raises(ConfigError, match="train.stepz=3: unknown key; nearest legal: train.steps"):
@@ -20,7 +20,7 @@ def test_plain_data_and_back():
 
 
 def test_identity():
-    here = identity(compose([QUICK]))
+    here = run_identity(compose_config([QUICK]))
     same = [
         "tensor=3d",
         "parallel.data=1",
@@ -29,6 +29,6 @@ def test_identity():
         "train.microbatch=2",
         "precision=fp64",
     ]
-    assert identity(compose([QUICK, *same, "data.cache=x", "eval.every=1"])) == here
+    assert run_identity(compose_config([QUICK, *same, "data.cache=x", "eval.every=1"])) == here
     for other in ("seed=1", "model.dropout=0.1", "optimizer.lr=1", "train.global_batch=8", "data=synthetic"):
-        assert identity(compose([QUICK, other])) != here, other
+        assert run_identity(compose_config([QUICK, other])) != here, other

@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from platform.launch import CONF, compose
+from platform.launch import CONF, compose_config
 from platform.predict.make_plan import make_plan
 from tests.harness.pairwise import cover, product
 from tests.harness.suite import suite
@@ -23,11 +23,11 @@ COVER = cover(CASES, plain={"experiment": ["gpt_quick", "t5_large_mod"], "branch
 
 @suite("experiments x schemes x branches", CASES, COVER)
 def test_every_experiment_with_every_scheme(case):
-    config = compose(
+    config = compose_config(
         [f"+{group}={option}" if group == "experiment" else f"{group}={option}" for group, option in case.items()]
     )
     assert (config.tensor.scheme, config.branch.kind) == (case["tensor"], case["branch"])
-    assert make_plan(config).mesh.size >= config.parallel.data
+    assert make_plan(config).mesh.world_size >= config.parallel.data
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
@@ -37,12 +37,12 @@ def test_an_experiment_begins_with_its_command(experiment):
     command, expected = re.fullmatch(r"# (python -m platform\.launch .*?)   +(.+)", first).groups()
     arguments = shlex.split(command)[3:]
     assert arguments[0] == f"+experiment={experiment}" and expected
-    make_plan(compose(arguments))
+    make_plan(compose_config(arguments))
 
 
 def test_what_runs_for_hours_saves_by_the_clock():
     """A crash of the driver costs half an hour at most; a laptop's minutes may be done again."""
-    every = {e: compose([f"+experiment={e}"]).checkpoint.every for e in EXPERIMENTS}
+    every = {e: compose_config([f"+experiment={e}"]).checkpoint.every for e in EXPERIMENTS}
     short = {"gpt_quick": 0, "elastic_demo": 0, "moe_quick": 0, "two_layer": 0, "cluster_check": 100}
     assert every == {e: short.get(e, "30m") for e in EXPERIMENTS}
 
@@ -63,12 +63,12 @@ def test_every_file_says_what_it_is_and_composes(chosen, tmp_path):
         }.get(option, [])
         if option == "from_hf":
             written(tmp_path / "hf", "gpt2")
-        compose([f"{group}={option}", *own])
+        compose_config([f"{group}={option}", *own])
 
 
 def size(model: str) -> int:
     """The number of its parameters."""
-    return make_plan(compose([f"model={model}"])).parameter_count
+    return make_plan(compose_config([f"model={model}"])).parameter_count
 
 
 # Megatron's table 1 (Narayanan et al. 2021) as printed: billions of parameters, heads, d_model, layers.
@@ -90,7 +90,7 @@ TABLE_1 = """
 def test_table_1(row):
     billions, heads, d_model, layers = row.split()
     name = "1t" if billions == "1008.0" else billions.replace(".", "_") + "b"
-    model = compose([f"model=gpt_{name}"]).model
+    model = compose_config([f"model=gpt_{name}"]).model
     assert (model.heads, model.d_model, model.layers) == (int(heads), int(d_model), int(layers))
     assert f"{size(f'gpt_{name}') / 1e9:.1f}" == billions
 
@@ -110,7 +110,7 @@ TABLE_2 = """
 @pytest.mark.parametrize("row", TABLE_2.split("\n")[1:-1])
 def test_mesh_tensorflows_table_2(row):
     d_ff, heads, billions = row.split()
-    model = compose([f"model=mesh_lm_{heads}"]).model
+    model = compose_config([f"model=mesh_lm_{heads}"]).model
     assert (model.d_model, model.d_kv, model.d_ff, model.heads) == (1024, 256, int(d_ff), int(heads))
     assert f"{size(f'mesh_lm_{heads}') / 1e9:.2f}" == billions
 
@@ -151,20 +151,20 @@ def test_every_model_has_its_size_in_its_name_or_comment():
 
 def test_deepseek_v3_fits_and_shrinks_to_a_laptop():
     """Its plan of 2,048 GPUs; and, small, another that the comment of its file shows."""
-    plan = make_plan(compose(["+experiment=deepseek_v3"]))
-    assert plan.mesh.size == 2048 and plan.mesh.axes["expert"] == 64 and plan.warnings == ()
+    plan = make_plan(compose_config(["+experiment=deepseek_v3"]))
+    assert plan.mesh.world_size == 2048 and plan.mesh.axes["expert"] == 64 and plan.warnings == ()
     text = (CONF / "experiment" / "deepseek_v3.yaml").read_text()
     shrunk = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#") and "=" in line)
     arguments = [word for word in shrunk.partition("laptop:")[2].split() if "=" in word]
-    config = compose(["+experiment=deepseek_v3", *arguments])
+    config = compose_config(["+experiment=deepseek_v3", *arguments])
     assert (config.model.layers, config.parallel.experts, config.precision) == (4, 2, "bf16")
-    assert make_plan(config).mesh.size == 4
+    assert make_plan(config).mesh.world_size == 4
 
 
 def test_gpt175b_shrinks_to_a_laptop():
     shrunk = "model.layers=2 model.d_model=64 model.heads=4 model.length=32 model.vocab=512 tensor.axes.t=2"
     shrunk += " pipeline.stages=2 pipeline.chunks=2"
     rest = "train.steps=5 train.global_batch=8 train.microbatch=2 cluster.device=cpu"
-    config = compose(["+experiment=gpt175b", *shrunk.split(), *rest.split()])
+    config = compose_config(["+experiment=gpt175b", *shrunk.split(), *rest.split()])
     assert (config.model.layers, config.tensor.axes, config.precision) == (2, {"t": 2}, "bf16")
-    assert make_plan(config).mesh.size == 4
+    assert make_plan(config).mesh.world_size == 4

@@ -18,7 +18,7 @@ import pytest
 from platform import api
 from platform.api import Config, ConfigError
 from platform.cluster import driver
-from platform.config.fields import KEYS, key_fields, violations_of_types
+from platform.config.fields import KEYS, list_key_fields, violations_of_types
 
 SMALL = ["data=synthetic", "model.layers=1", "model.d_model=16", "model.heads=2", "model.length=8", "model.vocab=32",
          "train.global_batch=4", "train.microbatch=2", "train.steps=1", "optimizer.warmup_steps=0", "eval.every=0",
@@ -82,7 +82,7 @@ def drawn(key: str, part: int) -> list[tuple[int, Any]]:
 def test_a_value_of_any_kind_for_every_key(made, group, part, monkeypatch, tmp_path):
     """None raises anything else, and what has another type is never accepted."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(driver, "run", lambda *given, **named: 0)
+    monkeypatch.setattr(driver, "drive_run", lambda *given, **named: 0)
     keys = Config.__dataclass_fields__ if not group else [k for k in KEYS if k.partition(".")[0] == group and "." in k]
     for key in keys:
         for number, value in drawn(key, part):
@@ -112,7 +112,7 @@ def test_what_is_no_key(made):
 
 
 def test_every_key_has_a_type_that_is_said():
-    for key, field in key_fields().items():
+    for key, field in list_key_fields().items():
         config = Config()
         group, _, name = key.rpartition(".")
         setattr(getattr(config, group) if group else config, name, Hostile())

@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from platform.config.fields import Config, flat_values
-from platform.config.identity import FREE, MAY_CHANGE, differences, identity, violations_of_identity
+from platform.config.fields import Config, flatten_config
+from platform.config.identity import FREE, MAY_CHANGE, find_differences, run_identity, violations_of_identity
 from platform.config.validation import violations_of_configuration
 
 
 def refused(allow, **changes):
     """What is said of a run of the default configuration when it goes on with these changes."""
-    there, here = identity(Config()), Config()
+    there, here = run_identity(Config()), Config()
     for key, value in changes.items():
         *group, name = key.split("__")
         setattr(getattr(here, group[0]) if group else here, name, value)
@@ -33,7 +33,7 @@ def test_an_allowed_key_or_group_may_change(allow):
 
 
 def test_a_key_that_an_earlier_version_did_not_have_had_its_default():
-    there = identity(Config())
+    there = run_identity(Config())
     for group, name in (("model", "label_smoothing"), ("data", "validation"), ("optimizer", "min_lr")):
         del there[group][name]
     here = Config()
@@ -76,8 +76,8 @@ def test_what_may_change_exists_and_is_of_the_identity():
     config.data.sources = {"web": {"path": "x"}}
     config.data.settings = config.train.loss_settings = {"x": 1}
     config.optimizer.settings = config.optimizer.schedule_settings = {"x": 1}
-    keys = {key.removesuffix(".web.path").removesuffix(".x") for key in differences({}, identity(config))}
-    assert {*FREE} < keys <= flat_values(config).keys()
+    keys = {key.removesuffix(".web.path").removesuffix(".x") for key in find_differences({}, run_identity(config))}
+    assert {*FREE} < keys <= flatten_config(config).keys()
     config.resume.allow, config.data.sources = [*FREE, *MAY_CHANGE], {}
     config.data.settings = config.train.loss_settings = {}  # of nothing that is registered
     config.optimizer.settings = config.optimizer.schedule_settings = {}
@@ -87,13 +87,13 @@ def test_what_may_change_exists_and_is_of_the_identity():
 def test_sources_of_a_mixture_may_be_at_other_places():
     here, there = Config(), Config()
     here.data.sources, there.data.sources = {"web": {"path": "x", "weight": 1}}, {"web": {"path": "y", "weight": 1}}
-    first, line = violations_of_identity(identity(there), here, "run.dir", "d", "holds another run")
+    first, line = violations_of_identity(run_identity(there), here, "run.dir", "d", "holds another run")
     assert "resume.allow=[data.sources]" in first and line == "data.sources.web.path: y there, x here"
     here.resume.allow = ["data.sources"]
-    assert violations_of_identity(identity(there), here, "run.dir", "d", "holds another run") == []
+    assert violations_of_identity(run_identity(there), here, "run.dir", "d", "holds another run") == []
 
 
 def test_differences():
     there, here = {"a": {"b": 1, "c": [1]}, "d": 2, "e": None}, {"a": {"b": 1, "c": [2]}, "d": {"x": 1}, "f": {"g": 3}}
-    assert differences(there, here) == {"a.c": ([1], [2]), "d": (2, {"x": 1}), "f.g": (None, 3)}
-    assert differences(there, there) == {}
+    assert find_differences(there, here) == {"a.c": ([1], [2]), "d": (2, {"x": 1}), "f.g": (None, 3)}
+    assert find_differences(there, there) == {}

@@ -3,7 +3,7 @@
 import pytest
 
 from platform.config.layout_rules import parse_layout
-from platform.launch import compose
+from platform.launch import compose_config
 from tests.harness.commands import QUICK, mistakes
 
 MAP = {"batch": ["rows"], "heads": ["cols", "rows"]}
@@ -52,4 +52,4 @@ def test_what_a_layout_gets_wrong(layout, lines):
 
 def test_the_axes_of_a_layout_are_ordered_as_written():
     layout = ["tensor=layout", "tensor.axes.b=2", "tensor.axes.a=2", "tensor.layout=heads:a;batch:b"]
-    assert compose([QUICK, *layout]).tensor.order == ["b", "a"]
+    assert compose_config([QUICK, *layout]).tensor.order == ["b", "a"]

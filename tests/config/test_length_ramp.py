@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 
 from platform.config.fields import Config
-from platform.config.ramps import at_length, length_at, lengths_from, phases_of, samples_of
+from platform.config.ramps import (
+    find_step_length,
+    fix_sequence_length,
+    length_phases,
+    list_remaining_lengths,
+    step_sample_range,
+)
 from platform.config.validation import violations_of_configuration
-from platform.launch import compose
+from platform.launch import compose_config
 
 
 def ramp(*entries: str, length: int = 1024, **train: int) -> Config:
@@ -20,31 +26,31 @@ def ramp(*entries: str, length: int = 1024, **train: int) -> Config:
 def test_the_worked_table():
     c = ramp("0:256", "200:512", "400:1024", global_batch=8)
     at = {1: 256, 200: 256, 201: 512, 400: 512, 401: 1024, 10**9: 1024}
-    assert {step: length_at(c, step) for step in at} == at
-    assert {n: at_length(c, n).train.global_batch for n in (256, 512, 1024)} == {256: 32, 512: 16, 1024: 8}
-    assert [lengths_from(c, step) for step in (1, 200, 201, 401)] == [
+    assert {step: find_step_length(c, step) for step in at} == at
+    assert {n: fix_sequence_length(c, n).train.global_batch for n in (256, 512, 1024)} == {256: 32, 512: 16, 1024: 8}
+    assert [list_remaining_lengths(c, step) for step in (1, 200, 201, 401)] == [
         [256, 512, 1024], [256, 512, 1024], [512, 1024], [1024]
     ]  # fmt: skip
     assert violations_of_configuration(c) == []
 
 
 def test_without_a_ramp_all_steps_have_the_length_of_the_model():
-    assert [length_at(Config(), step) for step in (1, 2, 10**9)] == [Config().model.length] * 3
-    assert at_length(Config(), Config().model.length) == Config() and len(phases_of(Config())) == 1
+    assert [find_step_length(Config(), step) for step in (1, 2, 10**9)] == [Config().model.length] * 3
+    assert fix_sequence_length(Config(), Config().model.length) == Config() and len(length_phases(Config())) == 1
 
 
 def test_a_step_has_as_many_tokens_at_every_length():
     """Also where the batch grows: the first token of a step, and that behind its last, are those of other lengths."""
     c = ramp("0:8", "3:32", length=32, global_batch=6, ramp_from=2, ramp_by=2, ramp_samples=8)
     for step in range(1, 12):
-        tokens = [n * 32 for n in samples_of(c.train, step)]
-        assert [n * 8 for n in samples_of(at_length(c, 8).train, step)] == tokens
+        tokens = [n * 32 for n in step_sample_range(c.train, step)]
+        assert [n * 8 for n in step_sample_range(fix_sequence_length(c, 8).train, step)] == tokens
 
 
 def test_a_command_sets_the_rows_of_positions():
-    c = compose(["+experiment=gpt_quick", "model.length=64", "train.length_ramp=[0:16,9:64]"])
+    c = compose_config(["+experiment=gpt_quick", "model.length=64", "train.length_ramp=[0:16,9:64]"])
     assert c.train.length_ramp == ["0:16", "9:64"] and c.model.position_rows == 64
-    assert compose(["+experiment=gpt_quick", "model.length=64"]).model.position_rows == 0
+    assert compose_config(["+experiment=gpt_quick", "model.length=64"]).model.position_rows == 0
 
 
 @pytest.mark.parametrize(

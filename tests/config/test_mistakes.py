@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.config.fields import KEYS, Branch, Config, Tensor, flat_values
+from platform.config.fields import KEYS, Branch, Config, Tensor, flatten_config
 from platform.config.validation import violations_of_configuration
-from platform.launch import compose
+from platform.launch import compose_config
 from tests.conftest import ROOT
 from tests.harness.commands import QUICK, mistakes
 
@@ -125,7 +125,7 @@ def test_one_mistake_in_context_is_one_line(arguments, line):
 @pytest.mark.parametrize("name", ["gpt_quik", "gpt176b", ""])
 def test_an_unknown_experiment(name):
     with pytest.raises(ConfigError) as error:
-        compose([f"+experiment={name}", "train.steps=0", "tensor.axes.t=2"])
+        compose_config([f"+experiment={name}", "train.steps=0", "tensor.axes.t=2"])
     first, *others = error.value.violations
     assert first.startswith(f"experiment={name}: unknown; nearest legal: ") and "gpt_quick" in first
     assert others == ["train.steps=0: must be >= 1; nearest legal: 1"]  # the axes hang on the experiment
@@ -154,11 +154,11 @@ elastic.snapshot_every=0
 
 
 def test_neutral_values_are_accepted():
-    assert compose([QUICK, *NEUTRAL]).tensor.axes == {}
+    assert compose_config([QUICK, *NEUTRAL]).tensor.axes == {}
 
 
 def test_every_key_declares_what_it_means_and_its_default_is_legal():
-    assert list(KEYS) == list(flat_values(Config()))
+    assert list(KEYS) == list(flatten_config(Config()))
     assert all(key.guidance and "\n" not in key.guidance for key in KEYS.values())
     assert violations_of_configuration(Config()) == []
 

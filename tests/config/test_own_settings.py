@@ -20,9 +20,9 @@ from platform.api import (
     register_source,
 )
 from platform.boundary.refusals import ConfigError
-from platform.config.extensions import CHOSEN, complete_settings, settings_key, with_settings
+from platform.config.extensions import CHOSEN, bind_settings, complete_settings, settings_key
 from platform.config.fields import Config
-from platform.config.identity import identity, violations_of_identity
+from platform.config.identity import run_identity, violations_of_identity
 from platform.config.validation import violations_of_configuration
 from tests.harness.registries import as_before
 
@@ -96,7 +96,7 @@ def test_every_function_takes_them(registered):
     found = config.to_dict()[named.split(".")[0]][settings_key(named).split(".")[1]]
     assert found == {"beta": 0.0, "times": 3, "words": [], "mode": "fast", "scale": None}
     assert type(found["beta"]) is float  # as a typed 0.0
-    assert with_settings(lambda settings: settings, named, "own", {"times": 4})() == Mine(times=4)
+    assert bind_settings(lambda settings: settings, named, "own", {"times": 4})() == Mine(times=4)
     assert Config.from_dict(config.to_dict()) == config  # as workers get it
 
 
@@ -139,7 +139,7 @@ def test_what_the_dataclass_itself_refuses():
     expected = "optimizer.settings={'times': 13}: optimizer.kind=own raises ValueError: thirteen is unlucky"
     assert line == expected
     with pytest.raises(ConfigError, match="thirteen"):
-        with_settings(own, "optimizer.kind", "own", {"times": 13})
+        bind_settings(own, "optimizer.kind", "own", {"times": 13})
 
 
 def test_what_must_be_given():
@@ -157,7 +157,7 @@ def test_a_function_without_any():
     register_optimizer("other", own, 0, settings=Mine)
     expected = "beta=1: optimizer.kind=own has no settings; nearest legal: optimizer.kind=other"
     assert lines("optimizer.kind", {"beta": 1}) == [expected]
-    assert with_settings(own, "optimizer.kind", "own", {}) is own
+    assert bind_settings(own, "optimizer.kind", "own", {}) is own
 
 
 def test_settings_of_another_function_are_dropped_only_if_that_is_typed():
@@ -206,10 +206,10 @@ def test_a_source_of_a_mixture_has_its_own():
 def test_another_value_is_another_run(registered):
     REGISTERED[registered]()
     here = configured(registered, {"beta": 0.9, "times": 3})
-    there = identity(configured(registered, {"beta": 0.5, "times": 3}))
+    there = run_identity(configured(registered, {"beta": 0.5, "times": 3}))
     place = f"{settings_key(registered)}.beta"
     found = violations_of_identity(there, here, "run.dir", "run", "holds another run")
-    assert not violations_of_identity(identity(here), here, "run.dir", "run", "holds another run")
+    assert not violations_of_identity(run_identity(here), here, "run.dir", "run", "holds another run")
     if registered == "pipeline.kind":  # how it is executed, not what
         assert not found
         return

@@ -33,5 +33,5 @@ FOUND = [
 def test_found(argument, start):
     with pytest.raises(ConfigError) as error:
         given = Namespace(config_dir=None, overrides=["+experiment=gpt_quick", argument], multirun=False)
-        launch._planned(given, Phases())
+        launch._plan_jobs(given, Phases())
     assert any(line.startswith(start) for line in error.value.violations)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.launch import CONF, compose
+from platform.launch import CONF, compose_config
 
 TENSOR = {  # file -> what its refusal says: key, value, constraint and nearest legal
     "regions: {attention: {headz: [b]}}": ["tensor.regions.attention=headz: no such dim; nearest legal: heads"],
@@ -44,7 +44,7 @@ def refusal(tmp_path, group: str, text: str, *typed: str) -> str:
     (tmp_path / group).mkdir()
     (tmp_path / group / "own.yaml").write_text(text + "\n")
     with pytest.raises(ConfigError) as refused:
-        make_plan(compose(["+experiment=gpt_quick", f"{group}=own", *typed], str(tmp_path)))
+        make_plan(compose_config(["+experiment=gpt_quick", f"{group}=own", *typed], str(tmp_path)))
     assert all("\n" not in line for line in refused.value.violations)
     return "\n".join(refused.value.violations)
 
@@ -74,7 +74,7 @@ def test_a_branch_without_a_name(tmp_path):
 @pytest.mark.parametrize(("layout", "said"), TYPED.items(), ids=TYPED)
 def test_a_typed_layout(layout, said):
     with pytest.raises(ConfigError) as refused:
-        compose(["+experiment=gpt_quick", "tensor=layout", "tensor.axes.b=2", f"tensor.layout={layout}"])
+        compose_config(["+experiment=gpt_quick", "tensor=layout", "tensor.axes.b=2", f"tensor.layout={layout}"])
     assert all(part in str(refused.value) for part in said), refused.value
 
 
@@ -83,4 +83,4 @@ def test_a_typed_layout(layout, said):
 )
 def test_the_shipped_ones_are_right(file):
     axes = ["branch.axes.g=1"] if file.parent.name == "branch" and file.stem != "none" else []
-    compose(["+experiment=gpt_quick", f"{file.parent}={file.stem}", *axes])
+    compose_config(["+experiment=gpt_quick", f"{file.parent}={file.stem}", *axes])

@@ -47,9 +47,9 @@ row["workers"] = {f"{name}/{end}": 0.5 for name in gauges for end in ("min", "me
 row["worker_ranks"] = {f"{name}/{end}": 3 for name in gauges for end in ("min", "max")}
 row["seconds"] = dict.fromkeys(SECTIONS, 0.25)
 row = MetricsRow(**row)
-monitor.step(replace(row, step=1))
+monitor.record_step(replace(row, step=1))
 for step in (2, 3, 2, 3):  # a rollback
-    monitor.step(replace(row, step=step, mfu=None, val_loss=None))
+    monitor.record_step(replace(row, step=step, mfu=None, val_loss=None))
 names = ("starting", "sampled", "goodput", "done")
 lines = [json.dumps({"time": time.time(), "generation": 1, "event": name} | EXAMPLES[name]) for name in names]
 Path(sys.argv[1], "journal.jsonl").write_text("".join(line + "\n" for line in lines))

@@ -31,7 +31,7 @@ for name in sys.stdin.read().split():
     data, size, said = Data(kind="text", path=name), 0, ""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        for _, piece in texts.read_documents(texts.text_files(data), data):
+        for _, piece in texts.read_documents(texts.find_text_files(data), data):
             size += len(piece.encode())
     except ConfigError as error:
         [said] = error.violations

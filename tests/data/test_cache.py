@@ -107,7 +107,7 @@ def write(folder: Path) -> dict:
 def large(tmp_path, monkeypatch) -> Path:
     """An entry of several blocks, and nobody to build it again."""
     monkeypatch.setattr(cache, "BLOCK", 1 << 20)
-    cache.fetch(tmp_path / "key", write, lambda folder, content: content)
+    cache.fetch_entry(tmp_path / "key", write, lambda folder, content: content)
     monkeypatch.setattr(cache, "BLOCK", 1 << 24)  # what it was sealed with counts
     return tmp_path / "key"
 
@@ -120,7 +120,7 @@ def fetch(entry: Path) -> dict:
     def build(folder: Path) -> dict:
         raise Built
 
-    return cache.fetch(entry, build, lambda folder, content: content)
+    return cache.fetch_entry(entry, build, lambda folder, content: content)
 
 
 def reseal(entry: Path, **files: bytes | None) -> None:
@@ -133,7 +133,7 @@ def reseal(entry: Path, **files: bytes | None) -> None:
         content["files"].pop(file.name)
         if raw is not None:
             content["files"][file.name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-    meta.write_text(json.dumps({"content": content, "sha256": cache._hash(content)}))
+    meta.write_text(json.dumps({"content": content, "sha256": cache._hash_description(content)}))
 
 
 def test_an_entry_is_verified_by_blocks(large, caplog):
@@ -182,12 +182,12 @@ def test_the_size_of_blocks_is_the_entry_s_own(large):
 
 
 def test_a_changed_description_is_not_trusted(data):
-    samples = open_corpus(data, **SIZES).samples
+    samples = open_corpus(data, **SIZES).sample_counts
     meta = _entry(data) / "meta.json"
     content = json.loads(meta.read_text())
     content["content"]["splits"]["train"][1] -= 64
     meta.write_text(json.dumps(content))
-    assert open_corpus(data, **SIZES).samples == samples
+    assert open_corpus(data, **SIZES).sample_counts == samples
 
 
 def test_a_build_that_fails_leaves_nothing(tmp_path):
@@ -196,14 +196,14 @@ def test_a_build_that_fails_leaves_nothing(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cache.fetch(tmp_path / "key", build, lambda folder, content: content)
+        cache.fetch_entry(tmp_path / "key", build, lambda folder, content: content)
     assert not list(tmp_path.iterdir())
 
 
 def test_an_entry_that_does_not_read_back_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "verified", lambda entry, read: None)
+    monkeypatch.setattr(cache, "read_verified_entry", lambda entry, read: None)
     with pytest.raises(OSError, match="does not hold what was just written"):
-        cache.fetch(tmp_path / "key", lambda folder: {"a": 1}, lambda folder, content: content)
+        cache.fetch_entry(tmp_path / "key", lambda folder: {"a": 1}, lambda folder, content: content)
 
 
 def test_a_cache_that_cannot_be_written_is_named(data, tmp_path):
@@ -214,11 +214,11 @@ def test_a_cache_that_cannot_be_written_is_named(data, tmp_path):
 
 def test_the_cache_is_where_the_user_keeps_caches(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache.root("") == tmp_path / "elastic-platform"
+    assert cache.cache_root("") == tmp_path / "elastic-platform"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache.root("") == tmp_path / ".cache" / "elastic-platform"
-    assert cache.root("~/here") == tmp_path / "here"
+    assert cache.cache_root("") == tmp_path / ".cache" / "elastic-platform"
+    assert cache.cache_root("~/here") == tmp_path / "here"
 
 
 def test_other_machines_find_it_in_a_shared_folder(data, tmp_path, monkeypatch, writing):
@@ -226,11 +226,11 @@ def test_other_machines_find_it_in_a_shared_folder(data, tmp_path, monkeypatch, 
     first = open_corpus(data, **SIZES, shared=tmp_path / "run")
     assert first.entry.parent == tmp_path / "run"
     assert os.path.samefile(first.entry / "tokens.bin", tmp_path / "cache" / first.entry.name / "tokens.bin")
-    monkeypatch.setattr(cache, "hashes_of", None)
+    monkeypatch.setattr(cache, "hash_blocks", None)
     writing(None)
     elsewhere = replace(data, path=str(tmp_path / "no such text"), cache=str(tmp_path / "no such cache"))
     there = open_corpus(elsewhere, **SIZES, entry=first.entry)
-    assert there.digest == first.digest and there.samples == first.samples
+    assert there.digest == first.digest and there.sample_counts == first.sample_counts
     assert np.array_equal(*(c.batch("train", 0, 9)["labels"] for c in (there, first)))
 
 

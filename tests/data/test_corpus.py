@@ -16,8 +16,8 @@ from platform.config.fields import Data
 from platform.data import tokenizer
 from platform.data.corpus import open_corpus
 from platform.data.data_checks import violations_of_sources
-from platform.data.source_kind import held_out
-from platform.data.tokenizer import own_files, vocabulary_of
+from platform.data.source_kind import choose_held_out_documents
+from platform.data.tokenizer import add_own_config, build_vocabulary
 
 END_OF_TEXT = 0
 LENGTH, VOCAB = 32, 400
@@ -36,7 +36,7 @@ def rows(corpus, split, start, end):
 
 
 def epoch(corpus, split, number=0):
-    samples = corpus.samples[split]
+    samples = corpus.sample_counts[split]
     return rows(corpus, split, number * samples, (number + 1) * samples)
 
 
@@ -47,7 +47,7 @@ def test_samples_have_the_contract_shape(corpus):
 
 
 def test_a_step_does_not_depend_on_how_it_is_cut(corpus):
-    samples = corpus.samples["train"]
+    samples = corpus.sample_counts["train"]
     start, end = samples - 20, samples + 20  # across the end of an epoch
     whole = rows(corpus, "train", start, end)
     for size in (1, 3, 16):
@@ -101,10 +101,10 @@ def test_a_single_document_is_cut_at_its_tail(data, folder, words):
 
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=60), st.floats(0.01, 0.9))
 def test_held_out_stays_within_its_fraction(sizes, fraction):
-    held = held_out(sizes, fraction)
+    held = choose_held_out_documents(sizes, fraction)
     budget = fraction * sum(sizes)
     assert not held or budget / 2 <= sum(sizes[i] for i in held) <= budget * (1 + 1e-12)
-    assert held == held_out(sizes, fraction) and len(held) < len(sizes)
+    assert held == choose_held_out_documents(sizes, fraction) and len(held) < len(sizes)
 
 
 @pytest.mark.parametrize("text", ["héllo wörld", "日本語 🎉\U0001f9d1", " \t\r\n  x\0\x7f", "a <|endoftext|> b", ""])
@@ -157,7 +157,7 @@ def test_jsonl_becomes_samples(tmp_path, words):
     path.write_text("".join(json.dumps({"body": words(i, lines=20)}) + "\n" for i in range(50)))
     data = Data(kind="text", path=str(path), field="body", cache=str(tmp_path / "cache"))
     corpus = open_corpus(data, length=LENGTH, vocab=VOCAB, seed=0)
-    assert corpus.samples["train"] > 50 and corpus.samples["validation"] > 1
+    assert corpus.sample_counts["train"] > 50 and corpus.sample_counts["validation"] > 1
     assert "sheep" in corpus.decode(rows(corpus, "train", 0, 1)[0].tolist())
 
 
@@ -168,8 +168,10 @@ def test_a_corpus_without_a_whole_sample_is_refused_with_what_would_do(data, fol
     (line,) = error.value.violations
     assert f"model.length={validation - 1} or data.validation=" in line
     advised = float(line.split("data.validation=")[1].split()[0])
-    assert open_corpus(data, length=validation - 1, vocab=VOCAB, seed=0).samples["validation"] == 1
-    assert open_corpus(replace(data, validation=advised), length=validation, vocab=VOCAB, seed=0).samples["validation"]
+    assert open_corpus(data, length=validation - 1, vocab=VOCAB, seed=0).sample_counts["validation"] == 1
+    assert open_corpus(replace(data, validation=advised), length=validation, vocab=VOCAB, seed=0).sample_counts[
+        "validation"
+    ]
     with pytest.raises(ConfigError) as error:
         open_corpus(data, length=10**6, vocab=VOCAB, seed=0)
     assert [("train" in line, "validation" in line) for line in error.value.violations] == [
@@ -195,7 +197,7 @@ def test_text_without_spaces_is_tokenised_in_linear_time():
     text = "".join(draw.choice("acgt") for _ in range(256_000))
     began = time.process_time()
     bpe = tokenizer.train_tokenizer([text, text], 300)
-    own = vocabulary_of(own_files({"tokenizer.json": bpe.to_str().encode()}), given=False)
+    own = build_vocabulary(add_own_config({"tokenizer.json": bpe.to_str().encode()}), given=False)
     [ids] = tokenizer.encode_documents(own, [(0, text)])
     assert time.process_time() - began < 5.0
     assert bpe.decode(ids[1:].tolist()) == text
@@ -203,16 +205,16 @@ def test_text_without_spaces_is_tokenised_in_linear_time():
 
 
 def test_ordinary_text_is_trained_on_as_it_is():
-    assert tokenizer._bounded("the quick brown fox " * 10_000) == ["the quick brown fox " * 10_000]
+    assert tokenizer._cut_long_runs("the quick brown fox " * 10_000) == ["the quick brown fox " * 10_000]
     text = "x" * 10_000 + " " * 5_000 + "é1_" * 3
-    assert "".join(tokenizer._bounded(text)) == text and len(tokenizer._bounded(text)) > 3
+    assert "".join(tokenizer._cut_long_runs(text)) == text and len(tokenizer._cut_long_runs(text)) > 3
 
 
 def test_nothing_is_held_out_where_nobody_asks_for_it(data):
     """One check judges data.validation=0: it is legal, and eval.every alone cannot go with it."""
     corpus = open_corpus(replace(data, validation=0.0), length=LENGTH, vocab=VOCAB, seed=0)
     held = corpus.parts[0].streams["validation"]
-    assert corpus.samples["validation"] == 0 and len(held) == 0 and corpus.samples["train"] > 50
+    assert corpus.sample_counts["validation"] == 0 and len(held) == 0 and corpus.sample_counts["train"] > 50
     assert violations_of_sources(replace(data, validation=0.0), vocab=VOCAB) == []
     assert violations_of_sources(replace(data, validation=-0.1), vocab=VOCAB) and violations_of_sources(
         replace(data, validation=1.0), vocab=VOCAB

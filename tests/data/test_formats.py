@@ -12,7 +12,7 @@ from platform.config.fields import Data
 from platform.data import data_files
 from platform.data.corpus import open_corpus
 from platform.data.data_checks import violations_of_sources
-from platform.data.text_sources import read_documents, text_files
+from platform.data.text_sources import find_text_files, read_documents
 
 TEXTS = [f"document {i}: {i * i} sheep, Käfer 🪲\n" * (i % 7 + 1) for i in range(700)]
 
@@ -76,7 +76,7 @@ FORMATS = {
 
 def documents(data: Data) -> list[str]:
     joined: dict[int, str] = {}
-    for number, piece in read_documents(text_files(data), data):
+    for number, piece in read_documents(find_text_files(data), data):
         joined[number] = joined.get(number, "") + piece
     return list(joined.values())
 
@@ -97,7 +97,7 @@ def test_a_folder_takes_all_of_them(tmp_path, text):
         write(tmp_path / "folder" / name)
     data = text(tmp_path / "folder")
     assert documents(data) == TEXTS * len(FORMATS) and violations_of_sources(data) == []
-    assert open_corpus(data, length=32, vocab=400, seed=0).samples["train"] > 1000
+    assert open_corpus(data, length=32, vocab=400, seed=0).sample_counts["train"] > 1000
 
 
 def saved(folder: Path, shards: int = 3, **state) -> Path:

@@ -77,7 +77,7 @@ def test_a_child_that_dies_is_one_line_and_the_next_file_is_read(tmp_path):
         parquet.write_table(pa.table({"text": [f"row {i}" for i in range(2000)]}), tmp_path / name)
     pieces = text_sources.read_documents([tmp_path / "a.parquet"], Data(kind="text", path=str(tmp_path / "a.parquet")))
     next(pieces)
-    [parser] = [p for p in confinement.living_parsers() if p.name == TABLES]
+    [parser] = [p for p in confinement.list_living_parsers() if p.name == TABLES]
     os.kill(parser.pid, signal.SIGSEGV)
     with pytest.raises(ConfigError, match=r"a.parquet: its parser died \(SIGSEGV\)"):
         list(pieces)
@@ -91,7 +91,7 @@ def test_children_are_used_again(tmp_path):
     pids = set()
     for _ in range(5):
         assert list(text_sources.read_documents([tmp_path / "a.parquet"], data)) == [(0, "a")]
-        pids |= {p.pid for p in confinement.living_parsers() if p.name == TABLES}
+        pids |= {p.pid for p in confinement.list_living_parsers() if p.name == TABLES}
     assert len(pids) == 1
 
 
@@ -99,8 +99,10 @@ def test_a_child_knows_neither_secrets_nor_torch(tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush-hush")
     parser = confinement.Parser(TABLES)
     with pytest.raises(Malformed):
-        parser.ask(
-            {"do": "open", "form": "arrow", "size": 0, "columns": []}, b"", confinement.limits(1 << 29, 10, 1 << 20)
+        parser.request_answer(
+            {"do": "open", "form": "arrow", "size": 0, "columns": []},
+            b"",
+            confinement.compute_limits(1 << 29, 10, 1 << 20),
         )
     with open(f"/proc/{parser.pid}/environ") as environment, open(f"/proc/{parser.pid}/maps") as maps:
         assert "hush" not in environment.read() and "torch" not in maps.read()

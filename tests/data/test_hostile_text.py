@@ -16,7 +16,7 @@ from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
 from platform.data import cache, data_files, text_sources
 from platform.data.corpus import open_corpus
-from platform.data.source_kind import kind_of
+from platform.data.source_kind import find_source_kind
 
 SIZES = {"length": 32, "vocab": 400, "seed": 0}
 PAIRS = {**SIZES, "length": 4, "objective": "pairs"}
@@ -63,7 +63,7 @@ def test_text_that_is_none_is_refused(tmp_path, small, name, read):
     file.write_bytes(FILES[name])
     data = Data(kind="pairs" if read == "pairs" else "text", path=str(file))
     reader = (
-        text_sources.read_pairs(text_sources.pair_files(data), data)
+        text_sources.read_pairs(text_sources.find_pair_files(data), data)
         if read == "pairs"
         else text_sources.read_documents([file], data)
     )
@@ -82,7 +82,7 @@ def test_two_files_of_pairs(tmp_path, small, content, key, name):
         (tmp_path / file).write_bytes(content if file == name else b"a\nb\n")
     data = Data(kind="pairs", path=str(tmp_path / "a"), target_path=str(tmp_path / "b"))
     with pytest.raises(ConfigError, match=f"{key}={tmp_path}/{name}: "):
-        consume(text_sources.read_pairs(text_sources.pair_files(data), data), 1 << 28)
+        consume(text_sources.read_pairs(text_sources.find_pair_files(data), data), 1 << 28)
 
 
 @pytest.mark.parametrize(("key", "name"), [("data.path", "a"), ("data.target_path", "b")])
@@ -90,7 +90,9 @@ def test_a_missing_file_is_named_by_its_key(tmp_path, key, name):
     for file in {"a", "b"} - {name}:
         (tmp_path / file).write_text("a\n")
     data = Data(kind="pairs", path=str(tmp_path / "a"), target_path=str(tmp_path / "b"))
-    assert kind_of(data).violations_of_source(data)[0].startswith(f"{key}={tmp_path}/{name}: no file or folder")
+    assert (
+        find_source_kind(data).violations_of_source(data)[0].startswith(f"{key}={tmp_path}/{name}: no file or folder")
+    )
 
 
 def test_lines_end_at_line_feeds(tmp_path):
@@ -99,7 +101,7 @@ def test_lines_end_at_line_feeds(tmp_path):
     (tmp_path / "a").write_bytes(text.encode())
     (tmp_path / "b").write_bytes(text.encode())
     data = Data(kind="pairs", path=str(tmp_path / "a"), target_path=str(tmp_path / "b"))
-    found = [a for a, _ in text_sources.read_pairs(text_sources.pair_files(data), data)]
+    found = [a for a, _ in text_sources.read_pairs(text_sources.find_pair_files(data), data)]
     assert found == ["a", "b", "c\rd\x0be\u2028f", "g"]
     file = tmp_path / "x.jsonl"
     file.write_text('{"text": "a,[{", "score": NaN}\n{"text": "b", "n": 1e999, "n": 2}\n')
@@ -196,7 +198,7 @@ def seal(data, change) -> None:
     content = json.loads((folder / "meta.json").read_bytes())["content"]
     del content["files"]["blocks.bin"]  # of a file that is changed they would tell
     change(folder, content)
-    (folder / "meta.json").write_text(json.dumps({"content": content, "sha256": cache._hash(content)}))
+    (folder / "meta.json").write_text(json.dumps({"content": content, "sha256": cache._hash_description(content)}))
 
 
 @pytest.mark.parametrize("what", SEALED)

@@ -8,7 +8,7 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config, Data
-from platform.config.identity import identity
+from platform.config.identity import run_identity
 from platform.data.corpus import open_corpus
 from platform.data.data_checks import violations_of_sources
 
@@ -55,7 +55,7 @@ def test_only_answers_are_learned(talks):
     corpus = open_corpus(replace(talks, validation=0.1), **SHAPE)
     answers = ["".join(f"{m['content']}<|im_end|>\n" for m in talk if m["role"] == "assistant") for talk in TALKS]
     assert sorted(learned(corpus) + learned(corpus, "validation")) == sorted(answers)
-    batch = corpus.batch("train", 0, corpus.samples["train"])
+    batch = corpus.batch("train", 0, corpus.sample_counts["train"])
     found = [corpus.decode(row[row >= 0].tolist()) for row in batch["labels"]]
     assert "How" not in "".join(found) and sum(text.count("baa") for text in found) == len(learned(corpus))
     for row, labels in zip(batch["tokens"], batch["labels"], strict=True):  # a label is the token behind it
@@ -69,7 +69,7 @@ def test_the_text_is_the_templates(talks):
     stream = corpus.parts[0].streams["train"].tokens
     ids = stream[np.arange(stream.starts[0], stream.starts[1])].tolist()
     number = int(corpus.decode(ids).partition("How many are ")[2].partition(" ")[0])
-    assert corpus.decode(ids) == corpus.vocabulary.chat.text(TALKS[number])
+    assert corpus.decode(ids) == corpus.vocabulary.chat.render_text(TALKS[number])
     end = corpus.vocabulary.tokenizer.token_to_id("<|im_end|>")
     assert ids.count(end) == len(TALKS[0]) and corpus.decode(ids).count("<|im_end|>") == len(TALKS[0]) + 1
 
@@ -93,7 +93,7 @@ def test_prompts_and_answers_by_a_template(tmp_path):
 
 def test_a_cut_stream_learns_no_prompt(talks):
     corpus = open_corpus(replace(talks, packing="cut"), **SHAPE)
-    batch = corpus.batch("train", 0, corpus.samples["train"])
+    batch = corpus.batch("train", 0, corpus.sample_counts["train"])
     assert "How" not in corpus.decode(batch["labels"][batch["labels"] >= 0].tolist())
     assert "How" in corpus.decode(batch["tokens"].reshape(-1).tolist())
 
@@ -175,8 +175,8 @@ def test_a_blank_answer_among_others_is_none(talks, tmp_path):
 def test_a_split_that_teaches_nothing_is_refused(talks, tmp_path, monkeypatch):
     """Whatever made its tokens."""
     corpus = open_corpus(replace(talks, validation=0.1), **SHAPE)
-    assert corpus.predicted("train", 0, 4) and corpus.name_of("train", 0).startswith("sample ")
-    monkeypatch.setattr("platform.data.objectives.learned_of", lambda stream: np.zeros(len(stream), bool))
+    assert corpus.predicted("train", 0, 4) and corpus.name_sample("train", 0).startswith("sample ")
+    monkeypatch.setattr("platform.data.objectives.token_loss_mask", lambda stream: np.zeros(len(stream), bool))
     with pytest.raises(ConfigError) as refused:
         open_corpus(replace(talks, validation=0.1), **SHAPE)
     assert len(refused.value.violations) == 2
@@ -239,11 +239,11 @@ def test_an_input_that_nothing_reads_is_refused(tmp_path, ending):
 
 
 def test_unread_input_is_the_same_run_as_before():
-    before, config = identity(Config()), Config()
+    before, config = run_identity(Config()), Config()
     config.data.input_field = "none"
-    assert identity(config) == before
+    assert run_identity(config) == before
     config.data.input_field = "input"
-    assert identity(config) != before
+    assert run_identity(config) != before
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -254,12 +254,12 @@ def test_what_becomes_of_a_conversation_that_is_longer_than_a_row(tmp_path, over
             for i in range(30)]  # fmt: skip
     data = rows_at(tmp_path, rows, field="messages", overlong=overlong, validation=0, streaming=streaming)
     corpus = open_corpus(data, length=40, vocab=300, seed=0)
-    stream = corpus.parts[0].beginning("train")
+    stream = corpus.parts[0].stream_or_first_block("train")
     sizes = np.diff([*stream.tokens.starts, len(stream)])
     longer = int((sizes > 40).sum())
     kept = {"split": sizes.sum(), "cut": np.minimum(sizes, 40).sum(), "drop": sizes[sizes <= 40].sum()}[overlong]
     assert longer == 1 and stream.pieces[:, 1].sum() == kept
-    batch = corpus.batch("train", 0, corpus.samples["train"])
+    batch = corpus.batch("train", 0, corpus.sample_counts["train"])
     assert (batch["tokens"] >= 0).sum() == kept
     if not streaming:
         again = open_corpus(data, length=40, vocab=300, seed=0, entry=corpus.entry)

@@ -44,7 +44,7 @@ def test_texts_are_those_of_a_file(registered, tmp_path):
 def test_tokens_keep_their_documents(registered):
     data = registered(lambda data: map(np.array, TOKENS), tokens=True, packing="best_fit", document_mask=True)
     corpus = open_corpus(data, **SHAPE)
-    batch = corpus.batch("train", 0, corpus.samples["train"])
+    batch = corpus.batch("train", 0, corpus.sample_counts["train"])
     assert ((batch["tokens"] == batch["positions"]) | (batch["tokens"] < 0)).all()  # each begins with 0, 1, 2
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from platform.boundary.local_files import violation_of_protocol
+from platform.boundary.local_files import find_protocol_fault
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
 from platform.data import data_files
@@ -51,7 +51,7 @@ def test_a_pattern_names_the_files_that_glob_finds(place, files, parts, absolute
     os.chdir(root)
     try:
         wanted = str(root / pattern) if absolute else pattern
-        found = data_files._matching(Path(wanted))
+        found = data_files._glob_paths(Path(wanted))
         assert [p for p in found if p.is_file()] == sorted(
             {Path(p) for p in glob.glob(wanted, recursive=True) if os.path.isfile(p)}
         )
@@ -103,7 +103,7 @@ def test_pipes_and_devices_are_refused_under_any_url(pipe, url, kind):
     found = violations_of_sources(Data(kind=kind, path=url.format(pipe), validation=0.0), vocab=400)
     assert found and "is a pipe or a device, and a regular file or a folder is needed" in found[0]
     assert found[0].startswith("data.path=")
-    assert "pipe or a device" in violation_of_protocol(url.format(pipe), writing=False)
+    assert "pipe or a device" in find_protocol_fault(url.format(pipe), writing=False)
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens", "pairs", "instructions"])

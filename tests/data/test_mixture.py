@@ -13,7 +13,7 @@ from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config, Data, set_value
 from platform.data.corpus import Corpus, SourceTokens, open_corpus
 from platform.data.data_checks import violations_of_sources
-from platform.data.mixture import DataSource, paths_of, shares_of, sources_of, turns
+from platform.data.mixture import DataSource, compute_shares, deal_samples_to_sources, list_sources, paths_by_key
 from platform.data.objectives import Causal
 
 SIZES = {"length": 32, "vocab": 400, "seed": 0}
@@ -22,17 +22,17 @@ some_shares = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 10**13)), min
 
 @given(some_shares, st.integers(0, 10**9), st.integers(1, 300))
 def test_each_source_counts_its_samples_without_a_gap(parts, start, size):
-    source, count = turns(parts, np.arange(start, start + size))
+    source, count = deal_samples_to_sources(parts, np.arange(start, start + size))
     for number in range(len(parts)):
         mine = count[source == number]
         assert np.array_equal(mine, mine[:1] + np.arange(len(mine)).reshape(-1)[: len(mine)])
-    one = [turns(parts, k) for k in range(start, start + min(size, 5))]
+    one = [deal_samples_to_sources(parts, k) for k in range(start, start + min(size, 5))]
     assert [(int(s), int(c)) for s, c in one] == list(zip(source.tolist(), count.tolist(), strict=True))[: len(one)]
 
 
 @given(some_shares)
 def test_every_beginning_has_the_shares_that_are_due(parts):
-    source, count = turns(parts, np.arange(500))
+    source, count = deal_samples_to_sources(parts, np.arange(500))
     for number, share in enumerate(parts):
         mine = source == number
         assert np.array_equal(count[mine], np.arange(mine.sum()))
@@ -43,14 +43,14 @@ def test_every_beginning_has_the_shares_that_are_due(parts):
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(0, 5))
 def test_a_round_is_exact(parts, number):
     total = sum(parts)
-    source, _ = turns(parts, np.arange(number * total, (number + 1) * total))
+    source, _ = deal_samples_to_sources(parts, np.arange(number * total, (number + 1) * total))
     assert Counter(source.tolist()) == dict(enumerate(parts))
 
 
 def test_the_order_of_turns_never_changes():
     """Golden values: another order would make resumed runs read samples twice."""
-    assert turns([3, 1, 2], np.arange(12))[0].tolist() == GOLDEN
-    assert turns([1], np.arange(5))[1].tolist() == [0, 1, 2, 3, 4]
+    assert deal_samples_to_sources([3, 1, 2], np.arange(12))[0].tolist() == GOLDEN
+    assert deal_samples_to_sources([1], np.arange(5))[1].tolist() == [0, 1, 2, 3, 4]
 
 
 GOLDEN = [0, 2, 0, 2, 0, 1, 0, 2, 0, 2, 0, 1]
@@ -73,7 +73,7 @@ def sources(*given: dict) -> list[DataSource]:
     ],
 )
 def test_shares(given, sizes, expected):
-    assert shares_of(sources(*given), sizes) == expected
+    assert compute_shares(sources(*given), sizes) == expected
 
 
 class Numbers:
@@ -160,7 +160,7 @@ def two(tmp_path, words):
 
 def test_one_tokenizer_and_an_entry_for_each(two, tmp_path, writing):
     corpus = open_corpus(two, **SIZES)
-    assert len(list((tmp_path / "cache").iterdir())) == 3 and list(corpus.validations) == ["a", "b"]
+    assert len(list((tmp_path / "cache").iterdir())) == 3 and list(corpus.validation_splits) == ["a", "b"]
     assert [corpus.decode(corpus.encode("sheep"))] == ["sheep"]
     for name in ("a", "b"):
         rows = corpus.batch(f"validation/{name}", 0, 2)["tokens"]
@@ -180,7 +180,7 @@ def test_another_weight_needs_no_tokens_anew(two, writing):
     weighed = open_corpus(two, **SIZES)
     assert weighed.shares == (3, 1) and weighed.digest != plain.digest
     rows = weighed.batch("train", 0, 40)["tokens"]
-    sizes = {tuple(row) for row in plain.batch("train", 0, plain.samples["train"])["tokens"]}
+    sizes = {tuple(row) for row in plain.batch("train", 0, plain.sample_counts["train"])["tokens"]}
     assert {tuple(row) for row in rows} <= sizes
 
 
@@ -206,7 +206,7 @@ def test_a_mixture_of_one_is_that_one(two):
 def test_a_held_out_split_of_each_source_s_own(two):
     two.sources["a"]["validation"] = 0.0
     corpus = open_corpus(two, **SIZES)
-    assert list(corpus.validations) == ["b"]
+    assert list(corpus.validation_splits) == ["b"]
 
 
 def test_a_source_that_is_held_out_as_a_whole(two):
@@ -216,16 +216,16 @@ def test_a_source_that_is_held_out_as_a_whole(two):
     a, b = corpus.parts
     assert corpus.shares == (1, 0) and len(b.streams["train"]) == 0
     held = corpus.batch("validation/b", 0, 2)["tokens"]
-    assert corpus.validations["b"] == ("validation/b", 0) and corpus.validations["a"][1] == 1
-    trained = corpus.batch("train", 0, 3 * corpus.samples["train"])["tokens"]
+    assert corpus.validation_splits["b"] == ("validation/b", 0) and corpus.validation_splits["a"][1] == 1
+    trained = corpus.batch("train", 0, 3 * corpus.sample_counts["train"])["tokens"]
     assert not {tuple(row) for row in held} & {tuple(row) for row in trained}
     two.sources["a"]["validation"] = 0
-    assert open_corpus(two, **SIZES).validations == {"b": ("validation/b", 1)}
+    assert open_corpus(two, **SIZES).validation_splits == {"b": ("validation/b", 1)}
 
 
 def test_turns_without_a_share_are_left_out():
-    source, count = turns([0, 2, 0, 1], range(30))
-    without, same = turns([2, 1], range(30))
+    source, count = deal_samples_to_sources([0, 2, 0, 1], range(30))
+    without, same = deal_samples_to_sources([2, 1], range(30))
     assert np.array_equal(source, np.array([1, 3])[without]) and np.array_equal(count, same)
 
 
@@ -287,21 +287,21 @@ def test_a_source_without_a_whole_sample_is_named(two, tmp_path):
 def test_paths_are_found_and_set_wherever_they_are():
     config = Config()
     config.data = Data(kind="mixture", sources={"a": {"path": "x"}, "b": {"target_path": "y"}, "c": "z"})
-    keys = {key: path for key, path in paths_of(config.data).items() if path}
+    keys = {key: path for key, path in paths_by_key(config.data).items() if path}
     assert keys == {"data.sources.a.path": "x", "data.sources.b.target_path": "y"}
     for key, path in keys.items():
         set_value(config, key, f"/{path}")
-    assert [sorted(paths_of(config.data).values())[-2:]] == [["/x", "/y"]]
-    assert sources_of(Data())[0].key == "data"
+    assert [sorted(paths_by_key(config.data).values())[-2:]] == [["/x", "/y"]]
+    assert list_sources(Data())[0].config_key == "data"
 
 
 @pytest.mark.parametrize("name", ["a.b", "a b", "", "path", 1, None])
 def test_a_name_that_no_key_can_have_is_refused(name):
     data = Data(kind="mixture", sources={name: {"path": "x"}, "b": {"path": "y"}})
-    assert paths_of(data).keys() - {"data.sources.path.path"} == {*paths_of(Data()), "data.sources.b.path"}
+    assert paths_by_key(data).keys() - {"data.sources.path.path"} == {*paths_by_key(Data()), "data.sources.b.path"}
     if name != "path":
         with pytest.raises(ConfigError, match=f"data.sources={name}: the name of a source has letters, digits and _"):
-            sources_of(data)
+            list_sources(data)
 
 
 @given(
@@ -311,7 +311,7 @@ def test_a_name_that_no_key_can_have_is_refused(name):
 @settings(max_examples=60)
 def test_shares_of_any_epochs_can_be_counted(epochs, sizes):
     sources = [DataSource(str(i), Data(kind="text"), epochs=n) for i, n in enumerate(epochs)]
-    shares = shares_of(sources, sizes[: len(sources)])
+    shares = compute_shares(sources, sizes[: len(sources)])
     assert sum(shares) < 1 << 63 and min(shares) >= 1
-    source, count = turns(shares, np.arange(50))
+    source, count = deal_samples_to_sources(shares, np.arange(50))
     assert ((0 <= source) & (source < len(shares)) & (count >= 0)).all()

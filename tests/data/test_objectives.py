@@ -8,7 +8,7 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config, Data, Model
-from platform.data.corpus import corpus_of, open_corpus
+from platform.data.corpus import open_corpus, open_run_corpus
 from platform.data.objectives import OBJECTIVES, Causal, SpanDenoising
 
 VOCAB, END_OF_TEXT = 400, 0
@@ -26,7 +26,7 @@ def make(objective, data=None, seed=0):
 @pytest.mark.parametrize("objective", SHAPES)
 def test_a_batch_does_not_depend_on_how_it_is_cut(objective, data):
     corpus = make(objective, data)
-    start = corpus.samples["train"] - 10
+    start = corpus.sample_counts["train"] - 10
     whole = corpus.batch("train", start, start + 20)  # across the end of an epoch
     for size in (1, 7):
         parts = [corpus.batch("train", i, min(i + size, start + 20)) for i in range(start, start + 20, size)]
@@ -84,7 +84,7 @@ def test_denoising_fills_its_lengths(source_length, length):
 def corpus_of_pairs(tmp_path, pairs, **more):
     data = Data(kind="pairs", cache=str(tmp_path / "cache"), validation=0.2, **more)
     model = Model(kind="encoder_decoder", length=12, source_length=9, vocab=300)
-    return corpus_of(Config(data=data, model=model))
+    return open_run_corpus(Config(data=data, model=model))
 
 
 PAIRS = [(f"the word {i}", f"das Wort {i}{i}") for i in range(40)]
@@ -100,8 +100,8 @@ def test_pairs(tmp_path, form):
         (tmp_path / "x.jsonl").write_text("".join(json.dumps({"en": a, "de": b}) + "\n" for a, b in PAIRS))
         corpus = corpus_of_pairs(tmp_path, PAIRS, path=str(tmp_path / "x.jsonl"), field="en", target_field="de")
     known, seen = {a: b for a, b in PAIRS}, set()
-    assert sum(corpus.samples.values()) == 40
-    for split, samples in corpus.samples.items():
+    assert sum(corpus.sample_counts.values()) == 40
+    for split, samples in corpus.sample_counts.items():
         batch = corpus.batch(split, 0, samples)
         assert corpus.predicted(split, 0, samples) == (batch["labels"] >= 0).sum()
         for source, tokens, labels in zip(batch["source"], batch["tokens"], batch["labels"], strict=True):

@@ -127,7 +127,7 @@ def records(tmp_path):
 
 def test_every_token_of_an_epoch_comes_once(records):
     corpus = open_corpus(records, length=LENGTH, vocab=61, seed=1)
-    count = corpus.samples["train"]
+    count = corpus.sample_counts["train"]
     there = corpus.batch("train", 0, count)
     stream = corpus.parts[0].streams["train"]
     assert sorted(there["tokens"][there["tokens"] >= 0]) == sorted(stream[np.arange(len(stream))])
@@ -135,7 +135,7 @@ def test_every_token_of_an_epoch_comes_once(records):
     for name, rows in again.batch("train", 3, 9).items():
         assert np.array_equal(rows, there[name][3:9])
     cut = open_corpus(replace(records, packing="cut"), length=LENGTH, vocab=61, seed=1)
-    assert cut.digest == corpus.digest and cut.samples["train"] < count
+    assert cut.digest == corpus.digest and cut.sample_counts["train"] < count
 
 
 def test_rows_in_the_cache_are_checked(records):
@@ -154,10 +154,10 @@ def test_rows_in_the_cache_are_checked(records):
 def test_documents_of_a_row_change_places_only_where_they_are_kept_apart(records, monkeypatch):
     """Rows are of the same documents, in an order of their own; those whose tokens see other documents stay."""
     backwards = lambda pieces, rows, length: np.concatenate([p[::-1] for p in np.split(pieces, rows[1:-1])])  # noqa: E731
-    monkeypatch.setattr(packing, "evened", backwards)
+    monkeypatch.setattr(packing, "even_rows", backwards)
     plain, apart = (open_corpus(replace(records, document_mask=mask), length=LENGTH, vocab=61, seed=1)
                     for mask in (False, True))  # fmt: skip
-    [old, new] = (c.batch("train", 0, c.samples["train"])["tokens"] for c in (plain, apart))
+    [old, new] = (c.batch("train", 0, c.sample_counts["train"])["tokens"] for c in (plain, apart))
     assert (old != new).any() and (np.sort(old, 1) == np.sort(new, 1)).all()
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from platform.config.fields import Config, Data
-from platform.config.ramps import length_at, samples_of
+from platform.config.ramps import find_step_length, step_sample_range
 from platform.data.corpus import Corpus, open_corpus
-from platform.data.streams import cut, pieces_of
+from platform.data.streams import cut_samples, read_sequence_batch
 
 LENGTH = 12
 
@@ -33,9 +33,9 @@ def taken(corpus: Corpus, c: Config, steps: range) -> list[tuple[int, int]]:
     """The pairs (token, label) of training steps, in their order."""
     found = []
     for step in steps:
-        pieces = c.model.length // length_at(c, step)
-        first, end = samples_of(c.train, step)
-        rows = pieces_of(corpus, "train", first * pieces, end * pieces, pieces)
+        pieces = c.model.length // find_step_length(c, step)
+        first, end = step_sample_range(c.train, step)
+        rows = read_sequence_batch(corpus, "train", first * pieces, end * pieces, pieces)
         found += zip(rows["tokens"].flatten().tolist(), rows["labels"].flatten().tolist(), strict=True)
     return found
 
@@ -48,7 +48,7 @@ def test_pieces_by_hand():
         "positions": np.array([[0, 1, 0, 1, 2, 0]]),
         "segments": np.array([[0, 0, 1, 1, 1, 2]]),
     }
-    assert {name: piece.tolist() for name, piece in cut(rows, 2).items()} == {
+    assert {name: piece.tolist() for name, piece in cut_samples(rows, 2).items()} == {
         "tokens": [[1, 2, 3], [4, 5, 6]],
         "labels": [[2, 3, 4], [5, 6, -1]],
         "begins": [[0, 0, 2], [0, 0, 2]],
@@ -62,9 +62,9 @@ def test_pieces_are_the_samples_of_a_shorter_length(tokens, pieces):
     """Where samples are cut from the tokens end to end, a piece is the sample that the shorter length has there."""
     long, short = opened(tokens), opened(tokens, LENGTH // pieces)
     for split, stream in (("train", long.parts[0].streams["train"]),):
-        count = long.samples[split]
+        count = long.sample_counts[split]
         index, keys = np.arange(count), np.zeros(count, np.uint64)
-        whole = cut(long.objective.batch(stream, index, keys), pieces)
+        whole = cut_samples(long.objective.batch(stream, index, keys), pieces)
         index, keys = np.arange(count * pieces), np.zeros(count * pieces, np.uint64)
         wanted = short.objective.batch(stream, index, keys)
         assert whole.keys() == wanted.keys()
@@ -77,7 +77,7 @@ def test_an_epoch_has_each_token_once_whatever_the_lengths(tokens, packing):
     data = replace(tokens, packing=packing, document_mask=packing == "best_fit")
     corpus, c = opened(data), Config()
     c.model.length, c.train.global_batch, c.train.length_ramp = LENGTH, 5, ["0:2", "4:6", "9:12"]
-    count = corpus.samples["train"]
+    count = corpus.sample_counts["train"]
     steps = range(1, -(-count // c.train.global_batch) + 1)
     assert steps[-1] > 9, "the last length is reached"
     found = taken(corpus, c, steps)
@@ -93,9 +93,9 @@ def test_an_epoch_has_each_token_once_whatever_the_lengths(tokens, packing):
 def test_ranks_read_parts_of_a_sample(tokens):
     """A rank may have sequences that neither begin nor end with a sample."""
     corpus = opened(tokens)
-    whole = pieces_of(corpus, "train", 0, 40, 4)
+    whole = read_sequence_batch(corpus, "train", 0, 40, 4)
     for start, end in ((0, 1), (3, 4), (3, 6), (5, 17), (39, 40)):
-        part = pieces_of(corpus, "train", start, end, 4)
+        part = read_sequence_batch(corpus, "train", start, end, 4)
         assert all(np.array_equal(part[name], whole[name][start:end]) for name in whole)
 
 
@@ -103,7 +103,7 @@ def test_masked_tokens_are_chosen_of_the_whole_sample(tmp_path):
     (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": "some words " * 9}) + "\n" for _ in range(40)))
     data = Data(kind="text", path=str(tmp_path / "t.jsonl"), cache=str(tmp_path / "cache"), validation=0.0)
     corpus = open_corpus(data, length=LENGTH, vocab=300, seed=3, objective="masked", segments=2)
-    whole, pieces = corpus.batch("train", 0, 6), pieces_of(corpus, "train", 0, 18, 3)
+    whole, pieces = corpus.batch("train", 0, 6), read_sequence_batch(corpus, "train", 0, 18, 3)
     for name in ("tokens", "labels"):
         assert np.array_equal(pieces[name].reshape(6, LENGTH), whole[name])
     assert (pieces["segments"][:, 0] == 0).all() and (pieces["segments"] <= 1).all()

@@ -8,13 +8,13 @@ from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
 from platform.data.corpus import open_corpus
 from platform.data.data_checks import violations_of_sources
-from platform.data.text_sources import read_documents, stdlib_files, text_files
+from platform.data.text_sources import find_stdlib_files, find_text_files, read_documents
 
 
 def read(data):
     """The whole documents of a source."""
     joined = {}
-    for number, piece in read_documents(text_files(data), data):
+    for number, piece in read_documents(find_text_files(data), data):
         joined[number] = joined.get(number, "") + piece
     return list(joined.values())
 
@@ -58,7 +58,7 @@ def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path):
 
 
 def test_the_standard_library_is_found_without_its_tests():
-    files = stdlib_files(Data())
+    files = find_stdlib_files(Data())
     names = {file.name for file in files}
     assert {"argparse.py", "typing.py"} <= names and len(files) > 200
     assert not any({"test", "tests", "site-packages"} & set(file.parts) for file in files)

@@ -93,7 +93,7 @@ def test_each_epoch_has_every_sample_of_every_block_once(source):
         assert [sorted(found) for found in epochs[-1]] == [sorted(b) for b in blocks]
     first, second = epochs
     assert all(a != sorted(a) for a in first) and all(a != b for a, b in zip(first, second, strict=True))
-    held = corpus.batch("validation", 0, corpus.samples_of("validation"))["tokens"]
+    held = corpus.batch("validation", 0, corpus.count_samples("validation"))["tokens"]
     assert corpus.decode(held[:3].reshape(-1).tolist()) in f"<|endoftext|>{''.join(TEXTS[:20])}"
 
 
@@ -169,9 +169,9 @@ def test_a_long_document_is_cut(tmp_path, no_thread):
     )
     corpus = open_corpus(data, **SHAPE)
     stream = corpus.parts[0].streams["train"]
-    ends = [stream._end(0)]
-    while not ends[-1].last:
-        ends.append(stream._end(len(ends)))
+    ends = [stream._find_block_end(0)]
+    while not ends[-1].is_last:
+        ends.append(stream._find_block_end(len(ends)))
     assert len(ends) > 1
     found = samples(corpus, 0, ends[-1].samples)
     assert len(set(found)) == len(found) > len(text) / 16 / 4

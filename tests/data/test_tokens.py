@@ -17,8 +17,8 @@ from platform.config.fields import Data
 from platform.data import token_files
 from platform.data.corpus import open_corpus
 from platform.data.data_checks import violations_of_sources
-from platform.data.streams import DocumentStream, JoinedTokens, beginnings, documents
-from platform.data.token_files import WRITERS, locate
+from platform.data.streams import DocumentStream, JoinedTokens, find_document_starts, split_documents
+from platform.data.token_files import WRITERS, locate_tokens
 
 SIZES = {"length": 16, "vocab": 400, "seed": 0}
 DOCUMENTS = [np.arange(7 + 3 * i) * 13 % 400 for i in range(60)]
@@ -81,7 +81,7 @@ def test_every_format_holds_the_same_tokens(tmp_path, tokens, write, dtype):
 def test_the_index_says_where_documents_begin(tmp_path, tokens):
     corpus = open_corpus(tokens(megatron(tmp_path / "x.bin")), **SIZES)
     train, held = (corpus.parts[0].streams[s] for s in ("train", "validation"))
-    found = [*documents(train, -1), *documents(held, -1)]
+    found = [*split_documents(train, -1), *split_documents(held, -1)]
     assert all(np.array_equal(a, b) for a, b in zip(found, DOCUMENTS, strict=True))  # none is cut by the split
     assert 0 < len(held) <= 0.1 * len(ALL)
 
@@ -93,7 +93,9 @@ def test_several_files_are_one_stream(tmp_path, tokens):
         megatron(folder / f"{i}.bin", DOCUMENTS[20 * i : 20 * i + 20])
     corpus = open_corpus(replace(tokens(folder / "*.bin"), validation=0.0), **SIZES)
     assert np.array_equal(whole(corpus), ALL)
-    assert np.array_equal(beginnings(corpus.parts[0].streams["train"], -1), np.cumsum([0, *map(len, DOCUMENTS)])[:-1])
+    assert np.array_equal(
+        find_document_starts(corpus.parts[0].streams["train"], -1), np.cumsum([0, *map(len, DOCUMENTS)])[:-1]
+    )
     same = open_corpus(replace(tokens(folder), validation=0.0), **SIZES)
     assert np.array_equal(same.batch("train", 3, 40)["tokens"], corpus.batch("train", 3, 40)["tokens"])
 
@@ -124,12 +126,12 @@ def test_joined_tokens_are_the_concatenation(found, draw):
 def test_what_is_written_reads_back(tmp_path, name, vocab):
     found = [*DOCUMENTS, np.array([vocab - 1])]
     WRITERS[name](tmp_path / "x", iter(found), vocab)
-    back = locate(tmp_path / "x.bin", Data(kind="tokens"))
-    assert np.array_equal(back.tokens(), np.concatenate(found))
-    back.check(vocab, whole=True)
+    back = locate_tokens(tmp_path / "x.bin", Data(kind="tokens"))
+    assert np.array_equal(back.map_tokens(), np.concatenate(found))
+    back.check_tokens(vocab, whole=True)
     most, where = vocab - 1, np.concatenate(found).argmax()
     with pytest.raises(ConfigError, match=f"token {where} is {most}, and the model has {most};"):
-        back.check(vocab - 1, whole=True)
+        back.check_tokens(vocab - 1, whole=True)
     assert (back.starts is None) == (name == "nanogpt")
     if name == "megatron":
         assert np.array_equal(back.starts, np.cumsum([0, *map(len, found)])[:-1])
@@ -166,9 +168,9 @@ def test_no_token_beyond_the_vocabulary_is_trained_on(tmp_path, tokens, place, v
     for i, part in enumerate(parts):
         write(folder / f"{i}.bin", [part[j : j + 9] for j in range(0, len(part), 9)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_files.TokenFile, "check", lambda *_: None)
+        patch.setattr(token_files.TokenFile, "check_tokens", lambda *_: None)
         corpus = open_corpus(replace(tokens(folder), validation=0.0), **SIZES)
-    samples, refused = corpus.samples["train"], []
+    samples, refused = corpus.sample_counts["train"], []
     for i in range(samples):
         try:
             corpus.batch("train", i, i + 1)
@@ -184,14 +186,14 @@ def test_an_index_that_fills_the_memory_is_refused(tmp_path, tokens):
     path = megatron(tmp_path / "x.bin")
     os.truncate(path.with_suffix(".idx"), 1 << 40)
     with pytest.raises(ConfigError, match="1099511627776 bytes of an index, and at most"):
-        locate(path, tokens(path))
+        locate_tokens(path, tokens(path))
 
 
 def test_documents_by_a_separator():
     stream = np.array([5, 9, 0, 3, 0, 0, 4])
-    assert beginnings(stream, 0).tolist() == [0, 2, 4, 5] and beginnings(stream, -1).tolist() == [0]
-    assert [d.tolist() for d in documents(stream, 0)] == [[5, 9], [0, 3], [0], [0, 4]]
-    assert beginnings(DocumentStream(stream, np.array([0, 5])), 0).tolist() == [0, 5]
+    assert find_document_starts(stream, 0).tolist() == [0, 2, 4, 5] and find_document_starts(stream, -1).tolist() == [0]
+    assert [d.tolist() for d in split_documents(stream, 0)] == [[5, 9], [0, 3], [0], [0, 4]]
+    assert find_document_starts(DocumentStream(stream, np.array([0, 5])), 0).tolist() == [0, 5]
 
 
 def written(path: Path, dtype="<i8") -> Path:
@@ -211,7 +213,7 @@ def test_records_of_tokens_are_documents(tmp_path, tokens, name):
     data = replace(tokens(written(tmp_path / name)), field="input_ids")
     assert violations_of_sources(data) == []
     corpus = open_corpus(data, **SIZES)
-    found = [d.tolist() for s in ("train", "validation") for d in documents(corpus.parts[0].streams[s], -1)]
+    found = [d.tolist() for s in ("train", "validation") for d in split_documents(corpus.parts[0].streams[s], -1)]
     assert sorted(found) == sorted(ids.tolist() for ids in DOCUMENTS)
     assert corpus.decode([5, 7]) == "<5> <7>"
 

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from platform.plan.__main__ import main
 from platform.plan.layout import Layout
-from platform.plan.rule import COLLECTIVES, Conversion, Step, contract, partial_axes
+from platform.plan.rule import COLLECTIVES, Conversion, Step, contract_layouts, partial_axes
 from tests.conftest import ROOT
 
 PAGE = ROOT / "docs" / "one-rule.md"
@@ -30,7 +30,11 @@ Tensor = tuple[str, tuple[str, ...], Layout]  # name, dims, layout
 def tensor(name: str, dims: str, only: str | None) -> Tensor:
     """Read `A[I_zx, J]@g`: the dims, and for each its axes, major to minor."""
     split = [word.partition("_") for word in dims.split(", ")]
-    return name, tuple(dim for dim, _, _ in split), Layout.of({d: tuple(axes) for d, _, axes in split}, only or ())
+    return (
+        name,
+        tuple(dim for dim, _, _ in split),
+        Layout.build_canonical({d: tuple(axes) for d, _, axes in split}, only or ()),
+    )
 
 
 def moves(name: str, dims: Sequence[str], steps: Sequence[Step]) -> list[str]:
@@ -49,7 +53,7 @@ def answer(equation: str) -> tuple[str, str]:
     assert found, equation
     parts = found.groups()
     out, *inputs = (tensor(*parts[i : i + 3]) for i in (0, 3, 6))
-    c = contract([(dims, layout, name in PARAMETERS) for name, dims, layout in inputs], out[1:])
+    c = contract_layouts([(dims, layout, name in PARAMETERS) for name, dims, layout in inputs], out[1:])
     ways: list[tuple[Tensor, Conversion]] = [*zip(inputs, c.inputs, strict=True), (out, c.output)]
     forward = [word for (name, dims, _), way in ways for word in moves(name, dims, way.forward)]
     backward = [word for (name, dims, _), way in reversed(ways) for word in moves(f"d{name}", dims, way.backward)]

@@ -24,7 +24,7 @@ from tokenizers.models import BPE
 from platform import doctor, launch
 from platform.checkpoint.__main__ import main as inspect_checkpoint
 from platform.cluster import calibration_run, driver, resources
-from platform.cluster.resources import device_of, refuse_lack_of_memory
+from platform.cluster.resources import find_worker_device, refuse_lack_of_memory
 from platform.data.__main__ import main as prepare_data
 from platform.evaluate import main as measure
 from platform.generate import main as write_answers
@@ -34,7 +34,7 @@ from platform.plan.__main__ import main as explain_plan
 from platform.plan.plan_summary import describe
 from platform.plan.schedule import table
 from platform.plan.simulate import simulate
-from platform.predict.choose_schedule import schedule_of
+from platform.predict.choose_schedule import build_schedule
 from platform.report.__main__ import main as write_page
 from platform.status.__main__ import main as tell_status
 from platform.weights.__main__ import main as convert_weights
@@ -65,7 +65,7 @@ def bench(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))  # as `python -m` does
     monkeypatch.setattr(resources, "gpu_count", lambda: 0)
-    monkeypatch.setattr(driver, "run", start)
+    monkeypatch.setattr(driver, "drive_run", start)
     known = set(sys.modules)
     with as_before():
         yield Bench(tmp_path, capfd, monkeypatch)
@@ -76,15 +76,15 @@ def bench(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest
 
 def start(config, plan, *, command, phases) -> int:
     """Stand in for the driver: check memory and devices, print what it prints before a worker answers."""
-    cluster, size = config.cluster, plan.mesh.size
+    cluster, size = config.cluster, plan.mesh.world_size
     if cluster.kind != "ray":
-        device = device_of(config, "cuda", size) if cluster.gpu or cluster.device_memory else None
+        device = find_worker_device(config, "cuda", size) if cluster.gpu or cluster.device_memory else None
         if device:
             refuse_lack_of_memory(config, plan, device, command)
         resources.reserve_workers(cluster, size, lambda line: None if line.startswith("warning:") else print(line))
     print(f"{describe(plan)}\nstarting {size} workers ({cluster.kind}, cpu)")
-    if 1 < plan.stages <= 4:  # simulating hundreds of microbatches on many stages takes seconds
-        s = schedule_of(config, plan.replicas)
+    if 1 < plan.num_stages <= 4:  # simulating hundreds of microbatches on many stages takes seconds
+        s = build_schedule(config, plan.num_replicas)
         title = f"schedule  {s.name}: {s.stages} stages x {s.chunks} chunks, {s.microbatches} microbatches"
         print(f"{title}; bubble {simulate(s).bubble:.1%} of the work\n{table(s.rows)}")
     return launch.DONE
@@ -117,7 +117,7 @@ def launches(typed: Typed, arguments: str, bench: Bench) -> None:
 
 
 def plans(typed: Typed, arguments: str, bench: Bench) -> None:
-    bench.monkeypatch.setattr(calibration_run, "calibration", lambda *_: "# what workers measure\n")
+    bench.monkeypatch.setattr(calibration_run, "run_calibration", lambda *_: "# what workers measure\n")
     bench.monkeypatch.setattr("sys.argv", ["platform.plan", *shlex.split(arguments)])
     answers(explain_plan(), typed, bench)
 
@@ -125,7 +125,9 @@ def plans(typed: Typed, arguments: str, bench: Bench) -> None:
 def examines(typed: Typed, arguments: str, bench: Bench) -> None:
     """Run a command of the doctor up to where it would start workers."""
     seen = []
-    bench.monkeypatch.setattr(doctor, "_examined", lambda config, plan, *_: seen.append(plan) or doctor.Report([], {}))
+    bench.monkeypatch.setattr(
+        doctor, "_examine_workers", lambda config, plan, *_: seen.append(plan) or doctor.Report([], {})
+    )
     assert doctor.main(shlex.split(arguments)) == doctor.SOUND and seen
     assert all(line in bench.capfd.readouterr().out for line in typed.shown)
 
@@ -294,7 +296,7 @@ def submits(typed: Typed, arguments: str, bench: Bench) -> None:
     """Accept the submission of a script that a page writes, with what is typed after its name."""
     script, *more = shlex.split(arguments)
     words = [word for word in writers()[script] if not word.startswith("job.")]
-    launch.compose([*words[1:], "cluster=ray", *more])
+    launch.compose_config([*words[1:], "cluster=ray", *more])
 
 
 def applies(typed: Typed, arguments: str, bench: Bench) -> None:

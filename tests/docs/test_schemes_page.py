@@ -8,10 +8,10 @@ import shlex
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.launch import compose
+from platform.launch import compose_config
 from platform.model import build_model
 from platform.predict.make_plan import make_plan
-from platform.predict.plan_report import explain
+from platform.predict.plan_report import explain_plan
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "schemes.md").read_text()
@@ -22,14 +22,14 @@ ROWS = re.findall(rf"^\| `((?:tensor|branch)=[^`]+)` \|({CELL})\|({CELL})\|({CEL
 
 @pytest.mark.parametrize(("arguments", "asks", "weights", "saved", "moved"), ROWS, ids=[row[0] for row in ROWS])
 def test_a_row_is_what_its_command_prints(arguments, asks, weights, saved, moved):
-    c = compose([*BASE, *shlex.split(arguments)])
+    c = compose_config([*BASE, *shlex.split(arguments)])
     if "refused" in weights:
         with pytest.raises(ConfigError, match="axis all would split both batch and heads"):
             make_plan(c)
         return
     plan = make_plan(c)
-    found = explain(plan, build_model(c.model), moments=2, tiers={"node": 8})
-    assert plan.mesh.size == (1 if arguments == "tensor=serial" else 8)
+    found = explain_plan(plan, build_model(c.model), moments=2, tiers={"node": 8})
+    assert plan.mesh.world_size == (1 if arguments == "tensor=serial" else 8)
     numbers = (
         sum(found["bytes_per_worker"].values()),
         4 * sum(found["saved_elements_per_worker"].values()),

@@ -26,18 +26,18 @@ LONGER: dict[str, int] = {"A sample, from file to metrics": 14}  # walks that ar
 # made the plan, a rank reads it; it has made the same one by the same function, or `Worker.form` fails on its digest.
 FROM_DATA = {
     "A layout, from YAML to the collective": [
-        "platform/plan/operations/lookup.py:LookupOp.run",
-        "platform/runtime/process_groups.py:ProcessGroups._start",
+        "platform/plan/operations/lookup.py:LookupOp.run_on_blocks",
+        "platform/runtime/process_groups.py:ProcessGroups._start_collective",
     ]
 }
-TYPED = "platform/config/composition.py:Composer.load"
+TYPED = "platform/config/composition.py:Composer.compose_arguments"
 POINTS = {  # walk -> the calls that it leads through
-    "A layout, from YAML to the collective": [TYPED, "platform/plan/rule.py:contract"],
+    "A layout, from YAML to the collective": [TYPED, "platform/plan/rule.py:contract_layouts"],
     "A sample, from file to metrics": [
         "platform/data/objectives.py:Causal.batch",
-        "platform/train/step_report.py:Combiner.together",
-        "platform/cluster/control/evaluations.py:metrics_row",
-        "platform/monitor/metrics.py:MetricsLog.write",
+        "platform/train/step_report.py:Combiner.combine_reports",
+        "platform/cluster/control/evaluations.py:build_metrics_row",
+        "platform/monitor/metrics.py:MetricsLog.write_row",
     ],
     "A failure, from SIGKILL to the next step": [
         "platform/cluster/crew/failures.py:WorkerFailed.__init__",
@@ -47,14 +47,14 @@ POINTS = {  # walk -> the calls that it leads through
     ],
     "A typed key, to the update": [TYPED, "platform/optimizer/learning_rate.py:learning_rate"],
     "A prompt, to the first token": [
-        "platform/cluster/asked_model.py:Reader.ids",
-        "platform/plan/operations/attention.py:RememberOp.run",
-        "platform/train/generator.py:choose",
+        "platform/cluster/asked_model.py:Reader.encode_prompt",
+        "platform/plan/operations/attention.py:RememberOp.run_on_blocks",
+        "platform/train/generator.py:choose_tokens",
     ],
     "`model=from_hf`, to weights on ranks": [
         "platform/weights/importing.py:complete_model",
-        "platform/weights/importing.py:importable",
-        "platform/weights/model_folder.py:SavedModel.fetch",
+        "platform/weights/importing.py:open_importable",
+        "platform/weights/model_folder.py:SavedModel.fetch_pieces",
     ],
 }
 

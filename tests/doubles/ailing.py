@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from platform.boundary.local_files import Local
+from platform.boundary.local_files import LocalStorage
 from platform.cluster.control import controller
 from platform.data.corpus import Corpus
 from platform.monitor.metrics import MetricsLog
@@ -28,7 +28,7 @@ def before(owner: Any, name: str, strike: Callable[[], None]) -> None:
 
     @wraps(real)
     def struck(*args: Any, **more: Any) -> Any:
-        if owner is not Local or args[1].startswith("step-"):
+        if owner is not LocalStorage or args[1].startswith("step-"):
             strike()
         return real(*args, **more)
 
@@ -83,8 +83,8 @@ HOW = {  # name -> where it strikes, and what
     "sleep": (Trainer, "_forward_backward", lambda: time.sleep(LONG)),
     "data": (Corpus, "batch", lambda: time.sleep(LONG)),
     "lazy data": (Corpus, "batch", lambda: time.sleep(LAZY)),
-    "full": (Local, "write", full),
-    "slow disk": (Local, "write", lambda: time.sleep(LONG)),
+    "full": (LocalStorage, "write", full),
+    "slow disk": (LocalStorage, "write", lambda: time.sleep(LONG)),
     "error": (controller, "metrics_row", wrong),
     "dead disk": (MetricsLog, "write", lambda: time.sleep(LONG)),
 }

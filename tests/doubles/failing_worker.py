@@ -44,5 +44,5 @@ class KilledWorker(Worker):
 
     def step(self, step, *more):
         if step == STEP and self.number == 1:
-            self.trainer._forward_backward = lambda step: kill()
+            self.trainer._run_forward_backward = lambda step: kill()
         return super().step(step, *more)

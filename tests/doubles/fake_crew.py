@@ -6,11 +6,11 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 
-from platform.boundary.refusals import refusal_in
+from platform.boundary.refusals import find_refusal
 from platform.checkpoint.manifest import FileReport
-from platform.cluster.crew.crew import ByRank, Crew, arguments, call_text
+from platform.cluster.crew.crew import ByRank, Crew, arguments_of_rank, call_text
 from platform.cluster.crew.failures import Failure, Member, WorkerFailed
-from platform.train.environment_proof import proof
+from platform.train.environment_proof import describe_environment
 from platform.train.replies import (
     Built,
     Copied,
@@ -38,7 +38,7 @@ class FakeWorker:
         self.crew, self.number, self.memories, self.state = crew, number, {}, None
 
     def prove(self, probe):
-        mine = proof(self.crew.config, self.crew.job.run_dir, probe)
+        mine = describe_environment(self.crew.config, self.crew.job.run_dir, probe)
         return (
             replace(mine, node="afar", code={"platform": "of yesterday"})
             if self.number in self.crew.strangers
@@ -66,11 +66,11 @@ class FakeWorker:
         return Built(42, "cpu", self.crew.memory, ["exp_avg", "exp_avg_sq"])
 
     def gather(self, source, rank, store, generation):
-        assert source.members(source.gathered)[rank] == self.number
+        assert source.members_of_ranks(source.gathered)[rank] == self.number
         assert source.step in self.memories[source.generation]
 
     def recover(self, source):
-        if self.rank in source.ranks.values():
+        if self.rank in source.new_rank_by_old.values():
             assert source.step in self.memories[source.generation], "it does not have that"
         self.state = source.step
         self.memories[self.generation] = [self.state]
@@ -162,29 +162,29 @@ class FakeCrew(Crew):
         self.overflows, self.uncompiled = set(), {}  # steps; by number, what it cannot compile and why
         self.memory, self.writing, self.stuck, self.late = None, False, False, False
         self.can_hire, self.ready, self._hired, self._starting, self.released = True, True, 0, [], 0
-        self.hire(job.world_size + spares)
+        self.hire_workers(job.world_size + spares)
 
     @property
     def members(self):
         return {n: Member(n, f"n{n % self._nodes}", 1000 + n) for n in sorted(self.workers)}
 
     @property
-    def leaving(self):
+    def leaving_members(self):
         return self._going & self.workers.keys()
 
     @property
-    def starting(self):
+    def starting_members(self):
         if self.ready:
             self.arrive()
         return set(self._starting)
 
-    def dismiss(self, numbers):
+    def dismiss_members(self, numbers):
         assert not numbers & set(self.numbers), "it has a seat"
         for number in sorted(numbers):
             self.calls.append((f"dismiss({number})", math.inf))
             del self.workers[number]
 
-    def hire(self, count):
+    def hire_workers(self, count):
         self._starting += range(self._hired, self._hired + count)
         self._hired += count
         if self.ready:
@@ -195,11 +195,11 @@ class FakeCrew(Crew):
         here, self._starting = self._starting[:count], self._starting[len(self._starting[:count]) :]
         self.workers |= {number: FakeWorker(self, number) for number in here}
 
-    def seat(self, job, numbers):
+    def seat_members(self, job, numbers):
         assert not self.seated and len(set(numbers)) == len(numbers) == job.world_size
         self.job, self.seated = job, [self.workers[n] for n in numbers]
 
-    def call(self, method, *args, within=math.inf):
+    def call_ranks(self, method, *args, within=math.inf):
         name = call_text(method, args) if method == "step" else method
         self.calls.append((name, within))
         happens = (self._script.get(name) or [{}]).pop(0)
@@ -211,7 +211,7 @@ class FakeCrew(Crew):
                 worker.forget()
             raise WorkerFailed(failures)
         assert not any(isinstance(a, ByRank) and len(a) != len(self.seated) for a in args)
-        return [getattr(w, method)(*arguments(args, rank)) for rank, w in enumerate(self.seated)]
+        return [getattr(w, method)(*arguments_of_rank(args, rank)) for rank, w in enumerate(self.seated)]
 
     @property
     def numbers(self):
@@ -224,8 +224,8 @@ class FakeCrew(Crew):
             self.lose(number)
         cause = "Killed" if error is Dead else "no sign of life" if error is Hung else repr(error)
         at = self.job.coordinates[rank]
-        refusal = refusal_in(error) if isinstance(error, BaseException) else ""
-        return Failure(Member(number, "n", 1), kind, name, cause, rank, self.job.name(rank), at, refusal=refusal)
+        refusal = find_refusal(error) if isinstance(error, BaseException) else ""
+        return Failure(Member(number, "n", 1), kind, name, cause, rank, self.job.rank_name(rank), at, refusal=refusal)
 
     def lose(self, *numbers):
         for number in numbers:
@@ -234,7 +234,7 @@ class FakeCrew(Crew):
     def give_notice(self, *numbers):
         self._going |= set(numbers)
 
-    def release(self):
+    def release_members(self):
         gone = [w.number for w in self.seated if w.number not in self.workers]
         for worker in self.seated:
             worker.leave()

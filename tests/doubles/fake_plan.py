@@ -17,8 +17,8 @@ def fake_plan(size):
 def run_fake(config, size, worker):
     """Drive a run of `size` fake workers, whose plan needs no memory, and is not that of their configuration."""
     from platform.cluster import driver
-    from platform.cluster.driver import run
+    from platform.cluster.driver import drive_run
 
-    unplanned = patch.object(driver, "violations_of_asking", lambda *_: [])
-    with unplanned, patch("platform.cluster.resources.device_of", lambda *_: None):
-        return run(config, fake_plan(size), experiment="quick", worker=f"tests.doubles.fake_worker:{worker}")
+    unplanned = patch.object(driver, "violations_of_requests", lambda *_: [])
+    with unplanned, patch("platform.cluster.resources.find_worker_device", lambda *_: None):
+        return drive_run(config, fake_plan(size), experiment="quick", worker=f"tests.doubles.fake_worker:{worker}")

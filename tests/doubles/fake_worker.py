@@ -36,9 +36,9 @@ class FakeWorker:
         self.device, self.threads, self.config = device, threads, config
 
     def prove(self, probe):
-        from platform.train.environment_proof import proof
+        from platform.train.environment_proof import describe_environment
 
-        return proof(self.config, self.run_dir, probe)
+        return describe_environment(self.config, self.run_dir, probe)
 
     def form(self, rank, world_size, config: SentConfig, store, generation, stage_of, plan=""):
         self.rank, self.world_size, self.config = rank, world_size, config
@@ -128,7 +128,7 @@ class FakeWorker:
         """`rank` takes long, in small pieces; the others wait for it."""
         if self.rank == rank:
             for i in range(20):
-                PROGRESS.enter(f"piece {i}")
+                PROGRESS.enter_section(f"piece {i}")
                 time.sleep(0.1)
         self._meet("dawdle")
 
@@ -151,7 +151,7 @@ class FakeWorker:
             *(f"{where}/{rank}" for rank in range(self.world_size)),
             *(["never"] if where == "nowhere" else []),
         ]
-        with PROGRESS.waiting("meeting"):
+        with PROGRESS.mark_waiting("meeting"):
             self.store.wait(everybody)
 
 

@@ -31,7 +31,7 @@ class GlooWorker:
         dist.all_reduce(x)
         if self.rank == kill:
             os.kill(os.getpid(), signal.SIGKILL)
-        with PROGRESS.waiting("all_reduce"):
+        with PROGRESS.mark_waiting("all_reduce"):
             dist.all_reduce(x)
         return x[0].item()
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from platform.boundary import local_files
-from platform.boundary.local_files import Local
+from platform.boundary.local_files import LocalStorage
 from platform.checkpoint import snapshots
 from platform.checkpoint.buffer import Image
 from platform.train.generator import RankPass
@@ -107,9 +107,9 @@ def _around(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 if FOLDER in os.environ:
     local_files.os = _Os()  # type: ignore[attr-defined]
-    Local.write, Local.delete = _told(Local.write, "write"), _told(Local.delete, "delete")  # type: ignore[method-assign]
-    Image.fill = _around(Image.fill, "snapshot")  # type: ignore[method-assign]
-    snapshots._transfer = _around(snapshots._transfer, "copies")
+    LocalStorage.write, LocalStorage.delete = _told(LocalStorage.write, "write"), _told(LocalStorage.delete, "delete")  # type: ignore[method-assign]
+    Image.fill_parts = _around(Image.fill_parts, "snapshot")  # type: ignore[method-assign]
+    snapshots._transfer_parts = _around(snapshots._transfer_parts, "copies")
     Worker.score_texts = _around(Worker.score_texts, "score")  # type: ignore[method-assign]
     Worker.continue_texts = _around(Worker.continue_texts, "continue")  # type: ignore[method-assign]
-    RankPass.run = _around(RankPass.run, "pass")  # type: ignore[method-assign]
+    RankPass.run_pass = _around(RankPass.run_pass, "pass")  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ STEP, SECONDS = 4, 3.0
 class LateWorker(Worker):
     def __init__(self, *args, **more):
         super().__init__(*args, **more)
-        self.late, SharedMemory.find = True, staticmethod(lambda address: None)  # type: ignore[method-assign]
+        self.late, SharedMemory.open_address = True, staticmethod(lambda address: None)  # type: ignore[method-assign]
 
 
 class DyingWorker(LateWorker):
@@ -41,7 +41,7 @@ class HungWorker(LateWorker):
     def step(self, step, *more):
         if step == STEP and self.number == 1:
             self.communicator.transfer = lambda *_: time.sleep(1000)
-            self.trainer._forward_backward = lambda step: time.sleep(1000)
+            self.trainer._run_forward_backward = lambda step: time.sleep(1000)
         return super().step(step, *more)
 
 

@@ -9,12 +9,12 @@ import time
 import zlib
 
 from platform.boundary import schema
-from platform.cluster.crew.worker_host import serve
+from platform.cluster.crew.worker_host import serve_worker
 from platform.config.fields import SentConfig
 from platform.plan.layout import Mesh
 from platform.runtime.progress import PROGRESS
-from platform.train.environment_proof import proof
-from platform.train.faults import Fault, strike
+from platform.train.environment_proof import describe_environment
+from platform.train.faults import Fault, inject_failure
 from platform.train.replies import Built, Findings, Joined, StepReport, Taken
 from platform.train.state_recovery import Source
 
@@ -27,7 +27,7 @@ def node(places, address, tokens):
     """The process of a node: the platform's own host for each of its members, in a thread."""
     alone = {"own_process": False}
     told = [(place, address, token) for place, token in zip(places, tokens, strict=True)]
-    threads = [threading.Thread(target=serve, args=args, kwargs=alone) for args in told]
+    threads = [threading.Thread(target=serve_worker, args=args, kwargs=alone) for args in told]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -71,14 +71,14 @@ class Orders:
                 line.sendall(self.told[-1].encode())
         if function:
             value, told = function(), len(self.told)
-            with PROGRESS.waiting("collect"), self.condition:
+            with PROGRESS.mark_waiting("collect"), self.condition:
                 self.condition.wait_for(lambda: self.closed or self.done == told * (self.size - 1))
             assert not self.closed, "aborted"
             return value
 
     def heard(self):
         while True:
-            with PROGRESS.waiting("announce"), self.ear.condition:
+            with PROGRESS.mark_waiting("announce"), self.ear.condition:
                 self.ear.condition.wait_for(lambda: self.closed or len(self.ear.orders) > self.at)
             if self.closed:
                 return
@@ -144,7 +144,7 @@ class SimulatedWorker:
     def prove(self, probe):
         with PROVING:
             if probe not in PROOFS:
-                PROOFS[probe] = proof(self.config, self.run_dir, probe)
+                PROOFS[probe] = describe_environment(self.config, self.run_dir, probe)
             return PROOFS[probe]
 
     def read_clock(self):
@@ -157,7 +157,7 @@ class SimulatedWorker:
         self.rank, self.world_size, self.config = rank, world_size, config
         self.orders = Orders(f"\0{zlib.crc32(self.run_dir.encode())}-{os.getppid()}-{generation}", rank, world_size)
         axes = {"stage": config.pipeline.stages, "data": config.parallel.data, **config.tensor.axes}
-        where = Mesh.of(axes).coordinates(rank)
+        where = Mesh.arrange_axes(axes).rank_coordinates(rank)
         return Joined(rank, where, os.getpid(), "simulated")
 
     def build(
@@ -172,18 +172,18 @@ class SimulatedWorker:
         return Built(1_367_000_000, "cpu", None, ["exp_avg", "exp_avg_sq"])
 
     def recover(self, source: Source):
-        assert len(source.ranks) <= self.world_size
+        assert len(source.new_rank_by_old) <= self.world_size
 
     def step(self, step, limit=math.inf, faults: list[Fault] = ()):
         if step == LATE_STEP:
             for piece in range(8):
-                PROGRESS.enter(f"piece {piece}")
+                PROGRESS.enter_section(f"piece {piece}")
                 time.sleep(self.config.elastic.hang_seconds / 8)
         for fault in faults:
             if fault.rank == self.rank:
                 with open(f"{self.run_dir}/struck", "w") as file:
                     file.write(str(time.monotonic()))
-                strike(fault.kind)
+                inject_failure(fault.kind)
         return report(step, self.world_size) if self.rank == 0 else Taken(step)
 
     def lead(self, step: int, limit: float = math.inf, faults: list[Fault] = ()):
@@ -193,8 +193,8 @@ class SimulatedWorker:
     def follow(self):
         self.orders.ear.connect()
         for order in self.orders.heard():
-            step, faults = schema.read(tuple[int, list[Fault]], json.loads(order))
-            PROGRESS.begin(f"step({step})")
+            step, faults = schema.parse_value(tuple[int, list[Fault]], json.loads(order))
+            PROGRESS.begin_call(f"step({step})")
             self.step(step, math.inf, faults)
 
     def let_go(self):

@@ -21,5 +21,5 @@ class ForgetfulWorker(Worker):
 
     def recover(self, source: Source):
         super().recover(source)
-        for w in self.trainer.weights.owned.values():
+        for w in self.trainer.weights.own_masters.values():
             self.trainer.optimizer.state[w]["exp_avg"].zero_()

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from platform.plan.layout import Mesh
 from platform.runtime import host_memory, process_groups
-from platform.runtime.process_groups import ProcessGroups, join
+from platform.runtime.process_groups import ProcessGroups, join_default_group
 from tests.harness.threads import summed
 
 GPU = torch.device("cuda", 0)
@@ -465,27 +465,27 @@ def run_strictly(
 ) -> tuple[World, list[Any]]:
     """Run `work` on every rank of `mesh`, each a thread, on groups that were joined as on `device`: of NCCL, but with
     tensors on the CPU. Return the world and the results by rank. Raises the first failure of any rank."""
-    world = World(mesh.size, connections, early)
+    world = World(mesh.world_size, connections, early)
     monkeypatch.setattr(torch.UntypedStorage, "resize_", resize_to_no_number)
     for module in (host_memory, process_groups):
         monkeypatch.setattr(module, "dist", world.dist)
     monkeypatch.setattr(process_groups, "_all_gather", world.all_gather)
     monkeypatch.setattr(process_groups, "_reduce_scatter", world.reduce_scatter)
     monkeypatch.setattr(process_groups, "ThreadPoolExecutor", world.threads_of_rank)
-    results: list[Any] = [None] * mesh.size
+    results: list[Any] = [None] * mesh.world_size
 
     def main(rank: int) -> None:
         world.here.rank, cause = rank, None
         try:
-            join(None, rank, mesh.size, device)  # type: ignore[arg-type]
+            join_default_group(None, rank, mesh.world_size, device)  # type: ignore[arg-type]
             groups = ProcessGroups(mesh, rank, axes, neighbours=neighbours)
-            groups.meet(neighbours)
+            groups.open_stage_connections(neighbours)
             results[rank] = work(groups)
         except BaseException as error:
             cause = error
         world.ends(rank, cause)
 
-    threads = [threading.Thread(target=main, args=(rank,), name=f"rank{rank}") for rank in range(mesh.size)]
+    threads = [threading.Thread(target=main, args=(rank,), name=f"rank{rank}") for rank in range(mesh.world_size)]
     for thread in threads:
         thread.start()
     for thread in threads:

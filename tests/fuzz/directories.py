@@ -16,11 +16,11 @@ from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed
 from platform.boundary.storage import open_storage
 from platform.checkpoint import catalogue
-from platform.checkpoint.catalogue import Lease, find, verify
+from platform.checkpoint.catalogue import Lease, find_newest_checkpoint, verify_checkpoint
 from platform.cluster import run_directory
 from platform.cluster.run_directory import RunDirectory
 from platform.config.fields import Config
-from platform.monitor import Journal, MetricsLog, cost_line, goodput
+from platform.monitor import Journal, MetricsLog, compute_goodput, cost_line
 from platform.monitor.json_records import JOURNAL, METRICS
 from tests.fuzz import mutations
 from tests.fuzz.world import World, broken, changed, told
@@ -40,17 +40,17 @@ def checked(world: World) -> bool:
     directory = RunDirectory(world.run)
     before = sorted(os.listdir(world.run))
     try:
-        directory.check(world.config)
-        directory.finished(9, world.config.eval)
+        directory.check_identity(world.config)
+        directory.find_final_step(9, world.config.eval)
     except ConfigError as error:
         told(error)
         return False
     finally:
         assert sorted(os.listdir(world.run)) == before, "something was written"
-    assert 0 <= run_directory.steps(world.run) <= 10**15
-    cost_line(goodput(run_directory.journal(world.run)))
+    assert 0 <= run_directory.find_last_step(world.run) <= 10**15
+    cost_line(compute_goodput(run_directory.read_journal(world.run)))
     with suppress(Malformed, FileNotFoundError):  # the launch looks at the end of the metrics alone
-        MetricsLog.read(world.run / "metrics.jsonl")
+        MetricsLog.read_rows(world.run / "metrics.jsonl")
     Journal(world.run / "journal.jsonl").close()
     return True
 
@@ -94,7 +94,7 @@ def configuration(world: World, draw: Random) -> None:
         raw = draw.choice([mutations.damaged, mutations.cut])(draw, path.read_bytes())
     with changed(path, raw):
         if checked(world):
-            there = run_directory.configuration(world.run)
+            there = run_directory.read_configuration(world.run)
             assert there is None or Config.from_dict(there.to_dict()) == there or "nan" in str(there)
 
 
@@ -130,7 +130,7 @@ def leases(world: World, draw: Random) -> None:
             broken(draw, root / os.fsdecode(name))
         others = {p.name for p in root.iterdir() if p.name != mine.decode()}
         lease = Lease.take(storage, "me")
-        lease.check()
+        lease.check_held()
         assert others <= {p.name for p in root.iterdir()}, "what is no lease was deleted"
         assert not (root / mine.decode()).is_dir() or (root / mine.decode()).exists()
 
@@ -140,7 +140,7 @@ def listings(world: World, draw: Random) -> None:
     with TemporaryDirectory(dir=world.root) as folder:
         shutil.copytree(world.storage.root, folder, dirs_exist_ok=True)
         storage, within = open_storage(folder), draw.random() < 0.4
-        there = {a.step: a.directory for a in catalogue.attempts(storage)}
+        there = {a.step: a.directory_name for a in catalogue.list_attempts(storage)}
         close = [
             b"step-00000002-000009-abcdef",
             b"step-000000002-000002-abcdef",
@@ -148,11 +148,11 @@ def listings(world: World, draw: Random) -> None:
         ]
         for name in draw.sample([*ODD_NAMES, *close], 3):
             broken(draw, Path(folder, there[2] if within else "", os.fsdecode(name)))
-        found = find(storage, mark=draw.random() < 0.5)
+        found = find_newest_checkpoint(storage, mark=draw.random() < 0.5)
         assert found.directory == there[2], f"{found}"
         with suppress(OSError):
-            catalogue.prune(storage, last=draw.randint(1, 2))
-        assert verify(storage, there[2]).tensors == world.manifest.tensors
+            catalogue.prune_checkpoints(storage, last=draw.randint(1, 2))
+        assert verify_checkpoint(storage, there[2]).tensors == world.manifest.tensors
         if draw.random() < 0.5:
             victim = draw.choice(os.listdir(Path(folder, there[2])))
             path = Path(folder, there[2], victim)
@@ -160,6 +160,6 @@ def listings(world: World, draw: Random) -> None:
                 path.unlink()
                 broken(draw, path)
             with suppress(OSError):
-                catalogue.prune(storage, last=1)
-            older = find(storage).directory
-            assert older is None or verify(storage, older)
+                catalogue.prune_checkpoints(storage, last=1)
+            older = find_newest_checkpoint(storage).directory
+            assert older is None or verify_checkpoint(storage, older)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from platform.config.fields import Config, Data
-from platform.data.corpus import corpus_of
-from platform.data.mixture import mix
+from platform.data.corpus import open_run_corpus
+from platform.data.mixture import hash_integers
 from platform.data.objectives import Causal, Ints, Keys, SampleShape
 from platform.data.tokenizer import SMALLEST
 from tests.harness.oracle import Tokens
@@ -30,7 +30,7 @@ class Weighed(Causal):
     """Some labels count less, some not at all, some the other way."""
 
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Any]:
-        lot = mix(keys[:, None], 9, np.arange(self.length)) % np.uint64(len(WEIGHTS))
+        lot = hash_integers(keys[:, None], 9, np.arange(self.length)) % np.uint64(len(WEIGHTS))
         return super().batch(stream, index, keys) | {"label_weights": WEIGHTS[lot.astype(np.int64)]}
 
 
@@ -108,4 +108,4 @@ def draw_data(r: Random, configs: Sequence[Config], folder: Path) -> None:
 
 def open_data(c: Config) -> Any:
     """Open the corpus of a drawn configuration. Raises ConfigError where it has no sample."""
-    return Tokens(c) if c.data.kind == Data().kind else corpus_of(c)
+    return Tokens(c) if c.data.kind == Data().kind else open_run_corpus(c)

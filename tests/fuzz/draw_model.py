@@ -7,7 +7,7 @@ from math import lcm
 from random import Random
 
 from platform.config.fields import Model
-from platform.plan.layout import divisors
+from platform.plan.layout import find_divisors
 
 
 def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool, experts: float) -> Model:
@@ -89,7 +89,7 @@ def draw_experts(r: Random, m: Model) -> None:
     if m.layers > 1 and m.experts_every == 1 and r.random() < 0.6:
         m.dense_layers = [r.randrange(m.layers)]
     m.router, m.router_normalised = r.choice(("softmax", "sigmoid")), r.random() < 0.7
-    m.router_groups = r.choice(divisors(m.experts))
+    m.router_groups = r.choice(find_divisors(m.experts))
     each = m.experts // m.router_groups
     m.router_groups_kept = r.randint(-(-m.experts_per_token // each), m.router_groups)
     m.router_group_best = r.randint(1, each)

@@ -10,11 +10,11 @@ from random import Random
 from typing import Any
 
 from platform.config.fields import Branch, Config, Parallel, Pipeline, Tensor
-from platform.config.layout_rules import ranks_of_experts, rounds_of_context, slices_heads
-from platform.plan.layout import divisors
+from platform.config.layout_rules import expert_axis_sizes, legal_context_rounds, slices_heads
+from platform.plan.layout import find_divisors
 from platform.plan.scheme import NESTED, ROLES, compose_scheme
 from platform.predict.choose_schedule import count_microbatches
-from platform.predict.make_plan import context_axes
+from platform.predict.make_plan import context_axis_sizes
 from tests.fuzz.draw_data import draw_data
 from tests.fuzz.draw_model import draw_model, draw_uneven
 from tests.fuzz.draw_training import draw_optimizer, draw_training
@@ -151,7 +151,7 @@ def draw_plan(r: Random, scheme: str, schedule: str, least_data: int = 1, expert
     c.tensor, c.branch = draw_scheme(r, scheme, ranks)
     most = RANKS // (c.pipeline.stages * ranks)
     c.parallel = Parallel(max(least_data, r.randint(1, most) if r.random() < 0.3 else 1))
-    c.parallel.experts = r.choice((1, *divisors(c.parallel.data)[1:] * 2))
+    c.parallel.experts = r.choice((1, *find_divisors(c.parallel.data)[1:] * 2))
     if c.parallel.data > 1 and not c.branch.only:
         c.parallel.zero, c.parallel.zero_group = r.choice((0, 1, 2, 3)), r.choice((0, 2 * c.parallel.experts))
     c.recompute = r.choice(("none", "none", "selective", "full"))
@@ -180,7 +180,7 @@ def needed(configs: Sequence[Config]) -> dict[str, int]:
     out: dict[str, int] = {}
     for c in configs:
         data, shared = c.parallel.data, c.parallel.experts
-        context = context_axes(c, c.parallel.context_kind)
+        context = context_axis_sizes(c, c.parallel.context_kind)
         kinds = {"context": context, "tensor_experts": c.parallel.tensor_experts}
         scheme = compose_scheme(asdict(c.tensor), asdict(c.branch), data, experts=shared, **kinds)
         sizes = {**dict(scheme.axes), "expert": shared, **context}
@@ -237,7 +237,7 @@ def draw_case(
         c.model, c.seed, c.train.steps = replace(model), seed, 3
         if not model.experts:
             c.parallel.experts, c.parallel.tensor_experts = 1, "split"
-        if c.parallel.experts > 1 and not model.capacity_factor and not ranks_of_experts(c):
+        if c.parallel.experts > 1 and not model.capacity_factor and not expert_axis_sizes(c):
             c.parallel.lent_experts = r.randint(0, min(2, model.experts - model.experts // c.parallel.experts))
         c.optimizer.lr, c.optimizer.clip, c.optimizer.weight_decay = 1e-2, clip, decay
         c.optimizer.eps = 1e-6  # the gradient of a key bias is zero but for rounding, which must not become an update
@@ -247,7 +247,7 @@ def draw_case(
     draw_optimizer(r, configs)
     draw_training(r, configs)
     for c in configs:
-        if rounds := rounds_of_context(c) if c.parallel.context > 1 else []:
+        if rounds := legal_context_rounds(c) if c.parallel.context > 1 else []:
             c.parallel.context_pieces = 2 * Random(repr(c)).choice((0, *rounds))  # all else is drawn as ever
     return configs
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from platform.config.fields import Config, objective_of
+from platform.config.fields import Config, training_objective_name
 from platform.config.training_rules import CUT
 from platform.model import build_model
 from platform.optimizer.optimizers import OPTIMIZERS
-from platform.plan.layout import divisors
+from platform.plan.layout import find_divisors
 
 OWN_LOSSES: dict[str, Any] = {
     "focal": lambda of: -((1 - of.log_probability.exp()) ** 2) * of.log_probability,
@@ -41,11 +41,11 @@ def draw_training(r: Random, configs: Sequence[Config]) -> None:
         train.freeze = [_pattern(r, p.name) for p in r.sample(build_model(model).parameters(), r.choice((1, 1, 2)))]
     if r.random() < 0.3 and batch > 1 and all(c.pipeline.kind != "file" for c in configs):
         train.ramp_from = r.randint(1, batch - 1)
-        train.ramp_by = r.choice(divisors(batch - train.ramp_from))
+        train.ramp_by = r.choice(find_divisors(batch - train.ramp_from))
         train.ramp_samples = r.randint(1, 3 * batch)
     if model.kind != "two_layer" and not model.label_smoothing:
         train.loss = r.choice(("", "", "", *OWN_LOSSES))
-    if r.random() < 0.3 and objective_of(configs[0]) in CUT:
+    if r.random() < 0.3 and training_objective_name(configs[0]) in CUT:
         train.length_ramp = _length_ramp(r, model.length)
     for c in configs:
         c.model.position_rows = model.length if train.length_ramp and model.positions == "learned" else 0
@@ -55,7 +55,7 @@ def draw_training(r: Random, configs: Sequence[Config]) -> None:
 
 def _length_ramp(r: Random, longest: int) -> list[str]:
     """Draw up to three lengths of sequences, of which the last is `longest`, and the steps at which they begin."""
-    lengths = sorted(r.sample(divisors(longest), min(r.choice((2, 2, 3)), len(divisors(longest)))))
+    lengths = sorted(r.sample(find_divisors(longest), min(r.choice((2, 2, 3)), len(find_divisors(longest)))))
     steps = sorted(r.sample((1, 2), len(lengths) - 1))
     return [f"{step}:{length}" for step, length in zip((0, *steps), (*lengths[:-1], longest), strict=True)]
 

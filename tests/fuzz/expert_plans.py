@@ -12,7 +12,7 @@ import torch
 
 from platform.config.fields import Config
 from platform.plan.plan import Plan
-from platform.predict.plan_report import replayed
+from platform.predict.plan_report import replay_traffic
 from platform.runtime.communicator import Communicator, SingleRank
 from tests.fuzz import plans
 from tests.fuzz.draw_data import open_data
@@ -49,15 +49,15 @@ def step(c: Config) -> float:
 
     def work(communicator: Communicator) -> Result:
         trainer = trainer_of(c, plan, communicator, corpus)
-        trainer.enter(1).ops.routing = routing = {}
+        trainer.enter_step(1).ops.routing = routing = {}
         report = trainer.step(1)
         skipped.append(report.skipped)
         moved = Counter(report.comm_bytes)
         return Result(communicator.rank, report.loss, 0.0, {}, {}, {}, [], moved, [], routing=routing)
 
-    found = [work(SingleRank(plan.mesh))] if plan.mesh.size == 1 else plans.on_threads(c, plan, work)
+    found = [work(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else plans.on_threads(c, plan, work)
     first = plans.of_step(c, 1)
-    moved = replayed(first, [result.routing for result in found])
+    moved = replay_traffic(first, [result.routing for result in found])
     assert any(skipped) or counted(found) == moved, f"bytes moved in {c.precision}"
     assert torch.tensor([result.loss for result in found]).unique().numel() == 1, f"losses of ranks in {c.precision}"
     return found[0].loss

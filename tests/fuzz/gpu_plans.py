@@ -15,7 +15,7 @@ import pytest
 
 from platform.cluster.crew.job import worker_environment
 from platform.config.fields import Config
-from platform.plan.layout import at_zero
+from platform.plan.layout import is_at_index_zero
 from platform.plan.plan import Plan
 from platform.plan.step_collectives import process_groups
 from platform.runtime.communicator import Communicator
@@ -40,7 +40,7 @@ def on_strict_nccl(c: Config, plan: Plan, work: Callable[[Communicator], Any], e
     """Do some work on every rank of a plan, each a thread with as many connections to its device as its worker has.
     `early`: collectives begin as early as they may, else as late."""
     connections = int(worker_environment(c, "cuda").get("CUDA_DEVICE_MAX_CONNECTIONS", CONNECTIONS))
-    axes, neighbours = process_groups(plan), plan.neighbours
+    axes, neighbours = process_groups(plan), plan.neighbour_stages
     with pytest.MonkeyPatch.context() as patch:
         return run_strictly(patch, plan.mesh, work, axes, neighbours, connections=connections, early=early)[1]
 
@@ -51,13 +51,13 @@ def check(r: Random, configs: Sequence[Config], planned: Sequence[Plan]) -> None
     plans.check(r, configs, planned, partial(on_strict_nccl, early=r.random() < 0.5), asks=False)
     for c, plan in zip(configs, planned, strict=True):
         on_card = replace(c, precision=r.choice(PRECISIONS), recompute_offload=False)  # which fills memory of the host
-        step_on_card(on_card, r.randrange(plan.mesh.size))
+        step_on_card(on_card, r.randrange(plan.mesh.world_size))
 
 
 def passes_of_rows(trainer: Trainer) -> int:
     """How often a rank sends rows to experts in a step."""
     here, at = trainer.stage, trainer.communicator.coordinates
-    sends = [o for (kind, _), o in here.operations.items() if kind == "dispatch_rows" and at_zero(o.only, at)]
+    sends = [o for (kind, _), o in here.operations.items() if kind == "dispatch_rows" and is_at_index_zero(o.only, at)]
     return here.microbatches * sum(1 + o.operation.recomputed for o in sends)
 
 
@@ -67,12 +67,12 @@ def step_on_card(c: Config, rank: int) -> None:
     reads: list[int] = []
     with alone(c, rank, reads, corpus=open_data(c)) as trainer, KernelCounter(trainer.communicator) as counter:
         report = trainer.step(1)
-    loads = len(trainer.plan.balanced) * c.model.experts if trainer.plan.scheme.lent else 0
+    loads = len(trainer.plan.load_balancing_routes) * c.model.experts if trainer.plan.scheme.lent else 0
     *rows, end = reads  # numbers of rows, where experts have as many as choose them
     once = end in (2 + loads, 2 + 2 * c.model.experts + loads)  # some ranks count what experts are chosen
     once &= len(rows) == passes_of_rows(trainer)
     assert once and not report.skipped, f"rank {rank} on the card reads {reads}"
     threads, here = counter.sections["backward"].threads, current_thread().name
-    assert threads - {here} or not trainer.weights.trained, f"rank {rank} on the card: backward in {threads}"
-    updates = c.optimizer.kind == "adamw" and any(x.numel() for x in trainer.weights.trained.values())
+    assert threads - {here} or not trainer.weights.trainable_masters, f"rank {rank} on the card: backward in {threads}"
+    updates = c.optimizer.kind == "adamw" and any(x.numel() for x in trainer.weights.trainable_masters.values())
     assert not updates or "_fused_adamw_" in counter.sections["optimizer"].kernels, f"rank {rank} on the card: no AdamW"

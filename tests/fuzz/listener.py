@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from platform.cluster.crew import channel, switchboard
-from platform.cluster.crew.channel import Answer, Hello, Unframer, encode
+from platform.cluster.crew.channel import Answer, Hello, Unframer, encode_message
 from platform.cluster.crew.switchboard import Switchboard
 
 MEMBER = 0  # who is served all the while
@@ -96,9 +96,9 @@ class Target(NamedTuple):
 
 def greeting(to: Target, claimed: int, token: str | None = None, **changes: Any) -> bytes:
     """A greeting, with the token of the claimed number unless another is given."""
-    nonce, token = channel.new_nonce(), to.board.token(claimed) if token is None else token
+    nonce, token = channel.new_nonce(), to.board.member_token(claimed) if token is None else token
     fields = {"number": claimed, "node": "here", "pid": os.getpid(), "nonce": nonce}
-    fields["proof"] = channel.proof_of(token, channel.MEMBER, to.challenge, nonce)
+    fields["proof"] = channel.compute_proof(token, channel.MEMBER, to.challenge, nonce)
     return framed(json.dumps({"hello": fields | changes}).encode())
 
 
@@ -149,7 +149,7 @@ def of_parts(draw: random.Random, to: Target) -> bytes:
 def of_claims(draw: random.Random, to: Target) -> bytes:
     """One member's token for another's number."""
     own, other = draw.sample(EXPECTED, 2)
-    return greeting(to, other, to.board.token(own))
+    return greeting(to, other, to.board.member_token(own))
 
 
 def of_nobody(draw: random.Random, to: Target) -> bytes:
@@ -197,11 +197,11 @@ class Listener:
     def __init__(self, board: Switchboard):
         self.board, self.count, self.size, self.late = board, 0, 0, 1000
         self.silent: deque[socket.socket] = deque()
-        board.expect([MEMBER])
+        board.expect_members([MEMBER])
         self.member, to = self.knock()
         self.member.sendall(greeting(to, MEMBER))
         assert self.events(1)[0][0] == MEMBER
-        board.expect(EXPECTED)
+        board.expect_members(EXPECTED)
         self.files = len(os.listdir("/proc/self/fd"))
 
     def connect(self) -> socket.socket:
@@ -216,9 +216,9 @@ class Listener:
         connection, frames, deadline = self.connect(), Unframer(), monotonic() + PATIENCE
         connection.setblocking(False)
         while monotonic() < deadline:
-            assert self.board.poll(0) == []
+            assert self.board.poll_events(0) == []
             with suppress(BlockingIOError):
-                for said in frames.feed(connection.recv(LIMIT)):
+                for said in frames.split_messages(connection.recv(LIMIT)):
                     connection.settimeout(PATIENCE)
                     return connection, Target(self.board, said["challenge"])
         raise AssertionError("no challenge")
@@ -226,7 +226,7 @@ class Listener:
     def events(self, count: int) -> list[Any]:
         found, deadline = [], monotonic() + PATIENCE
         while len(found) < count and monotonic() < deadline:
-            found += self.board.poll(0.05)
+            found += self.board.poll_events(0.05)
         assert len(found) == count, f"the driver has heard {found}"
         return found
 
@@ -245,7 +245,7 @@ class Listener:
     def serve(self) -> None:
         """The member's message arrives, and no other."""
         said = Answer(self.count, None)
-        self.member.sendall(encode(said))
+        self.member.sendall(encode_message(said))
         assert self.events(1) == [(MEMBER, said)]
 
     def stranger(self, claim: Claim, draw: random.Random, pieces: int) -> None:
@@ -256,18 +256,20 @@ class Listener:
             with suppress(ConnectionError):  # the driver has heard enough
                 for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
                     connection.sendall(data[start:end])
-                    assert self.board.poll(0) == []
+                    assert self.board.poll_events(0) == []
             if verdict(data) == CUT:
                 self.until(lambda: ended(connection), "it is not cut off")
                 assert self.board.refused == before + 1
             else:
-                assert self.board.poll(0) == [] and not ended(connection), "hung up on before the message was whole"
+                assert self.board.poll_events(0) == [] and not ended(connection), (
+                    "hung up on before the message was whole"
+                )
 
     def until(self, done: Callable[[], bool], late: str) -> None:
         """Let the driver go on until `done`, while nobody hears of it."""
         deadline = monotonic() + PATIENCE
         while not done():
-            assert self.board.poll(0) == [], "somebody has heard of it"
+            assert self.board.poll_events(0) == [], "somebody has heard of it"
             assert monotonic() < deadline, late
 
     def nothing_left(self, silent: int) -> None:
@@ -288,7 +290,7 @@ class Listener:
     def silence(self, draw: random.Random) -> None:
         """Connects, and says nothing for as long as others are quicker."""
         self.silent.append(self.connect())
-        self.board.poll(0)
+        self.board.poll_events(0)
         if len(self.silent) > SILENT:
             self.silent.popleft().close()
 
@@ -296,7 +298,7 @@ class Listener:
         connection = self.connect()
         connection.sendall(draw.randbytes(draw.choice((1, 3))))
         if draw.random() < 0.5:
-            self.board.poll(0)
+            self.board.poll_events(0)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.close()
 
@@ -315,7 +317,7 @@ class Listener:
 
     def true_in_pieces(self, draw: random.Random) -> None:
         """A member that comes late and by bytes, and has said something before it is welcome."""
-        connection, own = self.admitted(draw, draw.randint(1, 40), encode({"answer": 0, "value": "é"}))
+        connection, own = self.admitted(draw, draw.randint(1, 40), encode_message({"answer": 0, "value": "é"}))
         connection.close()
         assert self.events(1) == [(own, None)]
 
@@ -323,7 +325,7 @@ class Listener:
         """A true greeting, which somebody has overheard and sends first, and once more."""
         self.late += 1
         own, (connection, to) = self.late, self.knock()
-        self.board.expect([own])
+        self.board.expect_members([own])
         data = greeting(to, own)
         with connection:
             self.stranger(lambda draw, other: data, draw, pieces=1)
@@ -334,7 +336,7 @@ class Listener:
 
     def nonsense(self, draw: random.Random) -> None:
         """A member that says what no member says: it is lost, and nobody else."""
-        garbage = [encode(draw.choice(NONSENSE)), framed(draw.randbytes(30)), struct.pack("!I", 0xFFFFFFFF)]
+        garbage = [encode_message(draw.choice(NONSENSE)), framed(draw.randbytes(30)), struct.pack("!I", 0xFFFFFFFF)]
         connection, own = self.admitted(draw, 1, b"")
         with connection:
             connection.sendall(draw.choice(garbage))
@@ -343,13 +345,13 @@ class Listener:
     def admitted(self, draw: random.Random, pieces: int, more: bytes) -> tuple[socket.socket, int]:
         self.late += 1
         own, board = self.late, self.board
-        board.expect([own])
+        board.expect_members([own])
         connection, to = self.knock()
         data = greeting(to, own) + more
         cuts, heard = sorted(draw.randint(0, len(data)) for _ in range(pieces - 1)), []
         for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
             connection.sendall(data[start:end])
-            heard += board.poll(0)
+            heard += board.poll_events(0)
         heard += self.events(1 + bool(more) - len(heard))
         assert [number for number, _ in heard] == [own] * len(heard) and isinstance(heard[0][1], Hello)
         connection.recv(LIMIT)  # its welcome

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from platform.checkpoint import manifest as manifests
-from platform.checkpoint.__main__ import summary
+from platform.checkpoint.__main__ import summarize_manifest
 from platform.checkpoint.blocks import ITEMSIZE
-from platform.checkpoint.catalogue import find, verify
+from platform.checkpoint.catalogue import find_newest_checkpoint, verify_checkpoint
 from platform.checkpoint.manifest import Manifest, Refused
 from platform.checkpoint.moves import read_tensor
 from tests.fuzz import directories, mutations, texts
@@ -53,7 +53,7 @@ CLASSES = [*MANIFESTS, *RECORDS, *OTHERS]
 def seal(raw: bytes) -> bytes:
     """Return a manifest's text as `Manifest.encode` would end it."""
     body = raw.rstrip().removesuffix(b"}") + b",\n"
-    return body + manifests._seal(body)
+    return body + manifests._seal_line(body)
 
 
 def manifest(world: World, draw: Random, kind: str) -> None:
@@ -71,10 +71,10 @@ def manifest(world: World, draw: Random, kind: str) -> None:
     before = path.read_bytes()
     path.write_bytes(raw)
     try:
-        found = verify(world.storage, world.directory)
+        found = verify_checkpoint(world.storage, world.directory)
     except Refused as error:
         told(error)
-        assert find(world.storage, mark=False).manifest.meta.step == 1
+        assert find_newest_checkpoint(world.storage, mark=False).manifest.meta.step == 1
     else:
         same(world, found)
     finally:
@@ -87,7 +87,7 @@ def same(world: World, found: Manifest) -> None:
     parts = [sorted(repr(replace(t, name="")) for t in m.tensors.values()) for m in (found, world.manifest)]
     assert parts[0] == parts[1] and found.files == world.manifest.files, "other blocks are verified"
     assert found.meta.step == world.manifest.meta.step and Manifest.decode(found.encode()) == found
-    json.dumps(summary(found)).encode()
+    json.dumps(summarize_manifest(found)).encode()
     for name in found.tensors.keys() & SHAPES.keys():
         there = read_tensor(world.storage, world.directory, found, name)
         assert torch.equal(there, world.tensors[name]), f"{name} is another"

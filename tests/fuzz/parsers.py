@@ -16,7 +16,7 @@ from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
 from platform.data import chat_templates, text_sources
 from platform.data.chat_templates import CHATML, ChatTemplate
-from platform.data.tokenizer import given_vocabulary
+from platform.data.tokenizer import load_named_vocabulary
 from tests.fuzz import mutations
 
 FORMATS = ("parquet", "stream", "file", "packed stream", "tokenizer.json", "sentencepiece", "ranks", "template")
@@ -67,7 +67,7 @@ DEATHS = ("its parser died", "takes more than")
 def tried(root: Path, form: str, raw: bytes) -> None:
     """Read bytes as a file of a format. Raises ConfigError."""
     if form == "template":
-        list(ChatTemplate(raw.decode(), {"bos": "<s>"}, ["<s>"]).parts(TALK))
+        list(ChatTemplate(raw.decode(), {"bos": "<s>"}, ["<s>"]).render_parts(TALK))
     elif form in TABLES:
         path = root / f"a{TABLES[form]}"
         path.write_bytes(raw)
@@ -76,7 +76,7 @@ def tried(root: Path, form: str, raw: bytes) -> None:
     else:
         path = root / {"sentencepiece": "a.model", "ranks": "a.tiktoken"}.get(form, "tokenizer.json")
         path.write_bytes(raw)
-        found = given_vocabulary(Data(tokenizer=str(path), tokenizer_words="gpt2"))
+        found = load_named_vocabulary(Data(tokenizer=str(path), tokenizer_words="gpt2"))
         assert found
         found.decode(found.encode(TEXT))
 

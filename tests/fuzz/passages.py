@@ -7,11 +7,11 @@ from random import Random
 from typing import Any
 
 from platform.boundary.storage import open_storage
-from platform.checkpoint.catalogue import begin, commit, load_manifest
+from platform.checkpoint.catalogue import choose_attempt_directory, commit_checkpoint, load_manifest
 from platform.checkpoint.manifest import Meta
 from platform.checkpoint.snapshots import RankSnapshots
 from platform.config.fields import Config
-from platform.config.ramps import samples_of
+from platform.config.ramps import step_sample_range
 from platform.plan.layout import Mesh
 from platform.plan.plan import Plan
 from platform.runtime.communicator import Communicator
@@ -30,29 +30,29 @@ class OnStorage:
         self.storage, self.directory = open_storage("memory://plans"), ""
 
     def begin(self, step: int) -> None:
-        self.writing = begin(self.storage, step)
+        self.writing = choose_attempt_directory(self.storage, step)
 
     def keep(self, trainer: Trainer, step: int) -> Any:
         """Return what one rank wrote, and of what."""
         state = State(trainer)
-        state.image.fill(state.blocks())
-        report = state.image.write(self.storage, self.writing)
-        return report, {held.name: held.shape for held in state.held}, state.values()
+        state.checkpoint_image.fill_parts(state.live_blocks())
+        report = state.checkpoint_image.write_file(self.storage, self.writing)
+        return report, {held.name: held.shape for held in state.held}, state.read_values()
 
     def seal(self, c: Config, plan: Plan, step: int, kept: Sequence[Any]) -> None:
         values = next((values for _, _, values in kept if values), {})
-        meta = Meta(step, samples_of(c.train, step)[1], c.seed, "", {}, "", {}, values)
-        commit(self.storage, self.writing, kept[0][1], [report for report, _, _ in kept], meta)
+        meta = Meta(step, step_sample_range(c.train, step)[1], c.seed, "", {}, "", {}, values)
+        commit_checkpoint(self.storage, self.writing, kept[0][1], [report for report, _, _ in kept], meta)
         self.directory = self.writing
 
     def prepare(self, plan: Plan) -> None:
         pass
 
     def restore(self, trainer: Trainer) -> None:
-        State(trainer).restore(self.storage, self.directory, load_manifest(self.storage, self.directory))
+        State(trainer).restore_checkpoint(self.storage, self.directory, load_manifest(self.storage, self.directory))
 
     def end(self) -> None:
-        for name in self.storage.list(""):
+        for name in self.storage.list_sizes(""):
             self.storage.delete(name)
 
 
@@ -69,12 +69,12 @@ class InMemory:
     def keep(self, trainer: Trainer, step: int) -> tuple[RankSnapshots, list[str]]:
         """Return one rank's snapshots, taken now, and the names of its optimizer's moments."""
         state, here = State(trainer), trainer.communicator
-        memory = opened(state.held, self._homes(trainer.plan.mesh.size), here, self.shared)
-        take(memory, step, state.blocks(), state.values(), here.transfer)
+        memory = opened(state.held, self._homes(trainer.plan.mesh.world_size), here, self.shared)
+        take(memory, step, state.live_blocks(), state.read_values(), here.transfer)
         return memory, list(state.moments)
 
     def seal(self, c: Config, plan: Plan, step: int, kept: Sequence[Any]) -> None:
-        size = plan.mesh.size
+        size = plan.mesh.world_size
         self.kept, self.step = [memory for memory, _ in kept], step
         homes = self._homes(size)
         gone = {"first": homes[0], "last": homes[-1], "": ""}[self.lost] if len({*homes}) > 1 else ""
@@ -83,24 +83,24 @@ class InMemory:
 
     def prepare(self, plan: Plan) -> None:
         """Find what the survivors have, and hand on what only those without a seat hold."""
-        size = plan.mesh.size
+        size = plan.mesh.world_size
         source, reasons = find_source({0: self.step}, {0: self.formed}, self.alive, size)
         assert source and source.step == self.step, f"not whole in memory: {reasons}"
         source = seated(source, list(range(100, 100 + size)), size)
         if source.gathered:
-            _, handed = source.gathering(self.kept[0].held)
+            _, handed = source.plan_gathering(self.kept[0].held)
 
             def pass_on(communicator: Communicator) -> None:
                 memory = self.kept[source.gathered[communicator.rank]]
-                memory.take_over(handed, self.step, communicator.rank, communicator.transfer)
+                memory.exchange_handovers(handed, self.step, communicator.rank, communicator.transfer)
 
-            run_threads(Mesh.of({"data": len(source.gathered)}), pass_on)
-        self.memories = {new: self.kept[source.seats[new]] for new in source.ranks.values()}
-        self.survived = source.survived(self.kept[0].held)
+            run_threads(Mesh.arrange_axes({"data": len(source.gathered)}), pass_on)
+        self.memories = {new: self.kept[source.seats[new]] for new in source.new_rank_by_old.values()}
+        self.survived = source.list_surviving_chains(self.kept[0].held)
 
     def restore(self, trainer: Trainer) -> None:
         memory = self.memories.get(trainer.communicator.rank)
-        State(trainer).recover(self.survived, memory.of_node(self.step) if memory else None)
+        State(trainer).recover_state(self.survived, memory.open_node_snapshot(self.step) if memory else None)
 
     def end(self) -> None:
         pass

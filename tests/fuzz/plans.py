@@ -21,7 +21,7 @@ from torch import Tensor
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
-from platform.config.ramps import batch_of, length_at, samples_of
+from platform.config.ramps import find_batch_size, find_step_length, step_sample_range
 from platform.config.validation import violations_of_configuration
 from platform.data.objectives import register_objective
 from platform.model.losses import register_loss
@@ -146,9 +146,9 @@ def suits(configs: Sequence[Config], plans: Sequence[Plan]) -> bool:
     """Say whether a case is small enough to be tried, has a label to predict in every step, and none whose updates
     rounding decides."""
     c = configs[0]
-    batches = (open_data(c).batch("train", *samples_of(c.train, k + 1)) for k in range(c.train.steps))
+    batches = (open_data(c).batch("train", *step_sample_range(c.train, k + 1)) for k in range(c.train.steps))
     counts = all(((rows["labels"] >= 0) * rows.get("label_weights", 1)).any() for rows in batches)
-    return bool(counts and all(plan.mesh.size <= RANKS for plan in plans) and not of_rounding(c))
+    return bool(counts and all(plan.mesh.world_size <= RANKS for plan in plans) and not of_rounding(c))
 
 
 def of_rounding(c: Config) -> bool:
@@ -232,7 +232,7 @@ def run_phase(
         check_held(trainer)
         return found, passage.keep(trainer, end) if goes else None
 
-    done = [work(SingleRank(plan.mesh))] if plan.mesh.size == 1 else ranks(c, plan, work)
+    done = [work(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else ranks(c, plan, work)
     if goes:
         passage.seal(c, plan, end, [kept for _, kept in done])
     return [found for found, _ in done]
@@ -243,20 +243,20 @@ def steps_of(trainer: Trainer, communicator: Communicator, steps: range, asks: b
     if `asks`."""
     initial = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
     gradients: dict[str, Tensor] = {}
-    update = trainer._update
+    update = trainer._update_weights
 
     def recorded(norm: float, lr: float) -> None:
         gradients.update((n, g.clone()) for n, g in trainer.weights.gradients.items() if n not in gradients)
         update(norm, lr)  # which clips them in place
 
-    trainer._update = recorded  # type: ignore[method-assign]
-    trainer.enter(steps[0])
+    trainer._update_weights = recorded  # type: ignore[method-assign]
+    trainer.enter_step(steps[0])
     communicator.log, trainer.ops.routing = [], {}
     reports = [trainer.step(steps[0])]
     log, communicator.log = communicator.log, None
     routing, trainer.ops.routing = trainer.ops.routing, None
     reports += [trainer.step(k) for k in steps[1:]]
-    trainer._update = update  # type: ignore[method-assign]
+    trainer._update_weights = update  # type: ignore[method-assign]
     assert not any(report.skipped for report in reports), "a step was skipped"
     final = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
     (loss, norm), *numbers = [(report.loss, report.grad_norm) for report in reports]
@@ -271,8 +271,8 @@ def steps_of(trainer: Trainer, communicator: Communicator, steps: range, asks: b
 def answers(trainer: Trainer) -> list[float]:
     """Return the loss of an evaluation and, of a model that writes texts, log-probabilities of some."""
     c = trainer.config
-    with trainer.evaluated():
-        found = [trainer.mean_loss("train", c.train.global_batch)]
+    with trainer.use_evaluation_weights():
+        found = [trainer.compute_mean_loss("train", c.train.global_batch)]
     if c.model.kind != "decoder":
         return found
     draw = Random(c.seed)
@@ -280,13 +280,13 @@ def answers(trainer: Trainer) -> list[float]:
         [draw.randrange(c.model.vocab) for _ in range(n)] for n in (c.model.length + 1, 2, c.model.length // 2 + 2)
     ]
     generator = Generator(c, trainer.plan, trainer.communicator, trainer.weights)
-    return found + [s.log_probability for s in generator.score(AskedTexts(texts), [1] * len(texts))]
+    return found + [s.log_probability for s in generator.score_texts(AskedTexts(texts), [1] * len(texts))]
 
 
 def of_step(c: Config, step: int) -> Plan:
     """Plan a configuration for a step alone: its batch, and its length of sequences."""
-    train = replace(c.train, global_batch=batch_of(c.train, step), ramp_from=0, ramp_samples=0)
-    return make_plan(replace(c, train=train)).of_length(length_at(c, step))
+    train = replace(c.train, global_batch=find_batch_size(c.train, step), ramp_from=0, ramp_samples=0)
+    return make_plan(replace(c, train=train)).plan_of_length(find_step_length(c, step))
 
 
 def describe(c: Config) -> str:

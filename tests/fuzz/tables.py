@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from platform.plan.schedule import Action, Kind, Schedule, needs, result
+from platform.plan.schedule import Action, Kind, Schedule, needs_of_action, result_of_action
 
 LATE = (0.0, 0.5, 0.9)  # how likely a weight gradient is put off once more
 SPLIT = (0.0, 0.5, 1.0, 1.0)  # share of the backward passes that are split
@@ -23,10 +23,10 @@ def draw_table(r: Random, stages: int, chunks: int, microbatches: int) -> Schedu
     rows: list[list[Action]] = [[] for _ in range(stages)]
     done: set[tuple[str, int, int]] = set()
     while left:
-        ready = [a for a in left if all(need in done for need in needs(a, total))]
+        ready = [a for a in left if all(need in done for need in needs_of_action(a, total))]
         action = _pick(r, ready, late, eager)
         del left[action]
-        done.add(result(action))
+        done.add(result_of_action(action))
         rows[place[action.chunk]].append(action)
     return Schedule("random", stages, chunks, microbatches, tuple(map(tuple, rows)))
 

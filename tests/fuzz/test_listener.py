@@ -24,7 +24,7 @@ def test_a_hundred_thousand_strangers_harm_nobody():
 
 
 class Credulous(Switchboard):
-    def _hear(self, connection, message):
+    def _take_message(self, connection, message):
         """Members may say anything."""
         try:
             hear(self, connection, message)
@@ -32,19 +32,19 @@ class Credulous(Switchboard):
             self._events.append((connection.number or 0, message))
 
 
-hear, proof = Switchboard._hear, channel.proof_of
+hear, proof = Switchboard._take_message, channel.compute_proof
 CARELESS = {
     "every member has the same token": (
         Switchboard,
-        "token",
+        "member_token",
         lambda self, number: channel.member_token(self._key, self.session, 0),
     ),
-    "a flood is let in": (Switchboard, "_make_room", lambda self: False),
-    "members may say anything": (Switchboard, "_hear", Credulous._hear),
-    "who is gone is kept": (Switchboard, "_lose", lambda self, connection: None),
+    "a flood is let in": (Switchboard, "_drop_oldest_stranger", lambda self: False),
+    "members may say anything": (Switchboard, "_take_message", Credulous._take_message),
+    "who is gone is kept": (Switchboard, "_lose_connection", lambda self, connection: None),
     "a greeting opens any connection": (
         channel,
-        "proof_of",
+        "compute_proof",
         lambda own, who, challenge, nonce: proof(own, who, "", nonce),
     ),
 }

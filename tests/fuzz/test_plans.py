@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from platform.config.fields import Config, objective_of
+from platform.config.fields import Config, training_objective_name
 from platform.optimizer.optimizers import OPTIMIZERS
 from platform.runtime.flat_buffers import FlatBucket
 from platform.train import trainer
@@ -46,7 +46,12 @@ def features(c: Config) -> set[str]:
         "dropout": c.model.dropout,
         "window": c.model.window,
     }
-    named = {f"data={data.kind}", f"model={c.model.kind}", f"objective={objective_of(c)}", f"loss={train.loss}"}
+    named = {
+        f"data={data.kind}",
+        f"model={c.model.kind}",
+        f"objective={training_objective_name(c)}",
+        f"loss={train.loss}",
+    }
     return named | {f"optimizer={o.kind}"} | {name for name, there in has.items() if there}
 
 
@@ -84,22 +89,22 @@ def test_plans_with_experts(record_count):
 
 def test_negative_control_forgotten_microbatches(monkeypatch):
     """Where a gradient takes the place of the sum of those before, the last microbatch is all that counts."""
-    sum_of = FlatBucket.sum_of
-    monkeypatch.setattr(FlatBucket, "sum_of", lambda self, *names: (sum_of(self, *names)[0], True))
+    sum_of = FlatBucket.gradient_memory
+    monkeypatch.setattr(FlatBucket, "gradient_memory", lambda self, *names: (sum_of(self, *names)[0], True))
     with pytest.raises(AssertionError, match="gradient of"):
         run(plans, SEED, COUNT)
 
 
 def test_negative_control_averages_of_another_decay(monkeypatch):
-    average = Weights.average
-    wrong = lambda self, decay: average(self, decay / (1 + (self._plan.mesh.size > 1)))  # noqa: E731
-    monkeypatch.setattr(Weights, "average", wrong)
+    average = Weights.update_averages
+    wrong = lambda self, decay: average(self, decay / (1 + (self._plan.mesh.world_size > 1)))  # noqa: E731
+    monkeypatch.setattr(Weights, "update_averages", wrong)
     with pytest.raises(AssertionError, match="average of"):
         run(plans, SEED, COUNT)
 
 
 def test_negative_control_experts_that_survivors_forget(monkeypatch, tmp_path):
-    recover = State.recover
+    recover = State.recover_state
 
     def forgetful(self, survived, node):
         recover(self, survived, node)
@@ -107,7 +112,7 @@ def test_negative_control_experts_that_survivors_forget(monkeypatch, tmp_path):
             if ".experts." in name:
                 weight.data.zero_()
 
-    monkeypatch.setattr(State, "recover", forgetful)
+    monkeypatch.setattr(State, "recover_state", forgetful)
     with plans.opened(), pytest.raises(AssertionError, match="initial of .*experts"):
         for r in map(Random, range(HALF)):
             configs = plans.draw(r, "resume", tmp_path, experts=1.0)
@@ -118,12 +123,12 @@ def test_negative_control_experts_that_survivors_forget(monkeypatch, tmp_path):
 @pytest.mark.full
 def test_negative_control_the_last_size_of_a_growing_batch(monkeypatch):
     """Where the mean is over the labels of a whole batch while it is smaller."""
-    share = trainer.share_of
+    share = trainer.compute_loss_divisor
 
     def wrong(plan, corpus, first, end):
-        return share(plan, corpus, first, end if plan.mesh.size == 1 else first + plan.sequences)
+        return share(plan, corpus, first, end if plan.mesh.world_size == 1 else first + plan.sequences)
 
-    monkeypatch.setattr(trainer, "share_of", wrong)
+    monkeypatch.setattr(trainer, "compute_loss_divisor", wrong)
     with pytest.raises(AssertionError, match=r"train.ramp_from=.*gradient of|gradient of.*train.ramp_from="):
         run(plans, SEED, COUNT)
 

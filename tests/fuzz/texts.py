@@ -71,7 +71,7 @@ def text(world: World, draw: Random, kind: str) -> None:
         path.write_bytes(gzip.compress(raw) if draw.random() < 0.3 else raw)
     data = Data(kind="text", path=str(path))
     consumed(
-        text_sources.read_pairs(text_sources.pair_files(data), data)
+        text_sources.read_pairs(text_sources.find_pair_files(data), data)
         if kind == "pairs"
         else text_sources.read_documents([path], data)
     )
@@ -91,14 +91,14 @@ def tokens(world: World, draw: Random) -> None:
             if draw.random() < 0.7:
                 del meta["content"]["files"]["blocks.bin"]  # of a file that is changed they would tell
                 meta["content"]["files"][name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-                meta["sha256"] = cache._hash(meta["content"])
+                meta["sha256"] = cache._hash_description(meta["content"])
             (entry / "meta.json").write_text(json.dumps(meta))
         else:
             raw = mutations.document(draw, kind, meta["content"])
             with suppress(ValueError, RecursionError):
-                raw = json.dumps({"content": (c := json.loads(raw)), "sha256": cache._hash(c)}).encode()
+                raw = json.dumps({"content": (c := json.loads(raw)), "sha256": cache._hash_description(c)}).encode()
             (entry / "meta.json").write_bytes(raw)
-        found = cache.verified(entry, partial(read_entry, vocab=SIZES["vocab"]))
+        found = cache.read_verified_entry(entry, partial(read_entry, vocab=SIZES["vocab"]))
         if found and kind != "file":
             known = ("files", "dtype")
             assert {k: vars(found)[k] for k in known} == {k: original[k] for k in known}, "another entry is trusted"

@@ -22,7 +22,7 @@ from platform.boundary.refusals import ConfigError
 from platform.cluster.shown_commands import Phases
 from platform.config import fields
 from platform.config.composition import open_composer
-from platform.config.fields import Config, flat_values
+from platform.config.fields import Config, flatten_config
 from platform.config.key import Key
 
 SECONDS = 3.0  # of this thread's CPU, beside those of a plan
@@ -41,7 +41,7 @@ GROUPS = {
     "model": ("gpt_tiny", "t5_tiny", "two_layer"),
 }
 AXES = ("tensor.axes.t", "tensor.axes.x", "tensor.axes.a", "branch.axes.g", "branch.axes.data", "tensor.axes.stage")
-KEYS = {**flat_values(Config()), **dict.fromkeys(AXES, 1)}
+KEYS = {**flatten_config(Config()), **dict.fromkeys(AXES, 1)}
 WORDS = ("a", "x/y", "fp32", "none", "auto", "2", "1:30", "5:kill:1", "batch:t", "os.path", "runs/mine", "text")
 ODD = ("seed", "=3", "", "~seed", "~model", "+seed=1", "++seed=2", "seed@x=1", "seed==3", "a b=1", "model@y=gpt_tiny",
        "hydra.run.dir=x", "--seed", "-x", "--cfg=nosuch", "seed=1,2", "-m", "--multirun", "seed=range(3)", "\udcff=1",
@@ -120,7 +120,7 @@ def opened() -> Iterator[Callable[[int], str]]:
         try:
             with (
                 mock.patch.dict(os.environ, clean),
-                mock.patch.object(driver, "run", lambda config, plan, **_: 0),
+                mock.patch.object(driver, "drive_run", lambda config, plan, **_: 0),
                 mock.patch.object(launch, "open_composer", _again(composer)),
             ):
                 for name in torn:
@@ -188,7 +188,7 @@ def _argument(r: random.Random, kind: str) -> tuple[str, str]:
 def _planned(arguments: list[str], keys: list[str]) -> tuple[bool, float]:
     """Whether the arguments make a plan, and the seconds that so large a one may take."""
     try:
-        jobs = launch._planned(Namespace(config_dir=None, overrides=arguments, multirun=False), Phases())
+        jobs = launch._plan_jobs(Namespace(config_dir=None, overrides=arguments, multirun=False), Phases())
     except ConfigError as error:
         assert error.violations, f"refused without a word: {arguments!a}"
         for line in error.violations:

@@ -12,7 +12,7 @@ from random import Random
 from platform.boundary.refusals import ConfigError
 from platform.boundary.storage import open_storage
 from platform.checkpoint import manifest as manifests
-from platform.checkpoint.catalogue import verify
+from platform.checkpoint.catalogue import verify_checkpoint
 from platform.checkpoint.interchange import export_safetensors
 from platform.checkpoint.moves import read_tensor
 from platform.cluster.run_directory import RunDirectory
@@ -36,7 +36,7 @@ class World:
         self.directory = Job.whole(values(SHAPES, 2), 2).save(self.storage, 2)
         self.path = self.storage.root / self.directory / manifests.NAME
         self.raw = self.path.read_bytes()
-        self.manifest = verify(self.storage, self.directory)
+        self.manifest = verify_checkpoint(self.storage, self.directory)
         self.document = json.loads(self.raw)
         del self.document["sha256"]
         self.tensors = {n: read_tensor(self.storage, self.directory, self.manifest, n) for n in SHAPES}

@@ -49,7 +49,7 @@ def test_ranks_on_nccl_compute_what_one_process_does(name, ranks, capsys):
     plan = make_plan(c)
     results = ranks.run(whole_step, c, plan)
     with capsys.disabled():
-        print(f"\n{name}: {plan.mesh.size} ranks, {time.monotonic() - begin:.1f} s", end="")
+        print(f"\n{name}: {plan.mesh.world_size} ranks, {time.monotonic() - begin:.1f} s", end="")
     examine(c, plan, results)
 
 
@@ -73,7 +73,7 @@ def hang(c: Config, plan: Plan, communicator: Communicator) -> tuple[str, float]
     timer.start()
     try:
         for handle in handles:
-            communicator.read(handle.wait()[:1])
+            communicator.read_numbers(handle.wait()[:1])
         said = "nothing"
     except (Aborted, RuntimeError) as error:
         said = type(error).__name__

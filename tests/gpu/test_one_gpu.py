@@ -10,7 +10,7 @@ import torch
 from platform.config.fields import Config
 from platform.plan.chunks import ADDS_WIDE
 from platform.predict.make_plan import make_plan
-from platform.predict.memory_budget import footprints
+from platform.predict.memory_budget import predict_footprints
 from platform.runtime.communicator import SingleRank
 from tests.harness.oracle import MODELS, Result, compare, compute, configure, serial, trainer_of, validation_loss
 from tests.harness.wide_sums import errors
@@ -89,16 +89,16 @@ def test_a_plan_needs_what_it_says(compiled, capsys):
                   vocab=50257)  # fmt: skip
     c.train.compile, c.cluster.device = compiled, "cuda"
     plan = make_plan(c)
-    planned = max(footprints(c, plan), key=lambda found: found.total)
+    planned = max(predict_footprints(c, plan), key=lambda found: found.total_bytes)
     torch.cuda.empty_cache()
     trainer = trainer_of(c, plan, SingleRank(plan.mesh, "cuda"))
     trainer.step(1)
     torch.cuda.reset_peak_memory_stats()
     trainer.step(2)
     validation_loss(trainer)
-    peak, tensors = torch.cuda.max_memory_allocated(), planned.total - planned.reserved
+    peak, tensors = torch.cuda.max_memory_allocated(), planned.total_bytes - planned.reserved
     with capsys.disabled():
         print(f"\n{compiled}: planned {tensors / 1e9:.3f} GB and {planned.reserved / 1e9:.3f}, allocated "
               f"{peak / 1e9:.3f}, reserved {torch.cuda.memory_reserved() / 1e9:.3f}")  # fmt: skip
     assert 0.9 * tensors < peak < 1.04 * tensors
-    assert torch.cuda.memory_reserved() < planned.total
+    assert torch.cuda.memory_reserved() < planned.total_bytes

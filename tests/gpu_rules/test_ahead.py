@@ -16,12 +16,15 @@ from tests.house.rooms import ROOT
 
 needs_compiler = pytest.mark.skipif(bool(lacking()), reason=lacking())
 
+GATED = "swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu"
+COMPILING = {"region", "compile_function"}  # what the platform's code calls to have a function compiled
+
 # Region (of a run) -> the most kernels that it may launch, and how often these may read or write a tensor of the size
 # of its largest. A row of more than 1024 elements does not stay in registers: it is read again after its sums. Where
-# torch does not fuse sums over rows with those within them, two tensors are read twice by `gradients`.
+# torch does not fuse sums over rows with those within them, two tensors are read twice by `sum_and_norm_gradients`.
 BUDGETS = {
-    "dropped": (1, 2.02),
-    "sum": (1, 3.02),
+    "drop_elements": (1, 2.02),
+    "add_residual": (1, 3.02),
     "sum_and_norm": (1, 4.1),
     "gpt175b sum_and_norm": (1, 5.1),
     "llama_8b sum_and_norm": (1, 5.1),
@@ -37,30 +40,30 @@ BUDGETS = {
             "qwen3_235b_a22b",
         )
     },
-    "gradients": (4, 6.1),
-    "llama_8b_split gradients": (3, 4.3),
-    "t5_large_mod gradients": (3, 7.1),  # which drops too: one tensor more is written
-    "statistics": (1, 1.01),
-    "differentiated": (1, 2.01),
-    "rms_norm": (1, 2.01),
-    "rms_norm with gradients": (4, 7.1),
-    "rotated": (1, 3.01),
-    "deepseek_v3 rotated": (2, 13.01),  # pairs of neighbours, of one key beside its tables
-    "qwen3_235b_a22b rotated": (1, 4.01),  # keys of two heads, beside tables in fp32 as large as they
-    **{f"gated_{function}": (1, 3.01) for function in ("silu", "gelu", "gelu_tanh", "relu", "clamped")},
+    "sum_and_norm_gradients": (4, 6.1),
+    "llama_8b_split sum_and_norm_gradients": (3, 4.3),
+    "t5_large_mod sum_and_norm_gradients": (3, 7.1),  # which drops too: one tensor more is written
+    "row_statistics": (1, 1.01),
+    "differentiate_compiled": (1, 2.01),
+    "apply_rms_norm": (1, 2.01),
+    "apply_rms_norm with gradients": (4, 7.1),
+    "turn_pairs": (1, 3.01),
+    "deepseek_v3 turn_pairs": (2, 13.01),  # pairs of neighbours, of one key beside its tables
+    "qwen3_235b_a22b turn_pairs": (1, 4.01),  # keys of two heads, beside tables in fp32 as large as they
+    **{f"apply_{function}": (1, 3.01) for function in GATED},
     # 5 and 9 of them products and attention, which read all that others write
     "block_forward": (9, 40.1),
     "block_backward": (26, 21.6),
     "one_gpu block_backward": (30, 20.71),
     "llama_8b block_forward": (11, 14.3),
     "llama_8b block_backward": (27, 27),
-    **{f"gated_{function} with gradients": (2, 8.01) for function in ("silu", "gelu", "gelu_tanh", "relu", "clamped")},
+    **{f"apply_{function} with gradients": (2, 8.01) for function in GATED},
 }
 # Bytes that a thread may spill in every configuration of a kernel, and in one that has another: inductor measures which
 # is faster. A register of one kernel that reads 1 MB: in blocks of 4 sequences of 64 tokens.
 SPILLS = {
-    "mixtral_8x7b statistics": (0, 156),
-    "transformer_base statistics": (0, 24),
+    "mixtral_8x7b row_statistics": (0, 156),
+    "transformer_base row_statistics": (0, 24),
     "cluster_check block_backward": (4, 4),
     "fine_tune block_backward": (4, 4),
     "one_gpu block_backward": (8, 8),
@@ -116,13 +119,13 @@ def test_every_region_occurs_and_has_a_budget():
 
 
 def named_regions() -> set[str]:
-    """The functions that the platform's code names where it calls `region`, but for those that arrive in variables."""
+    """The functions that the platform's code names where it has one compiled, but for those in variables."""
     found = set()
     for path in (ROOT / "platform").rglob("*.py"):
         code = ast.parse(path.read_text())
         defined = {node.name for node in code.body if isinstance(node, ast.FunctionDef)}
         for node in ast.walk(code):
-            if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).split(".")[-1] == "region":
+            if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).split(".")[-1] in COMPILING:
                 name, of_another = ast.unparse(node.args[0]).split(".")[-1], isinstance(node.args[0], ast.Attribute)
                 name = f"block_{name}" if ".functions." in ast.unparse(node.args[0]) else name
                 found |= {name.lstrip("_")} if of_another or name in defined else set()
@@ -130,7 +133,7 @@ def named_regions() -> set[str]:
 
 
 def test_negative_control_regions_in_the_code():
-    assert {"dropped", "sum_and_norm", "rotated", "statistics"} <= named_regions()
+    assert {"drop_elements", "sum_and_norm", "turn_pairs", "row_statistics"} <= named_regions()
 
 
 def waiting(*rows):

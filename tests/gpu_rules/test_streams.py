@@ -21,12 +21,12 @@ from platform.checkpoint import buffer
 from platform.checkpoint.snapshots import MemoryMap, RankSnapshots, SharedMemory, Snapshot
 from platform.runtime import clock
 from platform.runtime.communicator import Communicator
-from platform.runtime.process_groups import join
+from platform.runtime.process_groups import join_default_group
 from platform.runtime.residency import Residency
 from platform.train import generator, rank_parameters
 from platform.train.rank_parameters import Weights
 from platform.train.replies import AskedTexts, Choice
-from platform.train.state_recovery import COPIES, _restless, differing
+from platform.train.state_recovery import COPIES, _find_damaged_copies, compare_replicas
 from platform.train.trainer import Trainer
 from platform.train.training_state import State
 from platform.train.worker import Worker
@@ -48,13 +48,13 @@ def train(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
 
 def form(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
     """The first messages and collectives of a generation, which say who is there."""
-    communicator, neighbours = trainer.communicator, trainer.plan.neighbours
+    communicator, neighbours = trainer.communicator, trainer.plan.neighbour_stages
     here = communicator.coordinates["stage"]
-    extents = [communicator.mesh.extent(axes) for axes in communicator._groups]
-    peers = [communicator._peer(stage) for pair in neighbours if here in pair for stage in pair if stage != here]
-    numbers, read = iter([*extents, *peers]), Communicator.read
-    patch.setattr(Communicator, "read", lambda self, x: read(self, x) and [float(next(numbers))])
-    communicator.meet(neighbours)
+    extents = [communicator.mesh.count_ranks(axes) for axes in communicator._groups]
+    peers = [communicator._stage_peer(stage) for pair in neighbours if here in pair for stage in pair if stage != here]
+    numbers, read = iter([*extents, *peers]), Communicator.read_numbers
+    patch.setattr(Communicator, "read_numbers", lambda self, x: read(self, x) and [float(next(numbers))])
+    communicator.open_stage_connections(neighbours)
     assert not [*numbers]
 
 
@@ -64,7 +64,7 @@ def write(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
     writer = generator.Generator(trainer.config, trainer.plan, trainer.communicator, trainer.weights)
     asked = AskedTexts([[1, 2, 3], [4, 5]]), 3, Choice(vocab=61), [60]
     with torch.no_grad(), pytest.raises(DynamicOutputShapeException):
-        writer.write(*asked)
+        writer.continue_texts(*asked)
 
 
 def write_after(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
@@ -77,9 +77,9 @@ def compare(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
     """Compute copies against those of replicas, and against fresh ones, as where these differ."""
     trainer.step(1)
     with pytest.raises(DataDependentOutputException):
-        differing(trainer, State(trainer), None)
+        compare_replicas(trainer, State(trainer), None)
     with pytest.raises(DataDependentOutputException):
-        _restless(trainer, [f"{COPIES}.{next(iter(trainer.weights.compute))}"])
+        _find_damaged_copies(trainer, [f"{COPIES}.{next(iter(trainer.weights.compute))}"])
 
 
 def host_kept(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
@@ -97,8 +97,8 @@ def worker_of(trainer: Trainer, patch: pytest.MonkeyPatch) -> Worker:
     executor = SimpleNamespace(submit=lambda do: SimpleNamespace(result=beside(do)), shutdown=lambda wait: None)
     patch.setattr(futures, "ThreadPoolExecutor", lambda *_: executor)
     patch.setattr(torch.cuda, "cudart", lambda: PINNED)
-    patch.setattr(Snapshot, "begin", lambda self: self.__dict__.update(whole=None))
-    patch.setattr(Snapshot, "complete", lambda self, step, values: self.__dict__.update(whole=step))
+    patch.setattr(Snapshot, "mark_incomplete", lambda self: self.__dict__.update(whole=None))
+    patch.setattr(Snapshot, "mark_complete", lambda self, step, values: self.__dict__.update(whole=step))
     patch.setattr(Snapshot, "step", property(lambda self: self.__dict__.get("whole")))
     worker, state = Worker.__new__(Worker), State(trainer)
     worker.config, worker.communicator, worker.trainer, worker.state = (
@@ -108,7 +108,7 @@ def worker_of(trainer: Trainer, patch: pytest.MonkeyPatch) -> Worker:
         state,
     )
     worker.generation, worker.late, worker._unheld, worker._profile = 0, True, None, None
-    worker.combiner = SimpleNamespace(together=lambda report: report)
+    worker.combiner = SimpleNamespace(combine_reports=lambda report: report)
     held = MemoryMap(state.held, ["one node", "another"], shared=False)
     worker.memories = {0: RankSnapshots(held, 0, {0: SharedMemory.create()}, pinned=True)}
     return worker
@@ -119,8 +119,8 @@ def snapshot(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
     worker = worker_of(trainer, patch)
     for step in (1, 2, 3):
         worker.step(step)
-    assert worker.memories[0].steps == [1, 2]
-    for block in worker.state.blocks():
+    assert worker.memories[0].complete_steps == [1, 2]
+    for block in worker.state.live_blocks():
         block.tensor.detach().zero_()  # stands for what a checkpoint has
     worker.hold(3)
 
@@ -201,11 +201,12 @@ MORE = {
 # Waits that order nothing
 HELD = "what is sent is not written to, and the transport holds it until it is"
 IDLE = {
-    "PipelineExecutor.run: self._sending.popleft().wait()": HELD,
-    "PipelineExecutor._send: self._sending.popleft().wait()": f"{HELD}; it limits how much memory that is",
+    "PipelineExecutor.run_row: self._sending.popleft().wait()": HELD,
+    "PipelineExecutor._send_flow: self._sending.popleft().wait()": f"{HELD}; it limits how much memory that is",
     "Communicator._send_rank: self.send(torch.full((1,), float(self.rank), device=self.device), stage).wait()": HELD,
-    "Clock.launched: wait()": "a time of a timeline alone is taken behind it",
-    "RankSnapshots.finish: self._begun.copied()": "for the clock: the thread that is waited for next has waited for it",
+    "Clock.note_launch: wait()": "a time of a timeline alone is taken behind it",
+    "RankSnapshots.finish_snapshot: self._begun.copied()": "for the clock: the "
+    "thread that is waited for next has waited for it",
 }
 
 
@@ -228,7 +229,7 @@ def nccl_is_first() -> bool:
         patch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
         patch.setattr(dist, "init_process_group", lambda *_, pg_options, **__: asked.append(pg_options))
         patch.setattr(dist, "group", MagicMock())
-        join(dist.HashStore(), 0, 1, "cuda")
+        join_default_group(dist.HashStore(), 0, 1, "cuda")
     return asked[0].is_high_priority_stream
 
 
@@ -266,11 +267,11 @@ def test_negative_control_a_wait_that_is_taken_away_is_found(names):
 
 
 TOO_EARLY = {
-    "zero=1": (Residency, "_move", lambda *_: None),
-    "generation, zero=1": (Residency, "_move", lambda *_: None),
-    "zero=1, 2d_gather": (rank_parameters, "read_in", lambda chunk: [set(names) for names in chunk.spans]),
-    "comparison": (Weights, "settle", lambda self: None),
-    "averages": (Weights, "settle", lambda self: None),
+    "zero=1": (Residency, "_move_to_span", lambda *_: None),
+    "generation, zero=1": (Residency, "_move_to_span", lambda *_: None),
+    "zero=1, 2d_gather": (rank_parameters, "first_reads_by_span", lambda chunk: [set(names) for names in chunk.spans]),
+    "comparison": (Weights, "settle_gathers", lambda self: None),
+    "averages": (Weights, "settle_gathers", lambda self: None),
 }
 
 
@@ -403,9 +404,9 @@ def test_a_copy_to_the_host_is_read_too_early():
         assert len(races(recorder.notes)) == 1
 
 
-WAITS = {"wait", "wait_stream", "wait_event", "synchronize", "proceed", "copied"}
+WAITS = {"wait", "wait_stream", "wait_event", "synchronize", "advance_collective", "start_final_reduction", "copied"}
 # Waits for a device that no case makes; those of gloo, and for what is no device, are not looked at
-PASSED_ON = {"self._handle.wait()", "self.proceed()", "flat.proceed()"}
+PASSED_ON = {"self._handle.wait()", "self.advance_collective()", "flat.start_final_reduction()"}
 OF_THE_HOST = {
     "runtime/process_groups.py", "train/gauges.py",
     "runtime/host_memory.py", "checkpoint/saver.py",
@@ -430,7 +431,7 @@ ELSEWHERE = {
 
 def written() -> Iterator[tuple[str, int, str]]:
     """Every call in the runtime that may wait for a device: file, line, text."""
-    for path in sorted(path for room in ("checkpoint", "parallel", "train") for path in (ROOT / room).rglob("*.py")):
+    for path in sorted(path for room in ("checkpoint", "runtime", "train") for path in (ROOT / room).rglob("*.py")):
         source = path.read_text()
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in WAITS:

@@ -364,7 +364,7 @@ def _compile(call: Call, launched: list[Any]) -> Compiled:
     """Calls the region, and differentiates it where autograd follows; then builds what was launched."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from platform.runtime.compilation import region
+    from platform.runtime.compilation import compile_region
     from tests.harness import one_attention  # noqa: F401  which traced blocks call
 
     torch._dynamo.reset()
@@ -372,7 +372,7 @@ def _compile(call: Call, launched: list[Any]) -> Compiled:
     with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(call.gradient):
         arguments = tuple(map(_made, call.arguments))
         function = call.function.on_gpu() if isinstance(call.function, Traced) else call.function
-        found = region(function)(*arguments)
+        found = compile_region(function)(*arguments)
         if call.differentiated:
             leaves = [x for x in tree_leaves(arguments) if isinstance(x, Tensor) and x.requires_grad]
             torch.autograd.grad(found, leaves, torch.empty_like(found))

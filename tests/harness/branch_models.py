@@ -3,7 +3,7 @@
 resnext   cardinality branches of bottleneck projections, summed, with a residual connection (Xie et al. 2017)
 mixed     the same with a function of its own in every branch
 grouped   branches that read slices of x and are concatenated: a grouped projection
-heads     multi-head attention as branches over the dim `heads`: equal to platform.model.attention.Attention
+heads     multi-head attention as branches over the dim `project_heads`: equal to platform.model.attention.Attention
 summed    a linear layer cut into slices and summed: the SUMMA remark of paper 002
 """
 
@@ -42,7 +42,7 @@ class Branched(Layer):
 
     def forward(self, ops, inputs):
         x = self.embedding(ops, inputs["tokens"])
-        return self.head.loss(ops, self.branched(ops, x), inputs["labels"])
+        return self.head.compute_loss(ops, self.branched(ops, x), inputs["labels"])
 
     def branched(self, ops, x):
         return ops.pointwise("add", x, self.branches(ops, x, lambda ops, h: ops.pointwise("relu", h)))
@@ -96,7 +96,7 @@ class Heads(Branched):
 
 
 class Plain(Branched):
-    """What `heads` is equal to: the attention of platform.model.attention, alone."""
+    """What `project_heads` is equal to: the attention of platform.model.attention, alone."""
 
     def block(self, c):
         return Attention("layers.0.attention", c, StackSpecs(), causal=True)

@@ -33,7 +33,7 @@ from platform.plan.chunks import ADDS_WIDE
 from platform.plan.plan import Plan
 from platform.plan.step_collectives import process_groups
 from platform.predict.make_plan import make_plan
-from platform.runtime.chunked_loss import Classes, Targets, loss_and_gradient
+from platform.runtime.chunked_loss import Classes, Targets, compute_loss_and_gradient
 from platform.runtime.communicator import Communicator, SingleRank
 from platform.runtime.process_groups import ProcessGroups
 from platform.train.state_recovery import AT_ONCE
@@ -151,17 +151,17 @@ def alone(
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
         patch.setattr(MODULE, "there", True)
         patch.setattr(fake_tensor, "CONSTANT_NUMEL_LIMIT", 0)  # a number of the host is computed with on the device too
-        patch.setattr(Communicator, "read", read)
+        patch.setattr(Communicator, "read_numbers", read)
         patch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda *_: None)  # nothing takes time there
         for known in (AT_ONCE, ADDS_WIDE):
             patch.setitem(known, "card", known["cuda"])  # type: ignore[attr-defined]
-        if plan.mesh.size > 1:
-            dist.init_process_group("card_fake", rank=rank, world_size=plan.mesh.size, store=FakeStore())
+        if plan.mesh.world_size > 1:
+            dist.init_process_group("card_fake", rank=rank, world_size=plan.mesh.world_size, store=FakeStore())
         try:
             made = (communicator or communicator_of)(plan, rank)
             yield trainer_of(c, plan, made, corpus or Cached(c), fresh=False)
         finally:
-            if plan.mesh.size > 1:
+            if plan.mesh.world_size > 1:
                 dist.destroy_process_group()
 
 
@@ -172,17 +172,17 @@ class AsOnNccl(ProcessGroups):
         super().__init__(plan.mesh, rank, process_groups(plan), CARD)
         self._nccl = True
 
-    def _connected(self, name, peers, timeout=None):
+    def _connect_group(self, name, peers, timeout=None):
         """A group in host memory, whose messages go nowhere, as the `fake` transport's do."""
         done = SimpleNamespace(wait=lambda *_: True)
         return SimpleNamespace(send=lambda *_: done, recv=lambda *_: done)
 
-    def _line_to(self, sender: int, receiver: int) -> None:
+    def _line_between(self, sender: int, receiver: int) -> None:
         return None
 
 
 def communicator_of(plan: Plan, rank: int) -> Communicator:
-    return SingleRank(plan.mesh, CARD) if plan.mesh.size == 1 else AsOnNccl(plan, rank)
+    return SingleRank(plan.mesh, CARD) if plan.mesh.world_size == 1 else AsOnNccl(plan, rank)
 
 
 class Cached(Tokens):
@@ -204,10 +204,10 @@ def ranks(c: Config) -> list[int]:
     """One rank of every stage and sub-grid, and the last one: all others do the same on other numbers."""
     mesh = make_plan(c).mesh
     found: dict[tuple[int, ...], int] = {}
-    for rank in range(mesh.size):
-        at = mesh.coordinates(rank)
+    for rank in range(mesh.world_size):
+        at = mesh.rank_coordinates(rank)
         found.setdefault((at["stage"], *(at[axis] > 0 for axis in c.branch.axes)), rank)
-    return sorted({*found.values(), mesh.size - 1})
+    return sorted({*found.values(), mesh.world_size - 1})
 
 
 def shrunk(c: Config) -> Config:
@@ -257,5 +257,5 @@ def of_the_loss(c: Config, shape: tuple[int, int], dtype: torch.dtype, classes: 
         logits = torch.empty(shape, dtype=dtype, device=CARD)
         targets = Targets(torch.empty(shape[0], dtype=torch.int64, device=CARD))
         counter.sections.clear()
-        loss_and_gradient(logits, targets, trainer.communicator, classes, gradient)
+        compute_loss_and_gradient(logits, targets, trainer.communicator, classes, gradient)
     return counter.sections["other"]

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from platform.cluster.crew.job import WORKER
-from platform.cluster.driver import run
+from platform.cluster.driver import drive_run
 from platform.config.fields import Branch, Config, Parallel, Pipeline
 from platform.config.fields import Tensor as TensorConfig
 from platform.monitor import JsonLines, MetricsLog
-from platform.predict.choose_schedule import schedule_of
+from platform.predict.choose_schedule import build_schedule
 from platform.predict.make_plan import make_plan
 from tests.harness.oracle import configure
 from tests.harness.process_tree import descendants, gone, parents
@@ -45,8 +45,8 @@ def configured(folder: Path, steps: int, **layout: Any) -> Config:
 
 def drive(config: Config, worker: str = WORKER) -> int:
     """The exit status of the whole run, in this process."""
-    plan = make_plan(config, stage_of=schedule_of(config, config.parallel.data).placement)
-    return run(config, plan, experiment="chaos", worker=worker)
+    plan = make_plan(config, stage_of=build_schedule(config, config.parallel.data).placement)
+    return drive_run(config, plan, experiment="chaos", worker=worker)
 
 
 def undisturbed(config: Config, folder: Path) -> list[Event]:
@@ -59,12 +59,12 @@ def undisturbed(config: Config, folder: Path) -> list[Event]:
 
 
 def rows(config: Config) -> list[Event]:
-    return MetricsLog.read(Path(config.run.dir, "metrics.jsonl"))
+    return MetricsLog.read_rows(Path(config.run.dir, "metrics.jsonl"))
 
 
 def journal(config: Config) -> list[Event]:
     path = Path(config.run.dir, "journal.jsonl")
-    return JsonLines.read(path) if path.exists() else []
+    return JsonLines.read_objects(path) if path.exists() else []
 
 
 def differences(found: Sequence[Event], expected: Sequence[Event]) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.launch import compose, main
+from platform.launch import compose_config, main
 from tests.harness import warm
 
 QUICK = "+experiment=gpt_quick"
@@ -65,5 +65,5 @@ def refused(*arguments: str, cwd: Path) -> list[str]:
 def mistakes(*arguments: str) -> list[str]:
     """The lines in which a configuration is refused."""
     with pytest.raises(ConfigError) as error:
-        compose([QUICK, *arguments])
+        compose_config([QUICK, *arguments])
     return error.value.violations

@@ -6,7 +6,7 @@ import struct
 from concurrent.futures import ThreadPoolExecutor
 
 from platform.cluster.crew import channel
-from platform.cluster.crew.channel import Unframer, dial
+from platform.cluster.crew.channel import Unframer, dial_driver
 
 
 def frame(payload):
@@ -16,9 +16,9 @@ def frame(payload):
 def dialled(board, number, node=""):
     """The line of a member, and what the switchboard has heard since."""
     with ThreadPoolExecutor(1) as pool:
-        line, heard = pool.submit(dial, board.address, board.token(number), number, node), []
+        line, heard = pool.submit(dial_driver, board.address, board.member_token(number), number, node), []
         while not line.done():
-            heard += board.poll(0.02)
+            heard += board.poll_events(0.02)
         return line.result(), heard
 
 
@@ -27,9 +27,9 @@ def knocked(board, **how):
     connection, frames = socket.create_connection(board.address, **how), Unframer()
     connection.setblocking(False)
     while True:
-        assert board.poll(0.001) == []
+        assert board.poll_events(0.001) == []
         try:
-            [said] = frames.feed(connection.recv(4096))
+            [said] = frames.split_messages(connection.recv(4096))
         except BlockingIOError:
             continue
         connection.settimeout(20)
@@ -40,5 +40,5 @@ def greeting(token, number, challenge, **changes):
     """The frame with which who has this token answers a challenge as this member; `changes`: to what it says."""
     nonce = channel.new_nonce()
     fields = {"number": number, "node": "here", "pid": 9, "nonce": nonce}
-    fields |= {"proof": channel.proof_of(token, channel.MEMBER, challenge, nonce)}
+    fields |= {"proof": channel.compute_proof(token, channel.MEMBER, challenge, nonce)}
     return frame(json.dumps({"hello": fields | changes}).encode())

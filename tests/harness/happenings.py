@@ -71,4 +71,4 @@ EXAMPLES: dict[str, dict[str, Any]] = {  # kind -> its own fields, as they are i
 
 def happening(time: float, word: str, **changes: Any) -> events.JournalEvent:
     """Return the event that a journal's line tells of."""
-    return events.from_plain({"time": time, "generation": 1, "event": word, **EXAMPLES[word], **changes})
+    return events.parse_event({"time": time, "generation": 1, "event": word, **EXAMPLES[word], **changes})

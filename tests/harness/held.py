@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from platform.checkpoint.blocks import Box, chains_of, shares
+from platform.checkpoint.blocks import Box, join_chains, list_written_parts
 from platform.plan.plan import Plan
 from platform.train.trainer import Trainer
 from platform.train.training_state import State
@@ -18,27 +18,33 @@ def check_held(trainer: Trainer) -> None:
     plan, communicator, state = trainer.plan, trainer.communicator, State(trainer)
     rank, at, weights = communicator.rank, communicator.coordinates, trainer.weights
     for p in plan.parameters:
-        start, stop = plan.shard_range(p, at) if plan.present(p, at) else (0, 0)
+        start, stop = plan.shard_range(p, at) if plan.has_block(p, at) else (0, 0)
         have = weights.master[p.name].numel() if p.name in weights.master else 0
         assert have == stop - start, f"rank {rank} holds {have} elements of {p.name}, planned are {start} to {stop}"
     here = [flat for flat in weights.buckets if flat.here]
     masters = sum(flat.masters.numel() for flat in here)
-    kept = sum(flat.part.numel() * (1 if flat.bucket.stored else flat.bucket.shards) for flat in here)
-    frozen = sum(w.numel() for name, w in weights.owned.items() if name in plan.frozen)
+    kept = sum(flat.part.numel() * (1 if flat.bucket.has_sharded_weights else flat.bucket.shards) for flat in here)
+    frozen = sum(w.numel() for name, w in weights.own_masters.items() if name in plan.frozen)
     counted = masters, kept, frozen
-    planned = plan.masters_at(at), plan.parameters_at(at), plan.masters_of(plan.frozen, at)
+    planned = (
+        plan.count_masters_of_rank(at),
+        plan.count_parameters_of_rank(at),
+        plan.count_masters_of_parameters(plan.frozen, at),
+    )
     assert counted == planned, f"rank {rank} holds (masters, copies, frozen) {counted}, planned are {planned}"
-    blocks, boxes = state.blocks(), defaultdict[str, list[Box]](list)
+    blocks, boxes = state.live_blocks(), defaultdict[str, list[Box]](list)
     for name, box, _ in blocks:
         boxes[name].append(box)
     for held in state.held:
-        found, whole = boxes.pop(held.name, []), Box.whole(held.shape)
-        real = [cut for box in found if (cut := box.overlap(whole))]  # of a padded vocab
+        found, whole = boxes.pop(held.name, []), Box.whole_tensor(held.shape)
+        real = [cut for box in found if (cut := box.intersect_box(whole))]  # of a padded vocab
         said = [box for box, ranks in held.holders.items() if rank in ranks]
         assert sorted(real) == sorted(said), f"rank {rank} holds other blocks of {held.name} than the plan says"
     assert not boxes, f"rank {rank} holds {sorted(boxes)}, which the plan does not know"
-    parts = [part for chain in chains_of(state.held, rank) for part in chain.blocks]
-    blocks.parts([(part, 0, 0) for part in (*parts, *shares(state.held, rank))])  # a snapshot's and a checkpoint's
+    parts = [part for chain in join_chains(state.held, rank) for part in chain.blocks]
+    blocks.view_parts(
+        [(part, 0, 0) for part in (*parts, *list_written_parts(state.held, rank))]
+    )  # a snapshot's and a checkpoint's
 
 
 def check_stages(plan: Plan) -> None:
@@ -46,13 +52,17 @@ def check_stages(plan: Plan) -> None:
 
     Raises AssertionError naming what differs.
     """
-    for stage in range(plan.stages):
-        part, names = plan.at(stage), {p.name for p in plan.at(stage).parameters}
-        here = {b for b in plan.buckets if names & b.ranges.keys()}
+    for stage in range(plan.num_stages):
+        part, names = plan.stage_part(stage), {p.name for p in plan.stage_part(stage).parameters}
+        here = {b for b in plan.buckets if names & b.parameter_ranges.keys()}
         assert set(part.buckets) == here and len(part.buckets) == len(here), f"buckets of stage {stage}"
-        for number, spans in part.resident.items():
-            assert list(map(set, spans)) == list(map(set, plan.resident[number])), f"spans of chunk {number}"
-        assert part.tied == {name: stages for name, stages in plan.tied.items() if name in names}, f"tied at {stage}"
+        for number, spans in part.buckets_by_chunk_span.items():
+            assert list(map(set, spans)) == list(map(set, plan.buckets_by_chunk_span[number])), (
+                f"spans of chunk {number}"
+            )
+        assert part.stages_of_tied_parameters == {
+            name: stages for name, stages in plan.stages_of_tied_parameters.items() if name in names
+        }, f"tied at {stage}"
         assert part.operations.items() <= plan.operations.items(), f"operations of stage {stage}"
-        for name, readers in part.readers.items():
-            assert readers.items() <= plan.readers[name].items(), f"readers of {name} at stage {stage}"
+        for name, readers in part.reader_layouts.items():
+            assert readers.items() <= plan.reader_layouts[name].items(), f"readers of {name} at stage {stage}"

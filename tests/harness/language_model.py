@@ -25,7 +25,7 @@ MEAN = Spec.of("mlp", "batch d_ff")
 SUM = Spec.of("mlp", "batch length")  # another order
 ROWS = Spec.of("mlp", "length batch topic width")
 QUERY = Spec.of("attention", "length batch topic width")
-MEMORY = QUERY.renamed("length", "memory_length")
+MEMORY = QUERY.rename_dim("length", "memory_length")
 SCORES = Spec.of("attention", "batch topic length memory_length")
 PER_TOKEN = Spec.of("logits", "length batch")
 

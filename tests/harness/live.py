@@ -1,4 +1,5 @@
-"""Bytes of the storages that live on one rank: what `platform.predict.memory_budget.needed_bytes` predicts, counted.
+"""Bytes of the storages that live on one rank: what `platform.predict.memory_budget.predict_peak_bytes` predicts,
+counted.
 
 A rank is a thread (`tests.harness.threads`), and so is the mode that sees its operations.
 """
@@ -77,8 +78,11 @@ class Live(TorchDispatchMode):
 
             return run
 
-        bucket.prefetch, bucket.release = seen(bucket.prefetch), seen(bucket.release)
-        bucket.release()
+        bucket.prefetch_parameters, bucket.release_parameters = (
+            seen(bucket.prefetch_parameters),
+            seen(bucket.release_parameters),
+        )
+        bucket.release_parameters()
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -104,7 +108,7 @@ class Live(TorchDispatchMode):
 
             return run
 
-        for name in ("_start", "_send", "_receive"):
+        for name in ("_start_collective", "_start_send", "_start_receive"):
             setattr(communicator, name, quiet(getattr(communicator, name)))
 
 
@@ -163,12 +167,12 @@ def count_answering(c: Config, plan: Plan) -> int:
             live.peak = live.now
             with torch.no_grad():
                 generator = Generator(c, plan, communicator, trainer.weights)
-                generator.score(texts, [1] * n)
-                generator.write(read, 1, Choice(m.vocab))
+                generator.score_texts(texts, [1] * n)
+                generator.continue_texts(read, 1, Choice(m.vocab))
             return live.peak
 
     return max(_on_each_rank(plan, work))
 
 
 def _on_each_rank(plan: Plan, work: Callable[[Communicator], T]) -> list[T]:
-    return [work(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, work)
+    return [work(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else run_threads(plan.mesh, work)

@@ -7,7 +7,7 @@ from platform.monitor import MetricsRow, json_records
 
 def line(step: int, **changes: Any) -> dict[str, Any]:
     """Return a row as it is in the file."""
-    return json_records.plain(row(step, **changes))
+    return json_records.plain_fields(row(step, **changes))
 
 
 def row(step: int, **changes: Any) -> MetricsRow:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from platform.plan.layout import Layout, Mesh, at_zero, block
+from platform.plan.layout import Layout, Mesh, is_at_index_zero, locate_block
 from platform.plan.rule import Step
 
 Blocks = list[np.ndarray | None]  # by rank; None where the tensor does not exist
@@ -24,35 +24,35 @@ def layouts(draw, mesh: Mesh, dims: Sequence[str]) -> Layout:
         if dim := draw(st.sampled_from([None, ONLY, *dims])):
             rules.setdefault(dim, []).append(axis)
     only = rules.pop(ONLY, [])
-    return Layout.of(rules, mesh.ordered(only))
+    return Layout.build_canonical(rules, mesh.order_axes(only))
 
 
 def whole(dims: Sequence[str], mesh: Mesh, seed: int = 0) -> np.ndarray:
     """Small integers, exact in any order of summation; every dim is divided by any of the axes."""
-    return np.random.default_rng(seed).integers(-9, 9, [mesh.size] * len(dims))
+    return np.random.default_rng(seed).integers(-9, 9, [mesh.world_size] * len(dims))
 
 
 def split(x: np.ndarray, dims: Sequence[str], layout: Layout, mesh: Mesh) -> Blocks:
     sizes = dict(zip(dims, x.shape, strict=True))
 
     def at(here) -> np.ndarray | None:
-        where = block(dims, sizes, layout, mesh, here)
-        return x[tuple(slice(o, o + n) for o, n in where)] if layout.present(here) else None
+        where = locate_block(dims, sizes, layout, mesh, here)
+        return x[tuple(slice(o, o + n) for o, n in where)] if layout.has_block(here) else None
 
-    return [at(mesh.coordinates(rank)) for rank in range(mesh.size)]
+    return [at(mesh.rank_coordinates(rank)) for rank in range(mesh.world_size)]
 
 
 def execute(steps: Sequence[Step], blocks: Blocks, mesh: Mesh) -> Blocks:
     for step in steps:
-        blocks = [_step(step, blocks, mesh, rank) for rank in range(mesh.size)]
+        blocks = [_step(step, blocks, mesh, rank) for rank in range(mesh.world_size)]
     return blocks
 
 
 def _step(step: Step, blocks: Blocks, mesh: Mesh, rank: int) -> np.ndarray | None:
-    if not at_zero(step.only, mesh.coordinates(rank)):
+    if not is_at_index_zero(step.only, mesh.rank_coordinates(rank)):
         return blocks[rank]
-    parts = [blocks[r] for r in mesh.group(rank, step.axes)]
-    me, n = mesh.index(mesh.coordinates(rank), step.axes), len(parts)
+    parts = [blocks[r] for r in mesh.group_of_rank(rank, step.axes)]
+    me, n = mesh.index_in_group(mesh.rank_coordinates(rank), step.axes), len(parts)
 
     def mine(x: np.ndarray) -> np.ndarray:
         return np.split(x, n, step.dim)[me]

@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
     count = WORKERS if job.gpu_count() else 0
     for module in (job, resources, resources):
         module.gpu_count = lambda: count  # type: ignore[attr-defined]
-    forked_workers.one_gpu = as_a_machine
+    forked_workers.single_gpu_environment = as_a_machine
     return launch.main(arguments)
 
 

@@ -15,17 +15,17 @@ import torch
 import yaml
 from torch import Tensor
 
-from platform.config.fields import WEIGHTED, Branch, Config, Pipeline, objective_of
+from platform.config.fields import WEIGHTED, Branch, Config, Pipeline, training_objective_name
 from platform.config.fields import Model as ModelConfig
 from platform.config.fields import Tensor as TensorConfig
 from platform.data.special_tokens import SpecialIds
-from platform.plan.operation_plan import label
+from platform.plan.operation_plan import collective_label
 from platform.plan.plan import Plan
 from platform.plan.simulate import stage_rows
 from platform.plan.step_collectives import communication
-from platform.predict.choose_schedule import schedules_of
+from platform.predict.choose_schedule import build_schedules
 from platform.predict.make_plan import make_plan
-from platform.predict.plan_report import replayed
+from platform.predict.plan_report import replay_traffic
 from platform.runtime.communicator import Communicator, Launch, SingleRank
 from platform.train.replies import Differences
 from platform.train.trainer import Trainer
@@ -137,7 +137,7 @@ class Tokens:
     special, vocabulary = SpecialIds(), None
 
     def __init__(self, c: Config):
-        self.model, self.vocab, self.weighted = c.model, c.model.vocab, objective_of(c) in WEIGHTED
+        self.model, self.vocab, self.weighted = c.model, c.model.vocab, training_objective_name(c) in WEIGHTED
 
     def batch(self, split: str, start: int, end: int) -> dict[str, np.ndarray]:
         draws = (np.random.default_rng([split == "train", i]) for i in range(start, end))
@@ -199,15 +199,15 @@ class Result:
 def trainer_of(c: Config, plan: Plan, communicator: Communicator, corpus: Any = None, fresh: bool = True) -> Trainer:
     """A rank's trainer, with the rows that the driver would hand it."""
     stage = communicator.coordinates["stage"]
-    rows = stage_rows(schedules_of(c, c.parallel.data))[stage]
+    rows = stage_rows(build_schedules(c, c.parallel.data))[stage]
     return Trainer(c, plan, communicator, corpus or Tokens(c), rows, fresh)
 
 
 def validation_loss(trainer: Trainer) -> float:
     """The loss that an evaluation of a run gives."""
     c = trainer.config
-    with trainer.evaluated():
-        return trainer.mean_loss("validation", c.eval.batches * c.train.global_batch)
+    with trainer.use_evaluation_weights():
+        return trainer.compute_mean_loss("validation", c.eval.batches * c.train.global_batch)
 
 
 def with_operations(plan: Plan, operations: Mapping[tuple[str, str], Any]) -> Plan:
@@ -243,7 +243,7 @@ def compute(c: Config, plan: Plan, communicator: Communicator) -> Result:
 def run(c: Config, plan: Plan | None = None) -> tuple[Plan, list[Result]]:
     """All ranks of a plan, as threads."""
     plan = plan or make_plan(c)
-    if plan.mesh.size == 1:
+    if plan.mesh.world_size == 1:
         return plan, [compute(c, plan, SingleRank(plan.mesh))]
     return plan, run_threads(plan.mesh, lambda communicator: compute(c, plan, communicator))
 
@@ -254,14 +254,14 @@ def assemble(
     """Whole tensors from what all ranks hold, without padding. Raises AssertionError where replicas disagree."""
     out = {}
     for p in plan.parameters:
-        padded = [plan.planner.sizes_of(p)[d] for d in p.dims]
+        padded = [plan.planner.tensor_sizes(p)[d] for d in p.dims]
         whole = torch.full(padded, torch.nan, dtype=torch.float64)
         for r in results:
-            here = plan.mesh.coordinates(r.rank)
-            if not plan.present(p, here):
+            here = plan.mesh.rank_coordinates(r.rank)
+            if not plan.has_block(p, here):
                 assert not pick(r).get(p.name, torch.empty(0)).numel(), f"rank {r.rank} has a block of {p.name}"
                 continue
-            where = tuple(slice(o, o + n) for o, n in plan.block(p, here))
+            where = tuple(slice(o, o + n) for o, n in plan.locate_block(p, here))
             start, stop = plan.shard_range(p, here)
             if start == stop:
                 assert not pick(r).get(p.name, torch.empty(0)).numel(), f"rank {r.rank} has a part of {p.name}"
@@ -347,9 +347,12 @@ def examine(c: Config, plan: Plan, results: Sequence[Result]) -> None:
 def check_bytes(plan: Plan, results: Sequence[Result]) -> None:
     """Bytes moved are those of the plan or, of rows of experts, those of their routing, and no more than planned."""
     found, most = counted(results), communication(plan)
-    assert found == replayed(plan, [r.routing for r in results]), "bytes moved"
+    assert found == replay_traffic(plan, [r.routing for r in results]), "bytes moved"
     of_rows = {
-        label(c.op, plan.mesh.ordered(c.axes)) for o in plan.operations.values() for c in o.collectives if c.rows
+        collective_label(c.op, plan.mesh.order_axes(c.axes))
+        for o in plan.operations.values()
+        for c in o.collectives
+        if c.rows
     }
     assert all(n <= most[key] if key in of_rows else n == most[key] for key, n in found.items()), "bytes planned"
     assert found.keys() >= most.keys() - of_rows, "bytes planned"

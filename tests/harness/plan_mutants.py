@@ -117,7 +117,7 @@ def every_reading(o: PlannedOperation, axes: Sequence[str]) -> Iterator[PlannedO
         if o.operation.reads:
             rules = {d: [a for a in tokens[d] if a != axis] for d in ("batch", "length")}
             rules["batch"] += [] if axis in tokens.axes else [axis]
-            yield replace(o, tokens=type(tokens).of(rules, tokens.only))
+            yield replace(o, tokens=type(tokens).build_canonical(rules, tokens.only))
 
 
 def every_reduction(plan: Plan, name: str) -> Iterator[Plan]:

@@ -24,7 +24,7 @@ def _serve(rank: int, pipe: Connection, port: int, device: str) -> None:
     import torch.distributed as dist
 
     from platform.plan.step_collectives import process_groups
-    from platform.runtime.process_groups import ProcessGroups, connected
+    from platform.runtime.process_groups import ProcessGroups, connect_process_groups
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -34,16 +34,18 @@ def _serve(rank: int, pipe: Connection, port: int, device: str) -> None:
             if device == "cuda":
                 address = "127.0.0.1", port
                 groups = process_groups(plan)
-                communicator = connected(plan.mesh, rank, address, generation, groups, "cuda:0", plan.neighbours)
+                communicator = connect_process_groups(
+                    plan.mesh, rank, address, generation, groups, "cuda:0", plan.neighbour_stages
+                )
                 pipe.send(("done", work(config, plan, communicator)))
                 communicator.abort()  # as Worker.leave does
                 communicator.close()
                 continue
             rendezvous = dist.PrefixStore(f"generation/{generation}", store)
             dist.init_process_group(
-                "gloo", store=rendezvous, rank=rank, world_size=plan.mesh.size, timeout=timedelta(seconds=60)
+                "gloo", store=rendezvous, rank=rank, world_size=plan.mesh.world_size, timeout=timedelta(seconds=60)
             )
-            communicator = ProcessGroups(plan.mesh, rank, process_groups(plan), neighbours=plan.neighbours)
+            communicator = ProcessGroups(plan.mesh, rank, process_groups(plan), neighbours=plan.neighbour_stages)
             result = work(config, plan, communicator)
             communicator.barrier()
             communicator.close()
@@ -74,7 +76,7 @@ class Pool:
 
     def run(self, work: Any, config: Any, plan: Any) -> list[Any]:
         self._generation += 1
-        pipes = self._pipes[: plan.mesh.size]
+        pipes = self._pipes[: plan.mesh.world_size]
         for pipe in pipes:
             pipe.send((self._generation, work, config, plan))
         answers = []

@@ -112,7 +112,9 @@ class Found(NamedTuple):
 
 def jitter(c: Model, name: str, shape: Sequence[int], step: int = 1) -> Tensor:
     """Factors [batch, length, d_model] of what the router of a layer reads in a step: by number of the element."""
-    bits = residual.bits(residual.key(0, "jitter", step, f"{name}.jitter"), torch.arange(prod(shape)).view(*shape))
+    bits = residual.random_bits(
+        residual.derive_key(0, "jitter", step, f"{name}.jitter"), torch.arange(prod(shape)).view(*shape)
+    )
     return 1 + c.router_jitter * (2 * (bits & 0xFFFFFFFF).double() / 2**32 - 1)
 
 

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from platform.launch import CONF, compose
+from platform.launch import CONF, compose_config
 from platform.runtime import compiled_blocks, parallel_ops
 from platform.runtime.compilation import TracedFunction
 from tests.harness.ahead import Call, Traced, call_of
@@ -41,16 +41,16 @@ def calls_of(run: str) -> tuple[Call, ...]:
 
         return called
 
-    c = shrunk(compose(RUNS[run]))
+    c = shrunk(compose_config(RUNS[run]))
     c.train.compile = "on"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel_ops, "region", region)
-        compiled_blocks._traced.cache_clear()
+        patch.setattr(parallel_ops, "compile_region", region)
+        compiled_blocks._split_graph.cache_clear()
         for rank in ranks(c):
             with alone(c, rank, []) as trainer, OneAttention():
                 trainer.step(1)
                 validation_loss(trainer)
-        compiled_blocks._traced.cache_clear()
+        compiled_blocks._split_graph.cache_clear()
     return tuple(found)
 
 

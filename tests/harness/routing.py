@@ -11,5 +11,5 @@ def to_the_first(monkeypatch, experts: int, chosen: int, first: int = 0) -> None
     """Every token chooses the experts from number `first` on, as many as it chooses, by its own scores otherwise."""
     bias = torch.zeros(experts, dtype=torch.float64)
     bias[first : first + chosen] = 20.0
-    route = expert_rows.route
-    monkeypatch.setattr(expert_rows, "route", lambda scores, *more: route(scores + bias.to(scores), *more))
+    route = expert_rows.route_tokens
+    monkeypatch.setattr(expert_rows, "route_tokens", lambda scores, *more: route(scores + bias.to(scores), *more))

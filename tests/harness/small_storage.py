@@ -3,7 +3,7 @@
 from functools import cache
 
 from platform.boundary import local_files as storage_module
-from platform.checkpoint.catalogue import find
+from platform.checkpoint.catalogue import find_newest_checkpoint
 from tests.doubles.faulty_os import FaultyOs
 from tests.harness.storage_job import Job, values
 
@@ -17,7 +17,7 @@ def job(step: int) -> Job:
 
 def newest(storage) -> int:
     """The step of the newest checkpoint that can be trusted, once its values are seen to be those of that step."""
-    found = find(storage)
+    found = find_newest_checkpoint(storage)
     assert found.manifest is not None and found.directory is not None
     step = found.manifest.meta.step
     job(step).check(job(step).restore(storage, found.directory, found.manifest))

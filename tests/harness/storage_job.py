@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from platform.boundary.storage import Storage
-from platform.checkpoint.blocks import Block, Box, HeldTensor, shares
+from platform.checkpoint.blocks import Block, Box, HeldTensor, list_written_parts
 from platform.checkpoint.buffer import Image
-from platform.checkpoint.catalogue import begin, commit
+from platform.checkpoint.catalogue import choose_attempt_directory, commit_checkpoint
 from platform.checkpoint.manifest import Meta
-from platform.checkpoint.moves import World, restore
+from platform.checkpoint.moves import World, restore_checkpoint
 
 META = Meta(
     step=0, samples=0, seed=3, corpus="c0", identity={"seed": 3}, configuration="cf",
@@ -46,14 +46,16 @@ class Job:
 
     def __init__(self, tensors: dict[str, Tensor], holds: dict[str, list[tuple[int, Box]]], world_size: int):
         self.tensors, self.holds, self.world_size = tensors, holds, world_size
-        self.state = [HeldTensor.of(n, t.dtype, t.shape, holds[n]) for n, t in tensors.items()]
+        self.state = [HeldTensor.group_holders(n, t.dtype, t.shape, holds[n]) for n, t in tensors.items()]
         self.shapes = {n: tuple(t.shape) for n, t in tensors.items()}
 
     @classmethod
     def whole(cls, tensors: dict[str, Tensor], world_size: int = 1) -> Job:
         """Every rank has everything."""
         return cls(
-            tensors, {n: [(r, Box.whole(t.shape)) for r in range(world_size)] for n, t in tensors.items()}, world_size
+            tensors,
+            {n: [(r, Box.whole_tensor(t.shape)) for r in range(world_size)] for n, t in tensors.items()},
+            world_size,
         )
 
     @classmethod
@@ -65,7 +67,7 @@ class Job:
             spans = [[(a, b - a) for a, b in zip(c, c[1:], strict=False)] for c in cuts]
             found = []
             for cell in product(*spans):
-                box = Box.of(cell)
+                box = Box.build_box(cell)
                 if cell and draw.random() < 0.2 and box.offset[0] + box.extent[0] == t.shape[0]:
                     box = Box(box.offset, (box.extent[0] + 2, *box.extent[1:]))  # padded, as vocab is
                 ranks = draw.permutation(world_size)[: draw.integers(1, world_size + 1)]
@@ -80,25 +82,25 @@ class Job:
             for r, box in found:
                 if r == rank:
                     block = torch.full(box.extent, -1, dtype=dtype or whole.dtype)
-                    real = box.overlap(Box.whole(whole.shape))
+                    real = box.intersect_box(Box.whole_tensor(whole.shape))
                     assert real
                     if not empty:
-                        block[real.within(box)] = whole[real.within(Box.whole(whole.shape))]
+                        block[real.relative_slices(box)] = whole[real.relative_slices(Box.whole_tensor(whole.shape))]
                     out.append(Block(name, box, block))
         return out
 
     def image(self, rank: int) -> Image:
-        image = Image(rank, shares(self.state, rank))
-        image.fill(self.blocks(rank))
+        image = Image(rank, list_written_parts(self.state, rank))
+        image.fill_parts(self.blocks(rank))
         return image
 
     def write(self, storage: Storage, directory: str) -> list[dict[str, Any]]:
-        return [self.image(rank).write(storage, directory) for rank in range(self.world_size)]
+        return [self.image(rank).write_file(storage, directory) for rank in range(self.world_size)]
 
     def save(self, storage: Storage, step: int = 1) -> str:
         """One checkpoint, the way of `Saver` without its thread."""
-        directory = begin(storage, step)
-        commit(storage, directory, self.shapes, self.write(storage, directory), meta(step))
+        directory = choose_attempt_directory(storage, step)
+        commit_checkpoint(storage, directory, self.shapes, self.write(storage, directory), meta(step))
         return directory
 
     def restore(
@@ -110,7 +112,7 @@ class Job:
         def work(rank: int) -> list[Block]:
             blocks = self.blocks(rank, empty=True, dtype=dtype)
             world = World(rank, self.world_size, partial(post.all_gather, rank), partial(post.exchange, rank), **more)
-            restore(storage, directory, manifest, self.state, blocks, world)
+            restore_checkpoint(storage, directory, manifest, self.state, blocks, world)
             return blocks
 
         with ThreadPoolExecutor(self.world_size) as pool:
@@ -122,9 +124,9 @@ class Job:
             for name, box, tensor in blocks:
                 whole = self.tensors[name]
                 expected = torch.zeros(box.extent, dtype=whole.dtype)
-                real = box.overlap(Box.whole(whole.shape))
+                real = box.intersect_box(Box.whole_tensor(whole.shape))
                 assert real
-                expected[real.within(box)] = whole[real.within(Box.whole(whole.shape))]
+                expected[real.relative_slices(box)] = whole[real.relative_slices(Box.whole_tensor(whole.shape))]
                 assert torch.equal(tensor, expected.to(tensor.dtype)), f"{name} {box}"
 
 

@@ -54,7 +54,7 @@ ROOT = Path(platform.__path__[0])
 ASKS_ONLY = re.compile("new_.*|.*_like")  # of its arguments it reads no more than shape and type
 COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
 # What passes a wait on: the place that waits is the one that calls it
-PASSES_ON = {f.__code__ for f in (Handle.wait, Pending.wait, Pending.proceed)}
+PASSES_ON = {f.__code__ for f in (Handle.wait, Pending.wait, Pending.advance_collective)}
 
 Clocks = dict[str, int]  # stream -> the number of its last work that is known to be done
 
@@ -493,17 +493,17 @@ class OnStreams(AsOnNccl):
         super().__init__(plan, rank)
         self._recorder = recorder
 
-    def _start(self, op, given, out, axes, group, reduce, root):
-        super()._start(op, given, out, axes, group, reduce, root)
+    def _start_collective(self, op, input_buffer, out, axes, group, reduce, root):
+        super()._start_collective(op, input_buffer, out, axes, group, reduce, root)
         sends = op == "broadcast" and group[root] == self.rank
-        return self._recorder.launch(self._groups[axes], op, [given], [] if sends else [out])
+        return self._recorder.launch(self._groups[axes], op, [input_buffer], [] if sends else [out])
 
-    def _send(self, x, peer):
-        super()._send(x, peer)
+    def _start_send(self, x, peer):
+        super()._start_send(x, peer)
         return self._recorder.launch((self.rank, peer), "send", [x], [])
 
-    def _receive(self, out, peer):
-        super()._receive(out, peer)
+    def _start_receive(self, out, peer):
+        super()._start_receive(out, peer)
         return self._recorder.launch((peer, self.rank), "receive", [], [out])
 
     def transfer(self, sent, received):
@@ -515,20 +515,20 @@ def recorded(c: Config, rank: int, recorder: Recorder) -> Iterator[Trainer]:
     """The trainer of one rank on the card, whose streams are noted."""
 
     def communicator(plan: Plan, rank: int) -> Communicator:
-        return SingleRank(plan.mesh, CARD) if plan.mesh.size == 1 else OnStreams(recorder, plan, rank)
+        return SingleRank(plan.mesh, CARD) if plan.mesh.world_size == 1 else OnStreams(recorder, plan, rank)
 
     buffer._stream_of_copies.cache_clear()
-    recompute._stream.cache_clear()
+    recompute._copy_stream.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         recorder.stand_in(patch)
         with alone(c, rank, [], communicator) as trainer, recorder, pytest.MonkeyPatch.context() as within:
-            read = Communicator.read
+            read = Communicator.read_numbers
 
             def noted(self: Communicator, x: Tensor) -> list[float]:
                 recorder.to_host(x)
                 return read(self, x)
 
-            within.setattr(Communicator, "read", noted)
+            within.setattr(Communicator, "read_numbers", noted)
             yield trainer
     buffer._stream_of_copies.cache_clear()
-    recompute._stream.cache_clear()
+    recompute._copy_stream.cache_clear()

@@ -71,10 +71,10 @@ class ThreadGroups(Communicator):
         self._world = world
         self._calls: Counter[tuple[int, ...]] = Counter()
 
-    def _start(self, op, given, out, axes, group, reduce, root):
+    def _start_collective(self, op, input_buffer, out, axes, group, reduce, root):
         key = (group, self._calls[group])
         self._calls[group] += 1
-        kind = (op, reduce, root, tuple((out if op == "scatter" else given).shape), given.dtype)
+        kind = (op, reduce, root, tuple((out if op == "scatter" else input_buffer).shape), input_buffer.dtype)
         world = self._world
         with world.lock:
             meeting = world.meetings.setdefault(key, _Meeting(kind))
@@ -82,7 +82,7 @@ class ThreadGroups(Communicator):
                 raise RuntimeError(f"rank {self.rank} calls {kind} where its group {group} calls {meeting.kind}")
             # A copy: once this rank has waited, it may change what it gave, read or not by the others. Gradients do:
             # where the local batch is one sequence, a position table's gradient is a view of its activation's.
-            meeting.given[self.rank] = given.clone()
+            meeting.given[self.rank] = input_buffer.clone()
             if world.failure or len(meeting.given) == len(group):
                 meeting.complete.set()
 
@@ -118,14 +118,14 @@ class ThreadGroups(Communicator):
 
         return wait
 
-    def _deal(self, given, out, sent, received, axes):
-        group = self.mesh.group(self.rank, axes)
-        parts = dict(zip(group, given.split(list(sent)), strict=True))
+    def _start_all_to_allv(self, input_buffer, out, sent, received, axes):
+        group = self.mesh.group_of_rank(self.rank, axes)
+        parts = dict(zip(group, input_buffer.split(list(sent)), strict=True))
         places = dict(zip(group, out.split(list(received)), strict=True))
         places.pop(self.rank).copy_(parts.pop(self.rank))
         for peer, part in parts.items():
-            self._send(part, peer)
-        waits = [self._receive(place, peer) for peer, place in places.items()]
+            self._start_send(part, peer)
+        waits = [self._start_receive(place, peer) for peer, place in places.items()]
         return lambda: [wait() for wait in waits]
 
     def _letter(self, sender: int, receiver: int) -> tuple[tuple[int, int, int], _Letter]:
@@ -139,13 +139,13 @@ class ThreadGroups(Communicator):
                 letter.complete.set()
         return key, letter
 
-    def _send(self, x, peer):
+    def _start_send(self, x, peer):
         _, letter = self._letter(self.rank, peer)
         letter.content = x.detach().clone()
         letter.complete.set()
         return lambda: None
 
-    def _receive(self, out, peer):
+    def _start_receive(self, out, peer):
         key, letter = self._letter(peer, self.rank)
 
         def wait() -> None:
@@ -163,31 +163,31 @@ class ThreadGroups(Communicator):
 
     def all_gather_texts(self, text):
         given = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        others = [peer for peer in range(self.mesh.size) if peer != self.rank]
+        others = [peer for peer in range(self.mesh.world_size) if peer != self.rank]
         sizes = {peer: torch.tensor(0) for peer in others}
         self.transfer([(peer, torch.tensor(len(given))) for peer in others], list(sizes.items()))
         texts = {peer: given.new_empty(int(n)) for peer, n in sizes.items()}
         self.transfer([(peer, given) for peer in others], list(texts.items()))
-        return [bytes({**texts, self.rank: given}[peer].tolist()).decode() for peer in range(self.mesh.size)]
+        return [bytes({**texts, self.rank: given}[peer].tolist()).decode() for peer in range(self.mesh.world_size)]
 
     def transfer(self, sent, received):
         for peer, x in sent:
-            self._send(x, peer)
+            self._start_send(x, peer)
         for peer, out in received:
-            self._receive(out, peer)()
+            self._start_receive(out, peer)()
 
     exchange = transfer
 
-    def collect(self, numbers):
+    def collect_numbers(self, numbers):
         if self.rank:
-            self._send(numbers, 0)
+            self._start_send(numbers, 0)
             return None
-        rows = [numbers, *(torch.empty_like(numbers) for _ in range(1, self.mesh.size))]
-        for peer in range(1, self.mesh.size):
-            self._receive(rows[peer], peer)()
+        rows = [numbers, *(torch.empty_like(numbers) for _ in range(1, self.mesh.world_size))]
+        for peer in range(1, self.mesh.world_size):
+            self._start_receive(rows[peer], peer)()
         return torch.stack(rows)
 
-    def announce(self, text=None):
+    def broadcast_text(self, text=None):
         return self.all_gather_texts(text or "")[0]
 
 
@@ -207,7 +207,7 @@ def run_threads(
     Raises the first failure of any rank; the others are released.
     """
     world = ThreadWorld(timeout)
-    results: list[Any] = [None] * mesh.size
+    results: list[Any] = [None] * mesh.world_size
 
     def main(rank: int) -> None:
         try:
@@ -216,7 +216,7 @@ def run_threads(
         except BaseException as error:
             world.fail(error)
 
-    threads = [threading.Thread(target=main, args=(r,), name=f"rank{r}") for r in range(mesh.size)]
+    threads = [threading.Thread(target=main, args=(r,), name=f"rank{r}") for r in range(mesh.world_size)]
     for t in threads:
         t.start()
     for t in threads:

@@ -120,7 +120,7 @@ class Forking(ForkServer):
 
     def _serve(self, place: Assignment, control: socket.socket, parent: int) -> None:
         self._control.close()
-        os.environ.update(place.unset(os.environ) | {"OMP_NUM_THREADS": "1"})
+        os.environ.update(place.unset_defaults(os.environ) | {"OMP_NUM_THREADS": "1"})
         fork_server.main(control.detach(), parent, place.worker.partition(":")[0])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from platform.monitor import JsonLines, MetricsLog, events, goodput
+from platform.monitor import JsonLines, MetricsLog, compute_goodput, events
 
 
 class Watched:
@@ -15,7 +15,7 @@ class Watched:
 
     def rows(self) -> list[dict]:
         path = self.path / "metrics.jsonl"
-        return MetricsLog.read(path) if path.exists() else []
+        return MetricsLog.read_rows(path) if path.exists() else []
 
     @property
     def step(self) -> int:
@@ -26,7 +26,9 @@ class Watched:
         return [(row["step"], row["samples"], row["loss"], row["grad_norm"]) for row in self.rows()]
 
     def ends(self) -> list[int]:
-        return [line["status"] for line in JsonLines.read(self.path / "drivers.jsonl") if line["event"] == "ended"]
+        return [
+            line["status"] for line in JsonLines.read_objects(self.path / "drivers.jsonl") if line["event"] == "ended"
+        ]
 
     def cost(self) -> events.Goodput:
-        return goodput(events.read(self.path / "journal.jsonl"))
+        return compute_goodput(events.read_events(self.path / "journal.jsonl"))

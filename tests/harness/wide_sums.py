@@ -11,9 +11,9 @@ from torch import Tensor
 
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
-from platform.runtime.flat_buffers import bucket_of
-from platform.runtime.products import local_einsum
-from platform.runtime.statistics import add_computed
+from platform.runtime.flat_buffers import find_bucket_of_leaf
+from platform.runtime.products import local_einsum_function
+from platform.runtime.statistics import add_computed_gradient
 from platform.train.rank_parameters import DTYPES
 from tests.harness.oracle import configure, trainer_of
 
@@ -46,7 +46,7 @@ def errors(device: str, precision: str, microbatches: int) -> tuple[float, float
     plan = make_plan(c := configure(precision=precision, layers=1))
     trainer = trainer_of(c, plan, SingleRank(plan.mesh, device))
     name, w = next((n, w) for n, w in trainer.weights.compute.items() if n.endswith("up"))
-    found = bucket_of(w)
+    found = find_bucket_of_leaf(w)
     assert found
     rows, columns = w.shape
     dims = ("token", "row"), ("token", "column"), ("row", "column")
@@ -56,10 +56,10 @@ def errors(device: str, precision: str, microbatches: int) -> tuple[float, float
     for _ in range(microbatches):
         x, y = (torch.randn(TOKENS, n, generator=draw, device=device).add_(0.5) for n in (rows, columns))
         x, y = x.to(w.dtype), y.to(w.dtype)
-        add_computed(w, partial(local_einsum(*dims), x, y, None))
-        found[0].passed()
+        add_computed_gradient(w, partial(local_einsum_function(*dims), x, y, None))
+        found[0].end_backward_pass()
         exact += x.double().t() @ y.double()
         narrow += x.t() @ y
-    summed = found[0].gradients()[name]
+    summed = found[0].gradient_sums()[name]
     assert summed.dtype == DTYPES[precision][1]
     return tuple(float((x.double() - exact).norm() / exact.norm()) for x in (summed, narrow))

@@ -119,7 +119,7 @@ def launch_refused(composers, tmp_path, monkeypatch):
         typed = [f"+{a}" if a.startswith("experiment=") else a for a in arguments]
         typed = typed if chosen else ["+experiment=gpt_quick", *typed]
         try:
-            launch._planned(Namespace(config_dir=None, overrides=typed, multirun=False), Phases())
+            launch._plan_jobs(Namespace(config_dir=None, overrides=typed, multirun=False), Phases())
         except ConfigError as error:
             assert not any(map(ONE_OF_MANY.search, error.violations)), error.violations
             return error.violations

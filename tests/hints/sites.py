@@ -43,7 +43,7 @@ def _sites_of(path: Path) -> Iterator[Site]:
     tree = ast.parse(path.read_text())
     inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "violation" and len(node.args) > 3:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "format_violation" and len(node.args) > 3:
             what = f"{ast.unparse(node.args[0])}: {ast.unparse(node.args[2])}"
             yield Site(_short(name, what), str(path), node.lineno, node.end_lineno or node.lineno)
         elif (
@@ -70,7 +70,7 @@ def _text(node: ast.JoinedStr | ast.Constant) -> str:
 def reached() -> Iterator[set[tuple[str, int]]]:
     """Collect (file, line) of every call of `violation`, wherever it was imported, in the block."""
     found: set[tuple[str, int]] = set()
-    original = refusals.violation
+    original = refusals.format_violation
 
     def recorded(*given: Any, **named: Any) -> str:
         frame: FrameType | None = sys._getframe(1)
@@ -82,8 +82,8 @@ def reached() -> Iterator[set[tuple[str, int]]]:
         return original(*given, **named)
 
     modules = [refusals, *(m for name, m in list(sys.modules.items()) if name.startswith("platform."))]
-    holders = [m for m in modules if isinstance(m, ModuleType) and vars(m).get("violation") is original]
-    patches = [mock.patch.object(module, "violation", recorded) for module in holders]
+    holders = [m for m in modules if isinstance(m, ModuleType) and vars(m).get("format_violation") is original]
+    patches = [mock.patch.object(module, "format_violation", recorded) for module in holders]
     try:
         for patch in patches:
             patch.start()
@@ -92,7 +92,7 @@ def reached() -> Iterator[set[tuple[str, int]]]:
         for patch in patches:
             patch.stop()
         for module in list(sys.modules.values()):  # imported in the block
-            if isinstance(module, ModuleType) and vars(module).get("violation") is recorded:
+            if isinstance(module, ModuleType) and vars(module).get("format_violation") is recorded:
                 module.violation = original  # type: ignore[attr-defined]
 
 

@@ -67,11 +67,6 @@ RECORDS = PACKAGE / "monitor" / "events.py"  # named like what they record: even
 # Functions that do the same in two rooms: a reader who knows the one knows the other.
 SAME = {
     "main": "the entry point of a command",
-    "compose": "api and launch: a configuration from overrides",
-    "run": "api and driver: a run from a configuration",
-    "read": "plain data into a declared shape",
-    "summary": "a text for people of what a file holds",
-    "key": "what identifies a value: a field of the configuration, a stream of random numbers",
 }
 
 

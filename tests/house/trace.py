@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 POINTS, FOLDER = "TRACED_POINTS", "TRACED_FOLDER"  # environment of a traced run: points, and where moments are noted
-CREW = "platform/cluster/crew/remote_crew.py:RemoteCrew.call"  # a driver's call of all workers
-HOST = "platform/cluster/crew/worker_host.py:_Host.run"  # reads it in a worker
+CREW = "platform/cluster/crew/remote_crew.py:RemoteCrew.call_ranks"  # a driver's call of all workers
+HOST = "platform/cluster/crew/worker_host.py:_Host.serve_calls"  # reads it in a worker
 
 
 class Call(NamedTuple):

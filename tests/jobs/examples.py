@@ -6,12 +6,12 @@ import shlex
 from functools import cache
 from pathlib import Path
 
-from platform.jobs.kubernetes import kubernetes_claim, kubernetes_job
-from platform.jobs.slurm import slurm_job
+from platform.jobs.kubernetes import render_kubernetes_claim, render_kubernetes_job
+from platform.jobs.slurm import render_slurm_job
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = ROOT / "jobs"
-WRITE = {"kubernetes": kubernetes_job, "slurm": slurm_job}
+WRITE = {"kubernetes": render_kubernetes_job, "slurm": render_slurm_job}
 
 DATA = "data=text data.path=/shared/corpus checkpoint.url=/shared/checkpoints/"
 POD = " job.image=elastic-platform:0.1.0 job.claim=shared"
@@ -38,7 +38,7 @@ CLAIM = "kubernetes/gpt175b/claim-shared.yaml"
 
 def written_claim() -> str:
     """Return the claim that the command of GPT-3's manifest writes beside it."""
-    _, text, _ = kubernetes_claim(shlex.split(EXAMPLES["kubernetes/gpt175b/job.yaml"]))
+    _, text, _ = render_kubernetes_claim(shlex.split(EXAMPLES["kubernetes/gpt175b/job.yaml"]))
     return text
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.jobs.__main__ import main
-from platform.jobs.kubernetes import kubernetes_job
-from platform.launch import compose
+from platform.jobs.kubernetes import render_kubernetes_job
+from platform.launch import compose_config
 from tests.harness.indexed_job import IndexedJob
 from tests.jobs.examples import JOBS
 from tests.jobs.test_kubernetes import CHECK, POD, WITHOUT_RAY, documents
@@ -63,7 +63,7 @@ def test_the_pods_are_one_per_node_of_the_plan_and_find_each_other():
     spec, pod = job["spec"], job["spec"]["template"]
     here = IndexedJob(job, Path("/tmp"))
     words = here.command(1)
-    config = compose(words[words.index("--run") + 1 :])
+    config = compose_config(words[words.index("--run") + 1 :])
     assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"] == 2
     workers = int(pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
     assert config.parallel.data == spec["completions"] * workers == 16
@@ -89,14 +89,14 @@ def test_a_pod_that_is_taken_away_costs_nothing_and_what_no_other_pod_would_chan
     pod = job["spec"]["template"]["spec"]
     assert pod["restartPolicy"] == "Never" and job["spec"]["backoffLimit"] >= 10
     drain = int(next(word for word in here.command(0) if word.startswith("--drain=")).partition("=")[2])
-    margin = compose(here.command(0)[here.command(0).index("--run") + 1 :]).run.time_margin
+    margin = compose_config(here.command(0)[here.command(0).index("--run") + 1 :]).run.time_margin
     assert pod["terminationGracePeriodSeconds"] >= drain + 30 and drain >= margin
 
 
 def test_no_word_is_changed_on_its_way():
     """Kubernetes would fill in $(NAME), and take one $ of two."""
     for word in ("model.vocab=${oc.decode:'50257'}", "run.dir='/shared/$(JOB_UID)$$x'"):
-        job, *_ = parts(kubernetes_job([*TORCHRUN, word]))
+        job, *_ = parts(render_kubernetes_job([*TORCHRUN, word]))
         assert word in IndexedJob(job, Path("/tmp")).command(0)
 
 
@@ -104,7 +104,7 @@ def test_options():
     more = (
         "job.topology=example.com/rack job.pull_secrets=[mine] job.owner=0a1b2c3d job.time=2:00:00 job.secrets=[A=b/c]"
     )
-    job, service, policy = parts(kubernetes_job([*TORCHRUN, *more.split(), "monitor=wandb", "job.retries=3"]))
+    job, service, policy = parts(render_kubernetes_job([*TORCHRUN, *more.split(), "monitor=wandb", "job.retries=3"]))
     pod = job["spec"]["template"]["spec"]
     for document in (job, service, policy):
         CHECK.validate(document)
@@ -131,7 +131,7 @@ def test_options():
 )
 def test_what_torchrun_cannot_have_is_refused(typed, line):
     with pytest.raises(ConfigError, match=line):
-        kubernetes_job([*TORCHRUN, *typed])
+        render_kubernetes_job([*TORCHRUN, *typed])
 
 
 def test_the_command_line_of_a_pod(capsys):

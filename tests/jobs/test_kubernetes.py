@@ -16,8 +16,8 @@ import yaml
 
 from platform.boundary.refusals import ConfigError
 from platform.jobs.__main__ import main
-from platform.jobs.kubernetes import kubernetes_job
-from platform.launch import compose
+from platform.jobs.kubernetes import render_kubernetes_job
+from platform.launch import compose_config
 from tests.jobs.examples import CLAIM, EXAMPLES, JOBS, written, written_claim
 
 SCHEMA = yaml.safe_load((Path(__file__).parent / "kubernetes.schema.yaml").read_text())
@@ -136,7 +136,7 @@ def test_the_check_sees_usual_mistakes(damage):
 def test_the_entrypoint_composes_and_fills_the_pods(name):
     job = job_of(name)
     told, words = arguments(job)
-    config, (_, workers) = compose(words), cluster_of(job)
+    config, (_, workers) = compose_config(words), cluster_of(job)
     limits = pods(job)[1]["containers"][0]["resources"]["limits"]
     size = int(limits.get("nvidia.com/gpu", limits["cpu"]))
     world = config.parallel.data * math.prod(config.tensor.axes.values()) * config.pipeline.stages
@@ -153,18 +153,18 @@ def test_a_large_job_starts_with_fewer_nodes_and_asks_for_more():
     cluster, workers = cluster_of(job_of("kubernetes/gpt175b/job.yaml"))
     assert workers["minReplicas"] < workers["maxReplicas"] and cluster["enableInTreeAutoscaling"]
     assert cluster["autoscalerOptions"]["version"] == "v2"
-    config = compose(arguments(job_of("kubernetes/gpt175b/job.yaml"))[1])
+    config = compose_config(arguments(job_of("kubernetes/gpt175b/job.yaml"))[1])
     assert config.cluster.autoscale and config.cluster.device == "cuda"  # the run asks for the others
     check, workers = cluster_of(job_of("kubernetes/kind/job.yaml"))
     assert workers["minReplicas"] == workers["maxReplicas"] == 2 and not check["enableInTreeAutoscaling"]
-    assert not compose(arguments(job_of("kubernetes/kind/job.yaml"))[1]).cluster.autoscale
+    assert not compose_config(arguments(job_of("kubernetes/kind/job.yaml"))[1]).cluster.autoscale
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_a_retry_finds_the_run(name):
     """The run directory is named (not hashed or drawn) and lies on the claim, which every pod mounts."""
     job = job_of(name)
-    config = compose(arguments(job)[1])
+    config = compose_config(arguments(job)[1])
     assert job["spec"]["backoffLimit"] > 0
     assert job["spec"]["submitterConfig"]["backoffLimit"] >= 2  # one is evicted: the next follows the same Ray job
     for pod in pods(job):
@@ -178,7 +178,7 @@ def test_a_retry_finds_the_run(name):
 def test_pods_are_guaranteed_private_and_have_time_to_save(name):
     job = job_of(name)
     cluster, _ = cluster_of(job)
-    margin = compose(arguments(job)[1]).run.time_margin
+    margin = compose_config(arguments(job)[1]).run.time_margin
     assert cluster["authOptions"] == {"mode": "token"}
     assert cluster["headGroupSpec"]["rayStartParams"].items() >= {("num-cpus", "0"), ("num-gpus", "0")}
     for pod in [*pods(job), job["spec"]["submitterPodTemplate"]["spec"]]:
@@ -214,20 +214,20 @@ def test_what_protects_the_job_selects_its_pods(name):
 
 
 def test_a_time_limit_drains_before_anybody_kills():
-    plain, limited = rayjob(kubernetes_job(POD)), rayjob(kubernetes_job([*POD, "job.time=2:00:00"]))
+    plain, limited = rayjob(render_kubernetes_job(POD)), rayjob(render_kubernetes_job([*POD, "job.time=2:00:00"]))
     assert "activeDeadlineSeconds" not in plain["spec"] and not any("limit" in word for word in arguments(plain)[0])
     assert "--time-limit=7200" in arguments(limited)[0]
     assert "activeDeadlineSeconds" not in limited["spec"]  # which counts a queue too, however long it is
-    both = rayjob(kubernetes_job([*POD, "job.time=2:00:00", "job.wait=1:00:00"]))
+    both = rayjob(render_kubernetes_job([*POD, "job.time=2:00:00", "job.wait=1:00:00"]))
     assert both["spec"]["activeDeadlineSeconds"] > 7200 + 3600
 
 
 def test_waiting_for_nodes_is_for_ever_unless_a_key_says_otherwise():
     """A deadline that is over costs a retry, and the place in the queue."""
-    assert "preRunningDeadlineSeconds" not in rayjob(kubernetes_job(POD))["spec"]
-    assert rayjob(kubernetes_job([*POD, "job.wait=1:00:00"]))["spec"]["preRunningDeadlineSeconds"] == 3600
+    assert "preRunningDeadlineSeconds" not in rayjob(render_kubernetes_job(POD))["spec"]
+    assert rayjob(render_kubernetes_job([*POD, "job.wait=1:00:00"]))["spec"]["preRunningDeadlineSeconds"] == 3600
     with pytest.raises(ConfigError, match=r"job\.wait=soon: must be H:MM:SS"):
-        kubernetes_job([*POD, "job.wait=soon"])
+        render_kubernetes_job([*POD, "job.wait=soon"])
 
 
 def test_every_container_is_confined():
@@ -252,7 +252,7 @@ def test_who_asks_kubernetes_is_the_autoscaler_alone():
 def test_where_pods_go_and_who_they_are():
     more = "job.head_select=[pool=system] job.head_tolerate=[system=true] job.topology=example.com/rack"
     more += " job.pull_secrets=[mine,other] job.service_account=trainer job.owner=0a1b2c3d-0000-4000-8000-000000000001"
-    text = kubernetes_job([*POD, *more.split()])
+    text = render_kubernetes_job([*POD, *more.split()])
     for document in documents(text):
         CHECK.validate(document)
         if document["kind"] != "RayJob":
@@ -279,7 +279,7 @@ def test_where_pods_go_and_who_they_are():
 def test_ray_s_logs_are_kept_when_a_pod_ends(name):
     """Beside Ray in every pod of it, until Ray has ended: what copies the end of its logs to the run directory."""
     job = job_of(name)
-    run_dir = compose(arguments(job)[1]).run.dir
+    run_dir = compose_config(arguments(job)[1]).run.dir
     for pod in pods(job):
         [keeper] = pod["initContainers"]
         assert keeper["restartPolicy"] == "Always"  # of Kubernetes 1.29: it ends when the others have
@@ -315,7 +315,7 @@ def test_kuberay_s_own_definitions_see_mistakes(damage, release):
 def test_options():
     more = "job.priority=high job.select=gpu=h100 job.tolerate=[pool=ml,x]"
     more += " job.user=7 job.interface=ens5 job.cpus=6 job.memory=48 job.retries=2"
-    text = kubernetes_job([*POD, *more.split()])
+    text = render_kubernetes_job([*POD, *more.split()])
     for document in documents(text):
         CHECK.validate(document)
     job = rayjob(text)
@@ -333,23 +333,23 @@ def variables(pod):
 
 
 def test_wandb_s_key_is_a_secret_of_the_cluster_s():
-    head, _ = pods(rayjob(kubernetes_job([*POD, "monitor=wandb"])))
+    head, _ = pods(rayjob(render_kubernetes_job([*POD, "monitor=wandb"])))
     secret = {"name": "wandb", "key": "api-key", "optional": True}
     assert variables(head)["WANDB_API_KEY"] == {"valueFrom": {"secretKeyRef": secret}}
-    assert "WANDB_API_KEY" not in variables(pods(rayjob(kubernetes_job(POD)))[0])
+    assert "WANDB_API_KEY" not in variables(pods(rayjob(render_kubernetes_job(POD)))[0])
 
 
 def test_other_services_addresses_and_tokens_are_secrets_too_and_never_values(monkeypatch):
     names = ("WANDB_API_KEY", "MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_TOKEN", "TRACKIO_SPACE_ID", "HF_TOKEN")
     for name in names:
         monkeypatch.setenv(name, "0123456789abcdef" * 3)
-    text = kubernetes_job([*POD, "monitor=[wandb,mlflow,trackio]", "job.secrets=[HF_TOKEN=mine/hub]"])
+    text = render_kubernetes_job([*POD, "monitor=[wandb,mlflow,trackio]", "job.secrets=[HF_TOKEN=mine/hub]"])
     found = variables(pods(rayjob(text))[0])
     secrets = {name: found[name]["valueFrom"]["secretKeyRef"] for name in names}
     token = {"name": "mlflow", "key": "token", "optional": True}
     assert secrets["MLFLOW_TRACKING_TOKEN"] == token and secrets["TRACKIO_SPACE_ID"]["name"] == "trackio"
     assert secrets["HF_TOKEN"] == {"name": "mine", "key": "hub"} and "0123456789abcdef" not in text
-    assert not {*names} & variables(pods(rayjob(kubernetes_job(POD)))[0]).keys()
+    assert not {*names} & variables(pods(rayjob(render_kubernetes_job(POD)))[0]).keys()
     assert {*names} & variables(pods(rayjob(text))[1]).keys() == {"HF_TOKEN"}  # workers send nothing, but read for you
 
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from platform.jobs.__main__ import main
-from platform.jobs.job_state import keep_ray_logs, log_lines, status_lines
+from platform.jobs.job_state import describe_status, keep_ray_logs, read_log_lines
 from platform.monitor import Journal, events
 
 START = {"world_size": 2, "cluster": "ray", "device": "cpu"}
@@ -50,7 +50,7 @@ DRIVERS = [
 def test_lives_state_step_and_the_last_failure(tmp_path):
     run = written(tmp_path / "run", LIVES, DRIVERS)
     (run / "driver.lock").write_text(f"process {os.getpid()} on {socket.gethostname()}")
-    text = "\n".join(status_lines(run))
+    text = "\n".join(describe_status(run))
     assert f"state: running, as it has no end: process {os.getpid()} on {socket.gethostname()}" in text
     assert "step: 7; newest checkpoint: 6 (step-6)" in text and "lives: 2" in text
     assert "to step 7  no end, 2 nodes, 1 failure" in text and "to step 7  no end, other code: ba9876543210" in text
@@ -75,7 +75,7 @@ def test_lives_state_step_and_the_last_failure(tmp_path):
 def test_states(tmp_path, more, drivers, said):
     run = written(tmp_path / "run", [*LIVES, *more], drivers)
     (run / "driver.lock").write_text(f"process 999999999 on {socket.gethostname()}")
-    assert f"state: {said}" in "\n".join(status_lines(run))
+    assert f"state: {said}" in "\n".join(describe_status(run))
 
 
 def test_a_starting_driver_is_not_disturbed(tmp_path):
@@ -83,7 +83,7 @@ def test_a_starting_driver_is_not_disturbed(tmp_path):
     run = written(tmp_path / "run", LIVES, DRIVERS)
     (run / "driver.lock").write_text("process 1 on elsewhere")
     before = (run / "driver.lock").stat().st_mtime_ns, sorted(p.name for p in run.iterdir())
-    list(status_lines(run))
+    list(describe_status(run))
     assert before == ((run / "driver.lock").stat().st_mtime_ns, sorted(p.name for p in run.iterdir()))
 
 
@@ -110,7 +110,7 @@ def test_the_ends_of_logs(tmp_path, capsys):
         f"==> {tmp_path}/logs/{name}.log <==" for name in ("driver", "worker-3")
     ]
     assert said[1:3] == ["driver  [31m28", "driver  [31m29"] and "\x1b" not in "".join(said)
-    assert len(list(log_lines(tmp_path, "worker-3", 5))) == 7
+    assert len(list(read_log_lines(tmp_path, "worker-3", 5))) == 7
     assert main(["logs", str(tmp_path), "worker-9"]) == 2
     assert "nearest legal: driver.log, worker-3.log" in capsys.readouterr().err
 
@@ -133,7 +133,7 @@ def test_ray_s_logs_are_kept_when_a_pod_is_told_to_end(tmp_path):
     logs = tmp_path / "tmp" / "ray" / "session_latest" / "logs"
     logs.mkdir(parents=True)
     code = "from pathlib import Path; from platform.jobs import job_state as logs; import sys;"
-    code += " logs._RAY_PARENT = sys.argv[1]; print('there', flush=True); logs.keep_at_the_end(Path(sys.argv[2]))"
+    code += " logs._RAY_PARENT = sys.argv[1]; print('there', flush=True); logs.keep_logs_at_end(Path(sys.argv[2]))"
     command = [sys.executable, "-c", code, str(tmp_path / "tmp"), str(tmp_path / "run")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as keeper:
         assert keeper.stdout.readline() == "there\n"

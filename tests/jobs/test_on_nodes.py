@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from platform.jobs.kubernetes import kubernetes_job
-from platform.jobs.slurm import slurm_job
+from platform.jobs.kubernetes import render_kubernetes_job
+from platform.jobs.slurm import render_slurm_job
 from tests.harness.commands import QUICK, SMALL, command
 from tests.harness.process_tree import descendants, gone
 from tests.harness.ray_machines import private_cluster
@@ -65,7 +65,7 @@ def test_a_slurm_job_is_requeued_and_survives_its_driver_its_head_and_its_nodes(
     the first node is lost, requeued by Slurm; done."""
     run = Watched(tmp_path / "run")
     typed = [*RUN, *TWO, "checkpoint.url=run/checkpoints", "run.dir=run", "job.interface=lo"]
-    job = SlurmJob(tmp_path, slurm_job(typed), ["node1", "node2"], **SLOW)
+    job = SlurmJob(tmp_path, render_slurm_job(typed), ["node1", "node2"], **SLOW)
 
     def steps(count: int, process: subprocess.Popen[bytes]) -> None:
         last = run.step + count
@@ -98,7 +98,7 @@ def test_a_slurm_job_is_requeued_and_survives_its_driver_its_head_and_its_nodes(
         job.end(process)
         assert gone(inside, seconds=30)
     last = run.step + 4
-    (tmp_path / "job.sbatch").write_text(slurm_job([*typed, f"train.stop_at={last}"]))
+    (tmp_path / "job.sbatch").write_text(render_slurm_job([*typed, f"train.stop_at={last}"]))
     with job.started() as process:
         assert process.wait(LIMIT) == 0, job.out()
     statuses = run.ends()
@@ -110,7 +110,7 @@ def test_a_slurm_job_is_requeued_and_survives_its_driver_its_head_and_its_nodes(
 
 
 def entrypoint(*typed: str, mount: Path) -> str:
-    text = kubernetes_job([*RUN, *TWO, *typed, "job.image=i", "job.claim=c", f"job.mount={mount}"])
+    text = render_kubernetes_job([*RUN, *TWO, *typed, "job.image=i", "job.claim=c", f"job.mount={mount}"])
     [job] = [document for document in yaml.safe_load_all(text) if document["kind"] == "RayJob"]
     return job["spec"]["entrypoint"]
 
@@ -156,7 +156,7 @@ def test_a_check_of_two_nodes_tells_what_it_has_proven(tmp_path):
     typed = "+experiment=cluster_check job.nodes=2 job.workers=1 cluster.device=cpu job.interface=lo run.dir=run"
     small = [*SMALL, "checkpoint.url=run/checkpoints", "train.steps=60", "optimizer.warmup_steps=10"]
     job = SlurmJob(
-        tmp_path, slurm_job([*shlex.split(typed), *small, "checkpoint.every=20"]), ["node1", "node2"], **SLOW
+        tmp_path, render_slurm_job([*shlex.split(typed), *small, "checkpoint.every=20"]), ["node1", "node2"], **SLOW
     )
     with job.started() as process:
         assert process.wait(LIMIT) == 0, job.out()

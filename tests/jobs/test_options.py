@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.config.key import hms, job_seconds
+from platform.config.key import format_hms, parse_job_limit
 from platform.jobs.__main__ import main
-from platform.jobs.job_options import JobOptions, KubernetesOptions, SlurmOptions, options_page, take_options
-from platform.jobs.kubernetes import kubernetes_job
-from platform.jobs.slurm import slurm_job
+from platform.jobs.job_options import JobOptions, KubernetesOptions, SlurmOptions, list_option_rows, take_options
+from platform.jobs.kubernetes import render_kubernetes_job
+from platform.jobs.slurm import render_slurm_job
 
 ONE = ["+experiment=one_gpu"]
 GIVEN = [*ONE, "data=text", "data.path=/shared/corpus", "checkpoint.url=/shared/checkpoints/a"]
@@ -49,42 +49,42 @@ def test_a_mistake_is_one_line_with_the_nearest_legal_values(typed, line):
 
 
 def test_what_must_be_given_is_asked_for_in_a_line_each():
-    lines = refused(kubernetes_job, *ONE)
+    lines = refused(render_kubernetes_job, *ONE)
     assert lines[0] == "data.path=: must be given; nearest legal: data=text data.path=/shared/corpus"
     keys = ["data.path", "checkpoint.url", "job.image", "job.claim"]
     assert [line.partition(";")[0] for line in lines] == [f"{key}=: must be given" for key in keys]
-    assert [line.partition("=")[0] for line in refused(slurm_job, *ONE)] == ["data.path", "checkpoint.url"]
-    lines = refused(slurm_job, "+experiment=cluster_check", "checkpoint.url=/a/b")
+    assert [line.partition("=")[0] for line in refused(render_slurm_job, *ONE)] == ["data.path", "checkpoint.url"]
+    lines = refused(render_slurm_job, "+experiment=cluster_check", "checkpoint.url=/a/b")
     assert lines == ["job.nodes=: must be given; nearest legal: job.nodes=2"]
-    [line] = refused(slurm_job, *GIVEN, "job.runtime=pyxis")
+    [line] = refused(render_slurm_job, *GIVEN, "job.runtime=pyxis")
     assert line.startswith("job.image=: must be given")
 
 
 def test_the_demonstration_text_must_be_named_to_count_as_data():
-    assert "data=stdlib" in slurm_job([*ONE, "data=stdlib", "checkpoint.url=/a/b"])
+    assert "data=stdlib" in render_slurm_job([*ONE, "data=stdlib", "checkpoint.url=/a/b"])
 
 
 def test_all_mistakes_come_at_once():
-    assert len(refused(slurm_job, *ONE, "job.retries=-1", "model.layerz=3", "train.steps=0")) == 3
+    assert len(refused(render_slurm_job, *ONE, "job.retries=-1", "model.layerz=3", "train.steps=0")) == 3
 
 
 def test_paths_lie_on_the_claim():
-    lines = refused(kubernetes_job, *ONE, "data=text", "data.path=/home/me", "checkpoint.url=/tmp/a", *POD)
+    lines = refused(render_kubernetes_job, *ONE, "data=text", "data.path=/home/me", "checkpoint.url=/tmp/a", *POD)
     assert [line.partition(":")[0] for line in lines] == ["data.path=/home/me", "checkpoint.url=/tmp/a"]
-    assert "s3://bucket/a" in kubernetes_job([*ONE, "data=stdlib", "checkpoint.url=s3://bucket/a", *POD])
+    assert "s3://bucket/a" in render_kubernetes_job([*ONE, "data=stdlib", "checkpoint.url=s3://bucket/a", *POD])
 
 
 def test_a_plan_that_does_not_fit_its_gpus_is_refused():
-    [line] = refused(slurm_job, *GIVEN, "model=gpt3_2_7b")
+    [line] = refused(render_slurm_job, *GIVEN, "model=gpt3_2_7b")
     assert line.startswith("cluster.memory=refuse: a worker needs ") and "A10 has 24 GB" in line
 
 
 def test_no_secret_gets_into_a_file(monkeypatch):
-    [line] = refused(kubernetes_job, *ONE, "data=stdlib", "checkpoint.url=s3://me:hushhush@host/b", *POD)
+    [line] = refused(render_kubernetes_job, *ONE, "data=stdlib", "checkpoint.url=s3://me:hushhush@host/b", *POD)
     assert line.startswith("checkpoint.url=***: a secret") and "hushhush" not in line
     monkeypatch.setenv("S3_KEY", "hushhush")
     reference = "checkpoint.url=s3://me:${oc.env:S3_KEY}@host/b"
-    text = kubernetes_job([*ONE, "data=stdlib", reference, *POD, "job.secrets=[S3_KEY=s3/key]"])
+    text = render_kubernetes_job([*ONE, "data=stdlib", reference, *POD, "job.secrets=[S3_KEY=s3/key]"])
     assert "hushhush" not in text and "${oc.env:S3_KEY}" in text
     assert text.count("{name: S3_KEY, valueFrom: {secretKeyRef: {name: s3, key: key}}}") == 2
 
@@ -111,7 +111,7 @@ def test_a_job_is_written_and_supervised_without_torch_and_ray():
 )
 def test_the_page_lists_every_key(name, options):
     page = (Path(__file__).parents[2] / "docs" / name).read_text()
-    rows = list(options_page(options))
+    rows = list(list_option_rows(options))
     assert "| key | default | meaning |\n|---|---|---|\n" + "\n".join(rows) + "\n" in page
     assert len(rows) > 5
 
@@ -131,7 +131,7 @@ def test_a_supervisor_is_told_numbers(flag, value, capsys):
     [("90", 5400), ("1:30", 90), ("1:30:00", 5400), ("2-0", 172800), ("1-2:03", 93780), ("1-02:03:04", 93784)],
 )
 def test_a_time_limit_is_what_slurm_takes_it_for(limit, seconds):
-    assert job_seconds(limit) == seconds and job_seconds(hms(seconds)) == seconds
+    assert parse_job_limit(limit) == seconds and parse_job_limit(format_hms(seconds)) == seconds
     assert not take_options(KubernetesOptions, [f"job.time={limit}"])[2]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from platform.jobs.kubernetes import kubernetes_job
+from platform.jobs.kubernetes import render_kubernetes_job
 from platform.monitor import JsonLines
 from tests.harness.commands import QUICK, SMALL, command
 from tests.harness.indexed_job import IndexedJob
@@ -25,7 +25,7 @@ def indexed_job(folder: Path, *typed: str, **environment: str) -> IndexedJob:
     mount = folder / "shared"
     mount.mkdir()
     own = [f"checkpoint.url={mount}/checkpoints", f"job.mount={mount}", "job.image=i", "job.claim=c"]
-    text = kubernetes_job([*RUN, *own, "job.launcher=torchrun", *typed])
+    text = render_kubernetes_job([*RUN, *own, "job.launcher=torchrun", *typed])
     [job] = [document for document in yaml.safe_load_all(text) if document["kind"] == "Job"]
     return IndexedJob(job, folder, PYTHONPATH=os.environ["PYTHONPATH"], **environment)
 
@@ -48,7 +48,7 @@ def test_a_pod_that_is_killed_comes_back_and_the_run_ends_with_all_its_steps(tmp
         job.end()
     assert job.statuses == {0: [0], 1: [137, 0]} and not job.failed, job.said()
     assert run.step == 40 and [row["step"] for row in run.rows()] == list(range(1, 41))
-    ends = [line["status"] for line in JsonLines.read(run.path / "drivers.jsonl") if line["event"] == "ended"]
+    ends = [line["status"] for line in JsonLines.read_objects(run.path / "drivers.jsonl") if line["event"] == "ended"]
     assert ends == [75, 0]
     assert "pod 1 is there again: the run saves, and goes on with all pods" in job.said()
     alone = [word for word in RUN if not word.startswith(("job.", "parallel."))]

@@ -16,7 +16,15 @@ import pytest
 from platform.boundary.refusals import ConfigError
 from platform.cluster.crew import leftovers
 from platform.jobs import ray_node
-from platform.jobs.ray_node import HEAD, NodeOptions, RayNode, drain_command, ray_command, ray_environment, run_head
+from platform.jobs.ray_node import (
+    HEAD,
+    NodeOptions,
+    RayNode,
+    build_drain_command,
+    build_ray_command,
+    build_ray_environment,
+    run_head,
+)
 from platform.jobs.supervisor import Supervision
 from tests.harness.process_tree import gone, parents
 
@@ -42,8 +50,10 @@ def node(tmp_path, monkeypatch):
     """Options of a node on loopback, whose `ray start` is the stand-in; its calls are in `calls`."""
     (tmp_path / "ray.py").write_text(RAY)
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
-    known = ray_node.ray_command
-    monkeypatch.setattr(ray_node, "ray_command", lambda *a: [sys.executable, str(tmp_path / "ray.py"), *known(*a)[3:]])
+    known = ray_node.build_ray_command
+    monkeypatch.setattr(
+        ray_node, "build_ray_command", lambda *a: [sys.executable, str(tmp_path / "ray.py"), *known(*a)[3:]]
+    )
     return NodeOptions(tmp_path / "shared", interface="lo")
 
 
@@ -55,11 +65,11 @@ def calls(tmp_path):
 def test_the_command(monkeypatch):
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "16")
     options = NodeOptions(Path("shared"))
-    follower = ray_command("10.0.0.2", options, "/tmp/ray-x", "10.0.0.1:7001", 0, 8)
+    follower = build_ray_command("10.0.0.2", options, "/tmp/ray-x", "10.0.0.1:7001", 0, 8)
     assert follower[:5] == [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
     assert {"--address=10.0.0.1:7001", "--num-gpus=8", "--num-cpus=16", "--temp-dir=/tmp/ray-x/ray"} <= {*follower}
     assert not any(word.startswith(("--head", "--port")) for word in follower)
-    head = ray_command("127.0.0.1", options, "/tmp/ray-x", "", 7001, 0)
+    head = build_ray_command("127.0.0.1", options, "/tmp/ray-x", "", 7001, 0)
     assert {"--head", "--port=7001", "--node-ip-address=127.0.0.1"} <= {*head}
     ports = {word.partition("=")[0]: word.partition("=")[2] for word in head if "port=" in word}
     assert {"6379", "10001", "8265"}.isdisjoint(ports.values())  # Ray's usual ones: another job may have them
@@ -68,42 +78,42 @@ def test_the_command(monkeypatch):
 def test_ray_s_own_command_takes_it(monkeypatch):
     scripts = pytest.importorskip("ray.scripts.scripts")
     for head in ("", "127.0.0.1:7001"):
-        command = ray_command("127.0.0.1", NodeOptions(Path("shared")), "/tmp/ray-x", head, 7001, 0)
+        command = build_ray_command("127.0.0.1", NodeOptions(Path("shared")), "/tmp/ray-x", head, 7001, 0)
         scripts.cli.commands["start"].make_context("start", command[4:])
-    scripts.cli.commands["drain-node"].make_context("drain-node", drain_command("127.0.0.1:7001", "ab", 60)[4:])
+    scripts.cli.commands["drain-node"].make_context("drain-node", build_drain_command("127.0.0.1:7001", "ab", 60)[4:])
 
 
 def test_collectives_use_the_interface_of_the_address_unless_told_otherwise():
-    found = ray_environment("127.0.0.1", {"PATH": "/bin"})
+    found = build_ray_environment("127.0.0.1", {"PATH": "/bin"})
     assert found["NCCL_SOCKET_IFNAME"] == found["GLOO_SOCKET_IFNAME"] == "lo" and found["PATH"] == "/bin"
-    assert ray_environment("127.0.0.1", {"NCCL_SOCKET_IFNAME": "ib0"})["NCCL_SOCKET_IFNAME"] == "ib0"
-    assert "NCCL_SOCKET_IFNAME" not in ray_environment("203.0.113.7", {})
+    assert build_ray_environment("127.0.0.1", {"NCCL_SOCKET_IFNAME": "ib0"})["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert "NCCL_SOCKET_IFNAME" not in build_ray_environment("203.0.113.7", {})
 
 
 def test_all_of_ray_ends_with_the_node_and_its_files(node, tmp_path):
     with RayNode(node) as there:
-        assert not there.runs
-        there.start(port=ray_node.free_port("127.0.0.1"))
+        assert not there.is_running
+        there.start_ray(port=ray_node.find_free_port("127.0.0.1"))
         deadline = time.monotonic() + 30
-        while len(leftovers.marked(there.directory)) < 2 and time.monotonic() < deadline:
+        while len(leftovers.find_marked_processes(there.directory)) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
-        processes, directory = leftovers.marked(there.directory), Path(there.directory)
-        assert there.runs and len(processes) == 2 and directory.stat().st_mode & 0o777 == 0o700
+        processes, directory = leftovers.find_marked_processes(there.directory), Path(there.directory)
+        assert there.is_running and len(processes) == 2 and directory.stat().st_mode & 0o777 == 0o700
     assert gone(processes) and not directory.exists()
 
 
 def test_ray_outlives_a_signal_to_every_process(node):
     """As Slurm may send it: without Ray, nothing could be saved."""
     with RayNode(node) as there:
-        there.start(port=ray_node.free_port("127.0.0.1"))
+        there.start_ray(port=ray_node.find_free_port("127.0.0.1"))
         deadline = time.monotonic() + 30
-        while len(leftovers.marked(there.directory)) < 2 and time.monotonic() < deadline:
+        while len(leftovers.find_marked_processes(there.directory)) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
-        processes = leftovers.marked(there.directory)
+        processes = leftovers.find_marked_processes(there.directory)
         for process in processes:
             os.kill(process, signal.SIGTERM)
         time.sleep(0.2)
-        assert leftovers.marked(there.directory) == processes and there.runs
+        assert leftovers.find_marked_processes(there.directory) == processes and there.is_running
     assert gone(processes)
 
 
@@ -120,16 +130,16 @@ def test_a_head_that_ends_is_started_again_and_says_where_and_why(node, tmp_path
     node = replace(node, run_dir=tmp_path / "run")
     with RayNode(node) as there:
         head = ray_node._Head(there, node)
-        head.start()
-        first = head.environment()["RAY_ADDRESS"]
+        head.start_head()
+        first = head.prepare_environment()["RAY_ADDRESS"]
         assert json.loads((node.shared / HEAD).read_text()) == {"address": first, "run_dir": f"{tmp_path}/run"}
         assert calls(tmp_path)[0][1] == "lo"
         assert (node.shared / HEAD).stat().st_mode & 0o777 == 0o600
         os.kill(calls(tmp_path)[0][2], signal.SIGKILL)
-        while there.runs:
+        while there.is_running:
             time.sleep(0.01)
         Path(there.directory, "ray.out").write_text("raylet died: no space left\n")
-        second = head.environment()["RAY_ADDRESS"]
+        second = head.prepare_environment()["RAY_ADDRESS"]
         assert second != first and json.loads((node.shared / HEAD).read_text())["address"] == second
     host, said = socket.gethostname(), capfd.readouterr()
     assert f"raylet died: no space left\nnode: {host}: Ray's head has ended, as above" in said.err
@@ -142,10 +152,10 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from platform.jobs import ray_node
-known = ray_node.ray_command
-ray_node.ray_command = lambda *a: [sys.executable, {ray!r}, *known(*a)[3:]]
+known = ray_node.build_ray_command
+ray_node.build_ray_command = lambda *a: [sys.executable, {ray!r}, *known(*a)[3:]]
 ray_node._AGAIN_SECONDS = 0.1
-ray_node.drain_command = lambda *what: [sys.executable, "-c", {drain!r}, *map(str, what)]
+ray_node.build_drain_command = lambda *what: [sys.executable, "-c", {drain!r}, *map(str, what)]
 sys.exit(ray_node.run_follower(ray_node.NodeOptions(Path({shared!r}), interface="lo")))
 """
 

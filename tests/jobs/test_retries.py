@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from platform.boundary.schema import Malformed
-from platform.jobs.supervisor import DRIVERS, DriverEnd, read_drivers, spent, verdict
+from platform.jobs.supervisor import DRIVERS, DriverEnd, count_spent_retries, decide_job_status, read_drivers
 
 TERM, USR1, KILL = signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL
 AGAIN = None
@@ -32,15 +32,15 @@ TABLE = [  # end of the driver -> here (Kubernetes), elsewhere (Slurm), a retry?
 
 @pytest.mark.parametrize("end, here, elsewhere, costs", TABLE, ids=str)
 def test_the_rule(end, here, elsewhere, costs):
-    assert verdict(end, 1, 3, False) == here
-    assert verdict(end, 1, 3, True) == elsewhere
-    assert end.costs == costs
+    assert decide_job_status(end, 1, 3, False) == here
+    assert decide_job_status(end, 1, 3, True) == elsewhere
+    assert end.costs_retry == costs
 
 
 @pytest.mark.parametrize("end, here, elsewhere, costs", TABLE, ids=str)
 def test_retries_that_are_spent_end_what_would_go_on(end, here, elsewhere, costs):
-    wanted = 1 if end.lost or (end.status == 75 and end.asked != TERM) else here
-    assert verdict(end, 4, 3, False) == wanted
+    wanted = 1 if end.is_lost or (end.status == 75 and end.asked != TERM) else here
+    assert decide_job_status(end, 4, 3, False) == wanted
 
 
 START, LOST, IDLE, FINE, CLOSED = (
@@ -65,13 +65,13 @@ START, LOST, IDLE, FINE, CLOSED = (
     ],
 )
 def test_what_is_spent_is_read_from_the_run_directory(lines, count):
-    assert spent(lines) == count
+    assert count_spent_retries(lines) == count
 
 
 def test_the_record_is_read_as_anybody_s(tmp_path):
     assert read_drivers(tmp_path) == []
     (tmp_path / DRIVERS).write_text(json.dumps({"event": "started", "time": 1.0, "step": 3}) + "\n")
-    assert spent(read_drivers(tmp_path)) == 1
+    assert count_spent_retries(read_drivers(tmp_path)) == 1
     for wrong in ({"event": "gone", "time": 1.0}, {"event": "started"}, {"event": "ended", "time": 1.0, "status": 1e9}):
         (tmp_path / DRIVERS).write_text(json.dumps(wrong) + "\n")
         with pytest.raises(Malformed, match="line 1"):

@@ -4,15 +4,15 @@ import pytest
 import yaml
 
 from platform.jobs.job_options import JobOptions
-from platform.jobs.planned_run import GIB, job_size
-from platform.launch import compose
+from platform.jobs.planned_run import GIB, compute_job_size
+from platform.launch import compose_config
 from platform.predict.make_plan import make_plan
 from tests.jobs.examples import JOBS
 
 
 def sized(*arguments, **options):
-    config = compose(arguments)
-    return job_size(config, make_plan(config), JobOptions(**options))
+    config = compose_config(arguments)
+    return compute_job_size(config, make_plan(config), JobOptions(**options))
 
 
 def test_the_flagship():

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.jobs.slurm import slurm_job
-from platform.launch import compose
+from platform.jobs.slurm import render_slurm_job
+from platform.launch import compose_config
 from tests.jobs.examples import EXAMPLES, JOBS, written
 
 SCRIPTS = [name for name in EXAMPLES if name.startswith("slurm/")]
@@ -51,7 +51,7 @@ STANDINS = {
 
 @cache
 def script(*more):
-    return slurm_job([*NODES, *more])
+    return render_slurm_job([*NODES, *more])
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_secrets_may_be_missing_brought_along_or_read_by_others(job, tmp_path, c
 
 
 def test_a_job_without_gpus_asks_for_none():
-    text = slurm_job(["+experiment=cluster_check", "job.nodes=2", "job.workers=4", "checkpoint.url=/data/a"])
+    text = render_slurm_job(["+experiment=cluster_check", "job.nodes=2", "job.workers=4", "checkpoint.url=/data/a"])
     assert not {"gres", "gpus-per-node"} & options(text).keys() and options(text)["cpus-per-task"] == "4"
     assert "parallel.data=8" in text
 
@@ -233,7 +233,7 @@ def test_ray_is_on_every_node_and_the_run_on_the_first(job):
     assert listener[:-4] == [*others[: others.index("python")], "--overlap", "--cpus-per-task=1", "bash"]
     assert listener[-2:] == [node[-1], "node07"]
     assert others[-1].startswith("--drain=") and first[-2:] == ["seed=7", "data.path=/a b"]  # typed last, it wins
-    config = compose(first[place + 1 :])
+    config = compose_config(first[place + 1 :])
     assert (config.cluster.kind, config.seed, config.data.path) == ("ray", 7, "/a b")
     assert config.parallel.data * math.prod(config.tensor.axes.values()) * config.pipeline.stages == 4 * 2
     assert config.elastic.min_workers == 4 and config.run.time_margin + 60 == int(
@@ -276,7 +276,7 @@ def test_the_network_of_a_site(job):
 
 def test_ray_has_a_token_that_no_other_job_has(job):
     def tokens():
-        return {call[0] for call in run(job, slurm_job(TYPED))[1] if call[0].startswith("auth=")}
+        return {call[0] for call in run(job, render_slurm_job(TYPED))[1] if call[0].startswith("auth=")}
 
     [first], both = tokens(), tokens()
     assert re.fullmatch("auth=token/[0-9a-f]{64}", first) and len(both) == 2  # the calls of two jobs, in one file
@@ -314,7 +314,7 @@ def test_each_task_of_an_array_has_directories_of_its_own(job):
 
 def test_a_job_outside_of_slurm_says_what_it_lacks(job):
     del job["SLURM_JOB_ID"]
-    process = start(job, slurm_job(TYPED))
+    process = start(job, render_slurm_job(TYPED))
     assert "this script is for sbatch" in process.communicate(timeout=60)[1] and process.returncode
 
 
@@ -370,7 +370,7 @@ def test_a_time_too_short_for_start_and_end_is_refused(typed, seconds):
     """As Slurm reads it: 6:00 are minutes. USR1 would come before the first step, again and again."""
     small = ["+experiment=cluster_check", "job.nodes=2", "job.workers=1", "checkpoint.url=/data/a"]
     if seconds >= 300:
-        assert options(slurm_job([*small, f"job.time={typed}"]))["time"] == typed
+        assert options(render_slurm_job([*small, f"job.time={typed}"]))["time"] == typed
         return
     with pytest.raises(ConfigError, match="start take 300 s; nearest legal: 0:05:00"):
-        slurm_job([*small, f"job.time={typed}"])
+        render_slurm_job([*small, f"job.time={typed}"])

@@ -15,7 +15,7 @@ from platform.boundary.refusals import ConfigError
 from platform.cluster.run_directory import NOTICE
 from platform.jobs import supervisor
 from platform.jobs.__main__ import main
-from platform.jobs.supervisor import DRIVERS, Supervision, Supervisor, end_ray_job, ray_job
+from platform.jobs.supervisor import DRIVERS, Supervision, Supervisor, end_ray_job, find_ray_job
 
 # Stands in for `python -m platform.launch`: the n-th one does the n-th thing of LIVES, after doing a step or not.
 DRIVER = """
@@ -220,9 +220,9 @@ def test_a_ray_job_that_no_other_cluster_would_change_is_stopped(monkeypatch, st
 
 
 def test_who_is_no_ray_job():
-    assert ray_job(RAY) == "gpt-x7"
+    assert find_ray_job(RAY) == "gpt-x7"
     for text in ("{", "[]", "{}", '{"metadata": {}}'):
-        assert ray_job({"RAY_JOB_CONFIG_JSON_ENV_VAR": text}) == ""
+        assert find_ray_job({"RAY_JOB_CONFIG_JSON_ENV_VAR": text}) == ""
 
 
 def test_a_run_directory_has_one_supervisor(job):

@@ -12,8 +12,8 @@ import torch
 
 from platform.api import Config, Plan, compose, plan
 from platform.boundary.storage import open_storage
-from platform.checkpoint.blocks import planned_tensors
-from platform.checkpoint.catalogue import attempts, verify
+from platform.checkpoint.blocks import list_held_tensors
+from platform.checkpoint.catalogue import list_attempts, verify_checkpoint
 from platform.checkpoint.moves import read_tensor
 from platform.monitor import events
 from platform.monitor.metrics import MetricsLog
@@ -59,11 +59,11 @@ def goes_on(done: Any, kept: Path) -> None:
     """Check that the kept run ended after its last step, with the numbers that its own commit gave."""
     assert done.returncode == 0, done.stdout + done.stderr
     assert "continues after step 4" in done.stdout
-    found = {row["step"]: row for row in MetricsLog.read(kept / "run" / "metrics.jsonl")}
+    found = {row["step"]: row for row in MetricsLog.read_rows(kept / "run" / "metrics.jsonl")}
     assert [*found] == [1, 2, 3, 4, 5, 6]
     for name, wanted in (("loss", LOSS), ("grad_norm", GRAD_NORM), ("val_loss", VALIDATION)):
         assert {step: found[step][name] for step in wanted} == pytest.approx(wanted, rel=1e-9), name
-    last = [*events.read(kept / "run" / "journal.jsonl")]
+    last = [*events.read_events(kept / "run" / "journal.jsonl")]
     [restored] = [e for e in last if isinstance(e, events.Restored) and e.directory]
     assert restored.step == 4 and restored.generation == 3
 
@@ -84,21 +84,21 @@ def test_the_checkpoint_is_read_under_another_plan(kept, monkeypatch):
     """Every block that a rank of that plan holds is read, and together they are the whole."""
     monkeypatch.chdir(kept)
     storage = open_storage(str(kept / "run" / "checkpoints"))
-    [attempt] = attempts(storage)
-    manifest = verify(storage, attempt.directory)
+    [attempt] = list_attempts(storage)
+    manifest = verify_checkpoint(storage, attempt.directory_name)
     other = plan(
         compose(*typed(*SPLIT, "parallel.data=2", "parallel.zero=1", "run.dir=other")[1:], experiment="gpt_quick")
     )
-    assert other.mesh.size == 8
+    assert other.mesh.world_size == 8
     seen = set()
     for kind in ("model", "exp_avg", "exp_avg_sq"):
-        for held in planned_tensors(other, kind, torch.float64):
-            whole = read_tensor(storage, attempt.directory, manifest, held.name)
+        for held in list_held_tensors(other, kind, torch.float64):
+            whole = read_tensor(storage, attempt.directory_name, manifest, held.name)
             assert held.shape == tuple(whole.shape)
             filled = torch.full_like(whole, torch.nan)
             for box in held.holders:
                 part = tuple(slice(at, at + n) for at, n in zip(box.offset, box.extent, strict=True))
-                filled[part] = read_tensor(storage, attempt.directory, manifest, held.name, box)
+                filled[part] = read_tensor(storage, attempt.directory_name, manifest, held.name, box)
             assert torch.equal(filled, whole), held.name
             seen.add(held.name)
     assert seen == {name for name in manifest.tensors if name.partition(".")[0] in ("model", "exp_avg", "exp_avg_sq")}
@@ -114,17 +114,17 @@ def composed(name: str) -> Config:
 def test_a_plan_is_read_and_made_again(kept, monkeypatch, name):
     monkeypatch.chdir(kept)
     text = (KEPT / name).read_text()
-    found = plan_data.from_dict(json.loads(text))
-    assert isinstance(found, Plan) and plan_data.digest(found) == DIGESTS[name]
-    assert json.dumps(plan_data.to_dict(found), sort_keys=True, separators=(",", ":")) + "\n" == text
+    found = plan_data.decode_plan(json.loads(text))
+    assert isinstance(found, Plan) and plan_data.plan_digest(found) == DIGESTS[name]
+    assert json.dumps(plan_data.encode_plan(found), sort_keys=True, separators=(",", ":")) + "\n" == text
     made = plan(composed(name))
-    assert made == found and plan_data.digest(made) == DIGESTS[name]
+    assert made == found and plan_data.plan_digest(made) == DIGESTS[name]
 
 
 def test_the_journal_is_read_and_written_to_the_byte():
     path = KEPT / "run" / "journal.jsonl"
-    found, lines = [*events.read(path)], path.read_text().splitlines()
-    assert [json.dumps(events.to_plain(event)) for event in found] == lines
+    found, lines = [*events.read_events(path)], path.read_text().splitlines()
+    assert [json.dumps(events.event_to_plain(event)) for event in found] == lines
     assert all(type(event) is not events.JournalEvent for event in found), "an unknown word"
     [failure] = [event for event in found if isinstance(event, events.Failure)]
     assert (failure.kind, failure.method, failure.number) == ("died", "step(3)", 1)
@@ -133,7 +133,7 @@ def test_the_journal_is_read_and_written_to_the_byte():
 
 
 def test_the_metrics_are_read():
-    rows = MetricsLog.read(KEPT / "run" / "metrics.jsonl")
+    rows = MetricsLog.read_rows(KEPT / "run" / "metrics.jsonl")
     assert [(row["step"], row["world_size"]) for row in rows] == [(1, 2), (2, 2), (3, 1), (4, 1)]
     assert rows[-1]["loss"] == LOSS[4]
 

@@ -64,20 +64,22 @@ def test_the_words_of_the_journal():
     assert all(kind.word == word for word, kind in EVENTS.items())
     ours = [kind for kind in below(JournalEvent) if kind.__module__.startswith("platform.")]
     assert {kind for kind in ours if not kind.__subclasses__()} == set(EVENTS.values()), "a kind without a word"
-    assert events.to_plain(JournalEvent())["event"] == "journal_event"
+    assert events.event_to_plain(JournalEvent())["event"] == "journal_event"
 
 
 def test_a_renamed_event_is_read_and_written_as_before(rename):
     for kind in (JournalEvent, *below(JournalEvent)):
         rename(kind)
     path = KEPT / "run" / "journal.jsonl"
-    assert [json.dumps(events.to_plain(event)) for event in events.read(path)] == path.read_text().splitlines()
+    assert [
+        json.dumps(events.event_to_plain(event)) for event in events.read_events(path)
+    ] == path.read_text().splitlines()
 
     class Again(events.JournalEvent, word="done_again"):
         """Event of this test."""
 
     del EVENTS["done_again"]
-    assert events.to_plain(Again())["event"] == "done_again"
+    assert events.event_to_plain(Again())["event"] == "done_again"
 
 
 def test_the_words_of_a_plan():
@@ -89,7 +91,7 @@ def test_a_renamed_part_of_a_plan_is_read_and_written_as_before(rename, name):
     for kind in plan_data._CLASSES.values():
         rename(kind)
     text = (KEPT / name).read_text().rstrip("\n")
-    again = plan_data.to_dict(plan_data.from_dict(json.loads(text)))
+    again = plan_data.encode_plan(plan_data.decode_plan(json.loads(text)))
     assert json.dumps(again, sort_keys=True, separators=(",", ":")) == text
 
 

@@ -32,7 +32,8 @@ def padding_of_another_axis(plan: Plan) -> Plan:
     def changed(planned: PlannedOperation) -> PlannedOperation:
         tokens = planned.tokens
         return replace(
-            planned, tokens=type(tokens).of({d: ["c" if a == "r" else a for a in tokens[d]] for d in tokens})
+            planned,
+            tokens=type(tokens).build_canonical({d: ["c" if a == "r" else a for a in tokens[d]] for d in tokens}),
         )
 
     return with_operations(plan, "route", "*", changed)

@@ -43,7 +43,7 @@ def on_ranks(change: Callable[..., tuple[Tensor, ...]]) -> Mutant:
         found = OfRanks(*vars(router).values())
         layout = ops.plan.layout(spec)
         for key, axes in {"tokens": layout.axes, "length": layout["length"], "batch": layout["batch"]}.items():
-            object.__setattr__(found, key, ops.plan.mesh.extent(axes))
+            object.__setattr__(found, key, ops.plan.mesh.count_ranks(axes))
         return run(self, ops, name, scores, spec, tokens, found, *states)
 
     def routed(compute, scores, real, router, *more):
@@ -51,8 +51,8 @@ def on_ranks(change: Callable[..., tuple[Tensor, ...]]) -> Mutant:
         return (change if several else _unchanged)(compute, scores, real, router, *more)
 
     def put(patch: MonkeyPatch) -> None:
-        mutant(RouteOp, "run")(run_route)(patch)
-        mutant(expert_rows, "_routed")(routed)(patch)
+        mutant(RouteOp, "run_on_blocks")(run_route)(patch)
+        mutant(expert_rows, "_compute_routing")(routed)(patch)
 
     return put
 
@@ -98,19 +98,19 @@ def capacity_of_all_sequences_of_a_rank(compute, scores, real, *more):
     return weights.view(real.shape[1], real.shape[0], -1).transpose(0, 1).contiguous(), auxiliary, counts
 
 
-@mutant(expert_rows, "_routed")
+@mutant(expert_rows, "_compute_routing")
 def padding_is_routed(compute, scores, real, *more):
     return compute(scores, torch.ones_like(real), *more)
 
 
-@mutant(expert_rows, "_routed")
+@mutant(expert_rows, "_compute_routing")
 def losses_without_gradient(compute, *given):
     weights, auxiliary, counts = compute(*given)
     return weights, auxiliary.detach() + 0 * auxiliary, counts
 
 
 def _of_router(**fields: Any) -> Mutant:
-    return mutant(expert_rows, "_routed")(
+    return mutant(expert_rows, "_compute_routing")(
         lambda compute, scores, real, router, *more: compute(scores, real, replace(router, **fields), *more)
     )
 
@@ -119,12 +119,12 @@ weights_are_not_normalised = _of_router(normalised=False)
 weights_of_the_chosen_alone = _of_router(normalised=True)
 
 
-@mutant(expert_rows, "_routed")
+@mutant(expert_rows, "_compute_routing")
 def scaled_where_not_normalised(compute, scores, real, router, *more):
     return compute(scores, real, replace(router, scale=1.0) if router.normalised else router, *more)
 
 
-@mutant(expert_rows, "_routed")
+@mutant(expert_rows, "_compute_routing")
 def scores_in_16_bits(compute, scores, *more):
     return compute(scores.bfloat16().to(scores.dtype), *more)
 
@@ -141,9 +141,9 @@ def slots_of_no_token_give_a_gradient(products, rows, at, factors):
     return products(rows, at.clamp_min(0), factors).as_subclass(Unmasked)
 
 
-@mutant(expert_rows, "dispatch")
+@mutant(expert_rows, "dispatch_slots")
 def empty_slots_are_not_numbers(dispatch, x, weights, *more):
-    held, _ = expert_rows._places(weights, *more)
+    held, _ = expert_rows._slot_places(weights, *more)
     return dispatch(x, weights, *more).masked_fill((held < 0).unsqueeze(-1), torch.nan)
 
 
@@ -177,50 +177,50 @@ def load_of_a_rank(sum_over_world, self, loss, squares, counted=False):
     return out
 
 
-@mutant(CombineRowsOp, "run")
+@mutant(CombineRowsOp, "run_on_blocks")
 def biases_without_weights(run, self, ops, name, y, spec, counts, weights, *more):
     bias = ops.tensors[f"{name}.experts.down_bias"]
     left = (weights != 0).to(bias.dtype) - weights.to(bias.dtype)
     return run(self, ops, name, y, spec, counts, weights, *more) + left @ bias
 
 
-@mutant(ShiftOp, "run")
+@mutant(ShiftOp, "run_on_blocks")
 def biases_times_ranks(run, self, ops, found, x, spec, parameter, *more):
-    times = ops.plan.mesh.extent(ops.plan.scheme.regions["experts"]["d_ff"]) if spec.region == "experts" else 1
+    times = ops.plan.mesh.count_ranks(ops.plan.scheme.regions["experts"]["d_ff"]) if spec.region == "experts" else 1
     return run(self, ops, found, x, spec, parameter * times if "d_model" in spec.dims else parameter, *more)
 
 
-@mutant(ProjectOp, "run")
+@mutant(ProjectOp, "run_on_blocks")
 def gradient_of_experts_times_ranks(run, self, ops, x, spec, weights, *more):
     """Return the products, whose gradient of an expert is once more for each rank that shares the experts."""
     times = ops.plan.mesh.axes.get("expert", 1)
     if weights[0].dims[0] != "experts" or len(weights[0].dims) < 3 or times == 1:
         return run(self, ops, x, spec, weights, *more)
-    parameter = ops.parameter
+    parameter = ops.parameter_block
     larger = {p.name: parameter(p) for p in weights}
-    ops.parameter = lambda p: larger[p.name] * times - (larger[p.name] * (times - 1)).detach()
+    ops.parameter_block = lambda p: larger[p.name] * times - (larger[p.name] * (times - 1)).detach()
     try:
         return run(self, ops, x, spec, weights, *more)
     finally:
-        del ops.parameter
+        del ops.parameter_block
 
 
 def of_experts(p: Any) -> bool:
     return p.dims[0] == "experts" and len(p.dims) > 2
 
 
-@mutant(Plan, "split_over")
+@mutant(Plan, "master_split_axes")
 def norm_of_the_first_rank_s_experts(split_over, self, p):
     return tuple(a for a in split_over(self, p) if a != "expert") if of_experts(p) else split_over(self, p)
 
 
-@mutant(Plan, "split_over")
+@mutant(Plan, "master_split_axes")
 def norm_of_experts_as_of_the_rest(split_over, self, p):
     """Return the axes that split a parameter, for experts without those of tensors."""
     return tuple(a for a in split_over(self, p) if a in ("expert", "data") or not of_experts(p))
 
 
-@mutant(Plan, "split_over")
+@mutant(Plan, "master_split_axes")
 def norm_counts_the_rest_on_every_rank_of_experts(split_over, self, p):
     found = split_over(self, p)
     return found if "expert" in found or "expert" not in self.mesh.axes else (*found, "expert")
@@ -232,54 +232,56 @@ def every_rank_draws_the_first_experts(initialise, plan, communicator, p, seed, 
     return initialise(plan, first if of_experts(p) else communicator, p, seed, out)
 
 
-@mutant(CombineOp, "run")
+@mutant(CombineOp, "run_on_blocks")
 def results_come_back_in_another_order(run, self, ops, found, name, y, *more):
     parts = ops.plan.mesh.axes.get("expert", 1)
     return run(self, ops, found, name, torch.cat(y.chunk(parts)[::-1]) if parts > 1 else y, *more)
 
 
-@mutant(DispatchOp, "run")
+@mutant(DispatchOp, "run_on_blocks")
 def tokens_take_slots_on_every_rank(run, self, ops, found, name, x, spec, weights, *more):
     """Send each token once more for each rank that splits a sequence: those of others are no copies but summands."""
-    return run(self, ops, found, name, x, spec, weights, *more) * ops.plan.mesh.extent(ops.plan.layout(spec)["length"])
+    return run(self, ops, found, name, x, spec, weights, *more) * ops.plan.mesh.count_ranks(
+        ops.plan.layout(spec)["length"]
+    )
 
 
-@mutant(tensor_names, "_part_of_one")
+@mutant(tensor_names, "_describe_one_matrix")
 def every_expert_is_the_first(part, p, shape, expert):
     return part(p, shape, 0)
 
 
-@mutant(tensor_names, "_part_of_one")
+@mutant(tensor_names, "_describe_one_matrix")
 def gate_and_up_change_places(part, p, shape, expert):
     found, other = part(p, shape, expert), {"gate": "up", "up": "gate"}
     layer, _, last = found.name.rpartition(".")
     return replace(found, name=f"{layer}.{other.get(last, last)}")
 
 
-@mutant(State, "begin")
+@mutant(State, "load_initial_weights")
 def experts_stay_as_they_were_drawn(begin, self, *given):
     begin(self, *given)
     for name, weight in self._trainer.weights.master.items():
         if ".experts." in name:
             weight.data.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
-    self._trainer.weights.refresh()
+    self._trainer.weights.refresh_copies()
 
 
-@mutant(State, "restore")
+@mutant(State, "restore_checkpoint")
 def every_expert_is_the_first_after_a_restore(restore, self, *given, **more):
     restore(self, *given, **more)
     for name, weight in self._trainer.weights.master.items():
         if ".experts." in name:
             weight.data[1:] = weight.data[:1].clone()
-    self._trainer.weights.refresh()
+    self._trainer.weights.refresh_copies()
 
 
-@mutant(CombineOp, "meter")
+@mutant(CombineOp, "meter_bytes")
 def memory_of_a_dense_layer(meter, self, ops, found, name, y, *more):
     """Count nothing of what experts keep but the sum of their results."""
-    note = ops.note
-    ops.note = lambda made, given, saved, *rest: note(made, given, (), *rest)
+    note = ops.note_operation
+    ops.note_operation = lambda made, given, saved, *rest: note(made, given, (), *rest)
     try:
         return meter(self, ops, found, name, y, *more)
     finally:
-        del ops.note
+        del ops.note_operation

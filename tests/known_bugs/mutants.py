@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from pytest import MonkeyPatch
 
-from platform.config.ramps import samples_of
+from platform.config.ramps import step_sample_range
 from platform.plan import step_collectives
 from platform.plan.layout import Stretch
 from platform.plan.operations.pointwise import ShiftOp
@@ -37,18 +37,18 @@ def mutant(owner: object, name: str) -> Callable[[Callable[..., object]], Mutant
     return made
 
 
-@mutant(chunked_loss, "_merged")
+@mutant(chunked_loss, "_merge_statistics")
 def smoothing_of_a_shard(merged, found, mine, communicator, over):
-    return torch.cat((merged(found, mine, communicator, over)[:2], found[2:] * communicator.mesh.extent(over)))
+    return torch.cat((merged(found, mine, communicator, over)[:2], found[2:] * communicator.mesh.count_ranks(over)))
 
 
-@mutant(chunked_loss, "_merged")
+@mutant(chunked_loss, "_merge_statistics")
 def vocab_counted_by_every_rank(merged, found, mine, communicator, over):
     out = merged(found, mine, communicator, over)
-    return torch.cat((out[:1] + torch.tensor(communicator.mesh.extent(over)).log(), out[1:]))
+    return torch.cat((out[:1] + torch.tensor(communicator.mesh.count_ranks(over)).log(), out[1:]))
 
 
-@mutant(chunked_loss, "loss_and_gradient")
+@mutant(chunked_loss, "compute_loss_and_gradient")
 def gradient_of_the_label_s_shard_alone(compute, logits, targets, communicator, classes, gradient):
     out = compute(logits, targets, communicator, classes, gradient)
     if classes.over and gradient:
@@ -57,28 +57,28 @@ def gradient_of_the_label_s_shard_alone(compute, logits, targets, communicator, 
     return out
 
 
-@mutant(chunked_loss, "loss_and_gradient")
+@mutant(chunked_loss, "compute_loss_and_gradient")
 def mean_of_each_rank_s_tokens(compute, logits, targets, communicator, classes, gradient):
     out = compute(logits, targets, communicator, classes, gradient)
-    if communicator.mesh.size == 1:
+    if communicator.mesh.world_size == 1:
         return out
     weight = len(targets.labels) / max(1, int((targets.labels >= 0).sum()))
     logits *= weight
     return out * weight
 
 
-@mutant(StagePasses, "part")
+@mutant(StagePasses, "run_chunk")
 def mean_of_each_microbatch_s_tokens(run, self, chunk, flow, split, first, end):
-    out, step = run(self, chunk, flow, split, first, end), samples_of(self.config.train, self.ops.position.step)
+    out, step = run(self, chunk, flow, split, first, end), step_sample_range(self.config.train, self.ops.position.step)
     size, count = self.plan.sizes["batch"], self.corpus.predicted
     own = count(split, first, min(first + size, end))
     return {n: x * count(split, *step) / (self.plan.microbatches * own) if n == "loss" else x for n, x in out.items()}
 
 
-@mutant(StagePasses, "part")
+@mutant(StagePasses, "run_chunk")
 def loss_times_the_ranks_of_a_sequence(run, self, *given):
     out = run(self, *given)
-    factor = self.plan.mesh.extent(self.plan.loss_layout["length"])
+    factor = self.plan.mesh.count_ranks(self.plan.loss_layout["length"])
     return {n: x * factor if n == "loss" else x for n, x in out.items()}
 
 
@@ -86,70 +86,72 @@ def ranks_before(ops, parameter) -> int:
     """Return over how many ranks the product was summed to which a bias is added."""
     found = ops.plan.operations.get(("project", parameter.removesuffix("_bias"))) if parameter.endswith(OUT) else None
     outputs = [e.output for g in (found.groups if found else ()) for e in g.einsums]
-    return max([1, *(ops.plan.mesh.extent(s.axes) for c in outputs for s in c.forward if s.op == "all_reduce")])
+    return max([1, *(ops.plan.mesh.count_ranks(s.axes) for c in outputs for s in c.forward if s.op == "all_reduce")])
 
 
-@mutant(ShiftOp, "run")
+@mutant(ShiftOp, "run_on_blocks")
 def bias_added_by_every_rank(run, self, ops, found, x, spec, parameter, *more):
     return run(self, ops, found, x, spec, parameter * ranks_before(ops, found.operation.name), *more)
 
 
-@mutant(ShiftOp, "run")
+@mutant(ShiftOp, "run_on_blocks")
 def gradient_of_a_share_of_the_bias(run, self, ops, found, x, spec, parameter, *more):
     share = parameter / ranks_before(ops, found.operation.name)
     return run(self, ops, found, x, spec, share + (parameter - share).detach(), *more)
 
 
-@mutant(Plan, "split_over")
+@mutant(Plan, "master_split_axes")
 def norm_of_the_first_sinks(split_over, self, p):
     return () if p.name.endswith("attention.sink") else split_over(self, p)
 
 
-@mutant(Plan, "split_over")
+@mutant(Plan, "master_split_axes")
 def norm_over_one_axis_of_two(split_over, self, p):
     return split_over(self, p)[:1]
 
 
-@mutant(Plan, "split_over")
+@mutant(Plan, "master_split_axes")
 def norm_counts_replicas(split_over, self, p):
     others = [a for a, n in self.mesh.axes.items() if n > 1 and a not in ("stage", "data", *self.layout(p).only)]
     return (*split_over(self, p), *others) if p.role == "vector" else split_over(self, p)
 
 
-@mutant(ParallelOps, "widths")
+@mutant(ParallelOps, "row_widths")
 def rows_as_wide_as_this_rank_s(widths, ops, *given):
     found = widths(ops, *given)
-    return [found[ops.communicator.index(given[-1])]] * len(found)
+    return [found[ops.communicator.group_index(given[-1])]] * len(found)
 
 
-@mutant(communicator, "closed")
+@mutant(communicator, "close_gaps")
 def blocks_as_long_as_of_the_last_rank(closed, x, dim, parts):
     return closed(x, dim, parts._replace(extents=parts.extents[::-1]))
 
 
 @mutant(step_collectives, "counts_gradient")
 def norm_counts_tied_copies(counts, plan, at, p):
-    return counts(plan, at, p) or (p.name in plan.tied and step_collectives.counts_at(at, plan.split_over(p)))
+    return counts(plan, at, p) or (
+        p.name in plan.stages_of_tied_parameters and step_collectives.counts_at(at, plan.master_split_axes(p))
+    )
 
 
-@mutant(trainer, "sum_tied")
+@mutant(trainer, "sum_tied_gradients")
 def tied_copies_on_their_own(sum_tied, *given):
     return None
 
 
-@mutant(FlatBucket, "sum_of")
+@mutant(FlatBucket, "gradient_memory")
 def last_microbatch_alone(sum_of, self, *names):
     return sum_of(self, *names)[0], True
 
 
-@mutant(ParallelOps, "drawing")
+@mutant(ParallelOps, "random_drawing")
 def masks_of_the_first_block(drawing, self, name, spec, device):
     extents = dict(zip(spec.dims, (n for _, n in self.blocks[spec]), strict=True))
-    self.stretches, self._counters = lambda _, dim: [Stretch(0, extents[dim])], {}
+    self.block_stretches, self._counters = lambda _, dim: [Stretch(0, extents[dim])], {}
     try:
         return drawing(self, name, spec, device)
     finally:
-        del self.stretches
+        del self.block_stretches
 
 
 def another_mask_in_the_backward_pass(patch: MonkeyPatch) -> None:
@@ -160,7 +162,7 @@ def another_mask_in_the_backward_pass(patch: MonkeyPatch) -> None:
     patch.setattr(residual._Dropout, "backward", staticmethod(backward))
 
 
-@mutant(State, "restore")
+@mutant(State, "restore_checkpoint")
 def moments_dropped(restore, self, *given, **more):
     restore(self, *given, **more)
     for moments in self._trainer.optimizer.state.values():
@@ -169,19 +171,19 @@ def moments_dropped(restore, self, *given, **more):
                 value.zero_()
 
 
-@mutant(StagePasses, "load")
+@mutant(StagePasses, "load_blocks")
 def samples_by_replica(load, self, split, first, end=None, chunk=None):
-    return load(self, split, first + (split == "train" and self.plan.replicas == 3), end, chunk)
+    return load(self, split, first + (split == "train" and self.plan.num_replicas == 3), end, chunk)
 
 
-@mutant(panels, "merge")
+@mutant(panels, "merge_attention")
 def merged_without_the_maximum(merge, out, lse, other, of_other):
     mine, others = lse.exp(), of_other.exp()
     out.lerp_(other, (others / (mine + others)).nan_to_num_(0).unsqueeze(-1))
     lse.copy_((mine + others).log())
 
 
-@mutant(panels, "pairs")
+@mutant(panels, "pair_queries_with_keys")
 def keys_of_the_next_rank_s_positions(pairs, queries, keys, *given):
     return pairs(queries, [key._replace(first=key.first + key.size) for key in keys], *given)
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from platform.plan.plan import Plan
-from platform.plan.plan_check import unsound
+from platform.plan.plan_check import find_unsoundness
 from tests.conftest import THINNED
 from tests.harness import oracle
 from tests.harness.thinned import kept, values_of
@@ -62,7 +62,7 @@ def test_is_killed(bug, monkeypatch, tmp_path):
 
     def made(c) -> Plan:
         plan = make(c)
-        several = plan.mesh.size > 1
+        several = plan.mesh.world_size > 1
         mutated = bug.change(plan) if bug.change and several else plan
         if several and (mutated != plan or bug.mutant):
             plans.append(mutated)
@@ -75,7 +75,7 @@ def test_is_killed(bug, monkeypatch, tmp_path):
     with pytest.raises(AssertionError, match=None if bug.killer in NO_ORACLE else NUMBERS):
         test()
     if bug.line:
-        found = [line for plan in plans[:1] for line in unsound(plan)]
+        found = [line for plan in plans[:1] for line in find_unsoundness(plan)]
         assert any(bug.line in line for line in found), found[:3]
 
 

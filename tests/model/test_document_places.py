@@ -87,7 +87,7 @@ def losses(case) -> list[float]:
         trainer = trainer_of(c, plan, communicator, Places(case["weighted"]))
         return [trainer.step(i + 1).loss for i in range(len(PLACES))]
 
-    return on_rank(SingleRank(plan.mesh)) if plan.mesh.size == 1 else run_threads(plan.mesh, on_rank)[0]
+    return on_rank(SingleRank(plan.mesh)) if plan.mesh.world_size == 1 else run_threads(plan.mesh, on_rank)[0]
 
 
 @suite("places of a document (threads)", product(FACTORS, lambda case: True))

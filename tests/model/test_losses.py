@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from platform.boundary.refusals import ConfigError
-from platform.config.fields import loss_of
+from platform.config.fields import training_loss_name
 from platform.config.validation import violations_of_configuration
 from platform.data.objectives import Causal, register_objective
 from platform.model.losses import register_loss
@@ -68,14 +68,16 @@ def test_an_objective_comes_with_a_loss_unless_another_is_named():
     register_loss("mine", lambda of: -of.log_probability)
     register_objective("own", lambda shape: Causal(shape.length), loss="mine")
     c = configure()
-    assert loss_of(c) == "cross_entropy"
+    assert training_loss_name(c) == "cross_entropy"
     c.data.objective = "own"
-    assert loss_of(c) == "mine" and make_plan(c).operations["cross_entropy", "loss"].operation["loss"] == "mine"
+    assert (
+        training_loss_name(c) == "mine" and make_plan(c).operations["cross_entropy", "loss"].operation["loss"] == "mine"
+    )
     c.train.loss = "cross_entropy"
-    assert loss_of(c) == "cross_entropy"
-    assert "label_weights" not in make_plan(c).readers
+    assert training_loss_name(c) == "cross_entropy"
+    assert "label_weights" not in make_plan(c).reader_layouts
     register_objective("own", lambda shape: Causal(shape.length), weighted=True)
-    assert "label_weights" in make_plan(c).readers
+    assert "label_weights" in make_plan(c).reader_layouts
 
 
 def test_smoothing_is_not_for_it():

@@ -19,7 +19,7 @@ def test_an_event_is_read_as_it_was_written(tmp_path, word):
     path = tmp_path / "journal.jsonl"
     line = json.dumps({"time": 1.5, "generation": 3, "event": word, **EXAMPLES[word]}) + "\n"
     path.write_text(line)
-    [event] = events.read(path)
+    [event] = events.read_events(path)
     assert type(event) is events.EVENTS[word] and (event.time, event.generation, event.word) == (1.5, 3, word)
     Journal(path).write(event)
     again = path.read_text().splitlines()[1]
@@ -28,7 +28,7 @@ def test_an_event_is_read_as_it_was_written(tmp_path, word):
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.parts[-3])
 def test_a_kept_journal_is_written_to_the_byte(path):
-    assert [json.dumps(events.to_plain(e)) for e in events.read(path)] == path.read_text().splitlines()
+    assert [json.dumps(events.event_to_plain(e)) for e in events.read_events(path)] == path.read_text().splitlines()
 
 
 def test_a_later_version_s_events_and_fields_are_passed_over(tmp_path):
@@ -36,7 +36,7 @@ def test_a_later_version_s_events_and_fields_are_passed_over(tmp_path):
     head = {"time": 1.5, "generation": 3}
     lines = [{**head, "event": "promoted", "step": "a text"}, {**head, "event": "hiring", "count": 2, "why": 5}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    unknown, hiring = events.read(path)
+    unknown, hiring = events.read_events(path)
     assert unknown == events.JournalEvent(**head) and hiring == events.Hiring(**head, count=2)
 
 
@@ -45,7 +45,7 @@ def test_a_later_version_s_events_and_fields_are_passed_over(tmp_path):
 )
 def test_an_event_of_another_shape_is_refused(line):
     with pytest.raises(Malformed):
-        events.from_plain({"time": 1.5, "generation": 3, **line})
+        events.parse_event({"time": 1.5, "generation": 3, **line})
 
 
 def test_secrets_stay_out_and_the_word_stays(tmp_path, monkeypatch):
@@ -53,7 +53,7 @@ def test_secrets_stay_out_and_the_word_stays(tmp_path, monkeypatch):
 
     monkeypatch.setattr(redaction, "_known", {"waiting": "***"})
     Journal(tmp_path / "journal.jsonl").write(events.Waiting(alive=1, reason="waiting for more"))
-    [line] = JsonLines.read(tmp_path / "journal.jsonl")
+    [line] = JsonLines.read_objects(tmp_path / "journal.jsonl")
     assert (line["event"], line["reason"]) == ("waiting", "*** for more")
 
 

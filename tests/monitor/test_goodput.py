@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from platform.monitor.goodput import cost_line, goodput
+from platform.monitor.goodput import compute_goodput, cost_line
 from tests.harness.happenings import happening
 
 
@@ -29,7 +29,7 @@ JOURNAL = events(
 
 
 def test_a_run_with_failures():
-    found = goodput(JOURNAL)
+    found = compute_goodput(JOURNAL)
     assert (found.failures, found.steps_lost, found.transitions) == (3, 2, 0)
     assert found.recoveries == [2.0, 3.0, 2.5]
     assert found.seconds == 30.0 and found.useful_seconds == 6.0 + 8.0 + 7.0 - 1.5
@@ -46,20 +46,23 @@ def test_only_what_a_step_followed_was_survived():
         (4.0, "gave_up", {"steps_lost": 2, "useful_seconds": 3.0, "lost_seconds": 1.0}),
         (9.0, "starting", {}), (10.0, "first_step", {}), (11.0, "done", {}),
     )  # fmt: skip
-    assert goodput(ended).recoveries == [1.0] and goodput(ended).goodput == 2.0 / 6.0
-    assert cost_line(goodput(ended)).startswith("1 of 2 failures survived, 2 steps lost; ")
+    assert compute_goodput(ended).recoveries == [1.0] and compute_goodput(ended).goodput == 2.0 / 6.0
+    assert cost_line(compute_goodput(ended)).startswith("1 of 2 failures survived, 2 steps lost; ")
 
 
 def test_the_time_between_two_drivers_does_not_count():
     twice = [*JOURNAL, *(replace(event, time=event.time + 1000) for event in JOURNAL)]
-    assert goodput(twice).seconds == 60.0
-    assert goodput(twice).goodput == 19.5 / 30.0
+    assert compute_goodput(twice).seconds == 60.0
+    assert compute_goodput(twice).goodput == 19.5 / 30.0
 
 
 def test_a_driver_that_was_killed_ends_with_its_last_event():
-    assert goodput(JOURNAL[:5]).seconds == 10.0
+    assert compute_goodput(JOURNAL[:5]).seconds == 10.0
     later = [replace(event, time=event.time + 1000) for event in JOURNAL]
-    assert goodput([*JOURNAL[:5], *later]).seconds == 40.0 and len(goodput([*JOURNAL[:5], *later]).recoveries) == 3
+    assert (
+        compute_goodput([*JOURNAL[:5], *later]).seconds == 40.0
+        and len(compute_goodput([*JOURNAL[:5], *later]).recoveries) == 3
+    )
 
 
 def test_a_restart_of_the_driver_is_told_from_failures_of_workers():
@@ -71,7 +74,7 @@ def test_a_restart_of_the_driver_is_told_from_failures_of_workers():
         (510.0, "failure", {"useful_seconds": 6.0}), (511.0, "first_step", {}),
         (520.0, "done", {"useful_seconds": 9.0}),
     )  # fmt: skip
-    found = goodput(journal)
+    found = compute_goodput(journal)
     assert (found.restarts, found.restart_seconds, found.failures, found.steps_lost) == (1, 4.0, 2, 3)
     assert found.recoveries == [1.0, 1.0] and found.seconds == 11.0 + 20.0
     assert found.useful_seconds == 6.0 + 6.0 + 9.0  # the 2 s after the checkpoint went with the driver
@@ -81,20 +84,24 @@ def test_a_restart_of_the_driver_is_told_from_failures_of_workers():
 
 def test_a_driver_that_ended_and_is_started_again_was_not_restarted():
     journal = events((0.0, "starting", {}), (5.0, "drained", {}), (9.0, "starting", {}), (12.0, "done", {}))
-    assert goodput(journal).restarts == 0 and "restart" not in cost_line(goodput(journal))
+    assert compute_goodput(journal).restarts == 0 and "restart" not in cost_line(compute_goodput(journal))
 
 
 def test_nothing_happened():
-    found = goodput([])
+    found = compute_goodput([])
     assert found.goodput == 0.0 and cost_line(found) == "0 failures survived, 0 steps lost; goodput 0.0% of 0.0 s"
 
 
 def test_growth_is_no_failure():
     grown = events((0.0, "starting", {}), (5.0, "reforming", {"useful_seconds": 4.0}), (6.0, "done", {}))
-    assert goodput(grown).transitions == 1 and goodput(grown).failures == 0 and goodput(grown).recoveries == []
+    assert (
+        compute_goodput(grown).transitions == 1
+        and compute_goodput(grown).failures == 0
+        and compute_goodput(grown).recoveries == []
+    )
 
 
 def test_the_account_of_an_end_that_saved_nothing_does_not_count_again():
     once = events((0.0, "starting", {}), (4.0, "unsaved", {"useful_seconds": 3.0}), (4.0, "goodput", {}))
     later = [replace(event, time=event.time + 1000) for event in once]
-    assert goodput([*once, *later]).useful_seconds == 6.0 and goodput([*once, *later]).seconds == 8.0
+    assert compute_goodput([*once, *later]).useful_seconds == 6.0 and compute_goodput([*once, *later]).seconds == 8.0

@@ -9,8 +9,8 @@ import pytest
 
 from platform.config.fields import Config
 from platform.monitor import MetricsLog, MetricsRow, open_monitor
-from platform.monitor.metrics import for_wandb, wandb_names
-from platform.monitor.sinks.wandb_sink import histogram
+from platform.monitor.metrics import wandb_names, wandb_numbers
+from platform.monitor.sinks.wandb_sink import build_histogram
 from tests.harness.metrics_rows import line, row
 from tests.harness.offline_run import history
 
@@ -38,7 +38,7 @@ config = Config()
 config.monitor.kind = "wandb"
 monitor = open_monitor(config, Path(sys.argv[1]), total_steps=9)
 for step in range({steps.start}, {steps.stop}):
-    monitor.step(row(step))
+    monitor.record_step(row(step))
 {before_close}
 monitor.close(75)
 """
@@ -56,11 +56,11 @@ monitor.close(75)
 def test_console_only_writes_metrics_and_lines_and_never_imports_wandb(tmp_path: Path) -> None:
     out = io.StringIO()
     monitor = open_monitor(Config(), tmp_path, total_steps=2, stream=out)
-    monitor.step(row(1))
+    monitor.record_step(row(1))
     monitor.say("hello")
-    monitor.step(row(2, val_loss=5.0))
+    monitor.record_step(row(2, val_loss=5.0))
     monitor.close(0)
-    assert MetricsLog.read(tmp_path / "metrics.jsonl") == [line(1), line(2, val_loss=5.0)]
+    assert MetricsLog.read_rows(tmp_path / "metrics.jsonl") == [line(1), line(2, val_loss=5.0)]
     assert out.getvalue().splitlines()[2] == "hello"
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -75,8 +75,8 @@ def test_the_driver_may_import_the_monitor_without_heavy_libraries() -> None:
 def test_a_metric_without_a_name_is_refused_before_it_is_written(tmp_path: Path) -> None:
     monitor = open_monitor(Config(), tmp_path, total_steps=2, stream=io.StringIO())
     with pytest.raises(TypeError, match="bubbles"):
-        monitor.step(row(1, bubbles=3))
-    assert MetricsLog.read(tmp_path / "metrics.jsonl") == []
+        monitor.record_step(row(1, bubbles=3))
+    assert MetricsLog.read_rows(tmp_path / "metrics.jsonl") == []
     assert {field.name for field in fields(MetricsRow)} - wandb_names().keys() == {"samples"}
 
 
@@ -116,7 +116,7 @@ def test_training_goes_on_whatever_wandb_says(
     assert done.returncode == 0, done.stderr
     assert f"\nW&B: {where}" in done.stdout
     assert "too-short" not in done.stdout + done.stderr
-    assert len(MetricsLog.read(tmp_path / "run" / "metrics.jsonl")) == 2
+    assert len(MetricsLog.read_rows(tmp_path / "run" / "metrics.jsonl")) == 2
 
 
 def test_the_death_of_wandb_s_process_is_said_once_and_costs_neither_it_nor_the_run_a_step(
@@ -131,12 +131,12 @@ sink._process.kill()
 sink._process.wait()
 sink._reader.join()
 for step in range(2, 9):
-    monitor.step(row(step))
+    monitor.record_step(row(step))
 """
     done = run_driver(tmp_path / "run", steps=range(1, 2), before_close=kill)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("W&B: stopped") == 1 and "tried again" in done.stdout
-    assert len(MetricsLog.read(tmp_path / "run" / "metrics.jsonl")) == 8
+    assert len(MetricsLog.read_rows(tmp_path / "run" / "metrics.jsonl")) == 8
     done = """
 import json, time
 end = {"time": time.time(), "generation": 1, "event": "done", "step": 9}
@@ -149,7 +149,7 @@ end = {"time": time.time(), "generation": 1, "event": "done", "step": 9}
 
 def test_a_list_is_one_histogram_on_wandb_and_nothing_in_prometheus() -> None:
     """A bin for each expert; of neighbours together where W&B has fewer bins, so that none is left out."""
-    assert for_wandb(MetricsRow(**vars(row(1)) | {"expert_load": [5, 0, 7]}))["experts/load"] == [5, 0, 7]
-    few, many = histogram([5, 0, 7]), histogram([1] * 1000)
+    assert wandb_numbers(MetricsRow(**vars(row(1)) | {"expert_load": [5, 0, 7]}))["experts/load"] == [5, 0, 7]
+    few, many = build_histogram([5, 0, 7]), build_histogram([1] * 1000)
     assert (few.histogram, few.bins) == ([5, 0, 7], [0, 1, 2, 3])
     assert (len(many.histogram), sum(many.histogram), many.bins[-1]) == (500, 1000, 1000)

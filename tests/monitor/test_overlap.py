@@ -10,10 +10,10 @@ from itertools import pairwise
 import pytest
 
 from platform.monitor import Timeline
-from platform.monitor.timeline import lanes
-from platform.plan.operation_plan import label
-from platform.plan.simulate import lower
-from platform.predict.choose_schedule import schedule_of
+from platform.monitor.timeline import split_lanes
+from platform.plan.operation_plan import collective_label
+from platform.plan.simulate import lower_schedule
+from platform.predict.choose_schedule import build_schedule
 from platform.predict.make_plan import make_plan
 from tests.harness.oracle import configure, trainer_of
 
@@ -80,17 +80,17 @@ def test_every_counted_byte_is_shown(taken):
     for rank, (timeline, moved) in enumerate(ranks):
         shown: Counter[str] = Counter()
         for c in timeline.collectives:
-            shown[label(c.op, [c.axes])] += c.bytes
+            shown[collective_label(c.op, [c.axes])] += c.bytes
             assert 0.0 <= c.start <= c.wanted <= c.end <= timeline.sections[-1].end
         assert moved == ({} if rank else shown), "the first of a group counts"
 
 
 def test_the_trace_shows_collectives_in_rows_of_their_own(taken, tmp_path):
     _, c, _, ranks = taken
-    schedule = schedule_of(c, 2)
-    timeline = Timeline([schedule], [[row] for row in lower(schedule)], ["rank0", "rank1"], [0, 0])
-    timeline.step(2, 100.0, [found for found, _ in ranks], {})
-    timeline.write(tmp_path)
+    schedule = build_schedule(c, 2)
+    timeline = Timeline([schedule], [[row] for row in lower_schedule(schedule)], ["rank0", "rank1"], [0, 0])
+    timeline.add_step(2, 100.0, [found for found, _ in ranks], {})
+    timeline.write_files(tmp_path)
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     for rank, (found, _) in enumerate(ranks):
         own = [e for e in events if e["pid"] == rank]
@@ -113,4 +113,4 @@ def test_the_trace_shows_collectives_in_rows_of_their_own(taken, tmp_path):
 def test_as_few_lanes_as_are_needed():
     flights = [(name, "all_gather", "data", 8, start, end, end) for name, start, end in
                [("a", 0.0, 2.0), ("b", 1.0, 3.0), ("c", 2.0, 4.0), ("d", 3.0, 5.0), ("e", 3.5, 6.0)]]  # fmt: skip
-    assert [[flight[0] for flight in lane] for lane in lanes(flights)] == [["a", "c"], ["b", "d"], ["e"]]
+    assert [[flight[0] for flight in lane] for lane in split_lanes(flights)] == [["a", "c"], ["b", "d"], ["e"]]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from platform.monitor.journal import Live, SeenLink, SeenWorker
-from platform.monitor.verdict import Evidence, verdict_on
+from platform.monitor.verdict import Evidence, judge_run
 from platform.monitor.verdict.evidence import ALIVE
 from platform.runtime.progress import Activity, Wait
 from tests.monitor.test_verdict import GOES, WORKERS, saved, stamped
@@ -142,27 +142,25 @@ def known(sight, **more):
 @pytest.mark.parametrize("name", CASES)
 def test_the_culprit_is_named_while_it_lasts(name):
     sight, why, rank, words = CASES[name]
-    verdict = verdict_on(known(sight))
+    verdict = judge_run(known(sight))
     assert verdict, "nothing is said"
     assert (verdict.why, verdict.rank) == (why, rank) and words in verdict.line, verdict.line
 
 
 def test_a_whole_node_is_named():
     silent = [replace(worker, owes=3.0, activity=None) for worker in workers() if worker.rank > 1]
-    verdict = verdict_on(known(live([*silent, *workers()[:2]])))
+    verdict = judge_run(known(live([*silent, *workers()[:2]])))
     assert verdict.node == "n1" and "all 2 workers on n1 give no sign of life" in verdict.line
 
 
 def test_witnesses_and_stack():
-    verdict = verdict_on(known(live(workers(beat("backward", False, 5.0)))))
+    verdict = judge_run(known(live(workers(beat("backward", False, 5.0)))))
     assert verdict.details == ["seen: ranks 0, 1 and 2 waiting in all_reduce over data (gradients)"]
     assert verdict.stack == ["train/trainer.py:7 in _forward_backward"] and verdict.since == NOW - 6.0
 
 
 def test_a_silent_driver_is_named():
-    verdict = verdict_on(
-        known(replace(live(call=""), time=NOW - 30, doing="saving"), wrote=NOW - 40, owner="process 7")
-    )
+    verdict = judge_run(known(replace(live(call=""), time=NOW - 30, doing="saving"), wrote=NOW - 40, owner="process 7"))
     assert verdict.why == "driver" and "written nothing for 30 s, process 7" in verdict.line
 
 
@@ -180,4 +178,4 @@ def test_a_silent_driver_is_named():
     ],
 )
 def test_patience(sight):
-    assert verdict_on(known(sight)) is None
+    assert judge_run(known(sight)) is None

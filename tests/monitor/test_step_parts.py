@@ -2,22 +2,22 @@
 
 import pytest
 
-from platform.monitor.step_parts import cause, parts_table, typical
-from platform.plan.plan_summary import measurable
+from platform.monitor.step_parts import average_parts, describe_main_cause, parts_table
+from platform.plan.plan_summary import fold_into_measured_parts
 
 PREDICTED = {"computing": 1.0, "waiting for t": 0.2, "bubble": 0.0, "optimizer": 0.1}
 
 
 def test_a_clock_tells_apart_less_than_a_prediction():
     parts = {"computing": 1.0, "waiting for stage": 0.5, "bubble": 0.25, "host": 2.0, "optimizer": 0.125}
-    assert measurable(parts) == {"computing": 3.0, "bubble": 0.75, "optimizer": 0.125}
+    assert fold_into_measured_parts(parts) == {"computing": 3.0, "bubble": 0.75, "optimizer": 0.125}
     assert "host" in parts, "the argument stays as it is"
 
 
 def test_steps_that_are_far_from_the_others_do_not_count():
     steps = [{"computing": float(n)} for n in (100, 2, 3, 4, 5, 0, 6, 200)]
-    assert typical(steps) == {"computing": 4.5}, "2 to 6"
-    assert typical(steps[:1]) == steps[0]
+    assert average_parts(steps) == {"computing": 4.5}, "2 to 6"
+    assert average_parts(steps[:1]) == steps[0]
 
 
 def test_the_table_adds_up():
@@ -51,4 +51,4 @@ def test_the_table_adds_up():
     ],
 )
 def test_the_largest_cause_is_named(changes, said):
-    assert said in cause(PREDICTED, PREDICTED | changes)
+    assert said in describe_main_cause(PREDICTED, PREDICTED | changes)

@@ -3,7 +3,7 @@
 from math import nan
 
 from platform.monitor import events
-from platform.monitor.goodput import story
+from platform.monitor.goodput import tell_story
 from tests.harness.happenings import happening
 
 JOURNAL = [
@@ -25,12 +25,12 @@ JOURNAL = [
 
 def test_a_spike_is_told_by_the_number_that_is_one():
     spikes = [events.Spike(step=4, loss=7.5, grad_norm=norm, limit=9.0, policy="stop", attempt=1) for norm in (nan, 1)]
-    told = story([happening(100.0, "starting"), *spikes]).splitlines()[1:]
+    told = tell_story([happening(100.0, "starting"), *spikes]).splitlines()[1:]
     assert [line.partition(" has ")[2] for line in told] == ["a gradient norm of nan: stop", "a loss of 7.5: stop"]
 
 
 def test_the_last_driver_is_told():
-    assert story(JOURNAL).splitlines() == [
+    assert tell_story(JOURNAL).splitlines() == [
         "what happened (seconds since the start)",
         "     3.00  generation 2: 4 workers, data 2 x t 2",
         "     4.25  step 1 is done",

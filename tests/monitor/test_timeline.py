@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from platform.cluster.driver import run
+from platform.cluster.driver import drive_run
 from platform.monitor import JsonLines, MetricsLog, Timeline
-from platform.monitor.timeline import KEPT_STEPS, StepForecast, bubble, executed
+from platform.monitor.timeline import KEPT_STEPS, StepForecast, extract_actions, measure_bubble
 from platform.plan.generators import generate
 from platform.plan.schedule import COMPUTE, RECEIVES
-from platform.plan.simulate import lower, simulate
-from platform.predict.choose_schedule import schedule_of
+from platform.plan.simulate import lower_schedule, simulate
+from platform.predict.choose_schedule import build_schedule
 from platform.predict.make_plan import make_plan
 from platform.runtime.clock import Clock
 from platform.train.replies import RankTimeline
@@ -20,7 +20,7 @@ from tests.harness.oracle import configure, trainer_of
 from tests.harness.threads import run_threads
 
 SCHEDULE = generate("interleaved", 2, 2, 4)
-ROWS = lower(SCHEDULE)
+ROWS = lower_schedule(SCHEDULE)
 
 
 def spans(schedule, rows, transfer=0.0, ahead=0.0):
@@ -49,7 +49,10 @@ def timeline(schedule=SCHEDULE, rows=ROWS):
 
 
 def test_waiting_is_no_computing():
-    ran = [executed(s, {str(a): a for a in ROWS[s]}, own.sections) for s, own in enumerate(spans(SCHEDULE, ROWS, 0.5))]
+    ran = [
+        extract_actions(s, {str(a): a for a in ROWS[s]}, own.sections)
+        for s, own in enumerate(spans(SCHEDULE, ROWS, 0.5))
+    ]
     computed = [e for events in ran for e in events if e.action.kind in COMPUTE]
     assert set(computed) == set(simulate(SCHEDULE, transfer=0.5).timeline)
     assert [[e.action for e in events] for events in ran] == [list(row) for row in ROWS]
@@ -57,7 +60,7 @@ def test_waiting_is_no_computing():
 
 @pytest.mark.parametrize("ahead", [0.0, 3.0])
 def test_planned_and_measured_bubble(ahead):
-    found = timeline().step(1, 0.0, spans(SCHEDULE, ROWS, transfer=0.5, ahead=ahead), {})
+    found = timeline().add_step(1, 0.0, spans(SCHEDULE, ROWS, transfer=0.5, ahead=ahead), {})
     assert found["planned"] == pytest.approx(simulate(SCHEDULE).bubble)
     assert found["measured"] == pytest.approx(simulate(SCHEDULE, transfer=0.5).bubble)
     assert found["measured"] > found["planned"] > 0
@@ -65,22 +68,22 @@ def test_planned_and_measured_bubble(ahead):
 
 def test_one_stage_has_no_bubble_and_is_drawn(tmp_path):
     schedule = generate("1f1b", 1, 1, 3)
-    one = timeline(schedule, lower(schedule))
-    assert one.step(1, 0.0, spans(schedule, lower(schedule)), {}) is None
-    one.write(tmp_path)
+    one = timeline(schedule, lower_schedule(schedule))
+    assert one.add_step(1, 0.0, spans(schedule, lower_schedule(schedule)), {}) is None
+    one.write_files(tmp_path)
     assert (tmp_path / "timeline.svg").read_text().count("<title>") == 3 * 6  # planned, measured, and computed in it
 
 
 def test_nothing_is_written_before_the_first_step(tmp_path):
-    timeline().write(tmp_path)
+    timeline().write_files(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_the_trace_has_every_span_of_the_last_steps_on_one_time_scale(tmp_path):
     every, own = timeline(), spans(SCHEDULE, ROWS)
     for step in range(1, KEPT_STEPS + 3):
-        every.step(step, 100.0 * step, own, {})
-    every.write(tmp_path)
+        every.add_step(step, 100.0 * step, own, {})
+    every.write_files(tmp_path)
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {0: "rank0[stage0]", 1: "rank1[stage1]"}
@@ -95,8 +98,8 @@ def test_the_trace_has_every_span_of_the_last_steps_on_one_time_scale(tmp_path):
 
 def test_the_picture_shows_the_plan_beside_the_run(tmp_path):
     last = timeline()
-    last.step(7, 0.0, spans(SCHEDULE, ROWS, 0.5), {})
-    last.write(tmp_path)
+    last.add_step(7, 0.0, spans(SCHEDULE, ROWS, 0.5), {})
+    last.write_files(tmp_path)
     texts = [t.text for t in xml.parse(tmp_path / "timeline.svg").iter("{http://www.w3.org/2000/svg}text")]
     planned, measured = (f"{simulate(SCHEDULE, transfer=t).bubble:.1%}" for t in (0.0, 0.5))
     assert f"planned: interleaved, bubble {planned}" in texts
@@ -108,8 +111,8 @@ def test_predicted_parts_of_a_step_lie_beside_measured_ones(tmp_path):
     last, predicted, measured = timeline(), {"computing": 2.0, "bubble": 0.0, "optimizer": 1.0}, {"computing": 3.0}
     last.forecast = StepForecast("moon", predicted, simulate)
     for step in (7, 8):
-        last.step(step, 100.0 * step, spans(SCHEDULE, ROWS, 0.5), measured)
-    last.write(tmp_path)
+        last.add_step(step, 100.0 * step, spans(SCHEDULE, ROWS, 0.5), measured)
+    last.write_files(tmp_path)
     events = [e for e in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] if e["pid"] == 2]
     assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["parts of a step on moon", "predicted", "measured"]
     bars = [(e["tid"], e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["ph"] == "X"]
@@ -121,36 +124,36 @@ def test_predicted_parts_of_a_step_lie_beside_measured_ones(tmp_path):
 
 def test_a_clock_reads_every_section_and_what_is_inside_it():
     clock = Clock()
-    with clock.section("outer"):
-        with clock.section("inner"):
+    with clock.time_section("outer"):
+        with clock.time_section("inner"):
             pass
-        with clock.section("inner"):
+        with clock.time_section("inner"):
             pass
-    seconds, _, (a, b, outer), *_ = clock.read()
+    seconds, _, (a, b, outer), *_ = clock.read_times()
     assert [name for name, _, _ in (a, b, outer)] == ["inner", "inner", "outer"]
     assert 0.0 == outer[1] <= a[1] <= a[2] <= b[1] <= b[2] <= outer[2]
     assert seconds["outer"] + seconds["inner"] == pytest.approx(outer[2])
-    assert clock.read() == ({}, {}, [], [], [])
+    assert clock.read_times() == ({}, {}, [], [], [])
 
 
 @pytest.mark.parametrize("kind", ["none", "zb_h1"])
 def test_ranks_report_what_they_ran_when_asked(kind):
     stages = 1 if kind == "none" else 2
     c = configure("1d", {"t": 2}, pipeline=kind, stages=stages, microbatch=2, d_model=16)
-    plan, schedule = make_plan(c), schedule_of(c, 1)
+    plan, schedule = make_plan(c), build_schedule(c, 1)
     c.monitor.timeline = True
-    rows = lower(schedule)
+    rows = lower_schedule(schedule)
     reports = run_threads(plan.mesh, lambda communicator: trainer_of(c, plan, communicator).step(1))
     assert all(r.comm_bytes == s.comm_bytes for r, s in zip(reports, silent(c, plan), strict=True))
     for rank, report in enumerate(reports):
-        stage = plan.mesh.coordinates(rank)["stage"]
+        stage = plan.mesh.rank_coordinates(rank)["stage"]
         names = [name for name, _, _ in report.timeline.sections]
         assert [name for name in names if name[0].isdigit()] == [str(a) for a in rows[stage]]
         assert {"forward", "backward", "reduce", "optimizer", "exposed_comm"} <= set(names) and names[-1] == "step"
         assert report.timeline.sections[-1].start == 0.0
-        ran = executed(stage, {str(a): a for a in rows[stage]}, report.timeline.sections)
+        ran = extract_actions(stage, {str(a): a for a in rows[stage]}, report.timeline.sections)
         assert all(a.end <= b.start for a, b in zip(ran, ran[1:], strict=False))
-        assert bubble([ran]) >= 0
+        assert measure_bubble([ran]) >= 0
 
 
 def silent(c, plan):
@@ -165,14 +168,14 @@ def test_a_run_by_processes(tmp_path, capsys):
     c = configure(pipeline="1f1b", stages=2, microbatch=2, d_model=16, vocab=300, precision="fp32")
     c.run.dir, c.data.kind, c.cluster.kind = str(tmp_path / "run"), "synthetic", "processes"
     c.monitor.timeline, c.train.steps = True, 12
-    assert run(c, make_plan(c), experiment="quick") == 0
-    rows = MetricsLog.read(tmp_path / "run" / "metrics.jsonl")
+    assert drive_run(c, make_plan(c), experiment="quick") == 0
+    rows = MetricsLog.read_rows(tmp_path / "run" / "metrics.jsonl")
     assert len(rows) == 12
     for row in rows:  # 4 microbatches on 2 stages
         assert sum(row["parts"].values()) == pytest.approx(row["step_seconds"])
         assert row["bubble"]["planned"] == pytest.approx(1 / 4) and row["bubble"]["measured"] > 0
     events = json.loads((tmp_path / "run" / "timeline.json").read_text())["traceEvents"]
-    for rank, row in enumerate(lower(schedule_of(c, 1))):
+    for rank, row in enumerate(lower_schedule(build_schedule(c, 1))):
         own = [e for e in events if e["ph"] == "X" and e["pid"] == rank]
         ran = [e["name"] for e in own if "microbatch" in e["args"]]
         assert sorted(ran) == sorted([str(a) for a in row] * 12)
@@ -180,7 +183,7 @@ def test_a_run_by_processes(tmp_path, capsys):
         assert [name for name in ran if name in others] == [str(a) for a in row if str(a) in others] * 12
         assert sum(e["name"] == "step" for e in own) == 12
     assert "planned: 1f1b, bubble 25.0%" in (tmp_path / "run" / "timeline.svg").read_text()
-    journal = {event["event"]: event for event in JsonLines.read(tmp_path / "run" / "journal.jsonl")}
+    journal = {event["event"]: event for event in JsonLines.read_objects(tmp_path / "run" / "journal.jsonl")}
     predicted, measured = journal["predicted_step"], journal["measured_step"]
     assert predicted["hardware"] == "cpu" and sum(predicted["parts"].values()) == pytest.approx(predicted["seconds"])
     assert {row.get("predicted_seconds") for row in rows} == {None, predicted["seconds"]}, "None of the first step"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from platform.monitor import events
-from platform.monitor.verdict import Evidence, verdict_on
+from platform.monitor.verdict import Evidence, judge_run
 from platform.monitor.verdict.evidence import ALIVE, GONE, STOPPED
 
 WORKERS = [
@@ -122,23 +122,23 @@ def stamped(found):
 @pytest.mark.parametrize("name", CASES)
 def test_the_culprit_is_named(name):
     found, known, why, rank, words = CASES[name]
-    verdict = verdict_on(Evidence(stamped(found), **{"driver": ALIVE, "now": 200.0, **known}))
+    verdict = judge_run(Evidence(stamped(found), **{"driver": ALIVE, "now": 200.0, **known}))
     assert verdict, "nothing is said"
     assert (verdict.why, verdict.rank) == (why, rank) and words in verdict.line, verdict.line
-    assert verdict.line.isprintable() and verdict.plain()["attention"] is (why != "drained")
+    assert verdict.line.isprintable() and verdict.plain_fields()["attention"] is (why != "drained")
 
 
 @pytest.mark.parametrize("fault, of_others", [("5:kill:3:backward", False), ("5:kill:2", True), ("4:kill:3", True)])
 def test_a_fault_that_the_run_injected_is_blamed_on_nobody_else(fault, of_others):
     injected = events.Injected(step=int(fault[0]), faults=[fault])
-    verdict = verdict_on(Evidence(stamped([*GOES, injected, DIED]), driver=ALIVE, now=200.0))
+    verdict = judge_run(Evidence(stamped([*GOES, injected, DIED]), driver=ALIVE, now=200.0))
     assert verdict and any("a user, the scheduler" in line for line in verdict.details) is of_others
     assert (f"on purpose: elastic.faults={fault}" in verdict.details) is not of_others
 
 
 def test_a_spike_on_purpose_says_so():
     found = [*GOES, events.Injected(step=5, faults=["5:nan:1"]), spike(1.0, math.nan)]
-    verdict = verdict_on(Evidence(stamped(found), driver=ALIVE, now=200.0))
+    verdict = judge_run(Evidence(stamped(found), driver=ALIVE, now=200.0))
     assert verdict and verdict.details[1:] == ["on purpose: elastic.faults=5:nan:1"]
 
 
@@ -149,14 +149,14 @@ def test_gauges_of_a_slow_worker_far_from_the_others_are_told():
     row = {"step": 4, "workers": workers, "worker_ranks": {"temperature/max": 2, "gpu/max": 2, "power/min": 1}}
     told = "highest temperature of all workers: 91 °C, the median is 58 °C"
     for its, lines in ((row, [told]), ({"step": 4, "workers": 3}, []), ({**row, "workers": {"gpu/max": "NaN"}}, [])):
-        verdict = verdict_on(Evidence(stamped([*GOES, slow]), [its], driver=ALIVE, now=200.0))
+        verdict = judge_run(Evidence(stamped([*GOES, slow]), [its], driver=ALIVE, now=200.0))
         assert verdict.details == [*lines, "elastic.replace_slow=true gives its seat to a spare"]
 
 
 def test_stacks_and_witnesses_are_told():
-    assert verdict_on(Evidence(stamped([*GOES, HUNG]))).stack == ["m.py:3 in f"]
-    assert "seen: rank 1 waits in all_reduce over data" in verdict_on(Evidence(stamped([*GOES, HUNG]))).details
-    assert verdict_on(Evidence(stamped([*GOES, failure("failed", TRACEBACK)]))).stack == [
+    assert judge_run(Evidence(stamped([*GOES, HUNG]))).stack == ["m.py:3 in f"]
+    assert "seen: rank 1 waits in all_reduce over data" in judge_run(Evidence(stamped([*GOES, HUNG]))).details
+    assert judge_run(Evidence(stamped([*GOES, failure("failed", TRACEBACK)]))).stack == [
         "a.py:3 in step",
         "b.py:7 in pass_",
     ]
@@ -175,4 +175,4 @@ def test_stacks_and_witnesses_are_told():
     ],
 )
 def test_nothing_is_wrong(found, known):
-    assert verdict_on(Evidence(stamped(found), **{"driver": ALIVE, "now": 200.0, **known})) is None
+    assert judge_run(Evidence(stamped(found), **{"driver": ALIVE, "now": 200.0, **known})) is None

@@ -10,8 +10,8 @@ import torch
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
 from platform.config.validation import violations_of_configuration
-from platform.optimizer.optimizers import find_matrices, kept_numbers
-from platform.plan.step_collectives import communication, sides
+from platform.optimizer.optimizers import count_state_numbers, find_matrices
+from platform.plan.step_collectives import communication, matrix_sides
 from platform.predict.footprint import weight_bytes
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
@@ -93,7 +93,7 @@ def test_what_is_gathered_is_what_the_plan_says():
     moved = {kind: communication(plan) for kind, plan in plans.items()}
     more = {key: n - moved["lion"].get(key, 0) for key, n in moved["muon"].items() if n != moved["lion"].get(key)}
     plan, itemsize = plans["muon"], 8
-    blocks = sum(plan.planner.mesh.size * torch.Size(plan.local_shape(p)).numel() * itemsize
+    blocks = sum(plan.planner.mesh.world_size * torch.Size(plan.local_shape(p)).numel() * itemsize
                  for p in plan.parameters if p.name in plan.matrices)  # fmt: skip
     shards = sum(b.elements for b in plan.buckets if {p.name for p in b.parameters} & {*plan.matrices}) * itemsize * 2
     assert more == {"all_gather/t": blocks, "all_gather/data": shards}
@@ -128,13 +128,22 @@ def muon(weights, plan, o, monkeypatch):
 
 def adafactor(weights, plan, o, monkeypatch):
     """Theirs factors the last two dims, and takes the smaller of the rate and 1 / sqrt(step)."""
-    return [torch.optim.Adafactor([w], o.lr, o.beta2_decay, (o.eps, o.least_scale), o.update_clip,
-                                  o.weight_decay if w.ndim > 1 else 0.0) for w in weights.values()]  # fmt: skip
+    return [
+        torch.optim.Adafactor(
+            [w], o.lr, o.beta2_decay, (o.eps, o.least_scale), o.update_clip, o.weight_decay if w.ndim > 1 else 0.0
+        )
+        for w in weights.values()
+    ]
 
 
 def sgd(weights, plan, o, monkeypatch):
-    groups = [{"params": [w for w in weights.values() if (w.ndim > 1) == on], "weight_decay": on * o.weight_decay}
-              for on in (True, False)]  # fmt: skip
+    groups = [
+        {
+            "params": [w for w in weights.values() if (w.ndim > 1) == on],
+            "weight_decay": on * o.weight_decay,
+        }
+        for on in (True, False)
+    ]
     return [torch.optim.SGD(groups, o.lr, o.momentum, nesterov=o.nesterov)]
 
 
@@ -226,8 +235,8 @@ def test_what_is_summed_is_what_the_plan_says():
     moved = {kind: communication(plan) for kind, plan in plans.items()}
     more = {key: n - moved["lion"].get(key, 0) for key, n in moved["adafactor"].items()}
     plan = plans["adafactor"]
-    summed = sum(sum(sides(plan, p)) for p in plan.parameters if p.name in plan.factored)
-    numbers, ranks = summed + 2 * len(plan.parameters), plan.mesh.size
+    summed = sum(sum(matrix_sides(plan, p)) for p in plan.parameters if p.name in plan.factored)
+    numbers, ranks = summed + 2 * len(plan.parameters), plan.mesh.world_size
     assert {key: n for key, n in more.items() if n} == {"all_reduce/data+t": 2 * (ranks - 1) * numbers * 8}
 
 
@@ -290,7 +299,7 @@ def test_muon_takes_the_weights_of_hidden_layers():
 @pytest.mark.parametrize("plan", ["1d", "zero1"])
 def test_negative_control_parts_are_no_whole_matrix(plan, monkeypatch):
     """Each rank makes its own part orthogonal."""
-    monkeypatch.setattr(Matrices, "map", lambda self, function, parts: (
+    monkeypatch.setattr(Matrices, "map_matrices", lambda self, function, parts: (
         (n, function(x.reshape(len(x), -1) if x.ndim > 1 else x.reshape(1, -1)).reshape(x.shape))
         for n, x in parts.items() if x.numel()))  # fmt: skip
     c = configured("muon", **PLANS[plan])
@@ -302,14 +311,14 @@ def test_negative_control_parts_are_no_whole_matrix(plan, monkeypatch):
 
 
 def test_negative_control_what_another_rank_has_is_lost(monkeypatch):
-    whole = FlatBucket.joined
+    whole = FlatBucket.gather_whole_blocks
 
     def joined(self, parts):
         return {n: x * (self._index == 0) for n, x in whole(self, parts).items()}
 
     c = configured("muon", **PLANS["zero1"])
     serial(c)
-    monkeypatch.setattr(FlatBucket, "joined", joined)
+    monkeypatch.setattr(FlatBucket, "gather_whole_blocks", joined)
     with pytest.raises(AssertionError, match="final of|replicas of|!="):
         prove(c)
 
@@ -323,10 +332,10 @@ def test_what_is_kept_is_what_was_forecast(kind, plan):
     def on_rank(communicator):
         trainer = trainer_of(c, made, communicator)
         trainer.step(1)
-        kept = sum(b.tensor.nbytes for b in State(trainer).blocks() if not b.name.startswith("model."))
+        kept = sum(b.tensor.nbytes for b in State(trainer).live_blocks() if not b.name.startswith("model."))
         live = sum(x.nbytes for state in trainer.optimizer.state.values() for x in state.values()
                    if isinstance(x, torch.Tensor) and x.ndim)  # fmt: skip
-        forecast = weight_bytes(trainer.stage, kept_numbers(c), communicator.coordinates)["optimizer"]
+        forecast = weight_bytes(trainer.stage, count_state_numbers(c), communicator.coordinates)["optimizer"]
         padding = sum(b.elements - sum(b.sizes) for b in made.buckets) * 8 * 2
         assert kept == live and kept <= forecast <= kept + padding
 

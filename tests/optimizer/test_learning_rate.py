@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from platform.config.fields import Optimizer
-from platform.optimizer.learning_rate import SCHEDULES, learning_rate, short_of_peak
+from platform.optimizer.learning_rate import SCHEDULES, learning_rate, warning_of_warmup
 
 
 def rates(steps: int, **keys) -> list[float]:
@@ -56,12 +56,12 @@ def test_the_edges():
 
 def test_a_warm_up_that_is_longer_than_the_run_is_said():
     o = Optimizer(lr=6e-3, warmup_steps=150)
-    assert short_of_peak(o, 12) == (
+    assert warning_of_warmup(o, 12) == (
         "optimizer.warmup_steps=150 is more than the 12 steps of this run: the learning rate ends at 0.00048, "
         "8% of optimizer.lr=0.006"
     )
     assert learning_rate(o, 12, 12) == pytest.approx(0.00048)
-    assert not short_of_peak(o, 150) and not short_of_peak(o, 0) and not short_of_peak(Optimizer(), 1)
+    assert not warning_of_warmup(o, 150) and not warning_of_warmup(o, 0) and not warning_of_warmup(Optimizer(), 1)
 
 
 def test_linear_falls_evenly():

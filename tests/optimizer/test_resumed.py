@@ -28,11 +28,14 @@ def test_halves_under_two_plans_are_one_run(optimizer, tmp_path):
         launch = in_this_process if where is ONE else command
         done = launch(QUICK, *SMALL, *FIXED.split(), f"optimizer={optimizer}", *where, *more, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
-    ours, theirs = (MetricsLog.read(tmp_path / run / "metrics.jsonl") for run in ("halves", "whole"))
+    ours, theirs = (MetricsLog.read_rows(tmp_path / run / "metrics.jsonl") for run in ("halves", "whole"))
     for have, want in zip(ours, theirs, strict=True):
         assert have["loss"] == pytest.approx(want["loss"], rel=1e-9)
     found = {run: open_storage(str(tmp_path / run / "checkpoints")) for run in ("halves", "whole")}
-    saved = {run: (storage, catalogue.find(storage, deep=False, mark=False)) for run, storage in found.items()}
+    saved = {
+        run: (storage, catalogue.find_newest_checkpoint(storage, deep=False, mark=False))
+        for run, storage in found.items()
+    }
     names = {run: set(at.manifest.tensors) for run, (_, at) in saved.items()}
     assert names["halves"] == names["whole"]
     if optimizer == "muon":

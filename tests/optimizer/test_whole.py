@@ -86,15 +86,15 @@ def test_padded_rows_are_no_part_of_a_tensor():
 
 
 def test_what_is_not_declared_is_found_by_trying():
-    assert optimizers.need_of(configured(None).optimizer) == "tensor"
+    assert optimizers.update_granularity(configured(None).optimizer) == "tensor"
     o = Config().optimizer
     for name, elementwise in {"plain": torch.optim.SGD, "rms": torch.optim.RMSprop, "adam": torch.optim.Adam}.items():
         register_optimizer(name, lambda groups, o, kind=elementwise: kind(groups, o.lr), 1)
         o.kind = name
-        assert optimizers.need_of(o) == "element"
+        assert optimizers.update_granularity(o) == "element"
     register_optimizer("factor", lambda groups, o: torch.optim.Adafactor(groups, o.lr), 1)
     o.kind = "factor"
-    assert optimizers.need_of(o) == "tensor"
+    assert optimizers.update_granularity(o) == "tensor"
 
 
 def test_groups_that_an_optimizer_forgets_are_refused():

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from platform.plan.schedule import COMPUTE, SENDS, Action, Kind, Rows, Schedule, ScheduleError, needs, result
+from platform.plan.schedule import (
+    COMPUTE,
+    SENDS,
+    Action,
+    Kind,
+    Rows,
+    Schedule,
+    ScheduleError,
+    needs_of_action,
+    result_of_action,
+)
 
 
 def replay_blocking(rows: Rows) -> None:
@@ -20,14 +30,14 @@ def replay_blocking(rows: Rows) -> None:
             while at[stage] < len(row):
                 action = row[at[stage]]
                 if action.kind in COMPUTE:
-                    missing = [r for r in needs(action, total_chunks) if r not in here[stage]]
+                    missing = [r for r in needs_of_action(action, total_chunks) if r not in here[stage]]
                     if missing:
                         names = " and ".join(f"{chunk}{kind}{m}" for kind, chunk, m in missing)
                         raise ScheduleError(f"stage {stage}: {action} runs before {names} is there", rows)
-                    here[stage].add(result(action))
+                    here[stage].add(result_of_action(action))
                 elif _meets(rows, at, stage, action):
                     assert action.peer is not None
-                    here[action.peer].add(result(action))
+                    here[action.peer].add(result_of_action(action))
                     at[action.peer] += 1
                 else:
                     break

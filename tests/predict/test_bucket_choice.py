@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from platform.boundary.refusals import ConfigError
-from platform.launch import compose, prepare
+from platform.launch import compose_config, prepare_plan
 from platform.plan.chunks import BUCKET_MIB
 from platform.plan.plan import Plan
-from platform.plan.plan_data import digest, from_dict, plan_summary, to_dict
+from platform.plan.plan_data import decode_plan, encode_plan, plan_digest, plan_summary
 from platform.plan.step_collectives import step_collectives
 from platform.predict.make_plan import make_plan
 from platform.predict.replan import replan
@@ -23,7 +23,7 @@ TWO = ("+experiment=one_gpu", "parallel.data=2")
 
 
 def size_of(*overrides: str) -> int:
-    return make_plan(compose([*TWO, *overrides])).bucket_mib
+    return make_plan(compose_config([*TWO, *overrides])).bucket_mib
 
 
 def described(path, latency: float) -> str:
@@ -46,7 +46,7 @@ def test_where_it_comes_from():
 @pytest.mark.parametrize("value", ["-1", "many", "1.5", "2_000_000"])
 def test_refusals(value):
     with pytest.raises(ConfigError, match=r"^parallel.bucket_mib=.*: must be .*; nearest legal: "):
-        compose([*TWO, f"parallel.bucket_mib={value}"])
+        compose_config([*TWO, f"parallel.bucket_mib={value}"])
 
 
 def test_a_mistake_in_the_hardware_is_said_once(tmp_path):
@@ -54,27 +54,27 @@ def test_a_mistake_in_the_hardware_is_said_once(tmp_path):
     with pytest.raises(ConfigError) as refused:
         size_of(f"cluster.hardware={own}")
     assert all("mine.yaml" in line for line in refused.value.violations)
-    _, lines = prepare(compose([*TWO, f"cluster.hardware={own}"]), [])
+    _, lines = prepare_plan(compose_config([*TWO, f"cluster.hardware={own}"]), [])
     assert lines == refused.value.violations
 
 
 def test_the_plan_carries_it():
-    plan = make_plan(compose([*TWO, "cluster.gpu=H100"]))
-    assert from_dict(to_dict(plan)).bucket_mib == plan.bucket_mib == plan_summary(plan)["bucket_mib"]
-    assert digest(replace(plan, bucket_mib=25)) != digest(plan)
+    plan = make_plan(compose_config([*TWO, "cluster.gpu=H100"]))
+    assert decode_plan(encode_plan(plan)).bucket_mib == plan.bucket_mib == plan_summary(plan)["bucket_mib"]
+    assert plan_digest(replace(plan, bucket_mib=25)) != plan_digest(plan)
 
 
 def test_workers_and_later_generations_need_no_file(tmp_path):
     """The driver settles it before workers start: they plan the same without the file that describes the hardware, and
     so does a mesh that re-forms at another size."""
     own = described(tmp_path / "mine.yaml", latency=0.1)
-    config = compose(["+experiment=gpt_quick", "parallel.data=4", f"cluster.hardware={own}"])
-    plan, lines = prepare(config, [])
+    config = compose_config(["+experiment=gpt_quick", "parallel.data=4", f"cluster.hardware={own}"])
+    plan, lines = prepare_plan(config, [])
     assert plan and not lines and plan.bucket_mib != BUCKET_MIB
     (tmp_path / "mine.yaml").unlink()
-    assert digest(make_plan(config)) == digest(plan)
+    assert plan_digest(make_plan(config)) == plan_digest(plan)
     fewer = replan(config, 4)
-    assert fewer and fewer.plan.mesh.size == 4 and fewer.plan.bucket_mib == plan.bucket_mib
+    assert fewer and fewer.plan.mesh.world_size == 4 and fewer.plan.bucket_mib == plan.bucket_mib
 
 
 # A run on these plans
@@ -86,7 +86,7 @@ def launches(plan: Plan) -> Counter[str]:
     """Return the launches over `data` of a step, by operation, as the plan says."""
     out: Counter[str] = Counter()
     for _, c, times in step_collectives(plan):
-        if plan.mesh.ordered(c.axes) == ("data",):
+        if plan.mesh.order_axes(c.axes) == ("data",):
             out[c.op] += times
     return out
 
@@ -126,7 +126,7 @@ def test_negative_control_a_runtime_with_buckets_of_its_own(monkeypatch):
 def test_a_search_that_leaves_zero_3_settles_it(tmp_path):
     """As a start does: workers make the plan that the driver chose, and may lack its file of the hardware."""
     file = described(tmp_path / "mine.yaml", 1e-3)
-    config = compose([*TWO, "parallel.zero=-1", f"cluster.hardware={file}"])
+    config = compose_config([*TWO, "parallel.zero=-1", f"cluster.hardware={file}"])
     config.parallel.zero = 3
     found = replan(config, 2)
     assert found and found.config.parallel.zero < 3 and found.config.parallel.bucket_mib == found.plan.bucket_mib > 0

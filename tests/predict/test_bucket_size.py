@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from platform.launch import compose
+from platform.launch import compose_config
 from platform.plan.chunks import BUCKET_MIB
 from platform.plan.plan import Plan
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import make_plan
-from platform.predict.price import bucket_count, bucket_mebibytes
+from platform.predict.price import choose_bucket_count, choose_bucket_mebibytes
 from platform.predict.step_price import read_hardware, step_price
 
 GPT_2 = ("+experiment=one_gpu", "cluster.gpu=H100", "parallel.data=8")
@@ -19,7 +19,7 @@ NODES = (*GPT_2[:2], "parallel.data=64", "train.global_batch=128")
 
 
 def planned(*overrides: str) -> Plan:
-    return make_plan(compose([*overrides]))
+    return make_plan(compose_config([*overrides]))
 
 
 def linked(latency: float = 1.0, rate: float = 1.0) -> Hardware:
@@ -34,20 +34,20 @@ def linked(latency: float = 1.0, rate: float = 1.0) -> Hardware:
 def test_no_other_number_of_buckets_costs_less(transfer, each):
     """Of n buckets: what each costs, and the transfer of the last one, which nothing hides."""
     costs = {n: n * each + transfer / n for n in range(1, 1000)}
-    assert round(float(bucket_count(transfer, each))) == min(costs, key=lambda n: costs[n])
+    assert round(float(choose_bucket_count(transfer, each))) == min(costs, key=lambda n: costs[n])
 
 
 def test_a_slow_link_of_high_latency_has_larger_buckets_than_nvlink():
     plan = planned(*GPT_2)
-    nvlink = bucket_mebibytes(plan, linked())
+    nvlink = choose_bucket_mebibytes(plan, linked())
     assert 25 < nvlink < 60
-    assert bucket_mebibytes(plan, linked(latency=1000, rate=1 / 45)) > 3 * nvlink
+    assert choose_bucket_mebibytes(plan, linked(latency=1000, rate=1 / 45)) > 3 * nvlink
 
 
 def test_it_is_the_latency_and_not_the_slowness_that_makes_them_large():
     """A link that takes ten times as long for everything has the same; one that is slow alone has smaller ones."""
     plan = planned(*GPT_2)
-    sizes = [bucket_mebibytes(plan, linked(*link)) for link in ((1, 1), (10, 1 / 10), (10, 1), (1, 1 / 10))]
+    sizes = [choose_bucket_mebibytes(plan, linked(*link)) for link in ((1, 1), (10, 1 / 10), (10, 1), (1, 1 / 10))]
     assert sizes[0] == sizes[1] and sizes[3] < sizes[0] / 3 < sizes[0] * 3 < sizes[2]
 
 
@@ -55,12 +55,12 @@ def test_of_a_group_that_leaves_its_node_the_network_counts():
     h100 = read_hardware("h100")
     slow = replace(h100, network=replace(h100.network, latency=100 * h100.network.latency))
     near, far = planned(*GPT_2), planned(*NODES)
-    assert bucket_mebibytes(near, slow) == bucket_mebibytes(near, h100)
-    assert bucket_mebibytes(far, slow) > 2 * bucket_mebibytes(far, h100)
+    assert choose_bucket_mebibytes(near, slow) == choose_bucket_mebibytes(near, h100)
+    assert choose_bucket_mebibytes(far, slow) > 2 * choose_bucket_mebibytes(far, h100)
 
 
 def test_without_sums_they_are_as_where_nothing_is_known():
-    assert bucket_mebibytes(planned(*GPT_2[:2]), linked()) == BUCKET_MIB
+    assert choose_bucket_mebibytes(planned(*GPT_2[:2]), linked()) == BUCKET_MIB
 
 
 SIZES = (0, 12, 25, 50, 100, 200, 400, 1000)
@@ -71,7 +71,7 @@ def test_the_price_finds_none_much_better(zero, behind, ahead):
     """And under ZeRO 25 MiB, or each block by itself, costs more, which is the negative control."""
     found = {}
     for size in ("auto", *SIZES):
-        c = compose([*NODES, f"parallel.zero={zero}", f"parallel.bucket_mib={size}"])
+        c = compose_config([*NODES, f"parallel.zero={zero}", f"parallel.bucket_mib={size}"])
         found[size] = step_price(c, make_plan(c), read_hardware("h100")).seconds
     best = min(found.values())
     assert found["auto"] < behind * best and min(found[0], found[25]) > ahead * found["auto"]

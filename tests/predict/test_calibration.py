@@ -8,19 +8,19 @@ import pytest
 import yaml
 
 from platform.cluster.calibration_run import TINY
-from platform.launch import compose
+from platform.launch import compose_config
 from platform.predict.calibration import (
     Seen,
-    as_file,
-    calibration_rounds,
+    fit_nonnegative_factors,
+    format_hardware_file,
+    group_samples_by_kind,
     hardware_of_rounds,
-    samples_by_kind,
-    solution,
+    plan_calibration_rounds,
 )
-from platform.predict.hardware import HardwareMistake, Link, hardware_of
+from platform.predict.hardware import HardwareMistake, Link, parse_hardware
 from platform.predict.make_plan import make_plan
-from platform.predict.price import group_seconds, message_seconds, price_of, product_seconds
-from platform.predict.step_price import read_hardware, step_configs, work_of
+from platform.predict.price import group_seconds, message_seconds, price_work, product_seconds
+from platform.predict.step_price import build_step_work, read_hardware, step_configs
 from platform.predict.work import FUSED_BACKWARD, Product
 
 CPU = read_hardware("cpu")
@@ -43,7 +43,7 @@ SEEN = Seen("2026-11-27", "fp32", "cpu", {"a": 4, "b": 4}, "cpu")
 
 
 def steps():
-    return [work_of(c, make_plan(c)) for c in step_configs(compose([*TINY]), on_gpu=False, tiny=False)]
+    return [build_step_work(c, make_plan(c)) for c in step_configs(compose_config([*TINY]), on_gpu=False, tiny=False)]
 
 
 def kernels(h):
@@ -59,12 +59,12 @@ def kernels(h):
         flops = 2.0 * b * heads * length**2 * width * (1 + FUSED_BACKWARD)
         yield "attention", shape, flops / (h.peaks["fp32"] * h.reached.attention)
     for number, work in enumerate(steps()):
-        yield "step", [number], price_of(work, h).seconds
+        yield "step", [number], price_work(work, h).seconds
 
 
 def links(h, one, slower=()):
     """What a rank of one group measures of its links; collectives of the kinds `slower` take twice as long."""
-    n, groups = one.shape
+    n, groups = one.group_shape
     here = n if one.tier == "node" else 1
     for size in (1 << 12, 1 << 16, 1 << 20, 1 << 22):
         for op in KINDS:
@@ -76,7 +76,7 @@ def links(h, one, slower=()):
 def found(h, slower=()):
     measured = [
         (one, [list(kernels(h) if one.tier == "kernels" else links(h, one, slower))] * 2)
-        for one in calibration_rounds(NODES)
+        for one in plan_calibration_rounds(NODES)
     ]
     return hardware_of_rounds(CPU, measured, SEEN, steps())
 
@@ -102,43 +102,43 @@ def test_it_finds_the_hardware_that_was_measured():
 
 def test_one_slower_kind_changes_that_kind_alone():
     usual, slow = found(TRUE)[0], found(TRUE, slower=["reduce_scatter"])[0]
-    changed = [op for op in KINDS if slow.network.for_kind(op) != usual.network.for_kind(op)]
+    changed = [op for op in KINDS if slow.network.kind_link(op) != usual.network.kind_link(op)]
     assert changed == ["reduce_scatter"]
-    assert slow.network.for_kind("reduce_scatter").bandwidth == pytest.approx(
-        usual.network.for_kind("reduce_scatter").bandwidth / 2, rel=0.02
+    assert slow.network.kind_link("reduce_scatter").bandwidth == pytest.approx(
+        usual.network.kind_link("reduce_scatter").bandwidth / 2, rel=0.02
     )
 
 
 def test_the_file_says_what_was_measured_and_is_read_again():
     made, tiers = found(TRUE)
-    text = as_file(made, tiers, SEEN)
-    again = hardware_of("mine", yaml.safe_load(text))
-    assert again.node.for_kind("all_gather").bandwidth == pytest.approx(
-        made.node.for_kind("all_gather").bandwidth, rel=1e-3
+    text = format_hardware_file(made, tiers, SEEN)
+    again = parse_hardware("mine", yaml.safe_load(text))
+    assert again.node.kind_link("all_gather").bandwidth == pytest.approx(
+        made.node.kind_link("all_gather").bandwidth, rel=1e-3
     )
     assert again.ahead is False and again.reached.memory == pytest.approx(made.reached.memory, rel=1e-2)
     numbers = [line for line in text.splitlines()[1:] if not line.startswith((" ", "accelerator"))]
     assert all("#" in line for line in numbers if not line.startswith("reached"))
-    alone = as_file(
-        *hardware_of_rounds(CPU, [(calibration_rounds(["a"])[0], [list(kernels(TRUE))])], SEEN, steps()), SEEN
+    alone = format_hardware_file(
+        *hardware_of_rounds(CPU, [(plan_calibration_rounds(["a"])[0], [list(kernels(TRUE))])], SEEN, steps()), SEEN
     )
     assert "network: # not measured: of cpu" in alone and "node: # not measured: of cpu" in alone
 
 
 def test_who_measures_with_whom():
-    assert [(r.tier, r.groups) for r in calibration_rounds(["a"])] == [("kernels", [[0]])]
-    four = [(r.tier, r.groups) for r in calibration_rounds(["a", "a", "b", "b"])[1:]]
+    assert [(r.tier, r.groups) for r in plan_calibration_rounds(["a"])] == [("kernels", [[0]])]
+    four = [(r.tier, r.groups) for r in plan_calibration_rounds(["a", "a", "b", "b"])[1:]]
     assert four == [("node", [[0, 1], [2, 3]]), ("network", [[0, 2], [1, 3]])]
-    by_size = [(r.tier, r.shape) for r in calibration_rounds(NODES)[1:]]
+    by_size = [(r.tier, r.group_shape) for r in plan_calibration_rounds(NODES)[1:]]
     assert by_size == [("node", (2, 4)), ("node", (4, 2)), ("network", (2, 4))]
-    assert calibration_rounds(["a", "a", "b", "b"])[1].seats == [0, 2, 1, 3]
-    assert [r.groups for r in calibration_rounds(["a", "a", "b"])[1:]] == [[[0, 2]]], "the second of node a waits"
+    assert plan_calibration_rounds(["a", "a", "b", "b"])[1].mesh_ranks == [0, 2, 1, 3]
+    assert [r.groups for r in plan_calibration_rounds(["a", "a", "b"])[1:]] == [[[0, 2]]], "the second of node a waits"
 
 
 def test_no_factor_is_negative():
-    assert solution([[1, 1, 1], [1, 2, 3]], [2, 1.5, 1]) == pytest.approx([1.384615, 0], rel=0.1)
-    assert solution([[1, 1, 1], [1, 2, 3]], [3, 5, 7]) == pytest.approx([1, 2])
-    assert samples_by_kind([("x", [1], 2.0), ("x", [1], 6.0), ("x", [1], 3.0)])["x"][0].seconds == 3.0
+    assert fit_nonnegative_factors([[1, 1, 1], [1, 2, 3]], [2, 1.5, 1]) == pytest.approx([1.384615, 0], rel=0.1)
+    assert fit_nonnegative_factors([[1, 1, 1], [1, 2, 3]], [3, 5, 7]) == pytest.approx([1, 2])
+    assert group_samples_by_kind([("x", [1], 2.0), ("x", [1], 6.0), ("x", [1], 3.0)])["x"][0].seconds == 3.0
 
 
 def test_nothing_is_hidden_where_one_core_does_it_all():
@@ -149,12 +149,12 @@ def test_nothing_is_hidden_where_one_core_does_it_all():
 
 
 def test_mistakes_of_kinds_are_named():
-    data = yaml.safe_load(as_file(*found(TRUE), SEEN))
+    data = yaml.safe_load(format_hardware_file(*found(TRUE), SEEN))
     data["node"]["kinds"]["all_sum"] = {}
     data["network"]["kinds"]["reduce"]["hop"] = 0
     data["ahead"] = "maybe"
     with pytest.raises(HardwareMistake) as error:
-        hardware_of("mine", data)
+        parse_hardware("mine", data)
     assert error.value.mistakes == [
         "node.kinds.all_sum: unknown key",
         "network.kinds.reduce.hop=0: must be a number > 0",

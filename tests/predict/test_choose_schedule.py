@@ -6,7 +6,7 @@ from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config, Pipeline, Train
 from platform.plan.generators import SCHEDULES, generate
 from platform.plan.schedule import ScheduleError, table
-from platform.predict.choose_schedule import register_pipeline, schedule_of
+from platform.predict.choose_schedule import build_schedule, register_pipeline
 from tests.harness.schedule_files import to_csv
 
 
@@ -16,20 +16,20 @@ def config(batch: int = 16, microbatch: int = 2, **pipeline) -> Config:
 
 def refused(*args, data: int = 1, **kwargs) -> list[str]:
     with pytest.raises(ConfigError) as error:
-        schedule_of(config(*args, **kwargs), data)
+        build_schedule(config(*args, **kwargs), data)
     return error.value.violations
 
 
 def test_microbatches_are_what_one_replica_does_in_a_step():
-    assert schedule_of(config(kind="interleaved", stages=2, chunks=2), data=2) == generate("interleaved", 2, 2, 4)
+    assert build_schedule(config(kind="interleaved", stages=2, chunks=2), data=2) == generate("interleaved", 2, 2, 4)
 
 
 def test_without_a_pipeline_each_backward_pass_follows_its_forward_pass():
-    assert table(schedule_of(config(batch=4), 1).rows) == "stage 0 | 0F0 0B0 0F1 0B1"
+    assert table(build_schedule(config(batch=4), 1).rows) == "stage 0 | 0F0 0B0 0F1 0B1"
 
 
 def test_too_few_microbatches_are_filled_up():
-    assert schedule_of(config(batch=12, kind="zb_h1", stages=4, chunks=2), data=2) == generate("zb_h1", 4, 2, 4)
+    assert build_schedule(config(batch=12, kind="zb_h1", stages=4, chunks=2), data=2) == generate("zb_h1", 4, 2, 4)
 
 
 def test_a_schedule_that_is_too_long_is_refused_before_it_is_made():
@@ -48,7 +48,7 @@ def test_a_schedule_in_a_file(tmp_path):
     path = str(tmp_path / "mine.csv")
     to_csv(generate("zb_h1", 2, 2, 4), path)
     mine = config(batch=8, kind="file", file=path, stages=2, chunks=2)
-    assert schedule_of(mine, 1).rows == generate("zb_h1", 2, 2, 4).rows
+    assert build_schedule(mine, 1).rows == generate("zb_h1", 2, 2, 4).rows
     assert refused(batch=12, kind="file", file=path, stages=4) == [
         "pipeline.stages=4: the table in pipeline.file has 2; nearest legal: 2",
         "pipeline.chunks=1: the table in pipeline.file has 2; nearest legal: 2",
@@ -66,7 +66,7 @@ def test_a_schedule_in_a_file(tmp_path):
 
 def test_a_registered_schedule(monkeypatch):
     monkeypatch.setattr("platform.predict.choose_schedule.SCHEDULES", SCHEDULES)
-    monkeypatch.setattr("platform.predict.choose_schedule.admit", lambda *_: None)
+    monkeypatch.setattr("platform.predict.choose_schedule.register_own_function", lambda *_: None)
 
     def pairs(stages, chunks, microbatches):
         if microbatches % 2:
@@ -75,7 +75,7 @@ def test_a_registered_schedule(monkeypatch):
 
     register_pipeline("pairs", pairs)
     try:
-        assert schedule_of(config(kind="pairs", stages=2), 1).name == "pairs"
-        assert schedule_of(config(batch=6, kind="pairs", stages=2), 1).microbatches == 4  # filled up
+        assert build_schedule(config(kind="pairs", stages=2), 1).name == "pairs"
+        assert build_schedule(config(batch=6, kind="pairs", stages=2), 1).microbatches == 4  # filled up
     finally:
         del SCHEDULES["pairs"]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from platform.launch import compose
+from platform.launch import compose_config
 from platform.predict.make_plan import make_plan
-from platform.predict.measured_runs import compare, read_runs
-from platform.predict.search import search
+from platform.predict.measured_runs import compare_runs, read_measured_runs
+from platform.predict.search import search_plans
 from platform.predict.step_price import read_hardware, step_price
 
 MEMORY = 80e9  # bytes of an H100
@@ -21,7 +21,7 @@ SCHEMES = {
 
 
 def configured(width: int, batch: int, scheme: str, axes: str):
-    return compose([
+    return compose_config([
         "cluster.device=cuda", "train.steps=1", "precision=bf16", "model.length=2048", "model.vocab=32768",
         "model.layers=4", f"model.d_model={width}", "model.heads=64", f"tensor={scheme}",
         *(f"tensor.axes.{axis}" for axis in axes.split()), f"train.microbatch={batch}", f"train.global_batch={batch}",
@@ -54,7 +54,7 @@ def test_elsewhere_it_does_not(width, batch, best):
 
 @pytest.mark.full
 def test_the_planner_finds_the_cuboid():
-    best = search(configured(8192, 16, "3d", "x=-1 y=-1 z=-1"), 64, MEMORY, read_hardware("h100")).best
+    best = search_plans(configured(8192, 16, "3d", "x=-1 y=-1 z=-1"), 64, MEMORY, read_hardware("h100")).best_finalist
     assert best and best.choice.axes == (4, 16, 1)
 
 
@@ -69,6 +69,6 @@ def test_what_of_the_3d_papers_tables_is_explained(scheme, explained):
     of which one says that products ran at a fifth of what they do in the 1-D rows: something of that system that is no
     plan's. The 3-D rows by none: at 8 ranks they are slower than 1-D, at 64 faster, by more than bytes and products
     say, and one of the four contradicts itself (0.532 s per sequence, printed as 0.672)."""
-    rows = [row for row in read_runs(TABLES, compose) if row.cells["tensor"] == scheme]
-    scores = compare(rows, [True] * len(rows), CONSTANTS[scheme]).scores(fitted=True)
+    rows = [row for row in read_measured_runs(TABLES, compose_config) if row.cells["tensor"] == scheme]
+    scores = compare_runs(rows, [True] * len(rows), CONSTANTS[scheme]).score_runs(fitted=True)
     assert scores.mean < explained if explained else scores.mean > 0.25

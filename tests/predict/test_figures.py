@@ -9,13 +9,13 @@ from itertools import pairwise
 import pytest
 
 from platform.config.fields import Config
-from platform.launch import compose
+from platform.launch import compose_config
 from platform.plan.plan import Plan
 from platform.predict.make_plan import make_plan
-from platform.predict.measured_runs import SYSTEMS, counted_flops
-from platform.predict.memory_budget import needed_bytes
-from platform.predict.price import StepPrice, price_of
-from platform.predict.step_price import read_hardware, work_of
+from platform.predict.measured_runs import SYSTEMS, count_step_flops
+from platform.predict.memory_budget import predict_peak_bytes
+from platform.predict.price import StepPrice, price_work
+from platform.predict.step_price import build_step_work, read_hardware
 
 A100, SYSTEM = read_hardware("a100_80g"), SYSTEMS["megatron-2021"]
 # layers, d_model, heads of the models
@@ -28,7 +28,7 @@ def planned(gpus: int, model: Sequence[int], *more: str, t=1, p=1, v=1, b=1, bat
     microbatches of `b` sequences, `batch` in all."""
     layers, width, heads = model
     kind = "none" if p == 1 else "interleaved" if v > 1 else "1f1b"
-    config = compose([
+    config = compose_config([
         "cluster.device=cuda", "train.steps=1", "precision=fp16", "model.length=2048", "model.vocab=51200",
         f"model.layers={layers}", f"model.d_model={width}", f"model.heads={heads}", "tensor=1d", f"tensor.axes.t={t}",
         f"pipeline={kind}", *([f"pipeline.stages={p}"] if p > 1 else []), *([f"pipeline.chunks={v}"] if v > 1 else []),
@@ -40,14 +40,14 @@ def planned(gpus: int, model: Sequence[int], *more: str, t=1, p=1, v=1, b=1, bat
 
 def priced(gpus: int, model: Sequence[int], *more: str, **sizes: int) -> StepPrice:
     config, plan = planned(gpus, model, *more, **sizes)
-    return price_of(work_of(config, plan, **SYSTEM.execution), A100)
+    return price_work(build_step_work(config, plan, **SYSTEM.execution), A100)
 
 
 @cache
 def speed(gpus: int, model: Sequence[int], *more: str, **sizes: int) -> float:
     """Return the TFLOP/s of a GPU, recomputation counted."""
     _, plan = planned(gpus, model, *more, **sizes)
-    return counted_flops(plan, recomputed=True) / priced(gpus, model, *more, **sizes).seconds / gpus / 1e12
+    return count_step_flops(plan, recomputed=True) / priced(gpus, model, *more, **sizes).seconds / gpus / 1e12
 
 
 def rises(values: Sequence[float]) -> bool:
@@ -143,16 +143,16 @@ def test_figure_17_recomputation_costs_a_third_and_saves_what_grows_with_the_bat
         at = {"t": 8, "p": 16, "batch": n}
         for name, more in (("kept", kept), ("again", again)):
             speeds[name, n] = n / priced(128, GPT_145B, *more, **at).seconds
-            bytes_[name, n] = needed_bytes(*planned(128, GPT_145B, *more, **at))
+            bytes_[name, n] = predict_peak_bytes(*planned(128, GPT_145B, *more, **at))
         assert 1.25 < speeds["kept", n] / speeds["again", n] < 1.5
     assert bytes_["kept", 256] > 1.9 * bytes_["kept", 4] and bytes_["again", 256] < 1.05 * bytes_["again", 4]
     assert speeds["again", 256] > 1.9 * speeds["kept", 8]
 
 
 def test_negative_control_without_fast_links_in_a_node_fewer_tensor_ranks_are_best():
-    slow = A100.with_constants({"node": 0.05})
+    slow = A100.replace_constants({"node": 0.05})
     found = {}
     for t in (4, 8):
         config, plan = planned(64, GPT_162B, t=t, p=64 // t, batch=32)
-        found[t] = 1 / price_of(work_of(config, plan, **SYSTEM.execution), slow).seconds
+        found[t] = 1 / price_work(build_step_work(config, plan, **SYSTEM.execution), slow).seconds
     assert best(found) == 4

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from platform.launch import compose
-from platform.plan.accelerators import memory_of
+from platform.launch import compose_config
+from platform.plan.accelerators import nominal_memory
 from platform.predict.footprint import Footprint
 from platform.predict.make_plan import make_plan
-from platform.predict.memory_budget import footprints, needed_bytes
+from platform.predict.memory_budget import predict_footprints, predict_peak_bytes
 
 LLAMA = ["+experiment=one_gpu", "model=llama_8b", "train.microbatch=1", "train.global_batch=1", "recompute=full"]
 OF_32 = ["model.length=1_000_000", "parallel.context=32", "parallel.context_kind=heads", "parallel.zero=3"]
@@ -19,28 +19,28 @@ STREAM = 2 * 4096  # bytes of a token's input of a block
 
 
 def needs(*arguments: str) -> Footprint:
-    config = compose([*LLAMA, *arguments])
-    [found] = footprints(config, make_plan(config))
+    config = compose_config([*LLAMA, *arguments])
+    [found] = predict_footprints(config, make_plan(config))
     return found
 
 
 @pytest.mark.parametrize(("kind", "most"), {"ring": 15.4e9, "heads": 19.1e9, "gather": 30.5e9}.items())
 def test_a_million_tokens_on_32_gpus(kind, most):
     found = needs(*OF_32, *SAVING, "cluster.gpu=H100", f"parallel.context_kind={kind}")
-    assert 0.95 * most < found.total < most
+    assert 0.95 * most < found.total_bytes < most
     assert found.host == 32 * STREAM * 1_000_000 / 32  # of 32 blocks, on 32 ranks
 
 
 def test_half_a_million_on_one():
     """Weights, masters and their gradients alone are 80 GB; they are not offloaded."""
     found = needs(*OF_ONE)
-    assert found.total < 0.9 * (memory_of("MI300X") or 0)
+    assert found.total_bytes < 0.9 * (nominal_memory("MI300X") or 0)
     assert found.host == 32 * STREAM * 500_000
 
 
 @pytest.mark.parametrize("without", ["train.mlp_chunks=1", "recompute_offload=false"])
 def test_negative_control_each_of_the_two_is_needed(without):
-    assert needs(*OF_ONE, without).total > (memory_of("MI300X") or 0)
+    assert needs(*OF_ONE, without).total_bytes > (nominal_memory("MI300X") or 0)
 
 
 def test_twice_the_ranks_keep_half():
@@ -63,13 +63,13 @@ def test_the_cheapest_kind_that_fits_is_chosen(how):
     first, second, *_ = BY_BYTES[how]
     plans, needs = {}, {}
     for kind in BY_BYTES[how]:
-        c = compose([*long, f"parallel.context_kind={kind}"])
+        c = compose_config([*long, f"parallel.context_kind={kind}"])
         plans[kind] = make_plan(c)
-        needs[kind] = needed_bytes(c, plans[kind]) / 1e9
+        needs[kind] = predict_peak_bytes(c, plans[kind]) / 1e9
     assert needs[second] < needs[first]
     between, none = (needs[first] + needs[second]) / 2, min(needs.values()) / 2
     for memory, kind in ((0.0, first), (needs[first] + 1, first), (between, second), (none, first)):
-        plan = make_plan(compose([*long, f"cluster.device_memory={memory}"]))
+        plan = make_plan(compose_config([*long, f"cluster.device_memory={memory}"]))
         assert plan.scheme == plans[kind].scheme
         lines = [line for line in plan.warnings if "context_kind" in line]
         assert bool(lines) == (memory == between)
@@ -81,7 +81,7 @@ def test_the_cheapest_kind_that_fits_is_chosen(how):
 def test_workers_choose_alike():
     """They know their devices, which the driver looked for after it had planned."""
     long = [*LLAMA, *SAVING, "model.length=1_000_000", "parallel.context=4", "parallel.zero=3", "cluster.gpu=H100"]
-    c = compose([*long, "cluster.device_memory=88.5"])
+    c = compose_config([*long, "cluster.device_memory=88.5"])
     before = make_plan(c)
     c.cluster.device = "cpu"
     assert make_plan(c, stage_of=[chunk.stage for chunk in before.chunks]) == before

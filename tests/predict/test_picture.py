@@ -9,7 +9,7 @@ import pytest
 
 from platform.config.composition import CONF
 from platform.plan.__main__ import main
-from platform.predict.step_price import MOST_DRAWN, picture
+from platform.predict.step_price import MOST_DRAWN, draw_step
 from tests.predict.test_price import A100, planned
 
 STAGES = ["pipeline=interleaved", "pipeline.stages=2", "pipeline.chunks=2", "train.microbatch=4"]
@@ -24,7 +24,7 @@ def boxes(image: str) -> int:
 @pytest.mark.parametrize("hardware", [None, A100])
 def test_it_has_every_pass(hardware):
     config, plan = planned(*STAGES)
-    image = picture(config, plan, hardware)
+    image = draw_step(config, plan, hardware)
     assert boxes(image) == 8 * 4 * 2
     assert ("predicted on a100_80g" in image) == bool(hardware)
     assert bool(re.search(r">0[.0]* s<", image)) == bool(hardware)  # nominal times are no seconds
@@ -32,7 +32,7 @@ def test_it_has_every_pass(hardware):
 
 def test_a_long_step_is_drawn_in_part():
     config, plan = planned(*STAGES, "train.global_batch=16384")
-    image = picture(config, plan, A100)
+    image = draw_step(config, plan, A100)
     assert MOST_DRAWN / 2 <= boxes(image) <= MOST_DRAWN
     assert "500 of 4096 microbatches" in image
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.launch import compose
+from platform.launch import compose_config
 from platform.model import build_model
 from platform.plan.layout import Mesh
 from platform.plan.model_types import Spec
@@ -15,12 +15,19 @@ from platform.plan.operation_plan import Collective
 from platform.plan.operations.recorder import Symbol
 from platform.plan.schedule import Kind
 from platform.plan.simulate import simulate
-from platform.predict.choose_schedule import schedule_of
-from platform.predict.hardware import HardwareMistake, hardware_of
+from platform.predict.choose_schedule import build_schedule
+from platform.predict.hardware import HardwareMistake, parse_hardware
 from platform.predict.make_plan import make_plan
-from platform.predict.price import PassTime, collective_seconds, in_flight, price_of, product_seconds, tiling
-from platform.predict.step_price import hardware_named, names_of_hardware, read_hardware, step_price, work_of
-from platform.predict.work import FUSED_BACKWARD, Product, chunk_work
+from platform.predict.price import (
+    PassTime,
+    add_message_waits,
+    collective_seconds,
+    price_work,
+    product_seconds,
+    tiling_share,
+)
+from platform.predict.step_price import build_step_work, find_gpu_hardware, names_of_hardware, read_hardware, step_price
+from platform.predict.work import FUSED_BACKWARD, Product, record_chunk_work
 
 A100 = read_hardware("a100_80g")
 SMALL = ["+experiment=gpt_quick", "model.layers=4", "parallel.data=1", "tensor=serial", "train.global_batch=32"]
@@ -60,7 +67,7 @@ class WithStretch:
 
 
 def planned(*overrides):
-    config = compose([*SMALL, *overrides])
+    config = compose_config([*SMALL, *overrides])
     return config, make_plan(config)
 
 
@@ -69,9 +76,9 @@ def test_the_products_of_all_ranks_are_those_of_the_model(scheme):
     """FLOPs by shape on a rank, times the ranks of a stage, are the FLOPs that the plan counts of the whole model; the
     backward pass has twice as many."""
     config, plan = planned(*SCHEMES[scheme])
-    work = work_of(config, plan)
+    work = build_step_work(config, plan)
     counted = plan.flops_per_token * plan.sizes["batch"] * plan.sizes["length"] / 3
-    ranks = plan.mesh.size // plan.stages
+    ranks = plan.mesh.world_size // plan.num_stages
 
     def of(passes, fused):
         return sum(
@@ -89,7 +96,9 @@ def test_lent_experts_cost_what_they_move():
     experts = ["model.experts=8", "model.capacity_factor=0", "parallel.data=4", "parallel.experts=4"]
     h100 = read_hardware("h100")
     seconds = [
-        price_of(work_of(*planned(*experts, f"parallel.lent_experts={n}")), h100).parts["waiting for expert"]
+        price_work(build_step_work(*planned(*experts, f"parallel.lent_experts={n}")), h100).seconds_by_part[
+            "waiting for expert"
+        ]
         for n in (0, 1)
     ]
     assert seconds[0] < seconds[1] < 2 * seconds[0]
@@ -97,7 +106,7 @@ def test_lent_experts_cost_what_they_move():
 
 def test_recomputation_repeats_the_forward_pass():
     """All of it, as other systems do, or all but each block's last product, as ours does."""
-    work = {kind: work_of(*planned(f"recompute={kind}"), repeats_all=True) for kind in ("none", "full")}
+    work = {kind: build_step_work(*planned(f"recompute={kind}"), repeats_all=True) for kind in ("none", "full")}
 
     def products(w, phase):
         return sum(n * p.flops for pass_ in getattr(w, phase) for part, n in pass_.parts for p in part.products)
@@ -106,7 +115,7 @@ def test_recomputation_repeats_the_forward_pass():
     logits = products(work["none"], "forward") - again  # all but the head
     assert 0 < logits < again
     config, plan = planned("recompute=full")
-    early = products(work_of(config, plan), "backward") - products(work["none"], "backward")
+    early = products(build_step_work(config, plan), "backward") - products(work["none"], "backward")
     model = config.model
     tokens = plan.sizes["batch"] * model.length
     assert again - early == 2 * tokens * model.layers * model.d_model * (model.d_ff or 4 * model.d_model)
@@ -116,7 +125,7 @@ def test_a_system_that_gathers_weight_by_weight():
     """It waits for what the plan would hide, and in recomputation for all of a layer's four weights but the last once
     more; a kernel copies what each of two ranks sent; gradients are summed whole."""
     config, plan = planned("recompute=full", "parallel.data=2", "parallel.zero=3")
-    hidden, waited = (work_of(config, plan, by_weight=chosen) for chosen in (False, True))
+    hidden, waited = (build_step_work(config, plan, by_weight=chosen) for chosen in (False, True))
     there, back = waited.forward[0], waited.backward[0]
     layers, others = config.model.layers, 4  # embedding, at both ends; positions; last norm
 
@@ -127,7 +136,7 @@ def test_a_system_that_gathers_weight_by_weight():
     assert sum(there.fetches.values()) == 4 * layers + others
     assert sum(back.fetches.values()) == 7 * layers + others - 2  # the end's are there still
     assert {c.op for c in back.hides} == {"all_reduce"}
-    more = price_of(waited, replace(A100, launch=2 * A100.launch)).seconds - price_of(waited, A100).seconds
+    more = price_work(waited, replace(A100, launch=2 * A100.launch)).seconds - price_work(waited, A100).seconds
     gathers = sum(there.fetches.values()) + sum(back.fetches.values())
     assert more == pytest.approx(plan.microbatches * gathers * 2 * A100.launch)
 
@@ -136,7 +145,7 @@ def test_a_stretch_without_products_loses_none_of_another_stretch():
     """A system that leaves out a stretch's last product leaves out nothing where the stretch has none."""
     config, plan = planned("recompute=full", "pipeline=1f1b", "pipeline.stages=2")
     model = build_model(config.model)
-    usual, more = (chunk_work(plan, m, 0.0, True)[0] for m in (model, WithStretch(model)))
+    usual, more = (record_chunk_work(plan, m, 0.0, True)[0] for m in (model, WithStretch(model)))
     left = [{part: n for part, n in work.backward.items() if part.products and n} for work in (usual, more)]
     assert left[0] == left[1] and more.backward != usual.backward
 
@@ -148,10 +157,10 @@ def test_known_makespans_are_simulated_ones(kind, chunks, batch):
         f"pipeline={kind}", "pipeline.stages=2", f"pipeline.chunks={chunks}", "train.microbatch=2",
         f"train.global_batch={batch}", "model.vocab=16384",
     )  # fmt: skip
-    work = work_of(config, plan)
-    table = schedule_of(config, plan.replicas)
+    work = build_step_work(config, plan)
+    table = build_schedule(config, plan.num_replicas)
     simulated = replace(work, execution=replace(work.execution, schedule="file", table=table))
-    assert price_of(work, A100).seconds == pytest.approx(price_of(simulated, A100).seconds, rel=2e-3)
+    assert price_work(work, A100).seconds == pytest.approx(price_work(simulated, A100).seconds, rel=2e-3)
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -161,9 +170,9 @@ def test_messages_of_1f1b_wait_as_long_as_in_a_simulation_of_them(stages):
     there, back, message, n = 3.0, 5.0, 1.0, plan.microbatches
     forward = [PassTime(there, {"stage": message} if stage else {}) for stage in range(stages)]
     backward = [PassTime(back, {"stage": message} if stage < stages - 1 else {}) for stage in range(stages)]
-    made = [sum(pair, PassTime()).seconds for pair in zip(*in_flight(forward, backward), strict=True)]
+    made = [sum(pair, PassTime()).seconds for pair in zip(*add_message_waits(forward, backward), strict=True)]
     times = {Kind.FORWARD: there, Kind.BACKWARD: back}
-    simulated = simulate(schedule_of(config, plan.replicas), times, message).makespan
+    simulated = simulate(build_schedule(config, plan.num_replicas), times, message).makespan
     assert n * made[0] + sum(made[1:]) == pytest.approx(simulated, rel=0.01)
     held_up = (n + stages - 1) * (there + back + 2 * message)
     assert held_up > 1.05 * simulated, "control: as if each message held up a stage"
@@ -175,19 +184,19 @@ def test_parts_add_up(scheme):
     found = step_price(config, plan, A100)
     parts = found.computing + sum(found.waiting.values()) + found.bubble + found.host + found.optimizer
     assert parts == pytest.approx(found.seconds)
-    assert found.days(found.tokens) == found.seconds / 86400
+    assert found.training_days(found.tokens) == found.seconds / 86400
 
 
 def test_a_large_product_takes_what_the_device_reaches():
     p = Product(8192, 108 * 256, 1 << 20)
     assert product_seconds(p, A100, "bf16", 2) == pytest.approx(p.flops / (312e12 * A100.reached.products), rel=1e-3)
-    assert tiling(256, 128, 1, 108) == pytest.approx(0.7 * 8 / 108)  # eight tiles of 64 x 64, at 0.7 of the best
+    assert tiling_share(256, 128, 1, 108) == pytest.approx(0.7 * 8 / 108)  # eight tiles of 64 x 64, at 0.7 of the best
     row = Product(1, 8192, 8192)  # a vector times a matrix reads the matrix
     assert product_seconds(row, A100, "bf16", 2) == pytest.approx(8192 * 8194 * 2 / (2.039e12 * A100.reached.memory))
 
 
 def test_ranks_of_a_node_share_its_links():
-    mesh, size = Mesh.of({"data": 4, "t": 8}), 1 << 30
+    mesh, size = Mesh.arrange_axes({"data": 4, "t": 8}), 1 << 30
 
     def seconds(*axes, op="all_reduce"):
         return collective_seconds(Collective(op, axes, size // 4, "metrics4", "reduce"), mesh, A100, {"metrics4": 4})
@@ -201,7 +210,7 @@ def test_ranks_of_a_node_share_its_links():
 
 def test_a_ring_passes_every_rank_of_a_node():
     """A gather of few bytes around 64 nodes: 448 steps inside of nodes, and 63 between them."""
-    mesh = Mesh.of({"data": 512})
+    mesh = Mesh.arrange_axes({"data": 512})
     one = Collective("all_gather", ("data",), 1 << 20, "metrics4", "reduce")
     slow = collective_seconds(
         one,
@@ -216,15 +225,15 @@ def test_a_ring_passes_every_rank_of_a_node():
 def test_every_hardware_is_read():
     for name in names_of_hardware():
         found = read_hardware(name)
-        assert found.peak("bf16") and found.memory >= 4e9
-    assert hardware_named("A100-80GB") == A100
-    assert hardware_named("A40") is None
+        assert found.peak_flops("bf16") and found.memory >= 4e9
+    assert find_gpu_hardware("A100-80GB") == A100
+    assert find_gpu_hardware("A40") is None
 
 
 def test_every_mistake_of_a_description_is_named():
     data = {"accelerator": "", "peaks": {"fp32": -1}, "node": {"ranks": 8, "speed": 3}, "reached": {"products": 2}}
     with pytest.raises(HardwareMistake) as error:
-        hardware_of("mine", data)
+        parse_hardware("mine", data)
     assert len(error.value.mistakes) == len(set(error.value.mistakes))
     mistakes = "\n".join(error.value.mistakes)
     for expected in ("peaks.fp32=-1", "peaks.bf16", "node.speed: unknown", "network", "reached.products=2", "launch"):

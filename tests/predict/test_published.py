@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from platform.launch import compose
+from platform.launch import compose_config
 from platform.model import build_model
 from platform.plan.__main__ import main
-from platform.predict.measured_runs import compare, leave_one_out, marked_runs, read_runs
-from platform.predict.price import price_of
+from platform.predict.measured_runs import compare_runs, leave_one_out, mark_fitted_runs, read_measured_runs
+from platform.predict.price import price_work
 
 TABLES = Path(__file__).parent / "tables"
 SIZES = {"gpt_1_7b": 1.7, "gpt_3_6b": 3.6, "gpt_7_5b": 7.5, "gpt_18_4b": 18.4, "gpt_39_1b": 39.1, "gpt_76_1b": 76.1,
@@ -22,26 +22,28 @@ SIZES = {"gpt_1_7b": 1.7, "gpt_3_6b": 3.6, "gpt_7_5b": 7.5, "gpt_18_4b": 18.4, "
 
 @cache
 def table(number: int):
-    return read_runs(str(TABLES / f"megatron_table_{number}.csv"), compose, mark="small" if number == 1 else "")
+    return read_measured_runs(
+        str(TABLES / f"megatron_table_{number}.csv"), compose_config, mark="small" if number == 1 else ""
+    )
 
 
 @pytest.mark.full
 def test_table_1_by_constants_fitted_on_the_other_rows():
     """Two constants are fitted; a constant throughput would be off by 6 % on average."""
-    scores = leave_one_out(table(1)).scores(fitted=False)
+    scores = leave_one_out(table(1)).score_runs(fitted=False)
     assert scores.runs == 10 and scores.mean <= 0.016 and scores.largest <= 0.036
 
 
 @pytest.mark.full
 def test_the_large_rows_by_the_small_ones():
-    scores = compare(table(1), marked_runs(table(1), "small")).scores(fitted=False)
+    scores = compare_runs(table(1), mark_fitted_runs(table(1), "small")).score_runs(fitted=False)
     assert scores.runs == 5 and scores.largest <= 0.025
 
 
 @pytest.mark.full
 def test_table_2_by_the_constants_of_table_1():
-    constants = compare(table(1), [True] * 10).constants["a100_80g"]
-    found = [run.predicted(constants).seconds / run.seconds - 1 for run in table(2)]
+    constants = compare_runs(table(1), [True] * 10).constants["a100_80g"]
+    found = [run.predict_price(constants).seconds / run.seconds - 1 for run in table(2)]
     assert sum(map(abs, found)) / 6 <= 0.02 and max(map(abs, found)) <= 0.02
 
 
@@ -50,13 +52,13 @@ def test_zero_3_waits_for_each_weight():
     """One constant is fitted on these rows themselves: over how many adapters that system's collectives leave a node.
     PTD-P is faster by as much as published, at twice and at four times the GPUs. Negative control: if the gathers were
     hidden, no number of adapters would explain the rows."""
-    rows = read_runs(str(TABLES / "megatron_table_2_zero3.csv"), compose)
-    constants = compare(table(1), [True] * 10).constants["a100_80g"]
-    steps = [run.predicted(constants).seconds for run in rows]
+    rows = read_measured_runs(str(TABLES / "megatron_table_2_zero3.csv"), compose_config)
+    constants = compare_runs(table(1), [True] * 10).constants["a100_80g"]
+    steps = [run.predict_price(constants).seconds for run in rows]
     errors = [step / run.seconds - 1 for step, run in zip(steps, rows, strict=True)]
     assert sum(map(abs, errors)) / 6 <= 0.03 and max(map(abs, errors)) <= 0.09
     for i in (1, 2, 4, 5):
-        ahead, published = steps[i] / table(2)[i].predicted(constants).seconds, rows[i].seconds / table(2)[i].seconds
+        ahead, published = steps[i] / table(2)[i].predict_price(constants).seconds, rows[i].seconds / table(2)[i].seconds
         assert ahead == pytest.approx(published, rel=0.04)
 
     def without_waiting(adapters: float) -> float:
@@ -66,8 +68,8 @@ def test_zero_3_waits_for_each_weight():
             passes = [[replace(p, hides={**p.hides, **p.fetches}, fetches={}) for p in way]
                       for way in (run.work.forward, run.work.backward)]  # fmt: skip
             work = replace(run.work, forward=passes[0], backward=passes[1])
-            hardware = run.hardware.with_constants({**constants, "adapters": adapters})
-            total += abs(price_of(work, hardware).seconds / run.seconds - 1)
+            hardware = run.hardware.replace_constants({**constants, "adapters": adapters})
+            total += abs(price_work(work, hardware).seconds / run.seconds - 1)
         return total / 6
 
     assert min(without_waiting(n / 4) for n in range(2, 17)) > 0.05
@@ -77,18 +79,18 @@ def test_zero_3_waits_for_each_weight():
 def test_newer_software_is_faster_alike():
     """Runs of a year later are all faster than by the constants of table 1, and by two of their own they are right;
     selective recomputation is ranked before full."""
-    rows = read_runs(str(TABLES / "korthikanti_table_5.csv"), compose)
-    found = compare(rows, [True] * len(rows))
-    scores = found.scores(fitted=True)
+    rows = read_measured_runs(str(TABLES / "korthikanti_table_5.csv"), compose_config)
+    found = compare_runs(rows, [True] * len(rows))
+    scores = found.score_runs(fitted=True)
     assert scores.mean <= 0.03 and scores.largest <= 0.06
-    assert all(ranking.tau == 1 for ranking in found.rankings())
+    assert all(ranking.tau == 1 for ranking in found.rank_groups())
 
 
 @pytest.mark.full
 def test_dense_and_expert_models_on_newer_hardware():
     """Five models on 128 to 512 GPUs, each row by the constants of all others."""
-    rows = read_runs(str(TABLES / "nemo_gb200.csv"), compose)
-    scores = leave_one_out(rows).scores(fitted=False)
+    rows = read_measured_runs(str(TABLES / "nemo_gb200.csv"), compose_config)
+    scores = leave_one_out(rows).score_runs(fitted=False)
     assert scores.runs == 13 and scores.mean <= 0.035 and scores.largest <= 0.075
 
 
@@ -96,13 +98,19 @@ def test_dense_and_expert_models_on_newer_hardware():
 def test_products_in_8_bits_and_what_stays_in_16():
     """Eight models on 8 to 1,024 GPUs of four kinds, in bf16 and in fp8, by two constants per kind: each
     row by the constants of all others. Negative control: with nothing in 8 bits, rows of fp8 take far longer."""
-    rows = [run for name in ("nemo_gb200", "nemo_newer") for run in read_runs(str(TABLES / f"{name}.csv"), compose)]
-    scores = leave_one_out(rows, ("products", "memory")).scores(fitted=False)
+    rows = [
+        run
+        for name in ("nemo_gb200", "nemo_newer")
+        for run in read_measured_runs(str(TABLES / f"{name}.csv"), compose_config)
+    ]
+    scores = leave_one_out(rows, ("products", "memory")).score_runs(fitted=False)
     assert scores.runs == 26 and scores.mean <= 0.045 and scores.largest <= 0.12
     narrow = [run for run in rows if run.work.execution.narrow]
     assert len(narrow) == 11
     wide = [replace(run, work=replace(run.work, execution=replace(run.work.execution, narrow=""))) for run in narrow]
-    assert all(b.predicted({}).seconds > 1.3 * a.predicted({}).seconds for a, b in zip(narrow, wide, strict=True))
+    assert all(
+        b.predict_price({}).seconds > 1.3 * a.predict_price({}).seconds for a, b in zip(narrow, wide, strict=True)
+    )
 
 
 @pytest.mark.full
@@ -111,10 +119,12 @@ def test_models_under_fsdp(name, mean, p90):
     """125M to 70B at lengths of 512 to 65,536 on 8 to 512 GPUs, two thirds of the rows by the constants of the others.
     Three rows of A100 are 16 to 24 % off: 30B at 8,192 fills the memory, and 760M at 512 and 1,024 is slower than the
     table's own neighbours. Without a speed of attention, the long rows are missed: the negative control."""
-    rows = read_runs(str(TABLES / f"llm_foundry_{name}.csv"), compose)
-    scores = compare(rows, marked_runs(rows, "0.34")).scores(fitted=False)
+    rows = read_measured_runs(str(TABLES / f"llm_foundry_{name}.csv"), compose_config)
+    scores = compare_runs(rows, mark_fitted_runs(rows, "0.34")).score_runs(fitted=False)
     assert scores.mean <= mean and scores.p90 <= p90
-    worse = compare(rows, marked_runs(rows, "0.34"), ("products", "memory", "interference")).scores(fitted=False)
+    worse = compare_runs(rows, mark_fitted_runs(rows, "0.34"), ("products", "memory", "interference")).score_runs(
+        fitted=False
+    )
     assert worse.mean > 1.5 * scores.mean
 
 
@@ -122,9 +132,9 @@ def test_models_under_fsdp(name, mean, p90):
 def test_without_the_bubble_the_tables_are_missed(monkeypatch):
     """Negative control: one of the causes less, and the fit is worse than what is demanded."""
     monkeypatch.setattr(
-        "platform.predict.price._makespan", lambda w, f, b, busy, i: w.plan.microbatches * busy[i].seconds
+        "platform.predict.price._predict_makespan", lambda w, f, b, busy, i: w.plan.microbatches * busy[i].seconds
     )
-    scores = leave_one_out(table(1)).scores(fitted=False)
+    scores = leave_one_out(table(1)).score_runs(fitted=False)
     assert scores.mean > 0.016 or scores.largest > 0.036
 
 
@@ -141,7 +151,7 @@ def test_all_sizes_to_the_printed_digit(name):
 
 def counted(name: str) -> int:
     """The parameters of a model, its vocabulary not padded."""
-    config = compose([f"model={name}"])
+    config = compose_config([f"model={name}"])
     sizes = build_model(config.model).sizes
     total = 0
     for p in build_model(config.model).parameters():
@@ -184,7 +194,7 @@ def test_titles_of_columns_are_understood(tmp_path):
     """Capitals, spaces and units are; a preset of `conf/model` gives what is left out, and routing drops no token."""
     path = tmp_path / "table.csv"
     path.write_text("Hardware,GPUs,Model,Microbatch,Global batch,TFLOP/s per GPU\ncpu,1,gpt_tiny,2,4,0.001\n")
-    (run,) = read_runs(str(path), compose)
+    (run,) = read_measured_runs(str(path), compose_config)
     assert run.cells["gpus"] == "1" and run.seconds == pytest.approx(run.counted_flops / 1e9)
 
 
@@ -219,10 +229,10 @@ def test_products_in_8_bits(tmp_path):
     row = "x,{},1,2,4096,32,4096,512,2,4,serial,,1,{}\n"
     path = tmp_path / "table.csv"
     path.write_text(SMALL.replace("\n", ",precision\n") + row.format("h100", "bf16") + row.format("h100", "fp8"))
-    wide, narrow = (run.predicted({}).seconds for run in read_runs(str(path), compose))
+    wide, narrow = (run.predict_price({}).seconds for run in read_measured_runs(str(path), compose_config))
     assert 1.3 * narrow < wide < 2 * narrow
     path.write_text(SMALL.replace("\n", ",precision\n") + row.format("a100_80g", "fp8"))
     with pytest.raises(
         ValueError, match=r"row 1: column precision=fp8: a100_80g has no such peak; nearest legal: bf16"
     ):
-        read_runs(str(path), compose)
+        read_measured_runs(str(path), compose_config)

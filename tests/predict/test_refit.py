@@ -2,12 +2,12 @@
 
 import pytest
 
-from platform.launch import compose
-from platform.plan.plan_summary import measurable
-from platform.predict.calibration import times_longer
+from platform.launch import compose_config
+from platform.plan.plan_summary import fold_into_measured_parts
+from platform.predict.calibration import fit_slowdowns
 from platform.predict.make_plan import make_plan
-from platform.predict.price import price_of
-from platform.predict.step_price import read_hardware, work_of
+from platform.predict.price import price_work
+from platform.predict.step_price import build_step_work, read_hardware
 
 CPU = read_hardware("cpu")
 SIZES = ["+experiment=gpt_quick", "tensor=1d", "tensor.axes.t=2", "parallel.data=2"]
@@ -23,10 +23,10 @@ SIZES = ["+experiment=gpt_quick", "tensor=1d", "tensor.axes.t=2", "parallel.data
     ],
 )
 def test_what_took_longer_is_found(times):
-    config = compose(SIZES)
-    work = work_of(config, make_plan(config))
-    measured = measurable(price_of(work, CPU.taking(times)).parts)
-    found = times_longer(work, CPU, measured)
+    config = compose_config(SIZES)
+    work = build_step_work(config, make_plan(config))
+    measured = fold_into_measured_parts(price_work(work, CPU.slow_down(times)).seconds_by_part)
+    found = fit_slowdowns(work, CPU, measured)
     assert found["network"] == pytest.approx(1.0), "nothing of this run goes there"
     assert {name: found[name] for name in ("device", "node")} == pytest.approx(
         {name: times[name] for name in ("device", "node")}, rel=0.08
@@ -34,7 +34,7 @@ def test_what_took_longer_is_found(times):
 
 
 def test_twice_the_time_for_everything_is_twice_the_step():
-    config = compose(SIZES)
-    work = work_of(config, make_plan(config))
-    slow = CPU.taking({"device": 2.0, "node": 2.0, "network": 2.0})
-    assert price_of(work, slow).seconds == pytest.approx(2 * price_of(work, CPU).seconds)
+    config = compose_config(SIZES)
+    work = build_step_work(config, make_plan(config))
+    slow = CPU.slow_down({"device": 2.0, "node": 2.0, "network": 2.0})
+    assert price_work(work, slow).seconds == pytest.approx(2 * price_work(work, CPU).seconds)

@@ -7,13 +7,13 @@ import re
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.cluster.callbacks import demonstration
-from platform.launch import CONF, compose, main
-from platform.plan.accelerators import memory_of
+from platform.cluster.callbacks import demonstration_warning
+from platform.launch import CONF, compose_config, main
+from platform.plan.accelerators import nominal_memory
 from platform.predict.make_plan import make_plan
-from platform.predict.memory_budget import footprints, needed_bytes
+from platform.predict.memory_budget import predict_footprints, predict_peak_bytes
 from platform.predict.remedies import REMEDIES_SHOWN as SHOWN
-from platform.predict.remedies import Device, fitting_changes, lack_of_host_memory, lack_of_memory
+from platform.predict.remedies import Device, iterate_fitting_changes, violation_of_host_memory, violation_of_memory
 from tests.harness.oracle import configure
 
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
@@ -22,16 +22,16 @@ EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_fits_the_gpu_that_it_names(name):
     """Within 90 %: the rest is the driver's, the libraries' and what lies in pieces."""
-    config = compose([f"+experiment={name}"])
+    config = compose_config([f"+experiment={name}"])
     if config.cluster.device != "cuda":
         assert not config.cluster.gpu
         return
-    memory = memory_of(config.cluster.gpu)
-    assert memory and needed_bytes(config, make_plan(config)) <= 0.9 * memory
+    memory = nominal_memory(config.cluster.gpu)
+    assert memory and predict_peak_bytes(config, make_plan(config)) <= 0.9 * memory
 
 
 def test_gpt175b_keeps_its_model_and_batch():
-    config = compose(["+experiment=gpt175b"])
+    config = compose_config(["+experiment=gpt175b"])
     m = config.model
     assert (m.layers, m.d_model, m.heads, m.length, m.vocab) == (96, 12288, 96, 2048, 51200)
     assert (config.train.global_batch, config.train.steps) == (1536, 95000)
@@ -47,19 +47,19 @@ def configured(**more):
 def test_what_is_suggested_fits(share):
     c = configured()
     plan = make_plan(c)
-    memory = share * needed_bytes(c, plan)
-    line = lack_of_memory(c, plan, Device(memory, "a GPU"))
+    memory = share * predict_peak_bytes(c, plan)
+    line = violation_of_memory(c, plan, Device(memory, "a GPU"))
     assert line.startswith("cluster.memory=refuse: a worker needs ") and "a GPU has" in line
-    changes = list(fitting_changes(c, memory))
+    changes = list(iterate_fitting_changes(c, memory))
     assert changes and all(needed <= memory for _, needed in changes)
     assert all(change in line for change, _ in changes[:SHOWN]) or share == 0.3
-    assert lack_of_memory(c, plan, Device(needed_bytes(c, plan), "a GPU")) == ""
+    assert violation_of_memory(c, plan, Device(predict_peak_bytes(c, plan), "a GPU")) == ""
 
 
 def test_each_change_is_what_it_says():
     """The bytes after a change are those of the plan that the changed configuration makes."""
     c = configured()
-    found = dict(fitting_changes(c, 1e18))
+    found = dict(iterate_fitting_changes(c, 1e18))
     assert found["train.microbatch=4"] == needed(configured(microbatch=4))
     assert found["tensor=1d_sp"] == needed(configured(tensor="1d_sp"))
     assert found["recompute=full"] == needed(configured(recompute="full"))
@@ -69,7 +69,7 @@ def test_each_change_is_what_it_says():
 
 def test_zero_is_for_weights():
     c = configured(tensor="serial", axes={}, data=4, microbatch=1, length=4)
-    assert next(fitting_changes(c, needed(c) - 1))[0] == "parallel.zero=1"
+    assert next(iterate_fitting_changes(c, needed(c) - 1))[0] == "parallel.zero=1"
 
 
 TIGHT = ["+experiment=gpt_quick", "cluster=inline", "cluster.device=cpu", "parallel.data=1", "tensor=serial",
@@ -98,31 +98,31 @@ def test_the_launcher_warns_where_it_shall(tmp_path, capsys):
 
 def test_an_unknown_gpu_is_refused():
     with pytest.raises(ConfigError, match="cluster.gpu=A999: unknown; nearest legal: "):
-        compose(["+experiment=one_gpu", "cluster.gpu=A999"])
+        compose_config(["+experiment=one_gpu", "cluster.gpu=A999"])
 
 
 def needed(c):
-    return needed_bytes(c, make_plan(c))
+    return predict_peak_bytes(c, make_plan(c))
 
 
 @pytest.mark.parametrize(("experiment", "said"), [("gpt175b", True), ("one_gpu", False), ("gpt_quick", False)])
 def test_a_long_run_on_the_demonstration_text_is_told(experiment, said):
-    config = compose([f"+experiment={experiment}"])
-    line = demonstration(config, make_plan(config), 9e6)
+    config = compose_config([f"+experiment={experiment}"])
+    line = demonstration_warning(config, make_plan(config), 9e6)
     assert bool(line) == said
     if said:
         assert "299 G tokens" in line
         assert "data=text data.path=" in line and "times over" in line
         config.data.kind = "text"
-        assert demonstration(config, make_plan(config), 9e6) == ""
+        assert demonstration_warning(config, make_plan(config), 9e6) == ""
 
 
 def test_the_numbers_add_up():
     c = configured()
     plan = make_plan(c)
-    line = lack_of_memory(c, plan, Device(1.0, "a GPU"))
+    line = violation_of_memory(c, plan, Device(1.0, "a GPU"))
     shares = re.search(r"\((.*?)\), a GPU", line)[1].split(", ")
-    assert len(shares) == 5 and abs(sum(float(s.split()[-1]) for s in shares) * 1e9 - needed_bytes(c, plan)) < 1e5
+    assert len(shares) == 5 and abs(sum(float(s.split()[-1]) for s in shares) * 1e9 - predict_peak_bytes(c, plan)) < 1e5
     assert line.endswith("nearest legal: warn")
 
 
@@ -130,9 +130,9 @@ def test_host_memory_that_a_node_does_not_have():
     """Activations there are planned: what a node lacks is refused, and a job asks for it."""
     c = configured(recompute="full", offload=True)
     plan = make_plan(c)
-    [host] = {f.host for f in footprints(c, plan)}
-    assert lack_of_host_memory(c, plan, Device(2 * host, "a node"), 2) == ""
-    line = lack_of_host_memory(c, plan, Device(2e3, "a node"), 2)
+    [host] = {f.host for f in predict_footprints(c, plan)}
+    assert violation_of_host_memory(c, plan, Device(2 * host, "a node"), 2) == ""
+    line = violation_of_host_memory(c, plan, Device(2e3, "a node"), 2)
     assert re.fullmatch(r"recompute_offload=true: 2 workers keep \S+ GB in host memory, a node has 2e-06 GB; .*", line)
     c.recompute_offload = False
-    assert lack_of_host_memory(c, make_plan(c), Device(0, "a node"), 2) == ""
+    assert violation_of_host_memory(c, make_plan(c), Device(0, "a node"), 2) == ""

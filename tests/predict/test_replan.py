@@ -13,14 +13,14 @@ from math import inf, prod
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.config.identity import identity
+from platform.config.identity import run_identity
 from platform.config.validation import violations_of_configuration
-from platform.launch import compose
+from platform.launch import compose_config
 from platform.plan.generators import generate
 from platform.plan.step_collectives import communication
 from platform.predict.make_plan import make_plan
-from platform.predict.memory_budget import needed_bytes
-from platform.predict.replan import replan, shrinking
+from platform.predict.memory_budget import predict_peak_bytes
+from platform.predict.replan import iterate_shrinking, replan
 from tests.harness.oracle import configure
 from tests.harness.schedule_files import to_csv
 
@@ -49,14 +49,14 @@ def sizes(found) -> dict[str, int]:
 def test_a_cube_of_tensor_stage_and_data_loses_its_workers(workers, mesh, reason):
     found = replan(configure(**CUBE), workers)
     assert sizes(found) == mesh and found.reason == reason
-    assert make_plan(found.config) == found.plan and identity(found.config) == identity(configure(**CUBE))
+    assert make_plan(found.config) == found.plan and run_identity(found.config) == run_identity(configure(**CUBE))
     assert violations_of_configuration(found.config) == []
 
 
 @pytest.fixture(autouse=True)
 def _terse(monkeypatch):
     """A refusal looks for meshes to name: thousands of them take long."""
-    monkeypatch.setattr("platform.predict.make_plan._legal_meshes", lambda *_: iter(()))
+    monkeypatch.setattr("platform.predict.make_plan._iterate_legal_meshes", lambda *_: iter(()))
 
 
 def every_plan(c, workers: int, need=lambda *_: 0.0) -> list[tuple[int, int, float]]:
@@ -108,24 +108,24 @@ SLOW = ("layout", "T5, csub")
 def test_nothing_legal_is_better(name):
     c = configure(**OPTIMAL[name])
     c.parallel.data = 1
-    inner = make_plan(c).mesh.size
+    inner = make_plan(c).mesh.world_size
     plans = every_plan(c, inner - 1)
     for workers in {inner - 1, inner // 2 + 1, 1}:
         plan = replan(c, workers).plan
-        assert (plan.mesh.size, -sum(communication(plan).values())) == best(plans, workers), workers
+        assert (plan.mesh.world_size, -sum(communication(plan).values())) == best(plans, workers), workers
 
 
 def test_what_has_no_room_is_not_taken():
     """Weights are split over t and over stages, not over data."""
     c = configure(**{**CUBE, "axes": {"t": 4}, "heads": 8, "d_model": 32})
     c.parallel.data = 1
-    own = needed_bytes(c, make_plan(c))
+    own = predict_peak_bytes(c, make_plan(c))
     assert sizes(replan(c, 7)) == {"data": 3, "stage": 2}
-    plans = every_plan(c, 7, needed_bytes)
+    plans = every_plan(c, 7, predict_peak_bytes)
     for memory in (own * 1.3, own * 2, own * 3):
         config, plan, _ = replan(c, 7, memory=memory)
-        assert needed_bytes(config, plan) <= memory
-        assert (plan.mesh.size, -sum(communication(plan).values())) == best(plans, 7, memory)
+        assert predict_peak_bytes(config, plan) <= memory
+        assert (plan.mesh.world_size, -sum(communication(plan).values())) == best(plans, 7, memory)
     assert replan(c, 8, memory=1).config == c  # the count is a model: what runs has room
     assert replan(c, 7, memory=1) is None
 
@@ -146,15 +146,15 @@ EXPERIMENTS = {
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_there_is_a_legal_plan_for_any_number(name):
-    c = compose([f"+experiment={name}", *EXPERIMENTS[name]])
-    start = make_plan(c).mesh.size
+    c = compose_config([f"+experiment={name}", *EXPERIMENTS[name]])
+    start = make_plan(c).mesh.world_size
     before = c.to_dict()
     last = start + 1
-    for workers, (config, plan, _) in shrinking(c):  # the number of workers where the plan changes
+    for workers, (config, plan, _) in iterate_shrinking(c):  # the number of workers where the plan changes
         assert workers == last - 1
-        last = plan.mesh.size
+        last = plan.mesh.world_size
         assert last <= workers and violations_of_configuration(config) == []
-        assert make_plan(config) == plan and identity(config) == identity(c) and config.train == c.train
+        assert make_plan(config) == plan and run_identity(config) == run_identity(c) and config.train == c.train
         assert replan(c, last).config == config
     assert last == 1
     assert replan(c, start).config == replan(c, start + 1).config == c and c.to_dict() == before
@@ -178,18 +178,17 @@ def test_a_table_of_the_user_s_own_is_for_its_own_numbers(tmp_path):
     c.pipeline.file = path
     assert replan(c, 8).config == c
     found = replan(c, 4)  # with one replica the table would need twice its microbatches
-    assert found.plan.mesh.size == 4 and found.config.pipeline.file == ""
+    assert found.plan.mesh.world_size == 4 and found.config.pipeline.file == ""
     assert make_plan(found.config) == found.plan and violations_of_configuration(found.config) == []
 
 
 SCRIPT = """
 import json
-from platform.config.identity import identity
-from platform.launch import compose
+from platform.launch import compose_config
 from platform.plan.step_collectives import communication
-from platform.predict.replan import shrinking
-c = compose(["+experiment=gpt_quick", "model.layers=1", "branch=dsp", "branch.axes.g=2"])
-print(json.dumps([[n, found.reason, found.config.to_dict(), communication(found.plan)] for n, found in shrinking(c)]))
+from platform.predict.replan import iterate_shrinking
+c = compose_config(["+experiment=gpt_quick", "model.layers=1", "branch=dsp", "branch.axes.g=2"])
+print(json.dumps([[n, found.reason, found.config.to_dict(), communication(found.plan)] for n, found in iterate_shrinking(c)]))
 """
 
 

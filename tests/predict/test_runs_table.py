@@ -12,11 +12,11 @@ from platform import launch
 from platform.cluster.resources import Supply
 from platform.cluster.shown_commands import Phases
 from platform.config.composition import CONF
-from platform.launch import compose
+from platform.launch import compose_config
 from platform.plan.__main__ import main
-from platform.plan.plan_data import digest
+from platform.plan.plan_data import plan_digest
 from platform.predict.make_plan import make_plan
-from platform.predict.measured_runs import TrainedRun, overrides_of, row_of, write_table
+from platform.predict.measured_runs import TrainedRun, build_table_row, iterate_overrides, write_run_table
 from tests.harness.commands import command
 
 PAPERS = sorted(path.stem for path in (CONF / "experiment" / "paper").glob("*.yaml") if path.stem != "base")
@@ -38,23 +38,29 @@ def table(directory: Path, name: str, steps: dict[str, list[float]]) -> Path:
     for key, seconds in steps.items():
         folder = directory / key
         folder.mkdir()
-        config = compose([*RUNS[key], f"run.dir={folder}"])
+        config = compose_config([*RUNS[key], f"run.dir={folder}"])
         rows = [{"step": i, "generation": 1, "step_seconds": s} for i, s in enumerate(seconds, 1)]
         (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         plan = make_plan(config)
-        config.parallel.data = plan.replicas
-        runs.append(TrainedRun([key], config, plan.mesh.size))
-    assert write_table(directory / name, runs, compose) == len([s for s in steps.values() if s])
+        config.parallel.data = plan.num_replicas
+        runs.append(TrainedRun([key], config, plan.mesh.world_size))
+    assert write_run_table(directory / name, runs, compose_config) == len([s for s in steps.values() if s])
     return directory / name
 
 
 @pytest.mark.parametrize("key", RUNS)
 def test_a_row_makes_the_plan_of_its_run(key):
-    config = compose(RUNS[key])
+    config = compose_config(RUNS[key])
     plan = make_plan(config)
-    config.parallel.data, config.parallel.bucket_mib = plan.replicas, plan.bucket_mib
-    again = make_plan(compose(list(overrides_of(row_of(TrainedRun([key], config, plan.mesh.size), 1.0, compose)))))
-    assert digest(again) == digest(plan)
+    config.parallel.data, config.parallel.bucket_mib = plan.num_replicas, plan.bucket_mib
+    again = make_plan(
+        compose_config(
+            list(
+                iterate_overrides(build_table_row(TrainedRun([key], config, plan.mesh.world_size), 1.0, compose_config))
+            )
+        )
+    )
+    assert plan_digest(again) == plan_digest(plan)
 
 
 def test_a_sweep_is_compared(tmp_path, capsys):
@@ -69,24 +75,24 @@ def test_a_run_without_a_row_is_left_out(tmp_path):
     """A scheme that no command knows without the user's files does not fail the table of what is trained."""
     runs = []
     for name in ("tensor", "cube"):
-        config = compose([*RUNS[name], f"run.dir={tmp_path / name}"])
+        config = compose_config([*RUNS[name], f"run.dir={tmp_path / name}"])
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "generation": 1, "step_seconds": 2.0}\n')
-        config.parallel.data = (plan := make_plan(config)).replicas
-        runs.append(TrainedRun([name], config, plan.mesh.size))
+        config.parallel.data = (plan := make_plan(config)).num_replicas
+        runs.append(TrainedRun([name], config, plan.mesh.world_size))
     runs[0].config.tensor.scheme = "mine"
-    assert write_table(tmp_path / "sweep.csv", runs, compose) == 1
+    assert write_run_table(tmp_path / "sweep.csv", runs, compose_config) == 1
 
 
 def test_a_row_has_the_device_that_its_run_had(tmp_path):
     """As the journal says, whatever is there when the sweep ends."""
-    config = compose([*RUNS["cube"], f"run.dir={tmp_path}", "cluster.gpu=A100-80GB"])
-    config.parallel.data = (plan := make_plan(config)).replicas
-    run = TrainedRun(["cube"], config, plan.mesh.size)
+    config = compose_config([*RUNS["cube"], f"run.dir={tmp_path}", "cluster.gpu=A100-80GB"])
+    config.parallel.data = (plan := make_plan(config)).num_replicas
+    run = TrainedRun(["cube"], config, plan.mesh.world_size)
     assert run.device == "cpu"
     line = {"time": 1.0, "generation": 0, "event": "starting", "world_size": 8, "cluster": "ray", "device": "cuda"}
     (tmp_path / "journal.jsonl").write_text(f"{json.dumps(line)}\n")
-    row = row_of(run, 1.0, compose)
+    row = build_table_row(run, 1.0, compose_config)
     assert (row["cluster.device"], row["hardware"]) == ("cuda", "a100_80g")
 
 
@@ -110,9 +116,9 @@ def test_a_sweep_with_files_of_the_users_own_ends_with_its_table(tmp_path):
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n.endswith("15") else pytest.mark.full) for n in PAPERS])
 def test_sweeps_of_the_papers_are_legal(name, workers, monkeypatch):
     """Plans have both workers, and of eight as many as four heads and four layers can use."""
-    monkeypatch.setattr("platform.cluster.resources._supply", lambda *_: Supply(0, workers, "here"))
+    monkeypatch.setattr("platform.cluster.resources._measure_supply", lambda *_: Supply(0, workers, "here"))
     arguments = get_args_parser().parse_intermixed_args(["-m", f"+experiment=paper/{name}", "cluster=processes"])
-    jobs = launch._planned(arguments, Phases())
+    jobs = launch._plan_jobs(arguments, Phases())
     assert len(jobs) > 1
-    sizes = {job.plan.mesh.size for job in jobs}
+    sizes = {job.plan.mesh.world_size for job in jobs}
     assert sizes == {4 if name.endswith("18") else 2} if workers == 2 else sizes <= {4, 8}

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from platform.launch import compose, prepare
+from platform.launch import compose_config, prepare_plan
 from platform.monitor import Journal, events, json_records
 from platform.plan.__main__ import main
 from platform.predict.make_plan import make_plan
@@ -17,9 +17,9 @@ from platform.predict.recovery_price import (
     Known,
     OwnCosts,
     checkpoint_price,
-    leaving_bytes,
-    own_costs,
-    settle_rhythms,
+    count_leaving_bytes,
+    read_own_costs,
+    settle_intervals,
     snapshot_price,
 )
 from platform.predict.step_price import read_hardware, step_price
@@ -45,7 +45,7 @@ def sent(c, plan, per_node: int) -> int:
 
     def work(communicator):
         state = State(trainer_of(c, plan, communicator))
-        nodes = [str(rank // per_node) for rank in range(plan.mesh.size)]
+        nodes = [str(rank // per_node) for rank in range(plan.mesh.world_size)]
         memory = opened(state.held, nodes, communicator)
 
         def transfer(outgoing, received):
@@ -53,7 +53,7 @@ def sent(c, plan, per_node: int) -> int:
             leaving[communicator.rank // per_node] += sum(x.nbytes for _, x in outgoing)
             communicator.transfer(outgoing, received)
 
-        take(memory, 1, state.blocks(), state.values(), transfer)
+        take(memory, 1, state.live_blocks(), state.read_values(), transfer)
 
     run_threads(plan.mesh, work)
     return max(leaving.values())
@@ -67,9 +67,9 @@ def test_the_bytes_of_a_plan_are_those_that_are_sent(layout, optimizer):
     c = configure(**LAYOUTS[layout])
     c.optimizer.kind, c.train.ema = optimizer, 0.9 if layout == "stages" else 0.0
     plan = make_plan(c)
-    found = leaving_bytes(c, plan, 2)
+    found = count_leaving_bytes(c, plan, 2)
     assert found == sent(c, plan, 2) and (found > 0) == (layout != "replicas")
-    assert leaving_bytes(c, plan, plan.mesh.size) == 0, "one node has no other"
+    assert count_leaving_bytes(c, plan, plan.mesh.world_size) == 0, "one node has no other"
 
 
 @pytest.mark.parametrize(
@@ -85,24 +85,24 @@ def test_the_bytes_of_a_plan_are_those_that_are_sent(layout, optimizer):
     ],
 )
 def test_an_interval_is_the_least_that_there_is_time_for(changes, leaving, interval):
-    c = compose(["+experiment=gpt175b", "elastic.snapshot_every=auto", *changes])
+    c = compose_config(["+experiment=gpt175b", "elastic.snapshot_every=auto", *changes])
     plan = make_plan(c)
     price = snapshot_price(c, plan, 8)
     assert price.bytes / 1e9 == pytest.approx(leaving, abs=0.1)
     if price.step:
         assert price.seconds <= interval * price.step and (interval == 1 or price.seconds > (interval - 1) * price.step)
-    [line] = settle_rhythms(c, plan, 8, UNKNOWN)
+    [line] = settle_intervals(c, plan, 8, UNKNOWN)
     assert line.startswith(f"elastic.snapshot_every={interval}: ")
-    assert c.elastic.snapshot_every == c.elastic.interval == interval
+    assert c.elastic.snapshot_every == c.elastic.snapshot_interval == interval
     c.elastic.snapshot_every = 5
-    assert settle_rhythms(c, plan, 8, UNKNOWN) == []
-    assert c.elastic.interval == 5, "who says how often is obeyed"
+    assert settle_intervals(c, plan, 8, UNKNOWN) == []
+    assert c.elastic.snapshot_interval == 5, "who says how often is obeyed"
 
 
 def test_a_run_settles_it_and_a_plan_shows_it(capsys):
-    c = compose(["+experiment=gpt_quick", "elastic.snapshot_every=auto"])
-    plan, lines = prepare(c, [])
-    assert plan and not lines and c.elastic.interval == 1
+    c = compose_config(["+experiment=gpt_quick", "elastic.snapshot_every=auto"])
+    plan, lines = prepare_plan(c, [])
+    assert plan and not lines and c.elastic.snapshot_interval == 1
     assert main(["+experiment=gpt175b", "elastic.snapshot_every=auto", "cluster.network=3", "--all"]) == 0
     shown = capsys.readouterr().out
     assert "  a snapshot  131 GB   349 s at cluster.network=3 Gbit/s, beside 3 steps of 170 s" in shown
@@ -115,9 +115,9 @@ GPT175B = ["+experiment=gpt175b", "elastic.snapshot_every=auto", "checkpoint.eve
 
 
 def settled(known, *changes):
-    c = compose([*GPT175B, *changes])
+    c = compose_config([*GPT175B, *changes])
     plan = make_plan(c)
-    lines = settle_rhythms(c, plan, 8, known)
+    lines = settle_intervals(c, plan, 8, known)
     return c, plan, lines
 
 
@@ -129,10 +129,10 @@ def test_rare_failures_make_snapshots_and_checkpoints_rare():
         c, plan, lines = settled(known, f"elastic.mean_hours_between_failures={hours}")
         price, saved = snapshot_price(c, plan, 8, known), checkpoint_price(c, plan, known)
         assert price.usual == step_price(c, plan, known.hardware).seconds and len(lines) == 2
-        assert c.elastic.interval == max(1, int((2 * price.cost * hours * 3600) ** 0.5 / price.usual))
-        assert saved.interval == pytest.approx(max(saved.saving, (2 * saved.stall * hours * 3600) ** 0.5))
+        assert c.elastic.snapshot_interval == max(1, int((2 * price.cost * hours * 3600) ** 0.5 / price.usual))
+        assert saved.interval_seconds == pytest.approx(max(saved.saving, (2 * saved.stall * hours * 3600) ** 0.5))
         assert f"checkpoint.every={c.checkpoint.every}: " in lines[1] and "as predicted" in lines[1]
-        found.append((c.elastic.interval, saved.interval))
+        found.append((c.elastic.snapshot_interval, saved.interval_seconds))
     (some, often), (rare, seldom), (least, written) = found
     assert 1 < some < rare <= 2 * some + 1 and seldom == pytest.approx(2 * often)
     assert least == 1 and written < often and "to write" not in lines[1]
@@ -143,19 +143,19 @@ def test_nobody_saves_more_often_than_a_checkpoint_is_written():
     slow = Known("cuda", replace(hardware, storage=1e9))
     c, plan, lines = settled(slow, "elastic.mean_hours_between_failures=1")
     state = 12 * plan.parameter_count  # masters and two moments in fp32
-    assert checkpoint_price(c, plan, slow).interval == pytest.approx(state / 1e9) and "to write" in lines[1]
+    assert checkpoint_price(c, plan, slow).interval_seconds == pytest.approx(state / 1e9) and "to write" in lines[1]
     assert c.checkpoint.every == f"{round(state / 1e9 / 60)}m"
 
 
 def test_what_a_run_has_measured_counts_and_unknown_failures_are_guessed(tmp_path):
     own = OwnCosts(step=10.0, snapshot=2.0, stall=8.0, saving=100.0)
     c, plan, lines = settled(Known("cuda", read_hardware("a100_80g"), own), "elastic.mean_hours_between_failures=100")
-    assert c.elastic.interval == int((2 * 2.0 * 360_000) ** 0.5 / 10) and c.checkpoint.every == "40m"
+    assert c.elastic.snapshot_interval == int((2 * 2.0 * 360_000) ** 0.5 / 10) and c.checkpoint.every == "40m"
     assert all("as measured" in line for line in lines)
     c, plan, lines = settled(UNKNOWN)
-    mean = WORKER_HOURS / plan.mesh.size * 3600
+    mean = WORKER_HOURS / plan.mesh.world_size * 3600
     assert checkpoint_price(c, plan, UNKNOWN).mean == mean and "50,000 for each worker" in lines[1]
-    assert own_costs(tmp_path, 8) == OwnCosts(), "of no run"
+    assert read_own_costs(tmp_path, 8) == OwnCosts(), "of no run"
 
 
 def test_a_run_s_own_costs_are_read_from_its_rows_and_journal(tmp_path):
@@ -164,8 +164,8 @@ def test_a_run_s_own_costs_are_read_from_its_rows_and_journal(tmp_path):
         for step in range(1, 10)
     ]
     rows[5].seconds["checkpoint"] = 0.25  # of step 6, after a checkpoint of step 5: no snapshot was taken in it
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(json_records.plain(r)) + "\n" for r in rows))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(json_records.plain_fields(r)) + "\n" for r in rows))
     journal = Journal(tmp_path / "journal.jsonl")
     journal.write(events.Checkpoint(step=5, directory="step-5", bytes=10, seconds=7.0))
-    assert own_costs(tmp_path, 2) == OwnCosts(step=1.06, snapshot=0.5, stall=0.25, saving=7.0)
-    assert own_costs(tmp_path, 3) == OwnCosts(saving=7.0), "on so many workers it never ran"
+    assert read_own_costs(tmp_path, 2) == OwnCosts(step=1.06, snapshot=0.5, stall=0.25, saving=7.0)
+    assert read_own_costs(tmp_path, 3) == OwnCosts(saving=7.0), "on so many workers it never ran"

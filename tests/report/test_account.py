@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from platform.monitor.events import JournalEvent, named
-from platform.monitor.goodput import goodput
-from platform.report.account import account_of, goes_on, shown_events, time_shares
+from platform.monitor.events import JournalEvent, build_event
+from platform.monitor.goodput import compute_goodput
+from platform.report.account import build_account, is_unfinished, shown_events, time_shares
 
 
 def at(time: float, event: str, **fields: object) -> JournalEvent:
-    return named(event, time=time, **fields)
+    return build_event(event, time=time, **fields)
 
 
 def forming(time: float, workers: int) -> JournalEvent:
@@ -42,7 +42,7 @@ FAILED = [
 
 
 def test_a_failure_is_charged_for_all_that_it_cost() -> None:
-    found = account_of(FAILED)
+    found = build_account(FAILED)
     assert [tuple(s) for s in found.periods] == [
         ("start", 0, 10),
         ("useful", 10, 30),
@@ -55,18 +55,18 @@ def test_a_failure_is_charged_for_all_that_it_cost() -> None:
     [cost] = found.failures
     assert (cost.who, cost.what, cost.step) == ("rank 3 on host-1", "died in step(31): Killed", 31)
     assert (cost.stopped, cost.repeated, cost.steps, cost.fewer) == (4.0, 10.0, 10, 5.0)  # a quarter of 20 s
-    assert cost.seconds == 19.0
+    assert cost.total_seconds == 19.0
 
 
 def test_shares_are_those_of_goodput_and_add_up() -> None:
-    found = time_shares(FAILED, account_of(FAILED), None)
-    assert sum(found.values()) == pytest.approx(goodput(FAILED).seconds)
-    assert found["useful"] == goodput(FAILED).useful_seconds == 52.0
+    found = time_shares(FAILED, build_account(FAILED), None)
+    assert sum(found.values()) == pytest.approx(compute_goodput(FAILED).seconds)
+    assert found["useful"] == compute_goodput(FAILED).useful_seconds == 52.0
     assert found["lost"] == 10.0 and found["recover"] == 4.0 and found["rest"] == 1.0
 
 
 def test_the_first_step_of_a_mesh_is_training_and_counted_once() -> None:
-    found = account_of(FAILED, step_seconds={1: 2.0, 21: 1.0, 42: 0.5})
+    found = build_account(FAILED, step_seconds={1: 2.0, 21: 1.0, 42: 0.5})
     assert [tuple(s) for s in found.periods] == [
         ("start", 0, 8),
         ("useful", 8, 30),
@@ -82,7 +82,7 @@ def test_the_first_step_of_a_mesh_is_training_and_counted_once() -> None:
 
 
 def test_of_two_failures_at_once_each_is_charged_for_its_own_time() -> None:
-    found = account_of(
+    found = build_account(
         [*START, failure(40, 31, 10.0), failure(42, 31, 0.0), forming(43, 4), at(47, "first_step", step=31)]
     )
     assert [f.stopped for f in found.failures] == [2.0, 5.0]
@@ -95,7 +95,7 @@ def test_a_driver_that_died_is_charged_for_what_its_successor_repeats() -> None:
         forming(101, 4),
         at(106, "first_step", step=21),
     ]
-    found = account_of([*START, at(35, "sampled", step=25, prompt="", text=""), *again], now=110)
+    found = build_account([*START, at(35, "sampled", step=25, prompt="", text=""), *again], now=110)
     assert [tuple(s) for s in found.periods][2:] == [
         ("lost", 30, 35),
         ("down", 35, 100),
@@ -107,8 +107,8 @@ def test_a_driver_that_died_is_charged_for_what_its_successor_repeats() -> None:
 
 
 def test_an_empty_journal_has_an_empty_account() -> None:
-    assert account_of([]).periods == [] and not goes_on([])
-    assert goes_on(START) and not goes_on(FAILED)
+    assert build_account([]).periods == [] and not is_unfinished([])
+    assert is_unfinished(START) and not is_unfinished(FAILED)
 
 
 def test_of_many_events_bad_news_are_kept() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from platform.report.page import page_html
-from platform.report.page_data import WatchedRun, page_data
+from platform.report.page_data import WatchedRun, collect_page_data
 from platform.status.run_facts import clock_text
 
 KEPT = next(Path(__file__).parents[1].glob("commands/kept_runs/*/run"))
@@ -19,8 +19,8 @@ KEPT = next(Path(__file__).parents[1].glob("commands/kept_runs/*/run"))
 def looked(*directories: Path) -> dict[str, Any]:
     runs = [WatchedRun(d) for d in directories]
     for run in runs:
-        run.look()
-    return page_data(runs)
+        run.read_run_news()
+    return collect_page_data(runs)
 
 
 @pytest.fixture

@@ -47,11 +47,11 @@ def page(run: Path) -> LivePage:
 
 
 def change_of(page: LivePage) -> str:
-    return page.data()["change"]
+    return page.current_page_data()["change"]
 
 
 def test_new_rows_come_as_rows(page: LivePage, run: Path) -> None:
-    news = page.news(change_of(page))
+    news = page.wait_for_changes(change_of(page))
     add_rows(run, 4, 5)
     page.look_once()
     number, kind, data = next(news)
@@ -63,7 +63,7 @@ def test_new_rows_come_as_rows(page: LivePage, run: Path) -> None:
 
 
 def test_a_rollback_takes_rows_back(page: LivePage, run: Path) -> None:
-    news = page.news(change_of(page))
+    news = page.wait_for_changes(change_of(page))
     add_rows(run, 4)
     page.look_once()
     add_rows(run, 2, 3, loss="NaN")
@@ -78,7 +78,7 @@ def test_a_rollback_takes_rows_back(page: LivePage, run: Path) -> None:
 
 @pytest.mark.parametrize("more", [{"val_loss": 3.0}, {"lr": 0.5}, {"comm_bytes": {"send/stage": 7}}])
 def test_what_charts_do_not_have_yet_comes_as_a_page(page: LivePage, run: Path, more: dict[str, Any]) -> None:
-    news = page.news(change_of(page))
+    news = page.wait_for_changes(change_of(page))
     add_rows(run, 4, **more)
     page.look_once()
     _, kind, data = next(news)
@@ -86,7 +86,7 @@ def test_what_charts_do_not_have_yet_comes_as_a_page(page: LivePage, run: Path, 
 
 
 def test_an_event_comes_as_a_page(page: LivePage, run: Path) -> None:
-    news = page.news(change_of(page))
+    news = page.wait_for_changes(change_of(page))
     add_event(run, events.Done(step=3, saved=3))
     page.look_once()
     _, kind, data = next(news)
@@ -97,7 +97,7 @@ def test_a_driver_that_dies_comes_at_the_next_look(run: Path) -> None:
     driver = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     (run / "driver.lock").write_text(f"process {driver.pid} on {socket.gethostname()}")
     page = LivePage([WatchedRun(run)])
-    news = page.news(change_of(page))
+    news = page.wait_for_changes(change_of(page))
     driver.kill()
     driver.wait()
     page.look_once()
@@ -107,7 +107,7 @@ def test_a_driver_that_dies_comes_at_the_next_look(run: Path) -> None:
 
 def test_without_a_change_there_is_no_news(page: LivePage, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.report.page_server._BEAT", 0.01)
-    news = page.news(change_of(page))
+    news = page.wait_for_changes(change_of(page))
     page.look_once()
     assert next(news) == ("", "", None)
 
@@ -115,7 +115,7 @@ def test_without_a_change_there_is_no_news(page: LivePage, run: Path, monkeypatc
 @pytest.mark.parametrize("change", ["", "x", "other-0", "{session}-99", "{session}-x", "{session}--1"])
 def test_a_browser_of_another_server_gets_a_page(page: LivePage, change: str) -> None:
     session = change_of(page).partition("-")[0]
-    assert next(page.news(change.replace("{session}", session)))[1] == "page"
+    assert next(page.wait_for_changes(change.replace("{session}", session)))[1] == "page"
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from platform.monitor.metrics import Columns, MetricsLog, MetricsRow
-from platform.report.panel_table import STATIC, all_panels, panel_table, shows
+from platform.report.panel_table import STATIC, all_panels, matches_metric, panel_table
 from platform.train.replies import GAUGES
 
 ENDS = {"min": 0.25, "median": 0.5, "max": 0.75}
@@ -52,17 +52,17 @@ def metrics_of(panel: dict[str, Any]) -> list[str]:
 
 def test_every_panel_is_fed_and_every_metric_is_shown(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
-    log.write(full_row())
+    log.write_row(full_row())
     log.close()
     columns = Columns(log.path)
-    columns.read_on()
-    logged = set(columns.names)
-    shown = {name: [p["title"] for p in all_panels() if shows(metrics_of(p), name)] for name in logged}
+    columns.read_new_rows()
+    logged = set(columns.column_names)
+    shown = {name: [p["title"] for p in all_panels() if matches_metric(metrics_of(p), name)] for name in logged}
     hidden = panel_table()["not_shown"]
     assert {name for name, panels in shown.items() if not panels} == hidden.keys() & logged == {"step", "tokens"}
     assert {name: panels for name, panels in shown.items() if len(panels) > 1} == {}
     metrics = [metric for panel in all_panels() for metric in metrics_of(panel)]
-    assert [metric for metric in metrics if not any(shows([metric], name) for name in logged)] == []
+    assert [metric for metric in metrics if not any(matches_metric([metric], name) for name in logged)] == []
     assert {panel["total"] for panel in all_panels() if "total" in panel} <= logged
 
 

@@ -14,14 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
-from platform.config.identity import default_directory, identity, violations_of_identity
-from platform.plan.model_types import AUTO, KERNELS, MATH, AttentionTraits, chosen, reason_against
-from platform.plan.plan_data import digest, plan_summary
+from platform.config.identity import find_default_directory, run_identity, violations_of_identity
+from platform.plan.model_types import AUTO, KERNELS, MATH, AttentionTraits, choose_kernel, reason_against_kernel
+from platform.plan.plan_data import plan_digest, plan_summary
 from platform.plan.plan_summary import describe
-from platform.plan.step_collectives import fused_attentions, settled, traits_of
+from platform.plan.step_collectives import attention_traits, find_fused_attentions, settle_kernels
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
-from platform.runtime.compilation import in_kernel, lacking
+from platform.runtime.compilation import reason_kernel_fails, select_attention_kernel
 from tests.harness.oracle import MODELS, compare, configure, run, serial, trainer_of
 
 # what torch calls for one attention
@@ -71,7 +71,7 @@ def seen(c: Config) -> Counter[str]:
 def test_the_named_kernel_computes_what_any_does(kernel, model):
     c = configured(kernel, **MODELS[model])
     plan, results = run(c)
-    assert {o.operation["kernel"] for o in fused_attentions(plan)} == {kernel}
+    assert {o.operation["kernel"] for o in find_fused_attentions(plan)} == {kernel}
     compare(c, plan, results, serial(c))
 
 
@@ -88,14 +88,14 @@ def test_torch_is_left_as_it_was():
     seen(configured("math"))
     assert torch.nn.attention._cur_sdpa_kernel_backends() == before
     x = torch.zeros(1, 1, 4, 4)
-    with pytest.raises(RuntimeError), in_kernel("flash"):  # which drops nothing on a CPU
+    with pytest.raises(RuntimeError), select_attention_kernel("flash"):  # which drops nothing on a CPU
         F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
     assert torch.nn.attention._cur_sdpa_kernel_backends() == before
 
 
 def test_the_plan_is_data_of_it_too():
     plans = {kernel: make_plan(configured(kernel)) for kernel in (AUTO, "flash", "math")}
-    assert len({digest(plan) for plan in plans.values()}) == 3
+    assert len({plan_digest(plan) for plan in plans.values()}) == 3
     for kernel, plan in plans.items():
         rows = [row for row in plan_summary(plan)["operations"] if row["kind"] == "fused_attention"]
         assert [row["kernel"] for row in rows] == [kernel] * 2
@@ -104,8 +104,11 @@ def test_the_plan_is_data_of_it_too():
 
 def test_another_kernel_is_the_same_run():
     a, b = configured("flash"), configured("math")
-    assert identity(a) == identity(b) and violations_of_identity(identity(a), b, "run.dir", "x", "another run") == []
-    assert default_directory(a, "x") != default_directory(b, "x")  # as of every key that is typed
+    assert (
+        run_identity(a) == run_identity(b)
+        and violations_of_identity(run_identity(a), b, "run.dir", "x", "another run") == []
+    )
+    assert find_default_directory(a, "x") != find_default_directory(b, "x")  # as of every key that is typed
 
 
 def legal_in_torch(kernel: str, device: str, t: AttentionTraits) -> bool:
@@ -121,7 +124,7 @@ def legal_in_torch(kernel: str, device: str, t: AttentionTraits) -> bool:
     elif t.mask:
         mask = torch.ones(2, 1, 1, n, dtype=torch.bool, device=device)
     try:
-        with in_kernel(kernel):
+        with select_attention_kernel(kernel):
             y = F.scaled_dot_product_attention(q, k, v, mask, t.dropout, enable_gqa=t.grouped)
         y.sum().backward()
     except RuntimeError:
@@ -146,7 +149,7 @@ def test_what_is_refused_is_what_torch_refuses(device):
     for kernel, t in product(KERNELS[1:], CASES):
         if ROUNDED and (kernel, device) == ("cudnn", "cuda") and t.dropout:
             continue
-        assert (reason_against(kernel, device, t) == "") == legal_in_torch(kernel, device, t), (kernel, t)
+        assert (reason_against_kernel(kernel, device, t) == "") == legal_in_torch(kernel, device, t), (kernel, t)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -157,17 +160,19 @@ def test_auto_is_what_torch_chooses(device):
         with Seen() as mode:
             assert legal_in_torch(AUTO, device, t)
         (kernel,) = (name for name in mode.kernels if "backward" not in name)
-        assert kernel == chosen(AUTO, device, t), t
+        assert kernel == choose_kernel(AUTO, device, t), t
 
 
 def test_what_auto_becomes_on_each_device():
     c = configure(**MODELS["t5"], precision="bf16", d_model=64, dropout=0.1, fused_dropout=True)
     plan = make_plan(c)
-    kernels = {d: {o.operation["kernel"] for o in fused_attentions(settled(plan, d, 0.1))} for d in ("cpu", "cuda")}
+    kernels = {
+        d: {o.operation["kernel"] for o in find_fused_attentions(settle_kernels(plan, d, 0.1))} for d in ("cpu", "cuda")
+    }
     assert kernels == {"cpu": {MATH}, "cuda": {"efficient"}}
-    assert {o.operation["kernel"] for o in fused_attentions(plan)} == {AUTO}
+    assert {o.operation["kernel"] for o in find_fused_attentions(plan)} == {AUTO}
     (grouped, *_) = (
-        traits_of(p, o, 0.0) for p in [make_plan(configure(**MODELS["llama"]))] for o in fused_attentions(p)
+        attention_traits(p, o, 0.0) for p in [make_plan(configure(**MODELS["llama"]))] for o in find_fused_attentions(p)
     )
     assert grouped.grouped and not grouped.bias and not grouped.mask
 
@@ -215,6 +220,8 @@ def test_where_the_device_is_open_what_one_kind_has_is_legal():
 
 
 def test_a_worker_tells_what_its_device_lacks():
-    assert [lacking(kernel, "cpu", torch.float32, 8) for kernel in (AUTO, "flash", "math")] == ["", "", ""]
-    assert "backend" in lacking("cudnn", "cpu", torch.float32, 8)
-    assert lacking("flash", "cpu", torch.complex64, 8).startswith("Expected query, key and value to all be of dtype")
+    assert [reason_kernel_fails(kernel, "cpu", torch.float32, 8) for kernel in (AUTO, "flash", "math")] == ["", "", ""]
+    assert "backend" in reason_kernel_fails("cudnn", "cpu", torch.float32, 8)
+    assert reason_kernel_fails("flash", "cpu", torch.complex64, 8).startswith(
+        "Expected query, key and value to all be of dtype"
+    )

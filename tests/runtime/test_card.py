@@ -12,12 +12,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from platform.config.fields import Config
-from platform.launch import CONF, compose
-from platform.plan.accelerators import memory_of
+from platform.launch import CONF, compose_config
+from platform.plan.accelerators import nominal_memory
 from platform.plan.chunks import ADDS_WIDE
 from platform.plan.plan import Plan
 from platform.predict.make_plan import make_plan
-from platform.predict.memory_budget import needed_bytes
+from platform.predict.memory_budget import predict_peak_bytes
 from tests.harness.card import CARD, Counted, KernelCounter, alone, per_layer, ranks, shrunk
 from tests.harness.oracle import validation_loss
 
@@ -27,7 +27,7 @@ ON_GPUS = [name for name in EXPERIMENTS if "device: cuda" in (CONF / "experiment
 
 @cache
 def composed(name: str) -> Config:
-    return compose([f"+experiment={name}"])
+    return compose_config([f"+experiment={name}"])
 
 
 def small(name: str) -> Config:
@@ -107,7 +107,7 @@ def budget(found: Counted) -> tuple[int, int]:
 @pytest.mark.parametrize("name", BUDGETS)
 def test_a_layer_s_kernels_and_bytes(name):
     overrides, *budgets = BUDGETS[name]
-    found = per_layer(compose(overrides))
+    found = per_layer(compose_config(overrides))
     assert [budget(section) for section in found.values()] == budgets
 
 
@@ -115,7 +115,7 @@ def test_negative_control_products_that_are_rounded_and_added_later(monkeypatch)
     """4 bytes more for each of the layer's 227 million parameters, whether it is the first microbatch or not."""
     monkeypatch.setitem(ADDS_WIDE, "cuda", False)
     overrides, *budgets = BUDGETS["gpt175b t=8 1d"]
-    found = [budget(section) for section in per_layer(compose(overrides)).values()]
+    found = [budget(section) for section in per_layer(compose_config(overrides)).values()]
     assert found == [budgets[0], (21, 5198), (21, 6104)]
 
 
@@ -137,12 +137,12 @@ class NarrowSums(TorchDispatchMode):
 @pytest.mark.parametrize("more", ["", "tensor=1d tensor.axes.t=2", "pipeline=1f1b pipeline.stages=2"])
 def test_no_sum_of_gradients_is_in_16_bits(wide, more, monkeypatch):
     monkeypatch.setitem(ADDS_WIDE, "cuda", wide)
-    c = shrunk(compose(["+experiment=one_gpu", *more.split()]))
+    c = shrunk(compose_config(["+experiment=one_gpu", *more.split()]))
     c.train.global_batch = 2 * c.train.microbatch
     with alone(c, 0, []) as trainer, NarrowSums() as made:
-        trainer._forward_backward(1)
+        trainer._run_forward_backward(1)
         buckets = {flat.bucket.elements for flat in trainer.weights.buckets}
-        assert {g.dtype for g in trainer.weights.sums.values()} == {torch.float32}
+        assert {g.dtype for g in trainer.weights.local_gradients.values()} == {torch.float32}
     assert made.sizes.isdisjoint(buckets) is wide
 
 
@@ -155,12 +155,12 @@ def planned(experiment: str) -> tuple[Config, Plan]:
 @pytest.mark.parametrize("experiment", ON_GPUS)
 def test_an_experiment_fits_the_gpu_that_it_names(experiment):
     c, plan = planned(experiment)
-    assert c.cluster.gpu and needed_bytes(c, plan) <= memory_of(c.cluster.gpu)
+    assert c.cluster.gpu and predict_peak_bytes(c, plan) <= nominal_memory(c.cluster.gpu)
 
 
 def test_what_does_not_fit_is_seen():
-    c = compose(["+experiment=one_gpu", "train.microbatch=64"])
-    assert needed_bytes(c, make_plan(c)) > memory_of(c.cluster.gpu)
+    c = compose_config(["+experiment=one_gpu", "train.microbatch=64"])
+    assert predict_peak_bytes(c, make_plan(c)) > nominal_memory(c.cluster.gpu)
 
 
 def unaligned(plan: Plan) -> set[str]:
@@ -183,5 +183,5 @@ def test_the_products_of_an_experiment_have_aligned_sizes(experiment):
 
 
 def test_an_unaligned_size_is_seen():
-    c = compose(["+experiment=one_gpu", "model.d_ff=3070"])
+    c = compose_config(["+experiment=one_gpu", "model.d_ff=3070"])
     assert "up" in unaligned(make_plan(c))

@@ -12,15 +12,15 @@ from tests.harness.oracle import MODELS, configure, trainer_of
 def eager_and_compiled(c, plan, communicator):
     """Difference of the loss, the gradients that differ, and whether the compiled pass counted the same bytes."""
     trainer = trainer_of(c, plan, communicator)
-    inputs = trainer.passes.load("train", 0)
+    inputs = trainer.passes.load_blocks("train", 0)
 
     def loss_and_gradients(forward):
         communicator.moved.clear()
         loss = forward(trainer.ops, inputs)
         loss.backward()
-        trainer.weights.receive(trainer.weights.finish())
+        trainer.weights.set_gradients(trainer.weights.finish_reductions())
         out = trainer.weights.gradients
-        trainer.weights.refresh()
+        trainer.weights.refresh_copies()
         return loss.detach(), out, dict(communicator.moved)
 
     compiled = torch.compile(trainer.passes.model.forward, fullgraph=True, backend="eager", dynamic=False)

@@ -42,11 +42,11 @@ def made(monkeypatch):
 
     from platform.runtime import parallel_ops
 
-    monkeypatch.setattr(parallel_ops, "compiled_block", keep)
+    monkeypatch.setattr(parallel_ops, "compile_block", keep)
     return found
 
 
-_compiled_block = compiled_blocks.compiled_block
+_compiled_block = compiled_blocks.compile_block
 PLANS = {
     "gpt": {},
     "llama": MODELS["llama"],
@@ -98,26 +98,26 @@ def trainer(**how):
 
 
 def test_the_layers_of_a_stack_share_a_graph():
-    before = compiled_blocks._traced.cache_info().currsize
+    before = compiled_blocks._split_graph.cache_info().currsize
     trainer(layers=5, d_model=40).step(1)
-    assert compiled_blocks._traced.cache_info().currsize == before + 1
+    assert compiled_blocks._split_graph.cache_info().currsize == before + 1
 
 
 def test_a_graph_keeps_nothing_of_the_generation_that_traced_it():
     t = trainer(layers=2, d_model=56)
     t.step(1)
     kept = [weakref.ref(flat._whole) for flat in t.weights.buckets]
-    assert compiled_blocks._traced.cache_info().currsize
+    assert compiled_blocks._split_graph.cache_info().currsize
     del t
     gc.collect()
     assert not any(reference() is not None for reference in kept)
 
 
 def test_layers_that_differ_do_not():
-    before = compiled_blocks._traced.cache_info().currsize
+    before = compiled_blocks._split_graph.cache_info().currsize
     windowed = {"window": 5, "window_layers": [1], "layers": 3, "d_model": 24}
     trainer(**windowed).step(1)
-    assert compiled_blocks._traced.cache_info().currsize == before + 2
+    assert compiled_blocks._split_graph.cache_info().currsize == before + 2
 
 
 def test_a_block_that_reads_what_passes_do_not_share_stays_as_it_is():
@@ -174,7 +174,7 @@ def test_python_calls_of_a_layer():
 def test_the_host_has_hardly_more_to_do_than_for_plain_pytorch(model, monkeypatch):
     """Torch's own functions included (A8)."""
     monkeypatch.setattr(compilation, "BACKEND", "inductor")
-    for known in (compilation.region, compiled_blocks._traced):  # of the backend before
+    for known in (compilation.compile_region, compiled_blocks._split_graph):  # of the backend before
         known.cache_clear()
     ours, plain = of_a_layer(model, every=True), of_a_plain_layer(model)
     print(f"{model}: {ours:.1f} and {plain:.1f} calls, {ours / plain:.2f}")

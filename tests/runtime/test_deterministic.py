@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
-from platform.launch import compose
+from platform.launch import compose_config
 from platform.plan.plan import Plan
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import Communicator
-from platform.runtime.compilation import deterministic
+from platform.runtime.compilation import deterministic_kernels
 from platform.runtime.process_groups import Messages
 from platform.train.worker import Worker
 from tests.harness.card import alone
@@ -60,9 +60,9 @@ def late(config: Config, plan: Plan, communicator: Communicator) -> Result:
 
         return begin
 
-    for name in ("_start", "_send", "_receive"):
+    for name in ("_start_collective", "_start_send", "_start_receive"):
         setattr(communicator, name, delayed(getattr(communicator, name)))
-    with deterministic(compiles=False):
+    with deterministic_kernels(compiles=False):
         return compute(config, plan, communicator)
 
 
@@ -71,10 +71,10 @@ def as_they_come(config: Config, plan: Plan, communicator: Communicator) -> Resu
 
     def reduce_scatter(self: Messages, given: Tensor, out: Tensor) -> Callable[[], None]:
         parts = [given[i] if i == self._me else torch.empty_like(out) for i in range(self._size)]
-        works = self._exchange(lambda peer: given[peer], lambda peer: parts[peer])
+        works = self._exchange_tensors(lambda peer: given[peer], lambda peer: parts[peer])
 
         def wait() -> None:
-            self._wait(works)
+            self._wait_for_works(works)
             random.SystemRandom().shuffle(parts)
             out.copy_(sum(parts))
 
@@ -115,7 +115,7 @@ def test_nothing_is_read_before_it_is_written():
     for more in ({}, {"data": 2, "zero": 3}, {"tensor": "1d", "axes": {"t": 2}, **MODELS["t5"], "kind": "encoder"}):
         c = configure(**{**COMMON, "layers": 1, "microbatch": 2, **more})
         plain = bits(run(c)[1])
-        with deterministic(compiles=False):
+        with deterministic_kernels(compiles=False):
             settings.fill_uninitialized_memory = True
             assert torch.empty(1).isnan()
             assert bits(run(c)[1]) == plain
@@ -240,4 +240,4 @@ def test_a_refused_kernel_is_named():
     with pytest.raises(
         ConfigError, match=r"cudnn: on a GPU it adds gradients in no fixed order.*flash, efficient, math"
     ):
-        make_plan(compose(["+experiment=gpt_quick", *wrong]))
+        make_plan(compose_config(["+experiment=gpt_quick", *wrong]))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from platform.model import build_model
-from platform.predict.footprint import saved_for_backward, weight_bytes
+from platform.predict.footprint import count_saved_elements, weight_bytes
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
 from platform.runtime.parallel_ops import PassPosition
@@ -45,14 +45,14 @@ def measure(trainer: Trainer, seed: int) -> int:
     trainer.ops.position = PassPosition(seed, 1, 0)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         (chunk,) = trainer.stage.chunks
-        trainer.passes.part(chunk, {}, "train", 0, trainer.config.train.global_batch)
+        trainer.passes.run_chunk(chunk, {}, "train", 0, trainer.config.train.global_batch)
     return sum(x.untyped_storage().nbytes() // x.itemsize for p, x in found.items() if p not in own)
 
 
 def measured(c) -> tuple[Any, list[int]]:
     plan = make_plan(c)
     trainer = lambda communicator: trainer_of(c, plan, communicator)  # noqa: E731
-    if plan.mesh.size == 1:
+    if plan.mesh.world_size == 1:
         return plan, [measure(trainer(SingleRank(plan.mesh)), c.seed)]
     return plan, run_threads(plan.mesh, lambda communicator: measure(trainer(communicator), c.seed))
 
@@ -62,7 +62,7 @@ def test_saved_for_backward(case):
     scheme, axes, model = case
     c = configure(scheme, axes, **MODELS[model])
     plan, found = measured(c)
-    assert set(found) == {saved_for_backward(plan, build_model(c.model)).total}
+    assert set(found) == {count_saved_elements(plan, build_model(c.model)).total_elements}
 
 
 @pytest.mark.parametrize(("scheme", "axes"), SCHEMES, ids=str)
@@ -71,7 +71,7 @@ def test_gathered_again(scheme, axes):
     c = configure(scheme, axes)
     c.tensor.gathered = "again"
     plan, found = measured(c)
-    assert set(found) == {saved_for_backward(plan, build_model(c.model)).total}
+    assert set(found) == {count_saved_elements(plan, build_model(c.model)).total_elements}
 
 
 @pytest.mark.parametrize("more", [{}, {"capacity_factor": 4.0, "shared_experts": 0}, {"recompute": "full"}], ids=str)
@@ -79,7 +79,9 @@ def test_gathered_again(scheme, axes):
 def test_experts_shared_by_replicas(scheme, axes, more):
     c = configure(scheme, axes, data=2, experts_of=2, **{**MODELS["experts"], **more})
     plan, found = measured(c)
-    assert plan.mesh.axes["expert"] == 2 and set(found) == {saved_for_backward(plan, build_model(c.model)).total}
+    assert plan.mesh.axes["expert"] == 2 and set(found) == {
+        count_saved_elements(plan, build_model(c.model)).total_elements
+    }
 
 
 @pytest.mark.parametrize(("scheme", "axes"), [SCHEMES[i] for i in (0, 1, 3, 5)], ids=str)
@@ -89,7 +91,7 @@ def test_rows_of_experts(scheme, axes, monkeypatch):
     plan, even = measured(c)
     to_the_first(monkeypatch, 4, 2)
     _, worst = measured(c)
-    most = saved_for_backward(plan, build_model(c.model)).total
+    most = count_saved_elements(plan, build_model(c.model)).total_elements
     assert max(worst) == most > max(even) and min(worst) < min(even)
 
 
@@ -98,7 +100,7 @@ def test_rows_of_experts(scheme, axes, monkeypatch):
 def test_beside_branches_and_data_parallel(scheme, data):
     c = configure(scheme, {"t": 2} if scheme != "serial" else {}, branch="dsp", branch_axes={"g": 2}, data=data)
     plan, found = measured(c)
-    assert set(found) == {saved_for_backward(plan, build_model(c.model)).total}
+    assert set(found) == {count_saved_elements(plan, build_model(c.model)).total_elements}
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama", "t5"])
@@ -107,8 +109,12 @@ def test_parameters_in_chunks(scheme, axes, model):
     """Nothing that was gathered is kept: it is gathered again, into the same memory."""
     c = configure(scheme, {a: n for a, n in axes.items() if a != "x"}, data=2, zero=3, layers=1, **MODELS[model])
     plan, found = measured(c)
-    saved = saved_for_backward(plan, build_model(c.model))
-    assert set(found) == {saved.total} == {saved_for_backward(replace(plan, zero=1), build_model(c.model)).total}
+    saved = count_saved_elements(plan, build_model(c.model))
+    assert (
+        set(found)
+        == {saved.total_elements}
+        == {count_saved_elements(replace(plan, zero=1), build_model(c.model)).total_elements}
+    )
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama", "t5"])
@@ -117,20 +123,22 @@ def test_common_layers_on_sub_grid_zero(scheme, axes, model):
     """Each rank saves what the plan says of it: the other sub-grids have no common activations."""
     c = configure(scheme, axes, branch="dsp_csub", branch_axes={"g": 2}, **MODELS[model])
     plan, found = measured(c)
-    where = [plan.mesh.coordinates(rank) for rank in range(plan.mesh.size)]
-    assert found == [saved_for_backward(plan, build_model(c.model), at=at).total for at in where]
+    where = [plan.mesh.rank_coordinates(rank) for rank in range(plan.mesh.world_size)]
+    assert found == [count_saved_elements(plan, build_model(c.model), at=at).total_elements for at in where]
     assert (
-        len(set(found)) == 2 and min(found) == saved_for_backward(plan, build_model(c.model), at=plan.elsewhere).total
+        len(set(found)) == 2
+        and min(found)
+        == count_saved_elements(plan, build_model(c.model), at=plan.coordinates_off_sub_grid).total_elements
     )
 
 
 def test_slices_by_all_gather():
     """What attention saves of its operands are views: the gathered tensors stay."""
     c = configure("1d_sp", {"t": 2}, branch="dsp_slice", branch_axes={"g": 2}, **MODELS["t5"])
-    few = saved_for_backward(make_plan(c), build_model(c.model)).total
+    few = count_saved_elements(make_plan(c), build_model(c.model)).total_elements
     c.branch.slice_via = "all_gather"
     plan, found = measured(c)
-    more = saved_for_backward(plan, build_model(c.model)).total
+    more = count_saved_elements(plan, build_model(c.model)).total_elements
     assert set(found) == {more} and more > few
 
 
@@ -143,11 +151,13 @@ def test_recomputation(recompute, every, scheme, axes, model):
     more = {"dropout": 0.1, "layers": 4, **MODELS[model]}
     c = configure(scheme, axes, recompute=recompute, every=every, **more)
     plan, found = measured(c)
-    kept = saved_for_backward(plan, build_model(c.model), c.model.dropout).total
+    kept = count_saved_elements(plan, build_model(c.model), c.model.dropout).total_elements
     assert set(found) == {kept}
     assert (
         kept
-        < saved_for_backward(make_plan(configure(scheme, axes, **more)), build_model(c.model), c.model.dropout).total
+        < count_saved_elements(
+            make_plan(configure(scheme, axes, **more)), build_model(c.model), c.model.dropout
+        ).total_elements
     )
 
 
@@ -160,25 +170,25 @@ def test_a_rank_reads_as_many_integers_as_the_plan_says(scheme, axes, model):
     planned = {key: o.token_count for key, o in plan.operations.items() if o.operation.reads}
 
     def read(communicator):
-        inputs = trainer_of(c, plan, communicator).passes.load("train", 0)
+        inputs = trainer_of(c, plan, communicator).passes.load_blocks("train", 0)
         return {key: block.numel() for blocks in inputs.values() for key, block in blocks.items()}
 
-    found = [read(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, read)
-    assert found == [planned] * plan.mesh.size and planned
+    found = [read(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else run_threads(plan.mesh, read)
+    assert found == [planned] * plan.mesh.world_size and planned
 
 
 def test_two_layers():
     c = configure(kind="two_layer", length=1, io=8, hidden=24, vocab=100)
     plan, found = measured(c)
-    assert found == [saved_for_backward(plan, build_model(c.model)).total]
+    assert found == [count_saved_elements(plan, build_model(c.model)).total_elements]
 
 
 def test_gathered_parameters_are_told_apart():
     c = configure("3d", {"x": 4, "y": 1, "z": 1})
     plan = make_plan(c)
-    saved = saved_for_backward(plan, build_model(c.model))
+    saved = count_saved_elements(plan, build_model(c.model))
     assert saved.gathered > plan.local_parameter_count
-    assert saved_for_backward(make_plan(configure("1d", {"t": 4})), build_model(c.model)).gathered == 0
+    assert count_saved_elements(make_plan(configure("1d", {"t": 4})), build_model(c.model)).gathered == 0
 
 
 def test_weight_bytes():
@@ -188,5 +198,9 @@ def test_weight_bytes():
     plan = make_plan(configure("1d", {"t": 2}))
     assert weight_bytes(plan, 2) == {"parameters": 8 * n, "gradients": 8 * n, "optimizer": 16 * n}
     plan = make_plan(configure(branch="dsp_csub", branch_axes={"g": 2}))
-    n = plan.parameters_at(plan.elsewhere)
-    assert weight_bytes(plan, 2, plan.elsewhere) == {"parameters": 8 * n, "gradients": 8 * n, "optimizer": 16 * n}
+    n = plan.count_parameters_of_rank(plan.coordinates_off_sub_grid)
+    assert weight_bytes(plan, 2, plan.coordinates_off_sub_grid) == {
+        "parameters": 8 * n,
+        "gradients": 8 * n,
+        "optimizer": 16 * n,
+    }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from platform.config.fields import Config
-from platform.plan.operation_plan import Away
+from platform.plan.operation_plan import OffloadedActivation
 from platform.predict.make_plan import make_plan
 from platform.runtime.recompute import Offload
 from tests.harness.oracle import MODELS, configure, prove, run, trainer_of
@@ -51,14 +51,14 @@ def test_it_is_what_one_process_computes(name):
 def test_negative_control_memory_that_is_given_to_two(monkeypatch):
     """Of what leaves, the first is overwritten by the second."""
     one = torch.empty(1 << 16, dtype=torch.uint8)
-    monkeypatch.setattr(Offload, "_memory", lambda self, count: one[:count])
+    monkeypatch.setattr(Offload, "_take_host_bytes", lambda self, count: one[:count])
     with pytest.raises(AssertionError):
         prove(offloading(layers=3))
 
 
 @pytest.mark.parametrize("name", ["1f1b, bf16", "encoder and decoder, dropout"])
 def test_the_memory_there_is_what_is_planned_and_is_used_again(name):
-    from platform.predict.memory_budget import footprints
+    from platform.predict.memory_budget import predict_footprints
 
     c = offloading(**CASES[name])
     plan = make_plan(c)
@@ -70,7 +70,7 @@ def test_the_memory_there_is_what_is_planned_and_is_used_again(name):
             found.append(sum(size * len(free) for size, free in trainer.ops.offload._free.items()))
         return communicator.coordinates["stage"], found
 
-    planned = [f.host for f in footprints(c, plan)]
+    planned = [f.host for f in predict_footprints(c, plan)]
     assert all(found == [planned[stage]] * 2 for stage, found in run_threads(plan.mesh, held)) and min(planned) > 0
 
 
@@ -81,8 +81,8 @@ def test_what_is_needed_next_is_under_way():
         started.append(number)
         return number
 
-    last: Away[int] | None = None
-    passed = [last := Away(lambda i=i: fetch(i), last) for i in range(3)]
+    last: OffloadedActivation[int] | None = None
+    passed = [last := OffloadedActivation(lambda i=i: fetch(i), last) for i in range(3)]
     assert passed[2].take_back() == 2 and started == [2, 1]
     assert passed[1].take_back() == 1 and started == [2, 1, 0]
     assert passed[0].take_back() == 0 and started == [2, 1, 0]
@@ -90,8 +90,8 @@ def test_what_is_needed_next_is_under_way():
 
 def test_a_pass_does_not_fetch_what_another_has_left():
     offload = Offload(torch.device("cpu"))
-    first, _ = offload.leave(torch.ones(3))
+    first, _ = offload.offload_activation(torch.ones(3))
     offload.begin_pass()
-    second, _ = offload.leave(torch.zeros(3))
+    second, _ = offload.offload_activation(torch.zeros(3))
     assert torch.equal(second.take_back()(), torch.zeros(3)) and len(offload._free[12]) == 1
     assert torch.equal(first.take_back()(), torch.ones(3)) and len(offload._free[12]) == 2

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from platform.config.fields import Config
-from platform.launch import compose
+from platform.launch import compose_config
 from platform.plan.operation_plan import TRAFFIC
 from platform.plan.plan import Plan
-from platform.plan.step_collectives import staged_collectives
+from platform.plan.step_collectives import collectives_by_stage
 from platform.predict.make_plan import make_plan
 from tests.harness.card import alone
 from tests.harness.one_attention import OneAttention
@@ -63,10 +63,10 @@ class Handed(TorchDispatchMode):
 def planned(plan: Plan, stage: int) -> Counter[str]:
     """Return the bytes that a rank of a stage moves in a step, by operation."""
     found: Counter[str] = Counter()
-    for _, c, launches, stages in staged_collectives(plan):
+    for _, c, launches, stages in collectives_by_stage(plan):
         if stage == stages[0] or c.op != "send" and stage in stages:
-            ranks = plan.mesh.size // (1 if "stage" in c.axes and c.op != "send" else plan.stages)
-            found[c.op] += Fraction(launches * plan.moved_bytes(c), ranks)
+            ranks = plan.mesh.world_size // (1 if "stage" in c.axes and c.op != "send" else plan.num_stages)
+            found[c.op] += Fraction(launches * plan.traffic_bytes(c), ranks)
     return found
 
 
@@ -81,15 +81,15 @@ def handed(c: Config, rank: int) -> Counter[str]:
 )
 def test_bytes_are_the_plans(name):
     """Of a rank of the first, a middle and the last stage: a stage's ranks are alike."""
-    c = compose([*WORLDS[name], *GPUS])
+    c = compose_config([*WORLDS[name], *GPUS])
     plan = make_plan(c)
-    for stage in sorted({0, plan.stages // 2, plan.stages - 1}):
-        rank = next(r for r in range(plan.mesh.size) if plan.mesh.coordinates(r)["stage"] == stage)
+    for stage in sorted({0, plan.num_stages // 2, plan.num_stages - 1}):
+        rank = next(r for r in range(plan.mesh.world_size) if plan.mesh.rank_coordinates(r)["stage"] == stage)
         assert handed(c, rank) == planned(plan, stage)
 
 
 def test_negative_control_a_collective_more(monkeypatch):
-    c = compose([*WORLDS["cube of 512"], *GPUS])
+    c = compose_config([*WORLDS["cube of 512"], *GPUS])
     plan = make_plan(c)
     right = planned(plan, 0)
     launched = dist.all_reduce

@@ -10,7 +10,7 @@ import torch
 
 from platform.checkpoint.blocks import Box, HeldTensor, Share
 from platform.checkpoint.buffer import Buffer
-from platform.runtime.pinned_memory import pinned_bytes
+from platform.runtime.pinned_memory import allocate_pinned_bytes
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def locked(monkeypatch):
 
 
 def test_to_the_byte_and_released_with_the_last_view(locked):
-    one, other = pinned_bytes(5000), pinned_bytes(3)
+    one, other = allocate_pinned_bytes(5000), allocate_pinned_bytes(3)
     assert sorted(locked.values()) == [3, 5000] and not one.any()
     one[4999], other[2] = 7, 8
     view = one[4000:]
@@ -44,14 +44,14 @@ def test_to_the_byte_and_released_with_the_last_view(locked):
 
 def test_a_snapshot_s_buffer_is_locked_while_it_is_there(locked):
     tensor = HeldTensor("model.w", "float32", (3, 5), {Box((0, 0), (3, 5)): (0,)})
-    buffer = Buffer.aligned([Share(tensor, Box((0, 0), (3, 5)))], pinned=True)
+    buffer = Buffer.build_aligned([Share(tensor, Box((0, 0), (3, 5)))], pinned=True)
     assert list(locked.values()) == [60] == [buffer.data.numel()]
     del buffer
     gc.collect()
-    assert locked == {} and pinned_bytes(0).numel() == 0 and locked == {}
+    assert locked == {} and allocate_pinned_bytes(0).numel() == 0 and locked == {}
 
 
 def test_a_lock_that_fails_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
     with pytest.raises(RuntimeError, match="1000 bytes of host memory cannot be page-locked: CUDA error 2"):
-        pinned_bytes(1000)
+        allocate_pinned_bytes(1000)

@@ -19,8 +19,8 @@ THREADS = """
 import torch._dynamo  # as worker processes import it, before anything is compiled
 from torch._inductor import config
 before = config.compile_threads
-from platform.runtime.compilation import uncompiled
-uncompiled("on", "cpu")
+from platform.runtime.compilation import reason_uncompiled
+reason_uncompiled("on", "cpu")
 print(before, config.compile_threads)
 """
 
@@ -33,17 +33,17 @@ def test_no_pool_of_processes_compiles_beside_a_worker():
 
 def test_a_heartbeat_says_that_a_function_is_being_compiled(monkeypatch):
     seen = []
-    monkeypatch.setattr(compilation, "BACKEND", lambda graph, inputs: seen.append(PROGRESS.beat()) or graph)
-    compilation.region.cache_clear()
-    PROGRESS.begin("step(1)")
-    doubled = compilation.region(_doubled)
+    monkeypatch.setattr(compilation, "BACKEND", lambda graph, inputs: seen.append(PROGRESS.build_heartbeat()) or graph)
+    compilation.compile_region.cache_clear()
+    PROGRESS.begin_call("step(1)")
+    doubled = compilation.compile_region(_doubled)
     assert doubled(torch.ones(3)).tolist() == [2.0] * 3
     assert doubled(torch.ones(3)).tolist() == [2.0] * 3
     [beat] = seen
     assert (beat.section, beat.preparing, beat.waiting) == ("compile _doubled", True, False)
-    assert not PROGRESS.beat().preparing
-    PROGRESS.begin("")
-    compilation.region.cache_clear()
+    assert not PROGRESS.build_heartbeat().preparing
+    PROGRESS.begin_call("")
+    compilation.compile_region.cache_clear()
 
 
 def test_products_of_16_bits_add_in_fp32(tmp_path):
@@ -86,6 +86,6 @@ def test_all_snapshots_are_copied_in_one_stream(monkeypatch):
     pinned = Buffer([], data=torch.zeros(0, dtype=torch.uint8))
     pinned._pinned = True
     for _ in range(100):
-        pinned.fill([])
+        pinned.fill_parts([])
     assert len(made) == 1
     buffer._stream_of_copies.cache_clear()

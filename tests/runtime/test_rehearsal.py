@@ -28,21 +28,21 @@ def refused(*_: Any) -> None:
 @contextmanager
 def compiling(backend: Any = "aot_eager", broken: str = "") -> Iterator[None]:
     """Graphs without kernels, that of the function `broken` alone cannot be had."""
-    before, compile_, graph_for = compilation.BACKEND, torch.compile, compilation._graph_for
+    before, compile_, graph_for = compilation.BACKEND, torch.compile, compilation._compile_graph
 
     def counted(function, arguments):
         counters["stats"]["unique_graphs"] += 1
         return refused if function.__name__ == broken else graph_for(function, arguments)
 
-    compilation.region.cache_clear()
+    compilation.compile_region.cache_clear()
     torch._dynamo.reset()
-    compilation.BACKEND, compilation._graph_for = backend, counted
+    compilation.BACKEND, compilation._compile_graph = backend, counted
     torch.compile = lambda f, **how: refused if f.__name__ == broken else compile_(f, **how)
     try:
         yield
     finally:
-        compilation.BACKEND, compilation._graph_for, torch.compile = before, graph_for, compile_
-        compilation.region.cache_clear()
+        compilation.BACKEND, compilation._compile_graph, torch.compile = before, graph_for, compile_
+        compilation.compile_region.cache_clear()
         torch._dynamo.reset()
 
 
@@ -58,7 +58,7 @@ def rehearsed(c, plan, monkeypatch) -> tuple[list[Any], int, int]:
 
     def trainer_that_has_rehearsed(c, plan, communicator):
         trainer = trainers[communicator.rank] = before(c, plan, communicator)
-        assert trainer.rehearse(1) == ""
+        assert trainer.rehearse_steps(1) == ""
         communicator.barrier()  # nobody steps yet
         prepared.append(counters["stats"]["unique_graphs"])
         return trainer
@@ -71,7 +71,7 @@ def rehearsed(c, plan, monkeypatch) -> tuple[list[Any], int, int]:
     monkeypatch.setattr(oracle, "trainer_of", trainer_that_has_rehearsed)
     counters.clear()
     with compiling():
-        results = [work(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, work)
+        results = [work(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else run_threads(plan.mesh, work)
     return results, min(prepared), counters["stats"]["unique_graphs"]
 
 
@@ -114,9 +114,9 @@ def test_it_leaves_every_bit_as_it_is():
             trainer = trainer_of(c, plan, SingleRank(plan.mesh))
             torch.manual_seed(0)
             if rehearses:
-                trainer.rehearse(3)
+                trainer.rehearse_steps(3)
             report = trainer.step(1)
-            found.append((trainer.weights.owned, torch.rand(1), report.loss, report.comm_bytes))
+            found.append((trainer.weights.own_masters, torch.rand(1), report.loss, report.comm_bytes))
     (weights, *others), (weights2, *others2) = found
     assert others == others2 and all(torch.equal(weights[n], weights2[n]) for n in weights)
 
@@ -133,7 +133,7 @@ def trained(c, plan, communicator):
         worker.plan, worker.communicator = plan, communicator
         worker.trainer = trainer_of(c, plan, communicator)
         said = worker.rehearse(1)
-        return said, worker.trainer.ops.compiles, [worker.trainer.step(k).loss for k in (1, 2)]
+        return said, worker.trainer.ops.compiles_functions, [worker.trainer.step(k).loss for k in (1, 2)]
 
 
 def on_two(broken: str, **how: Any):
@@ -142,7 +142,7 @@ def on_two(broken: str, **how: Any):
     return c, make_plan(c)
 
 
-@pytest.mark.parametrize("function", ["_statistics", "block_forward", "block_backward"])
+@pytest.mark.parametrize("function", ["_row_statistics", "block_forward", "block_backward"])
 def test_where_one_rank_cannot_compile_none_does(function, pool):
     eager, plan = on_two("0:")
     eager.train.compile = "off"
@@ -159,7 +159,7 @@ def test_negative_control_where_all_can_they_do(pool):
 def test_negative_control_without_a_rehearsal_the_first_step_fails():
     c = configured(layers=1)
     plan = make_plan(c)
-    with compiling(broken="_statistics"), pytest.raises(StageFailed, match="the compiler is broken"):
+    with compiling(broken="_row_statistics"), pytest.raises(StageFailed, match="the compiler is broken"):
         trainer_of(c, plan, SingleRank(plan.mesh)).step(1)
 
 
@@ -168,15 +168,18 @@ def test_a_backward_pass_that_does_not_compile_is_found():
     plan = make_plan(c)
     with compiling(aot_autograd(fw_compiler=lambda graph, _: graph.forward, bw_compiler=refused)):
         trainer = trainer_of(c, plan, SingleRank(plan.mesh))
-        assert trainer.rehearse(1).startswith("rms_norm: ") and not trainer.ops.compiles
+        assert trainer.rehearse_steps(1).startswith("apply_rms_norm: ") and not trainer.ops.compiles_functions
 
 
-@pytest.mark.parametrize("broken", ["make_fx", "_traced"])
+@pytest.mark.parametrize("broken", ["make_fx", "_split_graph"])
 def test_a_block_that_cannot_be_traced_is_found(broken, monkeypatch):
     c = configured(evaluates=False, layers=1, **MODELS["llama"])
     plan = make_plan(c)
     monkeypatch.setattr(compiled_blocks, broken, refused)
     with compiling():
         trainer = trainer_of(c, plan, SingleRank(plan.mesh))
-        assert trainer.rehearse(1).endswith(": ValueError: the compiler is broken") and not trainer.ops.compiles
+        assert (
+            trainer.rehearse_steps(1).endswith(": ValueError: the compiler is broken")
+            and not trainer.ops.compiles_functions
+        )
         trainer.step(1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from platform.config.fields import Config
-from platform.launch import compose
+from platform.launch import compose_config
 from platform.optimizer import optimizers
 from platform.runtime import flat_buffers
 from platform.runtime.chunked_loss import Classes
@@ -35,7 +35,7 @@ NARROW = {"bf16": 4 + 2, "fp32": 4 + 4}  # precision -> bytes to make a compute 
 
 
 def composed(*more: str) -> Config:
-    c = compose(["+experiment=one_gpu", *more])
+    c = compose_config(["+experiment=one_gpu", *more])
     c.model.layers = 2
     return c
 
@@ -48,12 +48,12 @@ def of_types(trainer: Trainer) -> dict[str, tuple[int, int]]:
     counted = sum(s.stop - s.start for s in stretches)
     made = [flat for flat in buckets if flat.part is not flat.masters]
     each = NARROW[trainer.plan.precision]
-    together = trainer.plan.mesh.size > 1  # the sum over the world is taken of a copy
+    together = trainer.plan.mesh.world_size > 1  # the sum over the world is taken of a copy
     return {
         # a norm for each stretch; then 8 bytes each are stacked, squared, added to what a fault adds, and to the loss
         "norm": (5 + together, 4 * counted + 40 * len(stretches) + 56 + 32 * together),
         "refresh": (len(made), each * sum(flat.masters.numel() for flat in made)),
-        "elements": (len(weights.trained), sum(w.numel() for w in weights.trained.values())),
+        "elements": (len(weights.trainable_masters), sum(w.numel() for w in weights.trainable_masters.values())),
     }
 
 
@@ -117,7 +117,7 @@ def test_a_deeper_model_launches_no_more_but_for_its_buckets():
         c.model.layers = layers
         trainer, sections = of_an_update(c)
         copies, _ = of_types(trainer)["refresh"]
-        found[layers] = len(trainer.weights.trained), found_in(sections)["optimizer"][0] - copies
+        found[layers] = len(trainer.weights.trainable_masters), found_in(sections)["optimizer"][0] - copies
         assert copies <= layers + 3
     (few, kernels), (many, same) = found.values()
     assert many - few == 30 * 16 and kernels == same == 4
@@ -135,7 +135,7 @@ def adamw(**how: bool) -> Callable[[pytest.MonkeyPatch], object]:
 
 
 def one_by_one(flat: FlatBucket) -> None:
-    for name, w in flat._masters(flat.masters).items():
+    for name, w in flat._master_views(flat.masters).items():
         flat.compute[name].copy_(w)
 
 
@@ -143,10 +143,10 @@ CONTROLS: Controls = {
     "an update of one parameter after the other": ("optimizer", adamw(foreach=False, fused=False)),
     "an update in lists that is not fused": ("optimizer", adamw(foreach=True, fused=False)),
     "weights that are copied one by one": (
-        "optimizer", lambda patch: patch.setattr(FlatBucket, "refresh", one_by_one)
+        "optimizer", lambda patch: patch.setattr(FlatBucket, "refresh_compute_copies", one_by_one)
     ),
     "gradients that are widened before they are squared": (
-        "reduce", lambda patch: patch.setattr(flat_buffers, "_at_once", lambda found: torch.stack(
+        "reduce", lambda patch: patch.setattr(flat_buffers, "_sum_squares_at_once", lambda found: torch.stack(
             [x.double().square().sum() for x in found]
         ).sum())
     ),

@@ -84,7 +84,7 @@ def measure_steps(
     import torch
     import torch.distributed as dist
 
-    from platform.predict.choose_schedule import schedule_of
+    from platform.predict.choose_schedule import build_schedule
     from platform.predict.make_plan import make_plan
     from tests.harness.oracle import configure, trainer_of
 
@@ -93,7 +93,7 @@ def measure_steps(
     for name, how in variants.items():
         c = configure(**how)
         c.monitor.timeline = True
-        plan = make_plan(c, stage_of=schedule_of(c, c.parallel.data).placement)
+        plan = make_plan(c, stage_of=build_schedule(c, c.parallel.data).placement)
         step[name] = trainer_of(c, plan, communicator(name, plan, rank)).step
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
     for k in range(1, warmup + rounds + 1):
@@ -122,11 +122,11 @@ def communicator(name: str, plan: Plan, rank: int) -> Communicator:
 
     class Named(ProcessGroups):
         def _group(self, group: str, timeout: timedelta) -> Any:
-            return super()._group(f"{name}/{group}", timeout)
+            return super()._build_lazy_group(f"{name}/{group}", timeout)
 
     host_memory.CONNECT = timedelta(seconds=PATIENCE)  # nobody is to be found missing here
-    groups = Named(plan.mesh, rank, process_groups(plan), "cpu", plan.neighbours)
-    groups.meet(plan.neighbours)
+    groups = Named(plan.mesh, rank, process_groups(plan), "cpu", plan.neighbour_stages)
+    groups.open_stage_connections(plan.neighbour_stages)
     return groups
 
 

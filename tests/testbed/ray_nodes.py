@@ -172,13 +172,13 @@ class Launched:
     def rows(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl so far."""
         path = self.run_dir / "metrics.jsonl"
-        return MetricsLog.read(path) if path.exists() else []
+        return MetricsLog.read_rows(path) if path.exists() else []
 
     @property
     def events(self) -> list[dict[str, Any]]:
         """The events of journal.jsonl so far."""
         path = self.run_dir / "journal.jsonl"
-        return JsonLines.read(path) if path.exists() else []
+        return JsonLines.read_objects(path) if path.exists() else []
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         """The events of one kind so far."""

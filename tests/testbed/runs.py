@@ -38,7 +38,7 @@ def same_as_alone(rows: list[dict[str, Any]], folder: Path, *arguments: str) -> 
     command = [sys.executable, "-m", "platform.launch", *SMALL, *ALONE, *arguments, *last]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert differences(rows, MetricsLog.read(run_dir / "metrics.jsonl")) == []
+    assert differences(rows, MetricsLog.read_rows(run_dir / "metrics.jsonl")) == []
 
 
 def world(run: Launched, size: int, since: int = 0) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from platform.cluster.crew.signals import _ECHO_SECONDS
-from platform.jobs.slurm import slurm_job
+from platform.jobs.slurm import render_slurm_job
 from tests.harness.commands import QUICK
 from tests.testbed.slurm_nodes import SlurmNodes, until, what_lacks
 
@@ -57,7 +57,7 @@ class Job:
     def __init__(self, slurm, options="", *typed, **environment):
         self.slurm = slurm
         job = ["job.name=a", "checkpoint.url=points", f"job.setup=export PATH={slurm.work}/bin:$PATH", *typed]
-        self.id = slurm.submit(slurm_job([*TYPED, *job]), options, **environment)
+        self.id = slurm.submit(render_slurm_job([*TYPED, *job]), options, **environment)
 
     def started(self):
         path = self.slurm.work / f"started.{self.id}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from platform.jobs.slurm import slurm_job
+from platform.jobs.slurm import render_slurm_job
 from platform.monitor import JsonLines, MetricsLog
 from tests.harness.commands import QUICK, SMALL, command
 from tests.testbed.slurm_nodes import GRACE, TASKS, TREE, SlurmNodes, until, what_lacks
@@ -51,11 +51,11 @@ class Run:
         self._typed = [*RUN, *JOB, *own, f"parallel.data={workers}"]
 
     def submit(self, *typed: str, options: str = "") -> int:
-        return self.slurm.submit(slurm_job([*self._typed, *typed]), options)
+        return self.slurm.submit(render_slurm_job([*self._typed, *typed]), options)
 
     def rows(self) -> list[dict]:
         path = self.path / "metrics.jsonl"
-        return MetricsLog.read(path) if path.exists() else []
+        return MetricsLog.read_rows(path) if path.exists() else []
 
     def until_step(self, step: int) -> None:
         until(lambda: (self.rows() or [{"step": 0}])[-1]["step"] >= step, self.slurm.log, 300)
@@ -66,7 +66,9 @@ class Run:
         return max((int(path.parent.name.split("-")[1]) for path in sealed), default=0)
 
     def statuses(self) -> list[int]:
-        return [line["status"] for line in JsonLines.read(self.path / "drivers.jsonl") if line["event"] == "ended"]
+        return [
+            line["status"] for line in JsonLines.read_objects(self.path / "drivers.jsonl") if line["event"] == "ended"
+        ]
 
     def out(self, job: int) -> str:
         return (self.slurm.work / f"{self.name}-{job}.out").read_text()
@@ -89,7 +91,9 @@ class Run:
         alone = [*RUN, "parallel.data=1", "cluster=inline", "run.dir=alone", f"train.stop_at={rows[-1][0]}"]
         done = command(*alone, cwd=folder)
         assert done.returncode == 0, done.stdout + done.stderr
-        wanted = [(row["step"], row["samples"], row["loss"]) for row in MetricsLog.read(folder / "alone/metrics.jsonl")]
+        wanted = [
+            (row["step"], row["samples"], row["loss"]) for row in MetricsLog.read_rows(folder / "alone/metrics.jsonl")
+        ]
         assert [row[:2] for row in rows] == [row[:2] for row in wanted]
         assert [row[2] for row in rows] == pytest.approx([row[2] for row in wanted], rel=1e-9, abs=0)
 

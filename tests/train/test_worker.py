@@ -6,7 +6,7 @@ import weakref
 import pytest
 
 from platform.plan.simulate import stage_rows
-from platform.predict.choose_schedule import schedules_of
+from platform.predict.choose_schedule import build_schedules
 from platform.runtime.clock import Clock
 from platform.runtime.communicator import Handle
 from platform.runtime.progress import PROGRESS
@@ -18,20 +18,20 @@ def test_progress_names_the_innermost_section_and_whether_it_waits():
     clock, beats = Clock(), []
 
     def note():
-        beat = PROGRESS.beat()
+        beat = PROGRESS.build_heartbeat()
         beats.append((beat.call, beat.section, beat.waiting))
 
-    PROGRESS.begin("step(3)")
+    PROGRESS.begin_call("step(3)")
     note()
-    with clock.section("forward"):
+    with clock.time_section("forward"):
         note()
         Handle(clock, note, lambda: None).wait()
         note()
-        with pytest.raises(ValueError), PROGRESS.waiting("exchange"):
+        with pytest.raises(ValueError), PROGRESS.mark_waiting("exchange"):
             note()
             raise ValueError
     note()
-    PROGRESS.begin("")
+    PROGRESS.begin_call("")
     note()
     assert beats == [
         ("step(3)", "", False),
@@ -45,11 +45,11 @@ def test_progress_names_the_innermost_section_and_whether_it_waits():
 
 
 def test_seconds_count_from_the_last_change():
-    PROGRESS.begin("step(1)")
+    PROGRESS.begin_call("step(1)")
     threading.Event().wait(0.05)
-    before = PROGRESS.beat().seconds
-    PROGRESS.enter("data")
-    assert before >= 0.05 > PROGRESS.beat().seconds
+    before = PROGRESS.build_heartbeat().seconds
+    PROGRESS.enter_section("data")
+    assert before >= 0.05 > PROGRESS.build_heartbeat().seconds
 
 
 def test_a_generation_that_was_left_is_gone_and_the_next_one_is_the_same(tmp_path):
@@ -62,9 +62,9 @@ def test_a_generation_that_was_left_is_gone_and_the_next_one_is_the_same(tmp_pat
         worker.form(0, 1, c, ("127.0.0.1", 1), generation, [0])
         with pytest.raises(RuntimeError, match="still in the generation before"):
             worker.form(0, 1, c, ("127.0.0.1", 1), generation, [0])
-        worker.build(stage_rows(schedules_of(c, 1))[0].plain())
+        worker.build(stage_rows(build_schedules(c, 1))[0].encode_rows())
         losses.append([worker.step(step).loss for step in (1, 2)])
-        alive = [weakref.ref(worker.trainer), *map(weakref.ref, worker.trainer.weights.owned.values())]
+        alive = [weakref.ref(worker.trainer), *map(weakref.ref, worker.trainer.weights.own_masters.values())]
         assert len(alive) > 10 and None not in [ref() for ref in alive]
         worker.leave()
         assert {ref() for ref in alive} == {None}

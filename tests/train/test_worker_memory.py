@@ -16,7 +16,7 @@ from platform.checkpoint.blocks import Block, Box, HeldTensor, Share
 from platform.cluster.crew.heartbeats import Watch
 from platform.config.fields import Config
 from platform.plan.simulate import stage_rows
-from platform.predict.choose_schedule import schedules_of
+from platform.predict.choose_schedule import build_schedules
 from platform.runtime.progress import PROGRESS
 from platform.train.state_recovery import Formation, find_source
 from platform.train.worker import Worker
@@ -38,12 +38,12 @@ def worker(config, tmp_path):
 
 def held_by(w: Worker) -> list[tuple[int, list[int]]]:
     """(generation, the steps whose state is whole in its memory) each."""
-    return [(generation, memory.steps) for generation, memory in w.memories.items() if memory.steps]
+    return [(generation, memory.complete_steps) for generation, memory in w.memories.items() if memory.complete_steps]
 
 
 def form(w: Worker, generation: int) -> Worker:
     w.form(0, 1, w.config, ("", 0), generation, [0])
-    w.build([row.plain() for row in stage_rows(schedules_of(w.config, 1))][0])
+    w.build([row.encode_rows() for row in stage_rows(build_schedules(w.config, 1))][0])
     return w
 
 
@@ -52,7 +52,7 @@ def test_after_a_step_that_failed(config, worker):
     expected = [undisturbed.step(step).loss for step in (1, 2, 3)]
     assert held_by(disturbed) == []
     assert [disturbed.step(step).loss for step in (1, 2)] == expected[:2] and held_by(disturbed) == [(1, [1, 2])]
-    disturbed.trainer.weights.refresh = lambda ahead: 1 / 0
+    disturbed.trainer.weights.refresh_copies = lambda ahead: 1 / 0
     with pytest.raises(ZeroDivisionError):
         disturbed.step(3)  # the master copies have changed
     formed = {1: Formation(config, [0], [""], [7], ["exp_avg", "exp_avg_sq"])}
@@ -63,7 +63,7 @@ def test_after_a_step_that_failed(config, worker):
     disturbed.recover(seated(source, [], 1))
     assert held_by(disturbed) == [(1, [2]), (2, [2])], "until a step is taken, there are both to go back to"
     assert disturbed.step(3).loss == expected[2] and held_by(disturbed) == [(2, [2, 3])]
-    pairs = zip(undisturbed.state.blocks(), disturbed.state.blocks(), strict=True)
+    pairs = zip(undisturbed.state.live_blocks(), disturbed.state.live_blocks(), strict=True)
     assert all(torch.equal(a.tensor, b.tensor) for a, b in pairs)
 
 
@@ -87,12 +87,14 @@ def test_beside_the_next_step_and_acknowledged_with_it(config, worker):
         assert [r.held for r in reports] == [step, step - 1 or None]
         assert held_by(late) == ([(1, list(range(max(1, step - 2), step)))] if step > 1 else [])
         if step > 1:
-            mine, theirs = (w.memories[1].at(step - 1) for w in (late, at_once))
-            assert torch.equal(mine.own.data, theirs.own.data) and mine.values == theirs.values
-            assert mine.own.data.any()
+            mine, theirs = (w.memories[1].find_snapshot(step - 1) for w in (late, at_once))
+            assert torch.equal(mine.own_buffer.data, theirs.own_buffer.data) and mine.values == theirs.values
+            assert mine.own_buffer.data.any()
     late.hold(5)
     assert held_by(late) == held_by(at_once) == [(1, [4, 5])]
-    assert torch.equal(late.memories[1].at(5).own.data, at_once.memories[1].at(5).own.data)
+    assert torch.equal(
+        late.memories[1].find_snapshot(5).own_buffer.data, at_once.memories[1].find_snapshot(5).own_buffer.data
+    )
     assert late.step(6).loss == at_once.step(6).loss and held_by(late) == [(1, [4, 5])], "held once"
 
 
@@ -104,11 +106,11 @@ def test_a_step_that_fails_while_its_snapshot_runs(config, worker):
         disturbed.step(step)
     assert held_by(disturbed) == [(1, [1, 2])]
     disturbed.trainer.settle = lambda: 1 / 0
-    disturbed._settle = disturbed.trainer.settle
+    disturbed._finish_snapshot = disturbed.trainer.settle
     with pytest.raises(ZeroDivisionError):
         disturbed.step(4)  # the copy of step 3 has begun, over that of step 1
     assert held_by(disturbed) == [(1, [2])]
-    del disturbed._settle
+    del disturbed._finish_snapshot
     trainer = weakref.ref(disturbed.trainer)
     formed = {1: Formation(config, [0], [""], [7], ["exp_avg", "exp_avg_sq"])}
     source, _ = find_source({1: 2}, formed, [7], 1)
@@ -124,14 +126,14 @@ SECONDS = 0.5  # of a transfer, and of the passes of a step
 
 def slow(w: Worker, transfer) -> Worker:
     """A worker whose passes last SECONDS, as on a device, and whose copies are passed on by `transfer`."""
-    passes, w.communicator.transfer = w.trainer._forward_backward, transfer
+    passes, w.communicator.transfer = w.trainer._run_forward_backward, transfer
 
     def slowly(step):
-        with w.trainer.clock.section("backward"):
+        with w.trainer.clock.time_section("backward"):
             time.sleep(SECONDS)
         return passes(step)
 
-    w.trainer._forward_backward = slowly
+    w.trainer._run_forward_backward = slowly
     return w
 
 
@@ -151,8 +153,8 @@ def test_a_transfer_beside_a_step_does_not_lengthen_it(worker, late):
 def test_a_step_updates_nothing_before_the_transfer_is_over(worker):
     over, w = threading.Event(), worker()
     w = slow(w, lambda sent, received: over.wait(10))
-    w.late, update, ended = True, w.trainer._update, []
-    w.trainer._update = lambda *given: ended.append(over.is_set()) or update(*given)
+    w.late, update, ended = True, w.trainer._update_weights, []
+    w.trainer._update_weights = lambda *given: ended.append(over.is_set()) or update(*given)
     w.step(1)
     threading.Timer(2 * SECONDS, over.set).start()
     assert w.step(2).held == 1 and ended == [False, True]  # the first step has nothing to wait for
@@ -185,26 +187,26 @@ def test_who_transfers_is_where_its_main_thread_is(worker):
 
     def transfer(sent, received):
         time.sleep(0.5 * SECONDS)
-        beats["beside"] = PROGRESS.beat()
+        beats["beside"] = PROGRESS.build_heartbeat()
         time.sleep(SECONDS)
-        beats["settling"] = PROGRESS.beat()
+        beats["settling"] = PROGRESS.build_heartbeat()
 
     w = slow(w, transfer)
     w.late = True
     w.step(1)
-    PROGRESS.begin("step(2)")
+    PROGRESS.begin_call("step(2)")
     w.step(2)
-    PROGRESS.begin("")
+    PROGRESS.begin_call("")
     beside, settling = beats["beside"], beats["settling"]
     assert (beside.section, beside.waiting) == ("backward", False)
     assert (settling.section, settling.waiting, settling.device) == ("transfer", True, "")
 
     def blamed(*beats):
         watch = Watch(2.0, 0.0)
-        watch.ask(range(len(beats)), 5.0)
+        watch.workers_to_ask(range(len(beats)), 5.0)
         for number, beat in enumerate(beats):
-            watch.heard(number, replace(beat, seconds=4.0, busy=0.0), 5.0)
-        return watch.hung(range(len(beats)), 5.0)[1]
+            watch.note_heartbeat(number, replace(beat, seconds=4.0, busy=0.0), 5.0)
+        return watch.find_hung(range(len(beats)), 5.0)[1]
 
     assert blamed(settling, beside) == {1} and blamed(beside, beside) == {0, 1} and blamed(settling, settling) == set()
 
@@ -230,12 +232,12 @@ def test_copies_run_in_a_stream_of_their_own(monkeypatch):
     doubles = {"Stream": Stream, "stream": lambda s: s, "current_stream": lambda: "the update", "Event": dict}
     for name, value in doubles.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(buffer, "pinned_bytes", lambda n: torch.zeros(n, dtype=torch.uint8))
+    monkeypatch.setattr(buffer, "allocate_pinned_bytes", lambda n: torch.zeros(n, dtype=torch.uint8))
     copy = torch._foreach_copy_
     monkeypatch.setattr(torch, "_foreach_copy_", lambda *a, **o: log.append(f"copy {o}") or copy(*a))
     whole = Box((0,), (4,))
     part = Share(HeldTensor("model.w", "float32", (4,), {whole: (0,)}), whole)
-    wait = buffer.Buffer([part], pinned=True).start([Block("model.w", whole, torch.ones(4))])
+    wait = buffer.Buffer([part], pinned=True).start_copy([Block("model.w", whole, torch.ones(4))])
     before = ["wait for the update", "enter", "copy {'non_blocking': True}", "exit", "record {'blocking': True}"]
     assert log == before
     wait()

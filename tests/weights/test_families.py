@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from platform.boundary.local_files import Local
+from platform.boundary.local_files import LocalStorage
 from platform.checkpoint import catalogue
 from platform.checkpoint.blocks import Box
 from platform.config.fields import Config, Model
@@ -23,9 +23,9 @@ from platform.runtime.parallel_ops import PassPosition
 from platform.train.replies import Differences
 from platform.train.training_state import State
 from platform.weights import families
-from platform.weights.exporting import export_model, exportable
-from platform.weights.importing import import_model, importable
-from platform.weights.tensor_names import family_of, model_keys, stored_tensors
+from platform.weights.exporting import export_model, open_exportable
+from platform.weights.importing import import_model, open_importable
+from platform.weights.tensor_names import find_family, list_stored_tensors, translate_config_json
 from tests.harness.oracle import Tokens, configure, trainer_of
 from tests.weights import peer
 
@@ -44,14 +44,14 @@ def saved(folder: Path, name: str, double: bool = False, fused: bool = False, **
 
 def started(folder: Path, precision: str) -> tuple[Config, Any]:
     """A trainer of the model in a folder of transformers, with its weights."""
-    keys = vars(importable(str(folder), "source").model) | {"dropout": 0.0, "balance_loss": 0.0}
+    keys = vars(open_importable(str(folder), "source").model) | {"dropout": 0.0, "balance_loss": 0.0}
     if keys["kind"] == "encoder_decoder":
         keys |= {"length": 12, "source_length": 15}
     c = configure(precision=precision, **keys)
     c.train.init = str(folder)
     plan = make_plan(c)
     trainer = trainer_of(c, plan, SingleRank(plan.mesh), fresh=False)
-    State(trainer).begin()
+    State(trainer).load_initial_weights()
     return c, trainer
 
 
@@ -64,7 +64,7 @@ def our_logits(trainer: Any) -> torch.Tensor:
     trainer.ops.position = PassPosition(training=False)
     found = []
     for first in range(0, trainer.config.train.global_batch, trainer.plan.sizes["batch"]):
-        inputs = {n: v for n, v in trainer.passes.load("train", first).items() if n != "labels"}
+        inputs = {n: v for n, v in trainer.passes.load_blocks("train", first).items() if n != "labels"}
         with torch.no_grad():
             out = trainer.passes.model.part(trainer.ops, inputs, {}, trainer.passes.model.units)
         found.append(out["logits"].transpose(0, 1))  # whole, in one process
@@ -143,9 +143,9 @@ RELEASED: dict[str, tuple[dict[str, Any], int, int]] = {
 @pytest.mark.parametrize("name", RELEASED)
 def test_released_models_have_as_many_tensors_and_parameters(name):
     config, tensors, parameters = RELEASED[name]
-    model = Model(**model_keys(config, ["lm_head.weight"]))
+    model = Model(**translate_config_json(config, ["lm_head.weight"]))
     for fused in (False, True) if families.FAMILIES[name].fused else (False,):
-        found = stored_tensors(model, families.FAMILIES[name], fused)
+        found = list_stored_tensors(model, families.FAMILIES[name], fused)
         assert sum(prod(t.shape) for t in found) == parameters
         assert fused or len(found) == tensors
 
@@ -179,14 +179,14 @@ def test_gradients_are_equal(tmp_path, name):
 
     assert trainer.step(1, verify=keep).loss == pytest.approx(loss.item(), rel=1e-10)
     theirs = dict(model.named_parameters())
-    family = family_of(json.loads((folder / "config.json").read_text()))
-    tensors = stored_tensors(c.model, family, fused=bool(family.fused))  # as transformers computes them
+    family = find_family(json.loads((folder / "config.json").read_text()))
+    tensors = list_stored_tensors(c.model, family, fused=bool(family.fused))  # as transformers computes them
     biases = [t for t in tensors if t.name.endswith("e_score_correction_bias")]  # of the choice, without a gradient
     tensors = [t for t in tensors if t not in biases]
     assert len(tensors) == len({id(p) for p in theirs.values()})
     largest = max(p.grad.abs().max() for p in theirs.values())
     for t in tensors:
-        blocks = [ours[part.name][part.box.within(Box.whole(part.shape))] for part in t.parts]
+        blocks = [ours[part.name][part.box.relative_slices(Box.whole_tensor(part.shape))] for part in t.parts]
         error = (t.join_blocks(blocks) - theirs[t.name].grad).abs().max()
         assert error <= 1e-10 * largest, t.name
 
@@ -195,13 +195,15 @@ def test_gradients_are_equal(tmp_path, name):
 def test_a_round_trip_is_equal_in_every_byte(tmp_path, name, fused):
     """By way of a checkpoint; and without what that says of its origin, config.json is still the same."""
     folder, _ = saved(tmp_path, name, fused=fused)
-    storage = Local(tmp_path / "storage")
-    directory = import_model(importable(str(folder), "source"), storage)
-    manifest = catalogue.verify(storage, directory)
+    storage = LocalStorage(tmp_path / "storage")
+    directory = import_model(open_importable(str(folder), "source"), storage)
+    manifest = catalogue.verify_checkpoint(storage, directory)
     for number, keeps in enumerate((True, False)):
         some = manifest if keeps else replace(manifest, meta=replace(manifest.meta, values={}))
-        family = "" if keeps else importable(str(folder), "source").saved.config["model_type"]
-        export_model(exportable(storage, directory, some, family, fused=fused), Local(tmp_path / f"ours{number}"))
+        family = "" if keeps else open_importable(str(folder), "source").saved.config["model_type"]
+        export_model(
+            open_exportable(storage, directory, some, family, fused=fused), LocalStorage(tmp_path / f"ours{number}")
+        )
         there, here = (
             {f.name: f.read_bytes() for f in path.iterdir()} for path in (folder, tmp_path / f"ours{number}")
         )

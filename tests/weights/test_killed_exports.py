@@ -14,7 +14,7 @@ from platform.boundary import local_files
 from platform.checkpoint.__main__ import main as checkpoint
 from platform.launch import main as launch
 from platform.weights.__main__ import main as weights
-from platform.weights.model_folder import SavedModel, is_saved
+from platform.weights.model_folder import SavedModel, is_saved_model
 
 TINY = ("+experiment=gpt_quick cluster=inline tensor=serial parallel.data=1 model.layers=1 model.d_model=32 "
         "model.heads=2 model.length=32 model.vocab=300 train.steps=1 train.global_batch=2 train.microbatch=2 "
@@ -116,7 +116,7 @@ def dies_at_any_change(place: Path, how: str, some: int | None) -> None:
         died += killed(command, line, number)
         found = seen(target)
         if found != whole:
-            assert not is_saved(str(target)) or not target.exists()
+            assert not is_saved_model(str(target)) or not target.exists()
             if found != before:  # moved in part into a folder that was there: not sealed, and said
                 assert "config.json" not in found and found.items() <= whole.items()
                 assert command(line.split()) == 1

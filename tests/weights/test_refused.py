@@ -16,8 +16,8 @@ from platform.config.fields import Model
 from platform.weights.__main__ import main
 from platform.weights.config_keys import Free
 from platform.weights.families import COMMON, FAMILIES
-from platform.weights.importing import importable, initial_weights
-from platform.weights.tensor_names import config_of, meaning, model_keys
+from platform.weights.importing import open_importable, open_initial_weights
+from platform.weights.tensor_names import build_config_json, functional_keys, translate_config_json
 from tests.harness.commands import refused
 from tests.harness.oracle import configure
 from tests.weights import peer
@@ -211,10 +211,10 @@ def test_hostile_files(tmp_path, capsys, case):
 def test_a_file_that_ends_early_leaves_nothing(tmp_path, capsys, monkeypatch):
     """As one that is cut while it is read: the checkpoint that had begun is deleted."""
     folder = written(tmp_path / "hf", "llama")
-    found = importable(str(folder), "source")
+    found = open_importable(str(folder), "source")
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
-    monkeypatch.setattr("platform.weights.__main__.importable", lambda *_, **__: found)
+    monkeypatch.setattr("platform.weights.__main__.open_importable", lambda *_, **__: found)
     assert main(["import", str(folder), str(tmp_path / "storage")]) == 1
     assert "is shorter than its header says" in capsys.readouterr().err
     assert not [*(tmp_path / "storage").glob("*")]
@@ -243,12 +243,12 @@ def test_what_no_family_expresses_is_not_exported(tmp_path):
         assert all(_refuses(model, family) for family in FAMILIES.values())
         family = {"llama": "qwen3"}.get(name, name)
         with pytest.raises(ConfigError, match=wanted):
-            config_of(model, FAMILIES[family])
+            build_config_json(model, FAMILIES[family])
 
 
 def _refuses(model: Model, family: Any) -> bool:
     try:
-        config_of(model, family)
+        build_config_json(model, family)
     except ConfigError:
         return True
     return False
@@ -258,15 +258,18 @@ def _refuses(model: Model, family: Any) -> bool:
 def test_every_key_of_ours_is_written_or_refused(name):
     """A key that another value changes in the model: config.json says so, or the family refuses it."""
     model, family = Model(**OURS[name]), FAMILIES[name]
-    plain = config_of(model, family)
+    plain = build_config_json(model, family)
     others = {str: ["layernorm", "rmsnorm", "gelu", "silu", "all", "rope", "learned"], bool: [True, False],
               float: [0.5, 3.0], int: [2, 3, 7]}  # fmt: skip
     for f in fields(Model):
         for value in others.get(type(getattr(model, f.name)), [[0]]):
             changed = Model(**OURS[name] | {f.name: value})
-            if meaning(changed) != meaning(model) and (name, f.name) != ("t5", "tied"):  # which their names say
+            if functional_keys(changed) != functional_keys(model) and (name, f.name) != (
+                "t5",
+                "tied",
+            ):  # which their names say
                 try:
-                    assert config_of(changed, family) != plain, f.name
+                    assert build_config_json(changed, family) != plain, f.name
                 except ConfigError:
                     continue
 
@@ -276,20 +279,20 @@ def test_every_key_of_transformers_is_read_or_refused(name):
     """Another value of a key, but of those that say nothing about the numbers, is another model, or refused."""
     theirs = getattr(peer.transformers(), f"{peer.MODELS[name][0]}Config")().to_dict()
     family = FAMILIES[name]
-    free = {key for rule in (*family.rules, *COMMON) if isinstance(rule, Free) for key in rule.names}
-    keys = config_of(Model(**OURS[name]), family)
-    ours = meaning(Model(**model_keys(keys)))
-    assert theirs.keys() - free - {key for rule in (*family.rules, *COMMON) for key in rule.names} == set()
+    free = {key for rule in (*family.rules, *COMMON) if isinstance(rule, Free) for key in rule.key_names}
+    keys = build_config_json(Model(**OURS[name]), family)
+    ours = functional_keys(Model(**translate_config_json(keys)))
+    assert theirs.keys() - free - {key for rule in (*family.rules, *COMMON) for key in rule.key_names} == set()
     for key, value in keys.items():
         if key in free:
             continue
         other = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v + 1.0}.get(type(value), lambda v: "x")
         try:
-            again = model_keys(keys | {key: other(value)})
+            again = translate_config_json(keys | {key: other(value)})
         except ConfigError:
             continue
         said_elsewhere = key in ("max_window_layers", "tie_word_embeddings")  # by layer_types, by names
-        assert meaning(Model(**again)) != ours or "dropout" in again or said_elsewhere, key
+        assert functional_keys(Model(**again)) != ours or "dropout" in again or said_elsewhere, key
 
 
 def test_a_run_does_not_start_from_weights_of_another_model(tmp_path):
@@ -297,7 +300,7 @@ def test_a_run_does_not_start_from_weights_of_another_model(tmp_path):
     c = configure(**OURS["llama"] | {"vocab": 50, "layers": 1})
     c.train.init = str(folder)
     with pytest.raises(ConfigError) as error:
-        initial_weights(c)
+        open_initial_weights(c)
     assert len(error.value.violations) == 2
     assert "no part of LlamaForCausalLM" in error.value.violations[0]
     assert "lm_head.weight is [61, 16], not [50, 16]" in error.value.violations[1]

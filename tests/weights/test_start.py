@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from platform.boundary.local_files import Local
+from platform.boundary.local_files import LocalStorage
 from platform.checkpoint import catalogue
 from platform.checkpoint.moves import read_tensor
 from platform.config.fields import Config, Model
@@ -20,8 +20,8 @@ from platform.train.training_state import State
 from platform.weights.__main__ import main
 from platform.weights.deepseek import DEEPSEEK_V3
 from platform.weights.exporting import Exportable
-from platform.weights.importing import _differences, import_model, importable, initial_weights
-from platform.weights.tensor_names import parameters_of
+from platform.weights.importing import _describe_differences, import_model, open_importable, open_initial_weights
+from platform.weights.tensor_names import list_parameters
 from tests.harness.commands import QUICK, in_this_process
 from tests.harness.oracle import Result, assemble, configure, trainer_of
 from tests.harness.suite import suite
@@ -49,7 +49,7 @@ EXPERTS = [{"plan": plan, "family": family, "source": source} for plan in OF_EXP
 
 def masters(c: Config, plan, communicator: Communicator) -> Result:
     trainer = trainer_of(c, plan, communicator, fresh=False)
-    State(trainer).begin()
+    State(trainer).load_initial_weights()
     found = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
     return Result(communicator.rank, 0.0, 0.0, {}, found, {}, [], None, [])
 
@@ -57,10 +57,10 @@ def masters(c: Config, plan, communicator: Communicator) -> Result:
 @suite("starts from weights (threads)", CASES + EXPERTS, CASES[::5] + EXPERTS[::4])
 def test_every_plan_takes_the_same_weights(tmp_path, case):
     folder = written(tmp_path / "hf", case["family"], tensors_of(case["family"], fused=case["source"] == "stacks"))
-    found = importable(str(folder), "source")
-    directory = import_model(found, Local(tmp_path / "storage"))
-    storage = Local(tmp_path / "storage")
-    manifest = catalogue.verify(storage, directory)
+    found = open_importable(str(folder), "source")
+    directory = import_model(found, LocalStorage(tmp_path / "storage"))
+    storage = LocalStorage(tmp_path / "storage")
+    manifest = catalogue.verify_checkpoint(storage, directory)
     c = configure(**(PLANS | OF_EXPERTS)[case["plan"]], **vars(found.model))
     c.train.init = str(tmp_path / "storage" if case["source"] == "checkpoint" else folder)
     plan = make_plan(c)
@@ -73,13 +73,13 @@ def test_every_plan_takes_the_same_weights(tmp_path, case):
 def test_stacks_and_separate_experts_are_the_same_weights(tmp_path, name):
     """In either form transformers computes the same model; in theirs expert e's matrix is row e of the stack."""
     library = peer.transformers()
-    storage = Local(tmp_path / "storage")
-    directory = import_model(importable(str(written(tmp_path / "hf", name)), "source"), storage)
+    storage = LocalStorage(tmp_path / "storage")
+    directory = import_model(open_importable(str(written(tmp_path / "hf", name)), "source"), storage)
     url = f"{tmp_path / 'storage'}"
     assert main(["export", url, str(tmp_path / "one")]) == main(["export", url, str(tmp_path / "two"), "--fused"]) == 0
     one, two = (library.AutoModelForCausalLM.from_pretrained(tmp_path / form).state_dict() for form in ("one", "two"))
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
-    manifest = catalogue.verify(storage, directory)
+    manifest = catalogue.verify_checkpoint(storage, directory)
     for key in ("gate", "up", "down"):
         ours = read_tensor(storage, directory, manifest, f"model.layers.1.mlp.experts.{key}")
         stack = one[f"model.layers.1.mlp.experts.{'down_proj' if key == 'down' else 'gate_up_proj'}"]
@@ -89,7 +89,7 @@ def test_stacks_and_separate_experts_are_the_same_weights(tmp_path, name):
 
 
 def test_stacks_are_of_experts(tmp_path, capsys):
-    import_model(importable(str(written(tmp_path / "hf", "gpt2")), "source"), Local(tmp_path / "storage"))
+    import_model(open_importable(str(written(tmp_path / "hf", "gpt2")), "source"), LocalStorage(tmp_path / "storage"))
     assert main(["export", str(tmp_path / "storage"), str(tmp_path / "out"), "--fused"]) == 2
     assert capsys.readouterr().err == "weights: --fused: GPT2LMHeadModel has one form of names; leave it out\n"
 
@@ -131,7 +131,7 @@ def test_a_run_of_its_own(tmp_path, name):
     assert len([e for e in journal(tmp_path) if e["event"] == "initialised"]) == 1
     assert "train.init" in trained(tmp_path, *source, "train.init=random", "train.steps=6", status=2)
     assert main(["export", str(tmp_path / "run" / "checkpoints"), str(tmp_path / "out")]) == 0
-    trained_on = importable(str(tmp_path / "out"), "source")
+    trained_on = open_importable(str(tmp_path / "out"), "source")
     assert trained_on.saved.config["model_type"] == name
     assert trained_on.saved.config["dtype"] == "float32"
 
@@ -165,16 +165,16 @@ def test_a_capacity_is_said_where_the_weights_come_from_a_model_that_drops_nothi
     for c in (dropless, capped):
         c.train.init = str(folder)
     note = "model.capacity_factor=1.25 here, 0.0 where the weights come from"
-    assert (initial_weights(dropless).notes, initial_weights(capped).notes) == ([], [note])
-    assert "capacity_factor" not in str(_differences(Model(**LLAMA), Model(**LLAMA, capacity_factor=2.0)))
+    assert (open_initial_weights(dropless).notes, open_initial_weights(capped).notes) == ([], [note])
+    assert "capacity_factor" not in str(_describe_differences(Model(**LLAMA), Model(**LLAMA, capacity_factor=2.0)))
 
 
 def test_a_bias_that_chooses_experts_is_exported_as_it_is_kept():
     """Whatever the type of the weights: in 16 bits it would choose others."""
     model = Model(**LATENT, router="sigmoid", router_bias=True)
-    tensors = {f"model.{name}": SimpleNamespace(dtype="float32") for name in parameters_of(model)}
+    tensors = {f"model.{name}": SimpleNamespace(dtype="float32") for name in list_parameters(model)}
     found = Exportable(Any, "", SimpleNamespace(tensors=tensors), model, DEEPSEEK_V3, {}, "bfloat16")  # type: ignore[arg-type]
-    types = {stored.name: found.type_of(stored) for stored in found.tensors}
+    types = {stored.name: found.element_type(stored) for stored in found.tensors}
     assert {n for n, kind in types.items() if kind == "float32"} == {"model.layers.1.mlp.gate.e_score_correction_bias"}
     assert set(types.values()) == {"float32", "bfloat16"}
 
@@ -194,7 +194,7 @@ def test_transformers_loads_what_was_trained(tmp_path):
     words = library.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert type(theirs).__name__ == "GPT2LMHeadModel" and theirs.config.eos_token_id == 0
     assert words.decode(words("quick fox")["input_ids"]) == "quick fox"
-    found = importable(str(tmp_path / "out"), "source")
+    found = open_importable(str(tmp_path / "out"), "source")
     c = configure(precision="fp32", **vars(found.model))
     c.train.init = str(tmp_path / "out")
     (ours,) = run_threads(make_plan(c).mesh, lambda communicator: masters(c, make_plan(c), communicator))
@@ -209,9 +209,9 @@ GROWN = [{"plan": plan, "family": family, "source": source} for plan in PLANS fo
 def test_tables_grow_alike_under_every_plan(tmp_path, case):
     """Rows of new tokens are the mean of the others, whatever the plan; all other weights are those that were."""
     folder = written(tmp_path / "hf", case["family"])
-    found = importable(str(folder), "source")
-    storage = Local(tmp_path / "storage")
-    manifest = catalogue.verify(storage, directory := import_model(found, storage))
+    found = open_importable(str(folder), "source")
+    storage = LocalStorage(tmp_path / "storage")
+    manifest = catalogue.verify_checkpoint(storage, directory := import_model(found, storage))
     had = found.model.vocab
     c = configure(**PLANS[case["plan"]], **vars(found.model) | {"vocab": had + 7})
     c.train.init = str(folder if case["source"] == "folder" else tmp_path / "storage")

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from platform.cluster.asked_model import ends_of
-from platform.cluster.session import find_trained
+from platform.cluster.asked_model import find_end_ids
+from platform.cluster.session import find_trained_model
 from platform.data.tokenizer import open_vocabulary, train_tokenizer
 from platform.generate import main as write_answers
 from platform.weights.__main__ import main
-from platform.weights.model_folder import vocabulary_in
+from platform.weights.model_folder import build_vocabulary_if_readable
 from tests.data.tokenizers.texts import sources
 from tests.weights.test_start import trained
 from tests.weights.written import written
@@ -87,7 +87,7 @@ def test_a_trained_tokenizer_travels_with_what_was_added(tmp_path, text):
     assert found["model_max_length"] == 16 and found["eos_token"] == "<|endoftext|>"
     made = open_vocabulary(tmp_path / "out")
     assert made.special_tokens == ["<|endoftext|>", "<tool>", "<|im_start|>", "<|im_end|>"]
-    assert made.chat.text([{"role": "user", "content": "hi"}]).startswith("<|im_start|>user")
+    assert made.chat.render_text([{"role": "user", "content": "hi"}]).startswith("<|im_start|>user")
     again = trained(tmp_path, *model, *text, *added, "train.stop_at=4")
     assert "continues after step 2" in again
     refused = trained(tmp_path, *model, *text, added[1], "resume.allow=[data]", "train.steps=6", status=2)
@@ -164,8 +164,12 @@ def test_all_ends_of_a_text_travel(tmp_path, model, text):
     checkpoints = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
     assert len(checkpoints) == 2
     for place in checkpoints:
-        found = find_trained(str(place))
-        assert set(ends_of(vocabulary_in(found.files), found.generation)) == {5, 9, VOCAB - 1}
+        found = find_trained_model(str(place))
+        assert set(find_end_ids(build_vocabulary_if_readable(found.files), found.generation_config)) == {
+            5,
+            9,
+            VOCAB - 1,
+        }
     config = json.loads((model / "config.json").read_text()) | {"eos_token_id": [6, 7]}
     (model / "config.json").write_text(json.dumps(config))
-    assert set(ends_of(None, find_trained(str(model)).generation)) == {6, 7}
+    assert set(find_end_ids(None, find_trained_model(str(model)).generation_config)) == {6, 7}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from platform.config.fields import Model
 from platform.weights.families import FAMILIES
-from platform.weights.tensor_names import config_of, stored_tensors
+from platform.weights.tensor_names import build_config_json, list_stored_tensors
 
 SMALL: dict[str, Any] = {"layers": 2, "d_model": 16, "heads": 4, "length": 12, "vocab": 61}
 LLAMA: dict[str, Any] = {**SMALL, "kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu", "positions": "rope",
@@ -45,7 +45,7 @@ OURS: dict[str, dict[str, Any]] = {
 
 def tensors_of(name: str, fused: bool = False, **more: Any) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    tensors = stored_tensors(Model(**{**OURS[name], **more}), FAMILIES[name], fused)
+    tensors = list_stored_tensors(Model(**{**OURS[name], **more}), FAMILIES[name], fused)
     return {t.name: torch.randn(t.shape, generator=generator) for t in tensors}
 
 
@@ -56,7 +56,7 @@ def written(
     more keys."""
     folder.mkdir(parents=True, exist_ok=True)
     keys = ours or {}
-    found = config_of(Model(**{**OURS[name], **keys}), FAMILIES[name]) | config
+    found = build_config_json(Model(**{**OURS[name], **keys}), FAMILIES[name]) | config
     (folder / "config.json").write_text(json.dumps(found))
     save_file(tensors_of(name, **keys) if tensors is None else tensors, folder / "model.safetensors", {"format": "pt"})
     return folder

@@ -16,7 +16,7 @@ from benchmarks.peers.experts.layer import _forget
 from platform.config.fields import Config
 from platform.model.attention import TransformerBlock
 from platform.model.layers import StackSpecs
-from platform.plan.layout import zigzag
+from platform.plan.layout import zigzag_order
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import Communicator
 from platform.runtime.parallel_ops import ParallelOps
@@ -94,13 +94,13 @@ def given(size: Size) -> Given:
 def in_zigzag(size: Size, rank: int) -> Tensor:
     """Return the positions of a rank's two pieces, of the beginning and of the end."""
     pieces = torch.arange(size.length).chunk(2 * RANKS)
-    return torch.cat([pieces[i] for i in zigzag(RANKS)[2 * rank : 2 * rank + 2]])
+    return torch.cat([pieces[i] for i in zigzag_order(RANKS)[2 * rank : 2 * rank + 2]])
 
 
 def ours(size: Size, communicator: Communicator, g: Given) -> Block:
     """Build our block on a rank, with our weights in flat buffers as in training."""
     c = configured(size)
-    plan, specs = make_plan(c).at(0), StackSpecs()
+    plan, specs = make_plan(c).stage_part(0), StackSpecs()
     weights = Weights(plan, communicator, None, overlap=False)
     with torch.no_grad():
         for name, w in g.weights.items():
@@ -108,20 +108,20 @@ def ours(size: Size, communicator: Communicator, g: Given) -> Block:
             here.copy_(w.view(here.shape))
     ops = ParallelOps(plan, communicator, weights.compute)
     block = TransformerBlock(NAME, c.model, specs, causal=True, memory=None)
-    positions = ops.positions(specs.stream, "length", torch.device("cpu"))
+    positions = ops.global_positions(specs.stream, "length", torch.device("cpu"))
     x, gradient = g.x[positions].requires_grad_(), g.gradient[positions]
 
     def step() -> Tensor:
         x.grad = None
         for flat in weights.buckets:
             _forget(flat)
-        ops.begin()
+        ops.begin_pass()
         out, _ = block(ops, x, None)
         out.backward(gradient)
         return out.detach()
 
     def gradients() -> Mapping[str, Tensor]:
-        found = {name: weights.sums[f"{NAME}.{name}"].view(w.shape) for name, w in g.weights.items()}
+        found = {name: weights.local_gradients[f"{NAME}.{name}"].view(w.shape) for name, w in g.weights.items()}
         return {"x": x.grad, **found}
 
     return Block(step, gradients, positions, lambda: sum(communicator.moved.values()))

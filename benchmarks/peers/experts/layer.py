@@ -95,12 +95,12 @@ def given(size: Size, rank: int) -> Given:
 def ours(size: Size, communicator: Communicator, g: Given) -> Layer:
     """Build our layer on a rank, with our weights in flat buffers as in training."""
     c = configured(size)
-    plan = make_plan(c).at(0)
+    plan = make_plan(c).stage_part(0)
     x, gradient, whole = g.x.clone().requires_grad_(), g.gradient, g.weights
     weights = Weights(plan, communicator, None, overlap=False)
     here = {p.name: p for p in plan.parameters if p.name.removeprefix(f"{NAME}.") in whole}
     for name, p in here.items():
-        where = tuple(slice(at, at + n) for at, n in plan.block(p, communicator.coordinates))
+        where = tuple(slice(at, at + n) for at, n in plan.locate_block(p, communicator.coordinates))
         with torch.no_grad():
             weights.compute[name].copy_(whole[name.removeprefix(f"{NAME}.")][where])
     ops, layer = ParallelOps(plan, communicator, weights.compute), Experts(NAME, c.model, StackSpecs())
@@ -110,13 +110,13 @@ def ours(size: Size, communicator: Communicator, g: Given) -> Layer:
         x.grad, ops.routed = None, {}
         for flat in weights.buckets:
             _forget(flat)
-        ops.begin()
+        ops.begin_pass()
         out, auxiliary = layer(ops, x, entered=x, tokens=tokens)
         torch.autograd.backward([out, auxiliary.mean()], [gradient, None])
         return out.detach()
 
     def gradients() -> Mapping[str, Tensor]:
-        return {"x": x.grad, **{name.removeprefix(f"{NAME}."): g for name, g in weights.sums.items()}}
+        return {"x": x.grad, **{name.removeprefix(f"{NAME}."): g for name, g in weights.local_gradients.items()}}
 
     return Layer(step, gradients)
 
@@ -125,7 +125,7 @@ def _forget(flat: Any) -> None:
     """Let the next gradients of a flat bucket be the first ones, as after a step."""
     flat.sums = None
     flat._summed.clear()
-    flat.passed()
+    flat.end_backward_pass()
 
 
 @contextmanager

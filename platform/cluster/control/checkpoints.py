@@ -11,37 +11,37 @@ from queue import SimpleQueue
 from time import monotonic, perf_counter
 from typing import Any
 
-from platform.boundary.redaction import redact
-from platform.boundary.refusals import ConfigError, violation
+from platform.boundary.redaction import redact_secrets
+from platform.boundary.refusals import ConfigError, format_violation
 from platform.boundary.storage import open_storage
-from platform.boundary.terminal import phase
+from platform.boundary.terminal import show_phase
 from platform.checkpoint.catalogue import (
     CarriedFiles,
     Lease,
     Selection,
-    attempts,
-    find,
+    find_newest_checkpoint,
+    list_attempts,
     load_manifest,
-    lowest,
-    quarantine,
-    verify,
+    quarantine_checkpoint,
+    select_lowest_loss,
+    verify_checkpoint,
 )
 from platform.checkpoint.manifest import FileReport, Meta, Refused
 from platform.checkpoint.saver import Saver
 from platform.cluster.crew.crew import Crew
 from platform.cluster.crew.failures import GaveUp
-from platform.cluster.origin import origin, traced
-from platform.config.fields import Config, short_hash
-from platform.config.identity import completed, differences, identity
-from platform.config.key import rhythm_of
-from platform.config.ramps import samples_before
+from platform.cluster.origin import find_resume_checkpoint, last_recorded_step
+from platform.config.fields import Config, hash_values
+from platform.config.identity import complete_identity, find_differences, run_identity
+from platform.config.key import parse_rhythm
+from platform.config.ramps import count_earlier_samples
 from platform.monitor import Journal, events
 from platform.monitor.goodput import validation_losses
-from platform.plan.layout import count_of
+from platform.plan.layout import format_count
 from platform.plan.plan import Plan
-from platform.plan.plan_data import digest as plan_digest
+from platform.plan.plan_data import plan_digest as plan_digest
 from platform.train import environment_proof
-from platform.train.environment_proof import versions
+from platform.train.environment_proof import list_versions
 from platform.train.replies import Unrestored, Unwritten
 
 # Schedule of the checkpoints that a run saves while it trains.
@@ -53,17 +53,17 @@ class Cadence:
 
     def __init__(self, every: int | str):
         """Set the interval between checkpoints from checkpoint.every, in steps or in time, which counts from now."""
-        self.steps, seconds = rhythm_of(every)
+        self.steps, seconds = parse_rhythm(every)
         self.seconds = seconds or None
         self._since = monotonic()
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Return True if `checkpoint.every` asks for a checkpoint of the state after training step `step`, now."""
         if self.seconds:
             return monotonic() - self._since >= self.seconds
         return bool(self.steps) and step % self.steps == 0
 
-    def saved(self) -> None:
+    def restart_interval(self) -> None:
         """Start the time interval between checkpoints anew, as a save begins, even if that save fails later."""
         self._since = monotonic()
 
@@ -89,19 +89,19 @@ class Checkpoints:
         self,
         config: Config,
         plan: Plan,
-        found: Selection | None,
+        selection: Selection | None,
         journal: Journal,
         say: Callable[[str], None],
         files: CarriedFiles | None = None,
     ):
         """Prepare to save and restore a run's checkpoints, and take the lease of their storage if the run saves any.
-        `found`: the checkpoint to resume from, None to start over; `say`: prints a line for the user; `files`: name ->
-        contents of the files that every checkpoint carries."""
+        `selection`: the checkpoint to resume from, None to start over; `say`: prints a line for the user; `files`: name
+        -> contents of the files that every checkpoint carries."""
         self._files = files or {}
-        self._config, self.plan, self._origin, self._journal, self._say = config, plan, found, journal, say
-        self._storage = open_storage(environment_proof.home(config))
+        self._config, self.plan, self._origin, self._journal, self._say = config, plan, selection, journal, say
+        self._storage = open_storage(environment_proof.find_checkpoint_url(config))
         c, owner = config.checkpoint, f"process {os.getpid()} on {socket.gethostname()}"
-        lease = Lease.take(self._storage, owner) if environment_proof.saves(config) else None
+        lease = Lease.take(self._storage, owner) if environment_proof.saves_checkpoints(config) else None
         self._cadence = Cadence(c.every)
         self._leased = lease is not None and c.resume in _NEWEST  # this driver alone judges the run's checkpoints
         self._saver = Saver(self._storage, last=c.keep, every=c.keep_every, lease=lease)
@@ -115,11 +115,13 @@ class Checkpoints:
         self._failed, self._failing = 0, 0.0  # failed saves in a row; time of the first one
         self._why = ""  # reason of the last failed save
         self._useful: float | None = None  # useful seconds, for the next event of the save under way
-        if self._leased and found:
-            self._origin = origin(config, held=True)  # again, under the lease: an older driver could save and delete
+        if self._leased and selection:
+            self._origin = find_resume_checkpoint(
+                config, held=True
+            )  # again, under the lease: an older driver could save and delete
         self.step = self._origin.step if self._origin else 0
 
-    def due(self, step: int, last: bool, stopping: bool) -> bool:
+    def is_save_due(self, step: int, last: bool, stopping: bool) -> bool:
         """Return True if the state after training step `step` is to be saved now. `last`: `step` is the last one that
         this command trains; `stopping`: the run was asked to stop, by a signal or its time limit."""
         c = self._config
@@ -128,70 +130,70 @@ class Checkpoints:
         at_the_end = last and bool(c.checkpoint.every or c.train.stop_at)
         if self._saver.losses and min(self._saver.losses, key=self._saver.losses.__getitem__) == step:
             return True
-        return at_the_end or self._cadence.due(step) or stopping and c.checkpoint.on_stop
+        return at_the_end or self._cadence.is_due(step) or stopping and c.checkpoint.on_stop
 
-    def evaluated(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def note_evaluations(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Note the validation losses in a run's rows of metrics, by which its best checkpoint is saved and kept."""
         self._saver.losses = validation_losses(rows)
 
-    def best(self) -> str:
+    def describe_best(self) -> str:
         """Return a line for the user that names the checkpoint with the lowest validation loss; "" if there is none, or
         storage does not answer."""
         losses, complete = self._saver.losses, []
         with suppress(OSError):
-            for attempt in attempts(self._storage) if losses else []:
+            for attempt in list_attempts(self._storage) if losses else []:
                 with suppress(Refused):
-                    load_manifest(self._storage, attempt.directory)
+                    load_manifest(self._storage, attempt.directory_name)
                     complete.append(attempt)
         return "".join(
-            f"lowest val loss {losses[a.step]:.4f}, after step {a.step}: {self._storage.url}/{a.directory}"
-            for a in lowest(complete, losses)
+            f"lowest val loss {losses[a.step]:.4f}, after step {a.step}: {self._storage.url}/{a.directory_name}"
+            for a in select_lowest_loss(complete, losses)
         )
 
-    def check_hope(self) -> None:
+    def check_save_failures(self) -> None:
         """Raise GaveUp, to end the run, if its last FAILURES checkpoints failed, the first elastic.wait seconds ago."""
         if self._failed >= FAILURES and monotonic() - self._failing >= self._config.elastic.wait:
-            where, count = environment_proof.storage_key(self._config), count_of(self._failed, "checkpoint")
+            where, count = environment_proof.storage_key(self._config), format_count(self._failed, "checkpoint")
             raise GaveUp(f"{where}: {count} in a row could not be written: {self._why}")
 
     @property
-    def saving(self) -> tuple[int, float] | None:
+    def save_under_way(self) -> tuple[int, float] | None:
         """Return the step of the save under way and when that began, monotonic; None if there is none."""
-        return (self._saving, self._began) if self._saver.busy else None
+        return (self._saving, self._began) if self._saver.is_saving else None
 
-    def lacks(self, last: int) -> bool:
+    def lacks_last_step(self, last: int) -> bool:
         """Return True if the state after `last`, the run's last step, was to be saved and no checkpoint holds it."""
-        return self.step < last and self.due(last, last=True, stopping=False)
+        return self.step < last and self.is_save_due(last, last=True, stopping=False)
 
-    def unreadable(self) -> str:
+    def find_newest_fault(self) -> str:
         """Read back every byte of the run's newest checkpoint; return why that fails, "" if it does not."""
         try:
-            newest = find(self._storage, deep=False, mark=False).directory
+            newest = find_newest_checkpoint(self._storage, deep=False, mark=False).directory
             if newest:
-                verify(self._storage, newest)
+                verify_checkpoint(self._storage, newest)
             return "" if newest else "none was saved"
         except (Refused, OSError) as error:
             return f"the newest cannot be read back: {error}"
 
     @property
-    def kept(self) -> str:
+    def resume_sentence(self) -> str:
         """Return a sentence for the user: after which checkpoint the same command goes on, or that none was saved."""
-        with_override = f" with {self.resume}" if self.resume else ""
+        with_override = f" with {self.resume_override}" if self.resume_override else ""
         if not self.step:
             return f"nothing was saved; the same command{with_override} starts again from step 1"
         return f"the same command{with_override} continues after step {self.step}"
 
     @property
-    def resume(self) -> str:
+    def resume_override(self) -> str:
         """Return the override, "checkpoint.resume=auto" or "checkpoint.resume=never", that the command of this run
         needs to go on from the newest checkpoint, or to start over if there is none although steps were done; "" if it
         needs none."""
         if not self.step and self._config.checkpoint.resume == "auto":
             with suppress(ConfigError):
-                return "checkpoint.resume=never" if traced(self._config) else ""
+                return "checkpoint.resume=never" if last_recorded_step(self._config) else ""
         return "checkpoint.resume=auto" if self._own and self._config.checkpoint.resume not in _NEWEST else ""
 
-    def check(self, corpus: str) -> None:
+    def check_corpus(self, corpus: str) -> None:
         """Report the newer checkpoints that were passed over, and raise ConfigError if the one to resume from was
         trained on another corpus than `corpus`, the hash of today's data: its files have changed, or keys that
         resume.allow let differ."""
@@ -199,146 +201,154 @@ class Checkpoints:
         if not self._origin:
             return
         for directory, reason in self._origin.refused:
-            self._refuse(directory, reason)
-        there = self._origin.manifest.meta.corpus if self._origin.manifest else corpus
-        if there != corpus:
+            self._report_refused(directory, reason)
+        trained_corpus = self._origin.manifest.meta.corpus if self._origin.manifest else corpus
+        if trained_corpus != corpus:
             where = self._origin.url
-            changed = "; ".join(f"{key}: {a} there, {b} here" for key, (a, b) in self._changed_data().items())
+            changed = "; ".join(f"{key}: {a} there, {b} here" for key, (a, b) in self._find_changed_data().items())
             why = changed or "the files have changed"
-            reason = f"its corpus is {corpus} now, and was {there} for {where}: {why}"
+            reason = f"its corpus is {corpus} now, and was {trained_corpus} for {where}: {why}"
             legal = ["the data as it was", f"a run of its own from these weights, run.dir=DIRECTORY train.init={where}"]
-            raise ConfigError(violation("data", self._config.data.kind, reason, legal))
+            raise ConfigError(format_violation("data", self._config.data.kind, reason, legal))
 
-    def _changed_data(self) -> dict[str, tuple[Any, Any]]:
+    def _find_changed_data(self) -> dict[str, tuple[Any, Any]]:
         """Return the keys of data whose values differ from the resumed checkpoint's: key -> (there, here)."""
         assert self._origin and self._origin.manifest
-        found = differences(completed(self._origin.manifest.meta.identity), identity(self._config))
-        return {key: pair for key, pair in found.items() if key.startswith("data.")}
+        changed_keys = find_differences(
+            complete_identity(self._origin.manifest.meta.identity), run_identity(self._config)
+        )
+        return {key: pair for key, pair in changed_keys.items() if key.startswith("data.")}
 
-    def _refuse(self, directory: str, reason: str) -> None:
+    def _report_refused(self, directory: str, reason: str) -> None:
         """Journal and print that the checkpoint in `directory` is not used, and the reason."""
         self._journal.write(events.CheckpointRefused(directory=directory, reason=reason))
         self._say(f"checkpoint {directory} is passed over: {reason}")
 
-    def restore(self, crew: Crew) -> bool:
+    def restore_workers(self, crew: Crew) -> bool:
         """Restore the checkpoint to resume from, if there is one, into workers that have just been built. Return False
         if it turned out to be corrupt: it is quarantined, the next newest good one is chosen, and the caller must have
         the workers built again before another call. Raise ConfigError if the workers refuse it or cannot read it."""
-        found = self._origin
-        if not (found and found.directory):
+        selection = self._origin
+        if not (selection and selection.directory):
             return True
         start = perf_counter()
-        failure: Unrestored | None = crew.call("restore", found.directory, found.directory in self._own)[0]
+        failure: Unrestored | None = crew.call_ranks("restore", selection.directory, selection.directory in self._own)[
+            0
+        ]
         if failure is None:
             seconds = perf_counter() - start
-            self._journal.write(events.Restored(step=self.step, directory=found.directory, seconds=seconds))
-            self._say(f"continues after step {self.step}: {found.url}")
+            self._journal.write(events.Restored(step=self.step, directory=selection.directory, seconds=seconds))
+            self._say(f"continues after step {self.step}: {selection.url}")
             return True
         if failure.fault != "corrupt":
-            raise ConfigError(violation("checkpoint.resume", found.url, f"cannot be resumed from: {failure.reason}"))
-        quarantine(found.storage, found.directory, failure.reason)
-        self._refuse(found.directory, failure.reason)
-        self.look_again()
+            raise ConfigError(
+                format_violation("checkpoint.resume", selection.url, f"cannot be resumed from: {failure.reason}")
+            )
+        quarantine_checkpoint(selection.storage, selection.directory, failure.reason)
+        self._report_refused(selection.directory, failure.reason)
+        self.select_newest_again()
         return False
 
-    def look_again(self) -> None:
+    def select_newest_again(self) -> None:
         """Search storage again for the newest good checkpoint, from which the next generation of workers goes on when
         no state is whole in memory: this driver's own newest if it has made one, else what checkpoint.resume means. If
         the run never had a checkpoint, it starts over. Raise ConfigError, OSError."""
-        self._poll()
-        self._origin = self._newest_own() or origin(self._config, held=self._leased, over=not self.step)
+        self._poll_saver()
+        self._origin = self._find_own_newest() or find_resume_checkpoint(
+            self._config, held=self._leased, over=not self.step
+        )
         self.step = self._origin.step if self._origin else 0
-        self.check(self._corpus)
+        self.check_corpus(self._corpus)
 
-    def _newest_own(self) -> Selection | None:
+    def _find_own_newest(self) -> Selection | None:
         """Return the newest checkpoint in the storage that this run saves to, if this driver made it and
         checkpoint.resume names a checkpoint elsewhere or is `never`, so that others found there may belong to another
         run; else None."""
         if not self._own or self._config.checkpoint.resume in _NEWEST:
             return None
-        found = find(self._storage, deep=False)
-        return found if found.directory in self._own else None
+        newest = find_newest_checkpoint(self._storage, deep=False)
+        return newest if newest.directory in self._own else None
 
-    def confirm(self) -> None:
+    def confirm_newest(self) -> None:
         """Check that the run's newest checkpoint is still in storage, and set `step` to the newest one's step, 0 if
         none is left. Storage that does not answer proves nothing and leaves `step` alone."""
         anybody_s = self._config.checkpoint.resume in _NEWEST
         if not self.step or not (self._own or anybody_s):
             return
         with suppress(OSError, ConfigError):
-            found = find(self._storage, deep=False)
-            self.step = found.step if anybody_s or found.directory in self._own else 0
+            newest = find_newest_checkpoint(self._storage, deep=False)
+            self.step = newest.step if anybody_s or newest.directory in self._own else 0
 
-    def abandon(self) -> None:
+    def abandon_save(self) -> None:
         """Cancel the save under way, without waiting, because the workers that write it leave their mesh."""
-        if self._saver.busy:
+        if self._saver.is_saving:
             self._abandoned = True
-            self._saver.cancel()
+            self._saver.cancel_retries()
             self._reports.put([Unwritten("the workers were re-formed while they wrote")])
         self._writing, self._wanted, self._reports = False, SimpleQueue(), SimpleQueue()
 
-    def save(self, crew: Crew, step: int, useful_seconds: float | None = None) -> None:
+    def begin_save(self, crew: Crew, step: int, useful_seconds: float | None = None) -> None:
         """Begin a checkpoint of the state after training step `step`, once the previous save is over. Wait only until
-        the workers have copied their state to host memory; calls of `advance` and `finish` continue the save, and
-        report its failure. `useful_seconds`: seconds of the steps committed since the last journal event that reported
-        them, for the event that ends this save."""
-        self.finish(crew)
-        self._cadence.saved()
+        the workers have copied their state to host memory; calls of `advance_save` and `finish_save` continue the save,
+        and report its failure. `useful_seconds`: seconds of the steps committed since the last journal event that
+        reported them, for the event that ends this save."""
+        self.finish_save(crew)
+        self._cadence.restart_interval()
         self._abandoned, self._saving, self._began = False, step, monotonic()
-        snapshots = crew.call("snapshot")
+        snapshots = crew.call_ranks("snapshot")
         values: dict[str, Any] = next((s.values for s in snapshots if s.values), {"optimizer": {}})
         self._wanted, self._reports, self._useful = SimpleQueue(), SimpleQueue(), useful_seconds
-        write = partial(_written, self._wanted, self._reports)
-        self._saver.save(snapshots[0].tensors, self._meta(step, values), write, self._files)
+        write = partial(_collect_file_reports, self._wanted, self._reports)
+        self._saver.start_save(snapshots[0].tensors, self._build_meta(step, values), write, self._files)
 
-    def advance(self, crew: Crew, wait: float = 0.0) -> None:
+    def advance_save(self, crew: Crew, wait: float = 0.0) -> None:
         """Continue the save under way, between two training steps: send the workers the directory to write to, collect
         their reports (waiting for them up to `wait` seconds) and journal what the saver's thread has finished."""
         if not self._writing and not self._wanted.empty():
-            crew.call("write", self._wanted.get())
+            crew.call_ranks("write", self._wanted.get())
             self._writing = True
-        if self._writing and None not in (reports := crew.call("written", wait)):
+        if self._writing and None not in (reports := crew.call_ranks("written", wait)):
             self._writing = False
             self._reports.put(reports)
-        self._poll()
+        self._poll_saver()
 
-    def finish(self, crew: Crew) -> None:
+    def finish_save(self, crew: Crew) -> None:
         """Wait until no save is under way. Raise GaveUp if the save has taken longer than checkpoint.timeout."""
-        with phase(f"writing the checkpoint of step {self._saving}"):
-            self._await(crew)
-        self.advance(crew)
+        with show_phase(f"writing the checkpoint of step {self._saving}"):
+            self._await_save(crew)
+        self.advance_save(crew)
 
-    def _await(self, crew: Crew) -> None:
+    def _await_save(self, crew: Crew) -> None:
         """Continue the save under way until it is over. Raise GaveUp if it takes longer than checkpoint.timeout."""
         limit = self._config.checkpoint.timeout
-        while self._saver.busy:
-            self.advance(crew, wait=WAIT_SECONDS)
+        while self._saver.is_saving:
+            self.advance_save(crew, wait=WAIT_SECONDS)
             self._saver.wait(POLL_SECONDS)
             if limit and monotonic() > self._began + limit:
                 key = environment_proof.storage_key(self._config)
                 raise GaveUp(f"{key}: a save has taken longer than checkpoint.timeout={limit:g} s")
 
-    def _meta(self, step: int, values: dict[str, Any]) -> Meta:
+    def _build_meta(self, step: int, values: dict[str, Any]) -> Meta:
         """Return the metadata for the manifest of a checkpoint after training step `step`. `values`: the part of
         the state that is no tensor."""
         return Meta(
             step=step,
-            samples=samples_before(self._config.train, step + 1),
+            samples=count_earlier_samples(self._config.train, step + 1),
             seed=self._config.seed,
             corpus=self._corpus,
-            identity=identity(self._config),
-            configuration=short_hash(redact(self._config.to_dict())),
+            identity=run_identity(self._config),
+            configuration=hash_values(redact_secrets(self._config.to_dict())),
             plan={"mesh": self.plan.mesh.axes, "scheme": self.plan.scheme.name, "digest": plan_digest(self.plan)},
             values=values,
-            versions=versions(),
+            versions=list_versions(),
         )
 
-    def _poll(self) -> None:
+    def _poll_saver(self) -> None:
         """Journal what the saver's thread has reported on checkpoints since the last call, and react to it."""
-        for found in self._saver.poll():
-            self._note(events.named(**found, useful_seconds=self._useful))
+        for report in self._saver.poll_events():
+            self._note_event(events.build_event(**report, useful_seconds=self._useful))
 
-    def _note(self, event: events.JournalEvent) -> None:
+    def _note_event(self, event: events.JournalEvent) -> None:
         """Journal one event of saving a checkpoint and react to it: count a good checkpoint or a failed save, warn the
         user. Raise GaveUp if another driver has taken over the run."""
         self._useful = None
@@ -361,15 +371,17 @@ class Checkpoints:
             self._say(f"WARNING: {what} after step {event.step}: {where}: {event.reason}; {goes_on}")
 
 
-def _written(wanted: SimpleQueue[str], reports: SimpleQueue[Reports], directory: str) -> list[FileReport]:
+def _collect_file_reports(
+    directories: SimpleQueue[str], reports: SimpleQueue[Reports], directory: str
+) -> list[FileReport]:
     """Let the workers write their block files of one attempt at a checkpoint to `directory`, wait, and return their
     reports by rank; raise OSError if a worker could not write. Runs in the saver's thread, which must not call the
-    crew: the driver's thread takes the directory from the queue `wanted` and puts the workers' answers into
+    crew: the driver's thread takes the directory from the queue `directories` and puts the workers' answers into
     `reports`."""
-    wanted.put(directory)
-    found = []
+    directories.put(directory)
+    file_reports = []
     for rank, report in enumerate(reports.get()):
         if isinstance(report, Unwritten):
             raise OSError(f"rank {rank}: {report.error}")
-        found.append(report)
-    return found
+        file_reports.append(report)
+    return file_reports

@@ -13,8 +13,8 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from platform.boundary.terminal import tolerated
-from platform.cluster.control.evaluations import Evaluations, Forecast, metrics_row
+from platform.boundary.terminal import tolerate_write_error
+from platform.cluster.control.evaluations import Evaluations, Forecast, build_metrics_row
 from platform.cluster.control.former import Former, SnapshotLedger
 from platform.cluster.control.profiles import Profiles
 from platform.cluster.control.recruiter import ReformAdvisor
@@ -24,10 +24,10 @@ from platform.cluster.crew.failures import Failure, GaveUp, Member, Reform, Work
 from platform.cluster.crew.heartbeats import FIRST_STEP_SECONDS
 from platform.cluster.run_directory import NOTICE
 from platform.monitor import Journal, MetricsRow, events
-from platform.monitor.goodput import learned_out
-from platform.plan.layout import count_of
-from platform.predict.remedies import more_room
-from platform.predict.tier_traffic import tier_traffic, traffic_line
+from platform.monitor.goodput import check_early_stop
+from platform.plan.layout import format_count
+from platform.predict.remedies import describe_memory_remedies
+from platform.predict.tier_traffic import format_traffic, tier_traffic
 from platform.train.faults import Faults
 from platform.train.replies import StepReport
 
@@ -43,7 +43,7 @@ def check_replicas(
     step = report.step
     if unknown := report.differences.undecided:
         ranks, tensor = unknown[0]
-        names = " and ".join(generation.job.name(rank) for rank in ranks)
+        names = " and ".join(generation.job.rank_name(rank) for rank in ranks)
         more = f" and {len(unknown) - 1} more" if unknown[1:] else ""
         journal.write(events.Undecided(step=step, tensors=unknown))
         why = "differ, and nothing tells who is right: their memory is damaged"
@@ -53,23 +53,23 @@ def check_replicas(
         damaged.setdefault(rank, []).append(tensor)
     if not damaged:
         return
-    ledger.distrust(generation.number, [generation.seats[rank] for rank in damaged])
+    ledger.distrust_members(generation.number, [generation.seats[rank] for rank in damaged])
     journal.write(events.Damaged(step=step, ranks=list(damaged.items())))
-    raise WorkerFailed([_damage(crew, generation, step, *item) for item in damaged.items()])
+    raise WorkerFailed([_build_damage_failure(crew, generation, step, *item) for item in damaged.items()])
 
 
-def _damage(crew: Crew, generation: Generation, step: int, rank: int, tensors: Sequence[str]) -> Failure:
+def _build_damage_failure(crew: Crew, generation: Generation, step: int, rank: int, tensors: Sequence[str]) -> Failure:
     """Return the failure of the rank whose worker's memory is damaged: its `tensors` differ from its replicas'."""
     number, job = generation.seats[rank], generation.job
     more = f" and {len(tensors) - 1} more" if tensors[1:] else ""
     cause = f"its {tensors[0]}{more} is not what its replicas hold"
     member = crew.members.get(number, Member(number, "", 0))
-    return Failure(member, "damaged", f"step({step})", cause, rank, job.name(rank), job.coordinates[rank])
+    return Failure(member, "damaged", f"step({step})", cause, rank, job.rank_name(rank), job.coordinates[rank])
 
 
 # Durations of committed steps: the usual time of a step, and the time lost when steps are taken back.
 
-USUAL_STEPS = 32  # steps that `Pace.usual` takes the median over
+USUAL_STEPS = 32  # steps that `Pace.usual_seconds` takes the median over
 
 
 class Pace:
@@ -85,21 +85,21 @@ class Pace:
         """Return the number of the run's training steps whose durations are recorded."""
         return len(self._seconds)
 
-    def add(self, step: int, seconds: float) -> None:
+    def add_step(self, step: int, seconds: float) -> None:
         """Append the duration of the run's step `step`, which must follow the last one added and not taken back."""
         if not self._seconds:
             self._before = step - 1
         assert step == self._before + len(self._seconds) + 1, f"step {step} does not follow"
         self._seconds.append(seconds)
 
-    def take_back(self, step: int) -> float:
+    def roll_back_steps(self, step: int) -> float:
         """Forget the durations of the run's steps after `step`, which are rolled back; return their sum in seconds."""
-        kept = max(0, step - self._before)
-        lost = sum(self._seconds[kept:])
-        del self._seconds[kept:]
-        return lost
+        kept_count = max(0, step - self._before)
+        lost_seconds = sum(self._seconds[kept_count:])
+        del self._seconds[kept_count:]
+        return lost_seconds
 
-    def usual(self, since: int) -> float | None:
+    def usual_seconds(self, since: int) -> float | None:
         """Return the median seconds of the run's last USUAL_STEPS steps after step `since`; None without any."""
         known = self._seconds[max(0, since - self._before) :][-USUAL_STEPS:]
         return median(known) if known else None
@@ -121,11 +121,11 @@ class Spikes:
         self._losses: deque[float] = deque(maxlen=RECENT_LOSSES)
 
     @property
-    def limit(self) -> float:
+    def loss_limit(self) -> float:
         """Return the run's highest loss that is no spike: `factor` x the recent median; inf if few or factor is 0."""
         return self._factor * median(self._losses) if self._factor and len(self._losses) >= _FEWEST else inf
 
-    def add(self, loss: float) -> None:
+    def add_loss(self, loss: float) -> None:
         """Add the loss of the run's committed step to the recent ones, by which spikes are judged, if it is finite."""
         if isfinite(loss):
             self._losses.append(loss)
@@ -164,28 +164,28 @@ class Controller:
         self._failed: float | None = None  # time of the first failure since the last step
         self.held: int | None = None
         self._does = {
-            RunState.FORMING: self._form,
-            RunState.RUNNING: self._train_on,
-            RunState.RELEASING: self._release,
+            RunState.FORMING: self._form_generation,
+            RunState.RUNNING: self._train_generation,
+            RunState.RELEASING: self._release_generation,
         }
         self._generation: Generation | None = None  # the one that runs
         self._traffic_shown = ""
         self.state, self.worked, self.done = RunState.FORMING, False, 0
 
-    def run(self, crew: Crew) -> None:
+    def train_to_last_step(self, crew: Crew) -> None:
         """Train to the last step, re-forming after failures. Raise GaveUp, Stopped; at first ConfigError."""
         try:
             while self.state is not RunState.DONE:
-                self._go_on(crew)
+                self._advance_state(crew)
         finally:
             self._profiles.close(self.state is RunState.DONE)
 
-    def _go_on(self, crew: Crew) -> None:
+    def _advance_state(self, crew: Crew) -> None:
         """Run the work of the run's present state, and enter the next one."""
         try:
             self.state = self._does[self.state](crew)
         except WorkerFailed as failure:
-            self._survive(crew, failure)
+            self._survive_failure(crew, failure)
             self.state = RunState.RELEASING
         except Reform as reason:
             useful = self.take_useful_seconds()
@@ -193,44 +193,44 @@ class Controller:
             self._monitor.say(str(reason))
             self.state = RunState.RELEASING
 
-    def give_up_unsaved(self) -> tuple[int, float]:
+    def discard_unsaved_steps(self) -> tuple[int, float]:
         """Return the number of training steps since the newest checkpoint and their seconds, and forget them."""
         steps = max(0, self.done - self._checkpoints.step)
-        return steps, self.pace.take_back(self.done - steps)
+        return steps, self.pace.roll_back_steps(self.done - steps)
 
     # FORMING
 
-    def _form(self, crew: Crew) -> RunState:
+    def _form_generation(self, crew: Crew) -> RunState:
         """Form a generation of workers and return RUNNING. `done` becomes the step of the state that it goes on from;
         steps that were done beyond it are reported as rolled back."""
-        if not self._unsaved:
-            self._signals.check()
-        self._generation = generation = self._former.form(crew)
+        if not self._has_unsaved_step:
+            self._signals.raise_if_requested()
+        self._generation = generation = self._former.form_generation(crew)
         if (lost := self.done - generation.step) > 0:
-            seconds = self.pace.take_back(generation.step)
+            seconds = self.pace.roll_back_steps(generation.step)
             self._journal.write(events.RolledBack(step=generation.step, steps_lost=lost, lost_seconds=seconds))
-            self._monitor.say(f"goes on after step {generation.step}: {count_of(lost, 'step')} to do again")
+            self._monitor.say(f"goes on after step {generation.step}: {format_count(lost, 'step')} to do again")
         self.done, self.held = generation.step, None
-        self._signals.defer()
+        self._signals.defer_stop()
         return RunState.RUNNING
 
     # RUNNING
 
-    def _train_on(self, crew: Crew) -> RunState:
+    def _train_generation(self, crew: Crew) -> RunState:
         """Train in the generation that has formed until the run's last step, then show a text sample if monitor.sample
         asks for one, and return DONE. The timeline is written in any case, if monitor.timeline is set."""
         generation = self._generation
         assert generation
         try:
-            self._train(crew, generation)
+            self._train_steps(crew, generation)
         finally:
             if generation.timeline:
-                with tolerated(self._monitor.say, "the timeline"):
-                    generation.timeline.write(Path(self._config.run.dir))
+                with tolerate_write_error(self._monitor.say, "the timeline"):
+                    generation.timeline.write_files(Path(self._config.run.dir))
         self._evaluations.show_sample(crew, generation.plan, self.done)
         return RunState.DONE
 
-    def _train(self, crew: Crew, generation: Generation) -> None:
+    def _train_steps(self, crew: Crew, generation: Generation) -> None:
         """Take, commit, evaluate and save one training step after another until the last. Raises Reform if another mesh
         of workers is needed or better."""
         every, first = self._config.eval.every, self.done + 1
@@ -238,15 +238,17 @@ class Controller:
         self._save_if_due(crew, self.done)  # a failure or a signal may have left a save undone
         while (step := self.done + 1) <= self._steps:
             start = perf_counter()
-            reports, seconds = self._step(crew, generation, step)
+            reports, seconds = self._take_step(crew, generation, step)
             report = reports[0]
             bubble = losses = scores = None
             if generation.timeline:
-                bubble = generation.timeline.step(step, start, [report.timeline for report in reports], report.parts)
+                bubble = generation.timeline.add_step(
+                    step, start, [report.timeline for report in reports], report.parts
+                )
             if every and step % every == 0:
-                within = self._deadline(generation)  # per clock section, of which an evaluation may have many
-                losses, scores = self._evaluations.take(crew, generation.plan, step, within)
-            row = metrics_row(
+                within = self._step_deadline(generation)  # per clock section, of which an evaluation may have many
+                losses, scores = self._evaluations.evaluate_model(crew, generation.plan, step, within)
+            row = build_metrics_row(
                 report,
                 generation,
                 seconds,
@@ -257,26 +259,26 @@ class Controller:
                 task_scores=scores,
                 recovery_seconds=None if self._failed is None else perf_counter() - self._failed,
             )
-            self._commit(generation, row, report.held)
+            self._commit_step(generation, row, report.held)
             if losses:
                 self._end_early()
             if step == first:
                 self._journal.write(events.FirstStep(step=step))
                 self._report_traffic(generation)
-                self.forecast.predict(generation, row)
-            self._profiles.note(generation, row)
+                self.forecast.predict_steps(generation, row)
+            self._profiles.note_step(generation, row)
             self._save_if_due(crew, step)
             if step < self._steps:
                 self._reform_if_needed(crew, generation, report)
-        self._checkpoints.finish(crew)
+        self._checkpoints.finish_save(crew)
 
     def _end_early(self) -> None:
         """Make the last committed training step the run's last if the evaluations show no more improvement
         (eval.patience); first hand their validation losses to the checkpoints, so that the best one is kept."""
         if self._config.checkpoint.best:
-            self._checkpoints.evaluated(row for row in self._monitor.rows() if row["step"] <= self.done)
-        rows = self._monitor.rows() if self._config.eval.patience and self.done < self._steps else []
-        if best := learned_out(rows, self._config.eval):
+            self._checkpoints.note_evaluations(row for row in self._monitor.read_rows() if row["step"] <= self.done)
+        rows = self._monitor.read_rows() if self._config.eval.patience and self.done < self._steps else []
+        if best := check_early_stop(rows, self._config.eval):
             self._steps = self.done
             self._journal.write(events.LearnedOut(step=self.done, best_step=best.step, best_loss=best.loss))
             least = f"its lowest val loss was {best.loss:.4f}, after step {best.step}"
@@ -290,23 +292,24 @@ class Controller:
             return
         rows = tier_traffic(generation.plan, generation.tiers)
         self._journal.write(events.Traffic(rows=[asdict(row) for row in rows]))
-        if (line := traffic_line(rows)) != self._traffic_shown:
+        if (line := format_traffic(rows)) != self._traffic_shown:
             self._monitor.say(line)
             self._traffic_shown = line
 
-    def _step(self, crew: Crew, generation: Generation, step: int) -> tuple[list[Any], float]:
-        """Let all ranks take training step `step`; return the answers of `_take`, rank 0's being the report on all, and
-        the seconds that it took. If `Trainer.step` has updated nothing because of a loss spike, the step is repeated,
-        skipped, or ends the run with GaveUp, as train.on_spike says; one whose loss scale was too large is skipped."""
+    def _take_step(self, crew: Crew, generation: Generation, step: int) -> tuple[list[Any], float]:
+        """Let all ranks take training step `step`; return the answers of `_call_step`, rank 0's being the report on
+        all, and the seconds that it took. If `Trainer.step` has updated nothing because of a loss spike, the step is
+        repeated, skipped, or ends the run with GaveUp, as train.on_spike says; one whose loss scale was too large is
+        skipped."""
         policy = self._config.train.on_spike
         for attempt in range(1, self._config.elastic.attempts + 1):
-            faults = self._faults.take(step, generation.size)
+            faults = self._faults.take_due(step, generation.size)
             if faults:
                 self._journal.write(events.Injected(step=step, faults=list(map(str, faults))))
-            self._former.ledger.only(generation.number)  # workers drop the others when they take a step
-            with self._profiles.of_step(crew, generation, step):
-                limit, start = self._spikes.limit, perf_counter()
-                reports = self._take(crew, generation, step, limit, faults)
+            self._former.ledger.forget_others(generation.number)  # workers drop the others when they take a step
+            with self._profiles.profile_step(crew, generation, step):
+                limit, start = self._spikes.loss_limit, perf_counter()
+                reports = self._call_step(crew, generation, step, limit, faults)
                 seconds, report = perf_counter() - start, reports[0]
             check_replicas(crew, generation, report, self._former.ledger, self._journal)
             if not report.skipped:
@@ -327,25 +330,25 @@ class Controller:
             if policy == "stop":
                 raise GaveUp(f"{why}, and train.on_spike=stop")
             self._monitor.say(f"{why}: it is done again")
-        raise GaveUp(f"{why}, {count_of(self._config.elastic.attempts, 'time')} in a row")
+        raise GaveUp(f"{why}, {format_count(self._config.elastic.attempts, 'time')} in a row")
 
-    def _take(self, crew: Crew, generation: Generation, step: int, *args: Any) -> list[Any]:
+    def _call_step(self, crew: Crew, generation: Generation, step: int, *args: Any) -> list[Any]:
         """Let all ranks take training step `step` once; return rank 0's answer, or all by rank for the timeline."""
-        within = self._deadline(generation)
+        within = self._step_deadline(generation)
         if generation.timeline:
-            return crew.call("step", step, *args, within=within)
-        return [crew.lead(step, *args, within=within)]
+            return crew.call_ranks("step", step, *args, within=within)
+        return [crew.lead_step(step, *args, within=within)]
 
-    def _deadline(self, generation: Generation) -> float:
+    def _step_deadline(self, generation: Generation) -> float:
         """Return the seconds that a training step may last before a blocked worker counts as hung: HUNG_AFTER times the
         median step of this generation (until that is known, COLD times the run's; until that is known,
         FIRST_STEP_SECONDS), and at least elastic.hang_seconds."""
-        usual, ever = self.pace.usual(generation.step), self.pace.usual(0)
+        usual, ever = self.pace.usual_seconds(generation.step), self.pace.usual_seconds(0)
         if usual is None:
             usual = FIRST_STEP_SECONDS / HUNG_AFTER if ever is None else COLD * ever
         return max(self._config.elastic.hang_seconds, HUNG_AFTER * usual)
 
-    def _commit(self, generation: Generation, row: MetricsRow, held: int | None) -> None:
+    def _commit_step(self, generation: Generation, row: MetricsRow, held: int | None) -> None:
         """Commit a training step that every rank has acknowledged: count it, remember its duration and loss, and hand
         its row to metrics and console. `held`: the newest step whose state is in the workers' memory."""
         self.done, self.worked = row.step, True
@@ -353,22 +356,22 @@ class Controller:
         self._failures = Counter({step: n for step, n in self._failures.items() if step > row.step})
         self.held = held
         if held is not None:
-            self._former.ledger.add(generation, held)
-        self.pace.add(row.step, row.step_seconds)
+            self._former.ledger.record_snapshot(generation, held)
+        self.pace.add_step(row.step, row.step_seconds)
         self._useful += row.step_seconds
-        self._spikes.add(row.loss)
-        self.forecast.add(row)
-        self._monitor.step(row)
+        self._spikes.add_loss(row.loss)
+        self.forecast.add_step(row)
+        self._monitor.record_step(row)
 
-    def _hold(self, crew: Crew, generation: Generation) -> bool:
+    def _hold_snapshot(self, crew: Crew, generation: Generation) -> bool:
         """Let all workers keep a snapshot in memory of the run's last committed step, if `Worker.step` takes any (every
         elastic.snapshot_every steps): on GPUs it would take this one beside the next step. Return True if they hold it.
         """
-        if not (every := self._config.elastic.interval) or self.done % every:
+        if not (every := self._config.elastic.snapshot_interval) or self.done % every:
             return False
         if self.held != self.done:
-            crew.call("hold", self.done)
-            self._former.ledger.add(generation, self.done)
+            crew.call_ranks("hold", self.done)
+            self._former.ledger.record_snapshot(generation, self.done)
             self.held = self.done
         return True
 
@@ -376,62 +379,63 @@ class Controller:
         """Continue the save under way, begin a checkpoint after training step `step` if one is due, and raise Stopped
         if a stop was requested and steps are left. Raise GaveUp if saving keeps failing."""
         start = perf_counter()
-        self._checkpoints.advance(crew)
-        self._checkpoints.check_hope()
-        if step and self._checkpoints.due(step, last=step == self._steps, stopping=False):
-            self._checkpoints.save(crew, step, self.take_useful_seconds())
+        self._checkpoints.advance_save(crew)
+        self._checkpoints.check_save_failures()
+        if step and self._checkpoints.is_save_due(step, last=step == self._steps, stopping=False):
+            self._checkpoints.begin_save(crew, step, self.take_useful_seconds())
             self._stall = perf_counter() - start
         if step < self._steps:  # else the run is done
-            self._drain(crew)
+            self._drain_if_requested(crew)
 
-    def _drain(self, crew: Crew) -> None:
+    def _drain_if_requested(self, crew: Crew) -> None:
         """Save an unsaved state of the run, then raise Stopped, if a stop of the run was requested; else do nothing."""
-        if self._signals.requested:
-            self._checkpoints.confirm()
+        if self._signals.stop_requested:
+            self._checkpoints.confirm_newest()
             self._save_now(crew)
-            self._signals.check()
+            self._signals.raise_if_requested()
 
     @property
-    def _unsaved(self) -> bool:
+    def _has_unsaved_step(self) -> bool:
         """Return True if no checkpoint has the run's state after its last committed step, and a stop would save one."""
-        return bool(self.done) and self._checkpoints.due(self.done, last=False, stopping=True)
+        return bool(self.done) and self._checkpoints.is_save_due(self.done, last=False, stopping=True)
 
     def _save_now(self, crew: Crew) -> bool:
-        """Save a checkpoint of the run's last committed step, if `_unsaved`; return True if storage holds it now."""
-        self._checkpoints.finish(crew)
-        if self._unsaved:
-            self._checkpoints.save(crew, self.done, self.take_useful_seconds())
-            self._checkpoints.finish(crew)
+        """Save a checkpoint of the run's last committed step, if `_has_unsaved_step`; return True if storage holds it
+        now."""
+        self._checkpoints.finish_save(crew)
+        if self._has_unsaved_step:
+            self._checkpoints.begin_save(crew, self.done, self.take_useful_seconds())
+            self._checkpoints.finish_save(crew)
         return self._checkpoints.step == self.done
 
     def _reform_if_needed(self, crew: Crew, generation: Generation, report: StepReport) -> None:
         """Raise Reform, between two training steps, if seated workers are about to be taken away, or if a mesh with a
         spare for a slow worker, or with more workers, can form now without losing a step. `report`: rank 0's on the
         step just committed."""
-        if proposal := self._advisor.needed_reform(crew, generation):
-            if not self._former.recruiter.usable(crew):
-                self._signals.request(NOTICE)
-                self._drain(crew)
-            self._hold(crew, generation)
+        if proposal := self._advisor.propose_needed_reform(crew, generation):
+            if not self._former.recruiter.usable_members(crew):
+                self._signals.request_stop(NOTICE)
+                self._drain_if_requested(crew)
+            self._hold_snapshot(crew, generation)
             self._save_now(crew)  # memory may not hold the whole state without the members that leave
             raise Reform(proposal.reason)
-        proposal = self._advisor.optional_reform(crew, generation, report) or self.forecast.better_plan(
+        proposal = self._advisor.propose_optional_reform(crew, generation, report) or self.forecast.propose_better_plan(
             crew, self._former.recruiter, generation, self.done
         )
         if proposal and self._loses_nothing(crew, generation):
-            self._checkpoints.finish(crew)
+            self._checkpoints.finish_save(crew)
             self._former.recruiter.barred |= proposal.barred
             raise Reform(proposal.reason)
 
     def _loses_nothing(self, crew: Crew, generation: Generation) -> bool:
         """Return True if re-forming the mesh of workers loses no training step: their state is in memory or saved."""
-        if self._config.elastic.interval:
-            return self._hold(crew, generation)
+        if self._config.elastic.snapshot_interval:
+            return self._hold_snapshot(crew, generation)
         return bool(self._config.checkpoint.every) and self._save_now(crew)
 
     # RELEASING
 
-    def _survive(self, crew: Crew, failure: WorkerFailed) -> None:
+    def _survive_failure(self, crew: Crew, failure: WorkerFailed) -> None:
         """Journal and print the failure of a worker, after which another mesh can form without it. Raise GaveUp if none
         can: the crew is not elastic, the step has failed elastic.attempts times, a worker's own error came before any
         step was done, a worker has no memory left, which the same plan would take again, or the failure, while the run
@@ -440,24 +444,26 @@ class Controller:
         if culprit.refusal and self.state is RunState.RUNNING:
             raise GaveUp(culprit.refusal)
         self._failed = self._failed or perf_counter()
-        self._journal.write(events.Failure(**culprit.account(), step=step, useful_seconds=self.take_useful_seconds()))
+        self._journal.write(
+            events.Failure(**culprit.event_fields(), step=step, useful_seconds=self.take_useful_seconds())
+        )
         self._monitor.say(str(failure))
         self._failures[step] += 1
         count = self._failures[step]
         # A run that has never worked will not work; but a checkpoint that was to be read may just have been deleted.
-        wrong = culprit.kind == "failed" and not self.worked and not culprit.method.startswith("restore(")
-        if wrong or culprit.out_of_memory or count >= self._config.elastic.attempts or not crew.elastic:
+        is_hopeless = culprit.kind == "failed" and not self.worked and not culprit.method.startswith("restore(")
+        if is_hopeless or culprit.is_out_of_memory or count >= self._config.elastic.attempts or not crew.elastic:
             now = self._generation
-            room = more_room(now.formed.config, now.plan) if now and culprit.out_of_memory else ""
+            room = describe_memory_remedies(now.formed.config, now.plan) if now and culprit.is_out_of_memory else ""
             where = f"; its log: {culprit.log}" if culprit.log else ""
             often = f" (failure {count} before step {step} was done)" if count > 1 else ""
             raise GaveUp(f"{failure}{often}{room}{where}")
 
-    def _release(self, crew: Crew) -> RunState:
+    def _release_generation(self, crew: Crew) -> RunState:
         """Make all workers leave their mesh and process groups, journal which were lost, and return FORMING."""
         start = perf_counter()
-        self._checkpoints.abandon()
-        lost = crew.release()
+        self._checkpoints.abandon_save()
+        lost = crew.release_members()
         seconds, numbers = perf_counter() - start, [failure.member.number for failure in lost]
         self._journal.write(events.Released(lost=numbers, alive=len(crew.members), seconds=seconds))
         return RunState.FORMING

@@ -10,24 +10,24 @@ from math import inf, log
 from typing import Any
 
 from platform.boundary.documents import error_line
-from platform.cluster.asked_model import Ask, AskedModel, as_prompt
+from platform.cluster.asked_model import Ask, AskedModel, add_boundary_token
 from platform.cluster.control.recruiter import Recruiter, ReformProposal
 from platform.cluster.control.run_context import Generation, RunContext
 from platform.cluster.crew.crew import Crew
 from platform.cluster.eval_tasks import NotScored
 from platform.config.fields import Config
-from platform.config.ramps import length_at
+from platform.config.ramps import find_step_length
 from platform.monitor import MetricsRow, events
-from platform.monitor.step_parts import parts_table, replanning_line, typical
+from platform.monitor.step_parts import average_parts, parts_table, replanning_line
 from platform.monitor.timeline import StepForecast
-from platform.plan.generation_passes import rows_at_once
-from platform.plan.layout import count_of, padded
+from platform.plan.generation_passes import batch_unit
+from platform.plan.layout import format_count, pad_to_multiple
 from platform.plan.plan import Plan
-from platform.plan.plan_summary import REST, measurable
-from platform.predict.calibration import times_longer
+from platform.plan.plan_summary import REST, fold_into_measured_parts
+from platform.predict.calibration import fit_slowdowns
 from platform.predict.hardware import Hardware
-from platform.predict.price import StepPrice, price_of, simulated
-from platform.predict.step_price import hardware_of_device, step_price, work_of
+from platform.predict.price import StepPrice, price_work, simulate_schedule
+from platform.predict.step_price import build_step_work, hardware_of_device, step_price
 from platform.predict.work import StepWork
 from platform.train.replies import Choice, RankRange, StepReport
 
@@ -57,7 +57,7 @@ class Forecast:
         self._again = 0  # step before which no other plan is taken
         self._proposal: ReformProposal | None = None  # of a better plan, until the mesh re-forms
 
-    def predict(self, generation: Generation, row: MetricsRow) -> None:
+    def predict_steps(self, generation: Generation, row: MetricsRow) -> None:
         """Predict the steps of a generation, in the journal and for its timeline, if their parts are measured. Done
         after its first step, with that `row`, as it may take a second, which no recovery is to pay."""
         config, run = generation.formed.config, self._run
@@ -69,23 +69,25 @@ class Forecast:
         try:
             fitted = self._fitted
             self._hardware = fitted or hardware_of_device(config, run.places.device, generation.device)
-            self._work = work_of(config, generation.plan) if self._hardware else None
+            self._work = build_step_work(config, generation.plan) if self._hardware else None
         except Exception as error:  # a run needs no forecast
             return run.monitor.say(f"WARNING: steps cannot be predicted ({error_line(error)})")
         if not (self._hardware and self._work):
             return
-        seconds, name = self._set_price(generation, price_of(self._work, self._hardware)), self._hardware.name
+        seconds, name = self._set_price(generation, price_work(self._work, self._hardware)), self._hardware.name
         run.journal.write(events.PredictedStep(hardware=name, seconds=seconds, parts=self.parts))
-        self.of_step = StepForecast(name, self.parts, partial(simulated, self._work, self._hardware))
+        self.of_step = StepForecast(name, self.parts, partial(simulate_schedule, self._work, self._hardware))
         if generation.timeline:
             generation.timeline.forecast = self.of_step
 
-    def add(self, row: MetricsRow) -> None:
+    def add_step(self, row: MetricsRow) -> None:
         """Note a committed step, if it was predicted."""
         if row.predicted_seconds and row.parts and not row.skipped:
             self._steps.append(row.parts)
 
-    def better_plan(self, crew: Crew, recruiter: Recruiter, generation: Generation, done: int) -> ReformProposal | None:
+    def propose_better_plan(
+        self, crew: Crew, recruiter: Recruiter, generation: Generation, done: int
+    ) -> ReformProposal | None:
         """Propose to re-form the mesh by a better plan (elastic.replan) if the last WINDOW steps have left their
         prediction: the hardware is fitted to them, and a plan is chosen for it as after a failure. Return None if none
         pays; journal the finding in either case. `done`: steps of the run that are done."""
@@ -93,20 +95,20 @@ class Forecast:
         if not (able and self._hardware and self._work):
             return self._proposal
         predicted = sum(self.parts.values())
-        found = typical(self._steps)
-        measured = {name: found[name] for name in self.parts if name in found}
+        typical_parts = average_parts(self._steps)
+        measured = {name: typical_parts[name] for name in self.parts if name in typical_parts}
         seconds = sum(measured.values())
         if abs(seconds - predicted) <= LEFT * predicted or done < self._again:
             return self._proposal
-        times = times_longer(self._work, self._hardware, measured)
+        times = fit_slowdowns(self._work, self._hardware, measured)
         name = self._hardware.name.removesuffix(FITTED) + FITTED
-        self._fitted = self._hardware = replace(self._hardware.taking(times), name=name)
-        recruiter.fit_to(self._fitted)
-        now = self._set_price(generation, price_of(self._work, self._fitted))
+        self._fitted = self._hardware = replace(self._hardware.slow_down(times), name=name)
+        recruiter.use_fitted_hardware(self._fitted)
+        now = self._set_price(generation, price_work(self._work, self._fitted))
         self._steps.clear()
         self._again = done + WINDOW
-        best = recruiter.best(len(recruiter.usable(crew)))
-        if not best or best.plan.mesh.size < generation.size:
+        best = recruiter.choose_best_plan(len(recruiter.usable_members(crew)))
+        if not best or best.plan.mesh.world_size < generation.size:
             return None
         then = step_price(best.config, best.plan, self._fitted).seconds
         gain, cost = (now - then) * (self._run.steps - done), generation.seconds + max(0.0, self._first - seconds)
@@ -125,14 +127,14 @@ class Forecast:
 
     def _set_price(self, generation: Generation, price: StepPrice) -> float:
         """Note the price of a full step of the generation that runs, and return its seconds."""
-        self.parts, generation.predicted_seconds = measurable(price.parts), price.seconds
+        self.parts, generation.predicted_seconds = fold_into_measured_parts(price.seconds_by_part), price.seconds
         return price.seconds
 
-    def report(self) -> None:
+    def report_typical_step(self) -> None:
         """Report a typical step of the last generation, part by part, to journal and user, if it had enough steps."""
         if len(self._steps) < FEWEST or not self._hardware:
             return
-        measured, count = typical(self._steps), len(self._steps)
+        measured, count = average_parts(self._steps), len(self._steps)
         event = events.MeasuredStep(steps=count, seconds=sum(measured.values()), parts=measured)
         self._run.journal.write(event)
         self._run.monitor.say("\n".join(parts_table(self.parts, measured, self._hardware.name, count)))
@@ -152,63 +154,71 @@ class Evaluations:
         self._config, self._corpus = run.config, run.corpus
         self._journal, self._monitor, self._tasks, self._signals = run.journal, run.monitor, run.tasks, run.signals
 
-    def take(
+    def evaluate_model(
         self, crew: Crew, plan: Plan, step: int, within: float
     ) -> tuple[dict[str, float], dict[str, float] | None]:
         """Evaluate the model of a crew that is seated under `plan`, after a training step; return its losses by source
         of the data, "" being all, and its scores by TASK/METRIC, None if there are none. `within`: seconds without
-        progress, as in `Crew.call`."""
-        losses, asked = self._losses(crew, within), self._config.eval
-        texts = self._texts(crew, plan, asked.prompts, asked.prompt_tokens, within)
+        progress, as in `Crew.call_ranks`."""
+        losses, asked = self._validation_losses(crew, within), self._config.eval
+        texts = self._continue_prompts(crew, plan, asked.prompts, asked.prompt_tokens, within)
         for prompt, text in zip(asked.prompts, texts, strict=True):
             self._journal.write(events.Sampled(step=step, prompt=prompt, text=text))
             self._monitor.say(f"after step {step}: {text!r}")
-        return losses, self._scores(crew, plan, step, within)
+        return losses, self._score_tasks(crew, plan, step, within)
 
-    def _losses(self, crew: Crew, within: float) -> dict[str, float]:
+    def _validation_losses(self, crew: Crew, within: float) -> dict[str, float]:
         """Return the run's validation losses, source of data -> mean per token; "" is the mean of all, by share."""
-        held, count = self._corpus.validations, self._config.eval.batches * self._config.train.global_batch
-        by_split = crew.call("evaluate", {split: count for split, _ in held.values()}, within=within)[0]
-        found = {name: by_split[split] for name, (split, _) in held.items()}
-        mean = sum(found[name] * share for name, (_, share) in held.items()) / sum(share for _, share in held.values())
-        return {**found, "": mean}
+        validations, count = self._corpus.validation_splits, self._config.eval.batches * self._config.train.global_batch
+        by_split = crew.call_ranks("evaluate", {split: count for split, _ in validations.values()}, within=within)[0]
+        losses = {name: by_split[split] for name, (split, _) in validations.items()}
+        mean = sum(losses[name] * share for name, (_, share) in validations.items()) / sum(
+            share for _, share in validations.values()
+        )
+        return {**losses, "": mean}
 
     def show_sample(self, crew: Crew, plan: Plan, step: int) -> None:
         """Print and record a text of monitor.sample tokens that the crew's model writes at a step; none if it is 0."""
         if tokens := self._config.monitor.sample:
-            [text] = self._texts(crew, plan, [PROMPT], tokens)
+            [text] = self._continue_prompts(crew, plan, [PROMPT], tokens)
             self._journal.write(events.Sampled(step=step, prompt=PROMPT, text=text))
-            self._monitor.say(f"a sample of {count_of(tokens, 'token')}:\n{text}")
+            self._monitor.say(f"a sample of {format_count(tokens, 'token')}:\n{text}")
 
-    def _texts(self, crew: Crew, plan: Plan, prompts: Sequence[str], tokens: int, within: float = inf) -> list[str]:
+    def _continue_prompts(
+        self, crew: Crew, plan: Plan, prompts: Sequence[str], tokens: int, within: float = inf
+    ) -> list[str]:
         """Return each prompt with the run's model's continuation of `tokens` tokens, or an encoder-decoder's alone."""
         config, corpus = self._config, self._corpus
-        asked = self._asked(partial(crew.call, within=within), plan)
+        asked = self._wrap_model(partial(crew.call_ranks, within=within), plan)
         ids = [corpus.encode(prompt) for prompt in prompts]
-        read = [as_prompt(some, config.model, corpus.special) for some in ids]
-        written = dict(asked.write(read, tokens, Choice(corpus.vocab, TEMPERATURE, seed=config.seed), []))
-        return [corpus.decode([*([] if asked.pairs else some), *written[n].ids]) for n, some in enumerate(ids)]
+        prompt_ids = [add_boundary_token(token_ids, config.model, corpus.special) for token_ids in ids]
+        answers = dict(
+            asked.continue_prompts(prompt_ids, tokens, Choice(corpus.vocab, TEMPERATURE, seed=config.seed), [])
+        )
+        return [
+            corpus.decode([*([] if asked.pairs else token_ids), *answers[n].ids]) for n, token_ids in enumerate(ids)
+        ]
 
-    def _asked(self, ask: Ask, plan: Plan) -> AskedModel:
+    def _wrap_model(self, ask: Ask, plan: Plan) -> AskedModel:
         """Wrap the run's model, asked by `ask`, a call of the crew, to write and score texts in batches."""
-        batch = padded(plan.sizes["batch"], rows_at_once(plan.scheme, plan.mesh))
+        batch = pad_to_multiple(plan.sizes["batch"], batch_unit(plan.scheme, plan.mesh))
         return AskedModel(ask, self._config.model, self._corpus.vocabulary, batch, self._corpus.special)
 
-    def _scores(self, crew: Crew, plan: Plan, step: int, within: float) -> dict[str, float] | None:
+    def _score_tasks(self, crew: Crew, plan: Plan, step: int, within: float) -> dict[str, float] | None:
         """Return the scores of the model by eval.tasks after a training step, TASK/METRIC -> value; None without tasks,
         or if a task fails or the run is asked to stop meanwhile, as there may be no time for the rest: that is
-        journalled. `within`: seconds without progress, as in `Crew.call`."""
+        journalled. `within`: seconds without progress, as in `Crew.call_ranks`."""
         if not self._tasks:
             return None
 
-        def ask(method: str, *args: Any) -> list[Any]:
+        def call_unless_stopping(method: str, *args: Any) -> list[Any]:
             """Call all ranks for one batch of the evaluation's tasks; raises NotScored if the run is to stop."""
-            if self._signals.requested:
+            if self._signals.stop_requested:
                 raise NotScored("the run is to stop")
-            return crew.call(method, *args, within=within)
+            return crew.call_ranks(method, *args, within=within)
 
         try:
-            return self._tasks.scores(self._asked(ask, plan))
+            return self._tasks.score_model(self._wrap_model(call_unless_stopping, plan))
         except NotScored as missing:
             self._journal.write(events.NotScored(step=step, reason=str(missing)))
             self._monitor.say(f"after step {step}: eval.tasks gives no scores: {missing}")
@@ -218,7 +228,7 @@ class Evaluations:
 # Conversion of a step's report into a row of metrics.jsonl (docs/run-directory.md).
 
 
-def metrics_row(
+def build_metrics_row(
     report: StepReport,
     generation: Generation,
     wall_seconds: float,
@@ -243,7 +253,7 @@ def metrics_row(
     """
     first, end = report.samples
     tokens_per_second = (end - first) * config.model.length / wall_seconds
-    plan = generation.plan.of_length(length_at(config, report.step))
+    plan = generation.plan.plan_of_length(find_step_length(config, report.step))
     flops_per_worker = tokens_per_second * plan.flops_per_token / report.world_size
     seconds = report.seconds
     return MetricsRow(
@@ -262,7 +272,7 @@ def metrics_row(
         mfu=flops_per_worker / generation.peak_flops if generation.peak_flops else None,
         comm_bytes=dict(sorted(report.comm_bytes.items())),
         generation=generation.number,
-        **_spreads(report.workers),
+        **_worker_spreads(report.workers),
         skipped=report.skipped or None,
         loss_scale=report.loss_scale,
         length=plan.sizes["length"] if config.train.length_ramp else None,
@@ -274,7 +284,7 @@ def metrics_row(
         recovery_seconds=recovery_seconds,
         layer_grad_norms=report.layer_gradients or None,
         layer_rms=report.layer_activations or None,
-        experts=_load(report.routed) if any(report.routed) else None,
+        experts=_expert_load(report.routed) if any(report.routed) else None,
         expert_load=report.routed[: len(report.routed) // 2] if any(report.routed) else None,
     )
 
@@ -285,7 +295,7 @@ def _parts_of_step(report: StepReport, generation: Generation, wall_seconds: flo
     if not report.parts:
         return {}
     first, end = report.samples
-    full = end - first == config.train.global_batch and length_at(config, report.step) == config.model.length
+    full = end - first == config.train.global_batch and find_step_length(config, report.step) == config.model.length
     rest = wall_seconds - sum(report.parts.values())
     return {
         "parts": {**report.parts, REST: rest},
@@ -293,7 +303,7 @@ def _parts_of_step(report: StepReport, generation: Generation, wall_seconds: flo
     }
 
 
-def _spreads(workers: Mapping[str, RankRange]) -> dict[str, Any]:
+def _worker_spreads(workers: Mapping[str, RankRange]) -> dict[str, Any]:
     """Return what a row says of the spreads over the workers of a step: their numbers, and the ranks at the ends."""
     if not workers:
         return {}
@@ -305,7 +315,7 @@ def _spreads(workers: Mapping[str, RankRange]) -> dict[str, Any]:
     return {"workers": numbers, "worker_ranks": ranks}
 
 
-def _load(routed: Sequence[int]) -> dict[str, float]:
+def _expert_load(routed: Sequence[int]) -> dict[str, float]:
     """Return how even the load of experts was in a step, and how much of it was dropped, from `StepReport.routed`."""
     experts = len(routed) // 2
     chosen, taken = sum(routed[:experts]), sum(routed[experts:])

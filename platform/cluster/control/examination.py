@@ -9,18 +9,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from platform.boundary.redaction import redact
-from platform.boundary.refusals import as_refusal, violation
+from platform.boundary.redaction import redact_secrets
+from platform.boundary.refusals import format_violation, refuse_failures
 from platform.boundary.storage import Storage, open_storage
 from platform.cluster.control.run_context import RunContext
 from platform.cluster.crew.crew import ByRank, Crew
 from platform.cluster.crew.failures import WorkerFailed
 from platform.cluster.crew.job import Job
-from platform.config.fields import Config, flat_values
+from platform.config.fields import Config, flatten_config
 from platform.monitor import events
 from platform.train import environment_proof
-from platform.train.environment_proof import proof
-from platform.train.health import best_of, groups_by_check, symptoms
+from platform.train.environment_proof import describe_environment
+from platform.train.health import groups_by_check, judge_workers, merge_findings
 from platform.train.replies import Findings, Proof
 
 PARTNERS = 3  # most partners of a member
@@ -38,47 +38,49 @@ class Examined:
     bad: Mapping[int, Mapping[str, str]]
     shared: Mapping[str, str]
 
-    def reason(self, number: int) -> str:
+    def describe_symptoms(self, number: int) -> str:
         """Return the symptoms that the doctor found on an unsound crew member, in one line for the user."""
         return "; ".join(f"{name}: {why}" for name, why in self.bad[number].items())
 
 
-def examine(crew: Crew, job: Job, numbers: Sequence[int], *, thorough: bool) -> Examined:
+def examine_members(crew: Crew, job: Job, numbers: Sequence[int], *, thorough: bool) -> Examined:
     """Examine the members `numbers`, in the order of their ranks, before they are seated: with small sizes and alone, a
     fraction of a second, on GPUs also with one partner and with all of the node; or, if `thorough`, with large sizes
     and several partners. If any is unsound, all are examined again, up to ATTEMPTS times and with several partners, and
     the best findings count: other load on a machine passes, and the partner of a slow worker is not slow with others.
     Raises WorkerFailed if one dies or hangs."""
-    found: dict[int, Findings] = {}
+    findings_by_member: dict[int, Findings] = {}
     for attempt in range(ATTEMPTS):
-        crew.seat(replace(job, coordinates=[{"data": i} for i in range(len(numbers))]), numbers)
-        alone = _alone(crew, numbers, thorough)
-        crew.release()
+        crew.seat_members(replace(job, coordinates=[{"data": i} for i in range(len(numbers))]), numbers)
+        alone = _examine_alone(crew, numbers, thorough)
+        crew.release_members()
         partners = PARTNERS if thorough or attempt else 1
-        together = _together(crew, job, numbers, thorough, partners) if thorough or job.device == "cuda" else {}
+        together = _examine_together(crew, job, numbers, thorough, partners) if thorough or job.device == "cuda" else {}
         for number in numbers:
-            one = _joined(alone[number], together.get(number, {}))
-            found[number] = best_of(found[number], one) if number in found else one
-        bad, shared = symptoms(found, job.device)
+            one = _merge_findings(alone[number], together.get(number, {}))
+            findings_by_member[number] = (
+                merge_findings(findings_by_member[number], one) if number in findings_by_member else one
+            )
+        bad, shared = judge_workers(findings_by_member, job.device)
         if not any(bad.values()) and not shared:
             break
-    return Examined(found, {number: why for number, why in bad.items() if why}, shared)
+    return Examined(findings_by_member, {number: why for number, why in bad.items() if why}, shared)
 
 
-def _alone(crew: Crew, numbers: Sequence[int], thorough: bool) -> dict[int, Findings]:
+def _examine_alone(crew: Crew, numbers: Sequence[int], thorough: bool) -> dict[int, Findings]:
     """Return the doctor's findings on each seated worker by itself, by member number. Its clock is among them: the
     seconds that it is behind the driver's clock before the call, or ahead of it after the call, however long that took.
     `numbers`: the members, by rank."""
     before = time.time()
-    clocks = crew.call("read_clock", within=EXAMINE_SECONDS)
+    clocks = crew.call_ranks("read_clock", within=EXAMINE_SECONDS)
     after = time.time()
-    found = crew.call("examine", thorough, within=EXAMINE_SECONDS)
-    for findings, clock in zip(found, clocks, strict=True):
+    findings_by_rank = crew.call_ranks("examine", thorough, within=EXAMINE_SECONDS)
+    for findings, clock in zip(findings_by_rank, clocks, strict=True):
         findings.readings["clock"] = max(0.0, before - clock, clock - after)
-    return dict(zip(numbers, found, strict=True))
+    return dict(zip(numbers, findings_by_rank, strict=True))
 
 
-def _together(
+def _examine_together(
     crew: Crew, job: Job, numbers: Sequence[int], thorough: bool, partners: int
 ) -> dict[int, dict[str, Findings]]:
     """Return the doctor's findings on the network connections of each worker, by member number and check: with up to so
@@ -86,15 +88,15 @@ def _together(
     group that hangs all members have the error. `numbers`: the members, by rank."""
     members = crew.members
     nodes = [members[number].node if number in members else "" for number in numbers]
-    found: dict[int, dict[str, Findings]] = {number: {} for number in numbers}
+    findings_by_member: dict[int, dict[str, Findings]] = {number: {} for number in numbers}
     for number_of_round, (check, groups) in enumerate(groups_by_check(nodes, partners, job.device == "cuda")):
         seats = [numbers[rank] for group in groups for rank in group]
-        crew.seat(replace(job, coordinates=[{"data": i} for i in range(len(seats))]), seats)
+        crew.seat_members(replace(job, coordinates=[{"data": i} for i in range(len(seats))]), seats)
         index = ByRank(i for group in groups for i in range(len(group)))
         sizes = ByRank(len(group) for group in groups for _ in group)
         names = ByRank(f"{number_of_round}/{i}" for i, group in enumerate(groups) for _ in group)
         try:
-            each = crew.call(
+            each = crew.call_ranks(
                 "examine_connection", check, index, sizes, names, crew.store, thorough, within=LINK_SECONDS
             )
         except WorkerFailed as failed:
@@ -102,21 +104,21 @@ def _together(
                 raise
             why = {failure.member.number: Findings(errors={check: failure.cause}) for failure in failed.failures}
             each = [why.get(number, Findings()) for number in seats]
-        crew.release()
+        crew.release_members()
         for number, one in zip(seats, each, strict=True):
-            its = found[number]
-            its[check] = best_of(its[check], one) if check in its else one
-    return found
+            its = findings_by_member[number]
+            its[check] = merge_findings(its[check], one) if check in its else one
+    return findings_by_member
 
 
-def _joined(alone: Findings, together: Mapping[str, Findings]) -> Findings:
+def _merge_findings(alone: Findings, together: Mapping[str, Findings]) -> Findings:
     """Merge the doctor's findings on a worker alone with those on its network connections, a map by check."""
-    joined = Findings(dict(alone.readings), dict(alone.errors), alone.facts)
+    merged = Findings(dict(alone.readings), dict(alone.errors), alone.facts)
     for one in together.values():
-        wrong = joined.readings.get("wrong", 0.0) + one.readings.get("wrong", 0.0)
-        joined.readings.update(one.readings, wrong=wrong)
-        joined.errors.update(one.errors)
-    return joined
+        wrong_values = merged.readings.get("wrong", 0.0) + one.readings.get("wrong", 0.0)
+        merged.readings.update(one.readings, wrong=wrong_values)
+        merged.errors.update(one.errors)
+    return merged
 
 
 class Doctor:
@@ -129,17 +131,19 @@ class Doctor:
         self._journal, self._say = run.journal, run.monitor.say
         self._known: set[int] = set()  # members examined before
 
-    def unsound(self, crew: Crew, members: Sequence[int]) -> dict[int, str]:
+    def find_unsound(self, crew: Crew, members: Sequence[int]) -> dict[int, str]:
         """Examine `members` if some of them are new; return the unsound new ones, each with its symptoms, and report
         them to journal and user. Symptoms of most members are reported, and bar no member. Raises WorkerFailed if one
         dies or hangs."""
         new = [number for number in members if number not in self._known]
-        if not new or not self._examines(crew):
+        if not new or not self._should_examine(crew):
             return {}
-        start, there = time.perf_counter(), crew.members
-        outcome = examine(crew, self._job, members, thorough=self._asked == "full")
+        start, crew_members = time.perf_counter(), crew.members
+        outcome = examine_members(crew, self._job, members, thorough=self._asked == "full")
         self._known.update(new)
-        bad = {n: f"worker {n} on {there[n].node}: {outcome.reason(n)}" for n in new if n in outcome.bad}
+        bad = {
+            n: f"worker {n} on {crew_members[n].node}: {outcome.describe_symptoms(n)}" for n in new if n in outcome.bad
+        }
         self._journal.write(
             events.Examined(
                 numbers=new,
@@ -155,7 +159,7 @@ class Doctor:
             self._say(f"doctor  warning: most workers are alike in this, and none is left out: {check}: {why}")
         return bad
 
-    def _examines(self, crew: Crew) -> bool:
+    def _should_examine(self, crew: Crew) -> bool:
         """Return True if the doctor examines this crew: by cluster.doctor, or if auto, on GPUs or several nodes."""
         if self._asked != "auto":
             return self._asked != "off"
@@ -172,22 +176,26 @@ def violations_of_workers(crew: Crew, config: Config, run_dir: Path) -> dict[int
     that differ. The probe files that this writes to run directory and checkpoint storage are deleted afterwards. Raise
     ConfigError if the driver itself cannot write them."""
     storages = {"run.dir": open_storage(str(run_dir))}
-    if environment_proof.saves(config):
-        storages["checkpoint.url"] = open_storage(environment_proof.home(config))
-    with _probe(storages) as name:
-        own, found = proof(config, run_dir, name), crew.call("prove", name)
-    return {rank: lines for rank, its in enumerate(found) if (lines := disagreements(own, its, config))}
+    if environment_proof.saves_checkpoints(config):
+        storages["checkpoint.url"] = open_storage(environment_proof.find_checkpoint_url(config))
+    with _write_probe_files(storages) as name:
+        driver_proof, worker_proofs = describe_environment(config, run_dir, name), crew.call_ranks("prove", name)
+    return {
+        rank: lines
+        for rank, worker_proof in enumerate(worker_proofs)
+        if (lines := list_disagreements(driver_proof, worker_proof, config))
+    }
 
 
 @contextmanager
-def _probe(storages: Mapping[str, Storage]) -> Iterator[str]:
+def _write_probe_files(storages: Mapping[str, Storage]) -> Iterator[str]:
     """Write a file of random bytes to each storage, for the workers to read, yield the file's name, and delete the
     files at the end. `storages`: configuration key -> storage. Raise ConfigError, naming the key, for one that cannot
     be written."""
     name = f".probe-{secrets.token_hex(8)}"
     try:
         for key, storage in storages.items():
-            with as_refusal(key, storage.url, OSError, why="cannot be written to: {}"):
+            with refuse_failures(key, storage.url, OSError, why="cannot be written to: {}"):
                 storage.write(name, [memoryview(secrets.token_bytes(16))], durable=False)
         yield name
     finally:
@@ -196,23 +204,27 @@ def _probe(storages: Mapping[str, Storage]) -> Iterator[str]:
                 storage.delete(name, durable=False)
 
 
-def disagreements(own: Proof, its: Proof, config: Config) -> list[str]:
-    """Return one line for each difference between a worker's environment, `its`, and the driver's, `own` (storage,
-    hashes of code, versions of libraries), and for each feature that the worker lacks."""
+def list_disagreements(driver_proof: Proof, worker_proof: Proof, config: Config) -> list[str]:
+    """Return one line for each difference between a worker's environment, `worker_proof`, and the driver's,
+    `driver_proof` (storage, hashes of code, versions of libraries), and for each feature that the worker lacks."""
     where = {
         "run.dir": config.run.dir,
-        "checkpoint.url": redact(environment_proof.home(config)),
-        "checkpoint.resume": redact(config.checkpoint.resume),
+        "checkpoint.url": redact_secrets(environment_proof.find_checkpoint_url(config)),
+        "checkpoint.resume": redact_secrets(config.checkpoint.resume),
     }
     lines = []
-    for kind, name, value in ((k, n, v) for k in ("sees", "code", "versions") for n, v in getattr(own, k).items()):
-        if (there := getattr(its, kind).get(name)) != value:
-            how = f"{there} on node {its.node}, {value} at the driver"
+    for kind, name, value in (
+        (k, n, v) for k in ("sees", "code", "versions") for n, v in getattr(driver_proof, k).items()
+    ):
+        if (worker_value := getattr(worker_proof, kind).get(name)) != value:
+            how = f"{worker_value} on node {worker_proof.node}, {value} at the driver"
             if kind == "sees":
-                lines.append(violation(name, where[name], f"{how}; all nodes must see the same"))
+                lines.append(format_violation(name, where[name], f"{how}; all nodes must see the same"))
             else:
                 lines.append(f"cluster: {kind} of {name}: {how}; all nodes must run the same")
     for key, legal in _ALWAYS.items():
-        if why := its.lacks.get(key):
-            lines.append(violation(key, flat_values(config)[key], f"{why} on node {its.node}", legal))
+        if why := worker_proof.lacks.get(key):
+            lines.append(
+                format_violation(key, flatten_config(config)[key], f"{why} on node {worker_proof.node}", legal)
+            )
     return lines

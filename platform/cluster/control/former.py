@@ -8,27 +8,27 @@ from math import inf
 from time import perf_counter
 from typing import Any
 
-from platform.boundary.refusals import ConfigError, violation
-from platform.boundary.terminal import phase, tolerated
+from platform.boundary.refusals import ConfigError, format_violation
+from platform.boundary.terminal import show_phase, tolerate_write_error
 from platform.cluster.control import examination
-from platform.cluster.control.recruiter import Recruiter, arrange, places, tiers_of
+from platform.cluster.control.recruiter import Recruiter, arrange_seats, find_rank_tiers, member_paths
 from platform.cluster.control.run_context import Generation, RunContext
 from platform.cluster.crew.crew import ByRank, Crew
 from platform.cluster.crew.failures import GaveUp, Member, Reform
 from platform.cluster.crew.job import Job
 from platform.monitor import Timeline, events
 from platform.plan.accelerators import dense_bf16_peak
-from platform.plan.layout import Mesh, count_of
+from platform.plan.layout import Mesh, format_count
 from platform.plan.plan import Plan
-from platform.plan.plan_data import digest, plan_summary
+from platform.plan.plan_data import plan_digest, plan_summary
 from platform.plan.schedule import Schedule, table
 from platform.plan.simulate import simulate, stage_rows
-from platform.predict.choose_schedule import schedules_of
-from platform.predict.tier_traffic import reach_of
+from platform.predict.choose_schedule import build_schedules
+from platform.predict.tier_traffic import farthest_tiers
 from platform.runtime.compilation import may_compile
 from platform.train.replies import Unrestored
 from platform.train.state_recovery import Formation, Source, find_source, take_seats
-from platform.weights.importing import initial_weights
+from platform.weights.importing import open_initial_weights
 
 # The driver's record of the run state that crew members hold in memory, kept from their answers.
 
@@ -42,19 +42,19 @@ class SnapshotLedger:
         self._newest: dict[int, tuple[Generation, int]] = {}  # by number: the newest step that all its members hold
         self._distrusted: set[tuple[int, int]] = set()  # (generation, member)
 
-    def add(self, generation: Generation, step: int) -> None:
+    def record_snapshot(self, generation: Generation, step: int) -> None:
         """Record that all members of a generation of workers hold a snapshot of the state after `step`."""
         self._newest[generation.number] = generation, step
 
-    def distrust(self, generation: int, members: Collection[int]) -> None:
+    def distrust_members(self, generation: int, members: Collection[int]) -> None:
         """Ignore from now on these members' snapshots of a generation of workers, as their memory is damaged."""
         self._distrusted |= {(generation, member) for member in members}
 
-    def only(self, generation: int) -> None:
+    def forget_others(self, generation: int) -> None:
         """Forget the snapshots of other generations of workers, which are dropped when this one takes a step."""
         self._newest = {number: held for number, held in self._newest.items() if number == generation}
 
-    def source(self, alive: Collection[int], size: int) -> tuple[Source | None, list[str]]:
+    def find_state_source(self, alive: Collection[int], size: int) -> tuple[Source | None, list[str]]:
         """Return the newest training state that the members `alive` hold whole in memory, for a new mesh of `size`
         ranks, or None, and why newer states are not whole, a line each; see
         `platform.train.state_recovery.find_source`."""
@@ -83,7 +83,7 @@ class Former:
         self._formed = self._tried = False  # a mesh was formed; a restore from storage was tried
         self._shown = run.plan  # the plan that the user has seen
 
-    def form(self, crew: Crew) -> Generation:
+    def form_generation(self, crew: Crew) -> Generation:
         """Form the next generation of workers: wait for workers, seat them, build their part of the model and bring it
         to the newest state, from survivors' memory or from storage.
 
@@ -92,96 +92,98 @@ class Former:
         be hired, or no state can be had; Stopped if the run was asked to stop while too few were there; ConfigError in
         a run's first generation, for what the user has to correct.
         """
-        with phase("waiting for workers"):
-            members, found = self.recruiter.wait(crew)
+        with show_phase("waiting for workers"):
+            members, replanned = self.recruiter.await_members(crew)
         start = perf_counter()
-        plan, size = found.plan, found.plan.mesh.size
-        schedules = schedules_of(found.config, plan.replicas)
+        plan, size = replanned.plan, replanned.plan.mesh.world_size
+        schedules = build_schedules(replanned.config, plan.num_replicas)
         schedule = schedules[-1]
         number = self._journal.next_generation()
-        mesh, made = dict(plan.mesh.axes), digest(plan)
+        mesh, new_digest = dict(plan.mesh.axes), plan_digest(plan)
         alive = len(members)
-        self._journal.write(events.Forming(world_size=size, mesh=mesh, plan=made, reason=found.reason, alive=alive))
-        self._show(plan, schedule, found.reason)
-        seats, source = self._seats(members, plan.mesh)
+        forming = events.Forming(world_size=size, mesh=mesh, plan=new_digest, reason=replanned.reason, alive=alive)
+        self._journal.write(forming)
+        self._show_plan(plan, schedule, replanned.reason)
+        seats, source = self._assign_seats(members, plan.mesh)
         if source and source.gathered:
-            self._gather(crew, source, number)
-        job = replace(self._job, coordinates=[plan.mesh.coordinates(rank) for rank in range(size)])
-        crew.seat(job, seats)
-        self._prove(crew, seats)
+            self._gather_state(crew, source, number)
+        job = replace(self._job, coordinates=[plan.mesh.rank_coordinates(rank) for rank in range(size)])
+        crew.seat_members(job, seats)
+        self._check_environments(crew, seats)
         stage_of = list(schedule.placement)
-        workers = crew.call("form", ByRank(range(size)), size, found.config, crew.store, number, stage_of, made)
+        seating = size, replanned.config, crew.store, number, stage_of, new_digest
+        workers = crew.call_ranks("form", ByRank(range(size)), *seating)
         numbered = [vars(worker) | {"number": number} for worker, number in zip(workers, seats, strict=True)]
         self._journal.write(events.Formed(workers=numbered))
-        domains = [members[number].node for number in seats]
-        of_stage = stage_rows(schedules)
-        plain = [stage.plain() for stage in of_stage]
+        domains, of_stage = [members[number].node for number in seats], stage_rows(schedules)
+        plain = [stage.encode_rows() for stage in of_stage]
         init = not source and self._config.train.init not in ("", "random")
         fresh = not source and not self._checkpoints.step and not init
-        tiers = tiers_of(seats, places(members))
-        rows, reach = ByRank(plain[c["stage"]] for c in job.coordinates), reach_of(plan, tiers)
-        build = "build", rows, domains, self._corpus, reach, fresh
-        built = crew.call(*build)
+        tiers = find_rank_tiers(seats, member_paths(members))
+        rows = ByRank(plain[c["stage"]] for c in job.coordinates)
+        build = "build", rows, domains, self._corpus, farthest_tiers(plan, tiers), fresh
+        built = crew.call_ranks(*build)
         self.recruiter.memory = min(self.recruiter.memory, *(b.memory or inf for b in built))
-        step = self._recover(crew, source) if source else self._restore(crew, build, fill=not init)
+        step = self._recover_state(crew, source) if source else self._restore_state(crew, build, fill=not init)
         if init and not step:
-            self._begin(crew)
+            self._load_initial_weights(crew)
         self._formed = True
-        if uncompiled := built[0].uncompiled or self._rehearse(crew, job, step + 1):
+        if uncompiled := built[0].uncompiled or self._rehearse_step(crew, job, step + 1):
             self._monitor.say(f"compile  off: {uncompiled}")
-        self._journal.write(
-            events.Running(step=step + 1, parameters_per_worker=built[0].parameters, uncompiled=uncompiled or None)
-        )
+        held, reason = built[0].parameters, uncompiled or None
+        self._journal.write(events.Running(step=step + 1, parameters_per_worker=held, uncompiled=reason))
         timeline = None
         if self._config.monitor.timeline:
-            names, stages = [job.name(rank) for rank in range(size)], [c["stage"] for c in job.coordinates]
+            names, stages = [job.rank_name(rank) for rank in range(size)], [c["stage"] for c in job.coordinates]
             timeline = Timeline(schedules, [stage.steps for stage in of_stage], names, stages)
         peak = dense_bf16_peak(built[0].device)
-        formed = Formation(found.config, stage_of, domains, seats, built[0].moments, built[0].shared)
-        device, seconds = built[0].device, perf_counter() - start
-        generation = Generation(number, plan, formed, tiers, step, device, peak, timeline, job, seconds)
-        if source or (step and self._config.elastic.interval):
-            self.ledger.add(generation, step)
+        formed = Formation(replanned.config, stage_of, domains, seats, built[0].moments, built[0].shared)
+        state = step, built[0].device, peak, timeline, job
+        generation = Generation(number, plan, formed, tiers, *state, perf_counter() - start)
+        if source or (step and self._config.elastic.snapshot_interval):
+            self.ledger.record_snapshot(generation, step)
         return generation
 
-    def _seats(self, members: Mapping[int, Member], mesh: Mesh) -> tuple[list[int], Source | None]:
+    def _assign_seats(self, members: Mapping[int, Member], mesh: Mesh) -> tuple[list[int], Source | None]:
         """Return the member at every rank of a new mesh, and the state in survivors' memory that they recover from;
         None instead if no state in memory is whole or a checkpoint is newer. `members`: members that may be seated."""
-        paths = places(members)
-        source, reasons = self.ledger.source(members.keys(), mesh.size)
+        paths = member_paths(members)
+        source, reasons = self.ledger.find_state_source(members.keys(), mesh.world_size)
         for reason in reasons:
             self._journal.write(events.NotWhole(reason=reason))
         if source is None or source.step < self._checkpoints.step:
-            return arrange(paths, mesh, {}), None
-        keep = dict(zip(source.kept, source.members(source.kept), strict=True))
-        found = take_seats(source, arrange(paths, mesh, keep))
-        if not found:  # what they hold is worth more than to be near each other
-            others = [number for number in members if number not in keep.values()]
-            enough = [*keep.values(), *others][: mesh.size]
-            found = take_seats(source, arrange({number: paths[number] for number in enough}, mesh, keep))
-        assert found
-        return found.seats, found
+            return arrange_seats(paths, mesh, {}), None
+        member_of_rank = dict(zip(source.kept, source.members_of_ranks(source.kept), strict=True))
+        seated_source = take_seats(source, arrange_seats(paths, mesh, member_of_rank))
+        if not seated_source:  # what they hold is worth more than to be near each other
+            others = [number for number in members if number not in member_of_rank.values()]
+            seatable = [*member_of_rank.values(), *others][: mesh.world_size]
+            seated_source = take_seats(
+                source, arrange_seats({number: paths[number] for number in seatable}, mesh, member_of_rank)
+            )
+        assert seated_source
+        return seated_source.seats, seated_source
 
-    def _show(self, plan: Plan, schedule: Schedule, reason: str) -> None:
+    def _show_plan(self, plan: Plan, schedule: Schedule, reason: str) -> None:
         """Print the plan of the mesh of workers that forms, if it differs from the one shown last, and its pipeline
         schedule; write plan.json."""
         if plan is not self._shown:
-            self._monitor.say(reason or f"{count_of(plan.mesh.size, 'worker')}: as configured")
-            with tolerated(self._monitor.say, "plan.json"):
+            self._monitor.say(reason or f"{format_count(plan.mesh.world_size, 'worker')}: as configured")
+            with tolerate_write_error(self._monitor.say, "plan.json"):
                 self._run.directory.write_plan(plan_summary(plan))
         self._shown = self._checkpoints.plan = plan
         if schedule.stages > 1:
-            self._monitor.say(_described(schedule))
+            self._monitor.say(_describe_schedule(schedule))
 
-    def _gather(self, crew: Crew, source: Source, number: int) -> None:
+    def _gather_state(self, crew: Crew, source: Source, number: int) -> None:
         """Let survivors that hold state in memory but get no seat in the new mesh send it to the seated ones, in a
         temporary group of all holders. `number`: number of the next generation."""
-        order = source.members(source.gathered)
-        crew.seat(replace(self._job, coordinates=[{"data": i} for i in range(len(order))]), order)
-        crew.call("gather", source, ByRank(range(len(order))), crew.store, f"{number}/gather")
-        crew.release()
+        order = source.members_of_ranks(source.gathered)
+        crew.seat_members(replace(self._job, coordinates=[{"data": i} for i in range(len(order))]), order)
+        crew.call_ranks("gather", source, ByRank(range(len(order))), crew.store, f"{number}/gather")
+        crew.release_members()
 
-    def _prove(self, crew: Crew, seats: Sequence[int]) -> None:
+    def _check_environments(self, crew: Crew, seats: Sequence[int]) -> None:
         """Check that the seated members not checked before see the same storage and run the same code as the driver.
         Raise ConfigError if one does not in the first generation; in a later one bar it, and raise Reform."""
         new = set(seats) - self._proven
@@ -204,38 +206,38 @@ class Former:
             self._journal.write(events.Barred(numbers=sorted(barred), reasons=reasons))
             raise Reform(f"a new worker gets no seat: {reasons[0]}")
 
-    def _recover(self, crew: Crew, source: Source) -> int:
+    def _recover_state(self, crew: Crew, source: Source) -> int:
         """Let all ranks recover the state from survivors' memory, journal it, and return the step of that state."""
         start = perf_counter()
-        crew.call("recover", source)
+        crew.call_ranks("recover", source)
         self._journal.write(events.Restored(step=source.step, source="memory", seconds=perf_counter() - start))
         return source.step
 
-    def _begin(self, crew: Crew) -> None:
+    def _load_initial_weights(self, crew: Crew) -> None:
         """Let all workers of a new generation start from the weights of train.init, and journal it. Raise GaveUp if
         they cannot be read and a generation had formed before; ConfigError if none had."""
         start = perf_counter()
         try:
-            found = initial_weights(self._config)
-            failure: Unrestored | None = crew.call("begin")[0]
+            weights = open_initial_weights(self._config)
+            failure: Unrestored | None = crew.call_ranks("begin")[0]
             if failure:
-                raise ConfigError(violation("train.init", found.url, failure.reason))
+                raise ConfigError(format_violation("train.init", weights.url, failure.reason))
         except ConfigError as error:
             if not self._formed:
                 raise
             raise GaveUp(str(error)) from None
-        seconds, notes = perf_counter() - start, list(found.notes)
-        self._journal.write(events.Initialised(weights=found.url, differences=notes, seconds=seconds))
-        self._monitor.say("\n".join([f"weights  of {found.url}", *(f"         {line}" for line in notes)]))
+        seconds, notes = perf_counter() - start, list(weights.notes)
+        self._journal.write(events.Initialised(weights=weights.url, differences=notes, seconds=seconds))
+        self._monitor.say("\n".join([f"weights  of {weights.url}", *(f"         {line}" for line in notes)]))
 
-    def _rehearse(self, crew: Crew, job: Job, step: int) -> str:
+    def _rehearse_step(self, crew: Crew, job: Job, step: int) -> str:
         """Let all workers compile the model, before steps have a deadline; return which cannot and why, "" for none."""
         if not may_compile(self._config.train.compile, job.device):
             return ""
-        failed = ((rank, why) for rank, why in enumerate(crew.call("rehearse", step)) if why)
-        return next((f"{job.name(rank)} cannot compile {why}" for rank, why in failed), "")
+        failed = ((rank, why) for rank, why in enumerate(crew.call_ranks("rehearse", step)) if why)
+        return next((f"{job.rank_name(rank)} cannot compile {why}" for rank, why in failed), "")
 
-    def _restore(self, crew: Crew, build: tuple[Any, ...], fill: bool) -> int:
+    def _restore_state(self, crew: Crew, build: tuple[Any, ...], fill: bool) -> int:
         """Restore the workers' state from storage, as nothing in memory is usable, or leave them at step 0 if there is
         no checkpoint; return the step. `build`: the call that builds the workers' models, repeated after each corrupt
         checkpoint; its last argument is True if it gives them initial values; `fill`: True if they need these when
@@ -243,12 +245,12 @@ class Former:
         or OSError if none had."""
         try:
             if self._tried:
-                self._checkpoints.look_again()
+                self._checkpoints.select_newest_again()
             self._tried = True
-            while not self._checkpoints.restore(crew):
-                crew.call(*build)
+            while not self._checkpoints.restore_workers(crew):
+                crew.call_ranks(*build)
             if not self._checkpoints.step and fill and not build[-1]:  # the checkpoint that was there is gone
-                crew.call(*build[:-1], True)
+                crew.call_ranks(*build[:-1], True)
         except (ConfigError, OSError) as error:
             if not self._formed:
                 raise
@@ -256,7 +258,7 @@ class Former:
         return self._checkpoints.step
 
 
-def _described(schedule: Schedule) -> str:
+def _describe_schedule(schedule: Schedule) -> str:
     """Describe a new mesh's pipeline schedule: size, simulated bubble, and its table unless wider than _WIDTH."""
     bubble = simulate(schedule).bubble
     title = f"schedule  {schedule.name}: {schedule.stages} stages x {schedule.chunks} chunks, {schedule.microbatches}"

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 from platform.boundary import documents, schema
 from platform.boundary.documents import error_line
-from platform.boundary.local_files import replace_text, write_whole
-from platform.boundary.redaction import redact
+from platform.boundary.local_files import replace_file, replace_text
+from platform.boundary.redaction import redact_secrets
 from platform.boundary.schema import Count, Malformed
-from platform.boundary.terminal import tolerated
+from platform.boundary.terminal import tolerate_write_error
 from platform.cluster.control.evaluations import Forecast
 from platform.cluster.control.run_context import Generation, RunContext
 from platform.cluster.crew.crew import Crew
@@ -35,11 +35,11 @@ from platform.config.run_rules import EVERY
 from platform.monitor import MetricsRow
 from platform.monitor.events import Profiled
 from platform.monitor.timeline import END_OF_STEP, rank_events, thread_name
-from platform.plan.layout import count_of
+from platform.plan.layout import format_count
 from platform.plan.plan_summary import OPTIMIZER
 from platform.plan.schedule import Action, Kind
-from platform.predict.choose_schedule import schedules_of
-from platform.train.replies import PARTS, PROFILE, STEP, Event, PartHead, PartName, PartWritten, nested, opened_part
+from platform.predict.choose_schedule import build_schedules
+from platform.train.replies import PARTS, PROFILE, STEP, Event, PartHead, PartName, PartWritten, nest_events, open_part
 
 PREDICTED, TIMELINE = 1, 10  # threads of a rank: what was predicted, and the first of its timeline
 LARGEST_NOTE = 64 << 20  # bytes
@@ -88,7 +88,7 @@ def write_step_note(run_dir: Path, step: int, generation: int, note: StepNote) -
     """Write a driver's note on a profiled step. Raises OSError."""
     path = note_path(run_dir, step, generation)
     path.parent.mkdir(0o700, parents=True, exist_ok=True)
-    replace_text(path, json.dumps(redact(asdict(note))) + "\n")
+    replace_text(path, json.dumps(redact_secrets(asdict(note))) + "\n")
 
 
 def read_step_note(run_dir: Path, step: int, generation: int) -> StepNote:
@@ -97,10 +97,10 @@ def read_step_note(run_dir: Path, step: int, generation: int) -> StepNote:
         raw = documents.read_bytes(note_path(run_dir, step, generation), LARGEST_NOTE)
     except FileNotFoundError:
         return StepNote([], [], [])
-    return schema.read(StepNote, documents.from_json(raw, LARGEST_NOTE))
+    return schema.parse_value(StepNote, documents.parse_json(raw, LARGEST_NOTE))
 
 
-def predicted_spans(
+def build_predicted_spans(
     simulated: Sequence[tuple[str, float, float]], makespan: float, parts: Mapping[str, float], optimizer: str
 ) -> list[PredictedSpan]:
     """Return the spans of a stage's predicted step: one around the whole, the `simulated` actions, and, after the
@@ -128,32 +128,36 @@ def newest_parts(run_dir: Path) -> list[tuple[PartName, Path]]:
 def merge_parts(run_dir: Path, path: Path) -> Merged | None:
     """Merge the parts of a run's profile into the trace `path`; return an account of it, None if there are no parts.
     Raises Malformed, OSError."""
-    found = newest_parts(run_dir)
-    if not found:
+    parts = newest_parts(run_dir)
+    if not parts:
         return None
-    notes = {(n.step, n.generation): read_step_note(run_dir, n.step, n.generation) for n, _ in found}
+    notes = {(n.step, n.generation): read_step_note(run_dir, n.step, n.generation) for n, _ in parts}
     with ExitStack() as stack:
-        opened = [(name, *stack.enter_context(opened_part(part))) for name, part in found]
+        opened = [(name, *stack.enter_context(open_part(part))) for name, part in parts]
         heads = {name: head for name, head, _ in opened}
         trace = _Trace(heads, notes)
-        write_whole(path, _compressed(trace.text({name: events for name, _, events in opened})))
+        replace_file(path, _compress_pieces(trace.json_pieces({name: events for name, _, events in opened})))
     steps, cut = sorted({name.step for name in heads}), sum(head.cut for head in heads.values())
     return Merged(path, path.stat().st_size, steps, len({name[1:] for name in heads}), cut)
 
 
-def shifts(heads: Mapping[PartName, PartHead], notes: Mapping[tuple[int, int], StepNote]) -> dict[PartName, int]:
+def measure_clock_shifts(
+    heads: Mapping[PartName, PartHead], notes: Mapping[tuple[int, int], StepNote]
+) -> dict[PartName, int]:
     """Return, for each part of a profile, the nanoseconds by which its machine's clock lags behind the clock of the
     generation's first rank: a median over the steps, in each of which a machine's first rank leaves the barrier."""
-    node = {name: _value_at(notes[name[:2]].nodes, name.rank, f"rank {name.rank}") for name in heads}
+    node = {name: _value_or_default(notes[name[:2]].nodes, name.rank, f"rank {name.rank}") for name in heads}
     left: dict[tuple[int, str], dict[int, int]] = defaultdict(dict)  # generation, node -> step -> time
     for name, head in heads.items():
         times = left[name.generation, node[name]]
         times[name.step] = min(head.left, times.get(name.step, head.left))
     first = {name.generation: node[name] for name in sorted(heads, key=lambda name: -name.rank)}
     lags = {}
-    for (generation, here), own in left.items():
+    for (generation, node_name), barrier_times in left.items():
         base = left[generation, first[generation]]
-        lags[generation, here] = round(median([base[step] - own[step] for step in own if step in base] or [0]))
+        lags[generation, node_name] = round(
+            median([base[step] - barrier_times[step] for step in barrier_times if step in base] or [0])
+        )
     return {name: lags[name.generation, node[name]] for name in heads}
 
 
@@ -163,37 +167,37 @@ class _Trace:
 
     def __init__(self, heads: Mapping[PartName, PartHead], notes: Mapping[tuple[int, int], StepNote]):
         """Prepare the trace of parts with these `heads`, and `notes` by step and generation."""
-        self._heads, self._notes, self._shifts = heads, notes, shifts(heads, notes)
+        self._heads, self._notes, self._shifts = heads, notes, measure_clock_shifts(heads, notes)
         seats = sorted({name[1:] for name in heads})  # generation, rank
         self._pids = {seat: pid for pid, seat in enumerate(seats, 1)}
         self._several = len({generation for generation, _ in seats}) > 1
         self._zero = min(head.left + self._shifts[name] for name, head in heads.items()) - _ROOM
         self._threads: dict[int, dict[str, str]] = defaultdict(dict)  # by process: number -> name
-        self._owned = {name: self._own(name) for name in heads}
+        self._owned = {name: self._timeline_events(name) for name in heads}
 
-    def text(self, events: Mapping[PartName, Iterator[Event]]) -> Iterator[str]:
+    def json_pieces(self, events: Mapping[PartName, Iterator[Event]]) -> Iterator[str]:
         """Yield the JSON text of the trace, piece by piece; `events`: the events of each part."""
         yield '{"displayTimeUnit":"ms","traceEvents":[\n'
-        streams = [self._absolute(name, found) for name, found in events.items()]
-        streams += map(iter, [*self._owned.values(), sorted(self._parts(), key=_order)])
+        streams = [self._absolute_events(name, part_events) for name, part_events in events.items()]
+        streams += map(iter, [*self._owned.values(), sorted(self._part_events(), key=_event_order)])
         comma = ""
-        for event in self._names():
+        for event in self._naming_events():
             yield comma + json.dumps(event, separators=(",", ":"))
             comma = ",\n"
-        for event in heapq.merge(*streams, key=_order):
+        for event in heapq.merge(*streams, key=_event_order):
             event["ts"] = (event["ts"] - self._zero) / 1e3
             if "dur" in event:
                 event["dur"] = event["dur"] / 1e3
             yield comma + json.dumps(event, separators=(",", ":"))
-        yield f'\n],"otherData":{json.dumps(self._about())}}}\n'
+        yield f'\n],"otherData":{json.dumps(self._describe_trace())}}}\n'
 
-    def _about(self) -> dict[str, Any]:
+    def _describe_trace(self) -> dict[str, Any]:
         """Return what the trace says of itself."""
         cut = sum(head.cut for head in self._heads.values())
         steps = sorted({name.step for name in self._heads})
         return {"steps": ", ".join(map(str, steps)), "events_left_out": str(cut)}
 
-    def _absolute(self, name: PartName, events: Iterator[Event]) -> Iterator[Event]:
+    def _absolute_events(self, name: PartName, events: Iterator[Event]) -> Iterator[Event]:
         """Yield the events of a part in its process, at nanoseconds since the epoch."""
         pid, part = self._pids[name[1:]], [*self._heads].index(name)
         base = self._heads[name].left + self._shifts[name]
@@ -204,46 +208,48 @@ class _Trace:
                 event["id"] = (part << 32) + int(event["id"])
             yield event
 
-    def _own(self, name: PartName) -> list[Event]:
+    def _timeline_events(self, name: PartName) -> list[Event]:
         """Return the events of a part's timeline and of its prediction, in order; name their threads."""
         head, note = self._heads[name], self._notes[name[:2]]
         base, threads = head.left + self._shifts[name] + head.began, self._threads[self._pids[name[1:]]]
-        actions = {s.section: a for s in head.timeline.sections if (a := _named_action(s.section))}
-        found = []
+        actions = {s.section: a for s in head.timeline.sections if (a := _parse_action(s.section))}
+        trace_events = []
         for thread, start, end, more in rank_events(actions, name.step, head.timeline):
             threads[str(TIMELINE + thread)] = thread_name(thread)
-            found.append(self._span(name, TIMELINE + thread, base, start, end) | more)
-        stage = _value_at(note.stages, name.rank, 0)
+            trace_events.append(self._build_span(name, TIMELINE + thread, base, start, end) | more)
+        stage = _value_or_default(note.stages, name.rank, 0)
         for span in note.spans[stage] if stage < len(note.spans) else ():
             threads[str(PREDICTED)] = f"predicted on {note.hardware}"
             more = {"name": span.name, "cat": "predicted", "args": {"step": name.step}}
-            found.append(self._span(name, PREDICTED, base, span.start, span.end) | more)
+            trace_events.append(self._build_span(name, PREDICTED, base, span.start, span.end) | more)
         threads |= head.threads
-        return list(nested(sorted(found, key=_order), threads))
+        return list(nest_events(sorted(trace_events, key=_event_order), threads))
 
-    def _span(self, name: PartName, thread: int, base: int, start: float, end: float) -> Event:
+    def _build_span(self, name: PartName, thread: int, base: int, start: float, end: float) -> Event:
         """Return an event of a thread, from `start` to `end`, seconds after `base`, without its name."""
         begin, stop = base + round(start * 1e9), base + round(end * 1e9)
         return {"ph": "X", "pid": self._pids[name[1:]], "tid": thread, "ts": begin, "dur": stop - begin}
 
-    def _parts(self) -> Iterator[Event]:
+    def _part_events(self) -> Iterator[Event]:
         """Yield the parts of each step, one after the other, as predicted and, on a thread beside, as measured."""
         for (step, generation), note in self._notes.items():
             first = min(name for name in self._heads if name[:2] == (step, generation))
             begin = self._heads[first].left + self._shifts[first]
-            for thread, (row, found) in enumerate((("predicted", note.predicted), ("measured", note.measured)), 1):
+            for thread, (row, part_seconds) in enumerate(
+                (("predicted", note.predicted), ("measured", note.measured)), 1
+            ):
                 time = begin
-                for part, seconds in found.items():
+                for part, seconds in part_seconds.items():
                     if (length := round(seconds * 1e9)) > 0:
-                        where = {"ph": "X", "pid": len(self._pids) + 1, "tid": thread, "ts": time, "dur": length}
-                        yield where | {"name": part, "cat": row, "args": {"step": step}}
+                        event_place = {"ph": "X", "pid": len(self._pids) + 1, "tid": thread, "ts": time, "dur": length}
+                        yield event_place | {"name": part, "cat": row, "args": {"step": step}}
                         time += length
 
-    def _names(self) -> Iterator[Event]:
+    def _naming_events(self) -> Iterator[Event]:
         """Yield the events that name processes and threads."""
         names = {}
         for name in self._heads:
-            title = _value_at(self._notes[name[:2]].names, name.rank, f"rank{name.rank}")
+            title = _value_or_default(self._notes[name[:2]].names, name.rank, f"rank{name.rank}")
             names[self._pids[name[1:]]] = title + (f", generation {name.generation}" if self._several else "")
         if any(note.measured for note in self._notes.values()):
             hardware = next((note.hardware for note in self._notes.values() if note.hardware), "")
@@ -258,23 +264,23 @@ class _Trace:
                 yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
 
 
-def _named_action(name: str) -> Action | None:
+def _parse_action(name: str) -> Action | None:
     """Return the action of a pipeline schedule of that name, None if it is none."""
-    found = _ACTION.fullmatch(name)
-    return Action(Kind(found[2]), int(found[3]), int(found[1])) if found else None
+    matched = _ACTION.fullmatch(name)
+    return Action(Kind(matched[2]), int(matched[3]), int(matched[1])) if matched else None
 
 
-def _value_at(values: Sequence[Any], i: int, otherwise: Any) -> Any:
+def _value_or_default(values: Sequence[Any], i: int, default: Any) -> Any:
     """Return values[i], or another value where there are fewer."""
-    return values[i] if i < len(values) else otherwise
+    return values[i] if i < len(values) else default
 
 
-def _order(event: Event) -> tuple[int, int]:
+def _event_order(event: Event) -> tuple[int, int]:
     """Return the key by which events are sorted: by beginning, and what lies around others before these."""
     return event["ts"], -event.get("dur", 0)
 
 
-def _compressed(pieces: Iterator[str]) -> Iterator[bytes]:
+def _compress_pieces(pieces: Iterator[str]) -> Iterator[bytes]:
     """Yield a text, given in pieces, as gzip compresses it."""
     packer = zlib.compressobj(6, wbits=31)
     for piece in pieces:
@@ -300,7 +306,7 @@ class Profiles:
         self._merging: threading.Thread | None = None
         self._merged: list[int] = []  # steps in the trace
 
-    def chosen(self, generation: Generation) -> list[int]:
+    def ranks_to_profile(self, generation: Generation) -> list[int]:
         """Return the ranks of a generation of workers that are profiled: one of each pipeline stage by default."""
         if self._ranks == [EVERY]:
             return list(range(generation.size))
@@ -310,66 +316,68 @@ class Profiles:
         return sorted(stages.index(stage) for stage in set(stages))
 
     @contextmanager
-    def of_step(self, crew: Crew, generation: Generation, step: int) -> Iterator[None]:
+    def profile_step(self, crew: Crew, generation: Generation, step: int) -> Iterator[None]:
         """Let the chosen ranks record training step `step` during the block, if it is to be profiled, and write their
         parts after it. A record of a step that fails is dropped."""
         if step not in self._steps:
             yield
             return
-        self._wait()
-        refused = crew.call("begin_profile", step, self.chosen(generation))
+        self._await_merge()
+        refused = crew.call_ranks("begin_profile", step, self.ranks_to_profile(generation))
         yield
-        written: list[PartWritten | None] = crew.call("end_profile")
+        written: list[PartWritten | None] = crew.call_ranks("end_profile")
         why = [*filter(None, refused), *(part.why for part in written if part and part.why)]
         if why:
-            self._say(f"WARNING: step {step} has no profile of {count_of(len(why), 'rank')} ({why[0]})")
+            self._say(f"WARNING: step {step} has no profile of {format_count(len(why), 'rank')} ({why[0]})")
 
-    def note(self, generation: Generation, row: MetricsRow) -> None:
+    def note_step(self, generation: Generation, row: MetricsRow) -> None:
         """Write the note on a profiled step that is committed, `row`; merge all parts after the last of these steps."""
         if row.step not in self._steps:
             return
-        with tolerated(self._say, str(self._directory / PROFILE)):
-            write_step_note(self._directory, row.step, generation.number, self._known(generation, row))
+        with tolerate_write_error(self._say, str(self._directory / PROFILE)):
+            write_step_note(self._directory, row.step, generation.number, self._build_note(generation, row))
         if row.step == self._steps[-1]:
-            self._merging = threading.Thread(target=self._merge, name="profile", daemon=True)
+            self._merging = threading.Thread(target=self._merge_trace, name="profile", daemon=True)
             self._merging.start()
 
-    def _known(self, generation: Generation, row: MetricsRow) -> StepNote:
+    def _build_note(self, generation: Generation, row: MetricsRow) -> StepNote:
         """Return the note on a profiled step: names and places of its ranks, its parts as measured and as predicted."""
         nodes, job = generation.formed.domains, generation.job
-        names = [f"{job.name(rank)} on {node.partition('/')[0]}" for rank, node in enumerate(nodes)]
+        names = [f"{job.rank_name(rank)} on {node.partition('/')[0]}" for rank, node in enumerate(nodes)]
         measured, stages = dict(row.parts or {}), [at["stage"] for at in job.coordinates]
         forecast = self._forecast.of_step if row.predicted_seconds else None
         if forecast is None:
             return StepNote(names, nodes, stages, measured)
-        schedule = schedules_of(generation.formed.config, generation.plan.replicas)[-1]
+        schedule = build_schedules(generation.formed.config, generation.plan.num_replicas)[-1]
         simulated = forecast.simulated(schedule)
         spans: list[list[PredictedSpan]] = []
         for stage in range(schedule.stages):
-            own = sorted((e.start, e.end, str(e.action)) for e in simulated.timeline if e.stage == stage)
-            of_stage = [(name, start, end) for start, end, name in own]
-            spans.append(predicted_spans(of_stage, simulated.makespan, forecast.parts, OPTIMIZER))
+            stage_events = sorted((e.start, e.end, str(e.action)) for e in simulated.timeline if e.stage == stage)
+            of_stage = [(name, start, end) for start, end, name in stage_events]
+            spans.append(build_predicted_spans(of_stage, simulated.makespan, forecast.parts, OPTIMIZER))
         return StepNote(names, nodes, stages, measured, forecast.hardware, dict(forecast.parts), spans)
 
-    def _merge(self) -> None:
+    def _merge_trace(self) -> None:
         """Merge the parts of the profile so far into one trace, and say which steps and ranks it has. An error there is
         said, and ends nothing."""
         try:
-            found = merge_parts(self._directory, self.path)
+            merged = merge_parts(self._directory, self.path)
         except (OSError, Malformed) as error:
             return self._say(f"WARNING: {self.path} cannot be written ({error_line(error)})")
-        if not found:
+        if not merged:
             return self._say(f"WARNING: no step of monitor.profile={[*self._run.config.monitor.profile]} was done here")
-        missing = [step for step in self._steps if step not in found.steps]
-        self._merged = found.steps
-        self._run.journal.write(Profiled(file=str(self.path), steps=found.steps, ranks=found.ranks, bytes=found.bytes))
+        missing = [step for step in self._steps if step not in merged.steps]
+        self._merged = merged.steps
+        self._run.journal.write(
+            Profiled(file=str(self.path), steps=merged.steps, ranks=merged.ranks, bytes=merged.bytes)
+        )
         lacks = f"; steps {', '.join(map(str, missing))} are not in it" if missing else ""
-        cut = f"; the {found.cut} shortest events are left out" if found.cut else ""
-        size, ranks = f"{found.bytes / 1e6:.1f} MB", count_of(found.ranks, "rank")
-        steps = count_of(len(found.steps), "step")
+        cut = f"; the {merged.cut} shortest events are left out" if merged.cut else ""
+        size, ranks = f"{merged.bytes / 1e6:.1f} MB", format_count(merged.ranks, "rank")
+        steps = format_count(len(merged.steps), "step")
         self._say(f"profile of {steps} on {ranks}: {self.path} ({size}), for ui.perfetto.dev{lacks}{cut}")
 
-    def _wait(self) -> None:
+    def _await_merge(self) -> None:
         """Wait until the trace that is being merged is written."""
         if self._merging:
             self._merging.join()
@@ -380,8 +388,8 @@ class Profiles:
         parts go, as none of its steps can be done again."""
         if not self._steps:
             return
-        self._wait()
+        self._await_merge()
         if sorted({name.step for name, _ in newest_parts(self._directory)}) != self._merged:
-            self._merge()
+            self._merge_trace()
         if done and self._merged:
             shutil.rmtree(self._directory / PROFILE / PARTS, ignore_errors=True)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from platform.boundary.local_files import replace_text
-from platform.boundary.redaction import redact
+from platform.boundary.redaction import redact_secrets
 from platform.cluster.crew.heartbeats import LOOK_SECONDS, Outlook
 from platform.monitor.journal import LIVE, Live
-from platform.runtime.progress import stack_of
+from platform.runtime.progress import thread_frames
 
 PULSE_SECONDS = 1.0  # between two writes
 
@@ -32,7 +32,7 @@ class Pulse(AbstractContextManager["Pulse"]):
     def __enter__(self) -> Pulse:
         """Start the thread that writes live.json."""
         self._driver, self._ended = threading.get_ident(), threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._write_pulse, name="pulse", daemon=True)
         self._thread.start()
         return self
 
@@ -41,30 +41,32 @@ class Pulse(AbstractContextManager["Pulse"]):
         self._ended.set()
         self._thread.join(PULSE_SECONDS)
 
-    def _beat(self) -> None:
+    def _write_pulse(self) -> None:
         """Write live.json every PULSE_SECONDS until the context ends; an error there is no reason for a run to end."""
         while not self._ended.wait(PULSE_SECONDS):
             with suppress(Exception):
-                text = json.dumps(redact(self.sight().plain()), allow_nan=False, separators=(",", ":"))
+                text = json.dumps(
+                    redact_secrets(self.describe_driver().plain_fields()), allow_nan=False, separators=(",", ":")
+                )
                 replace_text(self.directory / LIVE, text + "\n")
 
-    def sight(self) -> Live:
+    def describe_driver(self) -> Live:
         """Return the sight of the driver at this moment. Workers are listed while a call lasts long."""
-        live, now, here = self.own(), time.time(), time.monotonic()
+        live, now, clock = self.own(), time.time(), time.monotonic()
         if not self.outlook:
-            return replace(live, time=now, stack=stack_of(self._driver))
+            return replace(live, time=now, stack=thread_frames(self._driver))
         (doing, since), (call, called) = self.outlook.doing, self.outlook.call
-        late = bool(call) and here - called >= LOOK_SECONDS
-        workers = self.outlook.workers() if late else []
+        late = bool(call) and clock - called >= LOOK_SECONDS
+        workers = self.outlook.list_workers() if late else []
         return replace(
             live,
             time=now,
             doing=doing,
-            since=now - (here - since),
+            since=now - (clock - since),
             call=call,
-            called=now - (here - called),
+            called=now - (clock - called),
             pending=len(self.outlook.pending) if call else 0,
             workers=workers,
-            links=self.outlook.links(),
-            stack=[] if workers else stack_of(self._driver),
+            links=self.outlook.list_links(),
+            stack=[] if workers else thread_frames(self._driver),
         )

@@ -21,7 +21,7 @@ from time import monotonic, sleep
 from typing import Annotated, Any, NamedTuple
 
 from platform.boundary import schema
-from platform.boundary.schema import Count, Malformed, Span, Text, shown
+from platform.boundary.schema import Count, Malformed, Span, Text, shorten_value
 from platform.runtime.progress import Activity
 
 # Messages of the control channel. On the wire each one is the map of its fields, whose names identify its kind; any
@@ -38,7 +38,7 @@ class Printable(NamedTuple):
     def check(self, value: str) -> None:
         """Raise Malformed if a text in a worker's message is not printable or longer than `most` characters."""
         if len(value) > self.most or not value.isprintable():
-            raise Malformed(f"{shown(value)} is no printable text of at most {self.most} characters")
+            raise Malformed(f"{shorten_value(value)} is no printable text of at most {self.most} characters")
 
 
 Node = Annotated[str, Printable(512)]
@@ -171,21 +171,22 @@ def new_nonce() -> str:
 def member_token(key: str, session: str, number: int) -> str:
     """Derive the secret token with which member `number` of a switchboard's `session` authenticates, from the run's
     `key`; its holder cannot derive another member's. 64 hexadecimal digits."""
-    return _hmac(key, "token", session, str(number))
+    return _hmac_digest(key, "token", session, str(number))
 
 
-def proof_of(own: str, who: str, challenge: str, nonce: str) -> str:
-    """Compute the proof that side `who` (MEMBER or DRIVER) of a control connection holds the member's token `own`, for
-    the driver's `challenge` and a `nonce` that the member chose: 64 hexadecimal digits, sent in place of the token."""
-    return _hmac(own, who, challenge, nonce)
+def compute_proof(token: str, side: str, challenge: str, nonce: str) -> str:
+    """Compute the proof that side `side` (MEMBER or DRIVER) of a control connection holds the member's token `token`,
+    for the driver's `challenge` and a `nonce` that the member chose: 64 hexadecimal digits, sent in place of the
+    token."""
+    return _hmac_digest(token, side, challenge, nonce)
 
 
-def same_proof(given: str, wanted: str) -> bool:
-    """Compare two proofs of a worker's or driver's secret, in constant time; `given`: any text, from the peer."""
-    return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), wanted.encode())
+def is_same_proof(received: str, expected: str) -> bool:
+    """Compare two proofs of a worker's or driver's secret, in constant time; `received`: any text, from the peer."""
+    return hmac.compare_digest(received.encode("utf-8", "surrogatepass"), expected.encode())
 
 
-def _hmac(key: str, *words: str) -> str:
+def _hmac_digest(key: str, *words: str) -> str:
     """Return the HMAC-SHA256 under `key` of `words`, joined by NUL, to authenticate a worker: 64 hex digits."""
     return hmac.new(key.encode(), "\0".join(words).encode(), hashlib.sha256).hexdigest()
 
@@ -202,31 +203,31 @@ class Garbled(Exception):
     """Signals that the other end of the connection violated the protocol."""
 
 
-def encode(message: object) -> bytes:
+def encode_message(message: object) -> bytes:
     """Encode a message between driver and worker as a frame: length, then JSON text. Raises TypeError, ValueError."""
-    return framed(text(message))
+    return frame_payload(encode_json(message))
 
 
-def text(value: object) -> bytes:
+def encode_json(value: object) -> bytes:
     """Return a value as the JSON text that stands for it in a message between driver and worker: a dataclass as the map
     of its fields, a tuple as a list. Floats may be infinite or NaN. Raises TypeError for anything but such plain data.
     """
-    return json.dumps(value, separators=(",", ":"), default=schema.fields_of).encode()
+    return json.dumps(value, separators=(",", ":"), default=schema.encode_fields).encode()
 
 
-def framed(payload: bytes) -> bytes:
+def frame_payload(payload: bytes) -> bytes:
     """Put the length, 4 bytes, big-endian, before the JSON of a message to driver or worker. Raises ValueError."""
     if len(payload) > LIMIT:
         raise ValueError(f"a message of {len(payload)} bytes; {LIMIT} are allowed")
     return _HEADER.pack(len(payload)) + payload
 
 
-def read(kind: Any, message: object) -> Any:
+def parse_message(kind: Any, message: object) -> Any:
     """Validate a decoded JSON message between driver and worker against `kind`, a dataclass in
     `platform.cluster.crew.channel` or a union of them, and return it as an object of that kind. Raises Garbled if it
     does not fit."""
     try:
-        return schema.read(kind, message)
+        return schema.parse_value(kind, message)
     except Malformed as error:
         raise Garbled(f"no message: {error}") from None
 
@@ -239,7 +240,7 @@ class Unframer:
         self.limit = limit
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
+    def split_messages(self, data: bytes) -> Iterator[dict[str, Any]]:
         """Yield the JSON messages that `data`, the next bytes that driver or worker received on the control connection,
         completes; the incomplete rest is kept. The result must be iterated before the next call. Raises Garbled for a
         message longer than `limit` bytes or one that is not a JSON object."""
@@ -254,10 +255,10 @@ class Unframer:
                 return
             payload = buffer[_HEADER.size : end]
             del buffer[:end]
-            yield _parse(payload)
+            yield _parse_json(payload)
 
 
-def _parse(payload: bytearray) -> dict[str, Any]:
+def _parse_json(payload: bytearray) -> dict[str, Any]:
     """Parse the JSON text of one message between driver and worker. Raises Garbled if it is not a JSON object."""
     try:
         message = json.loads(payload.decode())
@@ -268,7 +269,7 @@ def _parse(payload: bytearray) -> dict[str, Any]:
     return message
 
 
-def tune(connection: socket.socket) -> None:
+def tune_connection(connection: socket.socket) -> None:
     """Set options of a TCP connection between driver and worker so that small messages leave at once (TCP_NODELAY) and
     a lost machine is noticed within _LOST_SECONDS (keepalive).
 
@@ -286,7 +287,8 @@ def tune(connection: socket.socket) -> None:
 
 
 class Line:
-    """Worker's end of its connection to the driver. `send` may be called from any thread, `messages` from only one.
+    """Worker's end of its connection to the driver. `send_frame` may be called from any thread, `receive_messages` from
+    only one.
 
     Attributes:
         payload: plain data that the driver sends every member in its welcome.
@@ -297,19 +299,22 @@ class Line:
         self._connection, self._lock, self._frames = connection, threading.Lock(), Unframer()
         self.payload: Any = None
 
-    def send(self, frame: bytes) -> None:
-        """Send the driver one frame, as `encode` makes it. Raises OSError if the driver has closed the connection."""
+    def send_frame(self, frame: bytes) -> None:
+        """Send the driver one frame, as `encode_message` makes it. Raises OSError if the driver has closed the
+        connection."""
         with self._lock:
             self._connection.sendall(frame)
 
-    def messages(self) -> Iterator[dict[str, Any]]:
+    def receive_messages(self) -> Iterator[dict[str, Any]]:
         """Yield the driver's messages to its worker, unvalidated JSON, until it hangs up. Raises OSError, Garbled."""
-        yield from self._frames.feed(b"")  # what came in one read with the message that was the last to be taken
+        yield from self._frames.split_messages(
+            b""
+        )  # what came in one read with the message that was the last to be taken
         while data := self._connection.recv(READ_BYTES):
-            yield from self._frames.feed(data)
+            yield from self._frames.split_messages(data)
 
     @property
-    def host(self) -> str:
+    def local_address(self) -> str:
         """Return the address of this worker's machine at which the driver, and so other workers, reach it."""
         address: str = self._connection.getsockname()[0]
         return address
@@ -319,7 +324,7 @@ class Line:
         self._connection.close()
 
 
-def dial(address: tuple[str, int], token: str, number: int, node: str = "", tiers: Sequence[str] = ()) -> Line:
+def dial_driver(address: tuple[str, int], token: str, number: int, node: str = "", tiers: Sequence[str] = ()) -> Line:
     """Connect this worker process to the driver's switchboard at `address` (host, port) as member `number`, which holds
     the secret `token`; return the connection once the driver has admitted it. `node`: failure domain to report to the
     driver, "" = this machine's name; `tiers`: cluster tiers that it is in, outer to inner.
@@ -330,7 +335,7 @@ def dial(address: tuple[str, int], token: str, number: int, node: str = "", tier
     deadline = monotonic() + _DIAL_SECONDS
     while True:
         try:
-            return _greet(socket.create_connection(address, timeout=10.0), token, number, node, tiers)
+            return _exchange_greetings(socket.create_connection(address, timeout=10.0), token, number, node, tiers)
         except PermissionError:
             raise
         except (OSError, Garbled) as error:
@@ -339,19 +344,19 @@ def dial(address: tuple[str, int], token: str, number: int, node: str = "", tier
             sleep(0.2)
 
 
-def _greet(connection: socket.socket, token: str, number: int, node: str, tiers: Sequence[str]) -> Line:
+def _exchange_greetings(connection: socket.socket, token: str, number: int, node: str, tiers: Sequence[str]) -> Line:
     """Exchange challenge, greeting and welcome on a new connection to the driver, in which both sides prove that they
     hold the `token` of member `number`; return the connection as a Line. Closes the connection on any error."""
     line, nonce = Line(connection), new_nonce()
     try:
         connection.settimeout(_DIAL_SECONDS)  # whoever accepts and is silent is not waited for longer
-        tune(connection)
-        challenge = _first(line, Challenge).challenge
-        proof = proof_of(token, MEMBER, challenge, nonce)
+        tune_connection(connection)
+        challenge = _receive_greeting(line, Challenge).challenge
+        proof = compute_proof(token, MEMBER, challenge, nonce)
         hello = Hello(number, node or socket.gethostname(), os.getpid(), nonce, proof, list(tiers))
-        line.send(encode(Greeting(hello)))
-        welcome = _first(line, Welcome)
-        if not same_proof(welcome.welcome, proof_of(token, DRIVER, challenge, nonce)):
+        line.send_frame(encode_message(Greeting(hello)))
+        welcome = _receive_greeting(line, Welcome)
+        if not is_same_proof(welcome.welcome, compute_proof(token, DRIVER, challenge, nonce)):
             raise PermissionError(_NOT_THE_DRIVER)
         line.payload = welcome.payload
         connection.settimeout(None)
@@ -361,12 +366,12 @@ def _greet(connection: socket.socket, token: str, number: int, node: str, tiers:
     return line
 
 
-def _first(line: Line, kind: Any) -> Any:
+def _receive_greeting(line: Line, kind: Any) -> Any:
     """Return the driver's next message of the greeting. Raises OSError, or PermissionError unless it is a `kind`."""
-    if (message := next(line.messages(), None)) is None:
+    if (message := next(line.receive_messages(), None)) is None:
         raise ConnectionResetError("it hung up")
     try:
-        return schema.read(kind, message)
+        return schema.parse_value(kind, message)
     except Malformed:
         raise PermissionError(_NOT_THE_DRIVER) from None
 
@@ -378,30 +383,37 @@ _INET6 = Path("/proc/net/if_inet6")
 _SCOPES = ("00", "10")  # there: of global addresses and of loopback; addresses of a link would need a zone
 
 
-def interface_of(address: str) -> str:
+def find_interface(address: str) -> str:
     """Return this machine's network interface with the IPv4 or IPv6 `address`, for workers to use; "" for none."""
-    wanted = address.rpartition(":")[2] if "." in address else address  # an IPv4 address in IPv6's form
-    return next((name for name, own in [*addresses(4), *addresses(6)] if own == wanted), "")
+    plain_address = address.rpartition(":")[2] if "." in address else address  # an IPv4 address in IPv6's form
+    return next(
+        (
+            name
+            for name, interface_address in [*list_addresses(4), *list_addresses(6)]
+            if interface_address == plain_address
+        ),
+        "",
+    )
 
 
-def addresses(version: int) -> list[tuple[str, str]]:
+def list_addresses(version: int) -> list[tuple[str, str]]:
     """Return (interface, routable address of an IP version) of this machine, for driver and workers; loopback last."""
-    found = _ipv4() if version == 4 else _ipv6(_INET6)
-    return sorted(found, key=lambda pair: pair[0] == "lo")
+    pairs = _list_ipv4() if version == 4 else _list_ipv6(_INET6)
+    return sorted(pairs, key=lambda pair: pair[0] == "lo")
 
 
-def _ipv4() -> list[tuple[str, str]]:
+def _list_ipv4() -> list[tuple[str, str]]:
     """Return (interface, address) of this machine's network interfaces with an IPv4 address, for workers to use."""
-    found = []
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as asking:
+    pairs = []
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has none
-                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                found.append((name, socket.inet_ntoa(answer[20:24])))
-    return found
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                pairs.append((name, socket.inet_ntoa(answer[20:24])))
+    return pairs
 
 
-def _ipv6(table: Path) -> list[tuple[str, str]]:
+def _list_ipv6(table: Path) -> list[tuple[str, str]]:
     """Return (network interface, IPv6 address), global ones and loopback, from the kernel's table (_INET6)."""
     with suppress(OSError):
         rows = [line.split() for line in table.read_text().splitlines()]

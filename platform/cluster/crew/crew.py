@@ -1,4 +1,5 @@
-"""Interface of a crew, the workers of a run: `seat` gives members their ranks, `call` runs a method on every rank."""
+"""Interface of a crew, the workers of a run: `seat_members` gives members their ranks, `call_ranks` runs a method on
+every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from platform.cluster.crew.switchboard import Switchboard
 
 
 class ByRank(list[Any]):
-    """Argument of `Crew.call` that differs by rank: a list with one value per rank."""
+    """Argument of `Crew.call_ranks` that differs by rank: a list with one value per rank."""
 
 
 class Crew(AbstractContextManager["Crew"]):
@@ -24,8 +25,9 @@ class Crew(AbstractContextManager["Crew"]):
     context manager: leaving it closes the crew, and no process remains. Must be used from one thread.
 
     Attributes:
-        store: host and port of this generation's TCPStore, for `Worker.form`; valid from `seat` to `release`.
-        can_hire: True if `hire` is supported.
+        store: host and port of this generation's TCPStore, for `Worker.form`; valid from `seat_members` to
+            `release_members`.
+        can_hire: True if `hire_workers` is supported.
         elastic: True if the other members can go on after one has failed.
         unstarted: failures of hired members that never got ready.
         came: when the first process dialled in, a reading of the monotonic clock; None if none has to.
@@ -45,22 +47,22 @@ class Crew(AbstractContextManager["Crew"]):
         """Return the crew's worker processes that are alive and ready now, with or without a rank, by member number."""
 
     @property
-    def leaving(self) -> Set[int]:
+    def leaving_members(self) -> Set[int]:
         """Return the numbers of workers on draining nodes, which go soon; empty if this kind of crew gets no notice."""
         return set()
 
     @property
     @abstractmethod
-    def starting(self) -> Set[int]:
+    def starting_members(self) -> Set[int]:
         """Return the numbers of the worker processes that were started and are not ready for calls yet."""
 
     @abstractmethod
-    def seat(self, job: Job, numbers: Sequence[int]) -> None:
+    def seat_members(self, job: Job, numbers: Sequence[int]) -> None:
         """Begin a generation of workers: give member numbers[i] rank i and open the generation's TCPStore; members not
         named are spares. `job` has the mesh coordinates of the ranks."""
 
     @abstractmethod
-    def call(self, method: str, *args: Any, within: float = inf) -> list[Any]:
+    def call_ranks(self, method: str, *args: Any, within: float = inf) -> list[Any]:
         """Run `worker.method(*args)` on all ranks at once and return the results by rank, as
         `platform.train.replies` declares them. Arguments are plain data or dataclasses of it; a `ByRank`
         argument gives each rank its own value.
@@ -69,21 +71,22 @@ class Crew(AbstractContextManager["Crew"]):
         also if a rank has made no progress for `within` seconds.
         """
 
-    def lead(self, step: int, *args: Any, within: float = inf) -> Any:
-        """Run `worker.step(step, *args)` on all ranks as `call` does; return rank 0's result, which speaks for all."""
-        return self.call("step", step, *args, within=within)[0]
+    def lead_step(self, step: int, *args: Any, within: float = inf) -> Any:
+        """Run `worker.step(step, *args)` on all ranks as `call_ranks` does; return rank 0's result, which speaks for
+        all."""
+        return self.call_ranks("step", step, *args, within=within)[0]
 
     @abstractmethod
-    def release(self) -> list[Failure]:
+    def release_members(self) -> list[Failure]:
         """End this generation of workers, whether or not a call failed: no member has a rank any more, and all that
         remain have left their process groups. Kills members that hang or do not leave in time; a member that merely
         raised remains. Returns the failures of the members lost in this generation."""
 
     @abstractmethod
-    def hire(self, count: int) -> None:
+    def hire_workers(self, count: int) -> None:
         """Start `count` more worker processes of the crew without waiting; they appear in `members` once ready."""
 
-    def dismiss(self, numbers: Set[int]) -> None:  # noqa: B027  most kinds of crew need not
+    def dismiss_members(self, numbers: Set[int]) -> None:  # noqa: B027  most kinds of crew need not
         """End the worker processes of members without a rank, whose nodes the cluster is about to take away anyway."""
 
     @abstractmethod
@@ -95,13 +98,15 @@ class Crew(AbstractContextManager["Crew"]):
         self.close()
 
 
-def arguments(args: Iterable[Any], rank: int) -> list[Any]:
-    """Return the arguments of a `Crew.call` as `rank` gets them: each `ByRank` replaced by its value for that rank."""
+def arguments_of_rank(args: Iterable[Any], rank: int) -> list[Any]:
+    """Return the arguments of a `Crew.call_ranks` as `rank` gets them: each `ByRank` replaced by its value for that
+    rank."""
     return [a[rank] if isinstance(a, ByRank) else a for a in args]
 
 
 def call_text(method: str, args: Iterable[Any]) -> str:
-    """Format a `Crew.call` for the user, as step(3): method and first argument ("..." unless a string or integer)."""
+    """Format a `Crew.call_ranks` for the user, as step(3): method and first argument ("..." unless a string or
+    integer)."""
     first = next(iter(args), "")
     return f"{method}({first if isinstance(first, str | int) else '...'})"
 
@@ -114,7 +119,7 @@ class Launcher(ABC):
 
     Attributes:
         can_hire: True if processes can be started after the initial ones.
-        key: derives the members' tokens, "" for a fresh one; `open` may set it.
+        key: derives the members' tokens, "" for a fresh one; `prepare_launch` may set it.
         greeted: every member that has ever dialled in, as it introduced itself.
     """
 
@@ -126,34 +131,34 @@ class Launcher(ABC):
         self.greeted: dict[int, Member] = {}
 
     @abstractmethod
-    def open(self, job: Job, size: int) -> str:
+    def prepare_launch(self, job: Job, size: int) -> str:
         """Prepare to start `size` worker processes for `job`, and perhaps more later; return the host on which the
         driver is to listen, one that they can reach."""
 
     @abstractmethod
-    def launch(self, job: Job, numbers: Sequence[int], board: Switchboard) -> None:
+    def launch_workers(self, job: Job, numbers: Sequence[int], board: Switchboard) -> None:
         """Start worker processes for the members `numbers`, each of which will dial the driver's switchboard `board`
         and serve its worker there. The first call names all initial members."""
 
-    def ready(self) -> None:  # noqa: B027  most launchers need not know
+    def note_all_ready(self) -> None:  # noqa: B027  most launchers need not know
         """Note that all initial worker processes are ready, so that things needed only to start them can be removed."""
 
     @abstractmethod
-    def ended(self, number: int, seconds: float) -> str | None:
+    def describe_exit(self, number: int, seconds: float) -> str | None:
         """Return a phrase on how worker process `number` ended; None if no end is known within `seconds`."""
 
     @abstractmethod
-    def kill(self, number: int) -> None:
+    def kill_worker(self, number: int) -> None:
         """Kill the worker process of member `number` at once; it may be stopped (SIGSTOP) or already gone."""
 
     @abstractmethod
-    def dismiss(self, polite: bool) -> None:
+    def end_workers(self, polite: bool) -> None:
         """End all worker processes: if `polite`, wait briefly for them to end by themselves; kill the rest."""
 
-    def leaving(self, members: Mapping[int, Member]) -> Set[int]:
+    def find_leaving_members(self, members: Mapping[int, Member]) -> Set[int]:
         """Return the numbers of `members` whose machines the cluster has announced to take away soon."""
         return frozenset()
 
-    def log(self, job: Job, number: int) -> Path | None:
+    def log_path(self, job: Job, number: int) -> Path | None:
         """Return the path of the output file of member `number`'s worker process, None if it has none."""
-        return job.log(number)
+        return job.log_path(number)

@@ -49,7 +49,7 @@ class Failure:
         where = f" on {self.member.host}" if self.member.node else ""
         return f"{self.name}{where} {self.kind} in {self.method}: {self.cause.strip().rpartition(chr(10))[2]}"
 
-    def account(self) -> dict[str, Any]:
+    def event_fields(self) -> dict[str, Any]:
         """Return the fields of the journal's event on this failure of a worker, without the run's own."""
         return {
             "number": self.member.number,
@@ -66,7 +66,7 @@ class Failure:
         }
 
     @property
-    def out_of_memory(self) -> bool:
+    def is_out_of_memory(self) -> bool:
         """Return True if a worker failed as its device had no memory left for a tensor, a kernel or a communicator."""
         return self.kind == "failed" and evidence.is_out_of_memory(self.cause)
 
@@ -76,7 +76,7 @@ class Failure:
         culprit: 0 = the member died, hung, refused a user's mistake, had no memory left, or holds state that differs
         from its replicas (damaged); 1 = it raised an error of its own; 2 = it raised a communication error, as happens
         when another rank is gone."""
-        if self.kind != "failed" or self.refusal or self.out_of_memory:
+        if self.kind != "failed" or self.refusal or self.is_out_of_memory:
             return 0
         return 2 if evidence.blames_others(self.cause) else 1
 

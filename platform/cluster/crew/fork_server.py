@@ -24,7 +24,7 @@ import traceback
 from contextlib import suppress
 
 from platform.cluster.crew.signals import STOPPING
-from platform.cluster.crew.worker_host import serve
+from platform.cluster.crew.worker_host import serve_worker
 from platform.train import environment_proof
 
 _LATE = "torch._dynamo"  # imported by the first optimizer of a process; most of a second
@@ -35,25 +35,25 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 def main(control: int, parent: int, module: str) -> None:
     """Import `module`, the workers' own, then fork workers as the process `parent` orders over the connection `control`
     (a file descriptor), until it closes that."""
-    _die_with(parent)
+    _die_with_parent(parent)
     for number in STOPPING:  # Ctrl-C in a terminal, or the end of a service, signals every process; the driver decides
         signal.signal(number, signal.SIG_IGN)
-    _import(module)
+    _import_quietly(module)
     if "torch" in sys.modules:
-        _import(_LATE)
+        _import_quietly(_LATE)
         environment_proof.read_code()
     gc.collect()
     gc.freeze()  # keeps the collector of a worker from copying the pages that all share
-    _Server(socket.socket(fileno=control)).run()
+    _Server(socket.socket(fileno=control)).serve_orders()
 
 
-def _import(name: str) -> None:
+def _import_quietly(name: str) -> None:
     """Import a module that workers need into the fork server; ignore errors, which a worker meets and reports."""
     with suppress(Exception):  # a worker meets the same error, and reports it
         importlib.import_module(name)
 
 
-def _die_with(parent: int) -> None:
+def _die_with_parent(parent: int) -> None:
     """Ask the kernel to kill this fork server when the process `parent` dies; end it if that has happened."""
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
@@ -72,32 +72,32 @@ class _Server:
         self._sockets: dict[int, socket.socket] = {}  # by file descriptor
         self._workers: dict[int, int] = {}  # file descriptor of a worker's connection -> its process id
         self._poll = select.poll()
-        self._watch(control)
-        self._watch(self._woken)
+        self._watch_socket(control)
+        self._watch_socket(self._woken)
 
-    def _watch(self, own: socket.socket) -> None:
+    def _watch_socket(self, source: socket.socket) -> None:
         """Add a connection or listener to the ones from which the fork server waits for orders and news of workers."""
-        self._sockets[own.fileno()] = own
-        self._poll.register(own, select.POLLIN)
+        self._sockets[source.fileno()] = source
+        self._poll.register(source, select.POLLIN)
 
-    def run(self) -> None:
+    def serve_orders(self) -> None:
         """Fork workers as the parent process orders, and reap ended ones, until the parent closes its connection; then
         kill the remaining workers."""
         while True:
             for fd, _ in self._poll.poll():
                 if fd == self._control.fileno():
-                    if not self._take():
-                        return self._end()
+                    if not self._take_socket():
+                        return self._kill_workers()
                 elif fd == self._woken.fileno():
                     self._woken.recv(1 << 12)
-                    self._reap()
+                    self._reap_workers()
                 elif fd in self._workers:
                     self._poll.unregister(fd)  # it is readable for ever
                     os.kill(self._workers[fd], signal.SIGKILL)  # not reaped yet, so the number is still its own
                 elif fd in self._sockets:
-                    self._fork(self._sockets[fd].accept()[0])
+                    self._fork_worker(self._sockets[fd].accept()[0])
 
-    def _take(self) -> bool:
+    def _take_socket(self) -> bool:
         """Take a socket that the fork server's parent passes: a worker's connection, or one that accepts such
         connections; return False if the parent has closed its own instead."""
         try:
@@ -108,12 +108,12 @@ class _Server:
             return False
         passed = socket.socket(fileno=fds[0])
         if passed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            self._watch(passed)
+            self._watch_socket(passed)
         else:
-            self._fork(passed)
+            self._fork_worker(passed)
         return True
 
-    def _fork(self, line: socket.socket) -> None:
+    def _fork_worker(self, line: socket.socket) -> None:
         """Fork a worker process, whose order comes first on the connection `line`; do nothing if it does not come."""
         try:
             line.settimeout(_ORDER_SECONDS)
@@ -124,7 +124,7 @@ class _Server:
         parent = os.getpid()
         if process := os.fork():
             self._workers[line.fileno()] = process
-            self._watch(line)
+            self._watch_socket(line)
             return
         status = 1
         try:
@@ -132,12 +132,12 @@ class _Server:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for other in (line, self._waker, *self._sockets.values()):
                 other.close()
-            _die_with(parent)
-            status = _work(environment, path, member)
+            _die_with_parent(parent)
+            status = _serve_order(environment, path, member)
         finally:
             os._exit(status)
 
-    def _reap(self) -> None:
+    def _reap_workers(self) -> None:
         """Reap the forked workers that have ended, and send each exit code over the worker's connection."""
         for fd, process in list(self._workers.items()):
             ended, how = os.waitpid(process, os.WNOHANG)
@@ -148,7 +148,7 @@ class _Server:
                 with suppress(OSError), self._sockets.pop(fd) as line:
                     line.sendall(str(os.waitstatus_to_exitcode(how)).encode())
 
-    def _end(self) -> None:
+    def _kill_workers(self) -> None:
         """Kill all workers that this fork server has forked, and reap them."""
         for process in self._workers.values():
             os.kill(process, signal.SIGKILL)
@@ -156,7 +156,7 @@ class _Server:
             os.waitpid(process, 0)
 
 
-def _work(environment: dict[str, str], path: list[str], member: bytes) -> int:
+def _serve_order(environment: dict[str, str], path: list[str], member: bytes) -> int:
     """Serve the worker that an order describes in this process, just forked, with the environment and the import path
     of the process that ordered it; return the exit status."""
     status = 1
@@ -164,9 +164,9 @@ def _work(environment: dict[str, str], path: list[str], member: bytes) -> int:
         os.environ.clear()
         os.environ.update(environment)
         sys.path[:] = path
-        place, address, token = pickle.loads(member)
-        multiprocessing.current_process().name = f"worker{place.number}"
-        serve(place, address, token)
+        assignment, address, token = pickle.loads(member)
+        multiprocessing.current_process().name = f"worker{assignment.number}"
+        serve_worker(assignment, address, token)
         status = 0
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1

@@ -16,7 +16,7 @@ from itertools import count
 from time import monotonic
 
 from platform.cluster.crew.crew import Launcher
-from platform.cluster.crew.job import Assignment, Job, assign, one_gpu
+from platform.cluster.crew.job import Assignment, Job, assign_worker, single_gpu_environment
 from platform.cluster.crew.switchboard import Switchboard
 
 _PROGRAM = """
@@ -34,32 +34,37 @@ class ForkServer:
     process, and its workers with it, however this one ends. Must be started from the main thread: the kernel takes a
     thread's end for its parent's."""
 
-    def __init__(self, place: Assignment):
-        """Start the fork server, a process that imports the module of the worker that `place` describes."""
+    def __init__(self, assignment: Assignment):
+        """Start the fork server, a process that imports the module of the worker that `assignment` describes."""
         self._control, theirs = socket.socketpair()
         with theirs:
-            arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid()), place.worker.partition(":")[0]]
+            arguments = [
+                json.dumps(sys.path),
+                str(theirs.fileno()),
+                str(os.getpid()),
+                assignment.worker.partition(":")[0],
+            ]
             # One thread: what is forked must have no other, and a worker sets its own number of them.
-            environment = os.environ | place.unset(os.environ) | {"OMP_NUM_THREADS": "1"}
+            environment = os.environ | assignment.unset_defaults(os.environ) | {"OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, *arguments],
                 env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
             )  # fmt: skip
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Return True if the fork server's process still runs."""
         return self._process.poll() is None
 
-    def fork(self, place: Assignment, address: tuple[str, int], token: str) -> Forked:
-        """Order a forked worker process, without waiting for it: it will serve the member of `place`, with the driver
-        at `address` and the secret `token`, in this process's environment."""
+    def fork_worker(self, assignment: Assignment, address: tuple[str, int], token: str) -> Forked:
+        """Order a forked worker process, without waiting for it: it will serve the member of `assignment`, with the
+        driver at `address` and the secret `token`, in this process's environment."""
         ours, theirs = socket.socketpair()
         with theirs, suppress(OSError):  # the server is gone: the connection ends, as if the worker had died
             socket.send_fds(self._control, [b"w"], [theirs.fileno()])
-        return Forked(ours, place, address, token)
+        return Forked(ours, assignment, address, token)
 
-    def listen(self, path: str) -> None:
+    def listen_for_orders(self, path: str) -> None:
         """Accept orders of workers by `order_worker` at the Unix socket `path`, which only this user can reach."""
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
@@ -76,14 +81,15 @@ class ForkServer:
             self._process.wait()
 
 
-def order_worker(path: str, place: Assignment, address: tuple[str, int], token: str) -> Forked:
-    """Order a worker process, as `ForkServer.fork` does, of the fork server listening at `path`. Raises OSError."""
+def order_worker(path: str, assignment: Assignment, address: tuple[str, int], token: str) -> Forked:
+    """Order a worker process, as `ForkServer.fork_worker` does, of the fork server listening at `path`. Raises
+    OSError."""
     line = socket.socket(socket.AF_UNIX)
     line.connect(path)
-    return Forked(line, place, address, token)
+    return Forked(line, assignment, address, token)
 
 
-def _readable(line: socket.socket, seconds: float | None) -> bool:
+def _await_data(line: socket.socket, seconds: float | None) -> bool:
     """Wait up to `seconds` (None: for ever) for data on a fork server's connection; return False if none comes."""
     poll = select.poll()
     poll.register(line, select.POLLIN)
@@ -94,28 +100,29 @@ class Forked:
     """Worker process that a fork server forks. `line`: a fresh connection with the server, which takes the order; the
     worker dies when it is closed."""
 
-    def __init__(self, line: socket.socket, place: Assignment, address: tuple[str, int], token: str):
-        """Order a worker from the fork server over `line`: send it the environment, `place`, `address` and `token`."""
+    def __init__(self, line: socket.socket, assignment: Assignment, address: tuple[str, int], token: str):
+        """Order a worker from the fork server over `line`: send it the environment, `assignment`, `address` and
+        `token`."""
         self._line, self._how = line, ""
-        order = pickle.dumps((dict(os.environ), sys.path, pickle.dumps((place, address, token))))
-        with suppress(OSError):  # as in `ForkServer.fork`
+        order = pickle.dumps((dict(os.environ), sys.path, pickle.dumps((assignment, address, token))))
+        with suppress(OSError):  # as in `ForkServer.fork_worker`
             line.sendall(order)
 
-    def ended(self, seconds: float | None) -> str | None:
+    def describe_exit(self, seconds: float | None) -> str | None:
         """Return how the forked worker process ended, as a phrase; None if not within `seconds` (None: for ever)."""
-        if not self._how and _readable(self._line, seconds):
+        if not self._how and _await_data(self._line, seconds):
             with suppress(OSError):
-                self._how = _phrase(self._line.recv(16))
+                self._how = _describe_exit_code(self._line.recv(16))
         return self._how or None
 
     def kill(self) -> None:
         """Kill the forked worker process, which may be stopped or gone, and wait until it is gone."""
         with suppress(OSError), self._line:
             self._line.shutdown(socket.SHUT_WR)
-            self.ended(_KILL_SECONDS)
+            self.describe_exit(_KILL_SECONDS)
 
 
-def _phrase(code: bytes) -> str:
+def _describe_exit_code(code: bytes) -> str:
     """Describe how a forked worker process ended, by the exit code that its server sent, b"" if the server is gone."""
     if not code:
         return "the process was killed with the process that it was forked from"
@@ -140,49 +147,49 @@ class Processes(Launcher):
         self._forked: dict[int, Forked] = {}
         self._slots: dict[int, int] = {}  # member number -> slot, of living members
 
-    def open(self, job: Job, size: int) -> str:
+    def prepare_launch(self, job: Job, size: int) -> str:
         """Start the fork server of the crew; return this machine's loopback address for the driver to listen on."""
-        self._forks(job)
+        self._open_fork_server(job)
         return "127.0.0.1"
 
-    def launch(self, job: Job, numbers: Sequence[int], board: Switchboard) -> None:
+    def launch_workers(self, job: Job, numbers: Sequence[int], board: Switchboard) -> None:
         """Fork a worker for each of the members `numbers`, in the lowest free slot of this machine."""
-        server = self._forks(job)
+        server = self._open_fork_server(job)
         for number in numbers:
             slot = next(i for i in count() if i not in self._slots.values())
             self._slots[number] = slot
-            place = _place(job, number, slot)
+            assignment = _build_assignment(job, number, slot)
             if job.device == "cuda":
-                place.environment.update(one_gpu(slot))
-            self._forked[number] = server.fork(place, board.address, board.token(number))
+                assignment.environment.update(single_gpu_environment(slot))
+            self._forked[number] = server.fork_worker(assignment, board.address, board.member_token(number))
 
-    def _forks(self, job: Job) -> ForkServer:
+    def _open_fork_server(self, job: Job) -> ForkServer:
         """Return the fork server of the worker processes: a new one at first, and if the last one was killed."""
-        if self._server and not self._server.alive:
+        if self._server and not self._server.is_alive:
             self._server.close()
             self._server = None
-        self._server = self._server or ForkServer(_place(job, -1, 0))
+        self._server = self._server or ForkServer(_build_assignment(job, -1, 0))
         return self._server
 
-    def ended(self, number: int, seconds: float) -> str | None:
-        return self._forked[number].ended(seconds)
+    def describe_exit(self, number: int, seconds: float) -> str | None:
+        return self._forked[number].describe_exit(seconds)
 
-    def kill(self, number: int) -> None:
+    def kill_worker(self, number: int) -> None:
         self._slots.pop(number, None)
         if process := self._forked.pop(number, None):
             process.kill()
 
-    def dismiss(self, polite: bool) -> None:
+    def end_workers(self, polite: bool) -> None:
         """End all forked workers, waiting for them briefly if `polite`, and the fork server."""
         deadline = monotonic() + (_JOIN_SECONDS if polite else 0.0)
         for process in self._forked.values():
-            process.ended(max(0.0, deadline - monotonic()))
+            process.describe_exit(max(0.0, deadline - monotonic()))
         for process in self._forked.values():
             process.kill()
         if self._server:
             self._server.close()
 
 
-def _place(job: Job, number: int, slot: int) -> Assignment:
+def _build_assignment(job: Job, number: int, slot: int) -> Assignment:
     """Return the assignment of worker process `number` in a slot of this machine, from 0."""
-    return assign(job, number, local_rank=slot, local_world_size=job.world_size, group_rank=0)
+    return assign_worker(job, number, local_rank=slot, local_world_size=job.world_size, group_rank=0)

@@ -12,7 +12,7 @@ from statistics import median
 from time import monotonic
 from typing import Any, NamedTuple
 
-from platform.boundary.terminal import phase
+from platform.boundary.terminal import show_phase
 from platform.cluster.crew.failures import Member
 from platform.monitor.journal import MOST, SeenLink, SeenWorker, kernel_state
 from platform.monitor.verdict.evidence import doings_text
@@ -66,7 +66,7 @@ class _Counted(NamedTuple):
         """Return the speed of the link lately, in bytes per second, None if it is not known."""
         return median(self.speeds) if self.speeds else None
 
-    def after(self, link: TcpLink) -> _Counted:
+    def update_counters(self, link: TcpLink) -> _Counted:
         """Return the counters of a worker's link after a later heartbeat."""
         if link.sent < self.link.sent or link.busy < self.link.busy:  # other connections than before
             return _Counted(link, (), self.best)
@@ -74,13 +74,13 @@ class _Counted(NamedTuple):
         if busy < _BUSY_SECONDS or sent < _SENT_BYTES:
             counted_on = self.link._replace(queued=link.queued, quiet=link.quiet)  # a long transfer is under way
             return self._replace(link=counted_on if link.queued else link)
-        found = self._replace(link=link, speeds=(*self.speeds, sent / busy)[-_SPEEDS:])
-        return found._replace(best=max(self.best or 0.0, found.rate or 0.0))
+        updated = self._replace(link=link, speeds=(*self.speeds, sent / busy)[-_SPEEDS:])
+        return updated._replace(best=max(self.best or 0.0, updated.rate or 0.0))
 
 
 class Outlook:
-    """Sees the seated workers of a crew for the driver. One thread calls `begin_call` and `heard`, others may read
-    meanwhile, since each of its values is replaced as a whole or copied in one step.
+    """Sees the seated workers of a crew for the driver. One thread calls `begin_call` and `note_heartbeat`, others may
+    read meanwhile, since each of its values is replaced as a whole or copied in one step.
 
     Attributes:
         doing: state of the run, as the calls show it, with the time since when.
@@ -114,21 +114,23 @@ class Outlook:
         self._next = now + LOOK_SECONDS
         self.call = call, now
         known = method == "step" and self._steps
-        self._shown = self._phase_of(method) if method in _SHOWN and not known else nullcontext()
+        self._shown = self._show_phase(method) if method in _SHOWN and not known else nullcontext()
         self._steps = method == "step" or (self._steps and doing != _OTHERWISE)
 
-    def _phase_of(self, method: str) -> AbstractContextManager[Any]:
+    def _show_phase(self, method: str) -> AbstractContextManager[Any]:
         """Return the context in which a user sees how many workers have answered the call of a method."""
         workers = len(self.pending)
         if method in _FAR:
-            return phase(_SHOWN[method], unit=_FAR[method], look=partial(self._far, method))
+            return show_phase(_SHOWN[method], unit=_FAR[method], look=partial(self._call_progress, method))
         if workers < 2:
-            return phase(_SHOWN[method])
-        return phase(_SHOWN[method], workers, "workers", lambda: (workers - len(self.pending), workers))
+            return show_phase(_SHOWN[method])
+        return show_phase(_SHOWN[method], workers, "workers", lambda: (workers - len(self.pending), workers))
 
-    def _far(self, method: str) -> tuple[float, float]:
+    def _call_progress(self, method: str) -> tuple[float, float]:
         """Return how much of a call of a method is done, and of how much: bytes of all, or sequences of each."""
-        beats = [beat for beat, _ in list(self._beats.values()) if beat.total] or [PROGRESS.here()]  # of this process
+        beats = [beat for beat, _ in list(self._beats.values()) if beat.total] or [
+            PROGRESS.current_activity()
+        ]  # of this process
         done, total = sum(beat.done for beat in beats), sum(beat.total for beat in beats)
         each = 1 if _FAR[method] == "B" else len(beats)
         return done / each, total / each
@@ -142,7 +144,7 @@ class Outlook:
         self._shown.__exit__(None, None, None)
         self.call, self.pending = ("", monotonic()), ()
 
-    def ask(self, pending: Collection[int], now: float) -> list[int]:
+    def workers_to_ask(self, pending: Collection[int], now: float) -> list[int]:
         """Return which `pending` workers of the call to ask for a heartbeat at `now`; [] if it is too early."""
         if now < self._next and now < self._round:
             return []
@@ -152,49 +154,49 @@ class Outlook:
         self._asked = self._asked | dict.fromkeys(asked, now)
         return asked
 
-    def patience(self, now: float) -> float:
+    def seconds_to_wait(self, now: float) -> float:
         """Return the seconds from `now` until workers in the call are to be asked next."""
         return max(0.0, min(self._next, self._round) - now)
 
-    def heard(self, number: int, beat: Activity, now: float, current: bool) -> None:
+    def note_heartbeat(self, number: int, beat: Activity, now: float, current: bool) -> None:
         """Record the heartbeat of worker `number` at `now`; unless it is `current`, its links alone count."""
         if current:
             self._asked.pop(number, None)
             self._beats[number] = beat, now
         for link in beat.links:
-            place = number, link.here, link.there
-            self._counted[place] = self._counted.get(place, _Counted(link)).after(link)
+            link_key = number, link.here, link.there
+            self._counted[link_key] = self._counted.get(link_key, _Counted(link)).update_counters(link)
 
-    def workers(self) -> list[SeenWorker]:
+    def list_workers(self) -> list[SeenWorker]:
         """Return the sight of the seated workers in the call under way: silent ones first, then ones at work, then ones
         that wait for others, then ones that have answered."""
         now, beats, asked, pending = monotonic(), dict(self._beats), dict(self._asked), set(self.pending)
-        found = []
+        sights = []
         for number, rank in self._ranks.items():
             member, (beat, heard) = self._members.get(number), beats.get(number, (None, now))
             owes = now - asked[number] if number in asked and number in pending else None
             node = member.node if member else ""
-            process = _process(member) if owes is not None else ""
+            process = _read_process_state(member) if owes is not None else ""
             age = now - heard
             activity = beat if number in pending else None
-            found.append(SeenWorker(rank, number, node, number not in pending, owes, process, age, activity))
-        return sorted(found, key=_suspicion)[:MOST]
+            sights.append(SeenWorker(rank, number, node, number not in pending, owes, process, age, activity))
+        return sorted(sights, key=_suspicion_order)[:MOST]
 
-    def links(self) -> list[SeenLink]:
+    def list_links(self) -> list[SeenLink]:
         """Return the links of the seated workers: the longest without an acknowledgement first, then the slowest."""
-        found = [
+        links = [
             SeenLink(member.node, c.link.here, c.link.there, c.rate, c.best, c.link.queued, c.link.quiet)
             for (number, _, _), c in list(self._counted.items())
             if (member := self._members.get(number)) and number in self._ranks
         ]
-        return sorted(found, key=lambda link: (-link.quiet, link.rate is None, link.rate or 0.0))[:MOST]
+        return sorted(links, key=lambda link: (-link.quiet, link.rate is None, link.rate or 0.0))[:MOST]
 
-    def witnesses(self, culprit: int) -> list[str]:
+    def describe_witnesses(self, culprit: int) -> list[str]:
         """Return lines on the doings of all workers but `culprit` in the call under way, with their ranks."""
         others = [n for n in self._beats if n != culprit and n in self.pending and n in self._ranks]
         return doings_text((self._ranks[number], self._beats[number][0]) for number in others)
 
-    def stack(self, number: int) -> list[str]:
+    def last_stack(self, number: int) -> list[str]:
         """Return where worker `number` stood still by its last heartbeat, frames with the innermost last."""
         return self._beats[number][0].stack if number in self._beats else []
 
@@ -202,17 +204,17 @@ class Outlook:
 NOTHING = Outlook()
 
 
-def _suspicion(worker: SeenWorker) -> tuple[int, int]:
+def _suspicion_order(worker: SeenWorker) -> tuple[int, int]:
     """Order the workers of a run by how much each explains of a standstill, the most first."""
     beat = worker.activity
     kind = 3 if worker.answered else 0 if worker.owes is not None else 1 if beat and not beat.waiting else 2
     return kind, worker.rank
 
 
-def _process(member: Member | None) -> str:
+def _read_process_state(member: Member | None) -> str:
     """Return the state of a member's process by the kernel's letter, T if it is stopped; "" on another machine."""
-    here = member is not None and member.pid and member.host == socket.gethostname()
-    return kernel_state(member.pid) if member and here else ""
+    is_local = member is not None and member.pid and member.host == socket.gethostname()
+    return kernel_state(member.pid) if member and is_local else ""
 
 
 # Detection of members that hang in a call. A hung process does not report itself, so the driver asks for heartbeats
@@ -252,11 +254,11 @@ class Watch:
         self._due = inf  # when the driver is to look again, at the latest
 
     @property
-    def silent(self) -> set[int]:
+    def silent_workers(self) -> set[int]:
         """Return the workers that owe an answer to a request for a heartbeat."""
         return set(self._asked)
 
-    def ask(self, pending: Collection[int], now: float) -> list[int]:
+    def workers_to_ask(self, pending: Collection[int], now: float) -> list[int]:
         """Return which `pending` workers of a call to ask for a heartbeat at time `now`; [] if it is too early."""
         if now < self._next:
             return []
@@ -265,37 +267,37 @@ class Watch:
         self._asked.update(dict.fromkeys(asked, now))
         return asked
 
-    def heard(self, number: int, beat: Activity, now: float) -> None:
+    def note_heartbeat(self, number: int, beat: Activity, now: float) -> None:
         """Record the heartbeat `beat` of worker `number`, received at time `now`, and the progress that it shows."""
-        self._excuse(now)
+        self._excuse_pause(now)
         self._heard, self._slowest = now, max(self._slowest, now - self._asked.pop(number, now))
         self._beats[number] = beat
         self._moved = max(self._moved, now - beat.seconds)
 
-    def answered(self, now: float) -> None:
+    def note_answer(self, now: float) -> None:
         """Record that a worker answered the call at `now`, which is progress: ranks that waited for it will move."""
-        self._excuse(now)
+        self._excuse_pause(now)
         self._moved = self._heard = now
 
-    def patience(self, now: float) -> float:
+    def seconds_to_wait(self, now: float) -> float:
         """Return the seconds from `now` to the next heartbeat request to workers or the deadline: the longest wait."""
         due = min(self._next, self._deadline) if now < self._deadline else self._next
         self._due = max(now, due)
         return self._due - now
 
-    def _excuse(self, now: float) -> None:
+    def _excuse_pause(self, now: float) -> None:
         """Shift the times by which hung workers are found by the time in which the driver itself was stopped, before
         `now`."""
         if self._due == inf:  # it has not waited yet
             return
-        away, self._due = now - self._due, now  # nothing more is waited for until `patience` is asked again
+        away, self._due = now - self._due, now  # nothing more is waited for until `seconds_to_wait` is asked again
         if away < BEAT_SECONDS:
             return
         self._next, self._deadline = self._next + away, self._deadline + away
         self._moved, self._heard = self._moved + away, self._heard + away
         self._asked = {number: asked + away for number, asked in self._asked.items()}
 
-    def hung(self, pending: Collection[int], now: float) -> tuple[dict[int, str], set[int]]:
+    def find_hung(self, pending: Collection[int], now: float) -> tuple[dict[int, str], set[int]]:
         """Return which of `pending`, the members that have not answered the call, hang at time `now`, each with a
         description, and the subset of them to blame: none if all pending members have waited for each other for
         `within` seconds, which is how a lost message looks.
@@ -305,7 +307,7 @@ class Watch:
         A slow member that moves does not hang, nor does one that gets no processor. Where all wait, some for their
         devices, those hang whose device is at work while another rank waits for others.
         """
-        self._excuse(now)
+        self._excuse_pause(now)
         late = now >= self._deadline
         patience = max(BEAT_SECONDS if late else self._silence, SLOWER * self._slowest)
         if now - next(iter(self._asked.values()), inf) >= patience:  # the oldest alone, to skip a pass over all members
@@ -320,25 +322,29 @@ class Watch:
             return {}, set()
         beats = {number: self._beats[number] for number in pending}
         busy = {number: beat for number, beat in beats.items() if not beat.waiting}
-        stuck = {n: _where(b) for n, b in busy.items() if b.call and b.seconds >= NEARLY * self._bound(b)}
+        stuck = {
+            n: _describe_place(b) for n, b in busy.items() if b.call and b.seconds >= NEARLY * self._hang_seconds(b)
+        }
         if stuck:
             return stuck, set(stuck)
         if not busy and now - self._moved >= self._within:
-            working = {n: _where(b) for n, b in beats.items() if b.device and not b.device_waits}
+            working = {n: _describe_place(b) for n, b in beats.items() if b.device and not b.device_waits}
             if 0 < len(working) < len(beats):
                 return working, set(working)
             if now - self._moved >= self._calm:
-                return {n: f"all pending ranks wait for each other: {_where(b)}" for n, b in beats.items()}, set()
+                return {
+                    n: f"all pending ranks wait for each other: {_describe_place(b)}" for n, b in beats.items()
+                }, set()
         return {}, set()
 
-    def _bound(self, beat: Activity) -> float:
+    def _hang_seconds(self, beat: Activity) -> float:
         """Return the seconds after which a worker with this heartbeat counts as hung, unless it waits for others."""
         if beat.preparing:  # by other processes or threads too, while its main thread is idle
             return max(self._calm, FIRST_STEP_SECONDS)
         return self._within if beat.busy < BUSY else self._calm
 
 
-def _where(beat: Activity) -> str:
+def _describe_place(beat: Activity) -> str:
     """Describe in a line where a worker's heartbeat shows it to be: the seconds since it moved, the call and the
     section of code, and where its device is if it waits for that."""
     device = f" of its device, in {beat.device} after {beat.completed} waits for others" if beat.device else ""

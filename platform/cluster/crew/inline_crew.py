@@ -12,12 +12,12 @@ from math import inf
 from time import monotonic
 from typing import Any
 
-from platform.boundary.refusals import passes, refusal_in
-from platform.boundary.terminal import visible
-from platform.cluster.crew.crew import Crew, arguments, call_text
+from platform.boundary.refusals import find_refusal, is_stop_signal
+from platform.boundary.terminal import escape_terminal_text
+from platform.cluster.crew.crew import Crew, arguments_of_rank, call_text
 from platform.cluster.crew.failures import Failure, Member, WorkerFailed
 from platform.cluster.crew.heartbeats import Outlook
-from platform.cluster.crew.job import Job, assign, open_store
+from platform.cluster.crew.job import Job, assign_worker, open_store
 from platform.monitor.journal import SeenWorker
 from platform.runtime.progress import PROGRESS
 
@@ -25,10 +25,10 @@ from platform.runtime.progress import PROGRESS
 class OwnOutlook(Outlook):
     """Outlook of the driver on the worker in its own process, whose heartbeat is read when it is wanted."""
 
-    def workers(self) -> list[SeenWorker]:
+    def list_workers(self) -> list[SeenWorker]:
         """Return the sight of the only worker, by a heartbeat of now."""
-        self.heard(0, PROGRESS.beat(), monotonic(), True)
-        return super().workers()
+        self.note_heartbeat(0, PROGRESS.build_heartbeat(), monotonic(), True)
+        return super().list_workers()
 
 
 class InlineCrew(Crew):
@@ -41,9 +41,9 @@ class InlineCrew(Crew):
         self.unstarted, self.outlook = [], OwnOutlook()
         self._closed = False
         self._member = Member(0, socket.gethostname(), os.getpid())
-        place = assign(job, 0, local_rank=0, local_world_size=1, group_rank=0)
-        replace(place, environment={}).enter_environment()  # CUDA reads it when it is first used
-        self._worker = place.construct()
+        assignment = assign_worker(job, 0, local_rank=0, local_world_size=1, group_rank=0)
+        replace(assignment, environment={}).enter_environment()  # CUDA reads it when it is first used
+        self._worker = assignment.construct_worker()
 
     @property
     def members(self) -> Mapping[int, Member]:
@@ -51,43 +51,43 @@ class InlineCrew(Crew):
         return {0: self._member}
 
     @property
-    def starting(self) -> Set[int]:
+    def starting_members(self) -> Set[int]:
         """Return the empty set: the only worker, in this process, has been constructed."""
         return frozenset()
 
-    def seat(self, job: Job, numbers: Sequence[int]) -> None:
+    def seat_members(self, job: Job, numbers: Sequence[int]) -> None:
         """Give the only worker, in this process, rank 0, and open a TCPStore for its process groups."""
         assert job.world_size == 1 and list(numbers) == [0]
         self.job = job
         self._rendezvous = open_store("127.0.0.1")
         self.store = self._rendezvous.host, self._rendezvous.port
 
-    def call(self, method: str, *args: Any, within: float = inf) -> list[Any]:
+    def call_ranks(self, method: str, *args: Any, within: float = inf) -> list[Any]:
         """Run a call of the driver on the worker in this process; raise WorkerFailed, after a traceback, if it
         fails."""
         call = call_text(method, args)
         self.outlook.begin_call(method, call, {0: 0}, self.members, {0})
-        PROGRESS.begin(call)
+        PROGRESS.begin_call(call)
         try:
             with self.outlook:
-                return [getattr(self._worker, method)(*arguments(args, 0))]
+                return [getattr(self._worker, method)(*arguments_of_rank(args, 0))]
         except BaseException as error:
-            if passes(error):
+            if is_stop_signal(error):
                 raise
             cause = traceback.format_exc()  # as other crews report it: the failing line is in the user's own code
-            print(visible(cause), file=sys.stderr, end="")
-            name, coordinates = self.job.name(0), self.job.coordinates[0]
-            failure = Failure(self._member, "failed", call, cause, 0, name, coordinates, refusal=refusal_in(error))
+            print(escape_terminal_text(cause), file=sys.stderr, end="")
+            name, coordinates = self.job.rank_name(0), self.job.coordinates[0]
+            failure = Failure(self._member, "failed", call, cause, 0, name, coordinates, refusal=find_refusal(error))
             raise WorkerFailed([failure]) from error
         finally:
-            PROGRESS.begin("")
+            PROGRESS.begin_call("")
 
-    def release(self) -> list[Failure]:
+    def release_members(self) -> list[Failure]:
         """Let the only worker, in this process, leave its process groups; none can be lost."""
         self._worker.leave()
         return []
 
-    def hire(self, count: int) -> None:
+    def hire_workers(self, count: int) -> None:
         """Raise AssertionError: a crew of one worker in this process cannot grow."""
         raise AssertionError("a world of one in this process hires nobody")
 

@@ -58,13 +58,13 @@ class Job:
         """Return the number of ranks of the mesh that this job describes, without spares."""
         return len(self.coordinates)
 
-    def name(self, rank: int) -> str:
+    def rank_name(self, rank: int) -> str:
         """Return a rank's name with its mesh coordinates, such as rank3[data1 t1], without axes of size 1."""
         at = self.coordinates[rank]
         wide = " ".join(f"{axis}{i}" for axis, i in at.items() if any(c[axis] for c in self.coordinates))
         return f"rank{rank}[{wide}]" if wide else f"rank{rank}"
 
-    def log(self, number: int) -> Path:
+    def log_path(self, number: int) -> Path:
         """Return the path of the file in the run directory for the output of member `number`'s worker process."""
         return self.run_dir / "logs" / f"worker-{number}.log"
 
@@ -89,20 +89,20 @@ class Assignment:
     def enter_environment(self) -> None:
         """Set the variables of a worker's assignment in this process's environment, before torch is imported."""
         os.environ.update(self.environment)
-        os.environ.update(self.unset(os.environ))
+        os.environ.update(self.unset_defaults(os.environ))
 
-    def unset(self, environment: Mapping[str, str]) -> dict[str, str]:
+    def unset_defaults(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return this worker's default environment variables that `environment` does not set, name -> value."""
-        there = (name in environment or ALSO.get(name, name) in environment for name in self.defaults)
-        return {name: value for (name, value), has in zip(self.defaults.items(), there, strict=True) if not has}
+        is_set = (name in environment or ALSO.get(name, name) in environment for name in self.defaults)
+        return {name: value for (name, value), has in zip(self.defaults.items(), is_set, strict=True) if not has}
 
-    def construct(self) -> Any:
+    def construct_worker(self) -> Any:
         """Construct the worker object that this assignment describes, in the calling process."""
         options = {"device": self.device, "run_dir": self.run_dir, "threads": self.threads}
         return resolve_name(self.worker)(self.config, self.number, **options)
 
 
-def assign(
+def assign_worker(
     job: Job, number: int, *, local_rank: int, local_world_size: int, group_rank: int, cores: int | None = None
 ) -> Assignment:
     """Return the assignment of member `number` with which a launcher starts its worker process: slot `local_rank` of
@@ -119,7 +119,7 @@ def assign(
         device=job.device,
         run_dir=str(job.run_dir),
         threads=threads,
-        log=str(job.log(number)),
+        log=str(job.log_path(number)),
         environment={
             "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(local_world_size),
@@ -140,11 +140,11 @@ def worker_environment(config: Config, device: str) -> dict[str, str]:
         ours |= CUDA_ENVIRONMENT
         ours |= TENSOR_ENVIRONMENT if prod(config.tensor.axes.values()) > 1 and config.parallel.zero < 3 else {}
         ours |= DETERMINISTIC_ENVIRONMENT if config.train.deterministic else {}
-    found = {}
+    environment = {}
     for name, value in ours.items():
         chosen = name if name in os.environ or ALSO.get(name, name) not in os.environ else ALSO[name]
-        found[chosen] = os.environ.get(chosen, value)
-    return found
+        environment[chosen] = os.environ.get(chosen, value)
+    return environment
 
 
 def usable_cores() -> int:
@@ -161,7 +161,7 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
-def one_gpu(local_rank: int) -> dict[str, str]:
+def single_gpu_environment(local_rank: int) -> dict[str, str]:
     """Return the environment variable that shows a worker process only GPU `local_rank` of those visible to this
     process, as Ray does for its actors: "cuda" then means that GPU."""
     visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
@@ -174,7 +174,7 @@ _LEVEL = "TORCH_CPP_LOG_LEVEL"
 _ERROR = 2  # of torch's C++ log
 
 
-def preload() -> None:
+def preload_torch() -> None:
     """Import torch.distributed, a second of CPU, which the driver's TCPStore needs, while the first workers start."""
     import torch.distributed  # noqa: F401
 
@@ -214,12 +214,12 @@ LONGEST = 100  # characters of a tier: names of switches may be lists
 MOST = 16
 
 
-def tiers_here(names: Sequence[str], labels: Mapping[str, str]) -> list[str]:
+def local_tiers(names: Sequence[str], labels: Mapping[str, str]) -> list[str]:
     """Return the tiers of the node that this process is on, outer to inner, as NAME=VALUE: the values of its Ray
     `labels` that have one of `names`, in their order ("" for one that it lacks), then the switches or blocks above it
     that Slurm has put into the environment: of s0.s4.node17, with the pattern switch.switch.node, ["switch=s0",
     "switch=s4"]."""
     kinds = os.environ.get(_PATTERN, "").split(".")[:-1]
     values = os.environ.get(_ADDRESS, "").split(".", len(kinds))[:-1]
-    found = [*((name, labels.get(name, "")) for name in names), *zip(kinds, values, strict=False)]
-    return [f"{name}={value}"[:LONGEST] for name, value in found][:MOST]
+    tiers = [*((name, labels.get(name, "")) for name in names), *zip(kinds, values, strict=False)]
+    return [f"{name}={value}"[:LONGEST] for name, value in tiers][:MOST]

@@ -37,7 +37,7 @@ class Marked:
 
     def __enter__(self) -> Self:
         """Create the directory for an embedded Ray's files, and start the sweeper that cleans up after this process."""
-        self.directory = _short_directory()
+        self.directory = _create_short_directory()
         command = [sys.executable, "-I", __file__, self.directory]
         # in its own session, so that Ctrl-C in the terminal does not reach it
         self._sweeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -48,17 +48,21 @@ class Marked:
         self.end()
         self._sweeper.communicate(AT_ONCE)
 
-    def popen(self, command: Sequence[str], environment: Mapping[str, str], **how: Any) -> subprocess.Popen[bytes]:
+    def start_program(
+        self, command: Sequence[str], environment: Mapping[str, str], **how: Any
+    ) -> subprocess.Popen[bytes]:
         """Start a program of an embedded Ray, which must not outlive this process; `how`: options of Popen."""
         return subprocess.Popen(command, env={**environment, MARK: self.directory}, start_new_session=True, **how)
 
-    def run(self, command: Sequence[str], environment: Mapping[str, str], **how: Any) -> subprocess.Popen[bytes]:
+    def start_main_program(
+        self, command: Sequence[str], environment: Mapping[str, str], **how: Any
+    ) -> subprocess.Popen[bytes]:
         """Start the main program, such as a Ray, of which there is one at a time; `how`: options of Popen."""
-        self._main = self.popen(command, environment, **how)
+        self._main = self.start_program(command, environment, **how)
         return self._main
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         """Return True if the main program, such as an embedded Ray, was started and has not ended."""
         return self._main is not None and self._main.poll() is None
 
@@ -68,11 +72,11 @@ class Marked:
             self._main.kill()
             self._main.wait()
             self._main = None
-            clear(self.directory, most=_KILL_SECONDS)
+            end_marked_processes(self.directory, max_seconds=_KILL_SECONDS)
 
 
 @contextmanager
-def deaf_to_term() -> Iterator[None]:
+def block_sigterm() -> Iterator[None]:
     """Start processes, such as an embedded Ray, inside the block with SIGTERM blocked, for themselves and for all that
     they start. Some schedulers send it to every process of a job: then only this process reacts, and decides which
     processes end, and when."""
@@ -83,36 +87,36 @@ def deaf_to_term() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _short_directory() -> str:
+def _create_short_directory() -> str:
     """Create a temporary directory for an embedded Ray; a short path, as Unix sockets allow 107 characters."""
     with suppress(OSError):
         return tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     return tempfile.mkdtemp(prefix="ray-")
 
 
-def clear(directory: str, patience: float = 0.0, most: float = inf, spared: int = 0) -> None:
-    """Wait until no process started for an embedded Ray's `directory` (see `marked`) is left but the one of id
-    `spared`, for at most `most` seconds; kill the remaining ones after `patience` seconds."""
+def end_marked_processes(directory: str, patience: float = 0.0, max_seconds: float = inf, spared: int = 0) -> None:
+    """Wait until no process started for an embedded Ray's `directory` (see `find_marked_processes`) is left but the one
+    of id `spared`, for at most `max_seconds` seconds; kill the remaining ones after `patience` seconds."""
     begin = time.monotonic()
-    while left := [process for process in marked(directory) if process != spared]:
+    while remaining := [process for process in find_marked_processes(directory) if process != spared]:
         waited = time.monotonic() - begin
-        if waited >= most:
+        if waited >= max_seconds:
             return
-        for process in left if waited >= patience else ():
+        for process in remaining if waited >= patience else ():
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(_LOOK_SECONDS)
 
 
-def marked(directory: str) -> list[int]:
+def find_marked_processes(directory: str) -> list[int]:
     """Return the ids of the processes started for an embedded Ray's `directory`, without this process: with
     MARK=`directory` in the environment, or with files open in it, since a process that changes its title overwrites its
     environment, and the mark with it."""
     numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return [number for number in numbers if number != os.getpid() and _belongs(number, directory)]
+    return [number for number in numbers if number != os.getpid() and _uses_directory(number, directory)]
 
 
-def _belongs(process: int, directory: str) -> bool:
+def _uses_directory(process: int, directory: str) -> bool:
     """Return True if the process of id `process` was started for an embedded Ray's `directory`: the variable MARK of
     its environment names that, or it has a file in it open."""
     with suppress(OSError):  # another user's process, or one that is gone
@@ -130,7 +134,7 @@ def main(directory: str) -> None:
     after PATIENCE; remove `directory`."""
     parent = os.getppid()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # some schedulers send it to all processes of a job
-    clear(directory, 0.0 if sys.stdin.buffer.read() == AT_ONCE else PATIENCE, spared=parent)
+    end_marked_processes(directory, 0.0 if sys.stdin.buffer.read() == AT_ONCE else PATIENCE, spared=parent)
     shutil.rmtree(directory, ignore_errors=True)
 
 

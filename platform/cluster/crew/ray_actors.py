@@ -22,11 +22,11 @@ from platform.cluster.crew import job as rendezvous
 from platform.cluster.crew.crew import Launcher
 from platform.cluster.crew.failures import Failure, Member, NoPlaces, WorkerFailed
 from platform.cluster.crew.forked_workers import ForkServer, order_worker
-from platform.cluster.crew.job import Assignment, Job, assign, tiers_here, usable_cores
-from platform.cluster.crew.ray_session import Embedded, Notices, free_nodes, join_cluster, selects
+from platform.cluster.crew.job import Assignment, Job, assign_worker, local_tiers, usable_cores
+from platform.cluster.crew.ray_session import Embedded, Notices, free_nodes, join_cluster, matches_labels
 from platform.cluster.crew.switchboard import Switchboard
-from platform.cluster.crew.worker_host import serve
-from platform.plan.layout import count_of
+from platform.cluster.crew.worker_host import serve_worker
+from platform.plan.layout import format_count
 
 # Demand of runs on the autoscaler of their Ray cluster, so that it starts machines for workers before there are any.
 #
@@ -47,7 +47,7 @@ class Bundle(NamedTuple):
     labels: dict[str, str]
 
 
-def bundle_of(device: str, labels: Mapping[str, str]) -> Bundle:
+def worker_bundle(device: str, labels: Mapping[str, str]) -> Bundle:
     """Return the Ray bundle of a worker on a `device`, cpu | cuda: one CPU, for cuda also one GPU, and `labels`."""
     return Bundle({"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {}), dict(labels))
 
@@ -62,11 +62,11 @@ class Hysteresis:
         self._last = 0
         self._before: list[tuple[int, float]] = []  # earlier numbers, and until when each was followed
 
-    def follow(self, wanted: int, now: float) -> int:
-        """Return the workers to ask Ray's autoscaler for: the highest number `wanted` in the `seconds` before `now`."""
+    def follow_demand(self, demand: int, now: float) -> int:
+        """Return the workers to ask Ray's autoscaler for: the highest number `demand` in the `seconds` before `now`."""
         earlier = [*self._before, (self._last, now)]
-        self._last, self._before = wanted, [pair for pair in earlier if pair[1] > now - self._seconds]
-        return max(wanted, *(number for number, _ in self._before))
+        self._last, self._before = demand, [pair for pair in earlier if pair[1] > now - self._seconds]
+        return max(demand, *(number for number, _ in self._before))
 
 
 class DemandLedger:
@@ -76,11 +76,11 @@ class DemandLedger:
         """Initialise a ledger without any run's demand on the autoscaler."""
         self._of: dict[str, tuple[int, Bundle, float]] = {}
 
-    def book(self, run: str, count: int, bundle: Bundle, now: float) -> None:
+    def book_demand(self, run: str, count: int, bundle: Bundle, now: float) -> None:
         """Record that a run needs `count` Ray bundles, in place of its last demand, for LEASE_SECONDS; 0 ends it."""
         self._of[run] = count, bundle, now + LEASE_SECONDS if count else now
 
-    def total(self, now: float) -> list[Bundle]:
+    def total_bundles(self, now: float) -> list[Bundle]:
         """Return the Ray bundles that all runs need together; forget runs whose demand was not renewed by `now`."""
         self._of = {run: demand for run, demand in self._of.items() if demand[2] > now}
         return [bundle for run in sorted(self._of) for count, bundle, _ in [self._of[run]] for _ in range(count)]
@@ -92,33 +92,34 @@ class Desk:
     def __init__(self) -> None:
         """Start the Ray actor that sums all runs' demands on the autoscaler, and a thread that drops expired ones."""
         self._ledger, self._lock, self._asked = DemandLedger(), threading.Lock(), list[Bundle]()
-        threading.Thread(target=self._watch, daemon=True).start()
+        threading.Thread(target=self._drop_expired_demands, daemon=True).start()
 
     def book(self, run: str, count: int, bundle: Bundle) -> int:
-        """Record a run's demand for `count` workers by `DemandLedger.book`; return the number of all runs' bundles."""
+        """Record a run's demand for `count` workers by `DemandLedger.book_demand`; return the number of all runs'
+        bundles."""
         with self._lock:
-            self._ledger.book(run, count, bundle, monotonic())
-        return self._pass_on()
+            self._ledger.book_demand(run, count, bundle, monotonic())
+        return self._request_total()
 
-    def _pass_on(self) -> int:
+    def _request_total(self) -> int:
         """Ask Ray's autoscaler for the bundles that all runs need now, if these have changed; return their number."""
         with self._lock:
-            total = self._ledger.total(monotonic())
+            total = self._ledger.total_bundles(monotonic())
             if total != self._asked:
-                request(total)
+                request_bundles(total)
                 self._asked = total
             return len(total)
 
-    def _watch(self) -> None:
+    def _drop_expired_demands(self) -> None:
         """Drop the demands of runs that do not renew them; end this Ray actor once no run needs any worker."""
         while True:
             sleep(_RENEW_SECONDS)
             with suppress(Exception):  # Ray does not answer: the next turn tries again
-                if not self._pass_on():
+                if not self._request_total():
                     os._exit(0)
 
 
-def request(bundles: list[Bundle]) -> None:
+def request_bundles(bundles: list[Bundle]) -> None:
     """Ask the joined Ray cluster's autoscaler to hold room for workers' `bundles`, in place of the last request."""
     from ray.autoscaler.sdk import request_resources
 
@@ -137,7 +138,7 @@ class Demand:
         self._bundle, self._count, self._hysteresis = bundle, count, Hysteresis(HOLD_SECONDS)
         self._run = f"{socket.gethostname()}/{os.getpid()}"
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="demand", daemon=True)
+        self._thread = threading.Thread(target=self._renew_demand, name="demand", daemon=True)
         self._thread.start()
 
     def close(self, *, withdraw: bool = True) -> None:
@@ -149,22 +150,22 @@ class Demand:
             with suppress(Exception):
                 import ray
 
-                ray.get(self._desk().book.remote(self._run, 0, self._bundle), timeout=_RENEW_SECONDS)
+                ray.get(self._find_desk().book.remote(self._run, 0, self._bundle), timeout=_RENEW_SECONDS)
 
-    def _renew(self) -> None:
+    def _renew_demand(self) -> None:
         """Send the Ray actor of all demands the number of workers that this run wants, smoothed by `Hysteresis`, every
         _RENEW_SECONDS until `close`."""
         while True:
             try:
-                count = self._hysteresis.follow(self._count(), monotonic())
-                self._desk().book.remote(self._run, count, self._bundle)
+                count = self._hysteresis.follow_demand(self._count(), monotonic())
+                self._find_desk().book.remote(self._run, count, self._bundle)
             except Exception as error:  # the cluster's head is restarting, or gone: the crew finds that out by itself
                 _LOG.debug("the autoscaler is not asked: %s", error)
             if self._closed.wait(_RENEW_SECONDS):
                 return
 
     @staticmethod
-    def _desk() -> Any:
+    def _find_desk() -> Any:
         """Return the Ray cluster's `Desk`, the actor that takes all runs' demands, started if there is none."""
         import ray
 
@@ -208,74 +209,79 @@ class RayActors(Launcher):
         self._path = ""  # where actors order workers of `_forks`
         self._demand: Demand | None = None  # on the autoscaler
 
-    def open(self, job: Job, size: int) -> str:
+    def prepare_launch(self, job: Job, size: int) -> str:
         """Start or join the crew's Ray cluster; return the address of this machine that its nodes can reach."""
         if self._embedded:
             growth = max(0, job.config.elastic.max_workers - job.world_size)
-            self._forks = ForkServer(assign(job, -1, local_rank=0, local_world_size=job.world_size, group_rank=0))
+            self._forks = ForkServer(
+                assign_worker(job, -1, local_rank=0, local_world_size=job.world_size, group_rank=0)
+            )
             self._ray = Embedded(max(size, job.world_size) + growth, gpus=job.device == "cuda")
             self._path = f"{self._ray.directory}/forks"
-            self._forks.listen(self._path)
+            self._forks.listen_for_orders(self._path)
         else:
             join_cluster(job.config.cluster)
             if job.config.cluster.autoscale:
-                self._demand = Demand(_bundle(job), lambda: len(self._actors) or size)
+                self._demand = Demand(_job_bundle(job), lambda: len(self._actors) or size)
         import ray
 
         self._notices = Notices()
         self._here = ray.get_runtime_context().get_node_id()
         return "127.0.0.1" if self._embedded else ray.util.get_node_ip_address()
 
-    def leaving(self, members: Mapping[int, Member]) -> Set[int]:
+    def find_leaving_members(self, members: Mapping[int, Member]) -> Set[int]:
         if self._notices is None or not (nodes := self._notices.nodes):
             return frozenset()
         everybody = self._here in nodes  # the driver's node is draining, and the run ends with it
         return {number for number, member in members.items() if everybody or _node_id(member.node) in nodes}
 
-    def launch(self, job: Job, numbers: Sequence[int], board: Switchboard) -> None:
+    def launch_workers(self, job: Job, numbers: Sequence[int], board: Switchboard) -> None:
         """Start Ray actors for the workers `numbers`: the initial ones together, hired ones where Ray has a place."""
         if not self._crowd:
-            self._launch_together(job, numbers, board)
+            self._launch_initial_workers(job, numbers, board)
             return
         for number in numbers:
             # Its node is not known yet: threads are sized as if it shared the most crowded initial machine.
-            place = assign(job, number, local_rank=0, local_world_size=self._crowd, group_rank=0)
-            self._serve(_actor(job, self._together(job)), place, board)
+            assignment = assign_worker(job, number, local_rank=0, local_world_size=self._crowd, group_rank=0)
+            self._start_serving(_create_actor(job, self._find_shared_node(job)), assignment, board)
 
-    def _together(self, job: Job) -> str:
+    def _find_shared_node(self, job: Job) -> str:
         """Return the Ray node where a hired worker must start: the others' under strict_pack, else "" for any."""
         living = [member.node for number, member in self.greeted.items() if number in self._actors]
         return _node_id(living[0]) if living and job.config.cluster.placement == "strict_pack" else ""
 
-    def _launch_together(self, job: Job, numbers: Sequence[int], board: Switchboard) -> None:
+    def _launch_initial_workers(self, job: Job, numbers: Sequence[int], board: Switchboard) -> None:
         """Start the initial members' actors where cluster.placement wants them, wait until all of them run, and number
-        them by machine, within a machine by GPU. Raises NoPlaces as `_wait`, WorkerFailed as `_located` does."""
+        them by machine, within a machine by GPU. Raises NoPlaces as `_await_workers`, WorkerFailed as
+        `_resolve_location` does."""
         import ray
 
         size = len(numbers)
-        actors = [_actor(job, node) for node in _nodes(job, size)]
+        actors = [_create_actor(job, node) for node in _choose_nodes(job, size)]
         self._actors = dict(zip(numbers, actors, strict=True))
-        places = [actor.locate.remote() for actor in actors]
-        rendezvous.preload()  # while the actors start
-        _wait(job, lambda seconds: len(ray.wait(places, num_returns=size, timeout=seconds)[0]), size)
-        found = [_located(number, place) for number, place in zip(numbers, places, strict=True)]
-        machines = list(dict.fromkeys(where.machine for where in found))
-        order = sorted(range(size), key=lambda i: (machines.index(found[i].machine), found[i].gpu))
-        crowds = [[i for i in order if found[i].machine == machine] for machine in machines]
+        location_refs = [actor.locate.remote() for actor in actors]
+        rendezvous.preload_torch()  # while the actors start
+        _await_workers(job, lambda seconds: len(ray.wait(location_refs, num_returns=size, timeout=seconds)[0]), size)
+        locations = [
+            _resolve_location(number, location_ref) for number, location_ref in zip(numbers, location_refs, strict=True)
+        ]
+        machines = list(dict.fromkeys(where.machine for where in locations))
+        order = sorted(range(size), key=lambda i: (machines.index(locations[i].machine), locations[i].gpu))
+        crowds = [[i for i in order if locations[i].machine == machine] for machine in machines]
         self._crowd = max(map(len, crowds))
         for number, i in zip(numbers, order, strict=True):
-            machine = machines.index(found[i].machine)
+            machine = machines.index(locations[i].machine)
             crowd = crowds[machine]
             where = {"local_rank": crowd.index(i), "local_world_size": len(crowd), "group_rank": machine}
-            self._serve(actors[i], assign(job, number, **where, cores=found[i].cores), board)
+            self._start_serving(actors[i], assign_worker(job, number, **where, cores=locations[i].cores), board)
 
-    def _serve(self, actor: Any, place: Assignment, board: Switchboard) -> None:
-        """Order a Ray actor to serve the worker of `place`: it dials the driver's switchboard `board`."""
-        number = place.number
+    def _start_serving(self, actor: Any, assignment: Assignment, board: Switchboard) -> None:
+        """Order a Ray actor to serve the worker of `assignment`: it dials the driver's switchboard `board`."""
+        number = assignment.number
         self._actors[number] = actor
-        self._serving[number] = actor.serve.remote(place, board.address, board.token(number), self._path)
+        self._serving[number] = actor.serve.remote(assignment, board.address, board.member_token(number), self._path)
 
-    def ended(self, number: int, seconds: float) -> str | None:
+    def describe_exit(self, number: int, seconds: float) -> str | None:
         """Return how a worker's Ray actor ended, as Ray says of its `serve` call; None if no end is known in time."""
         import ray
         from ray.exceptions import RayActorError, RayError
@@ -286,11 +292,11 @@ class RayActors(Launcher):
         try:
             return str(ray.get(serving))
         except RayActorError as error:
-            return _reason(error)
+            return _death_reason(error)
         except RayError as error:
             return str(error)
 
-    def kill(self, number: int) -> None:
+    def kill_worker(self, number: int) -> None:
         """Kill a worker's Ray actor, and its process if that is on this machine, where it takes no time."""
         import ray
 
@@ -302,7 +308,7 @@ class RayActors(Launcher):
             with suppress(ProcessLookupError):  # on the driver's own machine: immediate, which ray.kill is not
                 os.kill(member.pid, signal.SIGKILL)
 
-    def dismiss(self, polite: bool) -> None:
+    def end_workers(self, polite: bool) -> None:
         """Kill all workers' Ray actors, and leave the Ray cluster, or end it if it is this run's own."""
         import ray
 
@@ -312,7 +318,7 @@ class RayActors(Launcher):
             self._demand.close()
         if ray.is_initialized():
             for number in list(self._actors):
-                self.kill(number)
+                self.kill_worker(number)
             if not self._ray:
                 ray.shutdown()  # only disconnects from a cluster
         if self._forks:
@@ -342,26 +348,26 @@ class _Actor:
         first = gpus[0] if gpus else "0"
         return _Location(context.get_node_id(), (len(first), first), usable_cores())
 
-    def serve(self, place: Assignment, address: tuple[str, int], token: str, forks: str) -> str:
-        """Serve the member of `place` until the driver closes its connection, in this process or, if `forks` is the
-        address of a fork server, in a process that it forks, which dies with this one. Return how that ended, as a
+    def serve(self, assignment: Assignment, address: tuple[str, int], token: str, forks: str) -> str:
+        """Serve the member of `assignment` until the driver closes its connection, in this process or, if `forks` is
+        the address of a fork server, in a process that it forks, which dies with this one. Return how that ended, as a
         phrase for the user."""
         import ray
 
-        self._name = f"worker{place.number}"
+        self._name = f"worker{assignment.number}"
         context: Any = ray.get_runtime_context()
-        tiers = tiers_here(place.config.cluster.tiers, context.get_node_labels())
-        place = replace(place, node=f"{socket.gethostname()}/{context.get_node_id()}", tiers=tiers)
+        tiers = local_tiers(assignment.config.cluster.tiers, context.get_node_labels())
+        assignment = replace(assignment, node=f"{socket.gethostname()}/{context.get_node_id()}", tiers=tiers)
         if forks:
-            return order_worker(forks, place, address, token).ended(None) or ""
-        serve(place, address, token)
+            return order_worker(forks, assignment, address, token).describe_exit(None) or ""
+        serve_worker(assignment, address, token)
         return "the actor ended by itself"
 
 
-def _nodes(job: Job, size: int) -> list[str]:
+def _choose_nodes(job: Job, size: int) -> list[str]:
     """Return a Ray node id for each of the `size` workers of `job`, as cluster.placement and cluster.labels choose the
     nodes on which all of them fit together; packed, in the innermost of cluster.tiers that has room for all. Raises
-    NoPlaces as `_wait` does.
+    NoPlaces as `_await_workers` does.
 
     A placement group finds them and is then removed. If the actors stayed in it, Ray would have to find room for all
     places of a lost node together before it could replace any of them. It has a bundle for each worker: one for each
@@ -369,27 +375,33 @@ def _nodes(job: Job, size: int) -> list[str]:
     """
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-    bundle, strategy = _bundle(job), job.config.cluster.placement.upper()
+    bundle, strategy = _job_bundle(job), job.config.cluster.placement.upper()
     labels = bundle.labels
     if strategy == "PACK":
-        nodes = [(there, places) for there, places in free_nodes(bundle.needs) if selects(labels, there)]
-        labels = compact(job.config.cluster.tiers, nodes, size) | labels
+        nodes = [
+            (node_labels, places)
+            for node_labels, places in free_nodes(bundle.needs)
+            if matches_labels(labels, node_labels)
+        ]
+        labels = find_smallest_tier(job.config.cluster.tiers, nodes, size) | labels
     chosen: dict[str, Any] = {"bundle_label_selector": [labels] * size} if labels else {}
     group = placement_group([bundle.needs] * size, strategy=strategy, **chosen)
     try:
-        _wait(job, lambda seconds: size if group.wait(seconds) else 0, size)
+        _await_workers(job, lambda seconds: size if group.wait(seconds) else 0, size)
         node_of = placement_group_table(group)["bundles_to_node_id"]
     finally:
         remove_placement_group(group)
     return [node_of[i] for i in range(size)]
 
 
-def _bundle(job: Job) -> Bundle:
+def _job_bundle(job: Job) -> Bundle:
     """Return the Ray resources and node labels that each worker of `job` needs."""
-    return bundle_of(job.device, job.config.cluster.labels)
+    return worker_bundle(job.device, job.config.cluster.labels)
 
 
-def compact(tiers: Sequence[str], nodes: Sequence[tuple[Mapping[str, str], int]], size: int) -> dict[str, str]:
+def find_smallest_tier(
+    tiers: Sequence[str], nodes: Sequence[tuple[Mapping[str, str], int]], size: int
+) -> dict[str, str]:
     """Return the labels of the smallest part of the cluster with room for `size` workers: an innermost one of `tiers`,
     names of labels from outer to inner; {} for the whole cluster. `nodes`: the labels of each, and how many workers it
     has room for."""
@@ -403,23 +415,23 @@ def compact(tiers: Sequence[str], nodes: Sequence[tuple[Mapping[str, str], int]]
     return {}
 
 
-def _wait(job: Job, ready: Callable[[float], int], size: int) -> None:
+def _await_workers(job: Job, ready: Callable[[float], int], size: int) -> None:
     """Wait for Ray to start `size` workers of `job`: poll `ready` (seconds to wait -> how many are ready) until `size`
     are. A busy machine is slow at this, and nodes come and go, so waiting is no error. Raises NoPlaces after the
     longest of `elastic.wait`, `cluster.wait` and _PLACEMENT_SECONDS."""
     wait = max(job.config.elastic.wait, job.config.cluster.wait, _PLACEMENT_SECONDS)
     deadline = monotonic() + wait
-    while (there := ready(min(_TURN_SECONDS, max(0.0, deadline - monotonic())))) < size:
-        bundle, cluster = _bundle(job), job.config.cluster
+    while (ready_count := ready(min(_TURN_SECONDS, max(0.0, deadline - monotonic())))) < size:
+        bundle, cluster = _job_bundle(job), job.config.cluster
         where = f" on nodes with {bundle.labels}" if bundle.labels else ""
         where += ", all on one node" if cluster.placement == "strict_pack" else ""
-        lack = f"Ray to start {count_of(size, 'time')} {bundle.needs}{where}, {there} of {size} there"
+        lack = f"Ray to start {format_count(size, 'time')} {bundle.needs}{where}, {ready_count} of {size} there"
         if monotonic() >= deadline:
             raise NoPlaces(f"waited {wait:.0f} s for {lack}")
         _LOG.info("waiting for %s, up to %.0f s", lack, deadline - monotonic())
 
 
-def _located(number: int, location: Any) -> _Location:
+def _resolve_location(number: int, location: Any) -> _Location:
     """Return where the Ray actor of worker `number` runs, given `location`, Ray's reference to the result of its
     `locate`. Raises WorkerFailed if the actor died while starting."""
     import ray
@@ -430,16 +442,16 @@ def _located(number: int, location: Any) -> _Location:
         return located
     except RayError as error:
         member, name = Member(number, "", 0), f"worker{number}"
-        raise WorkerFailed([Failure(member, "died", "start()", _reason(error), name=name)]) from None
+        raise WorkerFailed([Failure(member, "died", "start()", _death_reason(error), name=name)]) from None
 
 
-def _actor(job: Job, node: str = "") -> Any:
+def _create_actor(job: Job, node: str = "") -> Any:
     """Create the Ray actor of one worker of `job` on the Ray node `node`; wherever Ray finds a place if `node` is "",
     or has no room and cluster.placement does not insist."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    bundle, placement = _bundle(job), job.config.cluster.placement
+    bundle, placement = _job_bundle(job), job.config.cluster.placement
     cpus, gpus = bundle.needs["CPU"], bundle.needs.get("GPU", 0)
     actor: Any = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_task_retries=0)(_Actor)
     where = "SPREAD" if placement == "spread" else "DEFAULT"
@@ -453,7 +465,7 @@ def _node_id(node: str) -> str:
     return node.rpartition("/")[2]
 
 
-def _reason(error: Exception) -> str:
+def _death_reason(error: Exception) -> str:
     """Reduce Ray's report of a worker actor's death to one line, without identifiers before and guesses after it."""
     text = " ".join(str(error).split()).partition("Some common causes include")[0]
     text = text[max(0, text.find("The actor is dead because")) :]

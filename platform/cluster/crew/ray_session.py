@@ -17,8 +17,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from platform.boundary.refusals import SHOWN, ConfigError, added_path, violation
-from platform.boundary.terminal import print_line, printable
+from platform.boundary.refusals import SHOWN, ConfigError, added_path, format_violation
+from platform.boundary.terminal import escape_unprintable, print_line
 from platform.cluster.crew import leftovers
 from platform.cluster.crew.job import gpu_count
 from platform.config.groups import Cluster
@@ -41,27 +41,27 @@ class Embedded:
         that it gives itself, as on a machine that is busy."""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                return self._start(size, gpus)
+                return self._start_ray(size, gpus)
             except Exception as error:
-                if attempt == _ATTEMPTS or not _too_slow(error):
+                if attempt == _ATTEMPTS or not _is_too_slow(error):
                     raise
                 print_line(
                     f"ray: it did not start in its own time (a busy machine?); once more, {attempt + 1} of {_ATTEMPTS}",
                     sys.stderr,
                 )
 
-    def _start(self, size: int, gpus: bool) -> None:
+    def _start_ray(self, size: int, gpus: bool) -> None:
         """Start a private Ray with room for `size` workers, its directory, and the process that cleans up after it.
         `gpus`: offer this machine's GPUs too."""
         self._opened = ExitStack()
         # readable by this user alone; Ray's own directory is open to all
         self.directory = directory = self._opened.enter_context(leftovers.Marked()).directory
-        self._opened.enter_context(_private(Path(directory, "token")))
+        self._opened.enter_context(_restrict_ray(Path(directory, "token")))
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ[leftovers.MARK] = directory
         try:
-            _init(
-                runtime_env({}, {}, installed=_installed()),
+            _init_ray(
+                build_runtime_env({}, {}, installed=_is_installed()),
                 address="local",
                 _temp_dir=f"{directory}/ray",
                 _node_ip_address="127.0.0.1",
@@ -79,17 +79,17 @@ class Embedded:
 
     def close(self) -> None:
         """Leave this embedded Ray, kill its processes (a graceful end takes over a second), remove its files; wait."""
-        _shut_down_at_once()
+        _shut_down_ray()
         self._opened.close()
 
 
-def _too_slow(error: Exception) -> bool:
+def _is_too_slow(error: Exception) -> bool:
     """Return True if Ray gave up on processes of its own that were too slow, for which it has no exception type."""
     said = str(error).lower()
     return isinstance(error, TimeoutError) or any(words in said for words in ("timed out", "failed to start"))
 
 
-def _shut_down_at_once() -> None:
+def _shut_down_ray() -> None:
     """Detach this process from the Ray that it has started, if it is connected, and kill Ray's own processes."""
     import ray
 
@@ -103,29 +103,29 @@ def _shut_down_at_once() -> None:
 
 
 @contextmanager
-def _private(token: Path) -> Iterator[None]:
+def _restrict_ray(token: Path) -> Iterator[None]:
     """Restrict a Ray that is started inside the block to this machine and to processes that can read the file `token`,
     which this creates with a random secret. Ray's processes inherit the settings through the environment, which is
     restored after the block."""
     token.touch(0o600)
     token.write_text(secrets.token_hex(32))
-    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), _CLUSTERS: "0"}
-    taken = {name: os.environ.pop(name, None) for name in (*own, "RAY_AUTH_TOKEN")}
-    os.environ.update(own)
-    clusters = _let_clusters_be(False)
-    _look_again_for_the_token()
+    private_settings = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), _CLUSTERS: "0"}
+    taken = {name: os.environ.pop(name, None) for name in (*private_settings, "RAY_AUTH_TOKEN")}
+    os.environ.update(private_settings)
+    clusters = _set_cluster_mode(False)
+    _reset_ray_token()
     try:
         yield
     finally:
-        _let_clusters_be(clusters)
+        _set_cluster_mode(clusters)
         for name, value in taken.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-        _look_again_for_the_token()
+        _reset_ray_token()
 
 
-def _let_clusters_be(possible: bool) -> bool:
+def _set_cluster_mode(possible: bool) -> bool:
     """Set whether Ray, which reads the variable _CLUSTERS only once, takes this machine for one of a cluster, and
     return the previous setting. Another version of Ray may have no such switch: then the variable alone has to do."""
     with suppress(ImportError, AttributeError):
@@ -136,7 +136,7 @@ def _let_clusters_be(possible: bool) -> bool:
     return possible
 
 
-def _look_again_for_the_token() -> None:
+def _reset_ray_token() -> None:
     """Reset Ray's authentication mode and token in this process, which Ray reads only once, after a change of the
     environment variables that set them. The mode comes first: a thread of a Ray that is shutting down would otherwise
     look for a removed token and abort this process. Another version of Ray may lack this: then only the first Ray of a
@@ -157,29 +157,33 @@ def join_cluster(cluster: Cluster) -> None:
     if ray.is_initialized():
         return
     address = os.environ.get("RAY_ADDRESS", "auto")
-    environment = runtime_env(cluster.runtime_env, job_config().get("runtime_env") or {}, installed=_installed())
+    environment = build_runtime_env(
+        cluster.runtime_env, job_config().get("runtime_env") or {}, installed=_is_installed()
+    )
     try:
         ray.runtime_env.RuntimeEnv(**environment)
     except (TypeError, ValueError) as error:
-        raise _refused_environment(error) from None
+        raise _environment_refusal(error) from None
     try:
-        _knock(address)
-        _init(environment, address=address)
+        _check_listening(address)
+        _init_ray(environment, address=address)
     except (OSError, RayError, ValueError, RuntimeError) as error:  # the last two: a bad address
         if cluster.runtime_env and re.search("runtime.?env|working_dir|py_modules", str(error)):
-            raise _refused_environment(error) from None
+            raise _environment_refusal(error) from None
         reason = str(error).strip().partition("\n")[0]
         constraint = f"no Ray cluster at RAY_ADDRESS={address} ({reason}); start one with `ray start --head`"
-        raise ConfigError(violation("cluster", "ray", constraint, ["cluster=local"])) from None
+        raise ConfigError(format_violation("cluster", "ray", constraint, ["cluster=local"])) from None
 
 
-def _refused_environment(error: Exception) -> ConfigError:
+def _environment_refusal(error: Exception) -> ConfigError:
     """Return the ConfigError for a runtime environment that Ray has refused with `error`, without its values, which may
     be secrets."""
-    return ConfigError(f"cluster.runtime_env: Ray refuses it: {printable(' '.join(str(error).split())[:SHOWN])}")
+    return ConfigError(
+        f"cluster.runtime_env: Ray refuses it: {escape_unprintable(' '.join(str(error).split())[:SHOWN])}"
+    )
 
 
-def _knock(address: str) -> None:
+def _check_listening(address: str) -> None:
     """Raise OSError if nothing listens at a Ray cluster's address HOST:PORT, as Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if port.isdigit() and "/" not in host:
@@ -194,21 +198,23 @@ def free_resources(labels: Mapping[str, str]) -> dict[str, float]:
     free = ray.available_resources()
     if not labels:
         return free
-    fitting = [node["Resources"] for node in ray.nodes() if node["Alive"] and selects(labels, node.get("Labels", {}))]
+    fitting = [
+        node["Resources"] for node in ray.nodes() if node["Alive"] and matches_labels(labels, node.get("Labels", {}))
+    ]
     return {name: min(amount, sum(node.get(name, 0.0) for node in fitting)) for name, amount in free.items()}
 
 
-def selects(labels: Mapping[str, str], of_node: Mapping[str, str]) -> bool:
-    """Return True if Ray's label selectors choose a node with the labels `of_node`: name -> value, !value, in(a,b) or
-    !in(a,b), as Ray reads them.
+def matches_labels(labels: Mapping[str, str], of_node: Mapping[str, str]) -> bool:
+    """Return True if Ray's label selectors choose a node with the labels `open_node_snapshot`: name -> value, !value,
+    in(a,b) or !in(a,b), as Ray reads them.
 
-    >>> selects({"zone": "!in(a,b)", "gpu": "H100"}, {"zone": "c", "gpu": "H100"})
+    >>> matches_labels({"zone": "!in(a,b)", "gpu": "H100"}, {"zone": "c", "gpu": "H100"})
     True
     """
     for name, selector in labels.items():
-        wanted = selector.removeprefix("!")
-        listed = re.fullmatch(r"in\((.*)\)", wanted)
-        values = [value.strip() for value in listed[1].split(",")] if listed else [wanted]
+        accepted = selector.removeprefix("!")
+        listed = re.fullmatch(r"in\((.*)\)", accepted)
+        values = [value.strip() for value in listed[1].split(",")] if listed else [accepted]
         if (of_node.get(name) in values) == selector.startswith("!"):
             return False
     return True
@@ -225,20 +231,20 @@ def free_nodes(needs: Mapping[str, float]) -> list[tuple[dict[str, str], int]]:
         return []
     labels = {node["NodeID"]: dict(node["Labels"] or {}) for node in ray.nodes() if node["Alive"]}
     return [
-        (labels[node], int(min(there.get(name, 0.0) // amount for name, amount in needs.items())))
-        for node, there in free.items()
+        (labels[node], int(min(free_amounts.get(name, 0.0) // amount for name, amount in needs.items())))
+        for node, free_amounts in free.items()
         if node in labels
     ]
 
 
-def accelerators() -> list[str]:
+def list_accelerators() -> list[str]:
     """Return the accelerator types that the nodes of the joined Ray cluster report, such as H100 and A100-80G."""
     import ray
 
     return [name.partition(":")[2] for name in ray.cluster_resources() if name.startswith("accelerator_type:")]
 
 
-def _init(environment: Mapping[str, Any], **arguments: Any) -> None:
+def _init_ray(environment: Mapping[str, Any], **arguments: Any) -> None:
     """Start or join Ray by ray.init with `arguments` and the runtime environment `environment`, quietly, and so that
     this process keeps its SIGTERM handler."""
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # `uv run` would rebuild the environment per worker
@@ -249,10 +255,10 @@ def _init(environment: Mapping[str, Any], **arguments: Any) -> None:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, runtime_env=dict(environment) or None, **arguments)
     finally:
         signal.signal(signal.SIGTERM, on_term)  # Ray replaces the handler
-    _hush()
+    _silence_ray()
 
 
-def _hush() -> None:
+def _silence_ray() -> None:
     """Stop Ray from printing pages in the driver about every process that dies, which `log_to_driver=False` does not.
     Ray has no public way to turn this off; the journal records what matters."""
     import ray
@@ -263,25 +269,27 @@ def _hush() -> None:
         worker.gcs_error_subscriber.close()
 
 
-def runtime_env(own: Mapping[str, Any], job: Mapping[str, Any], *, installed: bool) -> dict[str, Any]:
-    """Return the runtime environment that this process asks Ray for: `own`, from cluster.runtime_env, and where this
-    package is not `installed` a PYTHONPATH by which the workers find it. `job`: the one of the Ray job that this
-    process is the entry point of, if any (`ray job submit`), which its workers get anyhow; if it brings code, as by
-    --working-dir, they find the package there. Raises ConfigError where both say the same thing, as Ray would."""
-    found = dict(own)
-    variables, of_job = dict(own.get("env_vars", {})), job.get("env_vars", {})
+def build_runtime_env(
+    asked_environment: Mapping[str, Any], job: Mapping[str, Any], *, installed: bool
+) -> dict[str, Any]:
+    """Return the runtime environment that this process asks Ray for: `asked_environment`, from cluster.runtime_env, and
+    where this package is not `installed` a PYTHONPATH by which the workers find it. `job`: the one of the Ray job that
+    this process is the entry point of, if any (`ray job submit`), which its workers get anyhow; if it brings code, as
+    by --working-dir, they find the package there. Raises ConfigError where both say the same thing, as Ray would."""
+    environment = dict(asked_environment)
+    variables, of_job = dict(asked_environment.get("env_vars", {})), job.get("env_vars", {})
     both = [
-        *(own.keys() & job.keys() - {"env_vars"}),
+        *(asked_environment.keys() & job.keys() - {"env_vars"}),
         *(f"env_vars.{name}" for name in variables.keys() & of_job.keys()),
     ]
     if both and os.environ.get("RAY_OVERRIDE_JOB_RUNTIME_ENV") != "1":
         reason = "the Ray job has one of its own; leave one out, or set RAY_OVERRIDE_JOB_RUNTIME_ENV=1"
-        raise ConfigError([violation(f"cluster.runtime_env.{name}", "...", reason) for name in sorted(both)])
+        raise ConfigError([format_violation(f"cluster.runtime_env.{name}", "...", reason) for name in sorted(both)])
     if not (installed or "PYTHONPATH" in of_job or job.keys() & {"working_dir", "py_modules"}):
         root = added_path() or str(Path(__file__).parents[3])
-        given = variables.get("PYTHONPATH") or os.environ.get("PYTHONPATH")
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [root, given]))
-    return found | ({"env_vars": variables} if variables else {})
+        python_path = variables.get("PYTHONPATH") or os.environ.get("PYTHONPATH")
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [root, python_path]))
+    return environment | ({"env_vars": variables} if variables else {})
 
 
 def job_config(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -291,7 +299,7 @@ def job_config(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     return {}
 
 
-def _installed() -> bool:
+def _is_installed() -> bool:
     """Return True if this package is installed, with its hook (_startup.py), so that Ray's workers find it."""
     return "_platform_startup" in sys.modules
 
@@ -303,7 +311,7 @@ class Notices:
         """Start the thread that watches the joined Ray cluster for draining nodes."""
         self.nodes: frozenset[str] = frozenset()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._poll, name="notices", daemon=True)
+        self._thread = threading.Thread(target=self._poll_nodes, name="notices", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -311,7 +319,7 @@ class Notices:
         self._closed.set()
         self._thread.join()
 
-    def _poll(self) -> None:
+    def _poll_nodes(self) -> None:
         """Update `nodes`, the Ray cluster's draining nodes, every _NOTICE_SECONDS until `close`, if Ray answers."""
         while not self._closed.wait(_NOTICE_SECONDS):
             if (nodes := _draining_nodes()) is not None:

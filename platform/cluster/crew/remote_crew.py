@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from platform.boundary.schema import Malformed
-from platform.boundary.terminal import phase
+from platform.boundary.terminal import show_phase
 from platform.cluster.crew import job
 from platform.cluster.crew.channel import (
     Abort,
@@ -24,17 +24,17 @@ from platform.cluster.crew.channel import (
     Hello,
     Raised,
     Said,
-    encode,
-    framed,
-    text,
+    encode_json,
+    encode_message,
+    frame_payload,
 )
-from platform.cluster.crew.crew import ByRank, Crew, Launcher, arguments, call_text
+from platform.cluster.crew.crew import ByRank, Crew, Launcher, arguments_of_rank, call_text
 from platform.cluster.crew.failures import Failure, Member, WorkerFailed
 from platform.cluster.crew.heartbeats import BEAT_SECONDS, CALM_SECONDS, Outlook, Watch
 from platform.cluster.crew.job import START, Job, open_store
 from platform.cluster.crew.switchboard import Switchboard
 from platform.train import replies
-from platform.train.replies import new_folder, summarize
+from platform.train.replies import prepare_dump_folder, write_summary
 
 # Roster of a crew's member processes: started, dialled in, ready, ended.
 
@@ -67,36 +67,36 @@ class Roster:
         self._looked = 0.0
         self._opened = ExitStack()
 
-    def start(self, size: int) -> None:
+    def start_workers(self, size: int) -> None:
         """Open the driver's switchboard, start `size` worker processes, and wait until all of them are ready. Raises
         WorkerFailed if one of them dies or fails to construct its worker."""
-        with phase("starting workers", size, "workers", lambda: (self._hired - len(self.starting), size)):
-            self.host = self._launcher.open(self.job, size)
+        with show_phase("starting workers", size, "workers", lambda: (self._hired - len(self.starting), size)):
+            self.host = self._launcher.prepare_launch(self.job, size)
             self.board = self._opened.enter_context(closing(Switchboard(self.host, self._launcher.key)))
-            self.hire(size)
-            job.preload()
+            self.hire_workers(size)
+            job.preload_torch()
             while self.starting:
-                self.poll(_LOOK_SECONDS)
+                self.poll_messages(_LOOK_SECONDS)
                 if self.unstarted:
                     raise WorkerFailed(self.unstarted)
-            self._launcher.ready()
+            self._launcher.note_all_ready()
 
-    def hire(self, count: int) -> None:
+    def hire_workers(self, count: int) -> None:
         """Start `count` more worker processes, under new member numbers, without waiting until they are ready."""
         numbers = range(self._hired, self._hired + count)
         self._hired += count
         self.starting.update(numbers)
-        self.board.expect(numbers)
-        self._launcher.launch(self.job, numbers, self.board)
+        self.board.expect_members(numbers)
+        self._launcher.launch_workers(self.job, numbers, self.board)
 
-    def send(self, numbers: Collection[int], message: object) -> None:
+    def send_message(self, numbers: Collection[int], message: object) -> None:
         """Send one message from the driver to the workers `numbers`, encoded once for all."""
         if numbers:
-            frame = encode(message)
+            frame = encode_message(message)
             for number in numbers:
-                self.board.send(number, frame)
+                self.board.send_frame(number, frame)
 
-    def poll(self, timeout: float) -> list[tuple[int, Said]]:
+    def poll_messages(self, timeout: float) -> list[tuple[int, Said]]:
         """Return the messages that the crew's members have sent, with their numbers, waiting at most `timeout` seconds
         for any.
 
@@ -106,10 +106,10 @@ class Roster:
         if self.starting:
             timeout = min(timeout, _LOOK_SECONDS)
         deadline = monotonic() + _ENDING_SECONDS
-        for number, message in self.board.poll(max(0.0, timeout)):
+        for number, message in self.board.poll_events(max(0.0, timeout)):
             match message:
                 case None:
-                    self.bury(number, self._launcher.ended(number, max(0.0, deadline - monotonic())))
+                    self.bury_member(number, self._launcher.describe_exit(number, max(0.0, deadline - monotonic())))
                 case Hello():
                     self.came = self.came or monotonic()
                     self._greeted[number] = Member(number, message.node, message.pid, tuple(message.tiers))
@@ -119,8 +119,8 @@ class Roster:
                     said.append((number, message))
         if self.starting and monotonic() > self._looked + _LOOK_SECONDS:
             for number in self.starting - self._greeted.keys():
-                if cause := self._launcher.ended(number, 0.0):
-                    self.bury(number, cause)
+                if cause := self._launcher.describe_exit(number, 0.0):
+                    self.bury_member(number, cause)
             self._looked = monotonic()
         return said
 
@@ -129,41 +129,44 @@ class Roster:
         self.starting.discard(number)
         if isinstance(message, Raised):
             self._book_unstarted(number, "failed", message.error)
-            self.dispose(number)
+            self.dispose_member(number)
         else:
             self.ready[number] = self._greeted[number]
 
-    def bury(self, number: int, cause: str | None) -> None:
+    def bury_member(self, number: int, cause: str | None) -> None:
         """Record that a member's process is dead, of `cause` if known; close its connection and kill the process."""
         self.deaths[number] = cause or _CUT_OFF
         if number in self.starting:
             self.starting.remove(number)
             self._book_unstarted(number, "died", self.deaths[number])
-        self.dispose(number)
+        self.dispose_member(number)
 
     def _book_unstarted(self, number: int, kind: str, cause: str) -> None:
         """Record the failure of a worker process that never got ready. `kind`: died | failed."""
-        failure = Failure(self.member(number), kind, "start()", cause, name=f"worker{number}", log=self.log(number))
+        failure = Failure(
+            self.find_member(number), kind, "start()", cause, name=f"worker{number}", log=self.log_path(number)
+        )
         self.unstarted.append(failure)
 
-    def dispose(self, number: int) -> None:
+    def dispose_member(self, number: int) -> None:
         """Close the driver's connection to a worker and kill the worker's process; it is no longer in `ready`."""
         self.board.hang_up(number)
-        self._launcher.kill(number)
+        self._launcher.kill_worker(number)
         self.ready.pop(number, None)
 
-    def member(self, number: int) -> Member:
+    def find_member(self, number: int) -> Member:
         """Return the worker process of this number, alive or not; with node "" and process id 0 if never dialled in."""
         return self._greeted.get(number, Member(number, "", 0))
 
-    def log(self, number: int) -> Path | None:
+    def log_path(self, number: int) -> Path | None:
         """Return the path of the output file of member `number`'s worker process, None if it has none."""
-        return self._launcher.log(self.job, number)
+        return self._launcher.log_path(self.job, number)
 
     def close(self, polite: bool) -> None:
-        """Close all connections to a crew's workers, which ends idle ones; end all processes by `Launcher.dismiss`."""
+        """Close all connections to a crew's workers, which ends idle ones; end all processes by
+        `Launcher.end_workers`."""
         self._opened.close()
-        self._launcher.dismiss(polite)
+        self._launcher.end_workers(polite)
 
 
 SUSPENSE_SECONDS = (0.0, 0.5, 2.0)  # to wait for a likelier culprit, indexed by `Failure.innocence`
@@ -188,7 +191,7 @@ class RemoteCrew(Crew):
         self.unstarted = self._roster.unstarted
         self._ranks: dict[int, int] = {}  # member number -> rank, in order
         self._unread: list[tuple[int, Said]] = []  # what members said while nothing was asked
-        self._hung: set[int] = set()  # members to blame for a hang; `release` kills them
+        self._hung: set[int] = set()  # members to blame for a hang; `release_members` kills them
         self._failures: dict[int, Failure] = {}  # of this generation
         self._call = START
         self._followed = 0  # number of the call `follow` that the ranks but 0 are in; 0 if they are not
@@ -198,8 +201,8 @@ class RemoteCrew(Crew):
         self._closed = False
         self._rendezvous: Any = None  # the store of this generation
         try:
-            with self._impolite():
-                self._roster.start(job.world_size + spares)
+            with self._kill_on_close():
+                self._roster.start_workers(job.world_size + spares)
         except BaseException:
             self.close()
             raise
@@ -207,28 +210,28 @@ class RemoteCrew(Crew):
 
     @property
     def members(self) -> Mapping[int, Member]:
-        self._unread += self._roster.poll(0.0)
+        self._unread += self._roster.poll_messages(0.0)
         return MappingProxyType(dict(sorted(self._roster.ready.items())))
 
     @property
-    def leaving(self) -> Set[int]:
-        return self._launcher.leaving(self.members)
+    def leaving_members(self) -> Set[int]:
+        return self._launcher.find_leaving_members(self.members)
 
     @property
-    def starting(self) -> Set[int]:
-        self._unread += self._roster.poll(0.0)
+    def starting_members(self) -> Set[int]:
+        self._unread += self._roster.poll_messages(0.0)
         return frozenset(self._roster.starting)
 
-    def hire(self, count: int) -> None:
-        self._roster.hire(count)
+    def hire_workers(self, count: int) -> None:
+        self._roster.hire_workers(count)
 
-    def dismiss(self, numbers: Set[int]) -> None:
+    def dismiss_members(self, numbers: Set[int]) -> None:
         assert not numbers & self._ranks.keys()
         for number in numbers:
-            self._roster.dispose(number)
+            self._roster.dispose_member(number)
 
-    def seat(self, job: Job, numbers: Sequence[int]) -> None:
-        """Give members their ranks as `Crew.seat` says, and open the TCPStore for their process groups."""
+    def seat_members(self, job: Job, numbers: Sequence[int]) -> None:
+        """Give members their ranks as `Crew.seat_members` says, and open the TCPStore for their process groups."""
         assert not self._ranks and len(set(numbers)) == len(numbers) == job.world_size
         self.job = self._roster.job = job
         self._ranks = {number: rank for rank, number in enumerate(numbers)}
@@ -237,58 +240,65 @@ class RemoteCrew(Crew):
         self._rendezvous = open_store(self._roster.host)
         self.store = self._rendezvous.host, self._rendezvous.port
 
-    def call(self, method: str, *args: Any, within: float = inf) -> list[Any]:
-        self._let_go()
-        self._send(method, args)
-        values = self._gather(method, call_text(method, args), within, self._ranks)
+    def call_ranks(self, method: str, *args: Any, within: float = inf) -> list[Any]:
+        self._end_following()
+        self._send_call(method, args)
+        values = self._gather_results(method, call_text(method, args), within, self._ranks)
         return [values[number] for number in self._ranks]
 
-    def lead(self, step: int, *args: Any, within: float = inf) -> Any:
-        """Run a step on all ranks as `Crew.lead` says. In a large world the driver sends the order to rank 0 alone,
-        which passes it on (`Worker.follow`), so that its cost to the driver does not grow with the ranks."""
+    def lead_step(self, step: int, *args: Any, within: float = inf) -> Any:
+        """Run a step on all ranks as `Crew.lead_step` says. In a large world the driver sends the order to rank 0
+        alone, which passes it on (`Worker.follow`), so that its cost to the driver does not grow with the ranks."""
         first, *others = self._ranks
         if len(self._ranks) < FOLLOWED:
-            return self.call("step", step, *args, within=within)[0]
+            return self.call_ranks("step", step, *args, within=within)[0]
         if not self._followed:
-            self._roster.send(others, self._next_call("follow"))
+            self._roster.send_message(others, self._next_call("follow"))
             self._followed = self._oldest = self._call
-        self._roster.send([first], self._next_call("lead", (step, *args)))
-        return self._gather("step", call_text("step", (step,)), within, [first])[first]
+        self._roster.send_message([first], self._next_call("lead", (step, *args)))
+        return self._gather_results("step", call_text("step", (step,)), within, [first])[first]
 
-    def _let_go(self) -> None:
+    def _end_following(self) -> None:
         """Order rank 0 to end `Worker.follow` on the other ranks, if they are in it, so that they take calls again."""
         if self._followed:
-            self._roster.send([next(iter(self._ranks))], self._next_call("let_go"))
+            self._roster.send_message([next(iter(self._ranks))], self._next_call("let_go"))
         self._oldest, self._followed = self._followed or self._call + 1, 0
 
-    def release(self) -> list[Failure]:
-        """End this generation of workers as `Crew.release` says: abort their calls, kill members that do not leave."""
-        if self._followed and not (self._failures or self._gone):
+    def release_members(self) -> list[Failure]:
+        """End this generation of workers as `Crew.release_members` says: abort their calls, kill members that do not
+        leave."""
+        if self._followed and not (self._failures or self._dead_workers):
             with suppress(WorkerFailed):  # which `leave` meets too
-                self.call("rest", within=LEAVE_SECONDS)  # in which they wait for each other no more
+                self.call_ranks("rest", within=LEAVE_SECONDS)  # in which they wait for each other no more
         self._followed = 0
         self._polite = True
-        with self._impolite():
+        with self._kill_on_close():
             self._rendezvous = None  # frees members that wait in the store for a lost rank
             ready = self._roster.ready
             for number in self._hung & ready.keys():
-                self._roster.dispose(number)
+                self._roster.dispose_member(number)
             lost = [failure for number, failure in self._failures.items() if number not in ready]
             left = self._ranks.keys() & ready.keys()
-            self._roster.send(left, Abort())
-            self._roster.send(left, self._next_call("leave"))
-            answered = self._answers(left, LEAVE_SECONDS, beats=True)
-            for number in left - self._gone.keys():
+            self._roster.send_message(left, Abort())
+            self._roster.send_message(left, self._next_call("leave"))
+            answered = self._collect_answers(left, LEAVE_SECONDS, beats=True)
+            for number in left - self._dead_workers.keys():
                 answer = answered.get(number)
                 if answer is None:
-                    lost.append(self._failure(number, "hung", "leave()", f"it has not left in {LEAVE_SECONDS:.0f} s"))
+                    lost.append(
+                        self._build_failure(number, "hung", "leave()", f"it has not left in {LEAVE_SECONDS:.0f} s")
+                    )
                 elif isinstance(answer, Raised):
-                    lost.append(self._failure(number, "failed", "leave()", answer.error))
+                    lost.append(self._build_failure(number, "failed", "leave()", answer.error))
                 else:
                     continue
-                self._roster.dispose(number)
+                self._roster.dispose_member(number)
             known = {failure.member.number for failure in lost}
-            lost += [self._failure(n, "died", "release()", why) for n, why in self._gone.items() if n not in known]
+            lost += [
+                self._build_failure(n, "died", "release()", why)
+                for n, why in self._dead_workers.items()
+                if n not in known
+            ]
             self._ranks, self._hung, self._failures, self._unread = {}, set(), {}, []
         return lost
 
@@ -301,10 +311,10 @@ class RemoteCrew(Crew):
         polite, self._polite = self._polite, False
         try:
             if polite:
-                self._let_go()
+                self._end_following()
                 ready = set(self._roster.ready)
-                self._roster.send(ready, self._next_call("close"))
-                polite = self._answers(ready, CLOSE_SECONDS).keys() == ready and not self._roster.starting
+                self._roster.send_message(ready, self._next_call("close"))
+                polite = self._collect_answers(ready, CLOSE_SECONDS).keys() == ready and not self._roster.starting
         finally:
             self._rendezvous = None
             self._roster.close(polite)
@@ -312,7 +322,7 @@ class RemoteCrew(Crew):
     # calls and answers
 
     @property
-    def _gone(self) -> dict[int, str]:
+    def _dead_workers(self) -> dict[int, str]:
         """Return the workers with a rank whose process is dead, by member number, each with how it died."""
         return {number: cause for number, cause in self._roster.deaths.items() if number in self._ranks}
 
@@ -321,22 +331,24 @@ class RemoteCrew(Crew):
         self._call += 1
         return Call(self._call, method, list(args))
 
-    def _send(self, method: str, args: tuple[Any, ...]) -> None:
+    def _send_call(self, method: str, args: tuple[Any, ...]) -> None:
         """Send a call to every seated member, with its own values of `ByRank` arguments; shared values are encoded
         once."""
         if not any(isinstance(a, ByRank) for a in args):
-            return self._roster.send(self._ranks, self._next_call(method, args))
-        head = text(self._next_call(method)).removesuffix(b"]}")
+            return self._roster.send_message(self._ranks, self._next_call(method, args))
+        head = encode_json(self._next_call(method)).removesuffix(b"]}")
         texts: dict[int, bytes] = {}  # by identity: a value that several ranks get is encoded once
         for number, rank in self._ranks.items():
-            own = arguments(args, rank)
-            for value in own:
+            rank_arguments = arguments_of_rank(args, rank)
+            for value in rank_arguments:
                 if id(value) not in texts:
-                    texts[id(value)] = text(value)
-            self._roster.board.send(number, framed(head + b",".join(texts[id(value)] for value in own) + b"]}"))
+                    texts[id(value)] = encode_json(value)
+            self._roster.board.send_frame(
+                number, frame_payload(head + b",".join(texts[id(value)] for value in rank_arguments) + b"]}")
+            )
 
-    def _gather(self, method: str, call: str, within: float, wanted: Collection[int]) -> dict[int, Any]:
-        """Collect the results of the call just sent from the members `wanted`, by number. `call`: the call as
+    def _gather_results(self, method: str, call: str, within: float, answering: Collection[int]) -> dict[int, Any]:
+        """Collect the results of the call just sent from the members `answering`, by number. `call`: the call as
         `call_text` formats it. Raises WorkerFailed if any seated member dies, makes no progress for `within` seconds,
         or raises; in the last case only after SUSPENSE_SECONDS, so that a likelier culprit is heard too."""
         values: dict[int, Any] = {}
@@ -344,100 +356,108 @@ class RemoteCrew(Crew):
         silence = min(within, max(self._silence, CALM_SECONDS))
         pending, deadline, watch = set(self._ranks), inf, Watch(within, monotonic(), silence)
         self.outlook.begin_call(method, call, self._ranks, dict(roster.ready), pending)
-        with self._impolite(), self.outlook:
-            while len(values) < len(wanted):
-                gone = self._gone
+        with self._kill_on_close(), self.outlook:
+            while len(values) < len(answering):
+                gone = self._dead_workers
                 for number in gone.keys() - failures.keys():
-                    failures[number] = self._failure(number, "died", call, gone[number])
-                hung, self._hung = watch.hung(pending, monotonic())
+                    failures[number] = self._build_failure(number, "died", call, gone[number])
+                hung, self._hung = watch.find_hung(pending, monotonic())
                 if hung:
-                    self._dumped = self._dump(call, pending - watch.silent)
-                failures |= {number: self._failure(number, "hung", call, cause) for number, cause in hung.items()}
+                    self._dumped = self._dump_workers(call, pending - watch.silent_workers)
+                failures |= {number: self._build_failure(number, "hung", call, cause) for number, cause in hung.items()}
                 if hung or gone or monotonic() >= deadline:
                     raise WorkerFailed(list(failures.values()))
-                roster.send(watch.ask(pending, monotonic()), Ask(self._call))
-                roster.send(self.outlook.ask(pending, now := monotonic()), Ask(self._call))
-                for number, message in self._said(min(watch.patience(now), self.outlook.patience(now), deadline - now)):
+                roster.send_message(watch.workers_to_ask(pending, monotonic()), Ask(self._call))
+                roster.send_message(self.outlook.workers_to_ask(pending, now := monotonic()), Ask(self._call))
+                for number, message in self._receive_messages(
+                    min(watch.seconds_to_wait(now), self.outlook.seconds_to_wait(now), deadline - now)
+                ):
                     match message:
                         case Beat():
-                            self._hear(number, message, watch)
+                            self._note_heartbeat(number, message, watch)
                         case Raised(answer=known) if number in pending and known >= self._oldest:
-                            failures[number] = self._failure(number, "failed", call, message.error, message.refusal)
+                            failures[number] = self._build_failure(
+                                number, "failed", call, message.error, message.refusal
+                            )
                             deadline = min(deadline, monotonic() + SUSPENSE_SECONDS[failures[number].innocence])
                             pending.remove(number)
                         case Answer(answer=self._call) if number in pending:
                             try:
-                                values[number] = replies.read(method, self._ranks[number], message.value)
+                                values[number] = replies.read_reply(method, self._ranks[number], message.value)
                             except Malformed:
-                                roster.bury(number, "what it answers is no answer")
+                                roster.bury_member(number, "what it answers is no answer")
                                 continue  # stays pending, and is now dead
-                            watch.answered(monotonic())
+                            watch.note_answer(monotonic())
                             pending.remove(number)
                 if failures and not pending:
                     raise WorkerFailed(list(failures.values()))
         return values
 
-    def _hear(self, number: int, message: Beat, watch: Watch) -> None:
+    def _note_heartbeat(self, number: int, message: Beat, watch: Watch) -> None:
         """Record a worker's heartbeat for `watch`, unless it is one of an earlier call, and for the outlook."""
         current, now = message.beat == self._call, monotonic()
-        self.outlook.heard(number, message.progress, now, current)
+        self.outlook.note_heartbeat(number, message.progress, now, current)
         if current:
-            watch.heard(number, message.progress, now)
+            watch.note_heartbeat(number, message.progress, now)
 
-    def _said(self, seconds: float) -> list[tuple[int, Said]]:
+    def _receive_messages(self, seconds: float) -> list[tuple[int, Said]]:
         """Return the workers' messages, as (member number, message); wait up to `seconds` if there is none yet."""
         unread, self._unread = self._unread, []
-        return unread + self._roster.poll(0.0 if unread else seconds)
+        return unread + self._roster.poll_messages(0.0 if unread else seconds)
 
-    def _answers(self, numbers: Collection[int], seconds: float, beats: bool = False) -> dict[int, Answer | Raised]:
+    def _collect_answers(
+        self, numbers: Collection[int], seconds: float, beats: bool = False
+    ) -> dict[int, Answer | Raised]:
         """Collect the answers to the call sent last, `leave` or `close`, from those members of `numbers` that are
         alive, by number; members that die or do not answer in time are missing. Stops when none has answered for
         `seconds`; with `beats`, progress that a heartbeat shows counts too."""
-        found: dict[int, Answer | Raised] = {}
+        answers: dict[int, Answer | Raised] = {}
         pending, deadline, ask = set(numbers), monotonic() + seconds, monotonic() + BEAT_SECONDS
         while (pending := pending & self._roster.ready.keys()) and monotonic() < deadline:
             if beats and monotonic() >= ask:
-                self._roster.send(pending, Ask(self._call))
+                self._roster.send_message(pending, Ask(self._call))
                 ask = monotonic() + BEAT_SECONDS
-            for number, message in self._roster.poll(min(deadline, ask if beats else inf) - monotonic()):
+            for number, message in self._roster.poll_messages(min(deadline, ask if beats else inf) - monotonic()):
                 match message:
                     case Answer(answer=self._call) | Raised(answer=self._call):
-                        found[number] = message
+                        answers[number] = message
                         pending.discard(number)
                         deadline = monotonic() + seconds
                     case Beat(beat=self._call):
                         deadline = max(deadline, monotonic() + seconds - message.progress.seconds)
-        return found
+        return answers
 
     @contextmanager
-    def _impolite(self) -> Iterator[None]:
+    def _kill_on_close(self) -> Iterator[None]:
         """Let `close` kill the worker processes, not ask them to end, during the block, and ever after if it raises."""
         before, self._polite = self._polite, False
         yield
         self._polite = before
 
-    def _failure(self, number: int, kind: str, call: str, cause: str, refusal: str = "") -> Failure:
+    def _build_failure(self, number: int, kind: str, call: str, cause: str, refusal: str = "") -> Failure:
         """Return the failure of the seated worker `number` in `call`, with its rank, readable name and log file."""
-        rank, member = self._ranks[number], self._roster.member(number)
-        name, coordinates = self.job.name(rank), dict(self.job.coordinates[rank])
-        seen, stack = self.outlook.witnesses(number), self.outlook.stack(number) if kind == "hung" else []
-        log = self._roster.log(number)
+        rank, member = self._ranks[number], self._roster.find_member(number)
+        name, coordinates = self.job.rank_name(rank), dict(self.job.coordinates[rank])
+        seen, stack = self.outlook.describe_witnesses(number), self.outlook.last_stack(number) if kind == "hung" else []
+        log = self._roster.log_path(number)
         dump = self._dumped if kind == "hung" else None
         return Failure(member, kind, call, cause, rank, name, coordinates, log, refusal, seen, stack, dump)
 
-    def _dump(self, call: str, numbers: Set[int]) -> Path | None:
+    def _dump_workers(self, call: str, numbers: Set[int]) -> Path | None:
         """Let the workers `numbers`, which still answer, write where they stand in a call that does not go on; return
         the folder, None if there is nothing in it."""
         if not self.job.config.monitor.dump:
             return None
-        folder = new_folder(self.job.run_dir, call)
-        self._roster.send(numbers, Dump(folder.name))
+        folder = prepare_dump_folder(self.job.run_dir, call)
+        self._roster.send_message(numbers, Dump(folder.name))
         left, deadline = set(numbers), monotonic() + DUMP_SECONDS
         while (left := left & self._roster.ready.keys()) and monotonic() < deadline:
-            for number, message in self._roster.poll(deadline - monotonic()):
+            for number, message in self._roster.poll_messages(deadline - monotonic()):
                 match message:
                     case Dumped(dumped=folder.name):
                         left.discard(number)
                     case _:
                         self._unread.append((number, message))
-        return folder if summarize(folder, {rank: self.job.name(rank) for rank in self._ranks.values()}) else None
+        return (
+            folder if write_summary(folder, {rank: self.job.rank_name(rank) for rank in self._ranks.values()}) else None
+        )

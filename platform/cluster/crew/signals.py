@@ -12,7 +12,7 @@ from typing import Any
 
 from platform.boundary import documents
 from platform.boundary.schema import Malformed
-from platform.boundary.terminal import printable
+from platform.boundary.terminal import escape_unprintable
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 REASON = "PLATFORM_STOP_REASON"  # environment variable that names the file in which a supervisor says why it signals
@@ -23,7 +23,7 @@ def stop_reason(number: int) -> str:
     """Return why a signal stops the run: a supervisor's text in the file that REASON names, else the signal's name."""
     reason = ""
     with suppress(OSError, Malformed, KeyError):
-        reason = printable(documents.read_bytes(os.environ[REASON], 200).decode(errors="replace"))
+        reason = escape_unprintable(documents.read_bytes(os.environ[REASON], 200).decode(errors="replace"))
     return reason or signal.Signals(number).name
 
 
@@ -33,9 +33,9 @@ class Stopped(BaseException):
 
 
 class StopSignals:
-    """Handles the stop signals while entered. The first one raises Stopped wherever the driver is or, after `defer`, is
-    only recorded for `check`. The second one raises Stopped anywhere, and further ones are ignored while the crew is
-    being closed. A signal within _ECHO_SECONDS of the first is not a second one."""
+    """Handles the stop signals while entered. The first one raises Stopped wherever the driver is or, after
+    `defer_stop`, is only recorded for `raise_if_requested`. The second one raises Stopped anywhere, and further ones
+    are ignored while the crew is being closed. A signal within _ECHO_SECONDS of the first is not a second one."""
 
     def __enter__(self) -> StopSignals:
         """Install the handlers of the run's stop signals (SIGINT, SIGTERM, ...), until the context is left."""
@@ -43,7 +43,7 @@ class StopSignals:
         self._deferred = self._interrupting = False
         self._status: int | None = None  # exit status, once the run's end is being reported
         self._first: float | None = None  # when the first signal came
-        self._previous: dict[int, Any] = {number: signal.signal(number, self._handle) for number in STOPPING}
+        self._previous: dict[int, Any] = {number: signal.signal(number, self._receive_signal) for number in STOPPING}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -51,42 +51,44 @@ class StopSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def defer(self) -> None:
-        """Hold the run's first stop signal from now on, as work could be lost, until the next `check` raises it."""
+    def defer_stop(self) -> None:
+        """Hold the run's first stop signal from now on, as work could be lost, until the next `raise_if_requested`
+        raises it."""
         self._deferred = True
 
-    def finish(self, status: int) -> None:
+    def note_end_status(self, status: int) -> None:
         """Ignore a first stop signal while the run's end is reported; let a second one exit at once with `status`."""
         self._status = status
 
     @property
-    def requested(self) -> bool:
-        """Return True if a stop of the run was requested, by a signal, by `request` or by `note`."""
+    def stop_requested(self) -> bool:
+        """Return True if a stop of the run was requested, by a signal, by `request_stop` or by `note_request`."""
         return self._requested is not None
 
-    def request(self, reason: str) -> None:
+    def request_stop(self, reason: str) -> None:
         """Request a stop of the run, for `reason`, as a first stop signal does; callable from any thread. A first
         signal after it does not count as a second one: Slurm sends its own at about the time limit too."""
-        self.note(reason)
+        self.note_request(reason)
         if not self._deferred:
             self._interrupting = True
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
-    def note(self, reason: str) -> None:
-        """Record a request to stop the run, which the next `check` raises; never interrupt, as `request` does."""
+    def note_request(self, reason: str) -> None:
+        """Record a request to stop the run, which the next `raise_if_requested` raises; never interrupt, as
+        `request_stop` does."""
         self._requested = self._requested or reason
 
-    def check(self) -> None:
+    def raise_if_requested(self) -> None:
         """Raise Stopped if a stop of the run was requested; called between steps, where stopping loses nothing."""
         if self._requested:
             raise Stopped(self._requested)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle a stop signal of the run as the class describes; also the one that `request` sends to this process,
-        which raises Stopped unless stopping is deferred."""
-        if self._interrupting:  # the signal that `request` sent
+    def _receive_signal(self, number: int, frame: FrameType | None) -> None:
+        """Handle a stop signal of the run as the class describes; also the one that `request_stop` sends to this
+        process, which raises Stopped unless stopping is deferred."""
+        if self._interrupting:  # the signal that `request_stop` sent
             self._interrupting = False
-            return None if self._deferred else self.check()
+            return None if self._deferred else self.raise_if_requested()
         now, first = monotonic(), self._first is None
         if self._first is None:
             self._first = now

@@ -24,9 +24,9 @@ from platform.cluster.crew.channel import (
     Said,
     Unframer,
     Welcome,
-    encode,
-    read,
-    tune,
+    encode_message,
+    parse_message,
+    tune_connection,
 )
 
 # File descriptor limit of a process, which bounds the number of workers that a driver can have and that a worker can
@@ -44,11 +44,11 @@ def allow_many_files() -> int:
     Returns the limit now in force; MANY if there is none.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MANY if hard == resource.RLIM_INFINITY else min(hard, MANY)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    target = MANY if hard == resource.RLIM_INFINITY else min(hard, MANY)
+    if soft == resource.RLIM_INFINITY or soft >= target:
         return MANY if soft == resource.RLIM_INFINITY else soft
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return wanted
+    resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+    return target
 
 
 def lack_of_files(members: int) -> str:
@@ -76,8 +76,8 @@ class Switchboard:
     """Listens in the driver at `address` (host, port), on that host alone, for worker processes, and admits the members
     in `expected` that prove to hold their token. A stranger is a connection that is not yet admitted: a bad message
     from it, or any error in handling one, closes that connection and affects nothing else but the count `refused`. A
-    member that sends a message of no valid shape is closed likewise. Only `poll` blocks, for as long as its caller
-    allows.
+    member that sends a message of no valid shape is closed likewise. Only `poll_events` blocks, for as long as its
+    caller allows.
 
     Attributes:
         session: public; tokens are valid for this switchboard alone.
@@ -99,52 +99,52 @@ class Switchboard:
         self.expected: set[int] = set()
         self.sent = self.received = self.refused = 0
         self._selector = selectors.DefaultSelector()
-        self._accept_from = -inf  # until this time the listener is unregistered (see `_rest`)
+        self._accept_from = -inf  # until this time the listener is unregistered (see `_pause_accepting`)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._members: dict[int, _Connection] = {}
         self._strangers: dict[_Connection, float] = {}  # when each connected, oldest first
         self.payload: object = None
         self._events: deque[Heard] = deque()
 
-    def token(self, number: int) -> str:
+    def member_token(self, number: int) -> str:
         """Return the secret token by which member `number` authenticates in `dial`; the launcher hands it on."""
         return channel.member_token(self._key, self.session, number)
 
-    def expect(self, numbers: Iterable[int]) -> None:
+    def expect_members(self, numbers: Iterable[int]) -> None:
         """Allow the members of these numbers to dial in to the driver, once each."""
         self.expected.update(numbers)
 
-    def send(self, number: int, frame: bytes) -> None:
+    def send_frame(self, number: int, frame: bytes) -> None:
         """Send worker `number` an encoded message, or queue it, without blocking; drop it if the worker is gone."""
         if connection := self._members.get(number):
             connection.outgoing.append(memoryview(frame))
             if len(connection.outgoing) == 1:
-                self._write(connection)
+                self._write_queued(connection)
 
-    def poll(self, timeout: float) -> list[Heard]:
+    def poll_events(self, timeout: float) -> list[Heard]:
         """Serve the driver's connections to its workers, and return the events so far, pairs (member number, message):
         at least one, unless `timeout` seconds pass. A member's first message is its Hello; None stands for the loss of
         its connection."""
         deadline = monotonic() + timeout
         while True:
-            for key, ready in self._selector.select(self._patience(deadline)):
+            for key, ready in self._selector.select(self._seconds_to_wait(deadline)):
                 connection = key.data
                 if connection is None:
-                    self._accept()
+                    self._accept_connections()
                 else:
                     if ready & selectors.EVENT_WRITE:
-                        self._write(connection)
+                        self._write_queued(connection)
                     if ready & selectors.EVENT_READ:
-                        self._read(connection)
-            self._drop_the_silent()
+                        self._read_connection(connection)
+            self._drop_silent_strangers()
             if self._events or monotonic() >= deadline:
                 events, self._events = list(self._events), deque()
                 return events
 
-    def _patience(self, deadline: float) -> float:
-        """Return the seconds that `poll`, due to return at `deadline`, may wait for the workers' connections: 0 if an
-        event is pending, less if the pause in accepting (`_rest`) ends earlier. Registers the listener again if that
-        pause is over."""
+    def _seconds_to_wait(self, deadline: float) -> float:
+        """Return the seconds that `poll_events`, due to return at `deadline`, may wait for the workers' connections: 0
+        if an event is pending, less if the pause in accepting (`_pause_accepting`) ends earlier. Registers the listener
+        again if that pause is over."""
         now = monotonic()
         if self._accept_from > now:
             deadline = min(deadline, self._accept_from)
@@ -156,18 +156,18 @@ class Switchboard:
     def hang_up(self, number: int) -> None:
         """Close the driver's connection to a worker, forbid it to dial in, and drop its unread messages."""
         if connection := self._members.get(number):
-            self._close(connection)
+            self._close_connection(connection)
         self.expected.discard(number)
         self._events = deque(event for event in self._events if event[0] != number)
 
     def close(self) -> None:
         """Close the driver's listener and all connections, of members and of peers not yet admitted."""
         for connection in [*self._members.values(), *self._strangers]:
-            self._close(connection)
+            self._close_connection(connection)
         self._listener.close()
         self._selector.close()
 
-    def _accept(self) -> None:
+    def _accept_connections(self) -> None:
         """Accept at most _ACCEPTED new connections from the driver's listener; none is authenticated yet. If there are
         too many of these, the longest-open one is closed."""
         for _ in range(_ACCEPTED):
@@ -176,49 +176,49 @@ class Switchboard:
             except BlockingIOError:  # backlog empty
                 return
             except OSError as error:  # no descriptor, or the peer has already disconnected
-                if error.errno in _NO_ROOM and not self._make_room():
-                    return self._rest()
+                if error.errno in _NO_ROOM and not self._drop_oldest_stranger():
+                    return self._pause_accepting()
                 continue
             connection = _Connection(accepted)
             try:
                 accepted.setblocking(False)
-                tune(accepted)
+                tune_connection(accepted)
                 self._selector.register(accepted, selectors.EVENT_READ, connection)
             except OSError:  # the peer has disconnected, or the kernel lacks memory
                 accepted.close()
                 continue
             self._strangers[connection] = monotonic()
-            connection.outgoing.append(memoryview(encode(Challenge(connection.challenge))))
-            self._write(connection)
+            connection.outgoing.append(memoryview(encode_message(Challenge(connection.challenge))))
+            self._write_queued(connection)
             if len(self._strangers) > self._most_strangers():
-                self._make_room()
+                self._drop_oldest_stranger()
 
     def _most_strangers(self) -> int:
         """Return how many unauthenticated connections the driver may have open, leaving descriptors for all workers."""
         members = len(self._members) + len(self.expected)
         return max(_FEW_STRANGERS, min(_STRANGERS, self._files - OWN - PER_MEMBER * members))
 
-    def _make_room(self) -> bool:
+    def _drop_oldest_stranger(self) -> bool:
         """Close the driver's oldest unauthenticated connection, to make room for one; return False without any."""
         if self._strangers:
-            self._refuse(next(iter(self._strangers)))
+            self._refuse_stranger(next(iter(self._strangers)))
             return True
         return False
 
-    def _rest(self) -> None:
-        """Accept no connections of workers for _REST_SECONDS, as no descriptor is free: `poll` would spin."""
+    def _pause_accepting(self) -> None:
+        """Accept no connections of workers for _REST_SECONDS, as no descriptor is free: `poll_events` would spin."""
         self._selector.unregister(self._listener)
         self._accept_from = monotonic() + _REST_SECONDS
 
-    def _drop_the_silent(self) -> None:
+    def _drop_silent_strangers(self) -> None:
         """Close connections to the driver whose peer has not authenticated within _GREETING_SECONDS."""
         while self._strangers:
             oldest, since = next(iter(self._strangers.items()))
             if monotonic() < since + _GREETING_SECONDS:
                 return
-            self._refuse(oldest)
+            self._refuse_stranger(oldest)
 
-    def _read(self, connection: _Connection) -> None:
+    def _read_connection(self, connection: _Connection) -> None:
         """Read the bytes that a connection to the driver has received, and handle the messages that they complete;
         close the connection if its peer has closed it or anything is wrong with them."""
         if connection.closed:  # while an earlier event of this turn was handled
@@ -226,8 +226,8 @@ class Switchboard:
         try:
             data = connection.socket.recv(_GREETING_BYTES if connection.number is None else READ_BYTES)
             self.received += len(data)
-            for message in connection.frames.feed(data):
-                self._hear(connection, message)
+            for message in connection.frames.split_messages(data):
+                self._take_message(connection, message)
                 if connection.closed:
                     return
         except BlockingIOError:
@@ -235,24 +235,25 @@ class Switchboard:
         except Exception:  # whatever a peer provokes ends its own connection and no other
             data = b""
             if connection.number is None:
-                return self._refuse(connection)
+                return self._refuse_stranger(connection)
         if not data:
-            self._lose(connection)
+            self._lose_connection(connection)
 
-    def _hear(self, connection: _Connection, message: dict[str, Any]) -> None:
-        """Admit a peer of the driver by its first message; queue a worker's message for `poll`. Raises Garbled."""
+    def _take_message(self, connection: _Connection, message: dict[str, Any]) -> None:
+        """Admit a peer of the driver by its first message; queue a worker's message for `poll_events`. Raises
+        Garbled."""
         if connection.number is None:
-            self._admit(connection, message)
+            self._admit_member(connection, message)
         else:
-            self._events.append((connection.number, read(Said, message)))
+            self._events.append((connection.number, parse_message(Said, message)))
 
-    def _admit(self, connection: _Connection, message: dict[str, Any]) -> None:
+    def _admit_member(self, connection: _Connection, message: dict[str, Any]) -> None:
         """Accept the peer of a connection as a member if its greeting proves that it holds the token of an expected
         one, and send it the driver's welcome. Raises Garbled for any other peer."""
-        hello: Hello = read(Greeting, message).hello
-        number, token, nonces = hello.number, self.token(hello.number), (connection.challenge, hello.nonce)
-        if number not in self.expected or not channel.same_proof(
-            hello.proof, channel.proof_of(token, channel.MEMBER, *nonces)
+        hello: Hello = parse_message(Greeting, message).hello
+        number, token, nonces = hello.number, self.member_token(hello.number), (connection.challenge, hello.nonce)
+        if number not in self.expected or not channel.is_same_proof(
+            hello.proof, channel.compute_proof(token, channel.MEMBER, *nonces)
         ):
             raise Garbled("a stranger")
         self.expected.remove(number)
@@ -260,11 +261,13 @@ class Switchboard:
         connection.number, connection.frames.limit = number, LIMIT
         self._members[number] = connection
         self._events.append((number, hello))
-        self.send(number, encode(Welcome(channel.proof_of(token, channel.DRIVER, *nonces), self.payload)))
+        self.send_frame(
+            number, encode_message(Welcome(channel.compute_proof(token, channel.DRIVER, *nonces), self.payload))
+        )
 
-    def _write(self, connection: _Connection) -> None:
-        """Write the queued messages to a worker's connection until its socket takes no more; `poll` continues when it
-        does again."""
+    def _write_queued(self, connection: _Connection) -> None:
+        """Write the queued messages to a worker's connection until its socket takes no more; `poll_events` continues
+        when it does again."""
         if connection.closed:
             return
         outgoing = connection.outgoing
@@ -279,27 +282,27 @@ class Switchboard:
         except BlockingIOError:
             pass
         except OSError:
-            return self._lose(connection)
+            return self._lose_connection(connection)
         if bool(outgoing) != connection.writing:
             connection.writing = bool(outgoing)
             write = selectors.EVENT_WRITE if outgoing else 0
             self._selector.modify(connection.socket, selectors.EVENT_READ | write, connection)
 
-    def _lose(self, connection: _Connection) -> None:
-        """Close a worker's connection that its peer has closed or that failed; let `poll` report the loss."""
+    def _lose_connection(self, connection: _Connection) -> None:
+        """Close a worker's connection that its peer has closed or that failed; let `poll_events` report the loss."""
         if connection.number is not None:
             self._events.append((connection.number, None))
-        self._close(connection)
+        self._close_connection(connection)
 
-    def _refuse(self, connection: _Connection) -> None:
+    def _refuse_stranger(self, connection: _Connection) -> None:
         """Close a connection to the driver that proves no worker, and count it; log only counts 1, 10, 100, ..."""
-        self._close(connection)
+        self._close_connection(connection)
         self.refused += 1
         if self.refused == 10 ** (len(str(self.refused)) - 1):
             what = "connection was refused that does" if self.refused == 1 else "connections were refused that do"
             _LOG.warning("at the driver's port %d %s not prove to be a worker of this run", self.refused, what)
 
-    def _close(self, connection: _Connection) -> None:
+    def _close_connection(self, connection: _Connection) -> None:
         """Close a connection of the driver to a worker or stranger, drop its unsent messages, and forget the peer."""
         self._selector.unregister(connection.socket)
         connection.socket.close()

@@ -23,8 +23,8 @@ from typing import Any, get_type_hints
 from platform.boundary import schema
 from platform.boundary.documents import error_line
 from platform.boundary.redaction import Shield, register_secrets
-from platform.boundary.refusals import passes, refusal_in
-from platform.boundary.terminal import visible
+from platform.boundary.refusals import find_refusal, is_stop_signal
+from platform.boundary.terminal import escape_terminal_text
 from platform.cluster.crew.channel import (
     Abort,
     Answer,
@@ -37,10 +37,10 @@ from platform.cluster.crew.channel import (
     Line,
     Order,
     Raised,
-    dial,
-    encode,
-    interface_of,
-    read,
+    dial_driver,
+    encode_message,
+    find_interface,
+    parse_message,
 )
 from platform.cluster.crew.crew import call_text
 from platform.cluster.crew.job import START, Assignment
@@ -54,7 +54,7 @@ _GPUS = Path("/proc/driver/nvidia/gpus")  # a folder per GPU, named by its place
 _DEVICES = Path("/sys/bus/pci/devices")
 
 
-def cores_near(gpu: str, gpus: Path = _GPUS, devices: Path = _DEVICES) -> set[int]:
+def cores_near_gpu(gpu: str, gpus: Path = _GPUS, devices: Path = _DEVICES) -> set[int]:
     """Return the CPU cores next to a worker's GPU, named as in CUDA_VISIBLE_DEVICES by number or UUID; empty if the
     machine does not report them. Read from the kernel's files, without CUDA. Numbers count along the PCI bus, as CUDA's
     do where all GPUs of a machine are alike."""
@@ -62,23 +62,23 @@ def cores_near(gpu: str, gpus: Path = _GPUS, devices: Path = _DEVICES) -> set[in
         places = sorted(gpus.iterdir())
         named = (place for place in places if gpu and gpu in (place / "information").read_text())
         place = places[int(gpu)] if gpu.isdigit() else next(named)
-        return _listed((devices / place.name.lower() / "local_cpulist").read_text())
+        return _parse_core_list((devices / place.name.lower() / "local_cpulist").read_text())
     except (OSError, IndexError, StopIteration, ValueError):
         return set()
 
 
-def _listed(text: str) -> set[int]:
+def _parse_core_list(text: str) -> set[int]:
     """Parse the kernel's list of CPU cores next to a worker's GPU, such as 0-3,8, into the set of their numbers."""
     ranges = [part.partition("-") for part in text.strip().split(",") if part]
     return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
 
 
-def keep_near_gpu(environment: Mapping[str, str] = os.environ) -> set[int]:
+def bind_near_gpu(environment: Mapping[str, str] = os.environ) -> set[int]:
     """Bind the calling worker process to its CPU cores next to its GPU, the first of CUDA_VISIBLE_DEVICES; return these
     cores. Does nothing, and returns the empty set, where that would leave it none or all."""
     visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
     usable = os.sched_getaffinity(0)
-    near = cores_near(visible) & usable if visible else set()
+    near = cores_near_gpu(visible) & usable if visible else set()
     if not near or near == usable:
         return set()
     with suppress(OSError):
@@ -91,35 +91,41 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _MOST_MAPPED = 1 << 25  # bytes: the most below which glibc can be told to map no memory for an allocation of its own
 
 
-def serve(place: Assignment, address: tuple[str, int], token: str, *, own_process: bool = True) -> None:
+def serve_worker(assignment: Assignment, address: tuple[str, int], token: str, *, own_process: bool = True) -> None:
     """Serve the worker of one member in this process: dial the driver at `address` (host, port) with the secret
-    `token`, construct the worker that `place` describes, and execute the driver's calls, in order, until the driver
-    closes the connection.
+    `token`, construct the worker that `assignment` describes, and execute the driver's calls, in order, until the
+    driver closes the connection.
 
     Sets the environment before torch is imported, because torch reads it then. `own_process`: this process has no other
     purpose, so it exits when the driver is gone, even if the worker does not return from a call.
     """
-    place.enter_environment()
-    if own_process and place.device == "cuda" and place.config.cluster.bind:
-        keep_near_gpu()  # before there are threads, which inherit it
-    if place.log:
-        _redirect_output(place.log, f"[worker{place.number} {gethostname()}] ")
-    attend(place, dial(address, token, place.number, place.node, place.tiers), own_process=own_process)
+    assignment.enter_environment()
+    if own_process and assignment.device == "cuda" and assignment.config.cluster.bind:
+        bind_near_gpu()  # before there are threads, which inherit it
+    if assignment.log:
+        _redirect_output(assignment.log, f"[worker{assignment.number} {gethostname()}] ")
+    serve_connection(
+        assignment,
+        dial_driver(address, token, assignment.number, assignment.node, assignment.tiers),
+        own_process=own_process,
+    )
 
 
-def attend(place: Assignment, line: Line, *, own_process: bool) -> None:
+def serve_connection(assignment: Assignment, line: Line, *, own_process: bool) -> None:
     """Construct the worker of a member that the driver has admitted on connection `line`, and execute the driver's
-    calls until it closes the connection, as `serve` does; close `line`. Unless the environment names another network
-    interface for gloo, it is the one that leads to the driver."""
-    register_secrets(place.secrets)
+    calls until it closes the connection, as `serve_worker` does; close `line`. Unless the environment names another
+    network interface for gloo, it is the one that leads to the driver."""
+    register_secrets(assignment.secrets)
     if own_process:
         allow_many_files()  # connections to other ranks: to hundreds in a restore, to all of them with gloo alone
-    if interface := interface_of(line.host):  # gloo would take the one of the machine's name, which may be loopback
+    if interface := find_interface(
+        line.local_address
+    ):  # gloo would take the one of the machine's name, which may be loopback
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if own_process and place.device == "cpu":
+    if own_process and assignment.device == "cpu":
         _keep_freed_memory()
     try:
-        _Host(place, line, own_process).run()
+        _Host(assignment, line, own_process).serve_calls()
     finally:
         line.close()
 
@@ -138,50 +144,51 @@ class _Host:
     """Executes the driver's calls on one worker in the calling thread; a reader thread receives the driver's messages
     and handles heartbeat requests and aborts at once."""
 
-    def __init__(self, place: Assignment, line: Line, own_process: bool):
-        """Prepare to run the worker that `place` describes by the driver's calls, which come on connection `line`."""
-        self._place, self._line, self._own_process = place, line, own_process
+    def __init__(self, assignment: Assignment, line: Line, own_process: bool):
+        """Prepare to run the worker that `assignment` describes by the driver's calls, which come on connection
+        `line`."""
+        self._place, self._line, self._own_process = assignment, line, own_process
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self._worker: Any = None
 
-    def run(self) -> None:
+    def serve_calls(self) -> None:
         """Construct the worker, then execute the driver's calls, in order, until the driver closes the connection."""
-        threading.Thread(target=self._read, name="control", daemon=True).start()
-        self._execute(START, "start()", self._make)
+        threading.Thread(target=self._read_orders, name="control", daemon=True).start()
+        self._execute_call(START, "start()", self._construct_worker)
         while call := self._calls.get():
-            self._execute(call.call, call_text(call.method, call.args), lambda: self._run(call))  # noqa: B023
+            self._execute_call(call.call, call_text(call.method, call.args), lambda: self._run_method(call))  # noqa: B023
 
-    def _make(self) -> None:
+    def _construct_worker(self) -> None:
         """Construct the worker that the assignment describes, and exempt present objects from garbage collection."""
-        self._worker = self._place.construct()
+        self._worker = self._place.construct_worker()
         gc.freeze()  # exempts what the imports created from collection, so that `leave` collects fast
 
-    def _run(self, call: Call) -> Any:
+    def _run_method(self, call: Call) -> Any:
         """Execute a call of the driver: run the worker's method of its name on arguments of the declared types."""
         method = getattr(self._worker, call.method)
-        return method(*typed(method, call.args))
+        return method(*convert_arguments(method, call.args))
 
-    def _execute(self, number: int, call: str, function: Callable[[], Any]) -> None:
+    def _execute_call(self, number: int, call: str, function: Callable[[], Any]) -> None:
         """Run `function`, the body of the driver's call `number` on this worker, and send its result or traceback to
         the driver. `call`: its text for heartbeats."""
-        PROGRESS.begin(call)
+        PROGRESS.begin_call(call)
         cause = refusal = ""
         try:
-            frame = encode(Answer(number, function()))
+            frame = encode_message(Answer(number, function()))
         except BaseException as error:  # code of the user's own may raise anything, SystemExit too
-            if passes(error):
+            if is_stop_signal(error):
                 raise
             cause = traceback.format_exc().encode(errors="backslashreplace").decode()[-schema.LONGEST :]
-            refusal = refusal_in(error)[: schema.LONGEST]
+            refusal = find_refusal(error)[: schema.LONGEST]
         if cause:  # after the except block: within it the failed frames are alive, and keep groups open
-            self._leave()
-            print(visible(cause), file=sys.stderr, end="")  # into the log file as well
-            frame = encode(Raised(number, cause, refusal))
-        PROGRESS.begin("")
-        with suppress(OSError):  # the driver is gone: `_read` ends this process
-            self._line.send(frame)
+            self._leave_groups()
+            print(escape_terminal_text(cause), file=sys.stderr, end="")  # into the log file as well
+            frame = encode_message(Raised(number, cause, refusal))
+        PROGRESS.begin_call("")
+        with suppress(OSError):  # the driver is gone: `_read_orders` ends this process
+            self._line.send_frame(frame)
 
-    def _leave(self) -> None:
+    def _leave_groups(self) -> None:
         """Leave the worker's process groups right after a call of it has raised, before the driver asks: with gloo only
         the neighbours of a lost rank notice, and only their leaving frees the ranks after them."""
         if self._worker is not None:
@@ -190,7 +197,7 @@ class _Host:
             except Exception:
                 traceback.print_exc()
 
-    def _dump(self, name: str) -> None:
+    def _dump_worker(self, name: str) -> None:
         """Let the worker write where it stands, in a thread of its own, and answer the driver."""
         why = ""
         try:
@@ -198,21 +205,21 @@ class _Host:
         except Exception as error:
             why = error_line(error)[: schema.LONGEST]
         with suppress(OSError):  # the driver is gone
-            self._line.send(encode(Dumped(name, why)))
+            self._line.send_frame(encode_message(Dumped(name, why)))
 
-    def _read(self) -> None:
-        """Receive the driver's messages to this worker until the driver closes the connection: queue calls for `run`,
-        answer heartbeat requests, start aborts. Then, in a process of its own, exit after ORPHAN_SECONDS even if a call
-        still runs."""
+    def _read_orders(self) -> None:
+        """Receive the driver's messages to this worker until the driver closes the connection: queue calls for
+        `serve_calls`, answer heartbeat requests, start aborts. Then, in a process of its own, exit after ORPHAN_SECONDS
+        even if a call still runs."""
         try:
-            for message in self._line.messages():
-                match read(Order, message):
+            for message in self._line.receive_messages():
+                match parse_message(Order, message):
                     case Call() as call:
                         self._calls.put(call)
                     case Ask(beat=number):
-                        self._line.send(encode(Beat(number, PROGRESS.beat())))
+                        self._line.send_frame(encode_message(Beat(number, PROGRESS.build_heartbeat())))
                     case Dump(dump=name):
-                        threading.Thread(target=self._dump, args=[name], name="dump", daemon=True).start()
+                        threading.Thread(target=self._dump_worker, args=[name], name="dump", daemon=True).start()
                     case Abort() if self._worker is not None:
                         threading.Thread(target=self._worker.abort, name="abort", daemon=True).start()
         except (OSError, Garbled):
@@ -223,14 +230,14 @@ class _Host:
             os._exit(1)
 
 
-def typed(method: Callable[..., Any], args: Sequence[object]) -> list[Any]:
+def convert_arguments(method: Callable[..., Any], args: Sequence[object]) -> list[Any]:
     """Return the arguments of a driver's call on a worker in the types that `method` declares. Raises Malformed."""
-    kinds = chain(_declared(getattr(method, "__func__", method)), repeat(object))
-    return [schema.read(kind, value) for kind, value in zip(kinds, args, strict=False)]
+    kinds = chain(_parameter_types(getattr(method, "__func__", method)), repeat(object))
+    return [schema.parse_value(kind, value) for kind, value in zip(kinds, args, strict=False)]
 
 
 @cache
-def _declared(function: Callable[..., Any]) -> list[Any]:
+def _parameter_types(function: Callable[..., Any]) -> list[Any]:
     """Return the declared types of a worker method's parameters but `self`, in order; object where there is none."""
     hints = get_type_hints(function, include_extras=True)
     return [hints.get(name, object) for name in signature(function).parameters if name != "self"]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from platform.monitor import events
 from platform.monitor.events import JournalEvent
-from platform.monitor.goodput import LINES, goodput
+from platform.monitor.goodput import LINES, compute_goodput
 
 GRACE_SECONDS = 3600.0  # of a run before its goodput counts: starting is no useful work
 INFO, WARN, ERROR = "INFO", "WARN", "ERROR"
@@ -50,11 +50,11 @@ class Alerts:
         self._failed: list[float] = []  # times of failures that no step has followed yet
         self.step = 0
 
-    def alerts_of(self, event: JournalEvent) -> Iterator[Alert]:
+    def find_alerts(self, event: JournalEvent) -> Iterator[Alert]:
         """Yield the alerts that the run's next event gives."""
         self.step = getattr(event, "step", self.step)
         if how := OF_EVENTS.get(type(event)):
-            yield self._alert(event, *how, LINES[type(event)](event))
+            yield self._build_alert(event, *how, LINES[type(event)](event))
         if isinstance(event, events.Starting):
             self._failed.clear()  # the previous driver did not survive these
         elif isinstance(event, events.Failure):
@@ -62,21 +62,21 @@ class Alerts:
         elif isinstance(event, events.FirstStep) and self._failed:
             seconds = event.time - self._failed[0]
             text = f"step {event.step} is done, {seconds:.1f} s after the failure"
-            yield self._alert(event, "recovery", "Recovered", INFO, text)
+            yield self._build_alert(event, "recovery", "Recovered", INFO, text)
             self._failed.clear()
         if self._bound and isinstance(event, _COUNTED):
             self._counted.append(event)
-            yield from self._goodput(event)
+            yield from self._find_goodput_alert(event)
 
-    def _goodput(self, event: JournalEvent) -> Iterator[Alert]:
+    def _find_goodput_alert(self, event: JournalEvent) -> Iterator[Alert]:
         """Yield an alert if with this event the run's goodput, which was above its bound, is below it."""
-        found = goodput(self._counted)
-        before, self._below = self._below, found.seconds >= GRACE_SECONDS and found.goodput < self._bound
+        cost = compute_goodput(self._counted)
+        before, self._below = self._below, cost.seconds >= GRACE_SECONDS and cost.goodput < self._bound
         if self._below and not before:
-            text = f"{found.goodput:.1%} of {found.seconds / 3600:.1f} h were useful, less than {self._bound:.1%}"
-            yield self._alert(event, "goodput", "Low goodput", WARN, text)
+            text = f"{cost.goodput:.1%} of {cost.seconds / 3600:.1f} h were useful, less than {self._bound:.1%}"
+            yield self._build_alert(event, "goodput", "Low goodput", WARN, text)
 
-    def _alert(self, event: JournalEvent, kind: str, title: str, level: str, text: str) -> Alert:
+    def _build_alert(self, event: JournalEvent, kind: str, title: str, level: str, text: str) -> Alert:
         """Make an alert of the run on its event."""
         return Alert(kind=kind, title=title, level=level, text=text, time=event.time, step=self.step)
 
@@ -112,19 +112,19 @@ class Sink:
     stored_after: ClassVar[float] = 0.0
     takes_steps: ClassVar[bool] = True
 
-    def remember(self, event: JournalEvent) -> None:
+    def remember_event(self, event: JournalEvent) -> None:
         """Take note of an event of the run that an earlier process has sent to this service."""
 
-    def event(self, event: JournalEvent) -> None:
+    def send_event(self, event: JournalEvent) -> None:
         """Send an event of the run's journal to this service."""
 
-    def alert(self, alert: Alert) -> None:
+    def send_alert(self, alert: Alert) -> None:
         """Send an alert on the run to this service, which shows or mails it."""
 
-    def steps(self, rows: Sequence[Numbers]) -> None:
+    def send_steps(self, rows: Sequence[Numbers]) -> None:
         """Send the numbers of committed steps, in order, to this service; the steps may begin again at an earlier."""
 
-    def newest(self, row: Numbers) -> None:
+    def show_newest_step(self, row: Numbers) -> None:
         """Show at this service the numbers of the run's newest step, which may be trained again."""
 
     def flush(self) -> None:

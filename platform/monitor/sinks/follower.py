@@ -18,7 +18,7 @@ from platform.boundary.local_files import replace_text
 from platform.boundary.schema import Malformed
 from platform.monitor import events, json_records
 from platform.monitor.json_records import JOURNAL, METRICS
-from platform.monitor.metrics import named_numbers, read_row
+from platform.monitor.metrics import numbers_by_name, read_row
 from platform.monitor.sinks.alerts import RESUMABLE, Alerts, Numbers, Sink, SinkRun
 
 # The lines that a run's metrics or journal got since they were last read, while they may be in use.
@@ -26,23 +26,23 @@ from platform.monitor.sinks.alerts import RESUMABLE, Alerts, Numbers, Sink, Sink
 _BLOCK = 4 << 20  # bytes that are read at once
 
 
-def new_lines(path: Path, place: int) -> Iterator[tuple[dict[str, Any], int, int]]:
+def read_new_lines(path: Path, place: int) -> Iterator[tuple[dict[str, Any], int, int]]:
     """Yield the objects on the whole lines of a run's metrics or journal from the byte `place` on, each with the places
     of its first byte and behind its last; lines that are no objects are passed over. A file that has become shorter is
     another one, and is read from its start."""
-    with suppress(FileNotFoundError, NotADirectoryError), documents.open_regular(path) as file:
+    with suppress(FileNotFoundError, NotADirectoryError), documents.open_regular_file(path) as file:
         if file.seek(0, 2) < place:
             place = 0
         file.seek(place)
         rest = b""
         while block := file.read(_BLOCK):
-            *whole, rest = (rest + block).split(b"\n")
-            for line in whole:
+            *whole_lines, rest = (rest + block).split(b"\n")
+            for line in whole_lines:
                 start, place = place, place + len(line) + 1
                 with suppress(ValueError, RecursionError):
-                    if isinstance(found := json.loads(line), dict):
+                    if isinstance(record := json.loads(line), dict):
                         named = b'NaN"' in line or b'Infinity"' in line  # rarely: a look at each number takes longer
-                        yield json_records.with_numbers(found) if named else found, start, place
+                        yield json_records.restore_non_finite(record) if named else record, start, place
             if len(rest) > json_records.LARGEST:
                 place, rest = place + len(rest), b""
 
@@ -62,10 +62,10 @@ class Follower:
 
     def __init__(self, name: str, run: SinkRun, open_sink: Callable[[SinkRun], Sink], alerts: bool = True):
         """Open the service `name` by `open_sink` for a run, to go on where the last process ended; the caller has
-        locked it (`alone`). `alerts`: send these too."""
+        locked it (`lock_service`). `alerts`: send these too."""
         self._stale_seconds = STALE_SECONDS if alerts else 0.0
         self._run, self._file = run, run.directory / FOLDER / f"{name}.json"
-        self._metrics, self._journal, self._sent = _places_in(self._file, run.state)
+        self._metrics, self._journal, self._sent = _read_places(self._file, run.state)
         self._alerts = Alerts(run.monitor.get("goodput_below", 0.0))
         self._held: list[tuple[int, int, Numbers]] = []  # step, place of its line, numbers
         self._read = self._metrics  # place up to which the metrics are read; those after self._metrics are held
@@ -74,52 +74,52 @@ class Follower:
         self._reached: deque[tuple[float, str]] = deque()  # (clock, places) that the service has, and may still lose
         self.status: int | None = None  # the exit status of the run's last driver; None: it has no end
         self.sink = open_sink(run)
-        for event, _ in self._events(0, self._journal):
-            self._note(event)
-            self.sink.remember(event)
-            for _ in self._alerts.alerts_of(event):
+        for event, _ in self._read_events(0, self._journal):
+            self._note_event(event)
+            self.sink.remember_event(event)
+            for _ in self._alerts.find_alerts(event):
                 pass  # an earlier process has sent it
 
     def catch_up(self) -> None:
         """Send the service what the run's files have got since the last time, and note that it has it. The journal is
         read first: the steps that it calls saved are in the metrics by then."""
         before = (self._metrics, self._journal)
-        for event, place in self._events(self._journal, inf):
-            self._note(event)
-            self.sink.event(event)
-            for alert in self._alerts.alerts_of(event):
+        for event, place in self._read_events(self._journal, inf):
+            self._note_event(event)
+            self.sink.send_event(event)
+            for alert in self._alerts.find_alerts(event):
                 if alert.time > time() - self._stale_seconds:
-                    self.sink.alert(alert)
+                    self.sink.send_alert(alert)
             self._journal = place
         if self.sink.takes_steps:
-            self._catch_up_with_steps()
+            self._catch_up_steps()
         if (self._metrics, self._journal) != before:
             self.sink.flush()
-            self._reached.append((monotonic(), self._places()))
-        self._store(self.sink.stored_after)
+            self._reached.append((monotonic(), self._format_places()))
+        self._store_places(self.sink.stored_after)
 
-    def _catch_up_with_steps(self) -> None:
+    def _catch_up_steps(self) -> None:
         """Send the service the steps of the run that it may have by now, and show the newest."""
-        for line, start, place in new_lines(self._run.directory / METRICS, self._read):
+        for line, start, place in read_new_lines(self._run.directory / METRICS, self._read):
             self._read = place
             with suppress(Malformed):
-                self._hold(read_row(line), start)
+                self._hold_row(read_row(line), start)
             if len(self._held) >= _AT_ONCE:
-                self._send()
-        self._send()
+                self._send_final_steps()
+        self._send_final_steps()
         if self._read != self._shown and self._held:
-            self.sink.newest(self._held[-1][2])
+            self.sink.show_newest_step(self._held[-1][2])
         self._shown = self._read
 
-    def _events(self, place: int, end: float) -> Iterator[tuple[events.JournalEvent, int]]:
+    def _read_events(self, place: int, end: float) -> Iterator[tuple[events.JournalEvent, int]]:
         """Yield the events of the run's journal between two places, each with the place behind it."""
-        for line, start, behind in new_lines(self._run.directory / JOURNAL, place):
+        for line, start, behind in read_new_lines(self._run.directory / JOURNAL, place):
             if start >= end:
                 return
             with suppress(Malformed):
-                yield events.from_plain(line), behind
+                yield events.parse_event(line), behind
 
-    def _note(self, event: events.JournalEvent) -> None:
+    def _note_event(self, event: events.JournalEvent) -> None:
         """Note which steps an event of the run makes final: the saved ones, and all at an end without a sequel."""
         if isinstance(event, events.Checkpoint):
             self._final = event.step
@@ -130,37 +130,37 @@ class Follower:
             self.status = None
             self._final = 0 if self._final == inf else self._final  # the run goes on after all
 
-    def keep_all(self) -> None:
+    def finalize_all_steps(self) -> None:
         """Let the service have all steps of the run: it does not go on, and so trains none of them again."""
         self._final = inf
 
     @property
-    def held(self) -> int:
+    def held_steps(self) -> int:
         """Return the number of the run's steps that the service does not have yet, as they may be trained again."""
         return len(self._held)
 
-    def _hold(self, row: dict[str, Any], start: int) -> None:
+    def _hold_row(self, row: dict[str, Any], start: int) -> None:
         """Add a row of metrics to the steps that are to be sent, in the place of all from its step on."""
         while self._held and self._held[-1][0] >= row["step"]:
             self._held.pop()
-        self._held.append((row["step"], start, named_numbers(row)))
+        self._held.append((row["step"], start, numbers_by_name(row)))
 
-    def _send(self) -> None:
+    def _send_final_steps(self) -> None:
         """Send the service the steps that it may have by now."""
         late = 0 if self.sink.replaces else len(self._held) - MOST_HELD
         count = sum(self.sink.replaces or n < late or step <= self._final for n, (step, *_) in enumerate(self._held))
         ready, self._held = self._held[:count], self._held[count:]
         if rows := [numbers for step, _, numbers in ready if self.sink.replaces or step > self._sent]:
-            self.sink.steps(rows)
+            self.sink.send_steps(rows)
         self._sent = max([self._sent, *(step for step, *_ in ready)])
         self._metrics = self._held[0][1] if self._held else self._read
 
-    def _places(self) -> str:
+    def _format_places(self) -> str:
         """Return how far the service is, and what it remembers of the run, as RUN_DIR/sinks/ has it."""
         places = {METRICS: self._metrics, JOURNAL: self._journal, "step": self._sent, "state": self._run.state}
         return json.dumps(places) + "\n"
 
-    def _store(self, stored_after: float) -> None:
+    def _store_places(self, stored_after: float) -> None:
         """Note for the next process how far the service was so many seconds ago, in RUN_DIR/sinks/."""
         newest = ""
         while self._reached and self._reached[0][0] <= monotonic() - stored_after:
@@ -172,22 +172,22 @@ class Follower:
         """Send the service the rest, and end the run there with the launcher's exit status (None: it has no end)."""
         self.catch_up()
         self.sink.close(status)
-        self._reached.append((monotonic(), self._places()))
-        self._store(0)
+        self._reached.append((monotonic(), self._format_places()))
+        self._store_places(0)
 
 
-def _places_in(file: Path, state: dict[str, Any]) -> tuple[int, int, int]:
+def _read_places(file: Path, state: dict[str, Any]) -> tuple[int, int, int]:
     """Read a service's places in metrics and journal and its last step from `file`, and its notes into `state`."""
     with suppress(OSError, ValueError, TypeError, KeyError):
-        there = json.loads(file.read_text())
-        found = int(there[METRICS]), int(there[JOURNAL]), int(there["step"])
-        state.update(there["state"])
-        return found
+        stored = json.loads(file.read_text())
+        places = int(stored[METRICS]), int(stored[JOURNAL]), int(stored["step"])
+        state.update(stored["state"])
+        return places
     return 0, 0, 0
 
 
 @contextmanager
-def alone(directory: Path, name: str, say: Callable[[str], None] = lambda text: None) -> Iterator[None]:
+def lock_service(directory: Path, name: str, say: Callable[[str], None] = lambda text: None) -> Iterator[None]:
     """Hold the lock of a run's service `name` within the block; `say` prints that another process has it before."""
     (directory / FOLDER).mkdir(0o700, exist_ok=True)
     lock = os.open(directory / FOLDER / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)

@@ -18,7 +18,7 @@ from math import isfinite
 from time import time
 from typing import Any
 
-from platform.boundary.redaction import bare_url
+from platform.boundary.redaction import strip_url_secrets
 from platform.monitor import events
 from platform.monitor.events import JournalEvent
 from platform.monitor.json_records import JOURNAL
@@ -42,13 +42,17 @@ class MlflowSink(Sink):
 
         self._of, self._client, monitor = run, MlflowClient(), run.monitor
         if "run" not in run.state:
-            found = self._client.get_experiment_by_name(monitor["project"])
-            experiment = found.experiment_id if found else self._client.create_experiment(monitor["project"])
+            known_experiment = self._client.get_experiment_by_name(monitor["project"])
+            experiment = (
+                known_experiment.experiment_id
+                if known_experiment
+                else self._client.create_experiment(monitor["project"])
+            )
             tags = dict.fromkeys(monitor.get("tags") or [], "true") | {"directory": str(run.directory)}
             tags |= {"mlflow.note.content": monitor["notes"]} if monitor.get("notes") else {}
             tags |= {"group": monitor["group"]} if monitor.get("group") else {}
-            made = self._client.create_run(experiment, run_name=run.directory.name, tags=tags)
-            run.state["run"] = made.info.run_id
+            mlflow_run = self._client.create_run(experiment, run_name=run.directory.name, tags=tags)
+            run.state["run"] = mlflow_run.info.run_id
             self._log_configuration()
         self._run: str = run.state["run"]
         self._client.update_run(self._run, status="RUNNING")
@@ -59,43 +63,43 @@ class MlflowSink(Sink):
         """Log the run's configuration as the parameters of the MLflow run, which cannot change any more."""
         from mlflow.entities import Param
 
-        found = [
-            Param(_mlflow_name(key), str(value)[:_LONGEST_PARAM]) for key, value in _as_parameters(self._of.config)
+        parameters = [
+            Param(_mlflow_name(key), str(value)[:_LONGEST_PARAM]) for key, value in _flatten_parameters(self._of.config)
         ]
-        for first in range(0, len(found), _PARAMS_AT_ONCE):
-            self._client.log_batch(self._of.state["run"], params=found[first : first + _PARAMS_AT_ONCE])
+        for first in range(0, len(parameters), _PARAMS_AT_ONCE):
+            self._client.log_batch(self._of.state["run"], params=parameters[first : first + _PARAMS_AT_ONCE])
 
-    def alert(self, alert: Alert) -> None:
+    def send_alert(self, alert: Alert) -> None:
         """Note an alert as a tag of the MLflow run: the newest of its kind."""
         self._client.set_tag(self._run, f"alert.{alert.kind}", f"{alert.title}: {alert.text}")
 
-    def steps(self, rows: Sequence[Numbers]) -> None:
+    def send_steps(self, rows: Sequence[Numbers]) -> None:
         """Log the numbers of committed steps at MLflow, which has no histograms."""
         now = round(time() * 1000)
-        found = [
+        numbers = [
             (_mlflow_name(name), float(value), now, int(row["step"]))  # type: ignore[arg-type]
             for row in rows
             for name, value in row.items()
             if name != "step" and not isinstance(value, list)
         ]
-        newest = {name: place for place, (name, *_) in enumerate(found)}  # MLflow shows these as the run's numbers
-        plain = [place != newest[name] and isfinite(value) for place, (name, value, *_) in enumerate(found)]
-        older = [*compress(found, plain)] if self._database else []
+        newest = {name: index for index, (name, *_) in enumerate(numbers)}  # MLflow shows these as the run's numbers
+        plain = [index != newest[name] and isfinite(value) for index, (name, value, *_) in enumerate(numbers)]
+        older = [*compress(numbers, plain)] if self._database else []
         if older:
-            found = [number for number, inserted in zip(found, plain, strict=True) if not inserted]
+            numbers = [number for number, inserted in zip(numbers, plain, strict=True) if not inserted]
         # the client first: what it refuses is tried again, and must not be in the table then
-        self._log(found)
-        if older and not self._insert(older):
-            self._log(older)
+        self._log_numbers(numbers)
+        if older and not self._insert_numbers(older):
+            self._log_numbers(older)
 
-    def _log(self, numbers: Sequence[tuple[str, float, int, int]]) -> None:
+    def _log_numbers(self, numbers: Sequence[tuple[str, float, int, int]]) -> None:
         """Log numbers by MLflow's client, in requests that it takes."""
         from mlflow.entities import Metric
 
         for first in range(0, len(numbers), _AT_ONCE):
             self._client.log_batch(self._run, metrics=[Metric(*n) for n in numbers[first : first + _AT_ONCE]])
 
-    def _insert(self, numbers: Sequence[tuple[str, float, int, int]]) -> bool:
+    def _insert_numbers(self, numbers: Sequence[tuple[str, float, int, int]]) -> bool:
         """Write older finite numbers into MLflow's own table; return False if that has an unknown form."""
         try:  # MLflow's client makes objects for each number, which takes 20 times as long, on a processor of the run
             with closing(sqlite3.connect(self._database)) as database, database:
@@ -124,7 +128,7 @@ def _mlflow_place() -> str:
     """Return where MLflow keeps its data, without secrets."""
     import mlflow
 
-    return bare_url(mlflow.get_tracking_uri())
+    return strip_url_secrets(mlflow.get_tracking_uri())
 
 
 @cache
@@ -137,11 +141,11 @@ def _mlflow_name(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
-def _as_parameters(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten_parameters(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each key of the run's configuration, joined by dots, and its value, for MLflow."""
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from _as_parameters(value, f"{prefix}{key}.")
+            yield from _flatten_parameters(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
@@ -165,16 +169,16 @@ class TensorboardSink(Sink):
         self._next = 0  # the step that the files have not; of earlier processes' it is not known
         self.where = f"show it with `tensorboard --logdir {shlex.quote(str(folder))}`"
 
-    def event(self, event: JournalEvent) -> None:
+    def send_event(self, event: JournalEvent) -> None:
         """Write a text that the run's model made, for TensorBoard."""
         if isinstance(event, events.Sampled):
-            self._text(f"samples/{event.prompt[:40]}", f"{event.prompt}\n\n{event.text}", event.step, event.time)
+            self._write_text(f"samples/{event.prompt[:40]}", f"{event.prompt}\n\n{event.text}", event.step, event.time)
 
-    def alert(self, alert: Alert) -> None:
+    def send_alert(self, alert: Alert) -> None:
         """Write an alert on the run as a text, for TensorBoard."""
-        self._text(f"alerts/{alert.kind}", f"{alert.title}: {alert.text}", alert.step, alert.time)
+        self._write_text(f"alerts/{alert.kind}", f"{alert.title}: {alert.text}", alert.step, alert.time)
 
-    def _text(self, tag: str, text: str, step: int, time: float) -> None:
+    def _write_text(self, tag: str, text: str, step: int, time: float) -> None:
         """Write a text of the run under its tag, as TensorBoard's plug-in for texts reads it."""
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -185,7 +189,7 @@ class TensorboardSink(Sink):
         tensor = TensorProto(dtype=DT_STRING, string_val=[quoted.encode()])
         self._add_values(self._texts, [Summary.Value(tag=tag, metadata=metadata, tensor=tensor)], step, time)
 
-    def steps(self, rows: Sequence[Numbers]) -> None:
+    def send_steps(self, rows: Sequence[Numbers]) -> None:
         """Write the numbers and histograms of committed steps by their names; one that comes again removes for
         TensorBoard what the files have from it on."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -195,25 +199,27 @@ class TensorboardSink(Sink):
             if step < self._next or not self._next:
                 self._curves.add_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
             self._next = step + 1
-            self._add_values(self._curves, [self._value(name, x) for name, x in row.items() if name != "step"], step)
+            self._add_values(
+                self._curves, [self._build_value(name, x) for name, x in row.items() if name != "step"], step
+            )
 
     def _add_values(self, writer: Any, values: list[Any], step: int, time: float | None = None) -> None:
         """Write values of one step of the run into a file of TensorBoard."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        writer.add_event(Event(step=step, wall_time=time or _now(), summary=Summary(value=values)))
+        writer.add_event(Event(step=step, wall_time=time or _wall_time(), summary=Summary(value=values)))
 
-    def _value(self, name: str, value: float | list[int]) -> Any:
+    def _build_value(self, name: str, value: float | list[int]) -> Any:
         """Return TensorBoard's value of a metric: a number, or a histogram."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         if isinstance(value, list):
-            return _histogram(name, value)
-        if (found := self._values.get(name)) is None:
-            found = self._values[name] = Summary.Value(tag=name)
-        found.simple_value = float(value)
-        return found
+            return _build_histogram(name, value)
+        if (summary_value := self._values.get(name)) is None:
+            summary_value = self._values[name] = Summary.Value(tag=name)
+        summary_value.simple_value = float(value)
+        return summary_value
 
     def flush(self) -> None:
         """Store the curves and texts of the run for TensorBoard on disk."""
@@ -226,14 +232,14 @@ class TensorboardSink(Sink):
         self._texts.close()
 
 
-def _now() -> float:
+def _wall_time() -> float:
     """Return the time that TensorBoard shows beside a step: as it is written."""
     import time
 
     return time.time()
 
 
-def _histogram(name: str, value: list[int]) -> Any:
+def _build_histogram(name: str, value: list[int]) -> Any:
     """Make TensorBoard's histogram of a metric, with a bucket for each of a list's numbers."""
     from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 
@@ -258,7 +264,7 @@ class CommandSink(Sink):
         self._of = run
         self.where = "monitor.alert_command gets each alert"
 
-    def alert(self, alert: Alert) -> None:
+    def send_alert(self, alert: Alert) -> None:
         """Start the command with an alert on the run, and wait for it; what it prints is in the log."""
         text = json.dumps({"run": str(self._of.directory), **asdict(alert)}) + "\n"
         command, place = ["/bin/sh", "-c", self._of.monitor["alert_command"]], self._of.directory
@@ -269,7 +275,7 @@ class CommandSink(Sink):
 # Histograms for services that show them with fewer bins than a run has counts.
 
 
-def binned(counts: list[int], most: int) -> tuple[Any, Any]:
+def bin_counts(counts: list[int], most: int) -> tuple[Any, Any]:
     """Return `counts` as a histogram of at most `most` bins, for services such as W&B, and the edges of its bins."""
     import numpy as np
 
@@ -305,22 +311,22 @@ class TrackioSink(Sink):
         )
         place = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
         show = f"show it with `trackio show --project {monitor['project']}`"
-        self.where = f"run {name} at {bare_url(place)}" if place else f"run {name}; {show}"
+        self.where = f"run {name} at {strip_url_secrets(place)}" if place else f"run {name}; {show}"
 
-    def alert(self, alert: Alert) -> None:
+    def send_alert(self, alert: Alert) -> None:
         """Send an alert by trackio, which shows it and posts it, as TRACKIO_WEBHOOK_URL says."""
         from trackio import AlertLevel
 
         self._run.alert(alert.title, alert.text, AlertLevel[alert.level], alert.step)
 
-    def steps(self, rows: Sequence[Numbers]) -> None:
+    def send_steps(self, rows: Sequence[Numbers]) -> None:
         """Log the numbers and histograms of committed steps with trackio."""
         import trackio
 
         for row in rows:
             named = {name: value for name, value in row.items() if name != "step"}
             shown = {
-                name: trackio.Histogram(np_histogram=binned(value, 512)) if isinstance(value, list) else value
+                name: trackio.Histogram(np_histogram=bin_counts(value, 512)) if isinstance(value, list) else value
                 for name, value in named.items()
             }
             self._run.log(shown, step=int(row["step"]))  # type: ignore[arg-type]

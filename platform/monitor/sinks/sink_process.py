@@ -18,7 +18,7 @@ from time import monotonic
 from types import MappingProxyType
 from typing import NamedTuple
 
-from platform.boundary.redaction import redact
+from platform.boundary.redaction import redact_secrets
 from platform.boundary.refusals import typed_command
 from platform.config.fields import Config
 from platform.config.groups import Monitor
@@ -56,20 +56,20 @@ SINKS = {
 }
 
 
-def asked_sinks(monitor: Monitor) -> list[str]:
+def select_sinks(monitor: Monitor) -> list[str]:
     """Return the names of the services that a run's numbers are to be sent to."""
     return [name for name, kind in SINKS.items() if kind.asked(monitor)]
 
 
 def secrets_of_sinks(monitor: Monitor) -> Iterator[tuple[str, str, str]]:
     """Yield (environment variable, service, key) of each secret of the services that a run's numbers are sent to."""
-    for service in asked_sinks(monitor):
+    for service in select_sinks(monitor):
         yield from ((variable, service, name) for variable, name in SINKS[service].secrets.items())
 
 
-def missing_for_sinks(config: Config) -> Iterator[str]:
+def violations_of_sinks(config: Config) -> Iterator[str]:
     """Yield a refusal line for each service of a run whose Python package is not installed here."""
-    for name in asked_sinks(config.monitor):
+    for name in select_sinks(config.monitor):
         if line := lack_of_package(name):
             yield f"monitor={name}: {line}"
 
@@ -102,15 +102,15 @@ class SinkProcess:
         logs/sink-NAME.log there."""
         self._name, self._directory, self._title = name, run_dir, SINKS[name].title
         self._log = run_dir / "logs" / f"sink-{name}.log"
-        told = {"config": redact(config.to_dict()), "monitor": asdict(config.monitor), "driver": os.getpid()}
+        told = {"config": redact_secrets(config.to_dict()), "monitor": asdict(config.monitor), "driver": os.getpid()}
         self._first_line = json.dumps(told)
         self._said: deque[str] = deque()
         self._failed: float | None = None  # when it was seen that the process has failed
         self._complained = False
         self._process: subprocess.Popen[str] | None = None
-        self._start()
+        self._start_process()
 
-    def _start(self) -> None:
+    def _start_process(self) -> None:
         """Start the service's process, and a thread that listens to it."""
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self._failed = None
@@ -131,40 +131,40 @@ class SinkProcess:
             self._failed = monotonic()
             self._said.append(f"cannot be started ({error})")
             return
-        self._tell(self._first_line)
-        self._reader = threading.Thread(target=self._listen, args=(self._process,), daemon=True)
+        self._send_line(self._first_line)
+        self._reader = threading.Thread(target=self._collect_lines, args=(self._process,), daemon=True)
         self._reader.start()
 
-    def _tell(self, line: str) -> None:
+    def _send_line(self, line: str) -> None:
         """Send a line to the service's process; nothing if it has died."""
         with suppress(OSError, AttributeError):
             self._process.stdin.write(line + "\n")  # type: ignore[union-attr]
             self._process.stdin.flush()  # type: ignore[union-attr]
 
-    def _listen(self, process: subprocess.Popen[str]) -> None:
+    def _collect_lines(self, process: subprocess.Popen[str]) -> None:
         """Take note of the lines that the service's process has for the run's user, in a thread, until it ends."""
         assert process.stdout
         for line in process.stdout:
             self._said.append(line.rstrip("\n"))
 
-    def new_lines(self) -> list[str]:
+    def take_new_lines(self) -> list[str]:
         """Return the new lines that the service has for the run's user; start its process again if it failed long
         ago."""
-        if self._failed is None and self._process and self._ended():
+        if self._failed is None and self._process and self._has_failed():
             self._failed = monotonic()
-            self._said.append("" if self._complained else self._complaint())
+            self._said.append("" if self._complained else self._describe_failure())
             self._complained = True
         elif self._failed is not None and monotonic() - self._failed > AGAIN_SECONDS:
-            self._start()
+            self._start_process()
         lines = [self._said.popleft() for _ in range(len(self._said))]
         return [f"{self._title}: {line}" for line in lines if line]
 
-    def _ended(self) -> bool:
+    def _has_failed(self) -> bool:
         """Return True if the service's process has ended by a failure."""
         # each step of the run asks: the thread that listens is looked at first, which costs no call of the kernel
         return not self._reader.is_alive() and self._process is not None and self._process.poll() not in (None, 0)
 
-    def _complaint(self) -> str:
+    def _describe_failure(self) -> str:
         """Describe for the run's user, in a line, that the service's process failed, and why by its log."""
         why = f"see {self._log}"
         with suppress(OSError, IndexError):
@@ -174,7 +174,7 @@ class SinkProcess:
 
     def close(self, status: int) -> None:
         """Say to the service's process with which exit status the run ends, without waiting for it."""
-        self._tell(json.dumps({"status": status}))
+        self._send_line(json.dumps({"status": status}))
         with suppress(OSError, AttributeError):
             self._process.stdin.close()  # type: ignore[union-attr]
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from platform.boundary.redaction import bare_url
+from platform.boundary.redaction import strip_url_secrets
 from platform.monitor import events
 from platform.monitor.events import JournalEvent
 from platform.monitor.sinks.alerts import RESUMABLE, Alert, Numbers, Sink, SinkRun
-from platform.monitor.sinks.other_sinks import binned
+from platform.monitor.sinks.other_sinks import bin_counts
 
 _TABLE_SECONDS = 600.0  # between versions of the tables of a run that goes on: each holds all rows
 _TABLE_ROWS = 10_000  # as many as W&B shows
@@ -29,7 +29,7 @@ _TABLES = {
 
 class WandbSink(Sink):
     """W&B run of a run directory, shared by all its processes. W&B cannot replace a step that it has: its curves get
-    steps that are kept, its summary at once the `newest`.
+    steps that are kept, its summary at once the `show_newest_step`.
 
     W&B's own step counter is never set: it refuses to go back, as a run does whose texts and tables come later.
     """
@@ -50,7 +50,7 @@ class WandbSink(Sink):
         wandb_dir.mkdir(0o700, exist_ok=True)
         settings = wandb.Settings(silent=True, console="off", x_stats_pid=run.driver or os.getpid())
 
-        def start(mode: str) -> Any:
+        def start_run(mode: str) -> Any:
             """Begin or continue the run at W&B, online or offline as `mode` says."""
             return wandb.init(
                 project=run.monitor["project"],
@@ -73,63 +73,65 @@ class WandbSink(Sink):
         try:
             if mode not in ("offline", "disabled") and not wandb.login(prompt=False, verify=False):
                 mode, why = "offline", "no API key"
-            self._run = start(mode)
+            self._run = start_run(mode)
         except wandb.Error as error:  # key refused, or server unreachable: train all the same
             wandb.teardown()  # otherwise it keeps the id of the failed attempt
             mode, why = "offline", str(error).splitlines()[0]
-            self._run = start(mode)
+            self._run = start_run(mode)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         self._offline = mode == "offline"
         upload = f"; upload with `wandb sync {shlex.quote(str(wandb_dir))}/offline-run-*`"
         self.where = {"offline": f"offline ({why}){upload}", "disabled": f"disabled ({why})"}.get(mode) or self._run.url
 
-    def remember(self, event: JournalEvent) -> None:
+    def remember_event(self, event: JournalEvent) -> None:
         """Add an event of the run to the tables of the W&B run, of which each version holds all."""
         self._step = getattr(event, "step", self._step)
         if isinstance(event, events.Sampled):
             self._rows["samples"].append([event.step, event.prompt, event.text])
         else:
-            details = json.dumps({name: value for name, value in event.own().items() if name != "step"}, default=str)
+            details = json.dumps(
+                {name: value for name, value in event.own_fields().items() if name != "step"}, default=str
+            )
             self._rows["journal"].append([event.time, event.generation, event.word, self._step, details])
         self._new = True
 
-    def event(self, event: JournalEvent) -> None:
+    def send_event(self, event: JournalEvent) -> None:
         """Add an event to the W&B run: to its tables; a checkpoint as an artifact that the run made or went on from,
         the cost of failures as numbers of the whole run."""
-        self.remember(event)
+        self.remember_event(event)
         if isinstance(event, events.Checkpoint):
-            artifact = self._artifact(event.directory, {"step": event.step, "bytes": event.bytes})
+            artifact = self._checkpoint_artifact(event.directory, {"step": event.step, "bytes": event.bytes})
             self._run.log_artifact(artifact, aliases=["latest", f"step-{event.step}"])
         elif isinstance(event, events.Restored) and event.directory:
-            self._use(self._artifact(event.directory, {"step": event.step}))
+            self._use_artifact(self._checkpoint_artifact(event.directory, {"step": event.step}))
         elif isinstance(event, events.Initialised):
-            self._use(_reference("weights", bare_url(event.weights), {}))
+            self._use_artifact(_build_reference("weights", strip_url_secrets(event.weights), {}))
         elif isinstance(event, events.Goodput):
-            self._run.summary.update({f"elastic/{key}": value for key, value in event.own().items()})
+            self._run.summary.update({f"elastic/{key}": value for key, value in event.own_fields().items()})
 
-    def _artifact(self, directory: str, metadata: dict[str, Any]) -> Any:
+    def _checkpoint_artifact(self, directory: str, metadata: dict[str, Any]) -> Any:
         """Make the artifact that refers to a checkpoint of the W&B run where it lies; nothing is uploaded."""
-        return _reference(f"checkpoint-{self._run.id}", f"{self._own_checkpoints}/{directory}", metadata)
+        return _build_reference(f"checkpoint-{self._run.id}", f"{self._own_checkpoints}/{directory}", metadata)
 
-    def _use(self, artifact: Any) -> None:
+    def _use_artifact(self, artifact: Any) -> None:
         """Note in the W&B run that it went on from what an artifact refers to."""
         if self._offline:  # what use_artifact refuses offline, and does itself online
             self._run._log_artifact(artifact, aliases=[], is_user_created=True, use_after_commit=True)
         else:
             self._run.use_artifact(artifact)
 
-    def alert(self, alert: Alert) -> None:
+    def send_alert(self, alert: Alert) -> None:
         """Send an alert by W&B, which mails it or posts it, as its user has set there."""
         self._run.alert(f"{alert.title}: {self._of.directory.name}"[:63], alert.text, alert.level, 1e-3)
 
-    def steps(self, rows: Sequence[Numbers]) -> None:
+    def send_steps(self, rows: Sequence[Numbers]) -> None:
         """Log the numbers and histograms of committed steps, by their names, on W&B."""
         for row in rows:
-            self._run.log({name: histogram(x) if isinstance(x, list) else x for name, x in row.items()})
+            self._run.log({name: build_histogram(x) if isinstance(x, list) else x for name, x in row.items()})
             self._step = int(row["step"])  # type: ignore[arg-type]
 
-    def newest(self, row: Numbers) -> None:
+    def show_newest_step(self, row: Numbers) -> None:
         """Show numbers of the run's newest step in the summary of the W&B run."""
         self._run.summary.update({f"newest/{name}": row[name] for name in NEWEST if name in row})
 
@@ -143,12 +145,12 @@ class WandbSink(Sink):
         import wandb
 
         if self._new:
-            found = {
+            tables = {
                 name: wandb.Table(columns=list(_TABLES[name]), data=rows[-_TABLE_ROWS:], allow_mixed_types=True)
                 for name, rows in self._rows.items()
                 if rows
             }
-            self._run.log({**found, "step": self._step})
+            self._run.log({**tables, "step": self._step})
         self._logged, self._new = monotonic(), False
 
     def close(self, status: int | None) -> None:
@@ -162,11 +164,11 @@ class WandbSink(Sink):
 
 def _checkpoint_folder(run: SinkRun) -> str:
     """Return the URL of the folder of checkpoints of a run that W&B gets references to."""
-    url = bare_url(run.config["checkpoint"]["url"] or str(run.directory / "checkpoints"))
+    url = strip_url_secrets(run.config["checkpoint"]["url"] or str(run.directory / "checkpoints"))
     return url.rstrip("/") if "://" in url else Path(url).absolute().as_uri()
 
 
-def _reference(name: str, url: str, metadata: dict[str, Any]) -> Any:
+def _build_reference(name: str, url: str, metadata: dict[str, Any]) -> Any:
     """Make a W&B artifact of a model that lies at `url`: W&B gets the address alone."""
     import wandb
 
@@ -180,11 +182,11 @@ def _reference(name: str, url: str, metadata: dict[str, Any]) -> Any:
     return artifact
 
 
-def histogram(counts: list[int]) -> Any:
+def build_histogram(counts: list[int]) -> Any:
     """Make W&B's histogram of `counts`, a bin for each; of neighbours together, where W&B has fewer bins."""
     import wandb
 
-    return wandb.Histogram(np_histogram=binned(counts, wandb.Histogram.MAX_LENGTH))
+    return wandb.Histogram(np_histogram=bin_counts(counts, wandb.Histogram.MAX_LENGTH))
 
 
 def _stable_id(path: Path) -> str:

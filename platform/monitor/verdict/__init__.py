@@ -6,4 +6,4 @@ Its files in reading order: evidence, ended_runs, live_runs.
 
 from platform.monitor.verdict.evidence import Evidence as Evidence
 from platform.monitor.verdict.evidence import Verdict as Verdict
-from platform.monitor.verdict.live_runs import verdict_on as verdict_on
+from platform.monitor.verdict.live_runs import judge_run as judge_run

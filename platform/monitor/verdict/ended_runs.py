@@ -13,25 +13,25 @@ from platform.monitor.events import End
 from platform.monitor.journal import Live, SeenLink
 from platform.monitor.verdict import evidence as causes
 from platform.monitor.verdict.evidence import CERTAIN, GONE, GUESS, LIKELY, STOPPED, Evidence, Verdict
-from platform.plan.layout import count_of
+from platform.plan.layout import format_count
 
 _KILL = "SIGKILL"
 _BY_OTHERS = "nothing in the run sends it: a user, the scheduler, or the kernel for want of memory"
 
 
-def of_failure(evidence: Evidence, failure: events.Failure) -> Verdict:
+def judge_failure(evidence: Evidence, failure: events.Failure) -> Verdict:
     """Return the verdict on the failure of a worker: how it failed, in which call, seen from whom."""
-    who = evidence.name(failure.rank, failure.number, failure.node, failure.coordinates)
+    worker_name = evidence.name_worker(failure.rank, failure.number, failure.node, failure.coordinates)
     last, details = causes.last_line(failure.cause), [f"seen: {line}" for line in failure.seen or ()]
-    sure, why, what = CERTAIN, failure.kind, f"{failure.kind} in {failure.method}: {last}"
+    sure, why, outcome = CERTAIN, failure.kind, f"{failure.kind} in {failure.method}: {last}"
     if failure.kind == "failed" and causes.is_out_of_memory(failure.cause):
-        why, what = "memory", f"had no memory left in {failure.method}: {last}"
+        why, outcome = "memory", f"had no memory left in {failure.method}: {last}"
     elif failure.kind == "failed" and causes.blames_others(failure.cause):
         why, sure = "lost peers", LIKELY
-        what = f"lost its peers in {failure.method}: {last}; no other worker was found dead or hung"
+        outcome = f"lost its peers in {failure.method}: {last}; no other worker was found dead or hung"
     elif failure.kind == "damaged":
-        what = f"has damaged memory, found in {failure.method}: {last}"
-    if purpose := _on_purpose(evidence, failure.step, failure.rank):
+        outcome = f"has damaged memory, found in {failure.method}: {last}"
+    if purpose := _list_injected_faults(evidence, failure.step, failure.rank):
         details += purpose
     elif failure.kind == "died" and _KILL in failure.cause:
         details.append(f"{_KILL}: {_BY_OTHERS}")
@@ -41,7 +41,7 @@ def of_failure(evidence: Evidence, failure: events.Failure) -> Verdict:
         details.append(f"its log: {failure.log}")
     return Verdict(
         why,
-        f"{who} {what}",
+        f"{worker_name} {outcome}",
         rank=failure.rank,
         number=failure.number,
         node=failure.node,
@@ -49,78 +49,78 @@ def of_failure(evidence: Evidence, failure: events.Failure) -> Verdict:
         since=failure.time,
         sure=sure,
         details=details,
-        stack=failure.stack or causes.frames(failure.cause),
+        stack=failure.stack or causes.innermost_frames(failure.cause),
     )
 
 
-def _on_purpose(evidence: Evidence, step: int | None, rank: int | None = None) -> list[str]:
+def _list_injected_faults(evidence: Evidence, step: int | None, rank: int | None = None) -> list[str]:
     """Return a line on the faults that the run injected into a step, or into a rank there, if it did, for a verdict."""
-    injected = [e for e in evidence.life if isinstance(e, events.Injected) and e.step == step]
-    found = [f for e in injected for f in e.faults if rank is None or f.split(":")[2:3] == [str(rank)]]
-    return [f"on purpose: elastic.faults={','.join(found)}"] if found else []
+    injected = [e for e in evidence.last_driver_events if isinstance(e, events.Injected) and e.step == step]
+    faults = [f for e in injected for f in e.faults if rank is None or f.split(":")[2:3] == [str(rank)]]
+    return [f"on purpose: elastic.faults={','.join(faults)}"] if faults else []
 
 
-def because_of_failure(evidence: Evidence) -> str:
+def last_failure_clause(evidence: Evidence) -> str:
     """Return how the last worker of a run failed, to be added to a verdict on too few workers; "" if none has."""
-    failure = evidence.last(events.Failure)
-    return f"; {of_failure(evidence, failure).line}" if failure else ""
+    failure = evidence.last_event(events.Failure)
+    return f"; {judge_failure(evidence, failure).line}" if failure else ""
 
 
-def of_spike(evidence: Evidence, spike: events.Spike) -> Verdict:
+def judge_spike(evidence: Evidence, spike: events.Spike) -> Verdict:
     """Return the verdict on a step whose loss or gradient norm is too large or no number."""
     finite = isfinite(spike.limit) and isfinite(spike.loss) and isfinite(spike.grad_norm)
     above = f", above the limit of {spike.limit:g}" if finite else ""
-    often = f", {count_of(spike.attempt, 'time')} in a row" if spike.attempt > 1 else ""
-    line = f"step {spike.step} has {spike.number}{above}{often}: train.on_spike={spike.policy}"
-    details = [f"loss {spike.loss:g}, gradient norm {spike.grad_norm:g}", *_on_purpose(evidence, spike.step)]
+    often = f", {format_count(spike.attempt, 'time')} in a row" if spike.attempt > 1 else ""
+    line = f"step {spike.step} has {spike.number_text}{above}{often}: train.on_spike={spike.policy}"
+    details = [f"loss {spike.loss:g}, gradient norm {spike.grad_norm:g}", *_list_injected_faults(evidence, spike.step)]
     return Verdict("loss", line, step=spike.step, since=spike.time, details=details)
 
 
-def of_undecided(evidence: Evidence, found: events.Undecided) -> Verdict:
+def judge_undecided(evidence: Evidence, undecided: events.Undecided) -> Verdict:
     """Return the verdict on replicas that differ, of which nothing shows the right one."""
-    ranks, tensor = found.tensors[0]
-    names = " and ".join(evidence.name(rank) for rank in ranks)
-    line = f"{names} hold different {tensor} before step {found.step}, and nothing shows which is right"
-    details = [f"{name}: ranks {', '.join(map(str, who))}" for who, name in found.tensors[1:9]]
-    return Verdict("damaged", line, step=found.step, since=found.time, details=details)
+    ranks, tensor = undecided.tensors[0]
+    names = " and ".join(evidence.name_worker(rank) for rank in ranks)
+    line = f"{names} hold different {tensor} before step {undecided.step}, and nothing shows which is right"
+    details = [f"{name}: ranks {', '.join(map(str, holders))}" for holders, name in undecided.tensors[1:9]]
+    return Verdict("damaged", line, step=undecided.step, since=undecided.time, details=details)
 
 
-def of_storage(evidence: Evidence, failed: events.CheckpointFailed) -> Verdict:
+def judge_storage(evidence: Evidence, failed: events.CheckpointFailed) -> Verdict:
     """Return the verdict on checkpoints that cannot be written."""
     line = f"the checkpoint after step {failed.step} cannot be written: {failed.reason}"
-    return Verdict("storage", line, step=failed.step, since=failed.time, details=_saved(evidence))
+    return Verdict("storage", line, step=failed.step, since=failed.time, details=_newest_checkpoint_line(evidence))
 
 
-def _saved(evidence: Evidence) -> list[str]:
+def _newest_checkpoint_line(evidence: Evidence) -> list[str]:
     """Return a line on the newest checkpoint of a run, for the details of a verdict."""
     newest = next((e for e in reversed(evidence.journal) if isinstance(e, events.Checkpoint)), None)
     return [f"newest checkpoint: step {newest.step}, {newest.directory}"] if newest else ["no checkpoint is recorded"]
 
 
-def _of_error(evidence: Evidence, end: events.GaveUp) -> Verdict:
+def _judge_error(evidence: Evidence, end: events.GaveUp) -> Verdict:
     """Return the verdict on a run that an error ended: on what it names."""
     causes_of: tuple[tuple[type[Any], Callable[[Evidence, Any], Verdict]], ...] = (
-        (events.Failure, of_failure),
-        (events.Undecided, of_undecided),
-        (events.Spike, of_spike),
-        (events.CheckpointFailed, of_storage),
+        (events.Failure, judge_failure),
+        (events.Undecided, judge_undecided),
+        (events.Spike, judge_spike),
+        (events.CheckpointFailed, judge_storage),
     )
-    before = evidence.life[: evidence.life.index(end)]
+    before = evidence.last_driver_events[: evidence.last_driver_events.index(end)]
     for event in reversed(before):  # the last that the run could not get over
         if isinstance(event, events.FirstStep):
             break
         for kind, judged in causes_of:
-            if isinstance(event, kind) and _explains(event, end):
-                found = judged(evidence, event)
-                return Verdict(**vars(found) | {"line": f"the run gave up: {found.line}"})
+            if isinstance(event, kind) and _explains_end(event, end):
+                verdict = judged(evidence, event)
+                return Verdict(**vars(verdict) | {"line": f"the run gave up: {verdict.line}"})
     line = f"the run gave up after step {end.step}: {causes.last_line(end.cause)}"
     if causes.is_too_few(end.cause):
-        line += because_of_failure(evidence)
-        return Verdict("places", line, step=end.step, since=end.time, details=_saved(evidence))
+        line += last_failure_clause(evidence)
+        return Verdict("places", line, step=end.step, since=end.time, details=_newest_checkpoint_line(evidence))
     return Verdict("driver", line, step=end.step, since=end.time, details=["a traceback, if any: logs/driver.log"])
 
 
-def _explains(event: Any, end: events.GaveUp) -> bool:
+def _explains_end(event: Any, end: events.GaveUp) -> bool:
     """Return True if an event is what a run gave up for, by the words of its end."""
     match event:
         case events.Failure():
@@ -134,70 +134,72 @@ def _explains(event: Any, end: events.GaveUp) -> bool:
     return False
 
 
-def _of_stop(evidence: Evidence, end: events.Stopped) -> Verdict:
+def _judge_stop(evidence: Evidence, end: events.Stopped) -> Verdict:
     """Return the verdict on a run that was stopped with steps that none has saved."""
     line = f"stopped by {end.signal} after step {end.step}: nothing of it is saved"
     return Verdict("stopped", line, step=end.step, since=end.time)
 
 
-def _of_drain(evidence: Evidence, end: events.Drained) -> Verdict:
+def _judge_drain(evidence: Evidence, end: events.Drained) -> Verdict:
     """Return the verdict on a run that was stopped, and can go on."""
-    notice = evidence.last(events.Notice)
-    who = f": {_nodes(evidence, notice.numbers)}" if notice else ""
-    line = f"drained by {end.signal} after step {end.step}{who}; the same command goes on"
-    return Verdict("drained", line, attention=False, step=end.step, since=end.time, details=_saved(evidence))
+    notice = evidence.last_event(events.Notice)
+    leaving_workers = f": {_name_workers(evidence, notice.numbers)}" if notice else ""
+    line = f"drained by {end.signal} after step {end.step}{leaving_workers}; the same command goes on"
+    return Verdict(
+        "drained", line, attention=False, step=end.step, since=end.time, details=_newest_checkpoint_line(evidence)
+    )
 
 
-def _nodes(evidence: Evidence, numbers: list[int]) -> str:
+def _name_workers(evidence: Evidence, numbers: list[int]) -> str:
     """Name the workers of these numbers, by their ranks and nodes, for the verdict on a drained run."""
-    ranks = {worker.get("number"): rank for rank, worker in evidence.workers.items()}
-    return ", ".join(evidence.name(ranks.get(number), number) for number in numbers[:4])
+    ranks = {worker.get("number"): rank for rank, worker in evidence.workers_by_rank.items()}
+    return ", ".join(evidence.name_worker(ranks.get(number), number) for number in numbers[:4])
 
 
-def _of_no_places(evidence: Evidence, end: events.NoPlaces) -> Verdict:
+def _judge_no_places(evidence: Evidence, end: events.NoPlaces) -> Verdict:
     """Return the verdict on a run for whose workers the cluster had no room."""
     return Verdict("places", f"no places for the workers: {end.cause}", step=end.step, since=end.time)
 
 
-def _of_unsaved(evidence: Evidence, end: events.Unsaved) -> Verdict:
+def _judge_unsaved(evidence: Evidence, end: events.Unsaved) -> Verdict:
     """Return the verdict on a run whose last step could not be saved."""
-    failed = evidence.last(events.CheckpointFailed)
+    failed = evidence.last_event(events.CheckpointFailed)
     reason = f": {failed.reason}" if failed else ""
     line = f"step {end.step}, the last one, is done and could not be saved{reason}"
-    return Verdict("storage", line, step=end.step, since=end.time, details=_saved(evidence))
+    return Verdict("storage", line, step=end.step, since=end.time, details=_newest_checkpoint_line(evidence))
 
 
-def _of_refusal(evidence: Evidence, end: events.Refused) -> Verdict:
+def _judge_refusal(evidence: Evidence, end: events.Refused) -> Verdict:
     """Return the verdict on a run whose configuration was refused."""
     first, *others = end.reasons or ["no reason was recorded"]
     return Verdict("refused", f"refused: {first}", since=end.time, details=others)
 
 
 _ENDS: dict[type[Any], Callable[[Evidence, Any], Verdict]] = {
-    events.GaveUp: _of_error,
-    events.Stopped: _of_stop,
-    events.Drained: _of_drain,
-    events.NoPlaces: _of_no_places,
-    events.Unsaved: _of_unsaved,
-    events.Refused: _of_refusal,
+    events.GaveUp: _judge_error,
+    events.Stopped: _judge_stop,
+    events.Drained: _judge_drain,
+    events.NoPlaces: _judge_no_places,
+    events.Unsaved: _judge_unsaved,
+    events.Refused: _judge_refusal,
 }
 
 
-def of_end(evidence: Evidence) -> Verdict | None:
+def judge_end(evidence: Evidence) -> Verdict | None:
     """Return the verdict on a run's end; None if it has not ended, or all is well."""
-    end = evidence.end
+    end = evidence.end_event
     return _ENDS[type(end)](evidence, end) if type(end) in _ENDS else None
 
 
-def of_driver(evidence: Evidence) -> Verdict | None:
+def judge_driver(evidence: Evidence) -> Verdict | None:
     """Return the verdict on a run whose driver process is gone without an end, or stopped by a signal."""
-    step = evidence.step
+    step = evidence.last_step
     after = f"after step {step}" if step else "before its first step"
-    if isinstance(evidence.end, End | events.Refused) or not evidence.life:
+    if isinstance(evidence.end_event, End | events.Refused) or not evidence.last_driver_events:
         return None
     if evidence.driver == GONE:
         line = f"the driver died without an end {after}: {evidence.owner} is gone"
-        details = [f"{_KILL}: {_BY_OTHERS}", *_saved(evidence), "the same command goes on"]
+        details = [f"{_KILL}: {_BY_OTHERS}", *_newest_checkpoint_line(evidence), "the same command goes on"]
         return Verdict("driver", line, step=step, since=evidence.wrote, sure=LIKELY, details=details)
     if evidence.driver == STOPPED:
         line = f"the driver is stopped by a signal {after}: {evidence.owner}"
@@ -212,70 +214,70 @@ _SLOWER = 4.0  # times slower than the link was before, or than most others are
 _MOST = 0.8  # of the links are as slow as the one that others are compared with, or slower
 
 
-def cut_link(live: Live) -> Verdict | None:
+def judge_cut_link(live: Live) -> Verdict | None:
     """Return the verdict on links over which nothing comes through; None if there are none."""
-    nodes = _nodes_of(live)
+    nodes = _node_names(live)
     stuck = [link for link in live.links if link.queued and link.quiet >= QUIET_SECONDS]
     if not stuck:
         return None
-    ends = _ends(stuck, nodes)
+    ends = _count_link_ends(stuck, nodes)
     silent = {worker.node.partition("/")[0] for worker in live.workers if worker.owes is not None}
     node = max(ends, key=lambda name: (ends[name], name in silent))
     often = ends[node]
     worst = max(stuck, key=lambda link: link.quiet)
-    where = f"between {_name(worst.here, nodes)} and {_name(worst.there, nodes)}"
+    where = f"between {_node_name(worst.here, nodes)} and {_node_name(worst.there, nodes)}"
     who = f"the network of {node} is cut" if often > len(stuck) / 2 and len(ends) > 2 else "a link is cut"
     line = f"{who}: {worst.queued:,} bytes {where} were not acknowledged for {worst.quiet:.1f} s"
     since, details = live.time - worst.quiet, [_link_text(link, nodes) for link in stuck[:8]]
     return Verdict("link", line, node=node, step=live.step + 1, since=since, sure=CERTAIN, details=details)
 
 
-def slow_link(live: Live) -> Verdict | None:
+def judge_slow_link(live: Live) -> Verdict | None:
     """Return the verdict on links that have become far slower than they were; None if there are none."""
     slow = [link for link in live.links if (link.rate or 0.0) * _SLOWER < (link.best or 0.0) and link.rate is not None]
-    return _slow(live, slow, LIKELY) if slow else None
+    return _judge_slow_links(live, slow, LIKELY) if slow else None
 
 
-def slowest_link(live: Live) -> Verdict | None:
+def judge_slowest_link(live: Live) -> Verdict | None:
     """Return the verdict on links that are far slower than most; None if there are none."""
     known = sorted((link for link in live.links if link.rate is not None), key=lambda link: link.rate or 0.0)
     usual = known[int(_MOST * len(known))].rate or 0.0 if len(known) > 2 else 0.0
     slow = [replace(link, best=usual) for link in known if (link.rate or 0.0) * _SLOWER < usual]
-    return _slow(live, slow, GUESS) if slow else None
+    return _judge_slow_links(live, slow, GUESS) if slow else None
 
 
-def _slow(live: Live, slow: list[SeenLink], sure: str) -> Verdict:
+def _judge_slow_links(live: Live, slow: list[SeenLink], sure: str) -> Verdict:
     """Return the verdict on slow links: on the node at which most of them end. `best`: the speed to compare with.
 
     Of nodes that as many slow links join, the one is named at which others are as slow, though nobody knows what they
     were before, and at which fewest are well: of a ring 0 -> 2 -> 1 -> 0 whose link 0 -> 2 has become slow, node 2.
     """
-    nodes, usual = _nodes_of(live), min(link.best or 0.0 for link in slow)
-    ends, known = _ends(slow, nodes), {(link.here, link.there) for link in slow}
+    nodes, usual = _node_names(live), min(link.best or 0.0 for link in slow)
+    ends, known = _count_link_ends(slow, nodes), {(link.here, link.there) for link in slow}
     others = [link for link in live.links if link.rate is not None and (link.here, link.there) not in known]
-    alike = _ends([link for link in others if (link.rate or 0.0) * _SLOWER < usual], nodes)
-    well = _ends([link for link in others if (link.rate or 0.0) * _SLOWER >= usual], nodes)
+    alike = _count_link_ends([link for link in others if (link.rate or 0.0) * _SLOWER < usual], nodes)
+    well = _count_link_ends([link for link in others if (link.rate or 0.0) * _SLOWER >= usual], nodes)
     node = max(ends, key=lambda name: (ends[name], alike[name], -well[name]))
     worst = min(slow, key=lambda link: link.rate or 0.0)
     who = f"the network of {node}" if ends[node] + alike[node] > 1 else f"a link of {node}"
     rate, best = ((speed or 0.0) * 8 / 1e6 for speed in (worst.rate, worst.best))
-    line = f"{who} is slow: {rate:.3g} Mbit/s from {_name(worst.here, nodes)} to {_name(worst.there, nodes)}"
+    line = f"{who} is slow: {rate:.3g} Mbit/s from {_node_name(worst.here, nodes)} to {_node_name(worst.there, nodes)}"
     line += f", not {best:.3g} as {'before' if sure == LIKELY else 'most others'}"
     details = [_link_text(link, nodes) for link in slow[:8]]
     return Verdict("link", line, node=node, step=live.step + 1, since=live.called, sure=sure, details=details)
 
 
-def _ends(links: list[SeenLink], nodes: dict[str, str]) -> Counter[str]:
+def _count_link_ends(links: list[SeenLink], nodes: dict[str, str]) -> Counter[str]:
     """Count how many of some links begin or end at each node."""
-    return Counter(node for link in links for node in (_name(link.here, nodes), _name(link.there, nodes)))
+    return Counter(node for link in links for node in (_node_name(link.here, nodes), _node_name(link.there, nodes)))
 
 
-def _nodes_of(live: Live) -> dict[str, str]:
+def _node_names(live: Live) -> dict[str, str]:
     """Return address -> name of the nodes whose workers the driver sees."""
     return {link.here: link.node.partition("/")[0] for link in live.links}
 
 
-def _name(address: str, nodes: dict[str, str]) -> str:
+def _node_name(address: str, nodes: dict[str, str]) -> str:
     """Return the node that has an address, as far as a worker there is known; else the address."""
     return nodes.get(address, address)
 
@@ -284,9 +286,9 @@ def _link_text(link: SeenLink, nodes: dict[str, str]) -> str:
     """Format the speed and the queue of a link, for the details of a verdict."""
     rate = f"{link.rate * 8 / 1e6:.3g} Mbit/s" if link.rate is not None else "speed not known"
     quiet = f", {link.queued:,} bytes not acknowledged for {link.quiet:.1f} s" if link.queued else ""
-    return f"{_name(link.here, nodes)} to {_name(link.there, nodes)}: {rate}{quiet}"
+    return f"{_node_name(link.here, nodes)} to {_node_name(link.there, nodes)}: {rate}{quiet}"
 
 
-def of_links(evidence: Evidence) -> Verdict | None:
+def judge_links(evidence: Evidence) -> Verdict | None:
     """Return the verdict on a slow link of a run whose steps go on, seen in the last heartbeats."""
-    return slow_link(evidence.live) if evidence.live else None
+    return judge_slow_link(evidence.live) if evidence.live else None

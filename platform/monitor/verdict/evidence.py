@@ -37,34 +37,34 @@ class Evidence:
     live: Live | None = None
 
     @cached_property
-    def life(self) -> Sequence[JournalEvent]:
+    def last_driver_events(self) -> Sequence[JournalEvent]:
         """Return the events of the run's last driver."""
         starts = [i for i, event in enumerate(self.journal) if isinstance(event, events.Starting)]
         return self.journal[starts[-1] :] if starts else self.journal
 
     @cached_property
-    def end(self) -> End | events.Refused | None:
+    def end_event(self) -> End | events.Refused | None:
         """Return the event with which the run's last driver ended, None if it has not."""
-        return next((e for e in reversed(self.life) if isinstance(e, End | events.Refused)), None)
+        return next((e for e in reversed(self.last_driver_events) if isinstance(e, End | events.Refused)), None)
 
-    def last(self, kind: type[Kind], since: float = 0.0) -> Kind | None:
+    def last_event(self, kind: type[Kind], since: float = 0.0) -> Kind | None:
         """Return the last event of a kind in the life of the run's last driver, not older than `since`; else None."""
-        return next((e for e in reversed(self.life) if isinstance(e, kind) and e.time >= since), None)
+        return next((e for e in reversed(self.last_driver_events) if isinstance(e, kind) and e.time >= since), None)
 
     @cached_property
-    def phase(self) -> JournalEvent | None:
+    def phase_event(self) -> JournalEvent | None:
         """Return the event with which the run's last driver entered the state that it is in."""
-        return next((e for e in reversed(self.life) if type(e) in PHASES), None)
+        return next((e for e in reversed(self.last_driver_events) if type(e) in PHASES), None)
 
     @property
     def phase_word(self) -> str:
         """Return the state of the run's last driver by its journal, in a word or two; "" before its first event."""
-        return PHASES[type(self.phase)] if self.phase else ""
+        return PHASES[type(self.phase_event)] if self.phase_event else ""
 
     @cached_property
-    def step(self) -> int:
+    def last_step(self) -> int:
         """Return the last training step that the run has done."""
-        done = [e.step for e in self.life if isinstance(e, _DONE)]
+        done = [e.step for e in self.last_driver_events if isinstance(e, _DONE)]
         rows = [row["step"] for row in self.rows]
         return max([*done, *rows], default=0)
 
@@ -75,25 +75,27 @@ class Evidence:
         return median(seconds) if seconds else 0.0
 
     @cached_property
-    def workers(self) -> dict[int, Mapping[str, Any]]:
+    def workers_by_rank(self) -> dict[int, Mapping[str, Any]]:
         """Return rank -> coordinates, node and member number of the workers of the run's newest mesh."""
-        formed = self.last(events.Formed)
+        formed = self.last_event(events.Formed)
         return {worker["rank"]: worker for worker in formed.workers if "rank" in worker} if formed else {}
 
     @cached_property
-    def mesh(self) -> Mapping[str, int]:
+    def largest_mesh(self) -> Mapping[str, int]:
         """Return the axes of the meshes of the run's last driver, with their largest sizes."""
-        found: dict[str, int] = {}
-        for event in self.life:
+        largest_sizes: dict[str, int] = {}
+        for event in self.last_driver_events:
             for axis, size in event.mesh.items() if isinstance(event, events.Forming) else ():
-                found[axis] = max(size, found.get(axis, 1))
-        return found
+                largest_sizes[axis] = max(size, largest_sizes.get(axis, 1))
+        return largest_sizes
 
-    def name(self, rank: int | None, number: int | None = None, node: str = "", at: Mapping[str, int] = {}) -> str:  # noqa: B006
+    def name_worker(
+        self, rank: int | None, number: int | None = None, node: str = "", at: Mapping[str, int] = {}
+    ) -> str:  # noqa: B006
         """Name a worker of the run for people: its rank with coordinates, its node, and its number in the crew."""
-        worker = self.workers.get(rank, {}) if rank is not None else {}
+        worker = self.workers_by_rank.get(rank, {}) if rank is not None else {}
         at = at or worker.get("coordinates", {})
-        wide = " ".join(f"{axis}{i}" for axis, i in at.items() if self.mesh.get(axis, 2) > 1)
+        wide = " ".join(f"{axis}{i}" for axis, i in at.items() if self.largest_mesh.get(axis, 2) > 1)
         who = f"worker {number}" if rank is None else f"rank {rank}" + (f" [{wide}]" if wide else "")
         host = (node or worker.get("node", "")).partition("/")[0]
         number = worker.get("number") if number is None else number
@@ -144,10 +146,10 @@ def last_line(error: str) -> str:
     return error.strip().rpartition("\n")[2].strip()
 
 
-def frames(error: str) -> list[str]:
+def innermost_frames(error: str) -> list[str]:
     """Return the innermost frames of the traceback in a failed worker's error, the innermost last."""
-    found = [match for line in error.splitlines() if (match := _FRAME.match(line))]
-    return [f"{match[1]}:{match[2]} in {match[3]}" for match in found][-_KEPT:]
+    matches = [match for line in error.splitlines() if (match := _FRAME.match(line))]
+    return [f"{match[1]}:{match[2]} in {match[3]}" for match in matches][-_KEPT:]
 
 
 # Words for what workers are seen to do, in the verdict on a run.
@@ -163,10 +165,10 @@ def activity_text(beat: Activity) -> str:
 
 def doings_text(doings: Iterable[tuple[int, Activity]]) -> list[str]:
     """Format what workers do, by (rank, heartbeat), as a line for each activity, the most frequent first."""
-    found: dict[str, list[int]] = {}
+    ranks_by_activity: dict[str, list[int]] = {}
     for rank, beat in doings:
-        found.setdefault(activity_text(beat), []).append(rank)
-    ordered = sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
+        ranks_by_activity.setdefault(activity_text(beat), []).append(rank)
+    ordered = sorted(ranks_by_activity.items(), key=lambda item: (-len(item[1]), item[0]))
     return [f"{ranks_text(ranks)} {text}" for text, ranks in ordered]
 
 
@@ -180,11 +182,11 @@ def wait_text(wait: Wait) -> str:
 
 def ranks_text(ranks: Iterable[int]) -> str:
     """Format ranks for people: "rank 3", "ranks 0 and 2", "ranks 0, 1, 2 and 61 more"."""
-    found = [str(rank) for rank in sorted(ranks)]
-    if len(found) == 1:
-        return f"rank {found[0]}"
-    more = [f"{len(found) - 3} more"] if len(found) > 4 else found[-1:]
-    first = found[:3] if len(found) > 4 else found[:-1]
+    rank_texts = [str(rank) for rank in sorted(ranks)]
+    if len(rank_texts) == 1:
+        return f"rank {rank_texts[0]}"
+    more = [f"{len(rank_texts) - 3} more"] if len(rank_texts) > 4 else rank_texts[-1:]
+    first = rank_texts[:3] if len(rank_texts) > 4 else rank_texts[:-1]
     return f"ranks {', '.join(first)} and {more[0]}"
 
 
@@ -216,6 +218,6 @@ class Verdict:
     details: list[str] = field(default_factory=list)
     stack: list[str] = field(default_factory=list)
 
-    def plain(self) -> dict[str, Any]:
+    def plain_fields(self) -> dict[str, Any]:
         """Return the fields of the verdict on a run as plain data; fields that are None are left out."""
-        return json_records.plain(self)
+        return json_records.plain_fields(self)

@@ -12,16 +12,16 @@ from platform.monitor import events
 from platform.monitor.journal import Live, SeenWorker
 from platform.monitor.verdict import ended_runs
 from platform.monitor.verdict.ended_runs import (
-    because_of_failure,
-    cut_link,
-    of_failure,
-    of_spike,
-    of_storage,
-    slow_link,
-    slowest_link,
+    judge_cut_link,
+    judge_failure,
+    judge_slow_link,
+    judge_slowest_link,
+    judge_spike,
+    judge_storage,
+    last_failure_clause,
 )
 from platform.monitor.verdict.evidence import ALIVE, CERTAIN, GUESS, LIKELY, Evidence, Verdict, doings_text, wait_text
-from platform.plan.layout import count_of
+from platform.plan.layout import format_count
 
 LEAST_SECONDS = 2.5  # of a call, before which it is no standstill
 LONG = 3.0  # times the usual step, likewise
@@ -42,7 +42,7 @@ _SILENCE = {  # state of a silent worker's process by the kernel's letter, "" if
 _SECTIONS = {"data": "data", "checkpoint": "storage"}  # sections of a step -> why they take long
 
 
-def of_pulse(evidence: Evidence) -> Verdict | None:
+def judge_pulse(evidence: Evidence) -> Verdict | None:
     """Return the verdict on a driver that lives and has not written for long: it, or its storage, stands still."""
     live = evidence.live
     if live is None or evidence.driver != ALIVE or evidence.now - live.time < PULSE_SECONDS:
@@ -52,7 +52,7 @@ def of_pulse(evidence: Evidence) -> Verdict | None:
         return None
     line = f"the driver has written nothing for {silent:.0f} s, {evidence.owner}: it, or the storage of the run"
     line += f" directory, stands still in {live.call or live.doing or 'its start'}"
-    return Verdict("driver", line, step=evidence.step, since=evidence.now - silent, sure=LIKELY, stack=live.stack)
+    return Verdict("driver", line, step=evidence.last_step, since=evidence.now - silent, sure=LIKELY, stack=live.stack)
 
 
 def is_late(live: Live) -> bool:
@@ -65,33 +65,39 @@ def is_late(live: Live) -> bool:
     return elapsed >= UNKNOWN_SECONDS
 
 
-def stalled_call(evidence: Evidence) -> bool:
+def is_call_stalled(evidence: Evidence) -> bool:
     """Return True if the call under way lasts too long."""
     return bool(evidence.live and evidence.now - evidence.live.time < PULSE_SECONDS and is_late(evidence.live))
 
 
-def of_call(evidence: Evidence) -> Verdict | None:
+def judge_call(evidence: Evidence) -> Verdict | None:
     """Return the verdict on the call under way if it lasts too long: on the worker that the others wait for."""
     live = evidence.live
     if live is None or not live.call or not live.workers or evidence.now - live.time >= PULSE_SECONDS:
         return None
     workers = [worker for worker in live.workers if not worker.answered]
     first = live.call.startswith("step(") and live.usual is None and live.time - live.called >= LEAST_SECONDS
-    judges = (_silent, _blocked, _at_work, _all_wait) if is_late(live) else (_silent, _blocked) if first else ()
+    judges = (
+        (_judge_silent, _judge_blocked, _judge_busy, _judge_all_waiting)
+        if is_late(live)
+        else (_judge_silent, _judge_blocked)
+        if first
+        else ()
+    )
     return next(filter(None, (judged(evidence, live, workers) for judged in judges)), None)
 
 
-def _verdict(
+def _blame_worker(
     evidence: Evidence, live: Live, worker: SeenWorker, why: str, what: str, seconds: float, sure: str = LIKELY
 ) -> Verdict:
     """Return a verdict on one worker that the others wait for, with what these do as its details."""
-    who = evidence.name(worker.rank, worker.number, worker.node)
+    worker_name = evidence.name_worker(worker.rank, worker.number, worker.node)
     others = [
         (other.rank, other.activity) for other in live.workers if other.number != worker.number and other.activity
     ]
     return Verdict(
         why,
-        f"{who} {what}",
+        f"{worker_name} {what}",
         rank=worker.rank,
         number=worker.number,
         node=worker.node,
@@ -103,15 +109,15 @@ def _verdict(
     )
 
 
-def _silent(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> Verdict | None:
+def _judge_silent(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> Verdict | None:
     """Return the verdict on workers that answer no question for a heartbeat: one, or all of a node."""
     silent = [worker for worker in workers if worker.owes is not None and worker.owes >= SILENT_SECONDS]
     if not silent:
         return None
-    if link := cut_link(live):
+    if link := judge_cut_link(live):
         return link
     worker, owes = silent[0], silent[0].owes or 0.0
-    if not worker.process and (link := slow_link(live)) and link.node == worker.node.partition("/")[0]:
+    if not worker.process and (link := judge_slow_link(live)) and link.node == worker.node.partition("/")[0]:
         return link  # its answers wait behind what its network is slow to carry
     of_node = [other for other in live.workers if other.node == worker.node]
     if len(of_node) > 1 and len(of_node) == len([s for s in silent if s.node == worker.node]):
@@ -120,10 +126,10 @@ def _silent(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> Ve
         return Verdict("hung", line, node=worker.node, step=live.step + 1, since=live.time - owes, sure=LIKELY)
     reason, sure = _SILENCE.get(worker.process, _SILENCE[""])
     what = f"hung in {live.call}: no sign of life for {owes:.1f} s: {reason}"
-    return _verdict(evidence, live, worker, "hung", what, owes, sure)
+    return _blame_worker(evidence, live, worker, "hung", what, owes, sure)
 
 
-def _blocked(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> Verdict | None:
+def _judge_blocked(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> Verdict | None:
     """Return the verdict on a worker that stands still, neither at work nor waiting for others."""
     for worker in workers:
         beat = worker.activity
@@ -133,13 +139,13 @@ def _blocked(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> V
             where = f"in {beat.section}" if beat.section else "before its first section"
             if beat.section in _SECTIONS:
                 what = f"waits in {live.call} for its {'data' if beat.section == 'data' else 'storage'}"
-                return _verdict(evidence, live, worker, _SECTIONS[beat.section], what, beat.seconds)
+                return _blame_worker(evidence, live, worker, _SECTIONS[beat.section], what, beat.seconds)
             what = f"hung in {live.call}: blocked for {beat.seconds:.1f} s {where}"
-            return _verdict(evidence, live, worker, "hung", what, beat.seconds)
+            return _blame_worker(evidence, live, worker, "hung", what, beat.seconds)
     return None
 
 
-def _at_work(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> Verdict | None:
+def _judge_busy(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> Verdict | None:
     """Return the verdict on workers that compute while others have long waited for them."""
     busy = [worker for worker in workers if worker.activity and not worker.activity.waiting]
     waiting = [worker for worker in live.workers if worker not in busy]
@@ -150,15 +156,15 @@ def _at_work(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> V
         return None
     where = f" in {beat.section}" if beat.section else ""
     if not waiting:
-        line = f"{live.call} takes {live.time - live.called:.1f} s: {count_of(len(busy), 'worker')} at work{where}"
+        line = f"{live.call} takes {live.time - live.called:.1f} s: {format_count(len(busy), 'worker')} at work{where}"
         return Verdict("slow", line, step=live.step + 1, since=live.called, sure=GUESS, stack=beat.stack)
-    what = f"is slow in {live.call}: at work{where} while {count_of(len(waiting), 'other')} wait"
-    return _verdict(evidence, live, busy[0], "slow", what, beat.seconds)
+    what = f"is slow in {live.call}: at work{where} while {format_count(len(waiting), 'other')} wait"
+    return _blame_worker(evidence, live, busy[0], "slow", what, beat.seconds)
 
 
-def _all_wait(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> Verdict | None:
+def _judge_all_waiting(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> Verdict | None:
     """Return the verdict on workers that all wait for each other: a link, or ranks that wait for different things."""
-    if link := cut_link(live) or slow_link(live) or slowest_link(live):
+    if link := judge_cut_link(live) or judge_slow_link(live) or judge_slowest_link(live):
         return link
     beats = [(worker, worker.activity) for worker in workers if worker.activity]
     if len(beats) < len(workers) or any((worker.owes or 0.0) >= ANSWER_SECONDS for worker in workers):
@@ -169,7 +175,7 @@ def _all_wait(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> 
     if devices and len(devices) < len(beats):
         beat = devices[0].activity
         what = f"hung in {live.call}: its device is at work in {beat.device if beat else ''} while the others' wait"
-        return _verdict(evidence, live, devices[0], "hung", what, beat.seconds if beat else 0.0)
+        return _blame_worker(evidence, live, devices[0], "hung", what, beat.seconds if beat else 0.0)
     waits = {wait_text(beat.wait) if beat.wait else beat.section for _, beat in beats}
     seconds = min(beat.seconds for _, beat in beats)
     line = f"{live.call}: all {len(beats)} workers wait for each other, in {' and '.join(sorted(waits)[:3])}"
@@ -180,7 +186,7 @@ def _all_wait(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> 
     )
 
 
-def of_itself(evidence: Evidence) -> Verdict | None:
+def judge_idle_driver(evidence: Evidence) -> Verdict | None:
     """Return the verdict on a driver that has called no worker for long although the run trains."""
     live = evidence.live
     if live is None or live.call or live.doing != "training" or evidence.phase_word != "training":
@@ -193,7 +199,7 @@ def of_itself(evidence: Evidence) -> Verdict | None:
     return Verdict("driver", line, step=live.step, since=live.called, sure=LIKELY, stack=live.stack)
 
 
-def of_saving(evidence: Evidence) -> Verdict | None:
+def judge_saving(evidence: Evidence) -> Verdict | None:
     """Return the verdict on a checkpoint that has been under way for long, by the durations of those before."""
     live = evidence.live
     if live is None or live.saving is None or live.saving_since is None:
@@ -235,46 +241,46 @@ _PARTS = {  # of a step's time -> why, and who is to blame
 }
 
 
-def of_waiting(evidence: Evidence) -> Verdict | None:
+def judge_waiting(evidence: Evidence) -> Verdict | None:
     """Return the verdict on a run that waits for workers, after failures or at its start."""
-    if not isinstance(evidence.phase, events.Waiting):
+    if not isinstance(evidence.phase_event, events.Waiting):
         return None
-    waiting = evidence.phase
-    line = f"waits for workers, {waiting.alive} of which are there: {waiting.reason}{because_of_failure(evidence)}"
-    lost = evidence.last(events.NotStarted)
+    waiting = evidence.phase_event
+    line = f"waits for workers, {waiting.alive} of which are there: {waiting.reason}{last_failure_clause(evidence)}"
+    lost = evidence.last_event(events.NotStarted)
     details = [f"worker {lost.number} did not start: {lost.cause}"] if lost else []
-    details += [f"gets no seat: {line}" for line in _left_out(evidence)]
-    return Verdict("places", line, step=evidence.step, since=waiting.time, details=details)
+    details += [f"gets no seat: {line}" for line in _list_seat_refusals(evidence)]
+    return Verdict("places", line, step=evidence.last_step, since=waiting.time, details=details)
 
 
-def _left_out(evidence: Evidence) -> list[str]:
+def _list_seat_refusals(evidence: Evidence) -> list[str]:
     """Return why workers of the run's last driver get no seat, a line each."""
-    found = [e.reasons for e in evidence.life if isinstance(e, events.Barred | events.Examined)]
-    return list(dict.fromkeys(line for lines in found for line in lines))
+    reason_lists = [e.reasons for e in evidence.last_driver_events if isinstance(e, events.Barred | events.Examined)]
+    return list(dict.fromkeys(line for lines in reason_lists for line in lines))
 
 
-def of_recovery(evidence: Evidence) -> Verdict | None:
+def judge_recovery(evidence: Evidence) -> Verdict | None:
     """Return the verdict on a run that is re-forming after the failure of a worker."""
-    failure, first = evidence.last(events.Failure), evidence.last(events.FirstStep)
+    failure, first = evidence.last_event(events.Failure), evidence.last_event(events.FirstStep)
     if failure is None or (first and first.time >= failure.time):
         return None
-    found = of_failure(evidence, failure)
-    return Verdict(**vars(found) | {"line": f"{found.line}; the others re-form"})
+    verdict = judge_failure(evidence, failure)
+    return Verdict(**vars(verdict) | {"line": f"{verdict.line}; the others re-form"})
 
 
-def of_slow_worker(evidence: Evidence) -> Verdict | None:
+def judge_slow_worker(evidence: Evidence) -> Verdict | None:
     """Return the verdict on a worker of this generation that is slower than its peers."""
-    slow, forming = evidence.last(events.Slow), evidence.last(events.Forming)
+    slow, forming = evidence.last_event(events.Slow), evidence.last_event(events.Forming)
     if slow is None or (forming and slow.time < forming.time):
         return None
-    who = evidence.name(slow.rank, slow.number, slow.node)
-    line = f"{who} is slow: its own work takes {slow.ratio:.1f} times its stage's median"
+    worker_name = evidence.name_worker(slow.rank, slow.number, slow.node)
+    line = f"{worker_name} is slow: its own work takes {slow.ratio:.1f} times its stage's median"
     line += f", mostly in {_WORKS.get(slow.section, slow.section)}" if slow.section else ""
-    details = [*_extremes_of(evidence, slow.rank), "elastic.replace_slow=true gives its seat to a spare"]
+    details = [*_list_extreme_gauges(evidence, slow.rank), "elastic.replace_slow=true gives its seat to a spare"]
     return Verdict("slow", line, rank=slow.rank, number=slow.number, node=slow.node, since=slow.time, details=details)
 
 
-def _extremes_of(evidence: Evidence, rank: int) -> Iterator[str]:
+def _list_extreme_gauges(evidence: Evidence, rank: int) -> Iterator[str]:
     """Yield a line for each gauge in whose newest reading a worker of the run is far from the others."""
     row: Mapping[str, Any] = evidence.rows[-1] if evidence.rows else {}
     numbers, ranks = row.get("workers"), row.get("worker_ranks")
@@ -289,52 +295,54 @@ def _extremes_of(evidence: Evidence, rank: int) -> Iterator[str]:
                 yield f"{most} {word} of all workers: {shown.format(number)}, the median is {shown.format(usual)}"
 
 
-def of_bad_save(evidence: Evidence) -> Verdict | None:
+def judge_failed_saves(evidence: Evidence) -> Verdict | None:
     """Return the verdict on checkpoints that fail, if none has been written since."""
-    failed, saved = evidence.last(events.CheckpointFailed), evidence.last(events.Checkpoint)
+    failed, saved = evidence.last_event(events.CheckpointFailed), evidence.last_event(events.Checkpoint)
     if failed is None or (saved and saved.time > failed.time):
         return None
-    return of_storage(evidence, failed)
+    return judge_storage(evidence, failed)
 
 
-def of_bad_loss(evidence: Evidence) -> Verdict | None:
+def judge_bad_loss(evidence: Evidence) -> Verdict | None:
     """Return the verdict on a loss spike in one of the run's last steps."""
-    spike = evidence.last(events.Spike)
-    return of_spike(evidence, spike) if spike and spike.step >= evidence.step - _USUAL else None
+    spike = evidence.last_event(events.Spike)
+    return judge_spike(evidence, spike) if spike and spike.step >= evidence.last_step - _USUAL else None
 
 
-def of_slow_steps(evidence: Evidence) -> Verdict | None:
+def judge_slow_steps(evidence: Evidence) -> Verdict | None:
     """Return the verdict on steps that have become slow: the part of a step that has grown, or that takes most."""
     rows = [row for row in evidence.rows if row.get("step_seconds") and isinstance(row.get("seconds"), dict)]
-    rows = [row for row in rows if _alike(row, rows[-1])][1:]  # the first one is cold
+    rows = [row for row in rows if _is_same_work(row, rows[-1])][1:]  # the first one is cold
     if len(rows) < 2 * _FEW:
         return None
     last, before = rows[-_FEW:], rows[-_USUAL:-_FEW]
     now, then = (median(row["step_seconds"] for row in some) for some in (last, before))
-    grown = {part: _seconds_in(last, part) - _seconds_in(before, part) for part in last[-1]["seconds"]}
+    grown = {
+        part: _median_part_seconds(last, part) - _median_part_seconds(before, part) for part in last[-1]["seconds"]
+    }
     part = max(grown, key=lambda name: grown[name])
     if now < _SLOWER * then:
-        part = max(("data", "checkpoint"), key=lambda name: _seconds_in(last, name))
-        if _seconds_in(last, part) < _SHARE * now:
+        part = max(("data", "checkpoint"), key=lambda name: _median_part_seconds(last, name))
+        if _median_part_seconds(last, part) < _SHARE * now:
             return None
     why, what = _PARTS.get(part, ("slow", f"spends its time in {part}"))
-    line = f"steps take {now:.3g} s, {then:.3g} s before: a step {what} ({_seconds_in(last, part):.3g} s)"
-    return Verdict(why, line, step=evidence.step, since=evidence.wrote, sure=LIKELY)
+    line = f"steps take {now:.3g} s, {then:.3g} s before: a step {what} ({_median_part_seconds(last, part):.3g} s)"
+    return Verdict(why, line, step=evidence.last_step, since=evidence.wrote, sure=LIKELY)
 
 
-def _alike(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _is_same_work(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Return True if two rows of metrics are of steps that do the same work on the same mesh."""
-    first, last = ((r.get("generation"), r.get("length"), _samples(r)) for r in (row, other))
+    first, last = ((r.get("generation"), r.get("length"), _count_samples(r)) for r in (row, other))
     return first == last
 
 
-def _samples(row: Mapping[str, Any]) -> int:
+def _count_samples(row: Mapping[str, Any]) -> int:
     """Return the number of samples of a step, of its row of metrics; 0 if it is not known."""
     first, end = row.get("samples") or (0, 0)
     return int(end - first)
 
 
-def _seconds_in(rows: Sequence[Mapping[str, Any]], part: str) -> float:
+def _median_part_seconds(rows: Sequence[Mapping[str, Any]], part: str) -> float:
     """Return the median seconds that steps spent in a part, of rows of metrics."""
     return median(row["seconds"].get(part, 0.0) for row in rows)
 
@@ -342,24 +350,24 @@ def _seconds_in(rows: Sequence[Mapping[str, Any]], part: str) -> float:
 # The judges of a run, most certain first: the first that finds a culprit speaks.
 
 JUDGES: tuple[Callable[[Evidence], Verdict | None], ...] = (
-    ended_runs.of_end,
-    ended_runs.of_driver,
-    of_pulse,
-    of_call,
-    of_itself,
-    of_waiting,
-    of_recovery,
-    of_bad_save,
-    of_saving,
-    of_slow_worker,
-    ended_runs.of_links,
-    of_slow_steps,
-    of_bad_loss,
+    ended_runs.judge_end,
+    ended_runs.judge_driver,
+    judge_pulse,
+    judge_call,
+    judge_idle_driver,
+    judge_waiting,
+    judge_recovery,
+    judge_failed_saves,
+    judge_saving,
+    judge_slow_worker,
+    ended_runs.judge_links,
+    judge_slow_steps,
+    judge_bad_loss,
 )
-_OF_A_RUN = JUDGES.index(ended_runs.of_driver) + 1  # the judges from here on ask about a run that goes on
+_OF_A_RUN = JUDGES.index(ended_runs.judge_driver) + 1  # the judges from here on ask about a run that goes on
 
 
-def verdict_on(evidence: Evidence) -> Verdict | None:
+def judge_run(evidence: Evidence) -> Verdict | None:
     """Return the verdict on a run: the culprit of its end, its standstill or its slowness; None if all is well."""
-    judges = JUDGES[: _OF_A_RUN if evidence.end else None]
+    judges = JUDGES[: _OF_A_RUN if evidence.end_event else None]
     return next(filter(None, (judged(evidence) for judged in judges)), None)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from math import inf, prod
 from typing import Any
 
-from platform.plan.layout import BLOCK, Layout, shared
-from platform.plan.model_types import Operation, Parameter, Spec, resized, scores_of
-from platform.plan.operations.op import BlockOp, Gradients, Op, Saved, Value, reading, with_vectors
+from platform.plan.layout import BLOCK, Layout, mask_sharing_limit
+from platform.plan.model_types import Operation, Parameter, Spec, resize_dim, scores_spec
+from platform.plan.operations.op import BlockOp, Gradients, Op, Saved, Value, plan_with_vectors, token_fields
 from platform.plan.planner import Planner
 from platform.plan.scheme import ModelMistake
 
@@ -23,7 +23,7 @@ class AttentionOp(Op):
     are repeated; where it is whole, attention with a sink is a ring of one rank, whose panels merge with it. Ranks that
     keep a part each of the keys of earlier passes attend to it, and their results merge."""
 
-    def compose(
+    def compose_operation(
         self,
         ops,
         name,
@@ -43,25 +43,25 @@ class AttentionOp(Op):
         bias=None,
     ):
         """Compose attention from one fused kernel's operation, or two einsums and a softmax, perhaps recomputed."""
-        values, out = (resized(t, "d_kv", width) if width else t for t in (kv, spec))
+        values, out = (resize_dim(t, "d_kv", width) if width else t for t in (kv, spec))
         if causal:
             k, v = ops.remember(name, k, v, kv, values)
             kv, values = ops.remembered(kv), ops.remembered(values)
-        rings = ops.rings(name, spec, kv, sink is not None)
-        apart = "memory_length" in kv.dims and not ops.splits(spec, "d_kv")
+        rings = ops.uses_ring_attention(name, spec, kv, sink is not None)
+        apart = "memory_length" in kv.dims and not ops.is_dim_split(spec, "d_kv")
         parted = apart and all(t is None for t in (sink, bias, mask))
         fused = parted or (sink is None and ops.fuses_attention(name, spec))
         # the gradient of all positions' keys is left partial: it is summed as it is split over them again
-        gathered = not rings and not parted and (not fused or ops.splits(spec, "length"))
-        memory, read = (replace(t.renamed("length", "memory_length"), open="gradient") for t in (kv, values))
+        gathered = not rings and not parted and (not fused or ops.is_dim_split(spec, "length"))
+        memory, read = (replace(t.rename_dim("length", "memory_length"), open="gradient") for t in (kv, values))
         memory, read = (memory, read) if gathered else (kv, values)
-        dims = (spec.renamed("length", "memory_length") if "memory_length" in memory.dims else spec).dims
+        dims = (spec.rename_dim("length", "memory_length") if "memory_length" in memory.dims else spec).dims
         heads, of_values = (replace(t, dims=dims) for t in (memory, read))
         sinks = () if sink is None else (sink,)
         masks = bool(window) or not all(t is None for t in (mask, begins, bias))
         grouped = rings or parted or (fused and not masks)  # other kernels that take masks want every head
 
-        def core(q, k, v, bias):
+        def compute_core_attention(q, k, v, bias):
             """Compute attention from q, k and v by one fused kernel or by einsums and a softmax."""
             if gathered:
                 k, v = ops.relayout_each((f"{name}.key", k, kv, memory), (f"{name}.value", v, values, read))
@@ -70,17 +70,17 @@ class AttentionOp(Op):
                 v = ops.expand_kv(f"{name}.value", v, read, of_values, grouped=grouped)
             hidden = {"causal": causal, "window": window, "mask": mask, "begins": begins, "bias": bias}
             if rings:
-                more = {"scale": scale, "shared": kv.dims != spec.dims, **hidden}
-                return ops.ring_attention(name, q, k, v, spec, heads, of_values, out, *sinks, **more)
+                ring_options = {"scale": scale, "shared": kv.dims != spec.dims, **hidden}
+                return ops.ring_attention(name, q, k, v, spec, heads, of_values, out, *sinks, **ring_options)
             if fused:
                 return ops.fused_attention(name, q, k, v, spec, heads, of_values, out, scale=scale, **hidden)
-            scores = scores_of(spec, heads)
+            scores = scores_spec(spec, heads)
             s = ops.einsum(f"{name}.scores", q, spec, k, heads, scores)
             p = ops.softmax(name, s, scores, sink, scale=scale, **hidden)
             p = ops.dropout(f"{name}.probabilities", p, scores)
             return ops.einsum(f"{name}.context", p, scores, v, of_values, out)
 
-        return ops.recomputed("selective", name, core, spec, q, k, v, bias)
+        return ops.recomputed("selective", name, compute_core_attention, spec, q, k, v, bias)
 
 
 # Keys and values from one pass to the next, where a text is written in several passes.
@@ -96,7 +96,7 @@ class KeyValueCache:
     blocks: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     first: dict[str, int] = field(default_factory=dict)
 
-    def reorder(self, rows: Any) -> None:
+    def reorder_sequences(self, rows: Any) -> None:
         """Let sequence i go on from the cached keys and values of sequence `rows[i]`, which lie on the same ranks."""
         for name, first in self.first.items():
             k, v = self.blocks[name]
@@ -109,11 +109,11 @@ class RememberOp(Op):
     of types `kv` and `values`, behind the keys and values of the passes before; k and v themselves in a pass that reads
     a whole text, as in training."""
 
-    def record(self, ops, name, k, v, kv, values):
+    def record_operation(self, ops, name, k, v, kv, values):
         out = [ops.remembered(kv), ops.remembered(values)]
-        return ops.record(self.kind, name, [k, v], [kv, values], out) if ops.cache else (k, v)
+        return ops.record_operation(self.kind, name, [k, v], [kv, values], out) if ops.cache else (k, v)
 
-    def run(self, ops, name, k, v, kv, values):
+    def run_on_blocks(self, ops, name, k, v, kv, values):
         """Append k and v to the key-value cache of the attention `name`, and return all that it holds."""
         cache = ops.cache
         if cache is None or ops.absent(k):
@@ -121,7 +121,7 @@ class RememberOp(Op):
         if name not in cache.blocks:
             shapes = [[n for _, n in ops.blocks[ops.remembered(t)]] for t in (kv, values)]
             cache.blocks[name] = k.new_zeros(shapes[0]), v.new_zeros(shapes[1])
-            cache.first[name] = _first(ops, ops.remembered(kv))
+            cache.first[name] = _first_sequence(ops, ops.remembered(kv))
         pair, (begin, room) = cache.blocks[name], ops.blocks[ops.remembered(kv)][0]
         first, end = max(ops.offset, begin), min(ops.offset + len(k), begin + room)
         for mine, new in zip(pair, (k, v), strict=True):
@@ -129,7 +129,7 @@ class RememberOp(Op):
                 mine[first - begin : end - begin].copy_(new[first - ops.offset : end - ops.offset])
         return pair
 
-    def meter(self, ops, name, k, v, kv, values):
+    def meter_bytes(self, ops, name, k, v, kv, values):
         """Count the memory of all keys and values in the cache, allocated by the first use of the attention."""
         if ops.cache is None or ops.absent(k):
             return k, v
@@ -142,17 +142,21 @@ class RecallOp(Op):
     """Keys and values of type `kv` of the cross-attention `name`: k and v, or where these are None, the pair of the
     first of several passes with the same memory."""
 
-    def record(self, ops, name, k, v, kv):
-        given = [] if k is None else [k, v]
-        return ops.record(self.kind, name, given, [kv for _ in given], [kv, kv]) if ops.cache else (k, v)
+    def record_operation(self, ops, name, k, v, kv):
+        keys_and_values = [] if k is None else [k, v]
+        return (
+            ops.record_operation(self.kind, name, keys_and_values, [kv for _ in keys_and_values], [kv, kv])
+            if ops.cache
+            else (k, v)
+        )
 
-    def run(self, ops, name, k, v, kv):
+    def run_on_blocks(self, ops, name, k, v, kv):
         """Store k and v of the cross-attention `name` in the cache, if given, and return the stored ones."""
         if ops.cache and k is not None and not ops.absent(k):
-            ops.cache.first[name] = _first(ops, kv)
-        return self.meter(ops, name, k, v, kv)
+            ops.cache.first[name] = _first_sequence(ops, kv)
+        return self.meter_bytes(ops, name, k, v, kv)
 
-    def meter(self, ops, name, k, v, kv):
+    def meter_bytes(self, ops, name, k, v, kv):
         """Return k and v, cached if they are given, which takes no new memory."""
         if ops.cache is None:
             return k, v
@@ -161,7 +165,7 @@ class RecallOp(Op):
         return ops.cache.blocks[name]
 
 
-def _first(ops, kv) -> int:
+def _first_sequence(ops, kv) -> int:
     """Return the global number of the first sequence in this rank's block of the key-value cache of type `kv`."""
     assert kv.dims[1] == "batch"
     return ops.blocks[kv][1][0]
@@ -170,7 +174,7 @@ def _first(ops, kv) -> int:
 # Attributes and data of an attention that hide scores: causality, a window, padding, the borders of documents.
 
 
-def hides(name: str, causal: bool, window: int, mask: str | None, begins: str | None) -> dict[str, Any]:
+def hiding_attributes(name: str, causal: bool, window: int, mask: str | None, begins: str | None) -> dict[str, Any]:
     """Return the attributes of the attention `name` on its mask. Raises ModelMistake for a window or
     beginnings without causality, and for two data tensors."""
     if (window or begins) and not causal:
@@ -180,16 +184,16 @@ def hides(name: str, causal: bool, window: int, mask: str | None, begins: str | 
     return {"causal": causal, "window": window, "begins": begins is not None}
 
 
-def reads_of(
+def hiding_token_fields(
     planner: Planner, operation: Operation, layout: Layout, memory: Spec | Parameter, length: str
 ) -> dict[str, Any]:
     """Return the fields `tokens` and `token_count` for the plan of an attention that computes in `layout`, by the data
     tensor that it reads: where the documents of its queries begin, or a mask of the keys, whose length is split as
     memory_length, and which is as long as dim `length` of `memory`."""
     if operation["begins"]:
-        return reading(planner, operation.outputs[0], layout.restrict(("length", "batch")))
-    mask = Layout.of({"batch": layout["batch"], "length": layout["memory_length"]}, layout.only)
-    return reading(planner, memory, mask, length)
+        return token_fields(planner, operation.outputs[0], layout.restrict_dims(("length", "batch")))
+    mask = Layout.build_canonical({"batch": layout["batch"], "length": layout["memory_length"]}, layout.only)
+    return token_fields(planner, memory, mask, length)
 
 
 # Softmax, of attention scores or over any dim.
@@ -205,31 +209,33 @@ class SoftmaxOp(BlockOp):
     or `begins`, not both. A parameter `sink`, of dims of x other than `dim`, is one score more in the sum, whose own
     probability is left out (Xiao et al. 2023): where a head attends to nothing."""
 
-    def record(
+    def record_operation(
         self, ops, name, x, spec, sink=None, *, dim="memory_length", scale=1.0, causal=False, window=0, mask=None,
         begins=None, bias=None,
     ):  # fmt: skip
         """Record a softmax. Raises ModelMistake in a pass of generation if it is causal and `dim` lacks cached keys."""
-        ops.check(bias or x, spec)
+        ops.check_activation(bias or x, spec)
         if causal and ops.cache and dict(spec.sizes).get(dim) != ops.cache.capacity:
             raise ModelMistake(name, "causal attention that is not of Ops.attention does not see the passes before")
-        hidden = hides(name, causal, window, mask, begins)
+        hidden = hiding_attributes(name, causal, window, mask, begins)
         inputs = [spec] if sink is None else [spec, sink]
-        return ops.record(self.kind, name, [x], inputs, [spec], [mask, begins], dim=dim, scale=scale, **hidden)
+        return ops.record_operation(
+            self.kind, name, [x], inputs, [spec], [mask, begins], dim=dim, scale=scale, **hidden
+        )
 
-    def plan(self, planner, operation):
+    def plan_operation(self, planner, operation):
         """Plan a softmax's collectives over a split dim: maximum and sum all-reduced forward, one sum backward."""
         spec, dim = operation.inputs[0], operation["dim"]
-        layout, shape = planner.layout(spec), planner.shape(spec)
+        layout, shape = planner.layout(spec), planner.local_shape(spec)
         rows = prod(shape) // shape[spec.dims.index(dim)]
         over, only = layout[dim], layout.only
-        cuts = planner.cuts_of(spec, layout, [d for d in spec.dims if d != dim])
-        forward, backward = (planner.statistics(over, only, rows, phase, cuts=cuts) for phase in _PHASES)
-        read = reads_of(planner, operation, layout, spec, "memory_length")
-        return with_vectors(planner, operation, [*forward * 2, *backward], over=over, **read)
+        cuts = planner.cuts_among_dims(spec, layout, [d for d in spec.dims if d != dim])
+        forward, backward = (planner.statistics_collectives(over, only, rows, phase, cuts=cuts) for phase in _PHASES)
+        read = hiding_token_fields(planner, operation, layout, spec, "memory_length")
+        return plan_with_vectors(planner, operation, [*forward * 2, *backward], over=over, **read)
 
-    def run(
-        self, ops, found, name, x, spec, sink=None, *, dim="memory_length", scale=1.0, causal=False, window=0,
+    def run_on_blocks(
+        self, ops, planned, name, x, spec, sink=None, *, dim="memory_length", scale=1.0, causal=False, window=0,
         mask=None, begins=None, bias=None,
     ):  # fmt: skip
         """Compute scaled, biased and masked scores, and their softmax over a dim that ranks may split."""
@@ -238,19 +244,19 @@ class SoftmaxOp(BlockOp):
         if bias is not None:
             x = x + bias
         if causal:
-            length, memory = (ops.positions(spec, d, x.device) for d in ("length", "memory_length"))
+            length, memory = (ops.global_positions(spec, d, x.device) for d in ("length", "memory_length"))
             starts = None if begins is None else begins[self.kind, name]
-            x = x.masked_fill(positions.unseen(length, memory, window, starts), -inf)
+            x = x.masked_fill(positions.unseen_mask(length, memory, window, starts), -inf)
         if mask is not None:
             x = x.masked_fill(positions.padding_mask(mask[self.kind, name]), positions.least_number(x.dtype))
-        x = ops.without_padding(x, spec, [dim], -inf)
+        x = ops.fill_padding(x, spec, [dim], -inf)
         if sink is not None:
-            (dims,) = (p.dims for p in found.operation.parameters)
+            (dims,) = (p.dims for p in planned.operation.parameters)
             sink = sink.view([n if d in dims else 1 for d, n in zip(spec.dims, x.shape, strict=True)])
-        return ops.kernels.statistics.softmax(x, spec.dims.index(dim), ops.communicator, found.over, sink)
+        return ops.kernels.statistics.softmax(x, spec.dims.index(dim), ops.communicator, planned.over, sink)
 
-    def meter(
-        self, ops, found, name, x, spec, sink=None, *, dim="memory_length", causal=False, mask=None, begins=None,
+    def meter_bytes(
+        self, ops, planned, name, x, spec, sink=None, *, dim="memory_length", causal=False, mask=None, begins=None,
         bias=None, **_,
     ):  # fmt: skip
         """Count the memory of the scores that scaling, bias and masks make, and of the probabilities, which are
@@ -264,12 +270,12 @@ class SoftmaxOp(BlockOp):
             x = ops.plain(ops.tensor(n), [x], (ops.integers(positions * (1 if begins is None else shape["batch"]), 1),))
         if mask is not None:
             x = ops.plain(ops.tensor(n), [x], (ops.integers(shape["batch"] * shape["memory_length"], 1),))
-        own = found.over or sink is not None  # no function of torch
-        if own:
+        is_own_function = planned.over or sink is not None  # no function of torch
+        if is_own_function:
             ops.new(n, ops.wide)
         out = ops.block(spec)
         if sink is None:
-            return ops.plain(out, [x], (out.storage,), n if own else 0)
+            return ops.plain(out, [x], (out.storage,), n if is_own_function else 0)
         share = ops.new(n // shape[dim], ops.wide)
         return ops.plain(out, [x, sink], (out.storage, share), n)
 
@@ -296,32 +302,32 @@ class AttentionBlock:
     biased: bool
 
     @property
-    def rows(self) -> int:
+    def score_row_count(self) -> int:
         """Return the number of rows of scores in a worker's block of the attention: one per query and head."""
         return self.batch * self.heads * self.length
 
     @property
-    def scores(self) -> int:
+    def score_count(self) -> int:
         """Return the number of attention scores in a worker's block."""
-        return self.rows * self.memory_length
+        return self.score_row_count * self.memory_length
 
 
-def permuted(ops, x: Value) -> Value:
+def meter_permuted_operand(ops, x: Value) -> Value:
     """Return a stand-in for an operand of attention, in a memory forecast, whose gradient will lie in the kernel's
     order of dims."""
     out = Value(x.storage, x.elements)
 
-    def backward(gs: Gradients, _: Saved) -> Gradients:
+    def mark_permuted(gs: Gradients, _: Saved) -> Gradients:
         """Mark the gradient as lying in the attention kernel's order of dims."""
         if gs[0]:
             gs[0].permuted = True
         return gs
 
-    ops.note([out], [x], (), backward)
+    ops.note_operation([out], [x], (), mark_permuted)
     return out
 
 
-def hidden(ops, a: AttentionBlock, bias: Value | None) -> Value | None:
+def meter_added_mask(ops, a: AttentionBlock, bias: Value | None) -> Value | None:
     """Count the memory of the tensor added to the scores, as `platform.runtime.positions.attention_mask` makes
     it; None without bias where only later positions are hidden, by the kernel itself."""
     if bias is None and not a.masked:
@@ -337,74 +343,74 @@ def hidden(ops, a: AttentionBlock, bias: Value | None) -> Value | None:
     return ops.plain(Value(ops.new(n), n), [bias], (unseen,), n if a.masked else 0)
 
 
-def in_one_kernel(ops, a: AttentionBlock, out: Value, operands: Sequence[Value], added: Value | None) -> Value:
+def meter_one_kernel(ops, a: AttentionBlock, out: Value, operands: Sequence[Value], added: Value | None) -> Value:
     """Count the memory of an attention of Q, K and V, the `operands`, that one kernel computes: it keeps these, its
     result `out`, the log-sum-exp of each row and the tensor `added` to the scores."""
-    saved = [*(x.storage for x in operands), out.storage, ops.new(a.rows, ops.wide)]
+    saved = [*(x.storage for x in operands), out.storage, ops.new(a.score_row_count, ops.wide)]
     if added is None:
         return ops.plain(out, operands, tuple(saved))
     ins = [*operands, added] if a.biased else operands
-    return ops.plain(out, ins, (*saved, added.storage), a.scores if a.biased else 0)
+    return ops.plain(out, ins, (*saved, added.storage), a.score_count if a.biased else 0)
 
 
-def by_math(ops, a: AttentionBlock, operands: Sequence[Value], added: Value | None, dropout: float) -> Value:
+def meter_math_path(ops, a: AttentionBlock, operands: Sequence[Value], added: Value | None, dropout: float) -> Value:
     """Count the bytes of an attention of Q, K and V, the `operands`, on torch's math path, operation by operation, in
     the type of statistics; return the metered value of its result."""
     narrow, (q, k, v) = ops.wide != ops.plan.itemsize["compute"], operands
 
-    def step(elements: int, ins: Sequence[Value], saved: Saved = (), *, keeps: bool = False) -> Value:
+    def meter_step(elements: int, ins: Sequence[Value], saved: Saved = (), *, keeps: bool = False) -> Value:
         """Count an operation of attention with a result in the type of statistics, kept if it `keeps` it."""
         out = ops.tensor(elements, ops.wide)
         return ops.plain(out, ins, (*saved, out.storage) if keeps else saved)
 
     if narrow:
-        q, k, v = (step(x.elements, [x]) for x in operands)
-    scaled = [step(q.elements, [q])]
+        q, k, v = (meter_step(x.elements, [x]) for x in operands)
+    scaled = [meter_step(q.elements, [q])]
     ahead = [ops.new(a.length * a.memory_length, ops.wide)] if a.causal and not added else []
-    whole = a.batch * a.heads * a.memory_length
-    if k.elements < whole * a.d_kv:  # every head's own copy of K and V
-        k, v = step(whole * a.d_kv, [k]), step(whole * a.d_value, [v])
-    scaled.append(step(whole * a.d_kv, [k]))
-    scores = step(a.scores, scaled, tuple(x.storage for x in scaled))
+    key_rows = a.batch * a.heads * a.memory_length
+    if k.elements < key_rows * a.d_kv:  # every head's own copy of K and V
+        k, v = meter_step(key_rows * a.d_kv, [k]), meter_step(key_rows * a.d_value, [v])
+    scaled.append(meter_step(key_rows * a.d_kv, [k]))
+    scores = meter_step(a.score_count, scaled, tuple(x.storage for x in scaled))
     if a.causal or added:
-        scores = ops.sum(ops.tensor(a.scores, ops.wide), [scores, added] if a.biased else [scores])
-    scores = step(a.scores, [scores], keeps=True)  # softmax
+        scores = ops.sum(ops.tensor(a.score_count, ops.wide), [scores, added] if a.biased else [scores])
+    scores = meter_step(a.score_count, [scores], keeps=True)  # softmax
     if dropout:
-        scores = step(a.scores, [scores], (ops.new(a.scores, ops.wide),))
+        scores = meter_step(a.score_count, [scores], (ops.new(a.score_count, ops.wide),))
     # values that are a slice of a larger tensor do not lie as the products of several heads and sequences want them
     sliced = not narrow and min(a.batch, a.heads) > 1 and v.storage is not None and v.storage.counted > v.elements
     values = ops.new(v.elements) if sliced else v.storage
-    probabilities = ops.new(a.scores) if narrow else None  # which torch returns beside the result
-    out = step(a.rows * a.d_value, [scores, v], (scores.storage, values))
+    probabilities = ops.new(a.score_count) if narrow else None  # which torch returns beside the result
+    out = meter_step(a.score_row_count * a.d_value, [scores, v], (scores.storage, values))
     del ahead, probabilities
     return ops.plain(ops.tensor(out.elements), [out]) if narrow else out
 
 
-def mask_of_pair(ops, a: AttentionBlock, window: int, documents: bool, math: bool) -> int:
+def pair_mask_elements(ops, a: AttentionBlock, window: int, documents: bool, math: bool) -> int:
     """Return the elements of a mask of one pair in an attention, or of its scores in all heads if `math` makes them."""
-    most = shared(ops.device) if documents and not (window or math) else BLOCK
+    most = mask_sharing_limit(ops.device) if documents and not (window or math) else BLOCK
     piece = min(most, a.length) * min(most, a.memory_length)
     if math:
         return piece * a.batch * a.heads
     return piece * (a.batch if a.masked else 1) if window or a.masked else 0
 
 
-def pair_by_pair(ops, a: AttentionBlock, out: Value, operands: Sequence[Value], scratch: int) -> Value:
+def meter_pair_by_pair(ops, a: AttentionBlock, out: Value, operands: Sequence[Value], scratch: int) -> Value:
     """Count the memory of an attention whose queries and keys are computed pair by pair, each with `scratch` elements
     for itself: its result and one statistic a row are kept."""
-    rows = a.rows
+    rows = a.score_row_count
     held = [ops.new(out.elements, ops.wide), ops.new(scratch, ops.wide)]
     lse = ops.new(rows, ops.wide)
     del held
     q, k, v = operands
     sizes = [(x.elements, x.itemsize) for x in operands]
 
-    def backward(_: Gradients, __: Saved) -> Gradients:
+    def meter_backward(_: Gradients, __: Saved) -> Gradients:
         """Allocate the gradients, summed over pairs in the type of statistics, while a pair's are there."""
         held = [ops.new(n, ops.wide) for n in (q.elements, k.elements, v.elements, scratch)]
-        found = [ops.new(*n) for n in sizes] if ops.wide != ops.plan.itemsize["compute"] else held[:3]
+        operand_gradients = [ops.new(*n) for n in sizes] if ops.wide != ops.plan.itemsize["compute"] else held[:3]
         del held
-        return found
+        return operand_gradients
 
-    ops.note([out], list(operands), (*(x.storage for x in operands), out.storage, lse), backward)
+    ops.note_operation([out], list(operands), (*(x.storage for x in operands), out.storage, lse), meter_backward)
     return out

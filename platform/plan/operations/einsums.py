@@ -18,9 +18,9 @@ from platform.plan.operation_plan import (
     EinsumGroup,
     Panels,
     PlannedOperation,
-    shapes,
+    shapes_along_steps,
 )
-from platform.plan.operations.op import Gradients, MeteredStorage, Op, Saved, Value, extents
+from platform.plan.operations.op import Gradients, MeteredStorage, Op, Saved, Value, global_extents
 from platform.plan.planner import Planner
 from platform.plan.rule import Contraction, Conversion
 from platform.plan.scheme import ModelMistake
@@ -33,7 +33,7 @@ class _Products(Op):
     wide = ("outputs",)
     open = {"inputs": "gradient", "outputs": "value"}
 
-    def plan(self, planner, operation):
+    def plan_operation(self, planner, operation):
         """Plan compute layouts, conversions and collectives of the einsums; einsums that convert x to the same compute
         layout, for results of one dtype, form a group, which gathers x once."""
         x = operation.inputs[0]
@@ -41,28 +41,28 @@ class _Products(Op):
         regathers = planner.scheme.gathered == "again"
         grouped: dict[tuple[Conversion, Layout, str], list[tuple[Einsum, Contraction]]] = {}
         for index, (operand, out) in enumerate(zip(operation.inputs[1:], operation.outputs, strict=True)):
-            c = planner.contraction((x, operand), out)
+            c = planner.plan_contraction((x, operand), out)
             enter_operand = c.inputs[1]
             if isinstance(operand, Parameter):
                 enter_operand = planner.parameter_conversion(operation, operand, enter_operand)
             einsum = Einsum(index, x.dims, operand.dims, out.dims, enter_operand, c.output, regathers or lends)
-            grouped.setdefault((c.inputs[0], c.compute.restrict(x.dims), out.dtype), []).append((einsum, c))
-        groups, found = [], []
+            grouped.setdefault((c.inputs[0], c.compute.restrict_dims(x.dims), out.dtype), []).append((einsum, c))
+        groups, collectives = [], []
         for (enter_x, *_), entries in grouped.items():
             group = EinsumGroup(enter_x, tuple(einsum for einsum, _ in entries), regathered=regathers)
             if planner.scheme.gathered == "panels":
                 group = _split_into_panels(group, planner.mesh) or group
             groups.append(group)
-            found += _group_collectives(planner, group, entries[0][1].compute.only)
+            collectives += _group_collectives(planner, group, entries[0][1].compute.only)
         contractions = [c for entries in grouped.values() for _, c in entries]
         axes = tuple(dict.fromkeys(a for c in contractions for a in c.axes))
         only = tuple(a for a in contractions[0].compute.only if all(a in c.compute.only for c in contractions))
         everywhere = not only and not any(planner.layout(out).only for out in operation.outputs)
-        once = operation.once and everywhere and not any(group.panels or group.wide for group in groups)
-        converted = [c for group in groups for e in group.einsums for c in planner.collectives(e.output)]
+        once = operation.once and everywhere and not any(group.panels or group.has_wide_dtype for group in groups)
+        converted = [c for group in groups for e in group.einsums for c in planner.collectives_of_conversion(e.output)]
         return PlannedOperation(
             operation,
-            tuple(found),
+            tuple(collectives),
             groups=tuple(groups),
             compute_axes=axes,
             only=only,
@@ -70,29 +70,29 @@ class _Products(Op):
             results=tuple(c for c in converted if c.phase == "forward" and once),
         )
 
-    def computes_on(self, planner, operation):
+    def parameter_compute_axes(self, planner, operation):
         """Return, for each parameter among the operands, the mesh axes that split its einsum's iteration space."""
         x, pairs = operation.inputs[0], zip(operation.inputs[1:], operation.outputs, strict=True)
-        return [planner.contraction((x, y), out).axes for y, out in pairs if isinstance(y, Parameter)]
+        return [planner.plan_contraction((x, y), out).axes for y, out in pairs if isinstance(y, Parameter)]
 
-    def flops(self, operation, sizes):
+    def count_flops(self, operation, sizes):
         """Return the forward FLOPs of all of the operation's einsums, on all ranks together."""
-        x = extents(operation.inputs[0], sizes)
+        x = global_extents(operation.inputs[0], sizes)
         of_one = {"experts": 1} if "rows" in x else {}  # a row is multiplied by the matrix of one
-        return sum(2 * prod({**x, **extents(y, sizes), **of_one}.values()) for y in operation.inputs[1:])
+        return sum(2 * prod({**x, **global_extents(y, sizes), **of_one}.values()) for y in operation.inputs[1:])
 
 
 class ProductOp(_Products):
     """Einsum of two activations as `out`. A dim that `out` lacks is contracted: both have it."""
 
-    def record(self, ops, name, x, x_spec, y, y_spec, out):
-        return ops.record(self.kind, name, [x, y], [x_spec, y_spec], [out])
+    def record_operation(self, ops, name, x, x_spec, y, y_spec, out):
+        return ops.record_operation(self.kind, name, [x, y], [x_spec, y_spec], [out])
 
-    def run(self, ops, name, x, x_spec, y, y_spec, out):
+    def run_on_blocks(self, ops, name, x, x_spec, y, y_spec, out):
         """Compute the einsum of two activations, x and y, on this rank's blocks, with the planned conversions."""
-        return _by_group(ops, ops.planned(self.kind, name), x, [y], [out])[0]
+        return _execute_by_group(ops, ops.operation_plan(self.kind, name), x, [y], [out])[0]
 
-    meter = run
+    meter_bytes = run_on_blocks
 
 
 class ProjectOp(_Products):
@@ -101,94 +101,103 @@ class ProjectOp(_Products):
     none, are added once, in the output layout. Rows of experts come with their `counts`, as `dispatch_rows` has given
     both: each is multiplied by the matrix of its expert."""
 
-    def record(self, ops, x, spec, weights, outs, biases=(), counts=None):
+    def record_operation(self, ops, x, spec, weights, outs, biases=(), counts=None):
         """Record the products of x, and the biases behind them; return a symbol for each weight."""
         if ("rows" in spec.dims) != (counts is not None):
             raise ModelMistake(weights[0].name, f"rows, and these alone, have counts, unlike {spec}")
         of_rows = {} if counts is None else {"layer": counts}
-        found = ops.record(self.kind, weights[0].name, [x], [spec, *weights], outs, **of_rows)
-        found = found if len(outs) > 1 else (found,)
-        for y, bias, out in zip(found, biases, outs, strict=bool(biases)):
+        products = ops.record_operation(self.kind, weights[0].name, [x], [spec, *weights], outs, **of_rows)
+        products = products if len(outs) > 1 else (products,)
+        for y, bias, out in zip(products, biases, outs, strict=bool(biases)):
             ops.shift(y, out, bias, counts)
-        return found
+        return products
 
-    def run(self, ops, x, spec, weights, outs, biases=(), counts=None):
+    def run_on_blocks(self, ops, x, spec, weights, outs, biases=(), counts=None):
         """Return the products with their biases: fused where nothing is converted between, else shifted."""
-        found = ops.planned(self.kind, weights[0].name)
-        fused = found.adds(ops.planned("shift", b.name) for b in biases)
-        added = [ops.parameter(b) for b in biases] if fused else ()
-        results = _by_group(ops, found, x, [ops.parameter(w) for w in weights], outs, added, ops.deferred, counts)
+        planned = ops.operation_plan(self.kind, weights[0].name)
+        fused = planned.adds_biases(ops.operation_plan("shift", b.name) for b in biases)
+        added = [ops.parameter_block(b) for b in biases] if fused else ()
+        results = _execute_by_group(
+            ops, planned, x, [ops.parameter_block(w) for w in weights], outs, added, ops.deferred, counts
+        )
         if fused or not biases:
             return tuple(results)
         return tuple(ops.shift(y, out, b, counts) for y, out, b in zip(results, outs, biases, strict=True))
 
-    meter = run
+    meter_bytes = run_on_blocks
 
 
-def _by_group(ops, planned, x, operands, outs, biases=(), deferred=None, counts=None):
+def _execute_by_group(ops, planned, x, operands, outs, biases=(), deferred=None, counts=None):
     """Return the results, of the types `outs`, of the planned einsums of activation x with `operands` (parameters or
     one activation), which are computed or metered group by group. `biases`, `deferred`, `counts`: see
-    `platform.runtime.einsum.einsums`."""
-    of_group = _run_group if ops.method == "run" else _meter_group
+    `platform.runtime.einsum.compute_einsums`."""
+    of_group = _run_einsum_group if ops.method == "run_on_blocks" else _meter_einsum_group
     results: dict[int, Any] = {}
     for number, group in enumerate(planned.groups):
         indices = [e.index for e in group.einsums]
-        mine, types, added = ([given[i] for i in indices] if given else () for given in (operands, outs, biases))
+        mine, types, added = ([tensors[i] for i in indices] if tensors else () for tensors in (operands, outs, biases))
         results.update(
             zip(indices, of_group(ops, planned, number, x, mine, types, added, deferred, counts), strict=True)
         )
     return tuple(results[i] for i in range(len(operands)))
 
 
-def _run_group(ops, planned, number: int, x, operands, outs, biases, deferred, counts):
+def _run_einsum_group(ops, planned, number: int, x, operands, outs, biases, deferred, counts):
     """Compute group `number` of a planned operation's einsums of x with `operands`."""
     # of which a recomputed forward pass may leave out the products
     left_out = [[n for _, n in ops.blocks[out]] for out in outs] if planned.once and ops.ahead.again else ()
-    return ops.kernels.einsum.einsums(
-        ops.coming(planned, number), x, operands, biases, deferred=deferred, counts=counts, left_out=left_out
+    return ops.kernels.einsum.compute_einsums(
+        ops.group_operands(planned, number), x, operands, biases, deferred=deferred, counts=counts, left_out=left_out
     )
 
 
-def _meter_group(ops, planned, number: int, x: Value, operands, outs, biases, deferred, counts) -> list[Value]:
+def _meter_einsum_group(ops, planned, number: int, x: Value, operands, outs, biases, deferred, counts) -> list[Value]:
     """Count the memory of group `number` of a planned operation's einsums of x with `operands`: in SUMMA panels, as
     local products, or with communication; return their results."""
     group = planned.groups[number]
     if group.panels:
-        return _meter_panels(ops, group, ops.apply(x, group.x), operands, outs)
-    if group.local and not group.wide and not any(isinstance(w.key, str) for w in operands):
-        there = [ops.block(out) for out in outs]
-        return [ops.plain(y, [x, w], (x.storage, w.storage)) for y, w in zip(there, operands, strict=True)]
-    return meter_group(ops, planned, number, x, operands, biases, deferred, outs=outs)
+        return _meter_panels(ops, group, ops.convert_block(x, group.x), operands, outs)
+    if group.is_local and not group.has_wide_dtype and not any(isinstance(w.key, str) for w in operands):
+        result_blocks = [ops.block(out) for out in outs]
+        return [ops.plain(y, [x, w], (x.storage, w.storage)) for y, w in zip(result_blocks, operands, strict=True)]
+    return meter_converted_group(ops, planned, number, x, operands, biases, deferred, outs=outs)
 
 
 def _split_into_panels(group: EinsumGroup, mesh: Mesh) -> EinsumGroup | None:
     """Return the group of einsums computed by SUMMA, one panel of the contracted dim at a time, or None if it cannot
     be: x and all operands must gather one contracted dim in their last step, and no einsum's output may need a
     conversion, be computed in the type of statistics, or have rows of experts."""
-    if group.wide or "rows" in group.x_dims or any(e.output.forward or e.output.backward for e in group.einsums):
+    if (
+        group.has_wide_dtype
+        or "rows" in group.x_dims
+        or any(e.output.forward or e.output.backward for e in group.einsums)
+    ):
         return None
     for dim in group.x_dims:
         if not all(dim in e.dims and dim not in e.out_dims for e in group.einsums):
             continue
-        x, x_axes = _without_gather(group.x, group.x_dims.index(dim), mesh)
-        operands = [_without_gather(e.operand, e.dims.index(dim), mesh) for e in group.einsums]
+        x, x_axes = _remove_last_gather(group.x, group.x_dims.index(dim), mesh)
+        operands = [_remove_last_gather(e.operand, e.dims.index(dim), mesh) for e in group.einsums]
         axes = operands[0][1]
-        if all(taken == axes for _, taken in operands) and (x_axes or axes):
-            count = lcm(mesh.extent(x_axes), mesh.extent(axes))
-            einsums = (replace(e, operand=rest) for e, (rest, _) in zip(group.einsums, operands, strict=True))
+        if all(gathered_axes == axes for _, gathered_axes in operands) and (x_axes or axes):
+            count = lcm(mesh.count_ranks(x_axes), mesh.count_ranks(axes))
+            einsums = (
+                replace(e, operand=conversion_without_gather)
+                for e, (conversion_without_gather, _) in zip(group.einsums, operands, strict=True)
+            )
             return EinsumGroup(x, tuple(einsums), Panels(dim, x_axes, axes, count))
     return None
 
 
-def _without_gather(c: Conversion, position: int, mesh: Mesh) -> tuple[Conversion, tuple[str, ...]]:
+def _remove_last_gather(c: Conversion, position: int, mesh: Mesh) -> tuple[Conversion, tuple[str, ...]]:
     """Return an operand's conversion without its last step, and that step's axes, if the step all-gathers equal blocks
     of the dim at `position` and its adjoint is a reduce-scatter; else the conversion itself and (). SUMMA broadcasts
     panels in place of that gather."""
     if c.forward and c.backward:
         last, first = c.forward[-1], c.backward[0]
         gathers = (last.op, first.op) == ("all_gather", "reduce_scatter") and last.dim == first.dim == position
-        if gathers and not last.cut(position):
-            *_, (_, split, _) = shapes(c.forward, c.before, mesh)
+        if gathers and not last.cut_of_dim(position):
+            *_, (_, split, _) = shapes_along_steps(c.forward, c.before, mesh)
             return Conversion(c.forward[:-1], c.backward[1:], c.before, split, cuts=c.cuts), last.axes
     return c, ()
 
@@ -196,15 +205,15 @@ def _without_gather(c: Conversion, position: int, mesh: Mesh) -> tuple[Conversio
 def _group_collectives(planner: Planner, group: EinsumGroup, only: tuple[str, ...]) -> list[Collective]:
     """Return every collective, forward and backward, of a group of einsums that the ranks at index 0 of the axes `only`
     compute."""
-    found = planner.collectives(group.x, group.regathered)
+    collectives = planner.collectives_of_conversion(group.x, group.regathered)
     if panels := group.panels:
-        found += _panel_collectives(planner, panels, panels.x_axes, group.x, only)
+        collectives += _panel_collectives(planner, panels, panels.x_axes, group.x, only)
     for e in group.einsums:
-        found += planner.collectives(e.operand, e.regathered)
+        collectives += planner.collectives_of_conversion(e.operand, e.regathered)
         if panels:
-            found += _panel_collectives(planner, panels, panels.operand_axes, e.operand, only)
-        found += planner.collectives(e.output)
-    return found
+            collectives += _panel_collectives(planner, panels, panels.operand_axes, e.operand, only)
+        collectives += planner.collectives_of_conversion(e.output)
+    return collectives
 
 
 def _panel_collectives(
@@ -215,13 +224,16 @@ def _panel_collectives(
     axes at whose index 0 alone ranks compute."""
     if not axes:
         return []
-    elements, cuts = panels.elements(prod(operand.after), axes, planner.mesh), tuple(cut for _, cut in operand.cuts[1])
+    elements, cuts = (
+        panels.panel_elements(prod(operand.after), axes, planner.mesh),
+        tuple(cut for _, cut in operand.cuts[1]),
+    )
     kinds = [("broadcast", "forward"), ("broadcast", "backward"), ("reduce", "backward")]
-    found = [Collective(op, axes, elements, "compute", phase, only, 0, cuts) for op, phase in kinds]
-    return [c for c in found for _ in range(panels.count)]
+    collectives = [Collective(op, axes, elements, "compute", phase, only, 0, cuts) for op, phase in kinds]
+    return [c for c in collectives for _ in range(panels.count)]
 
 
-def meter_group(
+def meter_converted_group(
     ops, planned, number: int, x: Value, operands, biases, deferred, *, outs=(), scaled: bool = False
 ) -> list[Value]:
     """Count the memory of group `number` of an operation's einsums of x with `operands`, as
@@ -230,90 +242,92 @@ def meter_group(
     of x, and if reduced, added with others."""
     group, use = planned.groups[number], (planned.operation.kind, planned.operation.name, number)
     einsums = group.einsums
-    local = ops.operands(use, group, operands)
-    whole = ops.forward(x, group.x)
-    ops.ahead.onward(use)
-    joined = group.joinable and _follow(ops, operands) and (not biases or _follow(ops, biases))
+    converted_operands = ops.operands(use, group, operands)
+    converted_x = ops.forward(x, group.x)
+    ops.ahead.start_next_gathers(use)
+    joined = group.can_join_operands and _are_adjacent(ops, operands) and (not biases or _are_adjacent(ops, biases))
     left_out = planned.once and ops.ahead.again
-    found = [ops.block(o) for o in outs] if left_out else _results(ops, planned, group, (whole, *local), joined)
+    converted = converted_x, *converted_operands
+    group_results = [ops.block(o) for o in outs] if left_out else _meter_results(ops, planned, group, converted, joined)
     stored, regathered = [x, *operands], [group.regathered, *(e.regathered for e in einsums)]
-    saved = tuple((s if again else t).storage for s, t, again in zip(stored, [whole, *local], regathered, strict=True))
-    widths, lengths = [w.elements for w in stored], [y.elements for y in found]
-    width, *sizes = [w.elements for w in (whole, *local)]
+    choices = zip(stored, converted, regathered, strict=True)
+    saved = tuple((s if again else t).storage for s, t, again in choices)
+    widths, lengths = [w.elements for w in stored], [y.elements for y in group_results]
+    width, *sizes = [w.elements for w in converted]
     keys = [w.key for w in (*operands, *biases)]
     added = [b.elements for b in biases]
 
-    def rest(held: tuple) -> Gradients:
+    def meter_operand_gradients(held: tuple) -> Gradients:
         """Count the memory of the gradients of operands and biases from the storages `held`, in place where
         possible."""
-        multiple = ops.new(width) if scaled else _read(ops, group, held[0], width)  # noqa: F841  (until all is reduced)
+        multiple = ops.new(width) if scaled else _meter_cast(ops, group, held[0], width)  # noqa: F841  (until all is reduced)
         # all gradients are there until the first is reduced, but for sums in place
-        stays = [not e.operand.backward and ops.in_place(k) for k, e in zip(keys, einsums, strict=False)]
-        products = [None if here else _made(ops, group, n) for here, n in zip(stays, sizes, strict=True)]
+        stays = [not e.operand.backward and ops.adds_in_place(k) for k, e in zip(keys, einsums, strict=False)]
+        products = [None if s else _meter_gradient(ops, group, n) for s, n in zip(stays, sizes, strict=True)]
         steps = [g and ops.backward(g, n, e.operand) for g, n, e in zip(products, sizes, einsums, strict=True)]
         steps += [ops.new(n) for n in added]
         for i, key in enumerate(keys):
             if isinstance(key, str) and (g := steps[i]):
-                if scaled or not ops.leaves.in_place(key):
+                if scaled or not ops.leaves.adds_in_place(key):
                     ops.leaves.setdefault(key, g)
                 steps[i] = None
         return steps
 
-    def backward(gs: Gradients, saved: Saved) -> Gradients:
+    def meter_backward(gs: Gradients, saved: Saved) -> Gradients:
         """Count the memory of the einsums' backward pass; `deferred` leaves the operands' gradients for later."""
         local = [ops.backward(g, n, e.output) for g, n, e in zip(gs, lengths, einsums, strict=True)]
         local = [ops.new(n) if g and g.permuted else g for g, n in zip(local, lengths, strict=True)]
         stored = [Value(w, n, key) for w, n, key in zip(saved[1:], widths[1:], keys, strict=False)]
-        kept = ops.operands(use, group, stored, back=True)
+        regathered_operands = ops.operands(use, group, stored, back=True)
         x = ops.forward(Value(saved[0], widths[0]), group.x).storage if group.regathered else saved[0]
-        ops.ahead.onward(use, back=True)
+        ops.ahead.start_next_gathers(use, back=True)
         if joined and JOINS_GRADIENTS.get(ops.device, True):  # what is joined is read until the pass is done
             local = [*(local if deferred is None else ()), ops.new(sum(lengths))]
-        total = _made(ops, group, width)  # until it is reduced, after the operands' gradients
-        dx = ops.backward(total, width, group.x)
+        x_gradient = _meter_gradient(ops, group, width)  # until it is reduced, after the operands' gradients
+        dx = ops.backward(x_gradient, width, group.x)
         if deferred is None:
-            return [dx, *rest((x, local))]
-        del kept, total
-        deferred.append(partial(rest, (x, local)))
+            return [dx, *meter_operand_gradients((x, local))]
+        del regathered_operands, x_gradient
+        deferred.append(partial(meter_operand_gradients, (x, local)))
         return [dx, *(None for _ in keys)]
 
-    ops.note(found, [x, *operands, *biases], saved, backward)
-    return found
+    ops.note_operation(group_results, [x, *operands, *biases], saved, meter_backward)
+    return group_results
 
 
-def _results(ops, planned, group: EinsumGroup, read: Sequence[Value], joined: bool) -> list[Value]:
+def _meter_results(ops, planned, group: EinsumGroup, read: Sequence[Value], joined: bool) -> list[Value]:
     """Count the results of an einsum group, and the products that are converted to them, of which operands are read."""
-    cast = [_read(ops, group, v.storage, v.elements) for v in read]  # noqa: F841  (until the products are converted)
-    products = _products(ops, planned, group, joined)
+    cast = [_meter_cast(ops, group, v.storage, v.elements) for v in read]  # noqa: F841  (until the products are converted)
+    products = _meter_products(ops, planned, group, joined)
     return [ops.forward(y, e.output) for y, e in zip(products, group.einsums, strict=True)]
 
 
-def _read(ops, group: EinsumGroup, operand: MeteredStorage | None, elements: int) -> MeteredStorage | None:
+def _meter_cast(ops, group: EinsumGroup, operand: MeteredStorage | None, elements: int) -> MeteredStorage | None:
     """Count the cast of an operand to the type in which an einsum group multiplies."""
-    return ops.widened(operand, elements) if group.wide else operand
+    return ops.widened(operand, elements) if group.has_wide_dtype else operand
 
 
-def _made(ops, group: EinsumGroup, elements: int) -> MeteredStorage:
+def _meter_gradient(ops, group: EinsumGroup, elements: int) -> MeteredStorage:
     """Count the gradient of an operand of an einsum group, and what it is cast from while that is there."""
-    product = _read(ops, group, None, elements)  # noqa: F841
+    product = _meter_cast(ops, group, None, elements)  # noqa: F841
     return ops.new(elements)
 
 
-def _products(ops, planned, group: EinsumGroup, joined: bool) -> list[Value]:
+def _meter_products(ops, planned, group: EinsumGroup, joined: bool) -> list[Value]:
     """Count the bytes of an einsum group's matrix products before conversion: one storage if weights are `joined`."""
     products = [ops.inner(planned, e.output) for e in group.einsums]
     if not joined:
         return products
     sizes = [y.elements for y in products]
     del products
-    one = ops.new(sum(sizes))
-    return [Value(one, n) for n in sizes]
+    joined_storage = ops.new(sum(sizes))
+    return [Value(joined_storage, n) for n in sizes]
 
 
-def _follow(ops, operands: Sequence[Value]) -> bool:
+def _are_adjacent(ops, operands: Sequence[Value]) -> bool:
     """Return True if all operands of an einsum group are parameters adjacent in one bucket's flat buffer."""
     names = [w.key for w in operands if isinstance(w.key, str) and w.elements]
-    return len(names) == len(operands) and ops.plan.bucket_of[names[0]].stretch(names) is not None
+    return len(names) == len(operands) and ops.plan.bucket_by_parameter[names[0]].range_of_parameters(names) is not None
 
 
 def _meter_panels(ops, group: EinsumGroup, x: Value, operands: Sequence[Value], outs) -> list[Value]:
@@ -325,17 +339,20 @@ def _meter_panels(ops, group: EinsumGroup, x: Value, operands: Sequence[Value], 
     sizes = [w.elements for w in local]
     axes = [panels.x_axes, *(panels.operand_axes for _ in einsums)]
     pairs = zip([x.elements, *sizes], axes, strict=True)
-    one = sum(panels.elements(n, a, mesh) if a else 0 for n, a in pairs)  # no axes: a view
-    found = [ops.block(out) for out in outs]
-    ops.new(2 * one + sum(y.elements for y in found))
-    kept = [w if e.regathered else here for w, here, e in zip(operands, local, einsums, strict=True)]
+    panel_elements = sum(panels.panel_elements(n, a, mesh) if a else 0 for n, a in pairs)  # no axes: a view
+    panel_results = [ops.block(out) for out in outs]
+    ops.new(2 * panel_elements + sum(y.elements for y in panel_results))
+    kept_operands = [
+        w if e.regathered else converted_operand
+        for w, converted_operand, e in zip(operands, local, einsums, strict=True)
+    ]
     width = x.elements
 
-    def backward(gs: Gradients, saved: Saved) -> Gradients:
+    def meter_backward(gs: Gradients, saved: Saved) -> Gradients:
         """Count the memory of the gradients of x and the operands, a panel at a time."""
         dx, *dws = (ops.new(n) for n in (width, *sizes))
-        ops.new(one * (panels.count + 1))  # parts of all panels until reduced, and the last panel
+        ops.new(panel_elements * (panels.count + 1))  # parts of all panels until reduced, and the last panel
         return [dx, *(ops.backward(w, n, e.operand) for w, n, e in zip(dws, sizes, einsums, strict=True))]
 
-    ops.note(found, [x, *operands], (x.storage, *(w.storage for w in kept)), backward)
-    return found
+    ops.note_operation(panel_results, [x, *operands], (x.storage, *(w.storage for w in kept_operands)), meter_backward)
+    return panel_results

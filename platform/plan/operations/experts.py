@@ -9,9 +9,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 from platform.plan.layout import Layout
-from platform.plan.model_types import Spec, dtype_of
+from platform.plan.model_types import Spec, tensor_dtype
 from platform.plan.operation_plan import Collective
-from platform.plan.operations.op import BlockOp, Gradients, MeteredStorage, Op, Saved, planned, reading
+from platform.plan.operations.op import BlockOp, Gradients, MeteredStorage, Op, Saved, assemble_plan, token_fields
 from platform.plan.planner import Planner
 from platform.plan.rule import Conversion, Step
 from platform.plan.scheme import ModelMistake
@@ -31,60 +31,60 @@ class RouteOp(Op):
 
     wide = "inputs", "outputs"
 
-    def record(self, ops, name, scores, spec, tokens, router, states=()):
+    def record_operation(self, ops, name, scores, spec, tokens, router, states=()):
         if (spec.dims, spec.dtype) != ((*TOKENS, "experts"), "accumulate"):
             raise ModelMistake(name, f"a router's scores are [length batch experts] accumulate, unlike {spec}")
         of_tokens = Spec(spec.region, TOKENS, tuple(pair for pair in spec.sizes if pair[0] in TOKENS))
         outs = [spec] if ops.cache else [spec, of_tokens]
-        found = ops.record(self.kind, name, [scores], [spec, *states], outs, [tokens], router=router)
-        return (found, None) if ops.cache else found
+        symbols = ops.record_operation(self.kind, name, [scores], [spec, *states], outs, [tokens], router=router)
+        return (symbols, None) if ops.cache else symbols
 
-    def plan(self, planner, operation):
+    def plan_operation(self, planner, operation):
         """Plan the routing of whole sequences to all experts, whose scores are gathered; results are split again."""
         spec = operation.inputs[0]
-        layout = planner.layout(spec).restrict(("batch",))
-        conversions = [planner.enter(spec, layout, layout.axes)]
-        conversions += [planner.split(out, layout) for out in operation.outputs]
-        return planned(planner, operation, layout, conversions, **reading(planner, spec, layout))
+        layout = planner.layout(spec).restrict_dims(("batch",))
+        conversions = [planner.operand_conversion(spec, layout, layout.axes)]
+        conversions += [planner.result_conversion(out, layout) for out in operation.outputs]
+        return assemble_plan(planner, operation, layout, conversions, **token_fields(planner, spec, layout))
 
-    def run(self, ops, name, scores, spec, tokens, router, states=()):
+    def run_on_blocks(self, ops, name, scores, spec, tokens, router, states=()):
         """Compute the weights of experts and the tokens' auxiliary losses, these in the compute type in the end."""
-        enter, *leave = ops.planned(self.kind, name).conversions
-        scores = ops.apply(scores, enter)
+        enter, *leave = ops.operation_plan(self.kind, name).conversions
+        scores = ops.convert_block(scores, enter)
         if ops.absent(scores):
-            return scores, scores.to(ops.narrow) if len(leave) > 1 else None
-        real, sizes = tokens[self.kind, name] >= 0, ops.plan.planner.sizes_of(spec)
+            return scores, scores.to(ops.compute_dtype) if len(leave) > 1 else None
+        real, sizes = tokens[self.kind, name] >= 0, ops.plan.planner.tensor_sizes(spec)
         slots = sizes.get("slots", sizes["length"])  # where experts have rows, they take every token
-        rows = {p.role: ops.parameter(p) for p in states}
-        weights, auxiliary, counts = ops.kernels.expert_rows.route(scores, real, router, slots, rows)
-        ops.count_routed(name, counts, ops.planned(self.kind, name).compute_axes)
-        found = weights, auxiliary.to(ops.narrow)
-        results = ops.apply_each(found[: len(leave)], leave)
+        rows = {p.role: ops.parameter_block(p) for p in states}
+        weights, auxiliary, counts = ops.kernels.expert_rows.route_tokens(scores, real, router, slots, rows)
+        ops.count_routed(name, counts, ops.operation_plan(self.kind, name).compute_axes)
+        weights_and_losses = weights, auxiliary.to(ops.compute_dtype)
+        results = ops.convert_blocks(weights_and_losses[: len(leave)], leave)
         return results[0], results[1] if len(leave) > 1 else None
 
-    def meter(self, ops, name, scores, spec, tokens, router, states=()):
+    def meter_bytes(self, ops, name, scores, spec, tokens, router, states=()):
         """Count the memory of weights and losses; scores are kept, and the choice, by which the backward pass weighs
         them again."""
-        found = ops.planned(self.kind, name)
-        enter, *leave = found.conversions
-        scores = ops.apply(scores, enter)
+        planned = ops.operation_plan(self.kind, name)
+        enter, *leave = planned.conversions
+        scores = ops.convert_block(scores, enter)
         if ops.absent(scores):
             return scores, scores if len(leave) > 1 else None
-        n, rows = scores.elements, found.token_count
+        n, rows = scores.elements, planned.token_count
 
-        def backward(_: Gradients, __: Saved) -> Gradients:
+        def meter_backward(_: Gradients, __: Saved) -> Gradients:
             """Count the weights, made again, and the gradient of the scores."""
             numbers = 7 + router.normalised
             held = ops.new(numbers * n, ops.wide), ops.integers(3 * n, 1)  # noqa: F841  (until the gradient is there)
             return [ops.new(n, ops.wide)]
 
-        made = ops.new(3 * n, ops.wide)
+        scratch = ops.new(3 * n, ops.wide)
         numbers = ops.integers(n)  # of the tokens, in the order of each expert's
-        del numbers, made
+        del numbers, scratch
         weights, auxiliary = ops.tensor(n, ops.wide), ops.tensor(rows)
         best = ops.integers(rows * router.chosen)
-        ops.note([weights, auxiliary], [scores], (scores.storage, best), backward)
-        results = ops.apply_each((weights, auxiliary)[: len(leave)], leave)
+        ops.note_operation([weights, auxiliary], [scores], (scores.storage, best), meter_backward)
+        results = ops.convert_blocks((weights, auxiliary)[: len(leave)], leave)
         return results[0], results[1] if len(leave) > 1 else None
 
 
@@ -97,52 +97,54 @@ class Ends(NamedTuple):
     exchanged: tuple[str, ...]
 
     @classmethod
-    def of(cls, planner: Planner, spec: Spec, out: Spec) -> Ends:
+    def find_ends(cls, planner: Planner, spec: Spec, out: Spec) -> Ends:
         """Return the ends of the way of tokens of type `spec` to rows of type `out`. Raises ValueError if axes do not
         divide the batch or the experts."""
         d = out.dims[-1]
-        goal = planner.scheme.activation(out.region, ("experts", "batch", "length", d))
-        there = (*goal["experts"], *goal["batch"])
+        goal = planner.scheme.activation_layout(out.region, ("experts", "batch", "length", d))
+        goal_axes = (*goal["experts"], *goal["batch"])
         # as few axes as can be leave the batch: a token is smaller than its rows
-        kept = tuple(takewhile(lambda a: a in there, planner.layout(spec)["batch"]))
-        batch = (*kept, *(a for a in goal["batch"] if a not in kept))
+        kept_axes = tuple(takewhile(lambda a: a in goal_axes, planner.layout(spec)["batch"]))
+        batch = (*kept_axes, *(a for a in goal["batch"] if a not in kept_axes))
         for dim, axes in (("batch", batch), ("experts", goal["experts"])):
-            if planner.sizes[dim] % planner.mesh.extent(axes):
+            if planner.sizes[dim] % planner.mesh.count_ranks(axes):
                 raise ValueError(f"{dim}={planner.sizes[dim]} would be split over {'+'.join(axes)}")
-        exchanged = tuple(a for a in goal["experts"] if a in kept)
-        held = tuple(a for a in goal["experts"] if a not in kept)
-        return cls(Layout.of({"length": goal["length"], "batch": batch, d: goal[d]}, goal.only), held, exchanged)
+        exchanged = tuple(a for a in goal["experts"] if a in kept_axes)
+        held = tuple(a for a in goal["experts"] if a not in kept_axes)
+        return cls(
+            Layout.build_canonical({"length": goal["length"], "batch": batch, d: goal[d]}, goal.only), held, exchanged
+        )
 
     @property
-    def axes(self) -> tuple[str, ...]:
+    def compute_axes(self) -> tuple[str, ...]:
         """Return the axes that split the pairs of a token and an expert, and d_model, where rows are made."""
         return (*self.tokens.axes, *self.held)
 
-    def conversion(self, planner: Planner, spec: Spec, out: Spec, chosen: int) -> Conversion:
+    def row_conversion(self, planner: Planner, spec: Spec, out: Spec, chosen: int) -> Conversion:
         """Return the conversion of rows of type `out` to their experts' ranks, in the sizes of the worst routing."""
-        length, batch, width = planner.shape(spec, self.tokens)
-        experts = planner.sizes["experts"] // planner.mesh.extent(self.held)
-        before, after = (length * batch * min(chosen, experts), width), planner.shape(out)
-        there = Step("all_to_allv", planner.mesh.ordered(self.exchanged), 0, 1, self.tokens.only, after)
-        steps = ((there,), (replace(there, dim=1, joined=0, shape=before),)) if self.exchanged else ((), ())
-        return Conversion(steps[0], steps[1], before, after, dtype_of(out), True)
+        length, batch, width = planner.local_shape(spec, self.tokens)
+        experts = planner.sizes["experts"] // planner.mesh.count_ranks(self.held)
+        before, after = (length * batch * min(chosen, experts), width), planner.local_shape(out)
+        exchange = Step("all_to_allv", planner.mesh.order_axes(self.exchanged), 0, 1, self.tokens.only, after)
+        steps = ((exchange,), (replace(exchange, dim=1, joined=0, shape=before),)) if self.exchanged else ((), ())
+        return Conversion(steps[0], steps[1], before, after, tensor_dtype(out), True)
 
-    def numbers(self, planner: Planner) -> list[Collective]:
+    def collectives_of_row_counts(self, planner: Planner) -> list[Collective]:
         """Return the collective that exchanges numbers of rows before the rows; [] without an exchange."""
-        axes = planner.mesh.ordered(self.exchanged)
-        seats = planner.scheme.lent * planner.mesh.extent(axes)
-        experts = planner.sizes["experts"] // planner.mesh.extent(self.held) + seats
+        axes = planner.mesh.order_axes(self.exchanged)
+        seats = planner.scheme.lent * planner.mesh.count_ranks(axes)
+        experts = planner.sizes["experts"] // planner.mesh.count_ranks(self.held) + seats
         return [Collective("all_to_all", axes, experts, "integers", "forward", self.tokens.only)] if axes else []
 
-    def seats(self, planner: Planner, out: Spec, rank: int) -> tuple[tuple[str, ...], tuple[int, ...], int]:
+    def exchange_seats(self, planner: Planner, out: Spec, rank: int) -> tuple[tuple[str, ...], tuple[int, ...], int]:
         """Return the axes of a rank's exchange, the first expert of each rank there, and how many experts each has."""
-        mesh, over = planner.mesh, planner.picked(out)["experts"]
-        axes, each = mesh.ordered(self.exchanged), planner.sizes["experts"] // mesh.extent(over)
-        group = mesh.group(rank, axes) if axes else (rank,)
-        return axes, tuple(mesh.index(mesh.coordinates(member), over) * each for member in group), each
+        mesh, over = planner.mesh, planner.row_expert_axes(out)["experts"]
+        axes, each = mesh.order_axes(self.exchanged), planner.sizes["experts"] // mesh.count_ranks(over)
+        group = mesh.group_of_rank(rank, axes) if axes else (rank,)
+        return axes, tuple(mesh.index_in_group(mesh.rank_coordinates(member), over) * each for member in group), each
 
 
-def _check(name: str, spec: Spec, out: Spec) -> None:
+def _check_row_types(name: str, spec: Spec, out: Spec) -> None:
     """Raise ModelMistake if tokens of type `spec` are no rows of type `out`, or rows no tokens."""
     if spec.dims[:2] != TOKENS or out.dims[:1] != ("rows",) or spec.dims[2:] != out.dims[1:] or len(out.dims) != 2:
         raise ModelMistake(name, f"tokens [length batch d] are rows [rows d], unlike {spec} and {out}")
@@ -158,56 +160,70 @@ class DispatchRowsOp(Op):
     wide = ("inputs",)
     open = {"outputs": "gradient"}
 
-    def record(self, ops, name, x, spec, weights, of_weights, out, chosen):
-        _check(name, spec, out)
-        rows = ops.record(self.kind, name, [x, weights], [spec, of_weights], [out], chosen=chosen)
+    def record_operation(self, ops, name, x, spec, weights, of_weights, out, chosen):
+        _check_row_types(name, spec, out)
+        rows = ops.record_operation(self.kind, name, [x, weights], [spec, of_weights], [out], chosen=chosen)
         return rows, name
 
-    def plan(self, planner, operation):
+    def plan_operation(self, planner, operation):
         """Plan where tokens become rows, and the largest exchange of rows; weights get no gradient from here."""
         (spec, of_weights), (out,) = operation.inputs, operation.outputs
-        ends = Ends.of(planner, spec, out)
-        given = planner.enter(of_weights, ends.tokens.restrict(of_weights.dims), ends.axes)
-        rows = ends.conversion(planner, spec, out, operation["chosen"])
-        enter = planner.enter(spec, ends.tokens, (*ends.axes, *planner.layout(out).gradient))
-        conversions = [enter, replace(given, backward=()), rows]
-        return planned(planner, operation, ends.tokens, conversions, ends.numbers(planner), compute_axes=ends.axes)
+        ends = Ends.find_ends(planner, spec, out)
+        weights_conversion = planner.operand_conversion(
+            of_weights, ends.tokens.restrict_dims(of_weights.dims), ends.compute_axes
+        )
+        rows = ends.row_conversion(planner, spec, out, operation["chosen"])
+        enter = planner.operand_conversion(spec, ends.tokens, (*ends.compute_axes, *planner.layout(out).gradient))
+        conversions = [enter, replace(weights_conversion, backward=()), rows]
+        return assemble_plan(
+            planner,
+            operation,
+            ends.tokens,
+            conversions,
+            ends.collectives_of_row_counts(planner),
+            compute_axes=ends.compute_axes,
+        )
 
-    def run(self, ops, name, x, spec, weights, of_weights, out, chosen):
+    def run_on_blocks(self, ops, name, x, spec, weights, of_weights, out, chosen):
         """Copy this rank's tokens and send them to experts; return the rows of this rank's experts, and counts."""
-        found = ops.planned(self.kind, name)
-        enter, given, _ = found.conversions
-        x, weights = ops.apply_each((x, weights.detach()), (enter, given))
+        planned = ops.operation_plan(self.kind, name)
+        enter, weights_conversion, _ = planned.conversions
+        x, weights = ops.convert_blocks((x, weights.detach()), (enter, weights_conversion))
         if ops.absent(x):
             return x, None
-        kernel, ends = ops.kernels.expert_rows, Ends.of(ops.plan.planner, spec, out)
-        here, lent = ends.seats(ops.plan.planner, out, ops.communicator.rank), ops.plan.scheme.lent
-        place = ops.communicator.index(here[0]) if here[0] else 0
-        seats = kernel.Seats(*here, place, lent, ops.communicator.lent.get(name, ()))
-        counts = kernel.count(ops.communicator, weights, seats, chosen)
-        ops.sent(name, zip(seats.experts, counts.given, strict=True))
-        return kernel.to_experts(ops.communicator, x, counts), counts
+        kernel, ends = ops.kernels.expert_rows, Ends.find_ends(ops.plan.planner, spec, out)
+        own_seats, lent = ends.exchange_seats(ops.plan.planner, out, ops.communicator.rank), ops.plan.scheme.lent
+        own_place = ops.communicator.group_index(own_seats[0]) if own_seats[0] else 0
+        seats = kernel.Seats(*own_seats, own_place, lent, ops.communicator.lent.get(name, ()))
+        counts = kernel.count_rows(ops.communicator, weights, seats, chosen)
+        ops.record_sent_rows(name, zip(seats.seat_experts, counts.given, strict=True))
+        return kernel.dispatch_rows(ops.communicator, x, counts), counts
 
-    def meter(self, ops, name, x, spec, weights, of_weights, out, chosen):
+    def meter_bytes(self, ops, name, x, spec, weights, of_weights, out, chosen):
         """Count the memory of rows by the worst routing; of their places integers are kept."""
-        enter, given, rows = ops.planned(self.kind, name).conversions
-        x, weights = ops.apply_each((x, weights), (enter, given))
+        enter, weights_conversion, rows = ops.operation_plan(self.kind, name).conversions
+        x, weights = ops.convert_blocks((x, weights), (enter, weights_conversion))
         if ops.absent(x):
             return x, x
-        sent, there, n, tokens = prod(rows.before), prod(rows.after), x.elements, prod(enter.after[:2])
-        places = _places(ops, rows, tokens, weights.elements // tokens, chosen)
-        made = ops.tensor(sent)
-        made = _moved(ops, made, rows, there)
+        sent_elements, received_elements, n, tokens = (
+            prod(rows.before),
+            prod(rows.after),
+            x.elements,
+            prod(enter.after[:2]),
+        )
+        places = _meter_row_places(ops, rows, tokens, weights.elements // tokens, chosen)
+        expert_rows = ops.tensor(sent_elements)
+        expert_rows = _meter_moved_rows(ops, expert_rows, rows, received_elements)
 
-        def backward(gradients: Sequence[Any], _: Any) -> Sequence[Any]:
+        def meter_backward(gradients: Sequence[Any], _: Any) -> Sequence[Any]:
             """Count the rows on their way back, and the sum of each token's."""
-            back = _moved(ops, None, rows, sent)
+            back = _meter_moved_rows(ops, None, rows, sent_elements)
             total = ops.new(n)
             del back
             return [total]
 
-        ops.note([made], [x], (places,), backward)
-        return made, places
+        ops.note_operation([expert_rows], [x], (places,), meter_backward)
+        return expert_rows, places
 
 
 class CombineRowsOp(Op):
@@ -218,66 +234,78 @@ class CombineRowsOp(Op):
     wide = ("inputs",)
     open = {"inputs": "value"}
 
-    def record(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
-        _check(name, out, spec)
-        return ops.record(self.kind, name, [y, weights], [spec, of_weights], [out], chosen=chosen)
+    def record_operation(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
+        _check_row_types(name, out, spec)
+        return ops.record_operation(self.kind, name, [y, weights], [spec, of_weights], [out], chosen=chosen)
 
-    def plan(self, planner, operation):
+    def plan_operation(self, planner, operation):
         """Plan the way back of rows to where their tokens were copied, and of sums, which are partial over ranks with
         rows of other experts, to the result's layout."""
         (spec, of_weights), (out,) = operation.inputs, operation.outputs
-        ends = Ends.of(planner, out, spec)
-        there = ends.conversion(planner, out, spec, operation["chosen"])
-        rows = replace(there, forward=there.backward, backward=there.forward, before=there.after, after=there.before)
+        ends = Ends.find_ends(planner, out, spec)
+        rows_to_experts = ends.row_conversion(planner, out, spec, operation["chosen"])
+        rows = replace(
+            rows_to_experts,
+            forward=rows_to_experts.backward,
+            backward=rows_to_experts.forward,
+            before=rows_to_experts.after,
+            after=rows_to_experts.before,
+        )
         partial = planner.layout(spec).partial
-        given = planner.enter(of_weights, ends.tokens.restrict(of_weights.dims), (*ends.axes, *partial))
+        weights_conversion = planner.operand_conversion(
+            of_weights, ends.tokens.restrict_dims(of_weights.dims), (*ends.compute_axes, *partial)
+        )
         summands = replace(ends.tokens, partial=(*ends.held, *partial))
-        conversions = [rows, given, planner.enter(out, planner.layout(out), (), source=summands)]
-        return planned(planner, operation, ends.tokens, conversions, compute_axes=ends.axes)
+        conversions = [
+            rows,
+            weights_conversion,
+            planner.operand_conversion(out, planner.layout(out), (), source=summands),
+        ]
+        return assemble_plan(planner, operation, ends.tokens, conversions, compute_axes=ends.compute_axes)
 
-    def run(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
+    def run_on_blocks(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
         """Send the rows of this rank's experts back, and add up the rows of its tokens."""
-        _, given, leave = ops.planned(self.kind, name).conversions
-        weights = ops.apply(weights, given)
+        _, weights_conversion, leave = ops.operation_plan(self.kind, name).conversions
+        weights = ops.convert_block(weights, weights_conversion)
         if counts is None:
-            return ops.apply(ops.empty_of([y, weights]), leave)
-        return ops.apply(ops.kernels.expert_rows.from_experts(ops.communicator, y, weights, counts), leave)
+            return ops.convert_block(ops.build_empty_block([y, weights]), leave)
+        return ops.convert_block(ops.kernels.expert_rows.combine_rows(ops.communicator, y, weights, counts), leave)
 
-    def meter(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
+    def meter_bytes(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
         """Count the memory of the weighted sum; rows, as they came back, and weights are kept."""
-        rows, given, leave = ops.planned(self.kind, name).conversions
-        weights = ops.apply(weights, given)
+        rows, weights_conversion, leave = ops.operation_plan(self.kind, name).conversions
+        weights = ops.convert_block(weights, weights_conversion)
         if ops.absent(y):
-            return ops.apply(ops.empty_of([y, weights]), leave)
-        sent, there, by_expert = prod(rows.after), prod(rows.before), weights.elements
-        back = _moved(ops, y, rows, sent)
+            return ops.convert_block(ops.build_empty_block([y, weights]), leave)
+        sent_elements, received_elements, by_expert = prod(rows.after), prod(rows.before), weights.elements
+        back = _meter_moved_rows(ops, y, rows, sent_elements)
         total = ops.tensor(prod(leave.before))
         n, itemsize = total.elements, ops.plan.itemsize[of_weights.dtype]
         scratch = 0 if ops.wide == ops.plan.itemsize["compute"] else 2 * n  # rows of one place, in the wider type
         ops.new(scratch, ops.wide)
 
-        def backward(gradients: Sequence[Any], _: Any) -> Sequence[Any]:
+        def meter_backward(gradients: Sequence[Any], _: Any) -> Sequence[Any]:
             """Count the gradients of the weights, and of the rows on their way."""
             of_weights = ops.new(by_expert, itemsize)
             ops.new(scratch, ops.wide)
-            made = ops.tensor(sent)
-            return [_moved(ops, made, rows, there).storage, of_weights]
+            row_gradients = ops.tensor(sent_elements)
+            return [_meter_moved_rows(ops, row_gradients, rows, received_elements).storage, of_weights]
 
-        ops.note([total], [y, weights], (back.storage, weights.storage), backward)
-        return ops.apply(total, leave)
+        ops.note_operation([total], [y, weights], (back.storage, weights.storage), meter_backward)
+        return ops.convert_block(total, leave)
 
 
-def _moved(ops, rows, conversion: Conversion, elements: int):
+def _meter_moved_rows(ops, rows, conversion: Conversion, elements: int):
     """Count the memory of rows on their way; return what there is in the end, of `elements`."""
     if not conversion.forward:
         return rows if rows is not None else ops.tensor(elements)
-    there = ops.tensor(max(prod(conversion.before), prod(conversion.after)))
+    moved_rows = ops.tensor(max(prod(conversion.before), prod(conversion.after)))
     ordered = ops.tensor(elements)
-    del rows, there
+    del rows, moved_rows
     return ordered
 
 
-def _places(ops, rows: Conversion, tokens: int, experts: int, chosen: int):
+def _meter_row_places(ops, rows: Conversion, tokens: int, experts: int, chosen: int):
     """Count the integers that say which rows are of which tokens, and where each token's lie."""
     ops.integers(tokens * (experts + 6 * chosen))  # while they are sorted
     if ops.plan.scheme.lent:
@@ -291,10 +319,10 @@ PLACES = ("experts", "batch", "slots")
 SUMMED = 3  # integers that a sum of rows takes for each: its index, where sums begin, and how many rows they have
 
 
-def _check_of_dispatch(name: str, spec, out) -> None:
+def _check_slot_types(name: str, spec, out) -> None:
     """Raise ModelMistake if tokens of type `spec` do not go to places of type `out`, or back."""
-    wanted = (*TOKENS, *out.dims[3:])
-    if out.dims[:3] != PLACES or spec.dims != wanted or len(wanted) != 3 or spec.dtype != out.dtype:
+    expected_dims = (*TOKENS, *out.dims[3:])
+    if out.dims[:3] != PLACES or spec.dims != expected_dims or len(expected_dims) != 3 or spec.dtype != out.dtype:
         raise ModelMistake(
             name, f"tokens [length batch d] have places [experts batch slots d], unlike {spec} and {out}"
         )
@@ -310,40 +338,42 @@ class DispatchOp(BlockOp):
     wide = ("inputs",)
     open = {"outputs": "gradient"}
 
-    def record(self, ops, name, x, spec, weights, of_weights, out, chosen):
-        _check_of_dispatch(name, spec, out)
-        return ops.record(self.kind, name, [x, weights], [spec, of_weights], [out], chosen=chosen)
+    def record_operation(self, ops, name, x, spec, weights, of_weights, out, chosen):
+        _check_slot_types(name, spec, out)
+        return ops.record_operation(self.kind, name, [x, weights], [spec, of_weights], [out], chosen=chosen)
 
-    def plan(self, planner, operation):
+    def plan_operation(self, planner, operation):
         """Plan the gathers of whole sequences, and the conversion of the slots; weights get no gradient from here."""
         (spec, of_weights), (out,) = operation.inputs, operation.outputs
         goal = planner.layout(out)
-        layout = planner.layout(spec).restrict(spec.dims[1:]).without(goal.gradient)
-        given = planner.enter(of_weights, layout.restrict(of_weights.dims), layout.axes)
-        enter = planner.enter(spec, layout, (*layout.axes, *goal.gradient))
-        leave = planner.enter(out, goal, goal.axes, source=layout)
-        conversions = [enter, replace(given, backward=()), leave]
-        return planned(planner, operation, layout, conversions)
+        layout = planner.layout(spec).restrict_dims(spec.dims[1:]).drop_axes(goal.gradient)
+        weights_conversion = planner.operand_conversion(of_weights, layout.restrict_dims(of_weights.dims), layout.axes)
+        enter = planner.operand_conversion(spec, layout, (*layout.axes, *goal.gradient))
+        leave = planner.operand_conversion(out, goal, goal.axes, source=layout)
+        conversions = [enter, replace(weights_conversion, backward=()), leave]
+        return assemble_plan(planner, operation, layout, conversions)
 
-    def run(self, ops, found, name, x, spec, weights, of_weights, out, chosen):
+    def run_on_blocks(self, ops, planned, name, x, spec, weights, of_weights, out, chosen):
         """Copy this rank's tokens to the slots of all experts."""
-        return ops.kernels.expert_rows.dispatch(x, weights.detach(), ops.plan.planner.sizes_of(out)["slots"], chosen)
+        return ops.kernels.expert_rows.dispatch_slots(
+            x, weights.detach(), ops.plan.planner.tensor_sizes(out)["slots"], chosen
+        )
 
-    def meter(self, ops, found, name, x, spec, weights, of_weights, out, chosen):
+    def meter_bytes(self, ops, planned, name, x, spec, weights, of_weights, out, chosen):
         """Count the memory of the slots, with the numbers of each; where each token lies is kept."""
-        n, leave = x.elements, found.conversions[-1]
+        n, leave = x.elements, planned.conversions[-1]
         slots, places = prod(leave.before[:3]), weights.elements // leave.before[0] * chosen
-        held, lies = _places_of_dispatch(ops, slots, places, weights.elements)
-        read = _tokens(ops, slots), ops.new(slots), ops.integers(SUMMED * slots)
-        result = ops.inner(found, leave)
+        held, lies = _meter_slot_places(ops, slots, places, weights.elements)
+        read = _meter_slot_tokens(ops, slots), ops.new(slots), ops.integers(SUMMED * slots)
+        result = ops.inner(planned, leave)
         del held, read
 
-        def backward(_: Gradients, __: Saved) -> Gradients:
+        def meter_backward(_: Gradients, __: Saved) -> Gradients:
             """Count the gradient of the tokens, each a sum over its slots."""
             read = ops.new(places), ops.integers(SUMMED * places)  # noqa: F841  (until the sum is there)
             return [ops.new(n)]
 
-        ops.note([result], [x], (lies,), backward)
+        ops.note_operation([result], [x], (lies,), meter_backward)
         return result
 
 
@@ -355,62 +385,64 @@ class CombineOp(BlockOp):
     wide = ("inputs",)
     open = {"inputs": "value"}
 
-    def record(self, ops, name, y, spec, weights, of_weights, out, chosen):
-        _check_of_dispatch(name, out, spec)
-        return ops.record(self.kind, name, [y, weights], [spec, of_weights], [out], chosen=chosen)
+    def record_operation(self, ops, name, y, spec, weights, of_weights, out, chosen):
+        _check_slot_types(name, out, spec)
+        return ops.record_operation(self.kind, name, [y, weights], [spec, of_weights], [out], chosen=chosen)
 
-    def plan(self, planner, operation):
+    def plan_operation(self, planner, operation):
         """Plan the sum where the sequences are: the slots of all experts are converted to there."""
         (spec, of_weights), (out,) = operation.inputs, operation.outputs
         partial = planner.layout(spec).partial
-        layout = planner.layout(out).restrict(out.dims[1:]).without(partial)
-        enter = planner.enter(spec, replace(layout.restrict(spec.dims), partial=partial), layout.axes)
-        given = planner.enter(of_weights, layout.restrict(of_weights.dims), (*layout.axes, *partial))
-        leave = planner.split(out, replace(layout, partial=partial))
-        return planned(planner, operation, layout, [enter, given, leave])
+        layout = planner.layout(out).restrict_dims(out.dims[1:]).drop_axes(partial)
+        enter = planner.operand_conversion(spec, replace(layout.restrict_dims(spec.dims), partial=partial), layout.axes)
+        weights_conversion = planner.operand_conversion(
+            of_weights, layout.restrict_dims(of_weights.dims), (*layout.axes, *partial)
+        )
+        leave = planner.result_conversion(out, replace(layout, partial=partial))
+        return assemble_plan(planner, operation, layout, [enter, weights_conversion, leave])
 
-    def run(self, ops, found, name, y, spec, weights, of_weights, out, chosen):
+    def run_on_blocks(self, ops, planned, name, y, spec, weights, of_weights, out, chosen):
         """Add up what the experts made of this rank's tokens, in the type of statistics."""
-        return ops.kernels.expert_rows.combine(y, weights, chosen)
+        return ops.kernels.expert_rows.combine_slots(y, weights, chosen)
 
-    def meter(self, ops, found, name, y, spec, weights, of_weights, out, chosen):
+    def meter_bytes(self, ops, planned, name, y, spec, weights, of_weights, out, chosen):
         """Count the memory of the weighted sum, with the numbers of each slot; slots, weights and places are kept."""
-        shape, by_expert, elements = found.conversions[0].after, weights.elements, y.elements
+        shape, by_expert, elements = planned.conversions[0].after, weights.elements, y.elements
         slots, places, dtype = prod(shape[:3]), by_expert // shape[0] * chosen, ops.plan.itemsize[of_weights.dtype]
-        held, lies = _places_of_dispatch(ops, slots, places, by_expert)
+        held, lies = _meter_slot_places(ops, slots, places, by_expert)
         read = ops.new(places, ops.wide), ops.integers(SUMMED * places)
-        total = ops.inner(found, found.conversions[-1])
-        _rows(ops, total.elements)
+        total = ops.inner(planned, planned.conversions[-1])
+        _meter_row_sum(ops, total.elements)
         del read
 
-        def backward(_: Gradients, __: Saved) -> Gradients:
+        def meter_backward(_: Gradients, __: Saved) -> Gradients:
             """Count the gradients of slots, each of a token's, and of weights."""
             of_places = ops.new(places, ops.wide), ops.integers(SUMMED * places)
             of_each = ops.new(by_expert, dtype)
-            read = _tokens(ops, slots), ops.new(slots, dtype), ops.integers(SUMMED * slots)
-            _rows(ops, elements)
+            read = _meter_slot_tokens(ops, slots), ops.new(slots, dtype), ops.integers(SUMMED * slots)
+            _meter_row_sum(ops, elements)
             of_slots = ops.new(elements)
             del of_places, read
             return [of_slots, of_each]
 
-        ops.note([total], [y, weights], (y.storage, weights.storage, held, lies), backward)
+        ops.note_operation([total], [y, weights], (y.storage, weights.storage, held, lies), meter_backward)
         return total
 
 
-def _places_of_dispatch(ops, slots: int, places: int, by_expert: int) -> tuple[MeteredStorage, MeteredStorage]:
+def _meter_slot_places(ops, slots: int, places: int, by_expert: int) -> tuple[MeteredStorage, MeteredStorage]:
     """Count the integers that say which token lies in each of the `slots`, and in which `places` each token lies."""
     held, lies = ops.integers(slots), ops.integers(places)
     ops.integers(3 * by_expert)  # while tokens are numbered
     return held, lies
 
 
-def _tokens(ops, slots: int) -> MeteredStorage:
+def _meter_slot_tokens(ops, slots: int) -> MeteredStorage:
     """Count the numbers of the tokens in the `slots`, among all tokens of the rank."""
     ops.integers(3 * slots)  # while they are computed
     return ops.integers(slots)
 
 
-def _rows(ops, elements: int) -> None:
+def _meter_row_sum(ops, elements: int) -> None:
     """Count what a sum of rows takes, of which each is cast to the type of statistics, unless it is that type."""
     if ops.wide != ops.plan.itemsize["compute"]:
         total = ops.new(elements, ops.wide)  # noqa: F841  (beside each row and its cast)

@@ -8,25 +8,25 @@ from math import prod
 from typing import Any
 
 from platform.plan.layout import BLOCK, LEAST, Cut, Stretch
-from platform.plan.model_types import MATH, Operation, Spec, scores_of
+from platform.plan.model_types import MATH, Operation, Spec, scores_spec
 from platform.plan.operation_plan import Collective
 from platform.plan.operations.attention import (
     KEEP_ORDER,
     AttentionBlock,
-    by_math,
-    hidden,
-    hides,
-    in_one_kernel,
-    mask_of_pair,
-    pair_by_pair,
-    permuted,
-    reads_of,
+    hiding_attributes,
+    hiding_token_fields,
+    meter_added_mask,
+    meter_math_path,
+    meter_one_kernel,
+    meter_pair_by_pair,
+    meter_permuted_operand,
+    pair_mask_elements,
 )
-from platform.plan.operations.op import BlockOp, Gradients, Saved, Value, extents, planned
+from platform.plan.operations.op import BlockOp, Gradients, Saved, Value, assemble_plan, global_extents
 from platform.plan.planner import Planner
 
 
-def length_of(kv: Spec) -> str:
+def length_dim(kv: Spec) -> str:
     """Return the dim along which the positions of an attention's keys or values lie."""
     return "memory_length" if "memory_length" in kv.dims else "length"
 
@@ -38,12 +38,12 @@ def hides_most(device: str, length: int, window: int, documents: bool) -> bool:
     return windowed or (documents and device == "cpu" and length >= 4 * LEAST)
 
 
-def _in_pairs(ops, kv: Spec, device: str, length: int, window: int, begins: Any, bias: Any) -> bool:
+def _computes_pair_by_pair(ops, kv: Spec, device: str, length: int, window: int, begins: Any, bias: Any) -> bool:
     """Return True if an attention is computed by pairs of queries and keys: its queries are some of all positions, or
     most scores are hidden (`hides_most`), and nothing is added to scores, or drawn by a kernel. Else one mask of all
     scores hides. `length`: the number of its queries."""
     hidden = not ops.cache and hides_most(device, length, window, begins is not None)
-    return (length_of(kv) == "memory_length" or hidden) and bias is None and not ops.dropout_rate
+    return (length_dim(kv) == "memory_length" or hidden) and bias is None and not ops.dropout_rate
 
 
 class FusedAttentionOp(BlockOp):
@@ -55,41 +55,44 @@ class FusedAttentionOp(BlockOp):
 
     open = {"inputs": "gradient"}
 
-    def record(
+    def record_operation(
         self, ops, name, q, k, v, spec, kv, values, out, *, scale, causal, window=0, mask=None, begins=None,
         bias=None,
     ):  # fmt: skip
         """Record attention in one kernel, with the data that it reads to hide scores."""
         if bias:
-            ops.check(bias, scores_of(spec, kv))
-        more = {"scale": scale, "biased": bias is not None, "kernel": ops.attention_kernel}
-        more |= hides(name, causal, window, mask, begins)
-        return ops.record(self.kind, name, [q, k, v], [spec, kv, values], [out], [mask, begins], **more)
+            ops.check_activation(bias, scores_spec(spec, kv))
+        attributes = {"scale": scale, "biased": bias is not None, "kernel": ops.attention_kernel}
+        attributes |= hiding_attributes(name, causal, window, mask, begins)
+        return ops.record_operation(self.kind, name, [q, k, v], [spec, kv, values], [out], [mask, begins], **attributes)
 
-    def plan(self, planner, operation):
+    def plan_operation(self, planner, operation):
         """Plan the attention in the layout of its result, with the data tensor that hides scores laid out alike."""
         layout, (query, *memory) = planner.layout(operation.outputs[0]), operation.inputs
-        found = [planner.layout(t) for t in memory]
-        stays = planner.enter(query, planner.layout(query), layout.axes)
-        enter = [stays, *(planner.enter(t, have, layout.axes) for t, have in zip(memory, found, strict=True))]
-        read = reads_of(planner, operation, layout, memory[0], length_of(memory[0]))
-        over, merged = found[0]["memory_length"], list[Collective]()
+        memory_layouts = [planner.layout(t) for t in memory]
+        stays = planner.operand_conversion(query, planner.layout(query), layout.axes)
+        enter = [
+            stays,
+            *(planner.operand_conversion(t, have, layout.axes) for t, have in zip(memory, memory_layouts, strict=True)),
+        ]
+        read = hiding_token_fields(planner, operation, layout, memory[0], length_dim(memory[0]))
+        over, merged = memory_layouts[0]["memory_length"], list[Collective]()
         if over:
             out = operation.outputs[0]
-            elements, width = prod(planner.shape(out)), planner.shape(out)[out.dims.index("d_kv")]
-            cuts = planner.cuts_of(out, layout, out.dims)
+            elements, width = prod(planner.local_shape(out)), planner.local_shape(out)[out.dims.index("d_kv")]
+            cuts = planner.cuts_among_dims(out, layout, out.dims)
             for n in (elements // width, elements // width * (width + 1)):
-                merged += planner.statistics(over, layout.only, n, "forward", cuts=cuts)
-        return planned(planner, operation, layout, enter, merged, over=over, **read)
+                merged += planner.statistics_collectives(over, layout.only, n, "forward", cuts=cuts)
+        return assemble_plan(planner, operation, layout, enter, merged, over=over, **read)
 
-    def flops(self, operation, sizes):
+    def count_flops(self, operation, sizes):
         """Return the FLOPs of attention's two products, of all ranks together."""
-        query, key, value = (extents(t, sizes) for t in operation.inputs)
-        scores = prod(query[d] for d in ("batch", "heads", "length")) * key[length_of(operation.inputs[1])]
+        query, key, value = (global_extents(t, sizes) for t in operation.inputs)
+        scores = prod(query[d] for d in ("batch", "heads", "length")) * key[length_dim(operation.inputs[1])]
         return 2 * scores * (query["d_kv"] + value["d_kv"])
 
-    def run(
-        self, ops, found, name, q, k, v, spec, kv, values, out, *, scale, causal, window=0, mask=None, begins=None,
+    def run_on_blocks(
+        self, ops, planned, name, q, k, v, spec, kv, values, out, *, scale, causal, window=0, mask=None, begins=None,
         bias=None,
     ):  # fmt: skip
         """Compute attention by torch's fused kernel, whose mask is made only if causality is not all that hides. Where
@@ -100,80 +103,83 @@ class FusedAttentionOp(BlockOp):
         back = [("batch", "heads", "length", "d_kv").index(d) for d in spec.dims]
         q, k, v = (t.permute(order) for t in (q, k, v))
         starts = None if begins is None else begins[self.kind, name]
-        if _in_pairs(ops, kv, q.device.type, q.shape[2], window, begins, bias):
+        if _computes_pair_by_pair(ops, kv, q.device.type, q.shape[2], window, begins, bias):
             panels = ops.kernels.panels
-            queries = [Stretch(first + ops.offset, n) for first, n in ops.stretches(spec, "length")]
-            keys = [ops.stretches(kv, length_of(kv))]
-            plan = panels.PanelAttention(queries, keys, (), found.operation["kernel"], scale, causal, window)
+            queries = [Stretch(first + ops.offset, n) for first, n in ops.block_stretches(spec, "length")]
+            keys = [ops.block_stretches(kv, length_dim(kv))]
+            plan = panels.PanelAttention(queries, keys, (), planned.operation["kernel"], scale, causal, window)
             hiding = panels.Hiding(starts, None if mask is None else (mask[self.kind, name] < 0).t())
-            if found.over:
-                return panels.attend_parts(ops.communicator, plan, (q, k, v), hiding, found.over).permute(back)
+            if planned.over:
+                return panels.attend_parts(ops.communicator, plan, (q, k, v), hiding, planned.over).permute(back)
             return panels.attend_panels(ops.communicator, plan, (q, k, v), hiding).permute(back)
         positions = ops.kernels.positions
         padding = None if mask is None else positions.padding_mask(mask[self.kind, name])
-        whole = not causal or q.shape[2] == k.shape[2]  # else q's are some of all positions
-        if bias is None and padding is None and starts is None and not window and whole:
+        queries_are_all = not causal or q.shape[2] == k.shape[2]  # else q's are some of all positions
+        if bias is None and padding is None and starts is None and not window and queries_are_all:
             seen = None
         elif bias is None and padding is None:
-            seen, causal = ops.seen(spec, q, k, window, starts), False
+            seen, causal = ops.common_attention_mask(spec, q, k, window, starts), False
         else:
-            behind = positions.unseen(*ops.lengths(spec, q, k), window, starts) if causal else None
+            behind = positions.unseen_mask(*ops.query_key_positions(spec, q, k), window, starts) if causal else None
             seen, causal = positions.attention_mask(q, behind, padding, bias), False
         rate = ops.dropout_rate if ops.position.training else 0.0
-        more = {"is_causal": causal, "scale": scale, "enable_gqa": k.shape[1] != q.shape[1]}
-        with ops.seeded(name, spec, q.device) if rate else nullcontext(), ops.in_kernel(found.operation["kernel"]):
-            return scaled_dot_product_attention(q, k, v, seen, rate, **more).permute(back)
+        kernel_options = {"is_causal": causal, "scale": scale, "enable_gqa": k.shape[1] != q.shape[1]}
+        with (
+            ops.use_dropout_key(name, spec, q.device) if rate else nullcontext(),
+            ops.in_kernel(planned.operation["kernel"]),
+        ):
+            return scaled_dot_product_attention(q, k, v, seen, rate, **kernel_options).permute(back)
 
-    def meter(
-        self, ops, found, name, q, k, v, spec, kv, values, out, *, scale, causal, window=0, mask=None, begins=None,
+    def meter_bytes(
+        self, ops, planned, name, q, k, v, spec, kv, values, out, *, scale, causal, window=0, mask=None, begins=None,
         bias=None,
     ):  # fmt: skip
         """Count the memory of attention's mask, and of all that the planned kernel of torch allocates and keeps."""
         query, key, value = (dict(zip(s.dims, ops.plan.local_shape(s), strict=True)) for s in (spec, kv, values))
         documents = begins is not None
-        sizes = query["batch"], query["heads"], query["length"], key[length_of(kv)], query["d_kv"], value["d_kv"]
+        sizes = query["batch"], query["heads"], query["length"], key[length_dim(kv)], query["d_kv"], value["d_kv"]
         block = AttentionBlock(*sizes, causal, masked=mask is not None or documents, biased=bias is not None)
-        if _in_pairs(ops, kv, ops.device, block.length, window, begins, bias):
-            math = found.operation["kernel"] == MATH
-            scratch = mask_of_pair(ops, block, window, documents, math)
-            if found.over:
-                ops.new(2 * block.rows * (block.d_value + 1), ops.wide)  # what is summed, and what comes
-            return pair_by_pair(ops, block, ops.block(out), (q, k, v), scratch)
+        if _computes_pair_by_pair(ops, kv, ops.device, block.length, window, begins, bias):
+            math = planned.operation["kernel"] == MATH
+            scratch = pair_mask_elements(ops, block, window, documents, math)
+            if planned.over:
+                ops.new(2 * block.score_row_count * (block.d_value + 1), ops.wide)  # what is summed, and what comes
+            return meter_pair_by_pair(ops, block, ops.block(out), (q, k, v), scratch)
         if bias is None and mask is None and (window or documents or (causal and block.length < block.memory_length)):
-            added: Value | None = ops.seen(block, window, documents)
+            added: Value | None = ops.common_attention_mask(block, window, documents)
         else:
-            added = hidden(ops, block, bias)
-        kernel = found.operation["kernel"]
+            added = meter_added_mask(ops, block, bias)
+        kernel = planned.operation["kernel"]
         if block.batch > 1 and block.length > 1 and not (ops.device == "cuda" and kernel in KEEP_ORDER):
-            q, k, v = (permuted(ops, x) for x in (q, k, v))
+            q, k, v = (meter_permuted_operand(ops, x) for x in (q, k, v))
         if kernel == MATH:
-            return by_math(ops, block, (q, k, v), added, ops.dropout_rate)
-        return in_one_kernel(ops, block, ops.block(out), (q, k, v), added)
+            return meter_math_path(ops, block, (q, k, v), added, ops.dropout_rate)
+        return meter_one_kernel(ops, block, ops.block(out), (q, k, v), added)
 
 
 # Attention whose keys and values go around the ranks that split length, or lie on one.
 
 
-def ring_message(planner: Planner, operation: Operation) -> int:
+def ring_message_elements(planner: Planner, operation: Operation) -> int:
     """Return the elements of a rank's keys and values, as a ring attention sends them: of KV heads that are `shared` by
     heads, where the rank has whole groups of these, else of heads."""
-    found, each = 0, planner.sizes["heads"] // planner.sizes.get("kv_heads", planner.sizes["heads"])
+    elements, each = 0, planner.sizes["heads"] // planner.sizes.get("kv_heads", planner.sizes["heads"])
     for tensor in operation.inputs[1:3]:
         assert isinstance(tensor, Spec)
-        shape, place = list(planner.shape(tensor)), tensor.dims.index("heads")
+        shape, heads_position = list(planner.local_shape(tensor)), tensor.dims.index("heads")
         if operation["shared"]:
             dims = tuple("kv_heads" if d == "heads" else d for d in tensor.dims)
-            groups = planner.shape(replace(tensor, dims=dims))[place]
-            shape[place] = groups if shape[place] == groups * each else shape[place]
-        found += prod(shape)
-    return found
+            groups = planner.local_shape(replace(tensor, dims=dims))[heads_position]
+            shape[heads_position] = groups if shape[heads_position] == groups * each else shape[heads_position]
+        elements += prod(shape)
+    return elements
 
 
-def rotations(planner: Planner, operation: Operation) -> list[Collective]:
+def ring_rotations(planner: Planner, operation: Operation) -> list[Collective]:
     """Return the collectives of a ring attention: each panel goes around in both passes, and its gradient in one."""
     layout = planner.layout(operation.outputs[0])
-    over, elements = layout["length"], ring_message(planner, operation)
-    phases = ["forward", "backward", "backward"] * (planner.mesh.extent(over) - 1)
+    over, elements = layout["length"], ring_message_elements(planner, operation)
+    phases = ["forward", "backward", "backward"] * (planner.mesh.count_ranks(over) - 1)
     cuts = ring_cuts(planner, operation)
     return [Collective("rotate", over, elements, "compute", phase, layout.only, 0, cuts) for phase in phases]
 
@@ -182,9 +188,9 @@ def ring_cuts(planner: Planner, operation: Operation) -> tuple[Cut, ...]:
     """Return how batch and heads of what a ring attention sends are cut, if their blocks differ."""
     sent = operation.inputs[1]
     assert isinstance(sent, Spec)
-    if operation["shared"] and planner.units:
+    if operation["shared"] and planner.cut_units:
         sent = replace(sent, dims=tuple("kv_heads" if d == "heads" else d for d in sent.dims))
-    return planner.cuts_of(sent, planner.layout(sent), ("batch", "heads", "kv_heads"))
+    return planner.cuts_among_dims(sent, planner.layout(sent), ("batch", "heads", "kv_heads"))
 
 
 class RingAttentionOp(BlockOp):
@@ -192,65 +198,67 @@ class RingAttentionOp(BlockOp):
     `fused_attention`, with keys and values of other ranks in panels that go around, and merged log-sum-exps. `sink`
     [heads] as in softmax; `shared`: True where k and v have heads that several of q's may share."""
 
-    def record(
+    def record_operation(
         self, ops, name, q, k, v, spec, kv, values, out, sink=None, *, scale, causal, shared, window=0, mask=None,
         begins=None, bias=None,
     ):  # fmt: skip
         """Record attention whose keys and values go around the ranks that split its length."""
         if bias:
-            ops.check(bias, scores_of(spec, kv))
-        more = {"scale": scale, "biased": bias is not None, "kernel": ops.attention_kernel, "shared": shared}
-        more |= hides(name, causal, window, mask, begins)
+            ops.check_activation(bias, scores_spec(spec, kv))
+        attributes = {"scale": scale, "biased": bias is not None, "kernel": ops.attention_kernel, "shared": shared}
+        attributes |= hiding_attributes(name, causal, window, mask, begins)
         inputs = [spec, kv, values, *([] if sink is None else [sink])]
-        return ops.record(self.kind, name, [q, k, v], inputs, [out], [mask, begins], **more)
+        return ops.record_operation(self.kind, name, [q, k, v], inputs, [out], [mask, begins], **attributes)
 
-    def plan(self, planner, operation):
+    def plan_operation(self, planner, operation):
         """Plan the attention where its queries lie, with all rotations; a data tensor is read as of softmax."""
         layout = planner.layout(operation.outputs[0])
-        sinks = [planner.enter(p, layout.restrict(p.dims), layout.axes) for p in operation.parameters]
+        sinks = [planner.operand_conversion(p, layout.restrict_dims(p.dims), layout.axes) for p in operation.parameters]
         sinks = [
             planner.parameter_conversion(operation, p, c) for p, c in zip(operation.parameters, sinks, strict=True)
         ]
-        read = reads_of(planner, operation, layout, operation.inputs[1], "length") if operation.reads else {}
-        return planned(planner, operation, layout, sinks, rotations(planner, operation), **read)
+        read = hiding_token_fields(planner, operation, layout, operation.inputs[1], "length") if operation.reads else {}
+        return assemble_plan(planner, operation, layout, sinks, ring_rotations(planner, operation), **read)
 
-    def flops(self, operation, sizes):
+    def count_flops(self, operation, sizes):
         """Return the FLOPs of attention's two products, of all ranks together."""
-        query, key, value = (extents(t, sizes) for t in operation.inputs[:3])
+        query, key, value = (global_extents(t, sizes) for t in operation.inputs[:3])
         scores = prod(query[d] for d in ("batch", "heads", "length")) * key["length"]
         return 2 * scores * (query["d_kv"] + value["d_kv"])
 
-    def run(
-        self, ops, found, name, q, k, v, spec, kv, values, out, sink=None, *, scale, causal, shared, window=0,
+    def run_on_blocks(
+        self, ops, planned, name, q, k, v, spec, kv, values, out, sink=None, *, scale, causal, shared, window=0,
         mask=None, begins=None, bias=None,
     ):  # fmt: skip
         """Compute attention panel by panel, as the keys and values of every rank come by."""
         panels = ops.kernels.panels
         order = [spec.dims.index(d) for d in ("batch", "heads", "length", "d_kv")]
         back = [("batch", "heads", "length", "d_kv").index(d) for d in spec.dims]
-        over, at = ops.plan.layout(spec)["length"], ops.communicator.coordinates
-        there = [{**at, **dict.fromkeys(over, i)} for i in range(ops.plan.mesh.extent(over))]
-        keys = [ops.plan.stretches(kv, "length", coordinates) for coordinates in there]
-        queries, kernel = ops.stretches(spec, "length"), found.operation["kernel"]
+        over, own_coordinates = ops.plan.layout(spec)["length"], ops.communicator.coordinates
+        ring_coordinates = [
+            {**own_coordinates, **dict.fromkeys(over, i)} for i in range(ops.plan.mesh.count_ranks(over))
+        ]
+        keys = [ops.plan.stretches_of_rank(kv, "length", coordinates) for coordinates in ring_coordinates]
+        queries, kernel = ops.block_stretches(spec, "length"), planned.operation["kernel"]
         plan = panels.PanelAttention(queries, keys, over, kernel, scale, causal, window)
         padding = None if mask is None else (mask[self.kind, name] < 0).t()
         hiding = panels.Hiding(None if begins is None else begins[self.kind, name], padding)
-        given = [t.permute(order) for t in (q, k, v)]
+        operands = [t.permute(order) for t in (q, k, v)]
         bias = None if bias is None else bias.unsqueeze(0)
-        return panels.attend_panels(ops.communicator, plan, given, hiding, sink, bias).permute(back)
+        return panels.attend_panels(ops.communicator, plan, operands, hiding, sink, bias).permute(back)
 
-    def meter(
-        self, ops, found, name, q, k, v, spec, kv, values, out, sink=None, *, scale, causal, shared, window=0,
+    def meter_bytes(
+        self, ops, planned, name, q, k, v, spec, kv, values, out, sink=None, *, scale, causal, shared, window=0,
         mask=None, begins=None, bias=None,
     ):  # fmt: skip
         """Count the memory of all that is kept, of two panels and, in the backward pass, of their gradients."""
         size, query = k.elements + v.elements, dict(zip(spec.dims, ops.plan.local_shape(spec), strict=True))
         rows = query["batch"] * query["heads"] * query["length"]
-        made, documents = found.operation["kernel"] == MATH or bias is not None, begins is not None
-        here = query["batch"], query["heads"], query["length"], query["length"], query["d_kv"], query["d_kv"]
-        block = AttentionBlock(*here, causal, masked=mask is not None or documents, biased=bias is not None)
-        scratch = mask_of_pair(ops, block, window, documents, made)
-        moving = size if found.collectives else 0  # else there is one panel
+        makes_scores, documents = planned.operation["kernel"] == MATH or bias is not None, begins is not None
+        block_extents = query["batch"], query["heads"], query["length"], query["length"], query["d_kv"], query["d_kv"]
+        block = AttentionBlock(*block_extents, causal, masked=mask is not None or documents, biased=bias is not None)
+        scratch = pair_mask_elements(ops, block, window, documents, makes_scores)
+        moving = size if planned.collectives else 0  # else there is one panel
         result = ops.block(out)
         held = [ops.new(n) for n in (moving, moving, result.elements)]
         held += [ops.new(n, ops.wide) for n in (2 * rows, scratch, result.elements)]
@@ -260,14 +268,14 @@ class RingAttentionOp(BlockOp):
         sizes = [(x.elements, x.itemsize) for x in ins]
         saved = [x.storage for x in (q, k, v, result)]
 
-        def backward(_: Gradients, __: Saved) -> Gradients:
+        def meter_backward(_: Gradients, __: Saved) -> Gradients:
             """Allocate the gradients, while panels and their gradients are on their way."""
             held = [ops.new(n) for n in (moving, moving, moving, moving)]
             held += [ops.new(n, ops.wide) for n in (size, moving, scratch, q.elements)]
             held += [ops.new(moving, ops.wide)] if ops.wide != ops.plan.itemsize["compute"] else []  # message, wide
-            found = [ops.new(*n) for n in sizes]
+            operand_gradients = [ops.new(*n) for n in sizes]
             del held
-            return found
+            return operand_gradients
 
-        ops.note([result], ins, (*saved, lse), backward)
+        ops.note_operation([result], ins, (*saved, lse), meter_backward)
         return result

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from math import prod
 
 from platform.plan.model_types import CROSS_ENTROPY, LABEL_WEIGHTS
-from platform.plan.operation_plan import PlannedOperation, chunk_rows, gradients_at_once
-from platform.plan.operations.einsums import meter_group
-from platform.plan.operations.op import Gradients, Op, Saved, Value, planned, reading
+from platform.plan.operation_plan import PlannedOperation, computes_gradients_at_once, loss_chunk_rows
+from platform.plan.operations.einsums import meter_converted_group
+from platform.plan.operations.op import Gradients, Op, Saved, Value, assemble_plan, token_fields
 
 # Cross-entropy of logits, or what a run names in its place.
 
@@ -18,49 +18,49 @@ class CrossEntropyOp(Op):
     may name another loss, and weights of labels. Padding in the data tensor `labels` does not count. `smoothing`: the
     share of the target spread evenly over vocab, in training (Szegedy et al. 2016)."""
 
-    def record(self, ops, name, logits, spec, labels, smoothing=0.0):
-        reads, more = [labels, LABEL_WEIGHTS if ops.loss.weighted else None], {"loss": ops.loss.name}
-        return ops.record(self.kind, name, [logits], [spec], [], reads, smoothing=smoothing, **more)
+    def record_operation(self, ops, name, logits, spec, labels, smoothing=0.0):
+        reads, attributes = [labels, LABEL_WEIGHTS if ops.loss.weighted else None], {"loss": ops.loss.name}
+        return ops.record_operation(self.kind, name, [logits], [spec], [], reads, smoothing=smoothing, **attributes)
 
-    def plan(self, planner, operation):
+    def plan_operation(self, planner, operation):
         """Plan a loss that, over a split vocab, all-reduces the maximum and then the sums of each row; it reads the
         labels, and their weights if they have any."""
         spec = operation.inputs[0]
-        layout, shape = planner.layout(spec), planner.shape(spec)
+        layout, shape = planner.layout(spec), planner.local_shape(spec)
         over = layout["vocab"]
         rows = prod(shape) // shape[spec.dims.index("vocab")]
         sums = 3 if operation["smoothing"] or operation["loss"] != CROSS_ENTROPY else 2
-        cuts = planner.cuts_of(spec, layout, [d for d in spec.dims if d != "vocab"])
-        found = [
-            *planner.statistics(over, layout.only, rows, "forward", cuts=cuts),
-            *planner.statistics(over, layout.only, sums * rows, "forward", cuts=cuts),
+        cuts = planner.cuts_among_dims(spec, layout, [d for d in spec.dims if d != "vocab"])
+        statistics = [
+            *planner.statistics_collectives(over, layout.only, rows, "forward", cuts=cuts),
+            *planner.statistics_collectives(over, layout.only, sums * rows, "forward", cuts=cuts),
         ]
-        labels = reading(planner, spec, layout.restrict([d for d in spec.dims if d != "vocab"]))
-        return planned(planner, operation, layout, statistics=found, over=over, **labels)
+        labels = token_fields(planner, spec, layout.restrict_dims([d for d in spec.dims if d != "vocab"]))
+        return assemble_plan(planner, operation, layout, statistics=statistics, over=over, **labels)
 
-    def run(self, ops, name, logits, spec, labels, smoothing=0.0):
+    def run_on_blocks(self, ops, name, logits, spec, labels, smoothing=0.0):
         """Compute the loss of this rank's logits, of which ranks may split the vocab, summed over its tokens."""
-        found = ops.planned(self.kind, name)
+        planned = ops.operation_plan(self.kind, name)
         if ops.absent(logits):
             return logits.sum()
-        targets, classes = ops.targets(found, labels), ops.classes(found, spec, smoothing)
+        targets, classes = ops.label_targets(planned, labels), ops.logit_classes(planned, spec, smoothing)
         return ops.kernels.chunked_loss.cross_entropy(logits, targets, ops.communicator, classes)
 
-    def meter(self, ops, name, logits, spec, labels, smoothing=0.0):
+    def meter_bytes(self, ops, name, logits, spec, labels, smoothing=0.0):
         """Count the memory of the logits' gradient, made in the forward pass, and of one chunk's statistics."""
         loss = ops.tensor(1)
         if not logits.elements:
             return ops.plain(loss, [logits])
         *rows, columns = ops.plan.local_shape(spec)
         gradient = ops.new(logits.elements)
-        meter_statistics(ops, prod(rows), columns)
+        meter_loss_statistics(ops, prod(rows), columns)
         return ops.plain(loss, [logits], (gradient,))
 
 
-def meter_statistics(ops, rows: int, columns: int) -> None:
+def meter_loss_statistics(ops, rows: int, columns: int) -> None:
     """Count the memory that the loss of one chunk of tokens takes for the logarithms of its probabilities, and before,
     if the compute type is another, for the logits in the type of statistics."""
-    elements = chunk_rows(rows, columns) * columns
+    elements = loss_chunk_rows(rows, columns) * columns
     wide = ops.widened(None, elements)  # noqa: F841  (until the logarithms are allocated)
     ops.new(elements, ops.wide)
 
@@ -70,65 +70,84 @@ class LinearCrossEntropyOp(Op):
     [... d_model] by `table` [vocab, d_model] and `bias` [vocab]. It is planned as these two; computed as one, it need
     not hold all logits."""
 
-    def compose(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None):
+    def compose_operation(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None):
         """Compose the loss of a product with the vocabulary table from `project` and `cross_entropy`."""
         (logits,) = ops.project(x, x_spec, (table,), (spec,), (bias,) if bias else ())
         return ops.cross_entropy(name, logits, spec, labels, smoothing)
 
-    def run(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None):
+    def run_on_blocks(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None):
         """Compute the loss chunk by chunk of tokens, so that the logits are never whole, unless SUMMA multiplies."""
-        product, found = ops.planned("project", table.name), ops.planned("cross_entropy", name)
-        if product.groups[0].panels:  # SUMMA never has a whole operand: it multiplies, the loss follows
-            return self.compose(ops, name, x, x_spec, table, spec, labels, smoothing, bias)
+        planned_product, planned_loss = (
+            ops.operation_plan("project", table.name),
+            ops.operation_plan("cross_entropy", name),
+        )
+        if planned_product.groups[0].panels:  # SUMMA never has a whole operand: it multiplies, the loss follows
+            return self.compose_operation(ops, name, x, x_spec, table, spec, labels, smoothing, bias)
         *rows, columns = ops.plan.local_shape(spec)
-        wide = ops.kernels.statistics.widened(x).dtype == x.dtype
+        wide = ops.kernels.statistics.widen_dtype(x).dtype == x.dtype
         return ops.kernels.chunked_loss.linear_cross_entropy(
             x,
-            ops.parameter(table),
-            ops.converted(ops.planned("shift", bias.name))[0] if bias else None,
-            ops.targets(found, labels),
-            ops.coming(product, 0),
-            ops.classes(found, spec, smoothing),
-            at_once=not ops.absent(x) and gradients_at_once(product, found, prod(rows), columns, x.shape[-1], wide),
+            ops.parameter_block(table),
+            ops.convert_parameters(ops.operation_plan("shift", bias.name))[0] if bias else None,
+            ops.label_targets(planned_loss, labels),
+            ops.group_operands(planned_product, 0),
+            ops.logit_classes(planned_loss, spec, smoothing),
+            at_once=not ops.absent(x)
+            and computes_gradients_at_once(planned_product, planned_loss, prod(rows), columns, x.shape[-1], wide),
             deferred=ops.deferred,
         )
 
-    def meter(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None):
+    def meter_bytes(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None):
         """Count the memory of gradients and one chunk of logits, or of all logits where the loss has to keep them."""
-        product, found = ops.planned("project", table.name), ops.planned("cross_entropy", name)
-        (group, *_), weight = product.groups, ops.parameter(table)
+        planned_product, planned_loss = (
+            ops.operation_plan("project", table.name),
+            ops.operation_plan("cross_entropy", name),
+        )
+        (group, *_), weight = planned_product.groups, ops.parameter_block(table)
         if group.panels:
-            return self.compose(ops, name, x, x_spec, table, spec, labels, smoothing, bias)
-        more = ops.converted(ops.planned("shift", bias.name)) if bias else []
+            return self.compose_operation(ops, name, x, x_spec, table, spec, labels, smoothing, bias)
+        bias_values = ops.convert_parameters(ops.operation_plan("shift", bias.name)) if bias else []
         *rows, columns = ops.plan.local_shape(spec)
         n, width = prod(rows), ops.plan.local_shape(x_spec)[-1]
         wide = ops.wide == ops.plan.itemsize["compute"]
-        if not (x.elements and ops.deferred is None and gradients_at_once(product, found, n, columns, width, wide)):
-            return _meter_kept(ops, product, x, weight, more, spec)
-        gradients = (ops.new(x.elements), ops.new(weight.elements, ops.wide), *(ops.new(v.elements) for v in more))
-        chunk = ops.new(chunk_rows(n, columns) * columns)
-        meter_statistics(ops, n, columns)
+        if not (
+            x.elements
+            and ops.deferred is None
+            and computes_gradients_at_once(planned_product, planned_loss, n, columns, width, wide)
+        ):
+            return _meter_kept_logits(ops, planned_product, x, weight, bias_values, spec)
+        gradients = (
+            ops.new(x.elements),
+            ops.new(weight.elements, ops.wide),
+            *(ops.new(v.elements) for v in bias_values),
+        )
+        chunk = ops.new(loss_chunk_rows(n, columns) * columns)
+        meter_loss_statistics(ops, n, columns)
         del chunk
         loss, key = ops.tensor(1), weight.key
 
-        def backward(_: Gradients, saved: Saved) -> Gradients:
+        def meter_backward(_: Gradients, saved: Saved) -> Gradients:
             """Return the stand-ins of x's and the table's gradients, which the forward pass has counted already."""
-            dx, dtable, *rest = saved
-            return [dx, None if ops.in_place(key) else dtable, *rest]
+            dx, dtable, *bias_gradients = saved
+            return [dx, None if ops.adds_in_place(key) else dtable, *bias_gradients]
 
-        ops.note([loss], [x, weight, *more], gradients, backward)
+        ops.note_operation([loss], [x, weight, *bias_values], gradients, meter_backward)
         return loss
 
 
-def _meter_kept(ops, product: PlannedOperation, x: Value, weight: Value, more: Sequence[Value], spec) -> Value:
-    """Count the memory of a loss that keeps its logits, whose gradient takes their place; `more`: their bias, if there
-    is one."""
-    (logits,) = meter_group(ops, product, 0, x, [weight], (), ops.deferred, scaled=True)
+def _meter_kept_logits(
+    ops, product: PlannedOperation, x: Value, weight: Value, bias_values: Sequence[Value], spec
+) -> Value:
+    """Count the memory of a loss that keeps its logits, whose gradient takes their place; `bias_values`: their bias, if
+    there is one."""
+    (logits,) = meter_converted_group(ops, product, 0, x, [weight], (), ops.deferred, scaled=True)
     if logits.elements:
         *rows, columns = ops.plan.local_shape(spec)
-        meter_statistics(ops, prod(rows), columns)
-    loss, sizes = ops.tensor(1), [v.elements for v in more]
-    ops.note([loss], [logits, *more], (logits.storage,), lambda _, saved: [*saved, *map(ops.new, sizes)])
+        meter_loss_statistics(ops, prod(rows), columns)
+    loss, sizes = ops.tensor(1), [v.elements for v in bias_values]
+    ops.note_operation(
+        [loss], [logits, *bias_values], (logits.storage,), lambda _, saved: [*saved, *map(ops.new, sizes)]
+    )
     return loss
 
 
@@ -139,28 +158,28 @@ class SquaredErrorOp(Op):
     """Loss half the sum of (y - target)^2 over this rank's elements; the target takes no gradient. Positions at which
     the data tensor `ids` is padding do not count."""
 
-    def record(self, ops, name, y, target, spec, ids):
-        ops.check(target, spec)
-        return ops.record(self.kind, name, [y], [spec], [], [ids])
+    def record_operation(self, ops, name, y, target, spec, ids):
+        ops.check_activation(target, spec)
+        return ops.record_operation(self.kind, name, [y], [spec], [], [ids])
 
-    def plan(self, planner, operation):
+    def plan_operation(self, planner, operation):
         """Plan the squared-error loss: ranks sum their own elements, and losses add up over axes that split them."""
         spec = operation.inputs[0]
         layout = planner.layout(spec)
-        return planned(planner, operation, layout, **reading(planner, spec, layout))
+        return assemble_plan(planner, operation, layout, **token_fields(planner, spec, layout))
 
-    def run(self, ops, name, y, target, spec, ids):
+    def run_on_blocks(self, ops, name, y, target, spec, ids):
         """Compute the sum of squared errors of this rank's elements whose label is not padding."""
-        padding, widened = ids[self.kind, name] < 0, ops.kernels.statistics.widened
+        padding, widened = ids[self.kind, name] < 0, ops.kernels.statistics.widen_dtype
         error = widened(y) - widened(target.detach())
         if not ops.absent(y):
-            kept = [d for d in spec.dims if d in ("length", "batch")]
-            rows = padding if kept == ["length", "batch"] else padding.t()
+            token_dims = [d for d in spec.dims if d in ("length", "batch")]
+            rows = padding if token_dims == ["length", "batch"] else padding.t()
             shape = dict(zip(spec.dims, y.shape, strict=True))
-            error = error.masked_fill(rows.reshape([shape[d] if d in kept else 1 for d in spec.dims]), 0)
+            error = error.masked_fill(rows.reshape([shape[d] if d in token_dims else 1 for d in spec.dims]), 0)
         return error.square().double().sum() / 2
 
-    def meter(self, ops, name, y, target, spec, ids):
+    def meter_bytes(self, ops, name, y, target, spec, ids):
         """Count the bytes of the squared-error loss: the errors, kept for the backward pass, and their squares."""
         n = y.elements
         error, square = ops.new(n, ops.wide), ops.new(n, ops.wide)
@@ -176,27 +195,27 @@ class TokenLossOp(Op):
     """Loss plus, in training, the sum over this rank's tokens of x, of type `spec` [length batch], where the data
     tensor `labels` has a label: one times as much as the label counts. So it is divided by what the labels' loss is."""
 
-    def record(self, ops, name, loss, x, spec, labels):
+    def record_operation(self, ops, name, loss, x, spec, labels):
         reads = [labels, LABEL_WEIGHTS if ops.loss.weighted else None]
-        return ops.record(self.kind, name, [x], [spec], [], reads)
+        return ops.record_operation(self.kind, name, [x], [spec], [], reads)
 
-    def plan(self, planner, operation):
+    def plan_operation(self, planner, operation):
         """Plan a loss that each rank computes of its own tokens."""
         spec = operation.inputs[0]
         layout = planner.layout(spec)
-        return planned(planner, operation, layout, **reading(planner, spec, layout))
+        return assemble_plan(planner, operation, layout, **token_fields(planner, spec, layout))
 
-    def run(self, ops, name, loss, x, spec, labels):
+    def run_on_blocks(self, ops, name, loss, x, spec, labels):
         """Add the sum of this rank's losses of tokens to the loss of their labels."""
         if ops.absent(x) or not ops.position.training:
             return loss + x.sum() * 0.0
-        targets = ops.targets(ops.planned(self.kind, name), labels)
+        targets = ops.label_targets(ops.operation_plan(self.kind, name), labels)
         counts = (targets.labels >= 0).to(loss.dtype)
         if targets.weights is not None:
             counts = counts * targets.weights.abs()
         return loss + (x.flatten().to(loss.dtype) * counts).sum()
 
-    def meter(self, ops, name, loss, x, spec, labels):
+    def meter_bytes(self, ops, name, loss, x, spec, labels):
         """Count the memory of what each token counts, which is kept."""
         n = x.elements
         ops.new(2 * n, 8)

@@ -35,7 +35,7 @@ from platform.plan.rule import Conversion
 
 class Op:
     """Operation of the models' language, an attribute of `Ops` by its `kind`: on a recorder, `ops.norm(...)` is
-    `record`, on a rank `run`, on a memory meter `meter`, as `ops.method` says."""
+    `record_operation`, on a rank `run_on_blocks`, on a memory meter `meter_bytes`, as `ops.method` says."""
 
     kind: str
     wide: Sequence[str] = ()  # which of its inputs and outputs may be in the type of statistics (Spec.dtype)
@@ -46,87 +46,94 @@ class Op:
         self.kind = name
 
     def __get__(self, ops: Any, owner: type | None = None) -> Any:
-        """Return this model operation bound to `ops`: its `record`, `run` or `meter`, as `ops.method` says."""
+        """Return this model operation bound to `ops`: its `record_operation`, `run_on_blocks` or `meter_bytes`, as
+        `ops.method` says."""
         return self if ops is None else partial(getattr(self, ops.method), ops)
 
-    def compose(self, ops: Any, *arguments: Any, **options: Any) -> Any:
+    def compose_operation(self, ops: Any, *arguments: Any, **options: Any) -> Any:
         """Compose a model's operation from simpler ones, called on `ops`; return its results."""
         raise NotImplementedError(f"operation {self.kind} has neither this method nor `compose`")
 
-    def record(self, ops: Any, *arguments: Any, **options: Any) -> Any:
+    def record_operation(self, ops: Any, *arguments: Any, **options: Any) -> Any:
         """Record this operation in a model's forward pass, for the plan; return symbols of its results."""
-        return self.compose(ops, *arguments, **options)
+        return self.compose_operation(ops, *arguments, **options)
 
-    def run(self, ops: Any, *arguments: Any, **options: Any) -> Any:
+    def run_on_blocks(self, ops: Any, *arguments: Any, **options: Any) -> Any:
         """Compute this operation's forward pass on this rank's blocks; return its results."""
-        return self.compose(ops, *arguments, **options)
+        return self.compose_operation(ops, *arguments, **options)
 
-    def meter(self, ops: Any, *arguments: Any, **options: Any) -> Any:
+    def meter_bytes(self, ops: Any, *arguments: Any, **options: Any) -> Any:
         """Count the memory that this operation takes on the metered worker; return stand-ins for its results."""
-        return self.compose(ops, *arguments, **options)
+        return self.compose_operation(ops, *arguments, **options)
 
-    def whole(self, operation: Operation) -> Sequence[str]:
+    def whole_dims(self, operation: Operation) -> Sequence[str]:
         """Return the dims that this operation needs whole on a rank: gathered before, and split again after."""
         return ()
 
-    def plan(self, planner: Planner, operation: Operation) -> PlannedOperation:
-        """Plan this operation in the layout of its result, except along the dims that it needs `whole`; a data tensor
-        that it reads is laid out as its result. Raises ValueError if its layouts do not allow computing it."""
-        out, dims = operation.outputs[0], self.whole(operation)
+    def plan_operation(self, planner: Planner, operation: Operation) -> PlannedOperation:
+        """Plan this operation in the layout of its result, except along the dims that it needs `whole_dims`; a data
+        tensor that it reads is laid out as its result. Raises ValueError if its layouts do not allow computing it."""
+        out, dims = operation.outputs[0], self.whole_dims(operation)
         layout, conversions = planner.layout(out), list[Conversion]()
         if dims:
-            layout = layout.restrict([d for d in out.dims if d not in dims])
-            given = [t for t in operation.inputs if isinstance(t, Spec)]
-            conversions = [planner.enter(t, layout.restrict(t.dims), layout.axes) for t in given]
-            conversions.append(planner.split(out, layout))
-        read = reading(planner, out, layout.restrict(("length", "batch"))) if operation.reads else {}
-        return planned(planner, operation, layout, conversions, **read)
+            layout = layout.restrict_dims([d for d in out.dims if d not in dims])
+            activations = [t for t in operation.inputs if isinstance(t, Spec)]
+            conversions = [
+                planner.operand_conversion(t, layout.restrict_dims(t.dims), layout.axes) for t in activations
+            ]
+            conversions.append(planner.result_conversion(out, layout))
+        read = token_fields(planner, out, layout.restrict_dims(("length", "batch"))) if operation.reads else {}
+        return assemble_plan(planner, operation, layout, conversions, **read)
 
-    def computes_on(self, planner: Planner, operation: Operation) -> list[Sequence[str]]:
+    def parameter_compute_axes(self, planner: Planner, operation: Operation) -> list[Sequence[str]]:
         """Return the axes that split the iteration space in which each parameter is used; the backward pass leaves its
         gradient partial over axes that do not split the parameter itself."""
         return [planner.layout(operation.outputs[0]).axes for _ in operation.parameters]
 
-    def flops(self, operation: Operation, sizes: Mapping[str, int]) -> float:
+    def count_flops(self, operation: Operation, sizes: Mapping[str, int]) -> float:
         """Return the forward FLOPs of this operation's matrix products on all ranks. `sizes`: global, of model dims."""
         return 0.0
 
 
 class BlockOp(Op):
-    """Operation whose `run` and `meter` see blocks alone. They take the planned operation `found` (None where nothing
-    of it is planned), then the arguments: activations and parameters as converted for it; their result is converted as
-    planned. A rank without a block of the first activation computes nothing, and passes on an empty one that stays
-    connected to the gradients of all of them."""
+    """Operation whose `run_on_blocks` and `meter_bytes` see blocks alone. They take the planned operation `found` (None
+    where nothing of it is planned), then the arguments: activations and parameters as converted for it; their result is
+    converted as planned. A rank without a block of the first activation computes nothing, and passes on an empty one
+    that stays connected to the gradients of all of them."""
 
     def __get__(self, ops: Any, owner: type | None = None) -> Any:
-        if ops is None or ops.method == "record":
+        if ops is None or ops.method == "record_operation":
             return super().__get__(ops, owner)
-        return partial(self._between, ops, getattr(self, ops.method))
+        return partial(self._run_between_conversions, ops, getattr(self, ops.method))
 
-    def _between(self, ops: Any, compute: Callable[..., Any], first: Any, *more: Any, **options: Any) -> Any:
-        """Convert an operation's activations and parameters to their planned layouts, call `compute` (its `run` or
-        `meter`) on the blocks, and convert the result. `first`, `more`: its arguments."""
+    def _run_between_conversions(
+        self, ops: Any, compute: Callable[..., Any], first: Any, *more: Any, **options: Any
+    ) -> Any:
+        """Convert an operation's activations and parameters to their planned layouts, call `compute` (its
+        `run_on_blocks` or `meter_bytes`) on the blocks, and convert the result. `first`, `more`: its arguments."""
         parameters = [a for a in (first, *more) if isinstance(a, Parameter)]
         name = first if isinstance(first, str) else parameters[0].name if parameters else ""
-        found = ops.plan.operations.get((self.kind, name))
-        conversions = list(found.conversions) if found else []
+        planned = ops.plan.operations.get((self.kind, name))
+        conversions = list(planned.conversions) if planned else []
         into = [] if parameters else conversions
-        given = [first, *more]
-        moved = [i for i, a in enumerate(given) if isinstance(a, ops.Block)][: len(into)]
-        for i, block in zip(moved, ops.apply_each([given[i] for i in moved], into[: len(moved)]), strict=True):
-            given[i] = block
+        arguments = [first, *more]
+        moved = [i for i, a in enumerate(arguments) if isinstance(a, ops.Block)][: len(into)]
+        for i, block in zip(moved, ops.convert_blocks([arguments[i] for i in moved], into[: len(moved)]), strict=True):
+            arguments[i] = block
         del into[: len(moved)]
-        blocks = [a for a in (*given, *options.values()) if isinstance(a, ops.Block)]
+        blocks = [a for a in (*arguments, *options.values()) if isinstance(a, ops.Block)]
         if parameters and not (blocks and ops.absent(blocks[0])):
-            vectors = ops.converted(found)
+            vectors = ops.convert_parameters(planned)
             blocks = blocks or vectors[:1]
-            given = [vectors.pop(0) if isinstance(a, Parameter) else a for a in given]
-        out = ops.empty_of(blocks) if ops.absent(blocks[0]) else compute(ops, found, *given, **options)
+            arguments = [vectors.pop(0) if isinstance(a, Parameter) else a for a in arguments]
+        block_result = (
+            ops.build_empty_block(blocks) if ops.absent(blocks[0]) else compute(ops, planned, *arguments, **options)
+        )
         leave = conversions[len(parameters) :]
-        return ops.apply(out, *leave) if leave else out
+        return ops.convert_block(block_result, *leave) if leave else block_result
 
 
-def planned(
+def assemble_plan(
     planner: Planner,
     operation: Operation,
     layout: Layout,
@@ -137,35 +144,43 @@ def planned(
     """Assemble the plan of an operation that computes in `layout`: the collectives of its `conversions`, then those
     that merge its `statistics` (such as the maximum of a softmax) over ranks. `more`: values of further fields of
     PlannedOperation, by name."""
-    moved = [c for conversion in conversions for c in planner.collectives(conversion)]
-    at = {"compute_axes": layout.axes, "only": layout.only, **more}
-    return PlannedOperation(operation, (*moved, *statistics), conversions=tuple(conversions), **at)
+    conversion_collectives = [c for conversion in conversions for c in planner.collectives_of_conversion(conversion)]
+    placement = {"compute_axes": layout.axes, "only": layout.only, **more}
+    return PlannedOperation(
+        operation, (*conversion_collectives, *statistics), conversions=tuple(conversions), **placement
+    )
 
 
-def with_vectors(planner: Planner, operation: Operation, statistics: Sequence[Collective] = (), **more: Any) -> Any:
+def plan_with_vectors(
+    planner: Planner, operation: Operation, statistics: Sequence[Collective] = (), **more: Any
+) -> Any:
     """Plan an operation in the layout of its activation, to which its parameters, vectors of some of the dims, are
-    converted. `statistics` and `more` as in `planned`."""
-    have = planner.layout(operation.inputs[0])
-    there = Layout.of({**have, **planner.picked(operation.inputs[0])}, have.only)
+    converted. `statistics` and `more` as in `assemble_plan`."""
+    activation_layout = planner.layout(operation.inputs[0])
+    vector_layout = Layout.build_canonical(
+        {**activation_layout, **planner.row_expert_axes(operation.inputs[0])}, activation_layout.only
+    )
     conversions = [
-        planner.parameter_conversion(operation, p, planner.enter(p, there.restrict(p.dims), have.axes))
+        planner.parameter_conversion(
+            operation, p, planner.operand_conversion(p, vector_layout.restrict_dims(p.dims), activation_layout.axes)
+        )
         for p in operation.parameters
     ]
-    return planned(planner, operation, have, conversions, statistics, **more)
+    return assemble_plan(planner, operation, activation_layout, conversions, statistics, **more)
 
 
-def reading(planner: Planner, spec: Spec | Parameter, tokens: Layout, length: str = "length") -> dict[str, Any]:
+def token_fields(planner: Planner, spec: Spec | Parameter, tokens: Layout, length: str = "length") -> dict[str, Any]:
     """Return the fields `tokens` and `token_count` for the plan of an operation that reads a data tensor (token ids,
     labels, a mask) in the layout `tokens` over batch and length; the data tensor is as long as dim `length` of `spec`.
     """
-    sizes = {"batch": planner.sizes["batch"], "length": planner.sizes_of(spec)[length]}
+    sizes = {"batch": planner.sizes["batch"], "length": planner.tensor_sizes(spec)[length]}
     return {"tokens": tokens, "token_count": prod(local_shape(("batch", "length"), sizes, tokens, planner.mesh))}
 
 
-def extents(tensor: Spec | Parameter, sizes: Mapping[str, int]) -> dict[str, int]:
+def global_extents(tensor: Spec | Parameter, sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the global size of each dim of a tensor, of rows all tokens'. `sizes`: sizes of the model's dims."""
-    own = {**sizes, **dict(tensor.sizes)}
-    return {d: own[d] * (own["length"] * own["batch"] if d == "rows" else 1) for d in tensor.dims}
+    all_sizes = {**sizes, **dict(tensor.sizes)}
+    return {d: all_sizes[d] * (all_sizes["length"] * all_sizes["batch"] if d == "rows" else 1) for d in tensor.dims}
 
 
 # Stand-ins for device memory: storages that count their bytes while something refers to them, and an autograd tape
@@ -185,7 +200,7 @@ class Ledger:
     now: int = 0
     peak: int = 0
 
-    def add(self, nbytes: int) -> None:
+    def add_bytes(self, nbytes: int) -> None:
         """Add the bytes of a new metered storage to the bytes in use, and raise the forecast's peak if exceeded."""
         self.now += nbytes
         self.peak = max(self.peak, self.now)
@@ -203,9 +218,9 @@ class MeteredStorage:
         """Construct a storage of `nbytes` and add them to the `ledger`; the other arguments as in the class."""
         self._ledger, self.nbytes, self.counted, self.parameter = ledger, nbytes, counted, parameter
         self.permuted = False
-        ledger.add(nbytes)
+        ledger.add_bytes(nbytes)
 
-    def like(self) -> MeteredStorage:
+    def allocate_alike(self) -> MeteredStorage:
         """Allocate another metered storage of the same number of bytes, for the memory forecast."""
         return MeteredStorage(self._ledger, self.nbytes, self.counted, self.parameter)
 
@@ -256,7 +271,7 @@ class Leaves:
     def setdefault(self, name: GradientKey, gradient: MeteredStorage) -> None:
         """Accept the metered gradient of the parameter `name`; a memory forecast without gradient sums drops it."""
 
-    def in_place(self, name: GradientKey) -> bool:
+    def adds_in_place(self, name: GradientKey) -> bool:
         """Return True if the gradient of parameter `name` adds up in its bucket, after counting it; here False."""
         return False
 
@@ -268,31 +283,31 @@ class Tape:
         """Start an empty autograd tape of the memory meter."""
         self._nodes: list[_Node] = []
 
-    def note(self, outs: Sequence[Value], ins: Sequence[Value], saved: Saved, backward: Backward) -> None:
+    def note_operation(self, outs: Sequence[Value], ins: Sequence[Value], saved: Saved, backward: Backward) -> None:
         """Append an operation (outputs, inputs, `saved` storages, backward function) to the memory meter's tape."""
         self._nodes.append(_Node([x.key for x in outs], [x.key for x in ins], saved, backward))
 
-    def saved(self) -> list[MeteredStorage]:
+    def distinct_saved_storages(self) -> list[MeteredStorage]:
         """Return the distinct metered storages that the recorded operations save for the backward pass."""
         return list({id(s): s for node in self._nodes for s in node.saved if s}.values())
 
-    def unwind(self, gradients: dict[GradientKey, MeteredStorage], leaves: Leaves) -> None:
+    def run_backward(self, gradients: dict[GradientKey, MeteredStorage], leaves: Leaves) -> None:
         """Run the metered backward passes of the recorded operations in reverse order, freeing the saved storages.
         `gradients`: the outputs' gradients on entry and the inputs' in the end, by the tensor's key; `leaves`: receiver
         of the parameters' gradients. A further gradient of the same tensor is added in place, unless something else
         holds the first."""
         while self._nodes:
             node = self._nodes.pop()
-            given = [gradients.pop(key, None) for key in node.outs]
-            if any(given):
-                found = list(node.backward(given, node.saved))
-                del given
+            output_gradients = [gradients.pop(key, None) for key in node.outs]
+            if any(output_gradients):
+                input_gradients = list(node.backward(output_gradients, node.saved))
+                del output_gradients
                 for key in reversed(node.ins):
-                    if g := found.pop():
+                    if g := input_gradients.pop():
                         if isinstance(key, str):
                             leaves.setdefault(key, g)
                         elif key in gradients and getrefcount(gradients[key]) > _ALONE:
-                            gradients[key] = g.like()
+                            gradients[key] = g.allocate_alike()
                         else:
                             gradients.setdefault(key, g)
                     del g

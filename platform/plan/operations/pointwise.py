@@ -8,34 +8,34 @@ from math import prod
 from typing import Any
 
 from platform.plan.model_types import EPS, POINTWISE
-from platform.plan.operations.op import INTEGER, BlockOp, Gradients, Op, Saved, Tape, Value, with_vectors
+from platform.plan.operations.op import INTEGER, BlockOp, Gradients, Op, Saved, Tape, Value, plan_with_vectors
 from platform.plan.scheme import ModelMistake
 
 _OF_RESULT = {"relu", "tanh", "sigmoid"}  # functions that save their result, not their input
 
 
 @cache
-def _functions() -> Mapping[str, Callable[..., Any]]:
+def _pointwise_functions() -> Mapping[str, Callable[..., Any]]:
     """Return torch's implementations of a model's pointwise functions (gelu, add, ...) by name."""
     import torch.nn.functional as F
 
-    def gated_silu(gate, x):
+    def apply_swiglu(gate, x):
         """Multiply x by SiLU of its gate (SwiGLU, Shazeer 2020)."""
         return F.silu(gate) * x
 
-    def gated_gelu(gate, x):
+    def apply_geglu(gate, x):
         """Multiply x by GELU of its gate (GEGLU, Shazeer 2020)."""
         return F.gelu(gate) * x
 
-    def gated_gelu_tanh(gate, x):
+    def apply_geglu_tanh(gate, x):
         """Multiply x by the tanh approximation of GELU of its gate (GEGLU in T5's second version)."""
         return F.gelu(gate, approximate="tanh") * x
 
-    def gated_clamped(gate, x):
+    def apply_clamped_swiglu(gate, x):
         """Multiply x + 1 by SiLU of 1.702 times its gate, over 1.702, both clamped at 7 (GPT-OSS, OpenAI 2025)."""
         return F.silu(1.702 * gate.clamp(max=7)) * ((x.clamp(-7, 7) + 1) / 1.702)
 
-    def gated_relu(gate, x):
+    def apply_reglu(gate, x):
         """Multiply x by ReLU of its gate (ReGLU, Shazeer 2020)."""
         return F.relu(gate) * x
 
@@ -50,39 +50,39 @@ def _functions() -> Mapping[str, Callable[..., Any]]:
         "absolute": lambda x: x.abs(),
         "add": lambda x, y: x + y,
         "multiply": lambda x, y: x * y,
-        "gated_silu": gated_silu,
-        "gated_gelu": gated_gelu,
-        "gated_gelu_tanh": gated_gelu_tanh,
-        "gated_relu": gated_relu,
-        "gated_clamped": gated_clamped,
+        "gated_silu": apply_swiglu,
+        "gated_gelu": apply_geglu,
+        "gated_gelu_tanh": apply_geglu_tanh,
+        "gated_relu": apply_reglu,
+        "gated_clamped": apply_clamped_swiglu,
     }
 
 
-def function_of(ops, function: str) -> Callable[..., Any]:
+def pointwise_function(ops, function: str) -> Callable[..., Any]:
     """Return a pointwise function as a rank computes it: a gated one compiled; the others are one kernel each."""
-    compute = _functions()[function]
-    return ops.region(compute) if function.startswith("gated_") else compute
+    compute = _pointwise_functions()[function]
+    return ops.compile_function(compute) if function.startswith("gated_") else compute
 
 
 class PointwiseOp(Op):
     """Pointwise function by name (gelu, gelu_tanh, relu, silu, tanh, identity, absolute, sigmoid; add, multiply, or
     gated_ and one of the first four or clamped, whose gate is first) of one or two activations that share a layout."""
 
-    def record(self, ops, function, *x):
-        _check(function, len(x))
+    def record_operation(self, ops, function, *x):
+        _check_function(function, len(x))
         for other in x[1:]:
-            ops.check(other, x[0].spec)
-        ops.note(self.kind, function, x[0].spec)
+            ops.check_activation(other, x[0].spec)
+        ops.note_operation(self.kind, function, x[0].spec)
         return x[0]
 
-    def run(self, ops, function, *x):
+    def run_on_blocks(self, ops, function, *x):
         """Apply this pointwise function (gelu, add, ...) to this rank's blocks of its activations."""
-        compute = _functions()[function]
+        compute = _pointwise_functions()[function]
         if x[0].dim() == 2:  # rows of experts: another number in every pass, and each would be compiled for itself
             return {"gated_silu": ops.kernels.expert_rows.gated_silu}.get(function, compute)(*x)
-        return (compute if ops.absent(x[0]) else function_of(ops, function))(*x)
+        return (compute if ops.absent(x[0]) else pointwise_function(ops, function))(*x)
 
-    def meter(self, ops, function, *x):
+    def meter_bytes(self, ops, function, *x):
         """Count the bytes of a pointwise function's result; the result or the arguments are kept for the backward."""
         if function == "identity":
             return x[0]
@@ -103,23 +103,23 @@ class PointwiseOp(Op):
 class PointwiseEachOp(BlockOp):
     """Pointwise function `functions[i]` of slice i of x along `dim`, such as one per expert or branch."""
 
-    def record(self, ops, functions, x, spec, dim):
+    def record_operation(self, ops, functions, x, spec, dim):
         for function in functions:
-            _check(function, 1)
-        ops.check(x, spec)
-        ops.note(self.kind, *functions, spec)
+            _check_function(function, 1)
+        ops.check_activation(x, spec)
+        ops.note_operation(self.kind, *functions, spec)
         return x
 
-    def run(self, ops, found, functions, x, spec, dim):
+    def run_on_blocks(self, ops, planned, functions, x, spec, dim):
         """Apply a pointwise function of its own to each slice along `dim` of this rank's block of x."""
         import torch
 
-        i, known = spec.dims.index(dim), _functions()
+        i, known = spec.dims.index(dim), _pointwise_functions()
         first, n = ops.blocks[spec][i]
         mine = functions[first : first + n]
         return torch.stack([known[f](part) for f, part in zip(mine, x.unbind(i), strict=True)], i)
 
-    def meter(self, ops, found, functions, x, spec, dim):
+    def meter_bytes(self, ops, planned, functions, x, spec, dim):
         """Count the memory of pointwise functions per slice, as on the rank whose functions save most."""
         shape = dict(zip(spec.dims, ops.plan.local_shape(spec), strict=True))
         n, slices = shape[dim], range(0, len(functions), shape[dim])
@@ -132,21 +132,21 @@ class PointwiseEachOp(BlockOp):
 class ScaleOp(BlockOp):
     """Activation x times `factor`, a number."""
 
-    def record(self, ops, x, spec, factor):
-        ops.check(x, spec)
-        ops.note(self.kind, spec)
+    def record_operation(self, ops, x, spec, factor):
+        ops.check_activation(x, spec)
+        ops.note_operation(self.kind, spec)
         return x
 
-    def run(self, ops, found, x, spec, factor):
+    def run_on_blocks(self, ops, planned, x, spec, factor):
         """Multiply this rank's block of x by the number `factor`."""
         return x * factor
 
-    def meter(self, ops, found, x, spec, factor):
+    def meter_bytes(self, ops, planned, x, spec, factor):
         """Count the memory of x times a number, of which nothing is kept for the backward pass."""
         return ops.plain(ops.block(spec), [x])
 
 
-def _check(function: str, arguments: int) -> None:
+def _check_function(function: str, arguments: int) -> None:
     """Raise ModelMistake for an unknown pointwise function, or one that takes another number of activations."""
     if function not in POINTWISE:
         raise ModelMistake(function, "no such pointwise function", POINTWISE)
@@ -163,19 +163,19 @@ class DropoutOp(BlockOp):
     """Activation of which elements are dropped with probability `dropout_rate`, by masks that do not depend on the
     plan."""
 
-    def record(self, ops, name, x, spec):
+    def record_operation(self, ops, name, x, spec):
         if not ops.dropout_rate:
-            ops.check(x, spec)
+            ops.check_activation(x, spec)
             return x
-        return ops.record(self.kind, name, [x], [spec], [spec])
+        return ops.record_operation(self.kind, name, [x], [spec], [spec])
 
-    def run(self, ops, found, name, x, spec):
+    def run_on_blocks(self, ops, planned, name, x, spec):
         """Apply dropout to this rank's block of x, by the mask of this step and microbatch; x itself if none drops."""
-        drawing, kernel = ops.drawing(name, spec, x.device), ops.kernels.residual
-        draw = ops.region(kernel.dropped) if ops.compiles else kernel.in_pieces
-        return kernel.dropout(x, drawing, draw) if drawing else x
+        drawing, kernel = ops.random_drawing(name, spec, x.device), ops.kernels.residual
+        draw = ops.compile_function(kernel.drop_elements) if ops.compiles_functions else kernel.draw_in_pieces
+        return kernel.apply_dropout(x, drawing, draw) if drawing else x
 
-    def meter(self, ops, found, name, x, spec):
+    def meter_bytes(self, ops, planned, name, x, spec):
         """Count the bytes of dropout: its result, and the random integers that draw one piece of the mask."""
         if not ops.dropout_rate:
             return x
@@ -189,18 +189,18 @@ class JitterOp(BlockOp):
     """Activation of which each element is multiplied by a uniform number in [1 - `rate`, 1 + `rate`) in training, the
     same under every plan."""
 
-    def record(self, ops, name, x, spec, rate):
+    def record_operation(self, ops, name, x, spec, rate):
         if not rate or ops.cache:
-            ops.check(x, spec)
+            ops.check_activation(x, spec)
             return x
-        return ops.record(self.kind, name, [x], [spec], [spec], rate=rate)
+        return ops.record_operation(self.kind, name, [x], [spec], [spec], rate=rate)
 
-    def run(self, ops, found, name, x, spec, rate):
+    def run_on_blocks(self, ops, planned, name, x, spec, rate):
         """Multiply this rank's block of x by the numbers of this step and microbatch."""
-        drawing = ops.drawing(name, spec, x.device, self.kind, rate)
-        return ops.kernels.residual.jitter(x, drawing) if drawing else x
+        drawing = ops.random_drawing(name, spec, x.device, self.kind, rate)
+        return ops.kernels.residual.apply_jitter(x, drawing) if drawing else x
 
-    def meter(self, ops, found, name, x, spec, rate):
+    def meter_bytes(self, ops, planned, name, x, spec, rate):
         """Count the bytes of the product, and of the random numbers that draw one piece of it."""
         if not rate or ops.cache:
             return x
@@ -212,35 +212,37 @@ class JitterOp(BlockOp):
 class ResidualOp(Op):
     """x plus y, both of type `spec`, with dropout `name` of y: a residual connection."""
 
-    def compose(self, ops, name, x, y, spec):
+    def compose_operation(self, ops, name, x, y, spec):
         """Compose the residual connection x + dropout(y) from the model's operations add and dropout."""
         return ops.pointwise("add", x, ops.dropout(name, y, spec))
 
-    def run(self, ops, name, x, y, spec):
+    def run_on_blocks(self, ops, name, x, y, spec):
         """Compute the residual sum x + dropout(y), in one kernel if compiled."""
-        drawing = None if ops.absent(x) or not ops.compiles else ops.drawing(name, spec, x.device)
+        drawing = None if ops.absent(x) or not ops.compiles_functions else ops.random_drawing(name, spec, x.device)
         return (
-            ops.kernels.residual.residual(x, y, drawing, ops.region) if drawing else self.compose(ops, name, x, y, spec)
+            ops.kernels.residual.apply_residual(x, y, drawing, ops.compile_function)
+            if drawing
+            else self.compose_operation(ops, name, x, y, spec)
         )
 
 
 class ResidualNormOp(Op):
     """The `residual` of x and y, and the `norm` of it, which the next layer reads."""
 
-    def compose(self, ops, name, x, y, spec, kind, gain, bias, eps=EPS):
+    def compose_operation(self, ops, name, x, y, spec, kind, gain, bias, eps=EPS):
         """Compose the residual connection and its norm from the model's operations residual and norm."""
         total = ops.residual(name, x, y, spec)
         return total, ops.norm(total, spec, kind, gain, bias, eps)
 
-    def run(self, ops, name, x, y, spec, kind, gain, bias, eps=EPS):
+    def run_on_blocks(self, ops, name, x, y, spec, kind, gain, bias, eps=EPS):
         """Compute the residual sum x + dropout(y) and its norm, in one kernel if compiled and the dim is whole."""
-        found = ops.planned("norm", gain.name)
-        if ops.absent(x) or not ops.compiles or found.over:
-            return self.compose(ops, name, x, y, spec, kind, gain, bias, eps)
-        first, *second = ops.converted(found)
-        drawing = ops.drawing(name, spec, x.device)
+        planned_norm = ops.operation_plan("norm", gain.name)
+        if ops.absent(x) or not ops.compiles_functions or planned_norm.over:
+            return self.compose_operation(ops, name, x, y, spec, kind, gain, bias, eps)
+        first, *second = ops.convert_parameters(planned_norm)
+        drawing = ops.random_drawing(name, spec, x.device)
         last = second[0] if bias else None
-        return ops.kernels.residual.residual_norm(x, y, first, last, kind, eps, drawing, ops.region)
+        return ops.kernels.residual.apply_residual_norm(x, y, first, last, kind, eps, drawing, ops.compile_function)
 
 
 # Feed-forward layer, whole or chunk by chunk of rows.
@@ -252,82 +254,86 @@ class MlpOp(Op):
     (`mlp_chunks`): then `hidden` is there for one chunk at a time, and is computed again in the backward pass. It is
     computed whole if ranks exchange anything in the middle of it, and for rows of experts (`counts`)."""
 
-    def compose(self, ops, function, x, spec, inner, hidden, biases, down, made, bias, counts=None):
+    def compose_operation(self, ops, function, x, spec, inner, hidden, biases, down, result_spec, bias, counts=None):
         """Compose a feed-forward layer of its two products and the function between them."""
         h = ops.project(x, spec, inner, [hidden] * len(inner), biases, counts)
-        return ops.project(ops.pointwise(function, *reversed(h)), hidden, (down,), (made,), bias, counts)[0]
+        return ops.project(ops.pointwise(function, *reversed(h)), hidden, (down,), (result_spec,), bias, counts)[0]
 
-    def run(self, ops, function, x, spec, inner, hidden, biases, down, made, bias, counts=None):
+    def run_on_blocks(self, ops, function, x, spec, inner, hidden, biases, down, result_spec, bias, counts=None):
         """Compute a feed-forward layer on this rank's rows, in the chunks that the plan says."""
-        if not self.divides(ops, x, inner, biases, down, counts):
-            return self.compose(ops, function, x, spec, inner, hidden, biases, down, made, bias, counts)
-        up, last, added = self._planned(ops, inner, down, bias)
-        x = ops.apply(x, up.groups[0].x)
+        if not self.computes_by_chunks(ops, x, inner, biases, down, counts):
+            return self.compose_operation(
+                ops, function, x, spec, inner, hidden, biases, down, result_spec, bias, counts
+            )
+        up, last, added = self._product_plans(ops, inner, down, bias)
+        x = ops.convert_block(x, up.groups[0].x)
         of_rows, parameters = (
             ops.kernels.chunked_loss,
-            [[ops.parameter(p) for p in ps] for ps in (inner, biases, added)],
+            [[ops.parameter_block(p) for p in ps] for ps in (inner, biases, added)],
         )
         layer = of_rows.HiddenRows(
-            function_of(ops, function),
+            pointwise_function(ops, function),
             parameters[0],
             parameters[1],
-            ops.parameter(down),
+            ops.parameter_block(down),
             *(parameters[2] or [None]),
             -(-prod(x.shape[:-1]) // ops.plan.mlp_chunks),
         )
-        y = ops.apply(of_rows.by_chunks(layer, x), last.groups[0].einsums[0].output)
-        return y if added or not bias else ops.shift(y, made, bias[0], None)
+        y = ops.convert_block(of_rows.compute_by_chunks(layer, x), last.groups[0].einsums[0].output)
+        return y if added or not bias else ops.shift(y, result_spec, bias[0], None)
 
-    def meter(self, ops, function, x, spec, inner, hidden, biases, down, made, bias, counts=None):
+    def meter_bytes(self, ops, function, x, spec, inner, hidden, biases, down, result_spec, bias, counts=None):
         """Count the memory of a feed-forward layer whose hidden rows are there a chunk at a time."""
-        if not self.divides(ops, x, inner, biases, down, counts):
-            return self.compose(ops, function, x, spec, inner, hidden, biases, down, made, bias, counts)
-        up, last, added = self._planned(ops, inner, down, bias)
+        if not self.computes_by_chunks(ops, x, inner, biases, down, counts):
+            return self.compose_operation(
+                ops, function, x, spec, inner, hidden, biases, down, result_spec, bias, counts
+            )
+        up, last, added = self._product_plans(ops, inner, down, bias)
         (output,) = (e.output for e in last.groups[0].einsums)
-        x, y, rows = ops.apply(x, up.groups[0].x), ops.tensor(prod(output.before)), prod(output.before[:-1])
+        x, y, rows = ops.convert_block(x, up.groups[0].x), ops.tensor(prod(output.before)), prod(output.before[:-1])
         piece = -(-rows // ops.plan.mlp_chunks) * ops.plan.local_shape(inner[0])[0]
         before, ops.grad = ops.grad, False
-        _inner_rows(ops, function, len(inner), piece)
+        _meter_hidden_rows(ops, function, len(inner), piece)
         ops.grad = before
         keys, size = [p.name for p in (*inner, down)], x.elements
         vectors = {p.name: prod(ops.plan.local_shape(p)) for p in (*biases, *added)}
 
-        def backward(_: Gradients, __: Saved) -> Gradients:
+        def meter_backward(_: Gradients, __: Saved) -> Gradients:
             """Count the gradients of the rows, and for a chunk the hidden rows and their gradients."""
             dx, before = ops.new(size), ops.tape
             for key in keys:
-                ops.in_place(key)
+                ops.adds_in_place(key)
             ops.tape = Tape()
-            h = _inner_rows(ops, function, len(inner), piece)
+            h = _meter_hidden_rows(ops, function, len(inner), piece)
             tape, ops.tape = ops.tape, before
-            tape.unwind({h.key: ops.new(piece)}, ops.leaves)
+            tape.run_backward({h.key: ops.new(piece)}, ops.leaves)
             for name, n in vectors.items():
                 ops.leaves.setdefault(name, ops.new(n))
             return [dx]
 
-        ops.note([y], [x], (x.storage,), backward)
-        y = ops.apply(y, output)
-        return y if added or not bias else ops.shift(y, made, bias[0], None)
+        ops.note_operation([y], [x], (x.storage,), meter_backward)
+        y = ops.convert_block(y, output)
+        return y if added or not bias else ops.shift(y, result_spec, bias[0], None)
 
-    def divides(self, ops, x, inner, biases, down, counts) -> bool:
+    def computes_by_chunks(self, ops, x, inner, biases, down, counts) -> bool:
         """Return True if the layer is computed in chunks of rows: a rank has whole weights of its part of `hidden`, and
         all that is converted is x before and the result after."""
         if ops.plan.mlp_chunks == 1 or counts is not None or ops.absent(x) or "experts" in down.dims:
             return False
-        up, last = ops.planned("project", inner[0].name), ops.planned("project", down.name)
+        up, last = ops.operation_plan("project", inner[0].name), ops.operation_plan("project", down.name)
         groups = *up.groups, *last.groups
         inside = [*(e.operand for g in groups for e in g.einsums), *(e.output for g in up.groups for e in g.einsums)]
         stays = all(not c.forward and not c.backward for c in (*inside, *(g.x for g in last.groups)))
-        plain = len(groups) == 2 and not any(g.panels or g.wide or g.regathered for g in groups)
-        return stays and plain and (not biases or up.adds(ops.planned("shift", b.name) for b in biases))
+        plain = len(groups) == 2 and not any(g.panels or g.has_wide_dtype or g.regathered for g in groups)
+        return stays and plain and (not biases or up.adds_biases(ops.operation_plan("shift", b.name) for b in biases))
 
-    def _planned(self, ops, inner, down, bias):
+    def _product_plans(self, ops, inner, down, bias):
         """Return the planned products before and after, and the biases that the latter adds itself."""
-        up, last = ops.planned("project", inner[0].name), ops.planned("project", down.name)
-        return up, last, bias if bias and last.adds([ops.planned("shift", bias[0].name)]) else ()
+        up, last = ops.operation_plan("project", inner[0].name), ops.operation_plan("project", down.name)
+        return up, last, bias if bias and last.adds_biases([ops.operation_plan("shift", bias[0].name)]) else ()
 
 
-def _inner_rows(ops, function: str, count: int, elements: int) -> Value:
+def _meter_hidden_rows(ops, function: str, count: int, elements: int) -> Value:
     """Count the hidden rows of a chunk, `elements` after the function of so many products."""
     return ops.pointwise(function, *[ops.tensor(elements) for _ in range(count)])
 
@@ -339,42 +345,42 @@ class NormOp(BlockOp):
     """Normalisation `kind`, LayerNorm or RMSNorm, of an activation over the dims of the parameters `gain` and `bias`,
     its last: d_model, d_kv, or the heads and d_kv of a token's query together. `eps` is added to the variance."""
 
-    def record(self, ops, x, spec, kind, gain, bias, eps=EPS):
+    def record_operation(self, ops, x, spec, kind, gain, bias, eps=EPS):
         parameters = [gain] if bias is None else [gain, bias]
-        return ops.record(self.kind, gain.name, [x], [spec, *parameters], [spec], norm=kind, eps=eps)
+        return ops.record_operation(self.kind, gain.name, [x], [spec, *parameters], [spec], norm=kind, eps=eps)
 
-    def plan(self, planner, operation):
+    def plan_operation(self, planner, operation):
         """Plan LayerNorm or RMSNorm: its statistics are merged by collectives over the axes that split its dims."""
         spec, dims = operation.inputs[0], operation.parameters[0].dims
         have = planner.layout(spec)
-        over, rows = tuple(a for d in dims for a in have[d]), prod(planner.shape(spec)[: -len(dims)])
-        cuts = planner.cuts_of(spec, have, spec.dims[: -len(dims)])
+        over, rows = tuple(a for d in dims for a in have[d]), prod(planner.local_shape(spec)[: -len(dims)])
+        cuts = planner.cuts_among_dims(spec, have, spec.dims[: -len(dims)])
         op, merged = ("all_gather", 2 * rows) if operation["norm"] == "layernorm" else ("all_reduce", rows)
-        found = [
-            *planner.statistics(over, have.only, merged, "forward", op, cuts),
-            *planner.statistics(over, have.only, merged, "backward", cuts=cuts),
+        statistics = [
+            *planner.statistics_collectives(over, have.only, merged, "forward", op, cuts),
+            *planner.statistics_collectives(over, have.only, merged, "backward", cuts=cuts),
         ]
-        return with_vectors(planner, operation, found, over=over)
+        return plan_with_vectors(planner, operation, statistics, over=over)
 
-    def run(self, ops, found, x, spec, kind, gain, bias, eps=EPS):
+    def run_on_blocks(self, ops, planned, x, spec, kind, gain, bias, eps=EPS):
         """Compute LayerNorm or RMSNorm of this rank's block of x, merging statistics over a split dim."""
         statistics = ops.kernels.statistics
-        if ops.compiles and kind == "rmsnorm" and not found.over:  # LayerNorm is one kernel as it is
-            return ops.region(statistics.rms_norm)(x, gain, eps)
-        widths = ops.widths(spec, len(found.operation.parameters[0].dims), found.over) if found.over else ()
-        return statistics.norm(x, gain, bias, kind, eps, ops.communicator, found.over, widths)
+        if ops.compiles_functions and kind == "rmsnorm" and not planned.over:  # LayerNorm is one kernel as it is
+            return ops.compile_function(statistics.apply_rms_norm)(x, gain, eps)
+        widths = ops.row_widths(spec, len(planned.operation.parameters[0].dims), planned.over) if planned.over else ()
+        return statistics.apply_norm(x, gain, bias, kind, eps, ops.communicator, planned.over, widths)
 
-    def meter(self, ops, found, x, spec, kind, gain, bias, eps=EPS):
+    def meter_bytes(self, ops, planned, x, spec, kind, gain, bias, eps=EPS):
         """Count the bytes of LayerNorm or RMSNorm: kept normalised rows and deviations, and temporaries."""
-        vectors, dims = [v for v in (gain, bias) if v], found.operation.parameters[0].dims
+        vectors, dims = [v for v in (gain, bias) if v], planned.operation.parameters[0].dims
         n, rows = x.elements, prod(ops.plan.local_shape(spec)[: -len(dims)])
-        if not found.over and kind == "layernorm":
+        if not planned.over and kind == "layernorm":
             saved = (x.storage, ops.new(rows, ops.wide), ops.new(rows, ops.wide), *(v.storage for v in vectors))
             return ops.plain(ops.block(spec), [x, *vectors], saved)
-        if not found.over and ops.device == "cpu" and ops.wide == ops.plan.itemsize["compute"]:
+        if not planned.over and ops.device == "cpu" and ops.wide == ops.plan.itemsize["compute"]:
             return ops.plain(ops.block(spec), [x, *vectors], (x.storage, ops.new(rows), gain.storage), n)
         wide = ops.widened(x.storage, n)
-        if not found.over:
+        if not planned.over:
             normal, rstd = ops.new(n, ops.wide), ops.new(rows, ops.wide)
             return ops.plain(ops.block(spec), [x, *vectors], (wide, normal, rstd, gain.storage), n, ops.wide)
         centred = ops.new(n, ops.wide) if kind == "layernorm" else wide
@@ -395,38 +401,38 @@ class RotateOp(BlockOp):
     (RoFormer), with angles scaled as `scaling` says. `width`: number of elements that rotate, at the end of d_kv, 0 for
     all; `pairs`: `halves` if the two elements of a pair are half of these apart, or `neighbours`."""
 
-    def record(self, ops, name, x, spec, theta, scaling=None, width=0, pairs="halves"):
-        more = {"theta": theta, "scaling": scaling, "width": width, "pairs": pairs}
-        return ops.record(self.kind, name, [x], [spec], [spec], **more)
+    def record_operation(self, ops, name, x, spec, theta, scaling=None, width=0, pairs="halves"):
+        attributes = {"theta": theta, "scaling": scaling, "width": width, "pairs": pairs}
+        return ops.record_operation(self.kind, name, [x], [spec], [spec], **attributes)
 
-    def whole(self, operation):
+    def whole_dims(self, operation):
         """Return d_kv, which a rank needs whole, as the two elements of a rotated pair lie half of it apart."""
         return ("d_kv",)
 
-    def run(self, ops, found, name, x, spec, theta, scaling=None, width=0, pairs="halves"):
+    def run_on_blocks(self, ops, planned, name, x, spec, theta, scaling=None, width=0, pairs="halves"):
         """Compute queries or keys rotated by the angles of their positions, which all layers share."""
         positions = ops.kernels.positions
-        wide = ops.kernels.statistics.widened(x).dtype
+        wide = ops.kernels.statistics.widen_dtype(x).dtype
         turned = width or x.shape[-1]
         where = ops.offset, *ops.blocks[spec][spec.dims.index("length")]
         if (key := (where, turned, theta, scaling, pairs, wide, x.device)) not in ops.angles:
-            length = ops.positions(spec, "length", x.device)
-            ops.angles[key] = positions.angles(length, turned, theta, wide, scaling, pairs)
+            length = ops.global_positions(spec, "length", x.device)
+            ops.angles[key] = positions.rotary_angles(length, turned, theta, wide, scaling, pairs)
         sizes = dict(zip(spec.dims, x.shape, strict=True)) | {"d_kv": turned}
         shape = [n if d in ("length", "d_kv") else 1 for d, n in sizes.items()]
         cos, sin = (t.view(shape) for t in ops.angles[key])
-        return positions.rotate(x, cos, sin, pairs, ops.region(positions.rotated))
+        return positions.apply_rotary(x, cos, sin, pairs, ops.compile_function(positions.turn_pairs))
 
-    def meter(self, ops, found, name, x, spec, theta, scaling=None, width=0, pairs="halves"):
+    def meter_bytes(self, ops, planned, name, x, spec, theta, scaling=None, width=0, pairs="halves"):
         """Count the bytes of rotary queries or keys, computed in the type of statistics; nothing is kept."""
         d_kv = ops.plan.local_shape(spec)[spec.dims.index("d_kv")]
         same, n = ops.wide == ops.plan.itemsize["compute"], x.elements
         turned = n // d_kv * (width or d_kv)
         wide = ops.widened(x.storage, turned)
-        part = ops.new(turned, ops.wide)
-        part = part if same else ops.new(turned)
-        out = Value(part if turned == n else ops.new(n), n)
-        del wide, part
+        rotated_storage = ops.new(turned, ops.wide)
+        rotated_storage = rotated_storage if same else ops.new(turned)
+        out = Value(rotated_storage if turned == n else ops.new(n), n)
+        del wide, rotated_storage
         return ops.plain(out, [x], (), turned * (turned < n) if same else 2 * turned, ops.wide)
 
 
@@ -440,23 +446,23 @@ class ShiftOp(BlockOp):
 
     wide = "inputs", "outputs"
 
-    def record(self, ops, x, spec, parameter, counts=None):
+    def record_operation(self, ops, x, spec, parameter, counts=None):
         of_rows = {} if counts is None else {"layer": counts}
-        return ops.record(self.kind, parameter.name, [x], [spec, parameter], [spec], **of_rows)
+        return ops.record_operation(self.kind, parameter.name, [x], [spec, parameter], [spec], **of_rows)
 
-    def plan(self, planner, operation):
+    def plan_operation(self, planner, operation):
         """Plan adding a parameter, such as a bias, in its activation's layout, to which it is converted."""
-        return with_vectors(planner, operation)
+        return plan_with_vectors(planner, operation)
 
-    def run(self, ops, found, x, spec, parameter, counts=None):
+    def run_on_blocks(self, ops, planned, x, spec, parameter, counts=None):
         """Add the parameter, a bias or a table of positions, to this rank's block of x."""
         if counts is not None:
             return x + ops.kernels.products.vectors_of_rows(counts, parameter)
-        (dims,) = (p.dims for p in found.operation.parameters)
+        (dims,) = (p.dims for p in planned.operation.parameters)
         if dims[0] == "positions":
             from torch import cat
 
-            rows = [parameter.narrow(0, first, n) for first, n in ops.stretches(spec, "length")]
+            rows = [parameter.narrow(0, first, n) for first, n in ops.block_stretches(spec, "length")]
             parameter, dims = cat(rows) if len(rows) > 1 else rows[0], ("length", *dims[1:])
         assert tuple(d for d in spec.dims if d in dims) == dims
         for i, d in enumerate(spec.dims):
@@ -464,7 +470,7 @@ class ShiftOp(BlockOp):
                 parameter = parameter.unsqueeze(i)
         return x + parameter
 
-    def meter(self, ops, found, x, spec, parameter, counts=None):
+    def meter_bytes(self, ops, planned, x, spec, parameter, counts=None):
         """Count the memory of the sum of an activation and a parameter, of which nothing is kept."""
         vectors = ops.new(x.elements if counts is not None else 0)  # noqa: F841  (until they are added)
         return ops.sum(ops.block(spec), [x, parameter])
@@ -477,21 +483,21 @@ class SinusoidOp(BlockOp):
     """scale * x plus the sinusoidal encoding ("Attention Is All You Need", 3.5) of the index along length, or of the
     data tensor `positions` [length, batch]: sines at even indices of d_model, cosines at odd ones."""
 
-    def record(self, ops, name, x, spec, scale, positions=None):
-        return ops.record(self.kind, name, [x], [spec], [spec], [positions], scale=scale)
+    def record_operation(self, ops, name, x, spec, scale, positions=None):
+        return ops.record_operation(self.kind, name, [x], [spec], [spec], [positions], scale=scale)
 
-    def run(self, ops, found, name, x, spec, scale, positions=None):
+    def run_on_blocks(self, ops, planned, name, x, spec, scale, positions=None):
         """Compute the sinusoidal position encoding of this rank's block, and add it to scale * x."""
         assert spec.dims == ("length", "batch", "d_model")
         if positions is None:
-            length = ops.positions(spec, "length", x.device).unsqueeze(1)
+            length = ops.global_positions(spec, "length", x.device).unsqueeze(1)
         else:
             length = positions[self.kind, name]
-        d_model = ops.positions(spec, "d_model", x.device)
-        table = ops.kernels.positions.sinusoid(length.flatten(), d_model, ops.plan.sizes["d_model"])
+        d_model = ops.global_positions(spec, "d_model", x.device)
+        table = ops.kernels.positions.sinusoid_table(length.flatten(), d_model, ops.plan.sizes["d_model"])
         return x * scale + table.unflatten(0, length.shape).to(x.dtype)
 
-    def meter(self, ops, found, name, x, spec, scale, positions=None):
+    def meter_bytes(self, ops, planned, name, x, spec, scale, positions=None):
         """Count the bytes of a scaled activation and of its sum with the sinusoidal position encoding."""
         scaled = ops.new(x.elements)
         out = ops.plain(ops.block(spec), [x])

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from platform.plan.layout import UNEVEN, divisors
+from platform.plan.layout import UNEVEN, find_divisors
 from platform.plan.model_types import (
     AUTO,
     NO_RECOMPUTATION,
@@ -17,7 +17,7 @@ from platform.plan.model_types import (
     Parameter,
     Recompute,
     Spec,
-    dtype_of,
+    tensor_dtype,
 )
 from platform.plan.operations.attention import KeyValueCache
 from platform.plan.operations.registry import Ops
@@ -57,34 +57,41 @@ class Recorder(Ops):
     leaves_out: bool = True  # results of recomputed operations that no gradient needs
     span: int = 0  # stretch of the forward pass under way: odd in a block, even between blocks
     spans: list[int] = field(default_factory=list)  # by operation
-    method = "record"
+    method = "record_operation"
     _names: set[tuple[str, str]] = field(default_factory=set)
     _recomputing: bool = False
 
     @property
-    def settings(self) -> tuple:
+    def recording_key(self) -> tuple:
         """Return all on which depends what this recorder finds in a model: of the scheme what it asks of it."""
-        given = self.dropout_rate, self.recompute, self.fused_dropout, self.attention_kernel, self.loss, self.leaves_out
-        return repr(self.scheme.regions), self.scheme.uneven, self.scheme.ring, *given
+        options = (
+            self.dropout_rate,
+            self.recompute,
+            self.fused_dropout,
+            self.attention_kernel,
+            self.loss,
+            self.leaves_out,
+        )
+        return repr(self.scheme.regions), self.scheme.uneven, self.scheme.ring, *options
 
     def recomputed(self, kind, name, function, spec, x, *more):
         """Record `function`, and that its operations are recomputed if activations of this `kind` are."""
-        again, block = kind == self.recompute.kind, kind == "full"
-        if again:
-            self.check(x, spec)
+        is_recomputed, is_block = kind == self.recompute.kind, kind == "full"
+        if is_recomputed:
+            self.check_activation(x, spec)
             self.kept.append(spec)
             self._recomputing = True
-        self.span += block
+        self.span += is_block
         begun = len(self.operations)
         out = function(x, *more)
-        self.span += block
-        if again:
+        self.span += is_block
+        if is_recomputed:
             self._recomputing = False
-        if again and block and self.leaves_out:
-            self._leave_out(begun)
+        if is_recomputed and is_block and self.leaves_out:
+            self._mark_left_out(begun)
         return out
 
-    def _leave_out(self, begun: int) -> None:
+    def _mark_left_out(self, begun: int) -> None:
         """Mark the last product of a recomputed stretch, whose operations begin at `begun`, if no gradient needs its
         result: all behind it add or drop."""
         last = len(self.operations) - 1
@@ -96,7 +103,7 @@ class Recorder(Ops):
             if o.kind == "project" and len(o.outputs) == 1:
                 self.operations[last] = replace(o, once=True)
 
-    def record(
+    def record_operation(
         self,
         kind: str,
         name: str,
@@ -110,8 +117,8 @@ class Recorder(Ops):
         several. `x`: the activations, checked against the types with which `inputs` starts; `reads`: the data tensors
         that it reads, if not None; `more`: its attributes."""
         for activation, declared in zip(x, inputs, strict=False):
-            self.check(activation, declared)
-        self._judge(kind, name, inputs, outputs)
+            self.check_activation(activation, declared)
+        self._refuse_illegal_operation(kind, name, inputs, outputs)
         attributes = tuple(sorted(more.items()))
         read = tuple(name for name in reads if name)
         operation = Operation(kind, name, tuple(inputs), tuple(outputs), attributes, read, self._recomputing)
@@ -120,7 +127,7 @@ class Recorder(Ops):
         symbols = tuple(Symbol(s) for s in outputs)
         return symbols[0] if len(symbols) == 1 else symbols
 
-    def _judge(self, kind: str, name: str, inputs: Sequence, outputs: Sequence[Spec]) -> None:
+    def _refuse_illegal_operation(self, kind: str, name: str, inputs: Sequence, outputs: Sequence[Spec]) -> None:
         """Refuse a recorded operation `kind` `name` of a model with ModelMistake if its inputs or outputs have an
         unknown region or dim, if a parameter is not declared or declared otherwise, if it does not compute in the type
         of statistics where it should, or if an operation of the same kind already has the name."""
@@ -136,28 +143,32 @@ class Recorder(Ops):
             for t in (t for t in tensors if isinstance(t, Spec) and t.open):
                 if word.open.get(end) != t.open:
                     raise ModelMistake(name, f"{end} of {kind} are complete, unlike {t}")
-            if end not in word.wide and (wide := [t for t in tensors if dtype_of(t) != "compute"]):
+            if end not in word.wide and (wide := [t for t in tensors if tensor_dtype(t) != "compute"]):
                 raise ModelMistake(name, f"{end} of {kind} are in the compute type, unlike {wide[0]}")
         if (kind, name) in self._names:
             raise ModelMistake(name, f"several operations {kind} have this name")
         self._names.add((kind, name))
 
-    def note(self, *words: Any) -> None:
+    def note_operation(self, *words: Any) -> None:
         """Take note of a function element by element, of which nothing is planned, by `words` that say which it is."""
         self.functions.append((len(self.operations), *words))
 
-    def check(self, x: Symbol, spec: Spec) -> None:
+    def check_activation(self, x: Symbol, spec: Spec) -> None:
         """Raise ModelMistake if x is no activation, or one of another type than the `spec` that a model declares."""
         if not isinstance(x, Symbol):
             raise ModelMistake(type(x).__name__, f"what flows is what an operation returned, as {spec}")
         if x.spec != spec:
             raise ModelMistake(str(x.spec), f"the model passes it where it declares {spec}", [str(spec)])
 
-    def rings(self, name, spec, kv, sink):
-        alone = sink and self.scheme.fuses_attention(spec.region) and not self.splits(spec, "length")
-        return not self.cache and not self.dropout_rate and (alone or self.scheme.rings(spec.region, kv.region))
+    def uses_ring_attention(self, name, spec, kv, sink):
+        alone = sink and self.scheme.fuses_attention(spec.region) and not self.is_dim_split(spec, "length")
+        return (
+            not self.cache
+            and not self.dropout_rate
+            and (alone or self.scheme.has_ring_attention(spec.region, kv.region))
+        )
 
-    def splits(self, spec, dim):
+    def is_dim_split(self, spec, dim):
         return bool(self.scheme.regions[spec.region][dim])
 
     def fuses_attention(self, name, spec):
@@ -179,61 +190,64 @@ class IllegalPlan(ValueError):
         super().__init__("\n".join(self.violations))
 
 
-def violations(planner: Planner, operations: Sequence[Operation], microbatch: int) -> list[str]:
+def violations_of_layouts(planner: Planner, operations: Sequence[Operation], microbatch: int) -> list[str]:
     """Check the tensors of a model's operations under a scheme before these are planned: return one message per axis
     that would split two dims of a tensor and per dim that its axes do not divide, with the places and the nearest legal
     values. `microbatch`: sequences per microbatch and replica."""
-    alike = list({o.anonymous: o for o in operations}.values())  # which are legal in nearly all plans
-    if len(alike) < len(operations) and not violations(planner, alike, microbatch):
+    alike = list({o.nameless_key: o for o in operations}.values())  # which are legal in nearly all plans
+    if len(alike) < len(operations) and not violations_of_layouts(planner, alike, microbatch):
         return []
     clashes: dict[tuple[str, str, str], dict[str, None]] = defaultdict(dict)  # (axis, dim, dim) -> operations
     splits: dict[tuple[str, int, tuple[str, ...]], dict[str, None]] = defaultdict(dict)  # (dim, size, axes) -> regions
     for o in operations:
         for t in (*o.inputs, *o.outputs):
             layout = planner.layout(t)
-            if clash := layout.conflict():
+            if clash := layout.find_conflict():
                 clashes[clash][f"{o.kind} {o.name}: {t if isinstance(t, Spec) else ' '.join(t.dims)}"] = None
-            sizes = {**planner.sizes_of(t), "batch": microbatch}
-            for d, axes in {**layout, **planner.picked(t)}.items():
+            sizes = {**planner.tensor_sizes(t), "batch": microbatch}
+            for d, axes in {**layout, **planner.row_expert_axes(t)}.items():
                 splits[d, sizes[d], axes][t.region if isinstance(t, Spec) else "parameters"] = None
-    lines = [_clash(*clash, list(found)) for clash, found in clashes.items()]
+    lines = [_clash_message(*clash, list(places)) for clash, places in clashes.items()]
     for (d, size, axes), regions in splits.items():
-        if line := _indivisible(planner, d, size, axes, list(regions)):
+        if line := _indivisible_message(planner, d, size, axes, list(regions)):
             lines.append(line)
     return lines
 
 
-def illegal_operation(o: Operation, error: ValueError) -> str:
+def message_of_illegal_operation(o: Operation, error: ValueError) -> str:
     """Return the message that `o` cannot be planned, by the `error` of its plan: the iteration space of an operation of
     legal tensors can still be illegal."""
     return f"tensor: illegal layout: in {o.kind} {o.name}, {error}; legal: one of them {_ELSEWHERE}"
 
 
-def _clash(axis: str, first: str, second: str, found: Sequence[str]) -> str:
-    """Return the message that `axis` would split both dims `first` and `second` of the tensors described in `found`."""
-    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+def _clash_message(axis: str, first: str, second: str, places: Sequence[str]) -> str:
+    """Return the message that `axis` would split both dims `first` and `second` of the tensors described in
+    `places`."""
+    others_note = f" and {len(places) - 1} more" if len(places) > 1 else ""
     return (
-        f"tensor: illegal layout: axis {axis} would split both {first} and {second} in {found[0]}{more};"
+        f"tensor: illegal layout: axis {axis} would split both {first} and {second} in {places[0]}{others_note};"
         f" legal: {first} or {second} {_ELSEWHERE}"
     )
 
 
-def _indivisible(planner: Planner, d: str, size: int, axes: Sequence[str], found: Sequence[str]) -> str | None:
-    """Return the message that `axes` do not divide dim `d` of global size `size` in the regions `found`, with the
+def _indivisible_message(
+    planner: Planner, d: str, size: int, axes: Sequence[str], regions: Sequence[str]
+) -> str | None:
+    """Return the message that `axes` do not divide dim `d` of global size `size` in the regions `regions`, with the
     nearest legal sizes of both, or None if they do or cut it unevenly. Replicas always divide batch; vocab is padded
     where it is not cut unevenly."""
     axes = [a for a in axes if d != "batch" or a not in REPLICAS]
-    n = planner.mesh.extent(axes)
-    if size % n == 0 or (d == "vocab" and not planner.scheme.uneven) or (planner.uneven(d) and size >= n):
+    n = planner.mesh.count_ranks(axes)
+    if size % n == 0 or (d == "vocab" and not planner.scheme.uneven) or (planner.can_cut_unevenly(d) and size >= n):
         return None
-    own = d in ("length", "memory_length") and size != planner.sizes[d]
-    key = "model.source_length" if own else KEYS.get(d, f"model.{d}")
-    given = " x ".join(f"{planner.scheme.key(a)}={planner.mesh.axes[a]}" for a in axes)
+    has_own_length = d in ("length", "memory_length") and size != planner.sizes[d]
+    key = "model.source_length" if has_own_length else KEYS.get(d, f"model.{d}")
+    axis_extents = " x ".join(f"{planner.scheme.key_of_axis(a)}={planner.mesh.axes[a]}" for a in axes)
     sizes = " or ".join(str(k) for k in _legal_sizes(planner, d, size, n) if k)
     either = f"{key}={sizes}, or " if sizes else ""
     either += "tensor.uneven=true, or " if d in UNEVEN and size >= n and not planner.scheme.uneven else ""
     return (
-        f"{key}={size} is not divisible by {given} ({', '.join(found)});"
+        f"{key}={size} is not divisible by {axis_extents} ({', '.join(regions)});"
         f" nearest legal: {either}{', or '.join(_legal_extents(planner, size, axes))}"
     )
 
@@ -241,18 +255,20 @@ def _indivisible(planner: Planner, d: str, size: int, axes: Sequence[str], found
 def _legal_extents(planner: Planner, size: int, axes: Sequence[str]) -> list[str]:
     """Return hints on `axes`, whose product does not divide `size`: per axis the extents next below and next above that
     divide it beside the others, or the product's extents if a change of one axis cannot."""
-    n, hints = planner.mesh.extent(axes), []
+    n, hints = planner.mesh.count_ranks(axes), []
     for a in axes:
-        own = planner.mesh.axes[a]
-        if size % (n // own) == 0:
-            hints.append(f"{planner.scheme.key(a)}={_nearest_divisors(size // (n // own), own)}")
-    product = " x ".join(planner.scheme.key(a) for a in axes)
+        axis_extent = planner.mesh.axes[a]
+        if size % (n // axis_extent) == 0:
+            hints.append(
+                f"{planner.scheme.key_of_axis(a)}={_nearest_divisors(size // (n // axis_extent), axis_extent)}"
+            )
+    product = " x ".join(planner.scheme.key_of_axis(a) for a in axes)
     return hints or [f"{product}={_nearest_divisors(size, n)}"]
 
 
 def _nearest_divisors(size: int, n: int) -> str:
     """Return the divisors of `size` next below and next above n, which is none, as "2 or 4"."""
-    below, above = [k for k in divisors(size) if k < n], [k for k in divisors(size) if k > n]
+    below, above = [k for k in find_divisors(size) if k < n], [k for k in find_divisors(size) if k > n]
     return " or ".join(map(str, [*below[-1:], *above[:1]]))
 
 
@@ -260,6 +276,6 @@ def _legal_sizes(planner: Planner, d: str, size: int, n: int) -> list[int]:
     """Return the sizes of dim `d` next below and next above `size` that n ranks divide, 0 for none: multiples of n; for
     heads, which share d_model, only divisors of it."""
     if d == "heads":
-        legal = [k for k in divisors(planner.sizes["d_model"]) if k % n == 0 and k <= 2 * max(size, n)]
+        legal = [k for k in find_divisors(planner.sizes["d_model"]) if k % n == 0 and k <= 2 * max(size, n)]
         return [max((k for k in legal if k < size), default=0), min((k for k in legal if k > size), default=0)]
     return [size // n * n, size // n * n + n]  # `size` itself is no multiple

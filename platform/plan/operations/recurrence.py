@@ -13,38 +13,38 @@ class RecurrenceOp(BlockOp):
     """Activation h of type `spec` [.. length ..] with h[t] = gate[t] * h[t - 1] + x[t] along length, element by
     element, and h[-1] = 0. Where length is split, it is gathered first: step t needs all before it."""
 
-    def record(self, ops, name, gate, x, spec):
+    def record_operation(self, ops, name, gate, x, spec):
         if "length" not in spec.dims:
             raise ModelMistake(name, f"a recurrence goes along length, which {spec} lacks")
         if ops.cache:
             raise ModelMistake(name, "a recurrence does not see the passes before")
-        return ops.record(self.kind, name, [gate, x], [spec, spec], [spec])
+        return ops.record_operation(self.kind, name, [gate, x], [spec, spec], [spec])
 
-    def whole(self, operation):
+    def whole_dims(self, operation):
         """Return length, which a rank needs whole, as each step needs all before it."""
         return ("length",)
 
-    def run(self, ops, found, name, gate, x, spec):
+    def run_on_blocks(self, ops, planned, name, gate, x, spec):
         """Compute the gated linear recurrence along length of this rank's blocks, in the type of statistics."""
-        widened = ops.kernels.statistics.widened
-        return _scan().apply(widened(gate), widened(x), spec.dims.index("length")).to(x.dtype)
+        widened = ops.kernels.statistics.widen_dtype
+        return _scan_function().apply(widened(gate), widened(x), spec.dims.index("length")).to(x.dtype)
 
-    def meter(self, ops, found, name, gate, x, spec):
+    def meter_bytes(self, ops, planned, name, gate, x, spec):
         """Count the bytes of a gated linear recurrence: it keeps gates and result, in the type of statistics."""
         n, narrow = x.elements, ops.wide != ops.plan.itemsize["compute"]
-        wide, kept = ops.widened(gate.storage, n), ops.new(n, ops.wide)
+        wide, kept_result = ops.widened(gate.storage, n), ops.new(n, ops.wide)
         ops.new(2 * n, ops.wide)  # while it scans: products of gates, and one product more
-        out = ops.tensor(n) if narrow else Value(kept, n)
+        out = ops.tensor(n) if narrow else Value(kept_result, n)
         # a scan again, of the gradient; or later, where they are cast, both gradients in the type of statistics
-        return ops.plain(out, [gate, x], (wide, kept), 2 * n if narrow else n, ops.wide)
+        return ops.plain(out, [gate, x], (wide, kept_result), 2 * n if narrow else n, ops.wide)
 
 
 @cache
-def _scan() -> Any:
+def _scan_function() -> Any:
     """Return the autograd function of a gated linear recurrence, called as apply(gate, x, dim)."""
     import torch
 
-    def scan(gate, x, dim, way=1):
+    def scan_recurrence(gate, x, dim, way=1):
         """Compute a gated linear recurrence h[t] = gate[t] h[t-1] + x[t] along `dim` in log2(length) rounds, in which
         each step takes in twice as many before it (Hillis, Steele 1986); `way` -1: from the last step to the first."""
         h, products, n, reach = x.clone(), gate.clone(), x.shape[dim], 1
@@ -62,7 +62,7 @@ def _scan() -> Any:
         @staticmethod
         def forward(ctx, gate, x, dim):
             """Return h with h[t] = gate[t] h[t-1] + x[t] along `dim`, from 0 on."""
-            h = scan(gate, x, dim)
+            h = scan_recurrence(gate, x, dim)
             ctx.save_for_backward(gate, h)
             ctx.dim = dim
             return h
@@ -71,7 +71,7 @@ def _scan() -> Any:
         def backward(ctx, gradient):
             """Return the gradients of gate and x by a recurrence from the last step to the first."""
             (gate, h), dim = ctx.saved_tensors, ctx.dim
-            dx = scan(gate.roll(-1, dim), gradient, dim, -1)  # what rolls to the end is never read
+            dx = scan_recurrence(gate.roll(-1, dim), gradient, dim, -1)  # what rolls to the end is never read
             before = torch.zeros_like(h)
             n = h.shape[dim] - 1
             torch.mul(dx.narrow(dim, 1, n), h.narrow(dim, 0, n), out=before.narrow(dim, 1, n))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from platform.plan.model_types import NO_RECOMPUTATION, Operation, Parameter, Recompute, Spec, resized
+from platform.plan.model_types import NO_RECOMPUTATION, Operation, Parameter, Recompute, Spec, resize_dim
 from platform.plan.operation_plan import PlannedOperation
 from platform.plan.operations.attention import AttentionOp, KeyValueCache, RecallOp, RememberOp, SoftmaxOp
 from platform.plan.operations.einsums import ProductOp, ProjectOp
@@ -79,15 +79,15 @@ class Ops:
         memory_length and d_kv whole there, and there is no dropout, or the kernel draws its masks."""
         return ("fused_attention", name) in self.plan.operations
 
-    def rings(self, name: str, spec: Spec, kv: Spec, sink: bool) -> bool:
+    def uses_ring_attention(self, name: str, spec: Spec, kv: Spec, sink: bool) -> bool:
         """Return True if keys of type `kv` go around ranks in the attention `name`, or with a `sink` lie on one."""
         return ("ring_attention", name) in self.plan.operations
 
-    def splits(self, spec: Spec, dim: str) -> bool:
+    def is_dim_split(self, spec: Spec, dim: str) -> bool:
         """Return True if the scheme splits dim `dim` of activations in the region of `spec`."""
         return bool(self.plan.scheme.regions[spec.region][dim])
 
-    def planned(self, kind: str, name: str) -> PlannedOperation:
+    def operation_plan(self, kind: str, name: str) -> PlannedOperation:
         """Return the planned operation `name` of this `kind`, such as ("lookup", "embedding"), where it is executed."""
         return self.plan.operations[kind, name]
 
@@ -97,8 +97,12 @@ class Ops:
         memory_length, renamed to it: ranks keep a part each."""
         if not self.cache:
             return spec
-        found = resized(spec, "length", self.cache.capacity)
-        return found.renamed("length", "memory_length") if self.splits(spec, "memory_length") else found
+        cached_spec = resize_dim(spec, "length", self.cache.capacity)
+        return (
+            cached_spec.rename_dim("length", "memory_length")
+            if self.is_dim_split(spec, "memory_length")
+            else cached_spec
+        )
 
     def watch(self, name: str, x: Any, spec: Spec) -> Any:
         """Return the activation x, the output of the layer `name`, which monitoring of a run may see."""
@@ -117,20 +121,20 @@ class Ops:
             needed = {*out.dims, *(d for dims in later for d in dims)}
             dims = tuple(d for d in dict.fromkeys((*spec.dims, *y_dims)) if d in needed)
             sizes = tuple((d, n) for d, n in dict((*spec.sizes, *y_sizes)).items() if d in dims)
-            made = Spec(out.region, dims, sizes) if later else out
+            product_spec = Spec(out.region, dims, sizes) if later else out
             if isinstance(y, Parameter):
-                (x,) = self.project(x, spec, (y,), (made,))
+                (x,) = self.project(x, spec, (y,), (product_spec,))
             else:
-                x = self.einsum(f"{name}.{i}", x, spec, *y, made)
-            spec = made
+                x = self.einsum(f"{name}.{i}", x, spec, *y, product_spec)
+            spec = product_spec
         return x
 
 
-def word_of(operation: Operation) -> Op:
+def look_up_op(operation: Operation) -> Op:
     """Return the `Op` of the models' language that a recorded `operation` is, by its kind."""
     return getattr(Ops, operation.kind)
 
 
-def flops(operation: Operation, sizes: Mapping[str, int]) -> float:
+def count_flops(operation: Operation, sizes: Mapping[str, int]) -> float:
     """Return the forward FLOPs of matrix products on all ranks together. `sizes`: global sizes of model dims."""
-    return word_of(operation).flops(operation, sizes)
+    return look_up_op(operation).count_flops(operation, sizes)

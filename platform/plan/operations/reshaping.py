@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf, prod
 
-from platform.plan.layout import Layout, prefix
-from platform.plan.operations.op import BlockOp, Op, Saved, planned, reading
+from platform.plan.layout import Layout, common_prefix
+from platform.plan.operations.op import BlockOp, Op, Saved, assemble_plan, token_fields
 from platform.plan.rule import Conversion, Step
 from platform.plan.scheme import ModelMistake
 
@@ -18,51 +18,53 @@ class RelayoutOp(BlockOp):
 
     open = {"outputs": "gradient"}
 
-    def record(self, ops, name, x, spec, out):
+    def record_operation(self, ops, name, x, spec, out):
         if spec == out:
-            ops.check(x, spec)
+            ops.check_activation(x, spec)
             return x
-        return ops.record(self.kind, name, [x], [spec], [out])
+        return ops.record_operation(self.kind, name, [x], [spec], [out])
 
-    def plan(self, planner, operation):
+    def plan_operation(self, planner, operation):
         """Plan the conversion of an activation from its own layout, its dims renamed, to the output's layout."""
         spec, out = operation.inputs[0], operation.outputs[0]
         renamed = dict(zip(spec.dims, out.dims, strict=True))
         have, goal = planner.layout(spec), planner.layout(out)
-        if apart := [d for d in have if planner.units.get(d, 1) != planner.units.get(renamed[d], 1)]:
+        if apart := [d for d in have if planner.cut_units.get(d, 1) != planner.cut_units.get(renamed[d], 1)]:
             raise ValueError(f"{apart[0]} is cut into blocks of whole groups, {renamed[apart[0]]} is not")
-        source = Layout.of({renamed[d]: axes for d, axes in have.items()}, have.only)
-        conversion = planner.enter(out, goal, (*goal.axes, *goal.gradient), source=source)
+        source = Layout.build_canonical({renamed[d]: axes for d, axes in have.items()}, have.only)
+        conversion = planner.operand_conversion(out, goal, (*goal.axes, *goal.gradient), source=source)
         if planner.scheme.slice_via == "all_gather":
-            conversion = _without_all_to_all(conversion, planner.scheme.branches)
-        return planned(planner, operation, goal, [conversion], only=tuple(a for a in goal.only if a in have.only))
+            conversion = _replace_all_to_all(conversion, planner.scheme.branches)
+        return assemble_plan(planner, operation, goal, [conversion], only=tuple(a for a in goal.only if a in have.only))
 
-    def run(self, ops, found, name, x, spec, out):
+    def run_on_blocks(self, ops, planned, name, x, spec, out):
         """Return the activation x, which planned conversions before and after bring to the output's layout."""
         return x
 
-    meter = run
+    meter_bytes = run_on_blocks
 
 
 class RelayoutEachOp(Op):
     """Activations that move to other regions together, each a `relayout` with these arguments (name, x, spec, out): all
     their collectives are launched before the first is waited for."""
 
-    def compose(self, ops, *moves):
+    def compose_operation(self, ops, *moves):
         return [ops.relayout(*move) for move in moves]
 
-    def run(self, ops, *moves):
+    def run_on_blocks(self, ops, *moves):
         """Return the activations, converted together to the layouts of their outputs."""
         names, blocks, _, _ = zip(*moves, strict=True)
-        planned = [ops.plan.operations.get(("relayout", name)) for name in names]
-        return ops.apply_each(blocks, [found.conversions[0] if found else Conversion() for found in planned])
+        planned_moves = [ops.plan.operations.get(("relayout", name)) for name in names]
+        return ops.convert_blocks(
+            blocks, [planned_move.conversions[0] if planned_move else Conversion() for planned_move in planned_moves]
+        )
 
 
-def _without_all_to_all(conversion: Conversion, axes: Sequence[str]) -> Conversion:
+def _replace_all_to_all(conversion: Conversion, axes: Sequence[str]) -> Conversion:
     """Replace each all-to-all over the branch axes `axes` in a planned conversion by an all-gather and a slice, as
     SUPER (Jain et al.) computes (`branch.slice_via=all_gather`); return the new conversion."""
 
-    def replaced(steps: Sequence[Step]) -> tuple[Step, ...]:
+    def replace_steps(steps: Sequence[Step]) -> tuple[Step, ...]:
         """Return a conversion's steps with each all-to-all over the branch axes made an all-gather and a slice."""
         out: list[Step] = []
         for s in steps:
@@ -73,7 +75,7 @@ def _without_all_to_all(conversion: Conversion, axes: Sequence[str]) -> Conversi
                 out.append(s)
         return tuple(out)
 
-    return replace(conversion, forward=replaced(conversion.forward), backward=replaced(conversion.backward))
+    return replace(conversion, forward=replace_steps(conversion.forward), backward=replace_steps(conversion.backward))
 
 
 # Concatenation of activations.
@@ -84,12 +86,12 @@ class ConcatenateOp(Op):
     result is split again: blocks of the parts are not blocks of the result. A part that lacks dims of the result is
     the same all along them, as the rotary key of multi-head latent attention is for all heads."""
 
-    def record(self, ops, name, x, specs, out, dim):
+    def record_operation(self, ops, name, x, specs, out, dim):
         if len(x) != len(specs):
             raise ModelMistake(name, f"concatenates {len(x)} activations of {len(specs)} declared types")
-        return ops.record(self.kind, name, x, specs, [out], dim=dim)
+        return ops.record_operation(self.kind, name, x, specs, [out], dim=dim)
 
-    def whole(self, operation):
+    def whole_dims(self, operation):
         """Return the joined dim, which a rank needs whole in all parts and in the result."""
         dim = operation["dim"]
         assert dim != "vocab", "vocab may be padded: its parts would not lie side by side"
@@ -97,30 +99,32 @@ class ConcatenateOp(Op):
         assert all(t.dims == tuple(d for d in dims if d in t.dims) for t in operation.inputs), "dims in one order"
         return (dim,)
 
-    def run(self, ops, name, x, specs, out, dim):
+    def run_on_blocks(self, ops, name, x, specs, out, dim):
         """Join this rank's blocks of activations along `dim`, which is whole on the rank, into one activation."""
         import torch
 
-        *into, leave = ops.planned(self.kind, name).conversions
-        parts = ops.apply_each(x, into)
+        *into, leave = ops.operation_plan(self.kind, name).conversions
+        parts = ops.convert_blocks(x, into)
         if ops.absent(parts[0]):
-            return ops.apply(torch.cat([part.flatten() for part in parts]), leave)
-        whole = dict(zip(out.dims, ops.shape_before(leave), strict=True)) | {dim: -1}
+            return ops.convert_block(torch.cat([part.flatten() for part in parts]), leave)
+        joined_shape = dict(zip(out.dims, ops.shape_before(leave), strict=True)) | {dim: -1}
         for i, spec in enumerate(specs):
             where = tuple(slice(None) if d in spec.dims else None for d in out.dims)
-            parts[i] = parts[i][where].expand(*whole.values())
-        return ops.apply(torch.cat(parts, out.dims.index(dim)), leave)
+            parts[i] = parts[i][where].expand(*joined_shape.values())
+        return ops.convert_block(torch.cat(parts, out.dims.index(dim)), leave)
 
-    def meter(self, ops, name, x, specs, out, dim):
+    def meter_bytes(self, ops, name, x, specs, out, dim):
         """Count the bytes of concatenated activations, and of the conversions of the parts between layouts."""
-        found = ops.planned(self.kind, name)
-        *into, leave = found.conversions
-        parts = ops.apply_each(x, into)
-        whole, alike = ops.inner(found, leave), [spec.dims != out.dims for spec in specs]
+        planned = ops.operation_plan(self.kind, name)
+        *into, leave = planned.conversions
+        parts = ops.convert_blocks(x, into)
+        joined_value, alike = ops.inner(planned, leave), [spec.dims != out.dims for spec in specs]
         sizes = [part.elements for part in parts]
-        given = list(zip(alike, sizes, strict=True))
-        ops.note([whole], parts, (), lambda gs, _: [ops.new(n) if summed else gs[0] for summed, n in given])
-        return ops.apply(whole, leave)
+        gradient_sizes = list(zip(alike, sizes, strict=True))
+        ops.note_operation(
+            [joined_value], parts, (), lambda gs, _: [ops.new(n) if summed else gs[0] for summed, n in gradient_sizes]
+        )
+        return ops.convert_block(joined_value, leave)
 
 
 # Heads of keys and values for grouped queries.
@@ -133,25 +137,27 @@ class ExpandKvOp(BlockOp):
 
     open = {"inputs": "gradient", "outputs": "gradient"}
 
-    def record(self, ops, name, x, spec, out, *, grouped=False):
-        return ops.record(self.kind, name, [x], [spec], [out], grouped=grouped)
+    def record_operation(self, ops, name, x, spec, out, *, grouped=False):
+        return ops.record_operation(self.kind, name, [x], [spec], [out], grouped=grouped)
 
-    def plan(self, planner, operation):
+    def plan_operation(self, planner, operation):
         """Plan the repetition of key and value heads for query heads, which needs no collective forward; the gradient
         is all-reduced over the mesh axes that split heads but not kv_heads. Raises ValueError if kv_heads are not split
         over a prefix of the axes of heads."""
         spec, out = operation.inputs[0], operation.outputs[0]
         have, goal = planner.layout(spec), planner.layout(out)
-        if prefix(have["kv_heads"], goal["heads"]) != have["kv_heads"]:
+        if common_prefix(have["kv_heads"], goal["heads"]) != have["kv_heads"]:
             raise ValueError(
                 f"kv_heads ({have['kv_heads']}) must be split over a prefix of the axes of heads {goal['heads']}"
             )
         partial = (*goal["heads"][len(have["kv_heads"]) :], *goal.gradient)
         lacking = tuple(a for a in partial if a not in have.gradient)
         backward = (Step("all_reduce", lacking, only=goal.only),) if lacking else ()
-        return planned(planner, operation, goal, [planner.shaped(Conversion((), backward), spec, have, have)])
+        return assemble_plan(
+            planner, operation, goal, [planner.fill_shapes(Conversion((), backward), spec, have, have)]
+        )
 
-    def run(self, ops, found, name, x, spec, out, *, grouped=False):
+    def run_on_blocks(self, ops, planned, name, x, spec, out, *, grouped=False):
         """Repeat each head of keys or values for its group of queries' heads on this rank."""
         dim = out.dims.index("heads")
         first_head, heads = ops.blocks[out][dim]
@@ -159,13 +165,13 @@ class ExpandKvOp(BlockOp):
         if first_head % per_group == 0 and heads == x.shape[dim] * per_group:  # whole groups: a plain repeat
             return x if grouped or per_group == 1 else x.repeat_interleave(per_group, dim)
         have, _ = ops.blocks[spec][dim]
-        return x.index_select(dim, ops.positions(out, "heads", x.device) // per_group - have)
+        return x.index_select(dim, ops.global_positions(out, "heads", x.device) // per_group - have)
 
-    def meter(self, ops, found, name, x, spec, out, *, grouped=False):
+    def meter_bytes(self, ops, planned, name, x, spec, out, *, grouped=False):
         """Count the memory of repeated keys or values; none where they are passed on as they are."""
         dim, per_group = out.dims.index("heads"), ops.plan.sizes["heads"] // ops.plan.sizes["kv_heads"]
-        have, wanted = (ops.plan.local_shape(t)[dim] for t in (spec, out))
-        if wanted == have * per_group and (grouped or per_group == 1):
+        kv_heads, heads = (ops.plan.local_shape(t)[dim] for t in (spec, out))
+        if heads == kv_heads * per_group and (grouped or per_group == 1):
             return x
         return ops.plain(ops.block(out), [x])
 
@@ -178,42 +184,44 @@ class ReduceOp(BlockOp):
     may be reordered and the region may change. If a reduced dim is split over ranks, their partial results are combined
     as an einsum's are. Elements that share the maximum share its gradient equally."""
 
-    def record(self, ops, name, function, x, spec, out):
-        return ops.record(self.kind, name, [x], [spec], [out], function=function)
+    def record_operation(self, ops, name, function, x, spec, out):
+        return ops.record_operation(self.kind, name, [x], [spec], [out], function=function)
 
-    def plan(self, planner, operation):
+    def plan_operation(self, planner, operation):
         """Plan an einsum of one operand. A maximum over split dims is all-reduced like a statistic, as is the number of
         elements that share it, which its gradient needs; after that every rank has the result."""
         spec, out = operation.inputs[0], operation.outputs[0]
-        c = planner.contraction((spec,), out)
+        c = planner.plan_contraction((spec,), out)
         over = tuple(a for d in spec.dims if d not in out.dims for a in c.compute[d])
-        leaving, found = c.output, []
+        leaving, statistics = c.output, []
         if operation["function"] == "max":
-            leaving = planner.split(out, c.compute.restrict(out.dims))
-            cuts = planner.cuts_of(out, c.compute.restrict(out.dims), out.dims)
-            found = planner.statistics(over, c.compute.only, prod(leaving.before), "forward", cuts=cuts) * 2
-        return planned(planner, operation, c.compute, (*c.inputs, leaving), found, over=over)
+            leaving = planner.result_conversion(out, c.compute.restrict_dims(out.dims))
+            cuts = planner.cuts_among_dims(out, c.compute.restrict_dims(out.dims), out.dims)
+            statistics = (
+                planner.statistics_collectives(over, c.compute.only, prod(leaving.before), "forward", cuts=cuts) * 2
+            )
+        return assemble_plan(planner, operation, c.compute, (*c.inputs, leaving), statistics, over=over)
 
-    def run(self, ops, found, name, function, x, spec, out):
+    def run_on_blocks(self, ops, planned, name, function, x, spec, out):
         """Compute the sum, mean or maximum of this rank's block of x; a maximum over split dims is all-reduced."""
-        gone = [d for d in spec.dims if d not in out.dims]
-        x = ops.without_padding(x, spec, gone, -inf if function == "max" else 0)
-        places, kept = [spec.dims.index(d) for d in gone], [d for d in spec.dims if d in out.dims]
+        reduced_dims = [d for d in spec.dims if d not in out.dims]
+        x = ops.fill_padding(x, spec, reduced_dims, -inf if function == "max" else 0)
+        places, remaining_dims = [spec.dims.index(d) for d in reduced_dims], [d for d in spec.dims if d in out.dims]
         if function == "max":
-            y = ops.kernels.statistics.maximum(x, places, ops.communicator, found.over)
+            y = ops.kernels.statistics.max_over_dims(x, places, ops.communicator, planned.over)
         else:
-            y = x.sum(places) if gone else x
+            y = x.sum(places) if reduced_dims else x
         if function == "mean":
-            y = y / prod(n for d, n in zip(spec.dims, ops.plan.global_shape(spec), strict=True) if d in gone)
-        return y.permute([kept.index(d) for d in out.dims])
+            y = y / prod(n for d, n in zip(spec.dims, ops.plan.global_shape(spec), strict=True) if d in reduced_dims)
+        return y.permute([remaining_dims.index(d) for d in out.dims])
 
-    def meter(self, ops, found, name, function, x, spec, out):
+    def meter_bytes(self, ops, planned, name, function, x, spec, out):
         """Count the bytes of a sum, mean or maximum of an activation; a maximum keeps what its gradient needs."""
-        y = ops.inner(found, found.conversions[-1])
+        y = ops.inner(planned, planned.conversions[-1])
         saved: Saved = ()
         if function == "max":
             # each element's share of the gradient where a reduced dim is split, else input and result
-            saved = (ops.new(x.elements, ops.wide),) if found.over else (x.storage, y.storage)
+            saved = (ops.new(x.elements, ops.wide),) if planned.over else (x.storage, y.storage)
         return ops.plain(y, [x], saved)
 
 
@@ -225,10 +233,10 @@ class ReshapeOp(BlockOp):
     one; `out`, its new type, decides which. Axes that cut the major dim into equal blocks need not be gathered, nor the
     minor's if a block's extent along the major is 1."""
 
-    def record(self, ops, name, x, spec, out):
-        return ops.record(self.kind, name, [x], [spec], [out])
+    def record_operation(self, ops, name, x, spec, out):
+        return ops.record_operation(self.kind, name, [x], [spec], [out])
 
-    def plan(self, planner, operation):
+    def plan_operation(self, planner, operation):
         """Plan a layout whose blocks are the same in both shapes, so that reshaping moves nothing: the merged dim is
         split over the major dim's axes, then over the minor's if a block's extent along the major is 1. A conversion
         before and one after it do the rest."""
@@ -241,25 +249,27 @@ class ReshapeOp(BlockOp):
         i = coarse.dims.index(merged)
         assert fine.dims == (*coarse.dims[:i], major, minor, *coarse.dims[i + 1 :]), "two neighbours, in place of one"
         have = planner.layout(fine)
-        if dict(planner.cuts(fine, have)).get(fine.dims.index(major)):
-            have = Layout.of({d: axes for d, axes in have.items() if d != major}, have.only)
-        alone = planner.mesh.extent(have[major]) == planner.sizes_of(fine)[major]
-        common = Layout.of({**have, minor: have[minor] if alone else ()}, have.only)
+        if dict(planner.find_cuts(fine, have)).get(fine.dims.index(major)):
+            have = Layout.build_canonical({d: axes for d, axes in have.items() if d != major}, have.only)
+        alone = planner.mesh.count_ranks(have[major]) == planner.tensor_sizes(fine)[major]
+        common = Layout.build_canonical({**have, minor: have[minor] if alone else ()}, have.only)
         rules = {d: axes for d, axes in common.items() if d not in (major, minor)}
-        joint = Layout.of({**rules, merged: (*common[major], *common[minor])}, common.only)
+        joint = Layout.build_canonical({**rules, merged: (*common[major], *common[minor])}, common.only)
         if merges:
             steps = (spec, planner.layout(spec), common), (out, joint, planner.layout(out))
         else:
             steps = (spec, planner.layout(spec), joint), (out, common, planner.layout(out))
-        conversions = [planner.enter(tensor, target, target.axes, source=source) for tensor, source, target in steps]
-        return planned(planner, operation, common, conversions)
+        conversions = [
+            planner.operand_conversion(tensor, target, target.axes, source=source) for tensor, source, target in steps
+        ]
+        return assemble_plan(planner, operation, common, conversions)
 
-    def run(self, ops, found, name, x, spec, out):
+    def run_on_blocks(self, ops, planned, name, x, spec, out):
         """Merge or split the dims of this rank's block of x, which moves nothing."""
         i = next(i for i, (a, b) in enumerate(zip(spec.dims, out.dims, strict=False)) if a != b)
         return x.flatten(i, i + 1) if len(spec.dims) > len(out.dims) else x.unflatten(i, (ops.blocks[out][i][1], -1))
 
-    def meter(self, ops, found, name, x, spec, out):
+    def meter_bytes(self, ops, planned, name, x, spec, out):
         """Return x: a reshaped activation takes no new memory."""
         return x
 
@@ -271,34 +281,34 @@ class SequenceMeanOp(Op):
     """Mean of x, of type `spec` [length batch], over the tokens of each sequence that are no padding in the data tensor
     `tokens`, where x is 0: for each token of type `out` [length batch], whose length is another."""
 
-    def record(self, ops, name, x, spec, tokens, out):
-        return ops.record(self.kind, name, [x], [spec], [out], [tokens])
+    def record_operation(self, ops, name, x, spec, tokens, out):
+        return ops.record_operation(self.kind, name, [x], [spec], [out], [tokens])
 
-    def plan(self, planner, operation):
+    def plan_operation(self, planner, operation):
         """Plan the mean of whole sequences, which is split again along their new length."""
         (spec,), (out,) = operation.inputs, operation.outputs
-        layout = planner.layout(spec).restrict(("batch",))
-        conversions = [planner.enter(spec, layout, layout.axes), planner.split(out, layout)]
-        return planned(planner, operation, layout, conversions, **reading(planner, spec, layout))
+        layout = planner.layout(spec).restrict_dims(("batch",))
+        conversions = [planner.operand_conversion(spec, layout, layout.axes), planner.result_conversion(out, layout)]
+        return assemble_plan(planner, operation, layout, conversions, **token_fields(planner, spec, layout))
 
-    def run(self, ops, name, x, spec, tokens, out):
+    def run_on_blocks(self, ops, name, x, spec, tokens, out):
         """Take the mean, in the type of statistics, of this rank's sequences."""
-        enter, leave = ops.planned(self.kind, name).conversions
-        x = ops.apply(x, enter)
+        enter, leave = ops.operation_plan(self.kind, name).conversions
+        x = ops.convert_block(x, enter)
         if ops.absent(x):
-            return ops.apply(x, leave)
+            return ops.convert_block(x, leave)
         count = (tokens[self.kind, name] >= 0).sum(0).clamp_min(1)
-        mean = (ops.kernels.statistics.widened(x).sum(0) / count).to(x.dtype)
-        return ops.apply(mean.expand(ops.shape_before(leave)), leave)
+        mean = (ops.kernels.statistics.widen_dtype(x).sum(0) / count).to(x.dtype)
+        return ops.convert_block(mean.expand(ops.shape_before(leave)), leave)
 
-    def meter(self, ops, name, x, spec, tokens, out):
+    def meter_bytes(self, ops, name, x, spec, tokens, out):
         """Count the memory of the means; of the tokens their number is kept."""
-        found = ops.planned(self.kind, name)
-        enter, leave = found.conversions
-        x = ops.apply(x, enter)
+        planned = ops.operation_plan(self.kind, name)
+        enter, leave = planned.conversions
+        x = ops.convert_block(x, enter)
         if ops.absent(x):
-            return ops.apply(x, leave)
+            return ops.convert_block(x, leave)
         n = x.elements
-        mean = ops.inner(found, leave)
-        ops.note([mean], [x], (), lambda gs, _: [ops.new(n)])
-        return ops.apply(mean, leave)
+        mean = ops.inner(planned, leave)
+        ops.note_operation([mean], [x], (), lambda gs, _: [ops.new(n)])
+        return ops.convert_block(mean, leave)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.nodes.replayed import bytes_on_link, cases, replay
-from platform.plan.operation_plan import moved_bytes
-from platform.plan.step_collectives import staged_collectives
+from platform.plan.operation_plan import traffic_bytes
+from platform.plan.step_collectives import collectives_by_stage
 from platform.train.replies import CollectiveSpan
 
 
@@ -16,9 +16,9 @@ def test_launches_carry_what_the_plan_says(case):
     for name in case.variants:
         plan = case.plan(name)
         spans = [
-            CollectiveSpan("", c.op, "+".join(c.axes), launches * moved_bytes(c, plan.mesh, plan.itemsize)
-                           // len(plan.mesh.groups(c.axes)), 0.0, 0.0, 0.0)
-            for _, c, launches, _ in staged_collectives(plan)
+            CollectiveSpan("", c.op, "+".join(c.axes), launches * traffic_bytes(c, plan.mesh, plan.itemsize)
+                           // len(plan.mesh.list_groups(c.axes)), 0.0, 0.0, 0.0)
+            for _, c, launches, _ in collectives_by_stage(plan)
         ]  # fmt: skip
         on_link, planned = bytes_on_link(case, name), case.traffic(name)[-1].busiest
         assert sum(map(on_link, spans)) == planned

@@ -61,7 +61,7 @@ def test_ranks_train_alike(pool, case):
 @pytest.mark.parametrize("name", ROWS)
 def test_every_row_has_a_plan_and_a_peer(name):
     row = ROWS[name]
-    assert make_plan(configured(row, 1)).mesh.size <= 2
+    assert make_plan(configured(row, 1)).mesh.world_size <= 2
     module, _, function = row.peer.partition(":")
     spec = importlib.util.find_spec(f"benchmarks.peers.{module}")
     assert spec and spec.origin

@@ -17,7 +17,7 @@ from tests.harness import warm
 from tests.harness.memories import take
 
 SHAPE, TENSORS = (1 << 10, 1 << 10), 4
-STATE = [HeldTensor(f"w{i}", "float32", SHAPE, {Box.whole(SHAPE): (0,)}) for i in range(TENSORS)]
+STATE = [HeldTensor(f"w{i}", "float32", SHAPE, {Box.whole_tensor(SHAPE): (0,)}) for i in range(TENSORS)]
 
 
 def held() -> MemoryMap:
@@ -25,13 +25,13 @@ def held() -> MemoryMap:
 
 
 def blocks(step: int) -> list[Block]:
-    return [Block(tensor.name, Box.whole(SHAPE), torch.full(SHAPE, float(step))) for tensor in STATE]
+    return [Block(tensor.name, Box.whole_tensor(SHAPE), torch.full(SHAPE, float(step))) for tensor in STATE]
 
 
 def write(pipe: Connection, says: bool) -> None:
     """Take one snapshot after the other. `says`: a snapshot says that it is being written to."""
     if not says:
-        Snapshot.begin = lambda self: None
+        Snapshot.mark_incomplete = lambda self: None
     memory = SharedMemory.create()
     mine = RankSnapshots(held(), 0, {0: memory})
     pipe.send(memory.address)
@@ -47,12 +47,12 @@ def left_behind(says: bool = True) -> list[Snapshot]:
     warm.start()
     writer = warm.CONTEXT.Process(target=write, args=(theirs, says), daemon=True)
     writer.start()
-    memory = SharedMemory.find(ours.recv())
+    memory = SharedMemory.open_address(ours.recv())
     assert memory and ours.recv() == "both are there"
     time.sleep(random.uniform(0.0, 0.1))
     writer.kill()
     writer.join()
-    return list(RankSnapshots(held(), 1, {0: memory})._of(0))
+    return list(RankSnapshots(held(), 1, {0: memory})._iterate_mate_snapshots(0))
 
 
 def torn(snapshots: list[Snapshot]) -> int:
@@ -60,7 +60,7 @@ def torn(snapshots: list[Snapshot]) -> int:
     wrong = 0
     for snapshot in snapshots:
         if (step := snapshot.step) is not None:
-            found = snapshot.own.data.view(torch.float32)
+            found = snapshot.own_buffer.data.view(torch.float32)
             wrong += not (snapshot.values == {"step": step} and bool((found == step).all()))
     return wrong
 
@@ -88,6 +88,6 @@ def test_who_lacks_the_step_is_not_read():
     mine, mate = (RankSnapshots(held(), rank, {0: one, 1: other}) for rank in (0, 1))
     take(mine, 1, blocks(1), {}, lambda sent, received: None)
     with pytest.raises(RuntimeError, match="rank 1 holds no snapshot of step 1"):
-        mine.of_node(1)
+        mine.open_node_snapshot(1)
     take(mate, 1, blocks(1), {}, lambda sent, received: None)
-    mine.of_node(1)
+    mine.open_node_snapshot(1)

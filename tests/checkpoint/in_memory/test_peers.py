@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from platform.checkpoint.blocks import LARGEST_ROW, Box, HeldTensor, planned_tensors
-from platform.checkpoint.memory_recovery import is_recoverable, keepers, lost_to
+from platform.checkpoint.blocks import LARGEST_ROW, Box, HeldTensor, list_held_tensors
+from platform.checkpoint.memory_recovery import is_recoverable, list_unrecoverable_tensors, map_keepers
 from platform.checkpoint.snapshots import MemoryMap
 from platform.predict.make_plan import make_plan
 from tests.checkpoint.moves.test_plans import KINDS, PLANS
@@ -42,7 +42,10 @@ def random_state(seed: int, domains: list[int]) -> list[HeldTensor]:
 
 def written(held: MemoryMap, rank: int) -> list:
     """What is in a rank's memory."""
-    return [*held.own(rank), *(part for copy in held.copies if copy.receiver == rank for part in copy.parts)]
+    return [
+        *held.own_parts(rank),
+        *(part for copy in held.copies if copy.receiver == rank for part in copy.tensor_parts),
+    ]
 
 
 def lost_elements(held: MemoryMap, alive: Sequence[int], name: str | None = None) -> int:
@@ -52,10 +55,10 @@ def lost_elements(held: MemoryMap, alive: Sequence[int], name: str | None = None
     readable = [part for rank, memory in enumerate(held.memories) if memory in memories for part in written(held, rank)]
     for tensor in held.state:
         found = np.zeros(tensor.shape, bool)
-        everything = Box.whole(tensor.shape)
+        everything = Box.whole_tensor(tensor.shape)
         for part in readable:
             if part.tensor.name == tensor.name:
-                found[part.box.within(everything)] = True
+                found[part.box.relative_slices(everything)] = True
         missing += int((~found).sum()) if name in (None, tensor.name) else 0
     return missing
 
@@ -68,13 +71,14 @@ def test_any_one_domain_may_be_lost(seed, nodes, how):
     for copy in held.copies:
         assert domain[copy.sender] != domain[copy.receiver]
         assert copy.sender in copy.chain.holders and len({domain[rank] for rank in copy.chain.holders}) == 1
-        own = held.own(copy.sender)  # and so it is in its memory to be sent
+        own = held.own_parts(copy.sender)  # and so it is in its memory to be sent
         assert all(
-            any(part.box.overlap(o.box) == part.box for o in own if o.tensor is part.tensor) for part in copy.parts
+            any(part.box.intersect_box(o.box) == part.box for o in own if o.tensor is part.tensor)
+            for part in copy.tensor_parts
         )
     for gone in set(domain) if len(set(domain)) > 1 else ():
         alive = [rank for rank, home in enumerate(domain) if home != gone]
-        assert lost_elements(held, alive) == 0 and lost_to(held, alive) == []
+        assert lost_elements(held, alive) == 0 and list_unrecoverable_tensors(held, alive) == []
 
 
 @settings(max_examples=60)
@@ -84,9 +88,9 @@ def test_what_is_whole_is_what_has_every_element(seed, nodes, how, alive):
     held = MemoryMap(random_state(seed, nodes), nodes, *how)
     left = sorted(rank for rank in alive if rank < len(nodes))
     for tensor in held.state:
-        assert (tensor.name in lost_to(held, left)) == (lost_elements(held, left, tensor.name) > 0)
+        assert (tensor.name in list_unrecoverable_tensors(held, left)) == (lost_elements(held, left, tensor.name) > 0)
     memories = {held.memories[rank] for rank in left}
-    assert is_recoverable(keepers(held), memories) == (lost_to(held, left) == [])
+    assert is_recoverable(map_keepers(held), memories) == (list_unrecoverable_tensors(held, left) == [])
 
 
 @given(seed=st.integers(0, 2**32), nodes=DOMAINS)
@@ -96,10 +100,12 @@ def test_of_distrusted_ranks_nothing_counts(seed, nodes):
     apart = MemoryMap(held.state, nodes, False)
     for wrong in range(len(nodes)):
         rest = [rank for rank in range(len(nodes)) if rank != wrong]
-        missing = lost_to(held, rest, {wrong})
+        missing = list_unrecoverable_tensors(held, rest, {wrong})
         if len(set(nodes)) > 1:
-            assert missing == lost_to(apart, rest, {wrong}) == lost_to(apart, rest)
-        assert is_recoverable(keepers(held, {wrong}), {held.memories[rank] for rank in rest}) == (missing == [])
+            assert (
+                missing == list_unrecoverable_tensors(apart, rest, {wrong}) == list_unrecoverable_tensors(apart, rest)
+            )
+        assert is_recoverable(map_keepers(held, {wrong}), {held.memories[rank] for rank in rest}) == (missing == [])
 
 
 @given(seed=st.integers(0, 2**32), nodes=DOMAINS)
@@ -108,12 +114,14 @@ def test_ranks_that_share_memory_divide_what_they_hold_alike(seed, nodes):
     state = random_state(seed, nodes)
     shared, apart = MemoryMap(state, nodes, True), MemoryMap(state, nodes, False)
     per_node = sum(
-        box.size * t.itemsize * len({nodes[rank] for rank in ranks}) for t in state for box, ranks in t.holders.items()
+        box.num_elements * t.itemsize * len({nodes[rank] for rank in ranks})
+        for t in state
+        for box, ranks in t.holders.items()
     )
-    per_rank = sum(box.size * t.itemsize * len(ranks) for t in state for box, ranks in t.holders.items())
+    per_rank = sum(box.num_elements * t.itemsize * len(ranks) for t in state for box, ranks in t.holders.items())
     ranks = range(len(nodes))
-    assert sum(part.nbytes for rank in ranks for part in shared.own(rank)) == per_node
-    assert sum(part.nbytes for rank in ranks for part in apart.own(rank)) == per_rank
+    assert sum(part.nbytes for rank in ranks for part in shared.own_parts(rank)) == per_node
+    assert sum(part.nbytes for rank in ranks for part in apart.own_parts(rank)) == per_rank
 
 
 def balanced(state: list[HeldTensor], nodes: list[int], row: int, shared: bool) -> None:
@@ -131,7 +139,7 @@ def balanced(state: list[HeldTensor], nodes: list[int], row: int, shared: bool) 
     least = max(sum(exclusive.values()) / len(nodes), *(exclusive[h] / (len(nodes) - ranks[h]) for h in ranks))
     received, given = Counter(), Counter()
     for copy in held.copies:
-        assert copy.nbytes == sum(part.nbytes for part in copy.parts)
+        assert copy.nbytes == sum(part.nbytes for part in copy.tensor_parts)
         received[copy.receiver] += copy.nbytes
         given[copy.sender] += copy.nbytes
     for rank in range(len(nodes)):
@@ -152,17 +160,19 @@ def test_the_load_is_even():
 @pytest.mark.parametrize("plan", [name for name in PLANS if name != "serial"])
 def test_every_plan_survives_the_loss_of_a_worker_and_of_a_node(plan):
     made = make_plan(configure(layers=4, **PLANS[plan]))
-    state = [held for kind, dtype in KINDS.items() for held in planned_tensors(made, kind, dtype)]
-    size = made.mesh.size
+    state = [held for kind, dtype in KINDS.items() for held in list_held_tensors(made, kind, dtype)]
+    size = made.mesh.world_size
     for nodes in ([0] * size, [rank * 2 // size for rank in range(size)], [rank % 2 for rank in range(size)]):
         for shared in (False, True):
             held = MemoryMap(state, nodes, shared)
             home = failing(held, nodes)
             for gone in set(home) if len(set(home)) > 1 else ():
-                assert lost_to(held, [rank for rank in range(size) if home[rank] != gone]) == []
+                assert list_unrecoverable_tensors(held, [rank for rank in range(size) if home[rank] != gone]) == []
             if shared:
                 one_each = {node: nodes.index(node) for node in nodes}.values()
-                assert lost_to(held, one_each) == [], "of each node's workers all but one may be lost"
+                assert list_unrecoverable_tensors(held, one_each) == [], (
+                    "of each node's workers all but one may be lost"
+                )
             balanced(state, nodes, LARGEST_ROW, shared)
 
 
@@ -177,7 +187,7 @@ def test_replicas_elsewhere_need_no_copy_and_lonely_blocks_do():
     assert ways([held], ["a", "a", "b", "b"]) == set()
     assert ways([held], ["a", "b", "a", "b"]) == {(0, 1), (2, 3), (1, 0), (3, 2)}
     assert ways([held], ["a"] * 4) == set()  # one node: each rank by itself, and each block on two
-    assert ways([HeldTensor("w", "float32", (16,), {Box.whole((16,)): (0,)})], ["a"]) == set()
+    assert ways([HeldTensor("w", "float32", (16,), {Box.whole_tensor((16,)): (0,)})], ["a"]) == set()
     lonely = HeldTensor("w", "float32", (16,), {boxes[0]: (0,), boxes[1]: (1,)})
     assert ways([lonely], ["a", "a"]) == {(0, 1), (1, 0)} and ways([lonely], ["a", "a"], shared=True) == set()
 
@@ -187,10 +197,10 @@ def test_negative_control_without_copies_or_with_a_wrong_one_something_is_lost()
     state = [HeldTensor("w", "float32", (16,), {box: (rank,) for rank, box in zip(count(), boxes, strict=False)})]
     for shared in (False, True):
         held = MemoryMap(state, ["a", "a", "b", "b"], shared)
-        assert lost_elements(held, [2, 3]) == 0 and lost_to(held, [2, 3]) == []
+        assert lost_elements(held, [2, 3]) == 0 and list_unrecoverable_tensors(held, [2, 3]) == []
         there = held.copies
         held.copies = [copy._replace(receiver=copy.receiver ^ 2) for copy in there]  # in the sender's domain
-        assert lost_elements(held, [2, 3]) == 8 and lost_to(held, [2, 3]) == ["w"]
+        assert lost_elements(held, [2, 3]) == 8 and list_unrecoverable_tensors(held, [2, 3]) == ["w"]
         held.copies = []
-        assert lost_elements(held, [2, 3]) == 8 and lost_to(held, [2, 3]) == ["w"]
-        assert lost_to(held, [0, 1, 2, 3]) == []
+        assert lost_elements(held, [2, 3]) == 8 and list_unrecoverable_tensors(held, [2, 3]) == ["w"]
+        assert list_unrecoverable_tensors(held, [0, 1, 2, 3]) == []

@@ -9,10 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from platform.checkpoint.blocks import Block, Chain, chains_of
-from platform.checkpoint.memory_recovery import is_recoverable, keepers, lost_to, recover, surviving
+from platform.checkpoint.blocks import Block, Chain, join_chains
+from platform.checkpoint.memory_recovery import (
+    find_surviving_chains,
+    is_recoverable,
+    list_unrecoverable_tensors,
+    map_keepers,
+    recover_state,
+)
 from platform.checkpoint.moves import World
-from platform.checkpoint.snapshots import MemoryMap, NodeSnapshot, RankSnapshots, SharedMemory, open_node
+from platform.checkpoint.snapshots import MemoryMap, NodeSnapshot, RankSnapshots, SharedMemory, open_node_memories
 from platform.plan.layout import Mesh
 from platform.runtime.communicator import SingleRank
 from platform.train.training_state import all_gather_values
@@ -32,7 +38,7 @@ def small_pieces(monkeypatch):
 
 
 def on_all(world_size: int, work) -> list:
-    mesh = Mesh.of({"data": world_size})
+    mesh = Mesh.arrange_axes({"data": world_size})
     return [work(SingleRank(mesh))] if world_size == 1 else run_threads(mesh, work)
 
 
@@ -52,16 +58,16 @@ def hold(jobs: list[Job], nodes: list[int], shared: bool = False, divided: bool 
 
 
 def left(held: MemoryMap, seats: dict[int, int]) -> list[Chain]:
-    return surviving(held.chains, held.copies, held.readers(seats))
+    return find_surviving_chains(held.chains, held.copies, held.map_readers(seats))
 
 
 def pass_to(job: Job, survived: list[Chain], snapshots: dict[int, NodeSnapshot], budget: int) -> list[list[Block]]:
     def work(communicator) -> list[Block]:
         rank = communicator.rank
         blocks = job.blocks(rank, empty=True)
-        read = snapshots[rank].read if rank in snapshots else None
+        read = snapshots[rank].read_part if rank in snapshots else None
         all_gather = partial(all_gather_values, communicator)
-        recover(
+        recover_state(
             survived, read, job.state, blocks, World(rank, job.world_size, all_gather, communicator.exchange, budget)
         )
         return blocks
@@ -91,12 +97,14 @@ def test_any_tiling_to_any_other_after_the_loss_of_a_domain(seed, nodes, new, bu
         first = [rank for rank in alive if rank == nodes.index(nodes[rank])]
         alive = first + [rank for rank in alive if rank not in first and draw.random() < 0.5]
     alive = alive[:new]
-    if lost_to(held, alive):
+    if list_unrecoverable_tensors(held, alive):
         assert len({held.memories[rank] for rank in range(old) if domains[rank] != gone}) > new  # too few seats
         return
     seats = dict(zip(alive, draw.permutation(new).tolist(), strict=False))
     after = Job.random(tensors, new, draw)
-    after.check(pass_to(after, left(held, seats), {seats[rank]: memories[rank].of_node(0) for rank in alive}, budget))
+    after.check(
+        pass_to(after, left(held, seats), {seats[rank]: memories[rank].open_node_snapshot(0) for rank in alive}, budget)
+    )
 
 
 @settings(max_examples=40)
@@ -108,11 +116,15 @@ def test_whoevers_memory_is_distrusted_nothing_is_lost(seed, nodes, shared):
     before = Job.random(tensors, world, draw)
     memories = hold([before], nodes, shared, divided=False)
     held, wrong = memories[0].held, int(draw.integers(world))
-    assert lost_to(held, range(world), [wrong]) == []
-    assert is_recoverable(keepers(held, [wrong]), {m for rank, m in enumerate(held.memories) if rank != wrong})
-    survived = surviving(held.chains, held.copies, held.readers({rank: rank for rank in range(world)}, [wrong]))
+    assert list_unrecoverable_tensors(held, range(world), [wrong]) == []
+    assert is_recoverable(map_keepers(held, [wrong]), {m for rank, m in enumerate(held.memories) if rank != wrong})
+    survived = find_surviving_chains(
+        held.chains, held.copies, held.map_readers({rank: rank for rank in range(world)}, [wrong])
+    )
     after = Job.random(tensors, world, draw)
-    snapshots = {rank: memory.of_node(0, [wrong]) for rank, memory in enumerate(memories) if rank != wrong or shared}
+    snapshots = {
+        rank: memory.open_node_snapshot(0, [wrong]) for rank, memory in enumerate(memories) if rank != wrong or shared
+    }
     after.check(pass_to(after, survived, snapshots, 1 << 20))
 
 
@@ -120,11 +132,11 @@ def test_whoevers_memory_is_distrusted_nothing_is_lost(seed, nodes, shared):
 def test_the_last_two_steps_are_held(shared):
     jobs = [Job.whole(values({"w": (8, 8)}, step), 2) for step in range(4)]
     memories = hold(jobs, [0, 0], shared)
-    assert [memory.steps for memory in memories] == [[2, 3]] * 2
+    assert [memory.complete_steps for memory in memories] == [[2, 3]] * 2
     for step in (2, 3):
-        snapshots = {rank: memory.of_node(step) for rank, memory in enumerate(memories)}
+        snapshots = {rank: memory.open_node_snapshot(step) for rank, memory in enumerate(memories)}
         assert snapshots[0].values == {"step": step}
-        jobs[step].check(pass_to(jobs[step], chains_of(jobs[step].state), snapshots, 1 << 20))
+        jobs[step].check(pass_to(jobs[step], join_chains(jobs[step].state), snapshots, 1 << 20))
 
 
 def test_what_fails_while_it_is_held_leaves_the_step_before():
@@ -138,11 +150,11 @@ def test_what_fails_while_it_is_held_leaves_the_step_before():
     for _ in range(2):
         with pytest.raises(ConnectionError):
             take(memory, 2, jobs[2].blocks(0), {}, fail)
-        assert memory.steps == [1]
-    jobs[1].check(pass_to(jobs[1], chains_of(jobs[1].state), {0: memory.of_node(1)}, 1 << 20))
-    memory.keep_only(1)
-    take(memory, 2, jobs[2].blocks(0), {}, SingleRank(Mesh.of({"data": 1})).transfer)
-    assert memory.steps == [1, 2]
+        assert memory.complete_steps == [1]
+    jobs[1].check(pass_to(jobs[1], join_chains(jobs[1].state), {0: memory.open_node_snapshot(1)}, 1 << 20))
+    memory.keep_only_step(1)
+    take(memory, 2, jobs[2].blocks(0), {}, SingleRank(Mesh.arrange_axes({"data": 1})).transfer)
+    assert memory.complete_steps == [1, 2]
 
 
 def test_rounds_are_bounded_and_senders_even():
@@ -151,7 +163,7 @@ def test_rounds_are_bounded_and_senders_even():
     job = Job.whole(tensors, 4)
     memories = hold([job], [0, 1, 2, 3])
     survived = left(memories[0].held, {0: 0, 1: 1, 3: 2})
-    snapshots = {new: memories[old].of_node(0) for new, old in enumerate((0, 1, 3))}
+    snapshots = {new: memories[old].open_node_snapshot(0) for new, old in enumerate((0, 1, 3))}
     got: list[list[int]] = []
 
     def work(communicator) -> list[Block]:
@@ -162,9 +174,9 @@ def test_rounds_are_bounded_and_senders_even():
                 got.append([sizes.get(peer, 0) for peer in range(4)])
 
         rank, blocks = communicator.rank, job.blocks(communicator.rank, empty=True)
-        read = snapshots[rank].read if rank in snapshots else None
+        read = snapshots[rank].read_part if rank in snapshots else None
         all_gather = partial(all_gather_values, communicator)
-        recover(survived, read, job.state, blocks, World(rank, 4, all_gather, exchange, budget=256))
+        recover_state(survived, read, job.state, blocks, World(rank, 4, all_gather, exchange, budget=256))
         return blocks
 
     job.check(on_all(4, work))
@@ -178,7 +190,7 @@ def test_rounds_are_bounded_and_senders_even():
 def test_bytes_are_those_of_the_type(dtype, extent):
     tensors = {"odd": torch.arange(7).to(torch.bfloat16), "w": torch.ones(extent, dtype=dtype) * 3}
     job = Job.whole(tensors)
-    job.check(pass_to(job, chains_of(job.state), {0: hold([job], [0])[0].of_node(0)}, 1 << 20))
+    job.check(pass_to(job, join_chains(job.state), {0: hold([job], [0])[0].open_node_snapshot(0)}, 1 << 20))
 
 
 def test_negative_control_without_the_copies_nothing_can_be_recovered():
@@ -187,11 +199,11 @@ def test_negative_control_without_the_copies_nothing_can_be_recovered():
     seats = {0: 0, 2: 1, 3: 2}
     memories = hold([job], [0, 1, 2, 3])
     held = memories[0].held
-    snapshots = {seats[rank]: memories[rank].of_node(0) for rank in seats}
+    snapshots = {seats[rank]: memories[rank].open_node_snapshot(0) for rank in seats}
     after = Job.whole(tensors, 3)
     after.check(pass_to(after, left(held, seats), snapshots, 1 << 20))
     held.copies = []
-    assert lost_to(held, [0, 2, 3])
+    assert list_unrecoverable_tensors(held, [0, 2, 3])
     with pytest.raises(AssertionError):
         after.check(pass_to(after, left(held, seats), snapshots, 1 << 20))
 
@@ -200,11 +212,13 @@ def test_ranks_that_cannot_find_each_other_s_memory_do_not_share_it():
     """Another process of that number, one that is gone, a file that is another: nothing of it is opened."""
     memory, other = SharedMemory.create(), SharedMemory.create()
     process, number, device, inode = memory.address
-    assert SharedMemory.find(memory.address).address[2:] == [device, inode]
+    assert SharedMemory.open_address(memory.address).address[2:] == [device, inode]
     for wrong in ([process, 1, device, inode], [process, other.address[1], device, inode], [1 << 22, 3, device, inode]):
-        assert SharedMemory.find(wrong) is None
+        assert SharedMemory.open_address(wrong) is None
     nodes = ["a", "a", "b"]
     gathered = [[memory.address, [1 << 22, 3, 0, 0], other.address], [False, True, True]]
-    assert open_node(memory, nodes, 0, lambda mine: gathered.pop(0)) is None
+    assert open_node_memories(memory, nodes, 0, lambda mine: gathered.pop(0)) is None
     gathered = [[memory.address, other.address, [1 << 22, 3, 0, 0]], [True, True, True]]
-    assert list(open_node(memory, nodes, 0, lambda mine: gathered.pop(0))) == [0, 1], "nobody opens another node's"
+    assert list(open_node_memories(memory, nodes, 0, lambda mine: gathered.pop(0))) == [0, 1], (
+        "nobody opens another node's"
+    )

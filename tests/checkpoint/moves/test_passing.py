@@ -8,7 +8,7 @@ from torch import Tensor
 
 from platform.checkpoint.blocks import Block, Box, HeldTensor, Piece
 from platform.checkpoint.manifest import Corrupt
-from platform.checkpoint.moves import ALONE, World, pass_on
+from platform.checkpoint.moves import ALONE, World, exchange_pieces
 
 ROWS = [Box((0, 0), (2, 6)), Box((2, 0), (3, 6))]  # of a tensor [5, 6], as pieces
 TYPES = {"whole": torch.float32, "columns": torch.float32, "strided": torch.float32, "another type": torch.float64}
@@ -20,7 +20,11 @@ def blocks_of(kind: str) -> list[Block]:
     if kind == "columns":
         return [Block("w", Box((0, at), (5, 3)), torch.zeros(5, 3)) for at in (0, 3)]
     return [
-        Block("w", Box.whole((5, 6)), torch.zeros(6, 5).t() if kind == "strided" else torch.zeros(5, 6, dtype=dtype))
+        Block(
+            "w",
+            Box.whole_tensor((5, 6)),
+            torch.zeros(6, 5).t() if kind == "strided" else torch.zeros(5, 6, dtype=dtype),
+        )
     ]
 
 
@@ -36,9 +40,9 @@ def filled(kind: str, numbers: Tensor) -> tuple[list[Block], bool]:
                 any(memory.untyped_storage().data_ptr() == b.tensor.untyped_storage().data_ptr() for b in blocks)
             )
 
-    state = [HeldTensor.of("w", TYPES[kind], (5, 6), [(0, b.box) for b in blocks])]
+    state = [HeldTensor.group_holders("w", TYPES[kind], (5, 6), [(0, b.box) for b in blocks])]
     pieces = [Piece("w", "float32", box, slice(box.offset[0], box.offset[0] + box.extent[0])) for box in ROWS]
-    pass_on([[pieces]], fetch, state, blocks, ALONE)
+    exchange_pieces([[pieces]], fetch, state, blocks, ALONE)
     assert len(set(there)) == 1
     return blocks, there[0]
 
@@ -49,7 +53,7 @@ def test_into_the_block_itself_where_it_lies_there_byte_by_byte(kind):
     blocks, in_place = filled(kind, numbers)
     assert in_place == (kind == "whole")
     for block in blocks:
-        assert torch.equal(block.tensor.float(), numbers[block.box.within(Box.whole((5, 6)))])
+        assert torch.equal(block.tensor.float(), numbers[block.box.relative_slices(Box.whole_tensor((5, 6)))])
 
 
 def test_a_piece_for_one_other_rank_is_fetched_into_its_message():
@@ -57,7 +61,7 @@ def test_a_piece_for_one_other_rank_is_fetched_into_its_message():
     numbers = torch.arange(30, dtype=torch.float32).view(5, 6)
     halves = [Box((0, 0), (5, 3)), Box((0, 3), (5, 3))]
     for boxes, whole in (([Box((0, 0), (2, 6)), Box((2, 0), (3, 6))], True), (halves, False)):
-        state = [HeldTensor.of("w", torch.float32, (5, 6), [(r + 1, box) for r, box in enumerate(boxes)])]
+        state = [HeldTensor.group_holders("w", torch.float32, (5, 6), [(r + 1, box) for r, box in enumerate(boxes)])]
         messages: dict[int, Tensor] = {}
         fetched: list[Tensor] = []
 
@@ -71,12 +75,12 @@ def test_a_piece_for_one_other_rank_is_fetched_into_its_message():
             assert not received  # nothing for rank 0 from anybody
 
         pieces = [Piece("w", "float32", box, slice(box.offset[0], box.offset[0] + box.extent[0])) for box in ROWS]
-        pass_on([[pieces, [], []]], fetch, state, [], World(0, 3, lambda told: [told] * 3, exchange))
+        exchange_pieces([[pieces, [], []]], fetch, state, [], World(0, 3, lambda told: [told] * 3, exchange))
         own = {m.untyped_storage().data_ptr() for m in messages.values()}
         assert all((m.untyped_storage().data_ptr() in own) == whole for m in fetched)
         assert [*messages] == [1, 2]
         for box, message in zip(boxes, messages.values(), strict=True):
-            wanted = numbers[box.within(Box.whole((5, 6)))]
+            wanted = numbers[box.relative_slices(Box.whole_tensor((5, 6)))]
             found = message.view(torch.float32)
             assert sorted(found.tolist()) == sorted(wanted.flatten().tolist())
 
@@ -85,7 +89,7 @@ def test_a_failure_is_every_rank_s():
     def fetch(wanted, into) -> None:
         raise Corrupt("a bit has flipped")
 
-    state = [HeldTensor.of("w", torch.float32, (5, 6), [(0, Box.whole((5, 6)))])]
+    state = [HeldTensor.group_holders("w", torch.float32, (5, 6), [(0, Box.whole_tensor((5, 6)))])]
     pieces = [Piece("w", "float32", ROWS[0], slice(0, 2))]
     with pytest.raises(Corrupt, match="^a bit has flipped$"):
-        pass_on([[pieces]], fetch, state, blocks_of("whole"), ALONE)
+        exchange_pieces([[pieces]], fetch, state, blocks_of("whole"), ALONE)

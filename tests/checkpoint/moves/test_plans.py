@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from platform.boundary.storage import Storage, open_storage
-from platform.checkpoint.blocks import local_blocks, planned_tensors, shares
+from platform.checkpoint.blocks import list_held_tensors, list_written_parts, local_blocks
 from platform.checkpoint.catalogue import load_manifest
 from platform.checkpoint.manifest import Manifest
 from platform.config.fields import Config
@@ -75,15 +75,15 @@ def tensors(model: str) -> dict[str, torch.Tensor]:
 def job(model: str, name: str) -> Job:
     p = plan(model, name)
     holds: dict[str, list] = {}
-    for rank, kind in product(range(p.mesh.size), KINDS):
-        here = p.mesh.coordinates(rank)
+    for rank, kind in product(range(p.mesh.world_size), KINDS):
+        here = p.mesh.rank_coordinates(rank)
         ranges = {q.name: p.shard_range(q, here) for q in p.parameters}
         parts = {name: torch.empty(stop - start, device="meta") for name, (start, stop) in ranges.items()}
         for block in local_blocks(p, kind, parts, here):
             assert block.tensor.shape == block.box.extent
             holds.setdefault(block.name, []).append((rank, block.box))
-    made = Job(tensors(model), holds, p.mesh.size)
-    assert made.state == [held for kind, dtype in KINDS.items() for held in planned_tensors(p, kind, dtype)]
+    made = Job(tensors(model), holds, p.mesh.world_size)
+    assert made.state == [held for kind, dtype in KINDS.items() for held in list_held_tensors(p, kind, dtype)]
     return made
 
 
@@ -139,12 +139,14 @@ def test_a_restore_says_how_far_it_is(saved, monkeypatch):
 def test_a_worker_writes_its_part_of_what_it_shares(monkeypatch, model, name):
     """1/n of the bytes that it and n - 1 others have alike, but for a row; so 1/n of all where all are replicas."""
     monkeypatch.setattr("platform.checkpoint.blocks.LARGEST_ROW", 64)
-    state, size = job(model, name).state, plan(model, name).mesh.size
+    state, size = job(model, name).state, plan(model, name).mesh.world_size
     common: Counter[tuple[int, ...]] = Counter()
     for held in state:
         for box, ranks in held.holders.items():
-            common[ranks] += box.size * held.itemsize
-    written = [sum(s.box.size * s.tensor.itemsize for s in shares(state, rank)) for rank in range(size)]
+            common[ranks] += box.num_elements * held.itemsize
+    written = [
+        sum(s.box.num_elements * s.tensor.itemsize for s in list_written_parts(state, rank)) for rank in range(size)
+    ]
     assert sum(written) == common.total() == sum(t.numel() * 8 for t in tensors(model).values())
     for rank, bytes_ in enumerate(written):
         parts = [total / len(ranks) for ranks, total in common.items() if rank in ranks]

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from platform.boundary.storage import open_storage
-from platform.checkpoint.blocks import Block, Box, HeldTensor, gaps, shares, stretch
+from platform.checkpoint.blocks import Block, Box, HeldTensor, find_tiling_faults, list_written_parts, split_flat_range
 from platform.checkpoint.buffer import Image
-from platform.checkpoint.catalogue import find, load_manifest
-from platform.checkpoint.manifest import Corrupt, Refused, check_against
-from platform.checkpoint.moves import read_tensor, restore
-from platform.plan.layout import Layout, Mesh, block, padded
+from platform.checkpoint.catalogue import find_newest_checkpoint, load_manifest
+from platform.checkpoint.manifest import Corrupt, Refused, check_tensors
+from platform.checkpoint.moves import read_tensor, restore_checkpoint
+from platform.plan.layout import Layout, Mesh, locate_block, pad_to_multiple
 from tests.harness.storage_job import Counting, Job, values
 
 SHAPES = {"a": (13, 6), "b": (5, 4, 7), "c": (31,), "d": (), "e": (3, 17), "f": (9, 2), "g": (1, 1, 23)}
@@ -33,7 +33,7 @@ def test_any_tiling_to_any_other(tmp_path_factory, seed, writers, readers, budge
     tensors = values(SHAPES, seed % 1000)
     storage = Counting(open_storage(str(tmp_path_factory.mktemp("storage"))))
     directory = Job.random(tensors, writers, draw).save(storage)
-    found = find(storage)
+    found = find_newest_checkpoint(storage)
     assert found.directory == directory and not found.refused
     storage.read_bytes = 0
     reader = Job.random(tensors, readers, draw)
@@ -91,12 +91,13 @@ def test_the_plan_s_blocks_with_a_padded_vocab(tmp_path):
     table = {"embedding": torch.randn(61, 12)}
 
     def job(axes):
-        mesh, sizes = Mesh.of(axes), {"vocab": padded(61, axes["t"]), "d_model": 12}
-        layout = Layout.of({"vocab": ("t",), "d_model": ("c",)})
+        mesh, sizes = Mesh.arrange_axes(axes), {"vocab": pad_to_multiple(61, axes["t"]), "d_model": 12}
+        layout = Layout.build_canonical({"vocab": ("t",), "d_model": ("c",)})
         found = [
-            (r, Box.of(block(("vocab", "d_model"), sizes, layout, mesh, mesh.coordinates(r)))) for r in range(mesh.size)
+            (r, Box.build_box(locate_block(("vocab", "d_model"), sizes, layout, mesh, mesh.rank_coordinates(r))))
+            for r in range(mesh.world_size)
         ]
-        return Job(table, {"embedding": found}, mesh.size)
+        return Job(table, {"embedding": found}, mesh.world_size)
 
     storage = open_storage(str(tmp_path))
     directory = job({"data": 2, "t": 4, "c": 1}).save(storage)
@@ -113,10 +114,12 @@ def test_what_the_checkpoint_does_not_have_is_named(tmp_path):
     directory = Job.whole(values({"a": (4, 2), "b": (3,)})).save(storage)
     manifest = load_manifest(storage, directory)
     with pytest.raises(Refused, match=r"^has no z, and 1 more$"):
-        check_against(manifest, {"z": (1,), "a": (4, 3)})
-    out = Block("a", Box.whole((4, 3)), torch.zeros(4, 3))
+        check_tensors(manifest, {"z": (1,), "a": (4, 3)})
+    out = Block("a", Box.whole_tensor((4, 3)), torch.zeros(4, 3))
     with pytest.raises(Refused, match=r"^a is \[4, 2\] there, \[4, 3\] here$"):
-        restore(storage, directory, manifest, [HeldTensor.of("a", torch.float64, (4, 3), [(0, out.box)])], [out])
+        restore_checkpoint(
+            storage, directory, manifest, [HeldTensor.group_holders("a", torch.float64, (4, 3), [(0, out.box)])], [out]
+        )
 
 
 def test_damage_that_one_rank_sees_stops_all(tmp_path):
@@ -145,31 +148,34 @@ def test_a_checkpoint_that_is_deleted_under_one_rank_stops_all(tmp_path):
 @settings(max_examples=100, deadline=None)
 @given(shape=st.lists(st.integers(1, 6), max_size=4), data=st.data())
 def test_a_stretch_is_its_elements_in_order(shape, data):
-    whole = Box.whole(shape)
-    first = data.draw(st.integers(0, whole.size))
-    last = data.draw(st.integers(first, whole.size))
-    numbers = np.arange(whole.size).reshape(shape)
-    parts = [numbers[b.within(whole)].ravel() for b in stretch(whole, first, last)]
+    whole = Box.whole_tensor(shape)
+    first = data.draw(st.integers(0, whole.num_elements))
+    last = data.draw(st.integers(first, whole.num_elements))
+    numbers = np.arange(whole.num_elements).reshape(shape)
+    parts = [numbers[b.relative_slices(whole)].ravel() for b in split_flat_range(whole, first, last)]
     assert np.concatenate([[], *parts]).tolist() == list(range(first, last))
     assert len(parts) <= max(1, 2 * len(shape) - 1)
 
 
 def test_gaps_are_named():
     boxes = [Box((0, 0), (2, 4)), Box((2, 0), (2, 2)), Box((2, 2), (2, 2))]
-    assert gaps((4, 4), boxes) == []
-    assert gaps((4, 4), boxes[:2]) == ["[2:4, 2:4] is in no block"]
-    assert gaps((4, 4), [*boxes, boxes[1]]) == ["[2:4, 0:2] is in several blocks"]
-    assert gaps((4, 3), boxes) == ["[0:2, 0:4] lies outside of [0:4, 0:3]", "[2:4, 2:4] lies outside of [0:4, 0:3]"]
-    assert gaps((), [Box((), ())]) == [] and gaps((), []) == ["[] is in no block"]
+    assert find_tiling_faults((4, 4), boxes) == []
+    assert find_tiling_faults((4, 4), boxes[:2]) == ["[2:4, 2:4] is in no block"]
+    assert find_tiling_faults((4, 4), [*boxes, boxes[1]]) == ["[2:4, 0:2] is in several blocks"]
+    assert find_tiling_faults((4, 3), boxes) == [
+        "[0:2, 0:4] lies outside of [0:4, 0:3]",
+        "[2:4, 2:4] lies outside of [0:4, 0:3]",
+    ]
+    assert find_tiling_faults((), [Box((), ())]) == [] and find_tiling_faults((), []) == ["[] is in no block"]
 
 
 def test_a_live_tensor_may_change_once_it_is_copied(tmp_path):
     storage = open_storage(str(tmp_path))
-    held = HeldTensor.of("w", torch.float32, (8,), [(0, Box.whole((8,)))])
+    held = HeldTensor.group_holders("w", torch.float32, (8,), [(0, Box.whole_tensor((8,)))])
     live = torch.arange(8.0, requires_grad=True)
-    image = Image(0, shares([held], 0))
-    image.fill([Block("w", Box.whole((8,)), live)])
+    image = Image(0, list_written_parts([held], 0))
+    image.fill_parts([Block("w", Box.whole_tensor((8,)), live)])
     with torch.no_grad():
         live.add_(1)
-    data = storage.url and image.write(storage, "x") and storage.read("x/blocks-00000.bin")
+    data = storage.url and image.write_file(storage, "x") and storage.read("x/blocks-00000.bin")
     assert np.frombuffer(data, np.float32).tolist() == list(range(8))

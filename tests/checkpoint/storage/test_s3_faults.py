@@ -14,7 +14,7 @@ from aiobotocore.client import AioBaseClient
 from platform.boundary.storage import open_storage
 from platform.checkpoint import catalogue
 from platform.checkpoint import manifest as manifests
-from platform.checkpoint.catalogue import find, load_manifest, verify
+from platform.checkpoint.catalogue import find_newest_checkpoint, load_manifest, verify_checkpoint
 from platform.checkpoint.manifest import Refused
 from platform.checkpoint.saver import Saver
 from tests.harness.storage_job import Job, meta, values
@@ -60,7 +60,7 @@ def small(step: int) -> Job:
 
 def newest(storage, job=job) -> int:
     """The step of the newest checkpoint that can be trusted, once its values are seen to be those of that step."""
-    found = find(storage)
+    found = find_newest_checkpoint(storage)
     assert found.manifest is not None and found.directory is not None
     step = found.manifest.meta.step
     job(step).check(job(step).restore(storage, found.directory, found.manifest))
@@ -90,8 +90,8 @@ def test_a_connection_that_goes_at_every_request_of_a_save(s3, answer):
         assert newest(storage) == step + 1 if saved else newest(storage) in (step, step + 1)
         step += 2
         save(storage, step)
-        catalogue.prune(storage, last=1)
-        assert newest(storage) == step and len(storage.list("")) == 1
+        catalogue.prune_checkpoints(storage, last=1)
+        assert newest(storage) == step and len(storage.list_sizes("")) == 1
         at, fired = at + 1, wire.fired
     assert at > 10 and wire.methods >= {"CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"}
 
@@ -106,11 +106,11 @@ def test_a_save_is_tried_again_whatever_is_lost(s3, answer):
         step += 1
         with pytest.MonkeyPatch.context() as patch:
             wire = Wire(patch, at, answer)
-            saver.save(job(step).shapes, meta(step), lambda directory: job(step).write(storage, directory))  # noqa: B023
+            saver.start_save(job(step).shapes, meta(step), lambda directory: job(step).write(storage, directory))  # noqa: B023
             assert saver.wait(30)
-        directories = {event["event"]: event.get("directory") for event in saver.poll()}
-        assert newest(storage) == step and directories["checkpoint"] in storage.list("")
-        assert directories.get("checkpoint_failed") not in storage.list("")  # it gave its space back
+        directories = {event["event"]: event.get("directory") for event in saver.poll_events()}
+        assert newest(storage) == step and directories["checkpoint"] in storage.list_sizes("")
+        assert directories.get("checkpoint_failed") not in storage.list_sizes("")  # it gave its space back
         at, fired = at + 1, wire.fired
     assert at > 10
 
@@ -128,13 +128,13 @@ def test_a_failure_at_every_request_of_pruning(s3, answer, gone):
         with pytest.MonkeyPatch.context() as patch:
             wire = Wire(patch, at, answer, gone)
             with suppress(OSError):
-                catalogue.prune(storage, last=1)
-        assert newest(storage, small) == step and not find(storage).refused
-        for directory in storage.list(""):
+                catalogue.prune_checkpoints(storage, last=1)
+        assert newest(storage, small) == step and not find_newest_checkpoint(storage).refused
+        for directory in storage.list_sizes(""):
             with suppress(Refused):
-                assert not load_manifest(storage, directory).faults()
-        catalogue.prune(storage, last=1)
-        assert [name[:13] for name in storage.list("")] == [f"step-{step:08d}"]
+                assert not load_manifest(storage, directory).list_faults()
+        catalogue.prune_checkpoints(storage, last=1)
+        assert [name[:13] for name in storage.list_sizes("")] == [f"step-{step:08d}"]
         at, fired = at + 1, wire.fired
     assert at > 5 and wire.methods & {"DeleteObject", "DeleteObjects"}
 
@@ -162,33 +162,33 @@ def test_damage_to_any_object_is_found(s3, damage):
     save(storage, 1)
     for number in range(3):
         directory = save(storage, 2)
-        file = sorted(storage.list(directory))[number]
+        file = sorted(storage.list_sizes(directory))[number]
         change(storage, f"{directory}/{file}", DAMAGE[damage])
-        refused, reason = find(storage).refused[0]
+        refused, reason = find_newest_checkpoint(storage).refused[0]
         assert refused == directory and "\n" not in reason
         incomplete = damage == "missing" and file == manifests.NAME
-        assert (catalogue.BAD in storage.list(directory)) != incomplete
-        catalogue.prune(storage, last=1)
-        assert newest(storage) == 1 and directory in storage.list("")
+        assert (catalogue.BAD in storage.list_sizes(directory)) != incomplete
+        catalogue.prune_checkpoints(storage, last=1)
+        assert newest(storage) == 1 and directory in storage.list_sizes("")
 
 
 def test_stale_attempts_and_two_writers(s3):
     storage = open_storage(s3)
     save(storage, 1)
-    stale = catalogue.begin(storage, 1)
+    stale = catalogue.choose_attempt_directory(storage, 1)
     job(1).write(storage, stale)
-    assert newest(storage) == 1 and find(storage).refused[0][0] == stale
+    assert newest(storage) == 1 and find_newest_checkpoint(storage).refused[0][0] == stale
 
     def write(steps):
         own = open_storage(s3)
         for step in steps:
             with suppress(Refused, OSError):
                 save(own, step)
-                catalogue.prune(own, last=2)
+                catalogue.prune_checkpoints(own, last=2)
                 assert newest(own)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(write, (range(2, 5), range(12, 15))))
-    assert newest(storage) in (4, 14) and stale not in storage.list("")
-    for directory in storage.list(""):
-        verify(storage, directory)
+    assert newest(storage) in (4, 14) and stale not in storage.list_sizes("")
+    for directory in storage.list_sizes(""):
+        verify_checkpoint(storage, directory)

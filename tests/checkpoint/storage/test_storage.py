@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from platform.boundary.redaction import bare_url
+from platform.boundary.redaction import strip_url_secrets
 from platform.boundary.refusals import ConfigError
 from platform.boundary.storage import open_storage
 from platform.checkpoint import catalogue
-from platform.checkpoint.catalogue import find, load_manifest
+from platform.checkpoint.catalogue import find_newest_checkpoint, load_manifest
 from tests.harness.storage_job import Counting, Job, values
 
 
@@ -19,11 +19,11 @@ def chunks(*parts: bytes):
 
 def test_files(url):
     storage = open_storage(url)
-    assert storage.list("") == storage.list("step") == {}
+    assert storage.list_sizes("") == storage.list_sizes("step") == {}
     storage.write("step/a.bin", chunks(b"0123", b"", b"456789"))
     storage.write("step/b", chunks(b""))
     storage.write("top", chunks(b"x"))
-    assert storage.list("").keys() == {"step", "top"} and storage.list("step") == {"a.bin": 10, "b": 0}
+    assert storage.list_sizes("").keys() == {"step", "top"} and storage.list_sizes("step") == {"a.bin": 10, "b": 0}
     assert storage.read("step/a.bin") == b"0123456789" and storage.read("step/a.bin", 3, 5) == b"34"
     assert storage.read("step/a.bin", 8, 20) == b"89"
     assert storage.read("step/b") == b""
@@ -34,9 +34,9 @@ def test_files(url):
             storage.read(gone)
         storage.delete(gone)
     storage.delete("step/a.bin")
-    assert open_storage(url).list("step") == {"b": 0}
+    assert open_storage(url).list_sizes("step") == {"b": 0}
     storage.delete("step")
-    assert open_storage(url).list("") == {"top": 2}
+    assert open_storage(url).list_sizes("") == {"top": 2}
 
 
 def test_a_write_that_fails_midway_leaves_nothing(url):
@@ -47,7 +47,7 @@ def test_a_write_that_fails_midway_leaves_nothing(url):
     storage = open_storage(url)
     with pytest.raises((KeyError, OSError), match="the worker"):
         storage.write("step/a.bin", failing())
-    assert storage.list("step") == {}
+    assert storage.list_sizes("step") == {}
 
 
 def test_a_checkpoint_lives_there(url):
@@ -55,7 +55,7 @@ def test_a_checkpoint_lives_there(url):
     storage = Counting(open_storage(url))
     old, new = (Job.whole(values({"a": (300, 20), "b": (7,)}, step), 2) for step in (1, 2))
     first, second = old.save(storage, 1), new.save(storage, 2)
-    found = find(storage)
+    found = find_newest_checkpoint(storage)
     assert found.directory == second
     other = Job.whole(new.tensors, 3)
     storage.read_bytes = 0
@@ -64,11 +64,11 @@ def test_a_checkpoint_lives_there(url):
     data = bytearray(storage.read(f"{second}/blocks-00001.bin"))
     data[5] ^= 1
     storage.write(f"{second}/blocks-00001.bin", chunks(bytes(data)))
-    found = find(storage)
+    found = find_newest_checkpoint(storage)
     assert found.directory == first and "not what was written" in found.refused[0][1]
     third = old.save(storage, 3)
-    assert catalogue.prune(storage, last=1) == [first]
-    assert open_storage(url).list("").keys() == {second, third} and load_manifest(storage, third)
+    assert catalogue.prune_checkpoints(storage, last=1) == [first]
+    assert open_storage(url).list_sizes("").keys() == {second, third} and load_manifest(storage, third)
 
 
 def test_several_parts_make_one_file(url):
@@ -77,7 +77,8 @@ def test_several_parts_make_one_file(url):
     part = bytes(range(256)) * (3 << 12)
     storage.write("big", chunks(*[part] * 20))
     assert (
-        storage.list("") == {"big": 20 * len(part)} and storage.read("big", len(part) - 1, len(part) + 1) == b"\xff\x00"
+        storage.list_sizes("") == {"big": 20 * len(part)}
+        and storage.read("big", len(part) - 1, len(part) + 1) == b"\xff\x00"
     )
 
 
@@ -94,7 +95,7 @@ def test_a_storage_that_cannot_be_had_is_refused_by_name(monkeypatch):
     )
     with pytest.raises(ConfigError, match=missing):
         open_storage("s3://bucket/run")
-    assert bare_url("ftp://user:secret@host/path") == "ftp://host/path"
+    assert strip_url_secrets("ftp://user:secret@host/path") == "ftp://host/path"
     assert open_storage("memory://user:secret@b/c").url == "memory://b/c"
 
 

@@ -13,7 +13,7 @@ import pytest
 from platform.boundary.storage import open_storage
 from platform.checkpoint import manifest as manifests
 from platform.checkpoint.__main__ import main
-from platform.checkpoint.catalogue import find, load_manifest, verify
+from platform.checkpoint.catalogue import find_newest_checkpoint, load_manifest, verify_checkpoint
 from platform.checkpoint.manifest import Corrupt, Manifest, Refused
 from tests.harness.storage_job import Job, meta, values
 
@@ -33,11 +33,11 @@ def seal(document) -> bytes:
     """A document (or its text) as `Manifest.encode` would end it."""
     text = document if isinstance(document, bytes) else json.dumps(document).encode()
     body = text.rstrip().removesuffix(b"}") + b",\n"
-    return body + manifests._seal(body)
+    return body + manifests._seal_line(body)
 
 
 def read(storage) -> dict:
-    found = json.loads((storage.root / find(storage).directory / manifests.NAME).read_bytes())
+    found = json.loads((storage.root / find_newest_checkpoint(storage).directory / manifests.NAME).read_bytes())
     del found["sha256"]
     return found
 
@@ -180,11 +180,11 @@ def small():
 
 
 def check(storage, raw: bytes, capsys) -> None:
-    directory = find(storage).directory
+    directory = find_newest_checkpoint(storage).directory
     (storage.root / directory / manifests.NAME).write_bytes(raw)
     began = time.monotonic()
     with pytest.raises(Refused) as caught:
-        verify(storage, directory)
+        verify_checkpoint(storage, directory)
     reason = str(caught.value)
     assert reason and reason.isprintable() and len(reason) < 500, reason
     assert time.monotonic() - began < 20  # a busy machine; idle it is well under a second
@@ -192,7 +192,7 @@ def check(storage, raw: bytes, capsys) -> None:
         assert main([command, storage.url]) == 1
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 1 and len(err.splitlines()) == 1
-    assert find(storage).manifest is None
+    assert find_newest_checkpoint(storage).manifest is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
@@ -206,10 +206,10 @@ def test_a_sealed_manifest_of_nonsense_is_corrupt(saved, small, capsys, what):
 def test_another_hash_is_seen_where_the_block_is_read(saved):
     found = read(saved)
     put(*BLOCK, 3, value=SHA)(found)
-    directory = find(saved).directory
+    directory = find_newest_checkpoint(saved).directory
     (saved.root / directory / manifests.NAME).write_bytes(seal(found))
     with pytest.raises(Corrupt, match="not what was written"):
-        verify(saved, directory)
+        verify_checkpoint(saved, directory)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
@@ -219,7 +219,7 @@ def test_a_sealed_text_that_is_no_manifest_is_refused(saved, small, capsys, what
 
 
 def test_a_manifest_that_is_larger_than_any_is_not_read(saved):
-    directory = find(saved).directory
+    directory = find_newest_checkpoint(saved).directory
     os.truncate(saved.root / directory / manifests.NAME, 1 << 40)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(Corrupt):
@@ -229,16 +229,16 @@ def test_a_manifest_that_is_larger_than_any_is_not_read(saved):
 
 @pytest.mark.parametrize("name", [manifests.NAME, "blocks-00000.bin", "BAD.txt"])
 def test_a_pipe_in_a_checkpoint_is_not_waited_for(saved, name):
-    directory = find(saved).directory
+    directory = find_newest_checkpoint(saved).directory
     (saved.root / directory / name).unlink(missing_ok=True)
     os.mkfifo(saved.root / directory / name)
     began = time.monotonic()
-    assert find(saved).manifest is None and time.monotonic() - began < 20
+    assert find_newest_checkpoint(saved).manifest is None and time.monotonic() - began < 20
 
 
 def test_a_block_that_is_larger_than_any_is_not_read(saved):
     """Reading would hold it as a whole. The file is a hole, and costs nothing."""
-    directory, found = find(saved).directory, read(saved)
+    directory, found = find_newest_checkpoint(saved).directory, read(saved)
     size = 1 << 36
     os.truncate(saved.root / directory / "blocks-00000.bin", size)
     found["files"] = {"blocks-00000.bin": size}
@@ -246,7 +246,7 @@ def test_a_block_that_is_larger_than_any_is_not_read(saved):
     found["tensors"] = [{"name": "a", "dtype": "uint8", "shape": [size], "blocks": [block]}]
     (saved.root / directory / manifests.NAME).write_bytes(seal(found))
     with pytest.raises(Corrupt, match="too large"):
-        verify(saved, directory)
+        verify_checkpoint(saved, directory)
 
 
 def test_what_we_could_not_read_again_is_not_committed(saved):
@@ -254,11 +254,11 @@ def test_what_we_could_not_read_again_is_not_committed(saved):
     strange = Job.whole({"a\n": job.tensors["a"]})
     with pytest.raises(Refused, match="not a name"):
         strange.save(saved, 3)
-    assert find(saved).manifest.meta.step == 2
+    assert find_newest_checkpoint(saved).manifest.meta.step == 2
 
 
 def test_every_manifest_of_ours_is_read(saved):
-    manifest = find(saved).manifest
+    manifest = find_newest_checkpoint(saved).manifest
     again = Manifest.decode(manifest.encode())
     assert again == manifest and again.meta == meta(2)
 
@@ -293,7 +293,7 @@ def test_a_safetensors_file_of_nonsense_is_refused(tmp_path, capsys, what):
     assert main(["import", str(source), str(target)]) == 1
     (said,) = capsys.readouterr().err.splitlines()
     assert said.isprintable() and len(said) < 500
-    assert find(open_storage(str(target))).manifest is None
+    assert find_newest_checkpoint(open_storage(str(target))).manifest is None
 
 
 @pytest.mark.parametrize("what", ["missing", "a directory", "a pipe", "short", "a long header"])
@@ -311,7 +311,7 @@ def test_names_of_any_letters_are_shown(saved, monkeypatch):
     """Also where standard output takes ASCII alone."""
     found = read(saved)
     found["tensors"][0]["name"] = "\u0161\u2192"
-    (saved.root / find(saved).directory / manifests.NAME).write_bytes(seal(found))
+    (saved.root / find_newest_checkpoint(saved).directory / manifests.NAME).write_bytes(seal(found))
     taken = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(taken, "ascii"))
     assert main(["show", saved.url]) == 0

@@ -6,12 +6,12 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.boundary.storage import open_storage
-from platform.checkpoint.catalogue import begin, commit
+from platform.checkpoint.catalogue import choose_attempt_directory, commit_checkpoint
 from platform.checkpoint.manifest import FileReport, Meta
 from platform.cluster.control.checkpoints import Cadence, Checkpoints
 from platform.cluster.crew.failures import Failure, Member, WorkerFailed
-from platform.cluster.origin import origin
-from platform.config.identity import identity
+from platform.cluster.origin import find_resume_checkpoint
+from platform.config.identity import run_identity
 from platform.monitor import Journal, JsonLines
 from platform.train.replies import Copied, Unrestored, Unwritten
 from tests.doubles.fake_plan import fake_plan
@@ -23,7 +23,7 @@ class Answers:
     def __init__(self, *written):
         self.written = list(written)
 
-    def call(self, method, *arguments):
+    def call_ranks(self, method, *arguments):
         if method == "snapshot":
             return [Copied({}, {}), Copied({}, {"step": 1.0})]
         if method == "write":
@@ -44,18 +44,20 @@ def said():
 @pytest.fixture
 def checkpoints(config, said, monkeypatch, tmp_path):
     monkeypatch.setattr("platform.checkpoint.saver.time.sleep", lambda seconds: None)
-    monkeypatch.setattr("platform.checkpoint.catalogue._check", lambda storage, directory, manifest: None)
-    return Checkpoints(config, fake_plan(2), origin(config), Journal(tmp_path / "journal.jsonl"), said.append)
+    monkeypatch.setattr("platform.checkpoint.catalogue._check_files", lambda storage, directory, manifest: None)
+    return Checkpoints(
+        config, fake_plan(2), find_resume_checkpoint(config), Journal(tmp_path / "journal.jsonl"), said.append
+    )
 
 
 def events(tmp_path):
-    return [event["event"] for event in JsonLines.read(tmp_path / "journal.jsonl")]
+    return [event["event"] for event in JsonLines.read_objects(tmp_path / "journal.jsonl")]
 
 
 def save(checkpoints, step, *written):
     crew = Answers(*written)
-    checkpoints.save(crew, step)
-    checkpoints.finish(crew)
+    checkpoints.begin_save(crew, step)
+    checkpoints.finish_save(crew)
 
 
 def test_a_save_that_fails_is_loud_and_tried_again(checkpoints, config, said, tmp_path):
@@ -64,16 +66,16 @@ def test_a_save_that_fails_is_loud_and_tried_again(checkpoints, config, said, tm
     where = f"run.dir={config.run.dir}"
     reason = "OSError: rank 0: OSError: no space; it is tried again"
     assert said == [f"WARNING: checkpoint failed after step 3: {where}: {reason}"]
-    assert "continues after step 3" in checkpoints.kept
+    assert "continues after step 3" in checkpoints.resume_sentence
 
 
 def test_steps_go_on_while_workers_write(checkpoints, tmp_path):
     crew = Answers("goes on", "goes on", "good")
-    checkpoints.save(crew, 3)
+    checkpoints.begin_save(crew, 3)
     while len(crew.written) > 1:  # the first call comes when the saver's thread has found a directory
-        checkpoints.advance(crew)
+        checkpoints.advance_save(crew)
     assert checkpoints.step == 0 and not events(tmp_path)
-    checkpoints.finish(crew)
+    checkpoints.finish_save(crew)
     assert checkpoints.step == 3 and events(tmp_path) == ["checkpoint"]
 
 
@@ -88,7 +90,7 @@ def test_a_worker_that_dies_while_it_writes_has_failed(checkpoints):
     dead = WorkerFailed([Failure(Member(1, "here", 1), "died", "write(...)", "killed", 1)])
     with pytest.raises(WorkerFailed):
         save(checkpoints, 3, dead)
-    assert checkpoints.step == 0 and "nothing was saved" in checkpoints.kept
+    assert checkpoints.step == 0 and "nothing was saved" in checkpoints.resume_sentence
 
 
 @pytest.mark.parametrize(
@@ -103,49 +105,51 @@ def test_a_worker_that_dies_while_it_writes_has_failed(checkpoints):
 def test_when_one_is_due(checkpoints, config, every, stop_at, step, last, stopping, due):
     config.checkpoint.every, config.train.stop_at = every, stop_at
     checkpoints._cadence = Cadence(every)
-    assert checkpoints.due(step, last, stopping) is due
+    assert checkpoints.is_save_due(step, last, stopping) is due
     config.checkpoint.on_stop = False
-    assert checkpoints.due(step, last, stopping) is (due and (last or bool(every) and step % every == 0))
+    assert checkpoints.is_save_due(step, last, stopping) is (due and (last or bool(every) and step % every == 0))
 
 
 def stored(config, **changes):
     """A checkpoint without tensors in the run's storage."""
     storage = open_storage(str(Path(config.run.dir, "checkpoints")))
-    meta = {"step": 2, "samples": 8, "seed": 0, "corpus": "c", "identity": identity(config), "configuration": ""}
-    commit(storage, begin(storage, 2), {}, [], Meta(**meta | {"plan": {}} | changes))
+    meta = {"step": 2, "samples": 8, "seed": 0, "corpus": "c", "identity": run_identity(config), "configuration": ""}
+    commit_checkpoint(storage, choose_attempt_directory(storage, 2), {}, [], Meta(**meta | {"plan": {}} | changes))
 
 
 def test_another_corpus_is_refused(checkpoints, config, said, tmp_path):
     stored(config, corpus="of yesterday")
-    again = Checkpoints(config, fake_plan(2), origin(config), Journal(tmp_path / "journal.jsonl"), said.append)
-    again.check("of yesterday")
+    again = Checkpoints(
+        config, fake_plan(2), find_resume_checkpoint(config), Journal(tmp_path / "journal.jsonl"), said.append
+    )
+    again.check_corpus("of yesterday")
     with pytest.raises(ConfigError, match="^data=synthetic: its corpus is of today now, and was of yesterday for "):
-        again.check("of today")
+        again.check_corpus("of today")
 
 
 def test_what_resume_means(config):
-    assert origin(config).directory is None
+    assert find_resume_checkpoint(config).directory is None
     stored(config)
-    assert origin(config).manifest.meta.step == 2
+    assert find_resume_checkpoint(config).manifest.meta.step == 2
     config.optimizer.lr = 0.5
     cure = r"is of another run; .* resume.allow=\[optimizer.lr\]. What differs:\noptimizer.lr: 0.001 there, 0.5 here"
     with pytest.raises(ConfigError, match=cure):
-        origin(config)
+        find_resume_checkpoint(config)
     config.resume.allow = ["optimizer.lr"]
-    assert origin(config).manifest.meta.step == 2
+    assert find_resume_checkpoint(config).manifest.meta.step == 2
     config.resume.allow, config.checkpoint.resume = [], "never"
-    assert origin(config) is None
+    assert find_resume_checkpoint(config) is None
 
 
 def test_auto_starts_again_only_where_nothing_sound_would_be_left_behind(config):
     root = Path(config.run.dir, "checkpoints")
     (root / "step-00000002-000001-aaaaaa").mkdir(parents=True)
-    assert origin(config).directory is None  # half-written, by a run that was killed in its first save
+    assert find_resume_checkpoint(config).directory is None  # half-written, by a run that was killed in its first save
     (root / "step-00000004-000002-bbbbbb" / "manifest.json").mkdir(parents=True)  # cannot be read
     with pytest.raises(ConfigError, match="holds no checkpoint.*bbbbbb: .*Is a directory.*nearest legal: .*=never"):
-        origin(config)
+        find_resume_checkpoint(config)
     stored(config)
-    assert origin(config).manifest.meta.step == 2
+    assert find_resume_checkpoint(config).manifest.meta.step == 2
 
 
 @pytest.mark.parametrize(
@@ -153,11 +157,13 @@ def test_auto_starts_again_only_where_nothing_sound_would_be_left_behind(config)
 )
 def test_what_the_workers_cannot_restore_is_refused(config, said, tmp_path, answer):
     stored(config)
-    checkpoints = Checkpoints(config, fake_plan(2), origin(config), Journal(tmp_path / "journal.jsonl"), said.append)
+    checkpoints = Checkpoints(
+        config, fake_plan(2), find_resume_checkpoint(config), Journal(tmp_path / "journal.jsonl"), said.append
+    )
     crew = Answers()
-    crew.call = lambda method, *arguments: [answer]
+    crew.call_ranks = lambda method, *arguments: [answer]
     with pytest.raises(ConfigError, match=f"step-00000002-.*: cannot be resumed from: {answer.reason}"):
-        checkpoints.restore(crew)
+        checkpoints.restore_workers(crew)
 
 
 @pytest.mark.parametrize(
@@ -166,18 +172,18 @@ def test_what_the_workers_cannot_restore_is_refused(config, said, tmp_path, answ
 )
 def test_whether_the_end_is_saved(checkpoints, config, every, stop_at, saved, last, lacks):
     config.checkpoint.every, config.train.stop_at, checkpoints.step = every, stop_at, saved
-    assert checkpoints.lacks(last) is lacks
+    assert checkpoints.lacks_last_step(last) is lacks
 
 
 def test_only_the_holder_of_the_lease_marks_a_corrupt_checkpoint(checkpoints, config, said, tmp_path):
     """A command that is refused later, or waits for another driver to end, must not write to that driver's storage."""
     save(checkpoints, 3, "good")
     storage = checkpoints._storage
-    [directory] = [name for name in storage.list("") if name.startswith("step-")]
+    [directory] = [name for name in storage.list_sizes("") if name.startswith("step-")]
     storage.write(f"{directory}/manifest.json", [memoryview(b"torn")])
-    looked = origin(config)
+    looked = find_resume_checkpoint(config)
     assert looked is not None and looked.directory is None and looked.refused[0][0] == directory
-    assert "BAD.txt" not in storage.list(directory)
+    assert "BAD.txt" not in storage.list_sizes(directory)
     config.checkpoint.every = 1  # only who saves takes the lease
     Checkpoints(config, fake_plan(2), looked, Journal(tmp_path / "second.jsonl"), said.append)
-    assert "BAD.txt" in storage.list(directory)
+    assert "BAD.txt" in storage.list_sizes(directory)

@@ -6,8 +6,8 @@ import pytest
 
 from platform.cluster import driver
 from platform.cluster.crew import remote_crew
-from platform.cluster.crew.channel import encode
-from platform.launch import compose
+from platform.cluster.crew.channel import encode_message
+from platform.launch import compose_config
 from platform.monitor import JsonLines, MetricsLog
 from platform.predict.make_plan import make_plan
 from tests.doubles.simulated_crew import SimulatedCrew
@@ -18,7 +18,9 @@ WORKERS, PER_NODE, STEPS, KILLED, HANG = 64, 32, 6, 4, 3.0
 
 def answers(call, step, world_size, told):
     """Bytes that a step brings the driver: one report, and the acknowledgement of everybody else that it has told."""
-    own, other = (len(encode({"answer": call, "value": value})) for value in (report(step, world_size), {"step": step}))
+    own, other = (
+        len(encode_message({"answer": call, "value": value})) for value in (report(step, world_size), {"step": step})
+    )
     return own + (told - 1) * other
 
 
@@ -34,7 +36,7 @@ def test_a_step_of_many_is_one_report_and_a_lost_node_costs_no_step(tmp_path, mo
         return crews[0]
 
     monkeypatch.setattr(driver, "open_crew", open_crew)
-    config = compose(
+    config = compose_config(
         [
             "experiment=gpt_quick",
             *("tensor=1d", "tensor.axes.t=2", "pipeline=1f1b", "pipeline.stages=2", "parallel.data=16"),
@@ -47,7 +49,7 @@ def test_a_step_of_many_is_one_report_and_a_lost_node_costs_no_step(tmp_path, mo
     plan = make_plan(config)
     assert plan.mesh.axes == {"stage": 2, "data": 16, "t": 2}
     assert (
-        driver.run(config, plan, experiment="gpt_quick", worker="tests.doubles.simulated_worker:SimulatedWorker")
+        driver.drive_run(config, plan, experiment="gpt_quick", worker="tests.doubles.simulated_worker:SimulatedWorker")
         == driver.DONE
     )
 
@@ -60,12 +62,12 @@ def test_a_step_of_many_is_one_report_and_a_lost_node_costs_no_step(tmp_path, mo
         step, spent = call.args[0], call.end - call.begin
         told = 1 if led else size
         asked = spent.sent - told * len(
-            encode({"call": call.number, "method": "lead" if led else "step", "args": call.args})
+            encode_message({"call": call.number, "method": "lead" if led else "step", "args": call.args})
         )
         if led and size != before:  # a generation's first
-            asked -= (size - 1) * len(encode({"call": call.number - 1, "method": "follow", "args": []}))
+            asked -= (size - 1) * len(encode_message({"call": call.number - 1, "method": "follow", "args": []}))
         before = size
-        beats, rest = divmod(asked, len(encode({"beat": call.number})))
+        beats, rest = divmod(asked, len(encode_message({"beat": call.number})))
         if step == LATE_STEP:
             assert beats >= size and not rest and spent.received > answers(call.number, step, size, told)
         elif step == LATE_STEP + 1:  # some beats come late too
@@ -75,15 +77,15 @@ def test_a_step_of_many_is_one_report_and_a_lost_node_costs_no_step(tmp_path, mo
             exact += 1
     assert exact >= 2
 
-    events = JsonLines.read(Path(config.run.dir, "journal.jsonl"))
+    events = JsonLines.read_objects(Path(config.run.dir, "journal.jsonl"))
     [restored] = [event for event in events if event["event"] == "restored"]
     assert (restored["source"], restored["step"]) == ("memory", KILLED - 1)
     released = next(event for event in events if event["event"] == "released")
     assert (sorted(released["lost"]), released["alive"]) == ([*range(PER_NODE, WORKERS)], WORKERS - PER_NODE)
     formed = [event["workers"] for event in events if event["event"] == "formed"]
     assert [len(workers) for workers in formed] == [WORKERS, PER_NODE]
-    assert [w["coordinates"] for w in formed[0]] == [plan.mesh.coordinates(rank) for rank in range(WORKERS)]
-    rows = MetricsLog.read(Path(config.run.dir, "metrics.jsonl"))
+    assert [w["coordinates"] for w in formed[0]] == [plan.mesh.rank_coordinates(rank) for rank in range(WORKERS)]
+    rows = MetricsLog.read_rows(Path(config.run.dir, "metrics.jsonl"))
     assert [(row["step"], row["world_size"]) for row in rows] == [
         *((step, WORKERS) for step in range(1, KILLED)),
         *((step, PER_NODE) for step in range(KILLED, STEPS + 1)),

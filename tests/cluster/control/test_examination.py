@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from platform.cluster.control import examination
-from platform.cluster.control.examination import examine
+from platform.cluster.control.examination import examine_members
 from platform.cluster.crew.launchers import open_crew
-from platform.train.health import groups_by_check, symptoms
+from platform.train.health import groups_by_check, judge_workers
 
 pytestmark = pytest.mark.usefixtures("warm_server")
 SICK = "tests.doubles.sick_worker:SickWorker"
@@ -30,7 +30,7 @@ def found(job, size, thorough, times=1):
     """The last of so many examinations in a row, or the first in which anybody is bad."""
     with open_crew("processes", job(size, SICK)) as crew:
         for _ in range(times):
-            outcome = examine(crew, job(size), sorted(crew.members), thorough=thorough)
+            outcome = examine_members(crew, job(size), sorted(crew.members), thorough=thorough)
             if outcome.bad:
                 break
         assert not list(crew.job.run_dir.rglob(".doctor-*"))
@@ -41,8 +41,10 @@ def test_each_kind_of_illness_is_named(job, monkeypatch):
     monkeypatch.setenv("SICK", "0:products 1:storage 2:clock 3:wrong 4:forgetful")
     bad, outcome = found(job, 6, thorough=False)
     assert bad == {0: ["gemm"], 1: ["write"], 2: ["clock"], 3: ["wrong"], 4: ["read"]} and not outcome.shared
-    assert outcome.reason(1) == "write: OSError: [Errno 28] No space left on device"
-    assert outcome.reason(2).startswith("clock: 1") and outcome.reason(2).endswith("s, where 1 s is the most")
+    assert outcome.describe_symptoms(1) == "write: OSError: [Errno 28] No space left on device"
+    assert outcome.describe_symptoms(2).startswith("clock: 1") and outcome.describe_symptoms(2).endswith(
+        "s, where 1 s is the most"
+    )
     assert set(outcome.findings[5].readings) == {"gemm", "wrong", "memory", "write", "read", "clock"}
 
 
@@ -51,7 +53,7 @@ def test_a_slow_link_is_the_one_that_is_slow_with_every_partner(job, monkeypatch
     monkeypatch.setenv("SICK", "1:link")
     bad, outcome = found(job, 4, thorough=True)
     assert bad == {1: ["link"]} and not outcome.shared
-    assert "where its peers have" in outcome.reason(1)
+    assert "where its peers have" in outcome.describe_symptoms(1)
 
 
 def test_workers_of_a_node_are_measured_together(job, monkeypatch):
@@ -66,14 +68,16 @@ def test_workers_of_a_node_are_measured_together(job, monkeypatch):
 def test_a_quick_look_does_not_blame_the_partner_of_a_slow_link(job, monkeypatch):
     """With one partner both look slow: then all are measured with several. Here workers on CPUs stand for GPUs."""
     monkeypatch.setenv("SICK", "1:link")
-    monkeypatch.setattr(examination, "symptoms", lambda found, _: symptoms(found, "cpu"))
+    monkeypatch.setattr(examination, "judge_workers", lambda found, _: judge_workers(found, "cpu"))
     monkeypatch.setattr(examination, "groups_by_check", lambda nodes, n, _: groups_by_check(nodes, n, False))
     with open_crew("processes", job(4, SICK)) as crew:
         on_gpus = replace(job(4), device="cuda")
-        outcome = examine(crew, on_gpus, sorted(crew.members), thorough=False)
+        outcome = examine_members(crew, on_gpus, sorted(crew.members), thorough=False)
         assert {n: list(why) for n, why in outcome.bad.items()} == {1: ["link"]} and not outcome.shared
         monkeypatch.setattr(examination, "PARTNERS", 1)
-        assert examine(crew, on_gpus, sorted(crew.members), thorough=False).bad.keys() == {1, 2}, "negative control"
+        assert examine_members(crew, on_gpus, sorted(crew.members), thorough=False).bad.keys() == {1, 2}, (
+            "negative control"
+        )
 
 
 def test_a_busy_machine_makes_nobody_sick(job, busy):
@@ -90,5 +94,5 @@ def test_a_busy_machine_makes_nobody_sick_in_a_thorough_look_either(job, busy):
 
 def test_one_worker_alone_has_no_peers(job):
     with open_crew("inline", job(1, SICK)) as crew:
-        outcome = examine(crew, job(1), [0], thorough=True)
+        outcome = examine_members(crew, job(1), [0], thorough=True)
     assert outcome.bad == {} and not outcome.shared and "link" not in outcome.findings[0].readings

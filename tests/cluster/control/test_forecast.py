@@ -24,9 +24,9 @@ def launched(folder: Path, steps: int = 14, seed: int = 0, **keys):
     c.run.dir, c.data.kind, c.train.steps = str(folder), "synthetic", steps
     c.seed = seed
     c.cluster.kind, c.elastic.replan = ("processes" if keys else "inline"), bool(keys)
-    assert driver.run(c, make_plan(c), experiment="quick") == 0
-    events = JsonLines.read(folder / "journal.jsonl")
-    return MetricsLog.read(folder / "metrics.jsonl"), [e for e in events if e["event"] == "replanning"], events
+    assert driver.drive_run(c, make_plan(c), experiment="quick") == 0
+    events = JsonLines.read_objects(folder / "journal.jsonl")
+    return MetricsLog.read_rows(folder / "metrics.jsonl"), [e for e in events if e["event"] == "replanning"], events
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def links(monkeypatch):
     """What the fit finds, of few steps."""
 
     def found(times):
-        monkeypatch.setattr(evaluations, "times_longer", lambda work, hardware, measured: times)
+        monkeypatch.setattr(evaluations, "fit_slowdowns", lambda work, hardware, measured: times)
         monkeypatch.setattr(evaluations, "WINDOW", 5)
 
     return found

@@ -11,7 +11,7 @@ from platform.boundary.storage import open_storage
 from platform.cluster.control import examination
 from platform.cluster.crew.launchers import open_crew
 from platform.config.fields import Config, Train
-from platform.train.environment_proof import proof, source_digest, versions
+from platform.train.environment_proof import describe_environment, hash_module_source, list_versions
 from platform.train.replies import Proof
 from tests.doubles.fake_plan import run_fake
 from tests.harness.process_tree import descendants, gone
@@ -35,7 +35,7 @@ def other(**changes):
 
 
 def test_equal_proofs_say_nothing():
-    assert examination.disagreements(OWN, other(), Config()) == []
+    assert examination.list_disagreements(OWN, other(), Config()) == []
 
 
 @pytest.mark.parametrize(
@@ -53,24 +53,24 @@ def test_equal_proofs_say_nothing():
 def test_one_line_per_disagreement(key, value, line):
     config = Config()
     config.run.dir, config.checkpoint.url = "/r", "s3://user:secret@b/c"
-    assert examination.disagreements(OWN, other(**{key: value}), config) == [line]
+    assert examination.list_disagreements(OWN, other(**{key: value}), config) == [line]
 
 
 def test_a_worker_that_cannot_compile_as_asked():
     lacking = replace(OWN, node="n1", lacks={"train.compile": "there is no C++ compiler"})
     line = "train.compile=on: there is no C++ compiler on node n1; nearest legal: auto, off"
-    assert examination.disagreements(OWN, lacking, Config(train=Train(compile="on"))) == [line]
+    assert examination.list_disagreements(OWN, lacking, Config(train=Train(compile="on"))) == [line]
 
 
 def test_a_worker_whose_device_lacks_the_kernel():
     lacking = replace(OWN, node="n1", lacks={"train.attention_kernel": "Flash attention only supports sm80"})
     line = "train.attention_kernel=flash: Flash attention only supports sm80 on node n1; nearest legal: auto, math"
     config = Config(train=Train(attention_kernel="flash"))
-    assert examination.disagreements(OWN, lacking, config) == [line]
+    assert examination.list_disagreements(OWN, lacking, config) == [line]
 
 
 def test_all_at_once():
-    lines = examination.disagreements(
+    lines = examination.list_disagreements(
         OWN, other(code__platform="x", versions__torch="y", versions__python="z"), Config()
     )
     assert [line.split(":")[1] for line in lines] == [" code of platform", " versions of python", " versions of torch"]
@@ -84,27 +84,29 @@ def test_source_is_hashed_by_content_and_name(tmp_path, monkeypatch):
         (tmp_path / package / "__init__.py").write_text("")
         (tmp_path / package / "inner.py").write_text(text)
         __import__(package)
-        digests[package] = source_digest(package)
+        digests[package] = hash_module_source(package)
     assert digests["one_a"] == digests["one_b"] != digests["two"]
     (tmp_path / "one_a" / "inner.py").rename(tmp_path / "one_a" / "other.py")
-    assert source_digest("one_a") != digests["one_a"]
+    assert hash_module_source("one_a") != digests["one_a"]
     (tmp_path / "module.py").write_text("y = 1")
     __import__("module")
-    before = source_digest("module")
+    before = hash_module_source("module")
     (tmp_path / "module.py").write_text("y = 2")
-    assert source_digest("module") != before
-    assert source_digest("platform") == source_digest("platform") and len(source_digest("platform")) == 12
+    assert hash_module_source("module") != before
+    assert (
+        hash_module_source("platform") == hash_module_source("platform") and len(hash_module_source("platform")) == 12
+    )
 
 
 def test_a_proof_is_plain_and_names_what_cannot_be_read(config, tmp_path):
     config.checkpoint.every, config.checkpoint.resume = 1, str(tmp_path / "step-00000002-000001-aaaaaa")
-    found = proof(config, tmp_path, "probe")
+    found = describe_environment(config, tmp_path, "probe")
     assert found.sees == dict.fromkeys(
         ("run.dir", "checkpoint.url", "checkpoint.resume"), "unreadable (FileNotFoundError)"
     )
     (tmp_path / "probe").write_text("x")
-    assert len(proof(config, tmp_path, "probe").sees["run.dir"]) == 12
-    assert found.versions == versions() and versions()["torch"].startswith("2.")
+    assert len(describe_environment(config, tmp_path, "probe").sees["run.dir"]) == 12
+    assert found.versions == list_versions() and list_versions()["torch"].startswith("2.")
 
 
 def test_a_run_on_nodes_that_disagree_is_refused_and_leaves_nothing_behind(config):
@@ -126,7 +128,7 @@ def test_probes_are_gone_whether_it_agrees_or_fails(config, job, tmp_path, monke
         assert examination.violations_of_workers(crew, config, tmp_path) == {}
         assert not list(tmp_path.rglob(".probe-*"))
         seen = []
-        monkeypatch.setattr(crew, "call", lambda *a: seen.append(list(tmp_path.rglob(".probe-*"))) or 1 / 0)
+        monkeypatch.setattr(crew, "call_ranks", lambda *a: seen.append(list(tmp_path.rglob(".probe-*"))) or 1 / 0)
         with pytest.raises(ZeroDivisionError):
             examination.violations_of_workers(crew, config, tmp_path)
         assert len(seen[0]) == 2 and not list(tmp_path.rglob(".probe-*"))
@@ -136,5 +138,7 @@ def test_a_local_run_that_saves_nothing_proves_no_storage(config, job, tmp_path)
     config.checkpoint.on_stop = False
     with open_crew("inline", job(1)) as crew:
         assert examination.violations_of_workers(crew, config, tmp_path) == {}
-        assert proof(config, tmp_path, "x").sees.keys() == {"run.dir"}
-    assert open_storage(str(tmp_path)).list("checkpoints") == {} and not Path(config.run.dir, "checkpoints").exists()
+        assert describe_environment(config, tmp_path, "x").sees.keys() == {"run.dir"}
+    assert (
+        open_storage(str(tmp_path)).list_sizes("checkpoints") == {} and not Path(config.run.dir, "checkpoints").exists()
+    )

@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from platform.cluster.control.profiles import StepNote, merge_parts, predicted_spans, write_step_note
-from platform.cluster.driver import run
+from platform.cluster.control.profiles import StepNote, build_predicted_spans, merge_parts, write_step_note
+from platform.cluster.driver import drive_run
 from platform.monitor import JsonLines
-from platform.plan.simulate import lower
-from platform.predict.choose_schedule import schedule_of
+from platform.plan.simulate import lower_schedule
+from platform.predict.choose_schedule import build_schedule
 from platform.predict.make_plan import make_plan
 from platform.train.replies import (
     CollectiveSpan,
@@ -18,8 +18,8 @@ from platform.train.replies import (
     PartName,
     RankTimeline,
     SectionSpan,
-    longest,
-    nested,
+    nest_events,
+    select_longest,
     write_part,
 )
 from tests.harness.oracle import configure
@@ -36,7 +36,7 @@ def trained(tmp_path, **more):
     if c.pipeline.stages > 1:
         c.monitor.profile_ranks, c.elastic.faults = ["all"], ["3:kill:1:backward"]
         c.elastic.snapshot_every = 1
-    assert run(c, make_plan(c), experiment="quick") == 0
+    assert drive_run(c, make_plan(c), experiment="quick") == 0
     return c
 
 
@@ -56,7 +56,7 @@ def test_a_run_in_one_process(tmp_path, capsys):
     assert list(faults(trace)) == [] and trace["otherData"] == {"steps": "2, 3", "events_left_out": "0"}
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
     assert names[0].startswith("rank0 on ") and names[1:] == ["parts of a step on cpu"]
-    planned = [str(action) for action in lower(schedule_of(c, 1))[0]] * 2
+    planned = [str(action) for action in lower_schedule(build_schedule(c, 1))[0]] * 2
     ranges = [e["name"] for e in spans(trace, "main thread") if e["cat"] == "user_annotation"]
     assert [name for name in ranges if name[0].isdigit()] == planned
     assert {"step", "data", "forward", "backward", "reduce", "optimizer"} <= set(ranges)
@@ -66,7 +66,7 @@ def test_a_run_in_one_process(tmp_path, capsys):
     products = [e for e in spans(trace) if e["name"] == "aten::mm"]
     inside = [any(step["ts"] <= e["ts"] <= step["ts"] + step["dur"] for step in steps) for e in products]
     assert sum(inside) >= len(inside) - len(steps) > 0, "on one time scale; a step's report has one more product"
-    [event] = [e for e in JsonLines.read(tmp_path / "run" / "journal.jsonl") if e["event"] == "profiled"]
+    [event] = [e for e in JsonLines.read_objects(tmp_path / "run" / "journal.jsonl") if e["event"] == "profiled"]
     assert (event["steps"], event["ranks"], event["bytes"]) == ([2, 3], 1, path.stat().st_size)
 
 
@@ -96,7 +96,7 @@ def part(directory, step, generation, rank, left, name="op"):
     """Write a part with one event, a second after the barrier, and the driver's note."""
     event = {"ph": "X", "tid": 100, "ts": SECOND, "dur": SECOND // 2, "name": name, "cat": "cpu_op"}
     head = PartHead(left, 0, {"100": "main thread"}, TIMELINE, 1)
-    write_part(PartName(step, generation, rank).path(directory), head, [event])
+    write_part(PartName(step, generation, rank).file_path(directory), head, [event])
     write_step_note(
         directory, step, generation, StepNote(["a on n0", "b on n1"], ["n0", "n1"], [0, 0], {"computing": 1.0})
     )
@@ -140,7 +140,7 @@ def test_spans_that_cross_get_rows_of_their_own():
     times = [(0, 10), (2, 5), (4, 5), (6, 7), (12, 3)]
     events = [{"ph": "X", "tid": 7, "ts": start, "dur": length} for start, length in times]
     threads = {"7": "main thread"}
-    found = [(e["tid"], e["ts"], e["dur"]) for e in nested(events, threads)]
+    found = [(e["tid"], e["ts"], e["dur"]) for e in nest_events(events, threads)]
     beside = 7 + 10**6
     assert found == [(7, 0, 10), (7, 2, 5), (7, 4, 3), (beside, 6, 7), (7, 12, 3)], "rounded by up to two nanoseconds"
     assert threads == {"7": "main thread", str(beside): "main thread, beside"}
@@ -148,12 +148,12 @@ def test_spans_that_cross_get_rows_of_their_own():
 
 def test_the_shortest_events_are_left_out_of_what_is_too_much():
     events = [{"cat": "cpu_op", "dur": n} for n in (3, 1, 2)] + [{"cat": "user_annotation", "dur": 0}]
-    assert longest(events, 2) == ([events[0], events[3]], 2)
-    assert longest(events, 4) == (events, 0)
+    assert select_longest(events, 2) == ([events[0], events[3]], 2)
+    assert select_longest(events, 4) == (events, 0)
 
 
 def test_a_predicted_step_ends_with_its_reduction_and_update():
-    found = predicted_spans(
+    found = build_predicted_spans(
         [("0F0", 0.0, 1.0), ("0B0", 1.0, 3.0)], 3.0, {"computing": 3.5, "optimizer": 0.5}, "optimizer"
     )
     assert found == [("step", 0, 4), ("0F0", 0, 1), ("0B0", 1, 3), ("reduce", 3, 3.5), ("optimizer", 3.5, 4)]

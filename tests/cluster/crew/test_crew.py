@@ -18,9 +18,9 @@ SEEN_ELSEWHERE = [
 
 
 def formed(crew, job, numbers=None, generation=1):
-    crew.seat(job, sorted(crew.members)[: job.world_size] if numbers is None else numbers)
+    crew.seat_members(job, sorted(crew.members)[: job.world_size] if numbers is None else numbers)
     size = job.world_size
-    return crew.call("form", ByRank(range(size)), size, job.config, crew.store, generation, [0])
+    return crew.call_ranks("form", ByRank(range(size)), size, job.config, crew.store, generation, [0])
 
 
 @pytest.mark.usefixtures("own_fork_servers")
@@ -30,8 +30,8 @@ def test_a_crew_calls_every_rank_and_leaves_nothing_behind(kind, job, tmp_path):
     on_term = signal.getsignal(signal.SIGTERM)
     with open_crew(kind, job(3)) as crew:
         assert [worker.rank for worker in formed(crew, job(3))] == [0, 1, 2]
-        assert crew.call("add", 1, 2) == [3, 4, 5]
-        places = crew.call("place")
+        assert crew.call_ranks("add", 1, 2) == [3, 4, 5]
+        places = crew.call_ranks("place")
         inside = descendants() - before
         assert {place["pid"] for place in places} <= inside
         assert signal.getsignal(signal.SIGTERM) is on_term
@@ -55,7 +55,7 @@ def test_the_first_failure_is_raised_while_the_others_hang(kind, job, tmp_path):
         with open_crew(kind, job(3)) as crew:
             formed(crew, job(3))
             inside = descendants() - before
-            crew.call("fail", 1)
+            crew.call_ranks("fail", 1)
     failure = caught.value.culprit
     assert (failure.rank, failure.coordinates) == (1, {"stage": 0, "data": 1})
     assert "Traceback" in failure.cause and "in fail" in failure.cause
@@ -71,7 +71,7 @@ def test_a_killed_worker_is_the_culprit_though_others_complain_first(kind, job):
         with open_crew(kind, job(3)) as crew:
             formed(crew, job(3))
             inside = descendants() - before
-            crew.call("lose", 2)
+            crew.call_ranks("lose", 2)
     assert caught.value.culprit.rank == 2
     if kind == "processes":
         assert caught.value.culprit.cause == "the process was killed by SIGKILL"
@@ -84,7 +84,7 @@ def test_a_worker_killed_between_two_calls_fails_the_next(job):
             formed(crew, job(2))
             os.kill(crew.members[0].pid, signal.SIGKILL)
             assert gone([crew.members[0].pid] if 0 in crew.members else [])
-            crew.call("add", 1, 2)
+            crew.call_ranks("add", 1, 2)
 
 
 def test_a_worker_that_cannot_start(job):
@@ -115,9 +115,9 @@ if __name__ == "__main__":
     job = Job(Config(), [{"data": 0}, {"data": 1}], "cpu", Path("."), "tests.doubles.fake_worker:FakeWorker")
     with open_crew(KIND, job) as crew:
         print(*(member.pid for member in crew.members.values()), flush=True)
-        crew.seat(job, [0, 1])
-        crew.call("form", ByRank([0, 1]), 2, job.config, crew.store, 1, [0])
-        crew.call("fail", None if input() else 0)  # all hang
+        crew.seat_members(job, [0, 1])
+        crew.call_ranks("form", ByRank([0, 1]), 2, job.config, crew.store, 1, [0])
+        crew.call_ranks("fail", None if input() else 0)  # all hang
 """
     file = tmp_path / "driver.py"
     file.write_text(script.replace("KIND", repr(kind)))
@@ -136,14 +136,14 @@ if __name__ == "__main__":
 def test_inline_is_this_process(job):
     with open_crew("inline", job(1)) as crew:
         assert formed(crew, job(1))[0].pid == os.getpid()
-        assert crew.call("add", 1, 2) == [3]
+        assert crew.call_ranks("add", 1, 2) == [3]
         with pytest.raises(WorkerFailed, match=r"rank0( on \S+)? failed in fail\(0\): ValueError: boom on 0") as caught:
-            crew.call("fail", 0)
+            crew.call_ranks("fail", 0)
     assert isinstance(caught.value.__cause__, ValueError)  # a debugger can go there
 
 
 def test_cpu_threads_are_shared(job, config):
     config.cluster.threads = 7
     with open_crew("inline", job(1)) as crew:
-        crew.seat(job(1), [0])
-        assert crew.call("place")[0]["threads"] == 7
+        crew.seat_members(job(1), [0])
+        assert crew.call_ranks("place")[0]["threads"] == 7

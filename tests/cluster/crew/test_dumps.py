@@ -5,14 +5,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from platform.cluster.driver import run
+from platform.cluster.driver import drive_run
 from platform.monitor import JsonLines
 from platform.predict.make_plan import make_plan
-from platform.runtime.progress import stacks
+from platform.runtime.progress import frames_of_other_threads
 from platform.status.__main__ import status_text
-from platform.status.seen_run import look
-from platform.train.gauges import flight_records
-from platform.train.replies import KEPT, new_folder, summarize
+from platform.status.seen_run import look_into_run
+from platform.train.gauges import read_flight_records
+from platform.train.replies import KEPT, prepare_dump_folder, write_summary
 from tests.harness.oracle import configure
 
 
@@ -22,8 +22,8 @@ def stuck(directory, kind, dump=True):
     c.run.dir, c.data.kind, c.train.steps, c.cluster.kind = str(directory), "synthetic", 4, "processes"
     c.elastic.faults, c.elastic.hang_seconds, c.elastic.attempts = [f"3:{kind}:1:backward"], 1.0, 1
     c.monitor.dump = dump
-    assert run(c, make_plan(c), experiment="quick") == 1
-    [failure] = [e for e in JsonLines.read(directory / "journal.jsonl") if e["event"] == "failure"]
+    assert drive_run(c, make_plan(c), experiment="quick") == 1
+    [failure] = [e for e in JsonLines.read_objects(directory / "journal.jsonl") if e["event"] == "failure"]
     assert (failure["kind"], failure["rank"]) == ("hung", 1)
     return failure
 
@@ -46,7 +46,7 @@ def test_a_blocked_rank_and_its_peer_write_where_they_stand(tmp_path):
     first, *rows = (folder / "summary.txt").read_text().splitlines()
     assert first.split() == ["rank", "since", "in", "waits", "for", "launched"]
     assert [row.split()[0] for row in rows] == ["rank0[data0]", "rank1[data1]"]
-    assert any(str(folder) in line for line in status_text(look(tmp_path))), "the verdict points to it"
+    assert any(str(folder) in line for line in status_text(look_into_run(tmp_path))), "the verdict points to it"
 
 
 @pytest.mark.full
@@ -65,19 +65,19 @@ def test_old_dumps_go(tmp_path):
     for i in range(KEPT + 3):
         (tmp_path / "dump" / f"2026010{i:02}-000000-step-{i}").mkdir(parents=True)
     (tmp_path / "dump" / "mine").mkdir()
-    assert new_folder(tmp_path, "step(7)").name.endswith("-step-7")
+    assert prepare_dump_folder(tmp_path, "step(7)").name.endswith("-step-7")
     left = sorted(path.name for path in (tmp_path / "dump").iterdir())
     assert left == [f"2026010{i:02}-000000-step-{i}" for i in range(4, KEPT + 3)] + ["mine"]
 
 
 def test_files_that_are_no_stands_count_as_no_answer(tmp_path):
     (tmp_path / "rank-0.json").write_text('{"time": "yesterday"}')
-    assert summarize(tmp_path, {0: "rank0", 1: "rank1"}) == 0 and not (tmp_path / "summary.txt").exists()
+    assert write_summary(tmp_path, {0: "rank0", 1: "rank1"}) == 0 and not (tmp_path / "summary.txt").exists()
 
 
 def test_another_thread_sees_the_stacks_of_a_process():
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(stacks).result()
+        found = pool.submit(frames_of_other_threads).result()
     name, frames = next(iter(found.items()))
     assert name.startswith("main thread (") and any("test_another_thread_sees" in frame for frame in frames)
-    assert isinstance(flight_records(), dict)
+    assert isinstance(read_flight_records(), dict)

@@ -19,7 +19,7 @@ from platform.cluster.crew.job import (
     GLOO_ENVIRONMENT,
     TENSOR_ENVIRONMENT,
     Job,
-    assign,
+    assign_worker,
 )
 from platform.config.fields import Config, Parallel, Tensor, Train
 
@@ -35,7 +35,7 @@ def place(monkeypatch):
         tensor = Tensor(scheme="1d", axes={"t": t})
         config = Config(train=Train(deterministic=deterministic), tensor=tensor, parallel=Parallel(zero=zero))
         job = Job(config, [{"data": 0}], device, Path("runs"))
-        return assign(job, 0, local_rank=0, local_world_size=1, group_rank=0)
+        return assign_worker(job, 0, local_rank=0, local_world_size=1, group_rank=0)
 
     return made
 
@@ -92,7 +92,7 @@ def test_the_page_lists_all_of_it():
 
 def test_an_embedded_ray_has_no_more_gpus_than_there_are(monkeypatch):
     told = {}
-    monkeypatch.setattr(ray_session, "_init", lambda _, **arguments: told.update(arguments))
+    monkeypatch.setattr(ray_session, "_init_ray", lambda _, **arguments: told.update(arguments))
     monkeypatch.setattr(ray_session, "gpu_count", lambda: 4)
     for size, gpus, expected in ((8, True, 4), (2, True, 2), (8, False, 0)):
         ray_session.Embedded(size, gpus=gpus).close()

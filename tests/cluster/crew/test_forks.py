@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from platform.cluster.crew.forked_workers import ForkServer
-from platform.cluster.crew.job import assign
+from platform.cluster.crew.job import assign_worker
 from platform.cluster.crew.launchers import open_crew
 from tests.harness.process_tree import descendants, gone, parents
 
@@ -21,7 +21,7 @@ WORKER = "tests.doubles.fake_worker:FakeWorker"
 
 
 def place(job):
-    return assign(job(1), 0, local_rank=0, local_world_size=1, group_rank=0)
+    return assign_worker(job(1), 0, local_rank=0, local_world_size=1, group_rank=0)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def dialled(server, job):
 
         def fork():
             before = descendants()
-            forked = server.fork(place(job), driver.getsockname(), "0" * 64)
+            forked = server.fork_worker(place(job), driver.getsockname(), "0" * 64)
             connections.enter_context(driver.accept()[0])  # a worker ends when the driver hangs up
             (pid,) = {pid for pid, parent in parents().items() if parent == server._process.pid} - before
             return forked, pid
@@ -49,15 +49,15 @@ def dialled(server, job):
 
 def test_how_a_worker_ended_and_that_closing_ends_all(server, dialled):
     (first, one), (second, two), (_, three) = dialled(), dialled(), dialled()
-    assert first.ended(0.0) is None
+    assert first.describe_exit(0.0) is None
     os.kill(one, signal.SIGTERM)  # the driver decides
-    assert first.ended(0.2) is None
+    assert first.describe_exit(0.2) is None
     os.kill(one, signal.SIGSEGV)
-    assert first.ended(20) == first.ended(0) == "the process was killed by SIGSEGV"
+    assert first.describe_exit(20) == first.describe_exit(0) == "the process was killed by SIGSEGV"
     os.kill(two, signal.SIGSTOP)
     second.kill()
     assert not {one, two} & parents().keys()
-    assert second.ended(0) == "the process was killed by SIGKILL"
+    assert second.describe_exit(0) == "the process was killed by SIGKILL"
     second.kill()  # once more does nothing
     os.kill(server._process.pid, signal.SIGSTOP)
     server.close()
@@ -72,9 +72,9 @@ def test_a_driver_with_thousands_of_open_files(server, dialled):
         for _ in range(1100):
             files.enter_context(open(os.devnull))
         worker, pid = dialled()
-        assert worker.ended(0.0) is None
+        assert worker.describe_exit(0.0) is None
         os.kill(pid, signal.SIGKILL)
-        assert worker.ended(20) == "the process was killed by SIGKILL"
+        assert worker.describe_exit(20) == "the process was killed by SIGKILL"
 
 
 @pytest.mark.usefixtures("warm_server")
@@ -89,8 +89,8 @@ class Late(FakeWorker):
     monkeypatch.setenv("SET_LATE", "ä")
     monkeypatch.syspath_prepend(tmp_path)
     with open_crew("processes", late := job(1, "written_late:Late")) as crew:
-        crew.seat(late, [0])
-        assert crew.call("place") == ["ä"]
+        crew.seat_members(late, [0])
+        assert crew.call_ranks("place") == ["ä"]
 
 
 @pytest.mark.usefixtures("own_fork_servers")
@@ -104,8 +104,8 @@ def test_a_killed_server_takes_its_workers_along_and_another_takes_its_place(job
         assert gone([server, *pids])
         while crew.members:
             time.sleep(0.01)
-        crew.hire(1)
-        while crew.starting:
+        crew.hire_workers(1)
+        while crew.starting_members:
             time.sleep(0.01)
         assert [*crew.members] == [2]
         inside = descendants(crew._launcher._server._process.pid)

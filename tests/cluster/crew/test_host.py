@@ -11,9 +11,9 @@ from types import MethodType
 import pytest
 
 from platform.boundary.schema import Malformed
-from platform.cluster.crew.channel import Unframer, text
+from platform.cluster.crew.channel import Unframer, encode_json
 from platform.cluster.crew.job import Assignment
-from platform.cluster.crew.worker_host import _Host, typed
+from platform.cluster.crew.worker_host import _Host, convert_arguments
 from platform.config.fields import Config
 from platform.train import replies
 from platform.train.faults import Fault
@@ -50,15 +50,15 @@ class Sent:
     def __init__(self):
         self.messages = []
 
-    def send(self, frame):
-        self.messages += Unframer().feed(frame)
+    def send_frame(self, frame):
+        self.messages += Unframer().split_messages(frame)
 
 
 def test_a_worker_that_failed_leaves_with_empty_hands(capsys):
     line, worker = Sent(), FailsWithFullHands()
     host = _Host(Assignment("", {}, 0, "cpu", "", 1), line, own_process=False)
     host._worker = worker
-    host._execute(7, "step(1)", worker.step)
+    host._execute_call(7, "step(1)", worker.step)
     assert worker.empty
     [answer] = line.messages
     assert answer["answer"] == 7 and "ValueError: boom" in answer["error"]
@@ -82,10 +82,10 @@ def test_a_worker_that_failed_leaves_with_empty_hands(capsys):
     ],
 )
 def test_what_the_driver_gives_is_what_the_worker_gets(method, args):
-    found = typed(MethodType(method, object()), json.loads(text(args)))
+    found = convert_arguments(MethodType(method, object()), json.loads(encode_json(args)))
     assert found == args and list(map(type, found)) == list(map(type, args))
     with pytest.raises(Malformed):
-        typed(MethodType(method, object()), [None])
+        convert_arguments(MethodType(method, object()), [None])
 
 
 def test_a_process_keeps_freed_memory_unless_the_user_has_told_malloc_otherwise():
@@ -108,8 +108,8 @@ def test_no_number_of_a_configuration_changes_its_type():
     """Both sides plan from it, and plans are compared by digest."""
     config = Config()
     config.model.rope_theta = 10000
-    sent = json.loads(text([Source(1, 2, Formation(config, None, [], [], []), [], [], [])]))
-    [found] = typed(MethodType(Worker.recover, object()), sent)
+    sent = json.loads(encode_json([Source(1, 2, Formation(config, None, [], [], []), [], [], [])]))
+    [found] = convert_arguments(MethodType(Worker.recover, object()), sent)
     assert type(found.formed.config.model.rope_theta) is int
 
 
@@ -124,4 +124,4 @@ def test_what_the_worker_answers_is_what_the_driver_gets():
             [CollectiveSpan("gather layers.0", "all_gather", "data", 64, 0.0, 0.25, 0.3)],
         ),
     )  # fmt: skip
-    assert replies.read("step", 0, json.loads(text(report))) == report
+    assert replies.read_reply("step", 0, json.loads(encode_json(report))) == report

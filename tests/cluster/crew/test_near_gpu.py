@@ -5,7 +5,7 @@ import os
 import pytest
 
 from platform.cluster.crew import worker_host
-from platform.cluster.crew.worker_host import cores_near, keep_near_gpu
+from platform.cluster.crew.worker_host import bind_near_gpu, cores_near_gpu
 
 
 @pytest.fixture
@@ -32,11 +32,11 @@ def machine(tmp_path):
     ],
 )
 def test_cores_are_found_by_number_along_the_bus_and_by_uuid(machine, gpu, cores):
-    assert cores_near(gpu, *machine) == cores
+    assert cores_near_gpu(gpu, *machine) == cores
 
 
 def test_a_machine_that_does_not_tell(tmp_path):
-    assert cores_near("0", tmp_path / "none", tmp_path / "none") == set()
+    assert cores_near_gpu("0", tmp_path / "none", tmp_path / "none") == set()
 
 
 @pytest.mark.parametrize(
@@ -52,10 +52,10 @@ def test_a_worker_is_bound_where_that_leaves_it_some_cores(monkeypatch, usable, 
     set_to = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(usable))
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: set_to.append(cores))
-    monkeypatch.setattr(worker_host, "cores_near", lambda gpu: near if gpu == "3" else {99})
-    assert keep_near_gpu({"CUDA_VISIBLE_DEVICES": "3,4"}) == bound
+    monkeypatch.setattr(worker_host, "cores_near_gpu", lambda gpu: near if gpu == "3" else {99})
+    assert bind_near_gpu({"CUDA_VISIBLE_DEVICES": "3,4"}) == bound
     assert set_to == ([bound] if bound else [])
-    assert keep_near_gpu({}) == set()
+    assert bind_near_gpu({}) == set()
 
 
 def test_the_real_call_binds_this_process(monkeypatch):
@@ -63,8 +63,8 @@ def test_the_real_call_binds_this_process(monkeypatch):
     if len(cores) < 2:
         pytest.skip("needs two cores")
     one = {min(cores)}
-    monkeypatch.setattr(worker_host, "cores_near", lambda gpu: one)
+    monkeypatch.setattr(worker_host, "cores_near_gpu", lambda gpu: one)
     try:
-        assert keep_near_gpu({"CUDA_VISIBLE_DEVICES": "0"}) == one == os.sched_getaffinity(0)
+        assert bind_near_gpu({"CUDA_VISIBLE_DEVICES": "0"}) == one == os.sched_getaffinity(0)
     finally:
         os.sched_setaffinity(0, cores)

@@ -15,7 +15,7 @@ from platform.cluster.crew.failures import Member
 from platform.cluster.crew.heartbeats import Outlook
 from platform.monitor.journal import Live, read_live
 from platform.runtime import progress
-from platform.runtime.progress import PROGRESS, Activity, Progress, TcpLink, links
+from platform.runtime.progress import PROGRESS, Activity, Progress, TcpLink, read_tcp_links
 from platform.train.worker import Worker
 
 RANKS, HOST = {7: 0, 8: 1}, socket.gethostname()
@@ -40,28 +40,35 @@ def test_workers_are_asked_once_a_call_takes_long():
     found._round = time.monotonic() + 100
     found.begin_call("step", "step(5)", RANKS, MEMBERS, pending)
     begun = found.call[1]
-    assert found.ask(pending, begun + 1.9) == [] and sorted(found.ask(pending, begun + 2.0)) == [7, 8]
-    assert found.ask(pending, begun + 3.9) == [] and found.ask(pending, begun + 4.0) == []  # both owe an answer
-    found.heard(7, waits(), begun + 4.1, True)
-    assert found.ask(pending, begun + 6.1) == [7] and found.patience(begun + 6.2) == pytest.approx(1.9)
+    assert found.workers_to_ask(pending, begun + 1.9) == [] and sorted(found.workers_to_ask(pending, begun + 2.0)) == [
+        7,
+        8,
+    ]
+    assert (
+        found.workers_to_ask(pending, begun + 3.9) == [] and found.workers_to_ask(pending, begun + 4.0) == []
+    )  # both owe an answer
+    found.note_heartbeat(7, waits(), begun + 4.1, True)
+    assert found.workers_to_ask(pending, begun + 6.1) == [7] and found.seconds_to_wait(begun + 6.2) == pytest.approx(
+        1.9
+    )
 
 
 def test_who_is_silent_waits_or_has_answered(sight):
-    sight.ask({7, 8}, time.monotonic() - 3.0)
-    sight.heard(8, waits(), time.monotonic(), True)
-    first, second = sight.workers()
+    sight.workers_to_ask({7, 8}, time.monotonic() - 3.0)
+    sight.note_heartbeat(8, waits(), time.monotonic(), True)
+    first, second = sight.list_workers()
     assert (first.rank, first.owes > 2.9, first.process in "RS", first.activity) == (0, True, True, None)
     assert (second.rank, second.owes, second.activity.section) == (1, None, "exposed_comm")
-    assert sight.witnesses(7) == ["rank 1 waiting in exposed_comm"]
+    assert sight.describe_witnesses(7) == ["rank 1 waiting in exposed_comm"]
     sight.pending.discard(8)
-    assert [worker.answered for worker in sight.workers()] == [False, True]
+    assert [worker.answered for worker in sight.list_workers()] == [False, True]
 
 
 def test_the_speed_of_a_link_is_that_of_its_busy_time(sight):
     for sent, busy in ((0, 1.0), (10**6, 1.5), (10**6 + 9, 1.6), (13 * 10**5, 4.6), (16 * 10**5, 7.6)):
         beat = waits(links=[TcpLink("10.0.0.1", "10.0.0.2", sent, busy, 5, 0.5)])
-        sight.heard(8, beat, time.monotonic(), False)
-    [found] = sight.links()
+        sight.note_heartbeat(8, beat, time.monotonic(), False)
+    [found] = sight.list_links()
     assert (found.node, found.there, found.best, found.queued) == ("elsewhere", "10.0.0.2", 2e6, 5)
     assert found.rate == pytest.approx(1e5, rel=0.05)
 
@@ -70,16 +77,16 @@ def test_a_heartbeat_says_where_a_worker_stands_still(monkeypatch):
     progress, held, up = Progress(), threading.Event(), threading.Event()
 
     def stand_still():
-        progress.begin("step(5)")
+        progress.begin_call("step(5)")
         up.set()
         held.wait()
 
     thread = threading.Thread(target=stand_still)
     thread.start()
     up.wait()
-    assert progress.beat().stack == []
+    assert progress.build_heartbeat().stack == []
     monkeypatch.setattr("platform.runtime.progress.STILL_SECONDS", 0.0)
-    assert any(frame.endswith("in stand_still") for frame in progress.beat().stack)
+    assert any(frame.endswith("in stand_still") for frame in progress.build_heartbeat().stack)
     held.set()
     thread.join()
 
@@ -94,12 +101,12 @@ def test_links_are_counted_by_the_kernel(monkeypatch):
             assert len(peer.recv(1000, socket.MSG_WAITALL)) == 1000
             deadline = time.monotonic() + 5
             while time.monotonic() < deadline:
-                found = next(link for link in links() if link.here == "127.0.0.2")
+                found = next(link for link in read_tcp_links() if link.here == "127.0.0.2")
                 if found.sent >= 1000 and not found.queued:
                     break
             assert (found.there, found.queued) == ("127.0.0.1", 0) and found.sent >= 1000
     monkeypatch.setattr(progress, "open_sockets", lambda: {99999: 0})
-    assert links() == []
+    assert read_tcp_links() == []
 
 
 def test_the_pulse_writes_what_is_seen(tmp_path, monkeypatch, sight):
@@ -130,18 +137,18 @@ def far(method: str, *beats: tuple[int, int]) -> tuple[float, float]:
     found = Outlook()
     found.begin_call(method, f"{method}()", RANKS, MEMBERS, {7, 8})
     for number, (done, total) in zip((7, 8), beats, strict=False):
-        found.heard(number, waits(done=done, total=total), time.monotonic(), True)
-    return found._far(method)
+        found.note_heartbeat(number, waits(done=done, total=total), time.monotonic(), True)
+    return found._call_progress(method)
 
 
 def test_how_far_a_call_is_by_its_heartbeats():
     """Bytes add up; all ranks go through the same sequences; nothing is known before the first heartbeat."""
-    PROGRESS.begin("")  # of this process, in which other tests may have come far
+    PROGRESS.begin_call("")  # of this process, in which other tests may have come far
     assert far("restore", (100, 400), (300, 400)) == (400, 800)
     assert far("evaluate", (64, 256), (128, 256)) == (96, 256)
     assert far("restore") == (0, 0)
     assert far("evaluate", (64, 256), (0, 0)) == (64, 256), "one has not begun"
-    with Outlook()._phase_of("restore") as shown:
+    with Outlook()._show_phase("restore") as shown:
         assert shown.unit == "B" and shown.look() == (0, 0)
 
 

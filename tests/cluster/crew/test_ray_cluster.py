@@ -38,12 +38,12 @@ def test_a_crew_in_a_cluster_that_is_already_there(two_machines, job, monkeypatc
     said = []
     with pytest.raises(ConfigError, match="cluster=ray: needs 5 CPUs, 4 there"):
         resources.reserve_workers(Cluster(kind="ray", device="cpu"), 5, said.append)
-    assert resources.available_workers(Cluster(kind="ray")) == 4
+    assert resources.count_available_workers(Cluster(kind="ray")) == 4
     assert resources.reserve_workers(Cluster(kind="ray"), 4, said.append).device == "cpu"
     with open_crew("ray", job(4)) as crew:
-        crew.seat(job(4), sorted(crew.members))
-        crew.call("form", ByRank(range(4)), 4, job(4).config, crew.store, 1, [0])
-        places = crew.call("place")
+        crew.seat_members(job(4), sorted(crew.members))
+        crew.call_ranks("form", ByRank(range(4)), 4, job(4).config, crew.store, 1, [0])
+        places = crew.call_ranks("place")
         workers = {place["pid"] for place in places}
         assert workers < descendants()
     assert [place["GROUP_RANK"] for place in places] == ["0", "0", "1", "1"]
@@ -66,34 +66,34 @@ def test_machines_go_and_come(two_machines, job, monkeypatch):
     with open_crew("ray", job(3)) as crew:  # two on one machine, one on the other
         nodes = {number: member.node.rpartition("/")[2] for number, member in crew.members.items()}
         there = {number for number, node in nodes.items() if node == other.node_id}
-        assert len(there) in (1, 2) and crew.leaving == set()
+        assert len(there) in (1, 2) and crew.leaving_members == set()
 
-        crew.hire(3)  # there is room for one
+        crew.hire_workers(3)  # there is room for one
         wait(lambda: len(crew.members) == 4)
         began = time.monotonic()
-        assert [crew.members.keys() for _ in range(20)] and crew.starting
+        assert [crew.members.keys() for _ in range(20)] and crew.starting_members
         assert time.monotonic() - began < 1
 
         drain(two_machines, other)
-        wait(lambda: crew.leaving)
-        assert crew.leaving == {n for n, m in crew.members.items() if m.node.endswith(other.node_id)}
-        pids = {crew.members[number].pid for number in crew.leaving}
-        crew.dismiss(crew.leaving)
-        assert gone(pids) and len(crew.members) == 2 and not crew.leaving
+        wait(lambda: crew.leaving_members)
+        assert crew.leaving_members == {n for n, m in crew.members.items() if m.node.endswith(other.node_id)}
+        pids = {crew.members[number].pid for number in crew.leaving_members}
+        crew.dismiss_members(crew.leaving_members)
+        assert gone(pids) and len(crew.members) == 2 and not crew.leaving_members
         two_machines.remove_node(other, allow_graceful=False)
 
         stopped = crew.members[min(crew.members)]
         os.kill(stopped.pid, signal.SIGSTOP)
-        crew._roster.dispose(stopped.number)
+        crew._roster.dispose_member(stopped.number)
         assert gone([stopped.pid])
         wait(lambda: len(crew.members) == 2)  # its place is taken
         two_machines.add_node(num_cpus=1)
         wait(lambda: len(crew.members) == 3)
-        assert not crew.starting and not crew.unstarted
+        assert not crew.starting_members and not crew.unstarted
 
         crew._launcher._notices.close()  # as if it had heard that the driver's own machine goes
         crew._launcher._notices.nodes = frozenset([crew._launcher._here])
-        assert crew.leaving == crew.members.keys()
+        assert crew.leaving_members == crew.members.keys()
 
 
 def test_no_cluster_at_the_address(monkeypatch):

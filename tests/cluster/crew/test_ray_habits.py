@@ -10,7 +10,7 @@ from platform.boundary.refusals import ConfigError
 from platform.cluster import resources
 from platform.cluster.crew import ray_actors, ray_session
 from platform.cluster.crew.failures import NoPlaces
-from platform.cluster.crew.ray_actors import Bundle, Demand, bundle_of
+from platform.cluster.crew.ray_actors import Bundle, Demand, worker_bundle
 from platform.config.groups import Cluster
 from tests.harness.ray_machines import private_cluster
 
@@ -68,24 +68,24 @@ def test_placement_and_labels(zones, joined, job, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(ray_actors, "_PLACEMENT_SECONDS", 0.5)
             with pytest.raises(NoPlaces, match=why):
-                ray_actors._nodes(of(job, size, cluster), size)
+                ray_actors._choose_nodes(of(job, size, cluster), size)
 
     cases = {"pack": 1, "strict_pack": 1, "spread": 2}
     for placement, machines in cases.items():
         cluster.placement = placement
-        until(lambda: resources.available_workers(Cluster(kind="ray")), 4)  # Ray gives places back later
-        assert len(set(ray_actors._nodes(of(job, 2, cluster), 2))) == machines, placement
+        until(lambda: resources.count_available_workers(Cluster(kind="ray")), 4)  # Ray gives places back later
+        assert len(set(ray_actors._choose_nodes(of(job, 2, cluster), 2))) == machines, placement
     cluster.placement = "pack"
-    assert len(set(ray_actors._nodes(of(job, 3, cluster), 3))) == 2
+    assert len(set(ray_actors._choose_nodes(of(job, 3, cluster), 3))) == 2
     cluster.placement = "strict_pack"
     refused(3, "3 times {'CPU': 1.0}, all on one node, 0 of 3 there")
     for zone, other in ("ab", "ba"):
         cluster.labels = {"zone": f"!in({other}, c)"}
-        there = ray_actors._nodes(of(job, 2, cluster), 2)
+        there = ray_actors._choose_nodes(of(job, 2, cluster), 2)
         assert there == [zones[zone]] * 2
-        assert located([ray_actors._actor(of(job, 2, cluster), node) for node in (there[0], "")]) == there
-    until(lambda: resources.available_workers(Cluster(kind="ray")), 4)  # the actors' places are free again
-    assert resources.available_workers(cluster) == 2
+        assert located([ray_actors._create_actor(of(job, 2, cluster), node) for node in (there[0], "")]) == there
+    until(lambda: resources.count_available_workers(Cluster(kind="ray")), 4)  # the actors' places are free again
+    assert resources.count_available_workers(cluster) == 2
     with pytest.raises(
         ConfigError, match=r"needs 3 CPUs, 2 there \(free in the Ray cluster on nodes with cluster.labels"
     ):
@@ -126,7 +126,7 @@ def asked():
 
 def test_the_demands_of_two_runs_add_up(zones, joined, monkeypatch):
     joined()
-    one = Demand(bundle_of("cpu", {}), lambda: 3)
+    one = Demand(worker_bundle("cpu", {}), lambda: 3)
     until(asked, {'{"CPU": 1.0}': 3})
     other = Demand.__new__(Demand)
     monkeypatch.setattr("socket.gethostname", lambda: "another")

@@ -33,12 +33,12 @@ def listening(processes):
 
 
 def test_an_embedded_ray_listens_on_loopback_asks_for_a_token_and_hides_its_files(job, monkeypatch):
-    made, make = [], leftovers._short_directory
-    monkeypatch.setattr(leftovers, "_short_directory", lambda: made.append(Path(make())) or str(made[0]))
+    made, make = [], leftovers._create_short_directory
+    monkeypatch.setattr(leftovers, "_create_short_directory", lambda: made.append(Path(make())) or str(made[0]))
     before = listening({os.getpid()})  # what an earlier test of this process left
     with open_crew("local", job(1)):
         loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
-        ours = {*leftovers.marked(str(made[0])), *descendants(), os.getpid()}
+        ours = {*leftovers.find_marked_processes(str(made[0])), *descendants(), os.getpid()}
         found = listening(ours)
         assert found and found <= loopback | before, found
         assert stat.S_IMODE(made[0].stat().st_mode) == 0o700
@@ -63,7 +63,7 @@ def test_an_embedded_ray_that_is_too_slow_is_started_again(error, monkeypatch, c
         if len(tried) != 3:
             raise error
 
-    monkeypatch.setattr(ray_session, "_init", init)
+    monkeypatch.setattr(ray_session, "_init_ray", init)
     ray_session.Embedded(1, gpus=False).close()
     assert len({*tried}) == 3 and not any(folder.exists() for folder in tried)
     assert capfd.readouterr().err.count("once more") == 2

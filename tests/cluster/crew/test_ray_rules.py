@@ -9,8 +9,8 @@ import pytest
 from platform.boundary.refusals import ConfigError
 from platform.cluster.crew import ray_session
 from platform.cluster.crew.ray_actors import LEASE_SECONDS, Bundle, DemandLedger, Hysteresis
-from platform.cluster.crew.ray_session import job_config, runtime_env, selects
-from platform.launch import compose
+from platform.cluster.crew.ray_session import build_runtime_env, job_config, matches_labels
+from platform.launch import compose_config
 
 CPU, GPU = Bundle({"CPU": 1.0}, {}), Bundle({"CPU": 1.0, "GPU": 1.0}, {"zone": "a"})
 
@@ -27,19 +27,19 @@ CPU, GPU = Bundle({"CPU": 1.0}, {}), Bundle({"CPU": 1.0, "GPU": 1.0}, {"zone": "
 )
 def test_a_demand_falls_slowly_and_rises_at_once(story):
     hysteresis = Hysteresis(60.0)
-    assert [hysteresis.follow(wanted, now) for now, wanted, _ in story] == [value for _, _, value in story]
+    assert [hysteresis.follow_demand(wanted, now) for now, wanted, _ in story] == [value for _, _, value in story]
 
 
 def test_the_ledger_adds_up_and_forgets_who_does_not_renew():
     ledger = DemandLedger()
-    ledger.book("b", 1, GPU, 0.0)
-    ledger.book("a", 2, CPU, 50.0)
-    assert ledger.total(60.0) == [CPU, CPU, GPU]
-    ledger.book("a", 1, CPU, 60.0)
-    assert ledger.total(LEASE_SECONDS + 1) == [CPU]  # of the killed driver nothing stays
-    ledger.book("a", 0, CPU, 70.0)
-    ledger.book("unknown", 0, CPU, 70.0)
-    assert ledger.total(70.0) == []
+    ledger.book_demand("b", 1, GPU, 0.0)
+    ledger.book_demand("a", 2, CPU, 50.0)
+    assert ledger.total_bundles(60.0) == [CPU, CPU, GPU]
+    ledger.book_demand("a", 1, CPU, 60.0)
+    assert ledger.total_bundles(LEASE_SECONDS + 1) == [CPU]  # of the killed driver nothing stays
+    ledger.book_demand("a", 0, CPU, 70.0)
+    ledger.book_demand("unknown", 0, CPU, 70.0)
+    assert ledger.total_bundles(70.0) == []
 
 
 def test_the_example():
@@ -52,39 +52,39 @@ def test_the_example():
 )
 def test_selectors(selector, chosen):
     nodes = {zone: {"zone": zone} if zone else {} for zone in ("a", "b", "c", None)}
-    assert {zone for zone, labels in nodes.items() if selects({"zone": selector}, labels)} == chosen
+    assert {zone for zone, labels in nodes.items() if matches_labels({"zone": selector}, labels)} == chosen
 
 
 def test_workers_of_a_package_that_is_not_installed_find_it(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
     root = str(ray_session.Path(ray_session.__file__).parents[3])
-    assert runtime_env({}, {}, installed=True) == {}
-    assert runtime_env({}, {}, installed=False) == {"env_vars": {"PYTHONPATH": f"{root}:/mine"}}
+    assert build_runtime_env({}, {}, installed=True) == {}
+    assert build_runtime_env({}, {}, installed=False) == {"env_vars": {"PYTHONPATH": f"{root}:/mine"}}
     own = {"env_vars": {"PYTHONPATH": "/theirs", "A": "1"}, "pip": ["x"]}
-    assert runtime_env(own, {}, installed=False) == {
+    assert build_runtime_env(own, {}, installed=False) == {
         "env_vars": {"PYTHONPATH": f"{root}:/theirs", "A": "1"}, "pip": ["x"],
     }  # fmt: skip
     assert own["env_vars"]["PYTHONPATH"] == "/theirs"
     children = f"{root}/elastic_platform/children"  # not all of site-packages before the standard library
     monkeypatch.setattr(sys, "path", [children, *sys.path])
-    assert runtime_env({}, {}, installed=False) == {"env_vars": {"PYTHONPATH": f"{children}:/mine"}}
+    assert build_runtime_env({}, {}, installed=False) == {"env_vars": {"PYTHONPATH": f"{children}:/mine"}}
 
 
 @pytest.mark.parametrize("job", [{"working_dir": "gcs://x.zip"}, {"py_modules": []}, {"env_vars": {"PYTHONPATH": "."}}])
 def test_a_job_that_brings_the_code_is_left_alone(job):
-    assert runtime_env({"env_vars": {"A": "1"}}, job, installed=False) == {"env_vars": {"A": "1"}}
+    assert build_runtime_env({"env_vars": {"A": "1"}}, job, installed=False) == {"env_vars": {"A": "1"}}
 
 
 def test_what_the_job_says_too_is_refused_as_ray_would_but_by_name(monkeypatch):
     own, job = {"pip": ["x"], "env_vars": {"A": "1", "B": "2"}}, {"pip": ["y"], "env_vars": {"B": "3"}}
     with pytest.raises(ConfigError) as refused:
-        runtime_env(own, job, installed=True)
+        build_runtime_env(own, job, installed=True)
     reason = "the Ray job has one of its own; leave one out, or set RAY_OVERRIDE_JOB_RUNTIME_ENV=1"
     assert refused.value.violations == [
         f"cluster.runtime_env.env_vars.B=...: {reason}", f"cluster.runtime_env.pip=...: {reason}",
     ]  # fmt: skip
     monkeypatch.setenv("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
-    assert runtime_env(own, job, installed=True) == own
+    assert build_runtime_env(own, job, installed=True) == own
 
 
 @pytest.mark.parametrize(
@@ -120,13 +120,13 @@ def test_a_job_tells_its_environment(told, found):
 )
 def test_mistakes(typed, said):
     with pytest.raises(ConfigError) as refused:
-        compose(["+experiment=gpt_quick", *typed.split()])
+        compose_config(["+experiment=gpt_quick", *typed.split()])
     assert [line for line in refused.value.violations if line.startswith(said)], refused.value.violations
 
 
 def test_labels_are_typed_as_ray_writes_them():
     typed = ["cluster.labels={ray.io/accelerator-type: H100}", "cluster.labels.zone=!in(a,b)"]
-    cluster = compose(["+experiment=gpt_quick", "cluster=ray", *typed]).cluster
+    cluster = compose_config(["+experiment=gpt_quick", "cluster=ray", *typed]).cluster
     assert cluster.labels == {"ray.io/accelerator-type": "H100", "zone": "!in(a,b)"}
 
 
@@ -135,7 +135,7 @@ def test_what_an_experiment_sets_for_ray_is_dropped_elsewhere(tmp_path):
     cluster = "{labels: {zone: a}, placement: spread, runtime_env: {pip: [x]}}"
     text = f"# @package _global_\ndefaults:\n  - gpt_quick\n  - override /cluster: ray\ncluster: {cluster}\n"
     (tmp_path / "experiment" / "mine.yaml").write_text(text)
-    there = compose(["+experiment=mine"], str(tmp_path)).cluster
+    there = compose_config(["+experiment=mine"], str(tmp_path)).cluster
     assert (there.labels, there.placement, there.runtime_env) == ({"zone": "a"}, "spread", {"pip": ["x"]})
-    here = compose(["+experiment=mine", "cluster=processes"], str(tmp_path)).cluster
+    here = compose_config(["+experiment=mine", "cluster=processes"], str(tmp_path)).cluster
     assert (here.labels, here.placement, here.runtime_env) == ({}, "pack", {})

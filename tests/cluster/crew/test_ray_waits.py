@@ -24,11 +24,11 @@ def test_a_slow_start_is_waited_for_and_said(job, pass_time, caplog):
         pass_time(seconds)
         return next(there)
 
-    ray_actors._wait(job(4), ready, 4)
+    ray_actors._await_workers(job(4), ready, 4)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 8 and said[-1] == "waiting for Ray to start 4 times {'CPU': 1.0}, 3 of 4 there, up to 520 s"
 
 
 def test_a_start_that_never_comes_is_no_mistake_of_the_configuration(job, pass_time):
     with pytest.raises(NoPlaces, match=r"waited 600 s for Ray to start 4 times {'CPU': 1.0}, 2 of 4 there"):
-        ray_actors._wait(job(4), lambda seconds: pass_time(seconds) or 2, 4)
+        ray_actors._await_workers(job(4), lambda seconds: pass_time(seconds) or 2, 4)

@@ -9,7 +9,7 @@ from platform.cluster.crew.failures import WorkerFailed
 from platform.cluster.crew.job import Job
 from platform.cluster.crew.launchers import open_crew
 from platform.plan.simulate import stage_rows
-from platform.predict.choose_schedule import schedule_of
+from platform.predict.choose_schedule import build_schedule
 from platform.predict.make_plan import make_plan
 from platform.train.replies import Taken
 from tests.cluster.crew.test_generations import fails, form
@@ -31,18 +31,18 @@ def test_survivors_free_each_other(job, tmp_path):
     six, five = job(6, "tests.doubles.gloo_worker:GlooWorker"), job(5, "tests.doubles.gloo_worker:GlooWorker")
     with open_crew("processes", six) as crew:
         form(crew, six, range(6), 1)
-        assert crew.call("turn") == [36.0] * 6
+        assert crew.call_ranks("turn") == [36.0] * 6
         assert fails(crew, "turn", 2).kind == "died"
         start = time.monotonic()
         assert left(tmp_path, 1, count=5, seconds=20) == 5
         print(f"5 of 5 survivors were free {time.monotonic() - start:.3f} s after the driver knew")
-        assert [failure.member.number for failure in crew.release()] == [2]
+        assert [failure.member.number for failure in crew.release_members()] == [2]
         survivors = [*crew.members]
         assert survivors == [0, 1, 3, 4, 5]
         form(crew, five, survivors, 2)
-        assert crew.call("turn") == [25.0] * 5
+        assert crew.call_ranks("turn") == [25.0] * 5
         with pytest.raises(WorkerFailed):  # the control: where nobody leaves, who is no neighbour waits on
-            crew.call("turn", 2, True)
+            crew.call_ranks("turn", 2, True)
         assert left(tmp_path, 2, count=4, seconds=1) < 4
 
 
@@ -52,25 +52,25 @@ def test_the_same_processes_train_under_another_plan(tmp_path):
     def generation(crew, number, members):
         c = configure(data=len(members), zero=1, microbatch=1, global_batch=12, vocab=300)
         c.run.dir, c.data.kind = str(tmp_path), "synthetic"
-        plan, schedule = make_plan(c), schedule_of(c, len(members))
-        coordinates = [plan.mesh.coordinates(rank) for rank in range(plan.mesh.size)]
-        crew.seat(Job(c, coordinates, "cpu", tmp_path), members)
+        plan, schedule = make_plan(c), build_schedule(c, len(members))
+        coordinates = [plan.mesh.rank_coordinates(rank) for rank in range(plan.mesh.world_size)]
+        crew.seat_members(Job(c, coordinates, "cpu", tmp_path), members)
         size, ranks = len(members), ByRank(range(len(members)))
-        formed = crew.call("form", ranks, size, c, crew.store, number, list(schedule.placement))
+        formed = crew.call_ranks("form", ranks, size, c, crew.store, number, list(schedule.placement))
         assert [worker.pid for worker in formed] == [crew.members[member].pid for member in members]
-        crew.call("build", [stage.plain() for stage in stage_rows([schedule])][0])
+        crew.call_ranks("build", [stage.encode_rows() for stage in stage_rows([schedule])][0])
 
     c = configure(data=4, global_batch=12, vocab=300)
     job = Job(c, [{"data": rank} for rank in range(4)], "cpu", tmp_path, "tests.doubles.failing_worker:KilledWorker")
     with open_crew("processes", job) as crew:
         generation(crew, 1, [0, 1, 2, 3])
-        [expected, *_] = crew.call("step", 1)
+        [expected, *_] = crew.call_ranks("step", 1)
         culprit = fails(crew, "step", 2)
         assert (culprit.member.number, culprit.kind) == (1, "died"), culprit.cause
-        assert [failure.member.number for failure in crew.release()] == [1]
+        assert [failure.member.number for failure in crew.release_members()] == [1]
         generation(crew, 2, [0, 2, 3])
-        report, *others = crew.call("step", 1)
+        report, *others = crew.call_ranks("step", 1)
         assert others == [Taken(1), Taken(1)]
         for key in ("loss", "grad_norm"):
             assert getattr(report, key) == pytest.approx(getattr(expected, key), rel=1e-12)
-        assert crew.call("step", 2)[0].loss != expected.loss
+        assert crew.call_ranks("step", 2)[0].loss != expected.loss

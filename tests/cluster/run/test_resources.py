@@ -5,7 +5,7 @@ import pytest
 from platform.boundary.refusals import ConfigError
 from platform.cluster import resources
 from platform.cluster.crew.failures import NoPlaces
-from platform.cluster.resources import Supply, available_workers, reserve_workers
+from platform.cluster.resources import Supply, count_available_workers, reserve_workers
 from platform.config.groups import Cluster
 
 
@@ -13,7 +13,9 @@ from platform.config.groups import Cluster
 def supply(monkeypatch):
     def set_supply(*supplies):
         left = list(supplies)
-        monkeypatch.setattr(resources, "_supply", lambda kind, cluster: left.pop(0) if len(left) > 1 else left[0])
+        monkeypatch.setattr(
+            resources, "_measure_supply", lambda kind, cluster: left.pop(0) if len(left) > 1 else left[0]
+        )
 
     return set_supply
 
@@ -67,7 +69,7 @@ def test_inline_is_a_world_of_one(said):
 def test_torchrun_decides_the_size(said, monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert available_workers(Cluster(kind="inline")) == 2
+    assert count_available_workers(Cluster(kind="inline")) == 2
     assert reserve_workers(Cluster(device="cpu"), 2, said.append).device == "cpu"
     with pytest.raises(ConfigError, match="this plan has 4 workers, and torchrun has started 2"):
         reserve_workers(Cluster(device="cpu"), 4, said.append)
@@ -75,11 +77,11 @@ def test_torchrun_decides_the_size(said, monkeypatch):
 
 def test_available_workers(supply):
     supply(Supply(3, 16, "there"))
-    assert available_workers(Cluster()) == available_workers(Cluster(device="cuda")) == 3
-    assert available_workers(Cluster(device="cpu")) == 16
-    assert available_workers(Cluster(kind="inline")) == 1
+    assert count_available_workers(Cluster()) == count_available_workers(Cluster(device="cuda")) == 3
+    assert count_available_workers(Cluster(device="cpu")) == 16
+    assert count_available_workers(Cluster(kind="inline")) == 1
     supply(Supply(0, 16, "there"))
-    assert available_workers(Cluster()) == 16
+    assert count_available_workers(Cluster()) == 16
 
 
 def test_a_driver_without_files_for_all_says_so_before_any_starts(said, monkeypatch):

@@ -70,7 +70,7 @@ def test_what_is_allowed_to_change_is_the_runs_identity_from_then_on(directory, 
     with directory.claim(config, {}) as there:
         assert there == was
     config.resume.allow = []
-    directory.check(config)
+    directory.check_identity(config)
     config.optimizer.lr = 0.001
     first, key = refusal(directory.claim, config, {})
     assert "resume.allow=[optimizer.lr]" in first and key == "optimizer.lr: 0.25 there, 0.001 here"
@@ -107,7 +107,7 @@ def test_foreign_files_stay_and_a_foreign_configuration_is_refused(directory, co
 def test_a_directory_that_cannot_be(tmp_path, config):
     (tmp_path / "file").write_text("")
     directory = RunDirectory(tmp_path / "file" / "run")
-    assert not directory.finished(1, Eval())
+    assert not directory.find_final_step(1, Eval())
     [line] = refusal(directory.claim, config, {})
     assert "Not a directory" in line and str(directory.path) in line
     (tmp_path / "run" / "config.yaml").mkdir(parents=True)
@@ -140,13 +140,17 @@ with RunDirectory(sys.argv[1]).claim(Config(), {}):
 
 
 def test_a_run_is_finished_when_its_journal_says_so(directory):
-    assert not directory.finished(5, Eval())
+    assert not directory.find_final_step(5, Eval())
     directory.path.mkdir()
     journal = Journal(directory.journal)
     journal.write(events.FirstStep(step=1))
-    assert not directory.finished(5, Eval())
+    assert not directory.find_final_step(5, Eval())
     journal.write(events.Done(step=5))
-    assert directory.finished(5, Eval()) and directory.finished(4, Eval()) and not directory.finished(6, Eval())
+    assert (
+        directory.find_final_step(5, Eval())
+        and directory.find_final_step(4, Eval())
+        and not directory.find_final_step(6, Eval())
+    )
 
 
 def modes(directory):

@@ -10,12 +10,12 @@ import yaml
 
 from platform.boundary.refusals import ConfigError
 from platform.boundary.storage import open_storage
-from platform.checkpoint.catalogue import begin, commit
+from platform.checkpoint.catalogue import choose_attempt_directory, commit_checkpoint
 from platform.checkpoint.manifest import Meta
 from platform.cluster.control.checkpoints import Checkpoints
-from platform.cluster.origin import origin
+from platform.cluster.origin import find_resume_checkpoint
 from platform.cluster.run_directory import RunDirectory
-from platform.config.identity import identity
+from platform.config.identity import run_identity
 from platform.monitor import Journal, MetricsLog, events
 from tests.doubles.fake_plan import fake_plan
 
@@ -91,7 +91,7 @@ def test_a_file_that_is_no_runs_is_refused_in_one_line(run, config, name, what, 
     before = sorted((p, p.lstat().st_mtime_ns) for p in run.rglob("*"))
     began = time.monotonic()
     with pytest.raises(ConfigError) as caught:
-        RunDirectory(run).check(config)
+        RunDirectory(run).check_identity(config)
     [line] = caught.value.violations
     assert line.startswith(f"run.dir={run}: ") and line.isprintable() and len(line) < 600
     assert time.monotonic() - began < 15  # a busy machine
@@ -135,7 +135,7 @@ def test_every_number_that_is_written_is_read(run, config, value):
     config.optimizer.clip = config.elastic.wait = value
     values = yaml.safe_dump(config.to_dict(), sort_keys=False)
     (run / "config.yaml").write_text(values)
-    assert RunDirectory(run).check(config) == config.to_dict()
+    assert RunDirectory(run).check_identity(config) == config.to_dict()
 
 
 def did(config, *, journal: int = 0, metrics: int = 0, event=events.FirstStep) -> None:
@@ -150,9 +150,9 @@ def did(config, *, journal: int = 0, metrics: int = 0, event=events.FirstStep) -
 
 def stored(config, step: int = 2) -> str:
     storage = open_storage(str(Path(config.run.dir, "checkpoints")))
-    directory = begin(storage, step)
-    meta = {"step": step, "samples": 8, "seed": 0, "corpus": "c", "identity": identity(config), "configuration": ""}
-    commit(storage, directory, {}, [], Meta(**meta, plan={}))
+    directory = choose_attempt_directory(storage, step)
+    meta = {"step": step, "samples": 8, "seed": 0, "corpus": "c", "identity": run_identity(config), "configuration": ""}
+    commit_checkpoint(storage, directory, {}, [], Meta(**meta, plan={}))
     return directory
 
 
@@ -171,43 +171,49 @@ SHOWN = [
 def test_steps_without_a_checkpoint_are_not_done_again_unasked(config, shown):
     did(config, **shown)
     with pytest.raises(ConfigError) as caught:
-        origin(config)
+        find_resume_checkpoint(config)
     [line] = caught.value.violations
     assert "holds no checkpoint to resume from, though step 7 was done" in line and config.run.dir in line
     assert "checkpoint.resume=never" in line
     config.checkpoint.resume = "never"
-    assert origin(config) is None
+    assert find_resume_checkpoint(config) is None
     config.checkpoint.resume = "auto"
     stored(config)
-    assert origin(config).manifest.meta.step == 2
+    assert find_resume_checkpoint(config).manifest.meta.step == 2
 
 
 def test_a_run_that_did_no_step_starts_at_the_first(config):
-    assert origin(config).directory is None
+    assert find_resume_checkpoint(config).directory is None
     did(config, journal=0, metrics=0)
     Journal(Path(config.run.dir, "journal.jsonl")).write(FAILURE)
-    assert origin(config).directory is None
+    assert find_resume_checkpoint(config).directory is None
 
 
 def test_the_end_says_how_the_run_starts_again(config, tmp_path):
-    checkpoints = Checkpoints(config, fake_plan(2), origin(config), Journal(tmp_path / "journal.jsonl"), print)
-    assert checkpoints.kept == "nothing was saved; the same command starts again from step 1"
+    checkpoints = Checkpoints(
+        config, fake_plan(2), find_resume_checkpoint(config), Journal(tmp_path / "journal.jsonl"), print
+    )
+    assert checkpoints.resume_sentence == "nothing was saved; the same command starts again from step 1"
     did(config, metrics=3)
-    assert checkpoints.resume == "checkpoint.resume=never"
-    assert "the same command with checkpoint.resume=never starts again from step 1" in checkpoints.kept
+    assert checkpoints.resume_override == "checkpoint.resume=never"
+    assert "the same command with checkpoint.resume=never starts again from step 1" in checkpoints.resume_sentence
 
 
 def test_a_run_whose_only_checkpoint_turns_out_corrupt_does_not_start_over(config, tmp_path):
     """Its workers find that out. One that never saved does: nobody has those steps any more."""
     did(config, metrics=3)
     directory = stored(config)
-    checkpoints = Checkpoints(config, fake_plan(2), origin(config), Journal(tmp_path / "journal.jsonl"), print)
+    checkpoints = Checkpoints(
+        config, fake_plan(2), find_resume_checkpoint(config), Journal(tmp_path / "journal.jsonl"), print
+    )
     assert checkpoints.step == 2
     Path(config.run.dir, "checkpoints", directory, "BAD.txt").write_text("corrupt")
     with pytest.raises(ConfigError, match="though step 3 was done.*corrupt"):
-        checkpoints.look_again()
+        checkpoints.select_newest_again()
     config.checkpoint.resume = "never"
-    fresh = Checkpoints(config, fake_plan(2), origin(config), Journal(tmp_path / "journal.jsonl"), print)
+    fresh = Checkpoints(
+        config, fake_plan(2), find_resume_checkpoint(config), Journal(tmp_path / "journal.jsonl"), print
+    )
     config.checkpoint.resume = "auto"
-    fresh.look_again()
+    fresh.select_newest_again()
     assert fresh.step == 0

@@ -29,7 +29,7 @@ def drive(config, monkeypatch, capsys):
     """Runs it with this script; afterwards `drive.out` is what was said, `drive.crew` who did it."""
     monkeypatch.setattr(recruiter, "LOOK_SECONDS", 0.001)
     monkeypatch.setattr("platform.cluster.control.checkpoints.POLL_SECONDS", 0.001)
-    monkeypatch.setattr("platform.checkpoint.catalogue._check", lambda storage, directory, manifest: None)
+    monkeypatch.setattr("platform.checkpoint.catalogue._check_files", lambda storage, directory, manifest: None)
 
     def drive(script=None, prepare=lambda crew: None, nodes=1):
         def open_crew(kind, job, spares):
@@ -38,7 +38,7 @@ def drive(config, monkeypatch, capsys):
             return drive.crew
 
         monkeypatch.setattr(driver, "open_crew", open_crew)
-        status = driver.run(config, make_plan(config), command=TYPED)
+        status = driver.drive_run(config, make_plan(config), command=TYPED)
         drive.out, drive.err = capsys.readouterr()
         return status
 
@@ -48,13 +48,13 @@ def drive(config, monkeypatch, capsys):
 @pytest.fixture
 def at_once(monkeypatch):
     """Checkpoints are on storage before the next step, which here takes no time."""
-    save = Checkpoints.save
+    save = Checkpoints.begin_save
 
     def save_and_finish(self, crew, *args):
         save(self, crew, *args)
-        self.finish(crew)
+        self.finish_save(crew)
 
-    monkeypatch.setattr(Checkpoints, "save", save_and_finish)
+    monkeypatch.setattr(Checkpoints, "begin_save", save_and_finish)
 
 
 @pytest.fixture
@@ -69,4 +69,4 @@ def signals(monkeypatch):
 @pytest.fixture
 def stop(signals):
     """A crew's action: a signal comes."""
-    return lambda crew: signals[-1]._handle(signal.SIGUSR1, None)
+    return lambda crew: signals[-1]._receive_signal(signal.SIGUSR1, None)

@@ -46,7 +46,7 @@ def heals(disk, how):
 def test_what_could_not_be_written_is_written_later(config, drive, disk, elsewhere, how):
     config.train.steps = 40  # some pages
     assert drive({"step(2)": [fails(disk, how)], "step(39)": [heals(disk, how)]}) == 0
-    rows = MetricsLog.read(Path(config.run.dir, "metrics.jsonl"))
+    rows = MetricsLog.read_rows(Path(config.run.dir, "metrics.jsonl"))
     assert [row["step"] for row in rows] == [*range(1, 41)]
     assert [e["step"] for e in events(config, "first_step", "done")] == [1, 40]
     warnings = [line for line in drive.out.splitlines() if "WARNING" in line]
@@ -92,7 +92,7 @@ def test_a_run_directory_that_is_removed(config, drive, at_once, stop, every):
     assert drive({"step(4)": [lambda crew: shutil.rmtree(config.run.dir)], "step(5)": [stop]}) == 75
     assert [e["saved"] for e in events(config, "drained")] == [5]
     assert drive() == 0 and "continues after step 5" in drive.out
-    rows = MetricsLog.read(Path(config.run.dir, "metrics.jsonl"))
+    rows = MetricsLog.read_rows(Path(config.run.dir, "metrics.jsonl"))
     assert [row["step"] for row in rows] == [4, 5, 6]
 
 
@@ -131,16 +131,16 @@ def test_a_file_of_the_run_that_is_something_else_is_refused(config, drive, file
 
 # what nobody expects
 
-BEFORE_THE_JOURNAL = ("platform.cluster.driver.corpus_of", "platform.cluster.driver.open_monitor")
+BEFORE_THE_JOURNAL = ("platform.cluster.driver.open_run_corpus", "platform.cluster.driver.open_monitor")
 PLACES = {  # where it happens -> (the last step done, the newest saved)
-    "platform.cluster.driver.corpus_of": (0, 0),
+    "platform.cluster.driver.open_run_corpus": (0, 0),
     "platform.cluster.control.checkpoints.Checkpoints.__init__": (0, 0),
     "platform.cluster.driver.open_monitor": (0, 0),
-    "platform.cluster.control.former.Former.form": (0, 0),
-    "platform.cluster.control.controller.metrics_row": (3, 2),
-    "platform.cluster.control.checkpoints.Checkpoints.advance": (3, 2),
-    "platform.cluster.control.recruiter.ReformAdvisor.needed_reform": (4, 4),
-    "platform.monitor.monitor.Console.step": (4, 2),
+    "platform.cluster.control.former.Former.form_generation": (0, 0),
+    "platform.cluster.control.controller.build_metrics_row": (3, 2),
+    "platform.cluster.control.checkpoints.Checkpoints.advance_save": (3, 2),
+    "platform.cluster.control.recruiter.ReformAdvisor.propose_needed_reform": (4, 4),
+    "platform.monitor.monitor.Console.show_step": (4, 2),
 }
 
 
@@ -202,10 +202,10 @@ def test_an_account_that_cannot_be_made(config, drive):
 
 def test_a_timeline_that_cannot_be_written(config, drive, monkeypatch):
     class Timeline:
-        def step(self, *args):
+        def add_step(self, *args):
             return {}
 
-        def write(self, directory):
+        def write_files(self, directory):
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("platform.cluster.control.former.Timeline", lambda *args: Timeline())
@@ -227,9 +227,9 @@ def test_workers_on_a_full_disk(job, tmp_path):
             "processes", replace(job(2, "tests.doubles.fake_worker:Prints"), run_dir=disk.path / "run")
         ) as crew:
             assert sorted(crew.members) == [0, 1]
-            crew.seat(crew.job, [0, 1])
-            crew.call("form", 0, 1, {}, crew.store, 1, [])
-            assert crew.call("speak") == ["spoken"] * 2
+            crew.seat_members(crew.job, [0, 1])
+            crew.call_ranks("form", 0, 1, {}, crew.store, 1, [])
+            assert crew.call_ranks("speak") == ["spoken"] * 2
 
 
 def test_lines_are_kept_within_a_bound(tmp_path, monkeypatch, capsys):
@@ -242,10 +242,10 @@ def test_lines_are_kept_within_a_bound(tmp_path, monkeypatch, capsys):
         disk.cover()
         for n in range(1, 100):
             lines.append({"n": n})
-        assert len(lines.unwritten) == 10
+        assert len(lines.unwritten_records) == 10
         disk.uncover()
         lines.append({"n": 100})
-        found = [row["n"] for row in json_records.JsonLines.read(disk.path / "x.jsonl")]
+        found = [row["n"] for row in json_records.JsonLines.read_objects(disk.path / "x.jsonl")]
         lines.close()
     assert found == [0, *range(90, 101)] or found[0] == 0 and found[-1] == 100 and len(found) <= 12
     assert capsys.readouterr().out.count("cannot be written") == 1

@@ -41,7 +41,7 @@ def test_it_shrinks_to_fewer_replicas_and_loses_nothing(config, drive):
     assert events(config, "forming")[1]["reason"].startswith("3 workers: data 4 -> 3")
     [cost] = events(config, "goodput")
     assert (cost["failures"], cost["steps_lost"], len(cost["recoveries"])) == (1, 0, 1)
-    rows = MetricsLog.read(Path(config.run.dir, "metrics.jsonl"))
+    rows = MetricsLog.read_rows(Path(config.run.dir, "metrics.jsonl"))
     assert [(row["step"], row["generation"]) for row in rows if "recovery_seconds" in row] == [(3, 2)]
     assert rows[2]["recovery_seconds"] == pytest.approx(cost["recoveries"][0], rel=0.5)
     assert "1 failure survived, 0 steps lost" in drive.out
@@ -122,11 +122,11 @@ def test_too_few_workers_are_waited_for_and_come(config, drive):
 
     def slowly(crew):
         crew.ready, looks = False, iter(range(5))
-        crew_starting = type(crew).starting.fget
+        crew_starting = type(crew).starting_members.fget
 
         class Slowly(type(crew)):
             @property
-            def starting(self):
+            def starting_members(self):
                 if next(looks, None) is None:
                     self.ready = True
                 return crew_starting(self)

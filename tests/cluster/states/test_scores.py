@@ -21,11 +21,11 @@ class Questions:
     def __init__(self):
         self.broken, self.done = set(), 0
 
-    def results(self, asked, limit):
+    def score_model(self, asked, limit):
         self.done += 1
         if self.done in self.broken:
             raise KeyError("answer\nof many lines")
-        scores = [asked.score([([1, 2], [3])])[0].log_probability for _ in range(3)]
+        scores = [asked.score_continuations([([1, 2], [3])])[0].log_probability for _ in range(3)]
         return {"ends": {"acc": sum(scores) / 3, "limit": limit}}
 
 
@@ -34,13 +34,13 @@ def questions(config, monkeypatch):
     config.eval.every, config.eval.tasks, config.eval.task_samples = 2, ["ends"], 7
     found = Questions()
     monkeypatch.setattr(driver, "open_tasks", lambda config: RunTasks(config, found))
-    monkeypatch.setattr(driver, "missing_for_tasks", lambda config: [])
-    monkeypatch.setattr(RunTasks, "check", lambda tasks, vocabulary: None)
+    monkeypatch.setattr(driver, "violations_of_tasks", lambda config: [])
+    monkeypatch.setattr(RunTasks, "check_vocabulary", lambda tasks, vocabulary: None)
     return found
 
 
 def scores(config):
-    rows = MetricsLog.read(Path(config.run.dir, "metrics.jsonl"))
+    rows = MetricsLog.read_rows(Path(config.run.dir, "metrics.jsonl"))
     return {row["step"]: row["task_scores"]["ends/acc"] for row in rows if "task_scores" in row}
 
 
@@ -79,7 +79,7 @@ def test_a_task_that_fails_ends_no_run(config, drive, questions):
 def test_data_without_a_tokenizer_is_refused(config, drive, questions, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(driver, "open_tasks", lambda config: RunTasks(config, questions))
-    monkeypatch.setattr(driver, "missing_for_tasks", lambda config: [])
+    monkeypatch.setattr(driver, "violations_of_tasks", lambda config: [])
     with pytest.raises(ConfigError, match="eval.tasks=ends: tasks are texts, and the data has no tokenizer"):
         drive()
     assert not Path(config.run.dir).exists()

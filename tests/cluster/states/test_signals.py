@@ -47,7 +47,7 @@ def test_the_time_limit_and_a_signal_are_no_second_signal(config, drive, signals
     config.checkpoint.every = 100
 
     def both(crew):
-        signals[-1].request("run.time_limit")
+        signals[-1].request_stop("run.time_limit")
         stop(crew)
 
     assert drive({"step(4)": [both]}) == 75

@@ -14,11 +14,11 @@ from tests.harness.scripted_run import TYPED, events
 
 
 def test_a_small_device_gets_no_plan_that_it_has_no_room_for(config, drive):
-    from platform.predict.memory_budget import needed_bytes
+    from platform.predict.memory_budget import predict_peak_bytes
 
     config.tensor, config.parallel.data = configure(tensor="1d", axes={"t": 4}).tensor, 1
     config.elastic.replace = False
-    room = needed_bytes(config, make_plan(config))
+    room = predict_peak_bytes(config, make_plan(config))
     assert drive({"step(3)": [{0: Dead}]}, lambda crew: setattr(crew, "memory", room)) == 1
 
 
@@ -40,7 +40,7 @@ def test_a_run_starts_smaller_only_where_min_workers_says_so_and_grows(config, d
     def two_are_late(crew):
         crew.lose(2, 3)
         crew.ready = False
-        crew.hire = lambda count: None
+        crew.hire_workers = lambda count: None
         crew._starting = [2, 3]
 
     def they_come(crew):
@@ -62,7 +62,7 @@ def test_a_cluster_without_places_may_be_tried_again(config, drive, monkeypatch)
     assert drive() == 0
     config.run.dir += "-2"
     monkeypatch.setattr(driver, "open_crew", no_places)
-    assert driver.run(config, make_plan(config), command=TYPED) == 75
+    assert driver.drive_run(config, make_plan(config), command=TYPED) == 75
     assert [event["event"] for event in events(config)] == ["starting", "released", "no_places", "goodput"]
 
     def too_few(*_, **__):
@@ -70,5 +70,5 @@ def test_a_cluster_without_places_may_be_tried_again(config, drive, monkeypatch)
 
     monkeypatch.setattr(driver.resources, "reserve_workers", too_few)
     config.run.dir += "-3"
-    assert driver.run(config, make_plan(config), command=TYPED) == 75
+    assert driver.drive_run(config, make_plan(config), command=TYPED) == 75
     assert not Path(config.run.dir).exists()

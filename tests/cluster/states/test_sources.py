@@ -30,7 +30,7 @@ def test_copies_lost_with_their_owners_leave_storage(config, drive, at_once):
     assert back["lost_seconds"] == pytest.approx(rows[2]["step_seconds"])
     [cost] = events(config, "goodput")
     assert cost["steps_lost"] == 1
-    kept = sum(row["step_seconds"] for row in MetricsLog.read(Path(config.run.dir, "metrics.jsonl")))
+    kept = sum(row["step_seconds"] for row in MetricsLog.read_rows(Path(config.run.dir, "metrics.jsonl")))
     assert cost["useful_seconds"] == pytest.approx(kept)
 
 
@@ -66,7 +66,7 @@ def test_lost_seconds_count_once(config, drive):
     config.elastic.snapshot_every = 4
     assert drive({"step(4)": [{0: BOOM}], "step(3)": [{}, {0: BOOM}]}) == 0
     assert [e["steps_lost"] for e in events(config, "rolled_back")] == [3, 2]
-    rows = MetricsLog.read(Path(config.run.dir, "metrics.jsonl"))
+    rows = MetricsLog.read_rows(Path(config.run.dir, "metrics.jsonl"))
     [cost] = events(config, "goodput")
     assert cost["useful_seconds"] == pytest.approx(sum(row["step_seconds"] for row in rows))
 
@@ -114,7 +114,7 @@ def test_storage_that_fails_in_the_last_resort_ends_the_run_with_its_name(config
         def no(*args, **keywords):
             raise OSError("the disk is gone")
 
-        monkeypatch.setattr("platform.cluster.origin.find", no)
+        monkeypatch.setattr("platform.cluster.origin.find_newest_checkpoint", no)
         return {0: Dead}
 
     assert drive({"step(4)": [fail]}) == 1

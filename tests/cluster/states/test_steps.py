@@ -22,7 +22,7 @@ def test_spikes(config, drive, policy, status):
     assert drive(prepare=lambda crew: crew.losses.update({10: [9.0]})) == status
     [spike] = events(config, "spike")
     assert (spike["step"], spike["loss"], spike["limit"], spike["policy"]) == (10, 9.0, 3.0, policy)
-    rows = MetricsLog.read(Path(config.run.dir, "metrics.jsonl"))
+    rows = MetricsLog.read_rows(Path(config.run.dir, "metrics.jsonl"))
     assert [row["step"] for row in rows if "skipped" in row] == ([10] if policy == "skip" else [])
     assert [row["step"] for row in rows] == [*range(1, 13 if status == 0 else 10)]
 
@@ -53,7 +53,7 @@ def test_a_loss_scale_that_was_too_large_is_no_spike(config, drive, policy):
     config.train.on_spike = policy
     assert drive({"step(5)": [{0: Dead}]}, lambda crew: crew.overflows.add(4)) == 0
     assert not events(config, "spike") and events(config, "restored")[0]["step"] == 4 and once_each(config)
-    rows = MetricsLog.read(Path(config.run.dir, "metrics.jsonl"))
+    rows = MetricsLog.read_rows(Path(config.run.dir, "metrics.jsonl"))
     assert [(row["step"], row["loss_scale"]) for row in rows if "skipped" in row] == [(4, 1024.0)]
     assert "step 4 has a gradient that overflows fp16 at a loss scale of 1024, which falls: it is skipped" in drive.out
 
@@ -79,7 +79,7 @@ def test_deadlines(config, drive):
     within = dict(drive.crew.calls)
     assert within["step(6)"] == 7.0 == within["evaluate"]  # 5 of these steps are shorter
     assert dict(reversed(drive.crew.calls))["step(1)"] == 120.0
-    rows = MetricsLog.read(Path(config.run.dir, "metrics.jsonl"))
+    rows = MetricsLog.read_rows(Path(config.run.dir, "metrics.jsonl"))
     assert [row["step"] for row in rows if "val_loss" in row] == [2, 4, 6]
 
 
@@ -95,7 +95,7 @@ def test_generations_count_over_drivers(config, drive):
     config.train.stop_at = 0
     assert drive({"step(5)": [{0: Dead}]}) == 0
     assert [e["generation"] for e in events(config, "forming")] == [1, 2, 3, 4] and once_each(config)
-    rows = MetricsLog.read(Path(config.run.dir, "metrics.jsonl"))
+    rows = MetricsLog.read_rows(Path(config.run.dir, "metrics.jsonl"))
     assert [row["generation"] for row in rows] == [1, 2, 2, 3, 4, 4]
 
 

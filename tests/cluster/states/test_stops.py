@@ -24,7 +24,7 @@ def goes_on(config, drive, step, last=6):
 
 @pytest.mark.parametrize("number", STOPPING)
 def test_every_signal_saves_without_checkpoint_every(config, drive, signals, number):
-    assert drive({"step(4)": [lambda crew: signals[-1]._handle(number, None)]}) == 75
+    assert drive({"step(4)": [lambda crew: signals[-1]._receive_signal(number, None)]}) == 75
     [end] = events(config, "drained")
     assert (end["signal"], end["step"], end["saved"], end["steps_lost"]) == (number.name, 4, 4, 0)
     assert "the same command continues after step 4" in drive.out
@@ -39,13 +39,13 @@ def test_a_run_says_what_its_supervisor_was_told(config, drive, signals, monkeyp
     monkeypatch.setenv(REASON, str(tmp_path / "reason"))
     if told is not None:
         (tmp_path / "reason").write_text(told)
-    assert drive({"step(4)": [lambda crew: signals[-1]._handle(signal.SIGUSR1, None)]}) == 75
+    assert drive({"step(4)": [lambda crew: signals[-1]._receive_signal(signal.SIGUSR1, None)]}) == 75
     assert events(config, "drained")[0]["signal"] == said and f"stopped by {said} after step 4" in drive.out
 
 
 @pytest.mark.parametrize("reason", ["run.time_limit", "the end of the allocation"])
 def test_a_wish_to_end_saves_without_checkpoint_every(config, drive, signals, reason):
-    assert drive({"step(4)": [lambda crew: signals[-1].request(reason)]}) == 75
+    assert drive({"step(4)": [lambda crew: signals[-1].request_stop(reason)]}) == 75
     assert events(config, "drained")[0]["saved"] == 4
     goes_on(config, drive, 4)
 
@@ -85,14 +85,14 @@ def test_before_the_first_step_nothing_is_lost(config, drive, stop, call):
 def test_while_the_data_is_made(config, drive, signals, monkeypatch):
     from platform.cluster import driver
 
-    corpus_of = driver.corpus_of
-    monkeypatch.setattr(driver, "corpus_of", lambda c, **_: signals[-1]._handle(signal.SIGTERM, None))
+    corpus_of = driver.open_run_corpus
+    monkeypatch.setattr(driver, "open_run_corpus", lambda c, **_: signals[-1]._receive_signal(signal.SIGTERM, None))
     assert drive() == 75 and "nothing was done" in drive.out
-    monkeypatch.setattr(driver, "corpus_of", corpus_of)
+    monkeypatch.setattr(driver, "open_run_corpus", corpus_of)
     goes_on(config, drive, 0)
 
 
-@pytest.mark.parametrize("place", ["resources.reserve_workers", "violations_of_sources", "RunDirectory.check"])
+@pytest.mark.parametrize("place", ["resources.reserve_workers", "violations_of_sources", "RunDirectory.check_identity"])
 def test_before_the_run_has_a_journal(config, drive, signals, monkeypatch, place):
     def stopped(*args, **keywords):
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL, "it would end this process"
@@ -111,10 +111,10 @@ def test_in_the_middle_of_anything_while_there_is_nothing_to_lose():
 
     with StopSignals() as signals:
         begin = time.monotonic()
-        threading.Timer(0.05, signals.request, ["run.time_limit"]).start()
+        threading.Timer(0.05, signals.request_stop, ["run.time_limit"]).start()
         with pytest.raises(Stopped, match="run.time_limit"):
             time.sleep(12)
-            signals.check()
+            signals.raise_if_requested()
         assert time.monotonic() - begin < 9
 
 
@@ -153,7 +153,7 @@ def test_before_the_first_step_of_a_run_that_goes_on(config, drive, stop):
 def again_at_once(signals):
     """A second signal, some time after the first."""
     signals[-1]._first -= 10
-    signals[-1]._handle(signal.SIGINT, None)
+    signals[-1]._receive_signal(signal.SIGINT, None)
 
 
 @pytest.mark.parametrize(("every", "saved", "status"), [(0, 0, 1), (2, 2, 75)])
@@ -187,13 +187,13 @@ def test_a_stop_in_the_last_step_is_the_end_of_the_run(config, drive, stop):
 
 
 def test_a_stop_that_cannot_be_saved(config, drive, stop, monkeypatch):
-    from platform.boundary.local_files import Local
+    from platform.boundary.local_files import LocalStorage
 
     def full(self, path, chunks):
         raise OSError(28, "No space left on device")
 
     def fill(crew):
-        monkeypatch.setattr(Local, "write", full)
+        monkeypatch.setattr(LocalStorage, "write", full)
         stop(crew)
 
     monkeypatch.setitem(Saver.__init__.__kwdefaults__, "pause", 0.0)

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from platform.cluster.crew import channel
-from platform.cluster.crew.channel import interface_of
+from platform.cluster.crew.channel import find_interface
 from tests.testbed.links import Links, why_not
 
 
@@ -15,12 +15,12 @@ def test_loopback(address):
         with open("/proc/net/if_inet6") as lines:
             if not any(line.split()[-1] == "lo" for line in lines):
                 pytest.skip("this machine has no IPv6")
-    assert interface_of(address) == "lo"
+    assert find_interface(address) == "lo"
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1", "2001:db8::1", "no address", ""])
 def test_an_address_of_nobody_here(address):
-    assert interface_of(address) == ""
+    assert find_interface(address) == ""
 
 
 def test_addresses_that_others_reach(tmp_path):
@@ -30,14 +30,14 @@ def test_addresses_that_others_reach(tmp_path):
         "fd000000000000000000000000000002 02 40 00 80     eth0\n"
         "00000000000000000000000000000001 01 80 10 80       lo\n"
     )
-    assert channel._ipv6(table) == [("eth0", "fd00::2"), ("lo", "::1")]
-    assert channel._ipv6(tmp_path / "none") == []
+    assert channel._list_ipv6(table) == [("eth0", "fd00::2"), ("lo", "::1")]
+    assert channel._list_ipv6(tmp_path / "none") == []
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 def test_the_way_to_another_node():
     """Both to itself and to the other one."""
-    ask = "import sys; from platform.cluster.crew.channel import interface_of as f; print(f(sys.argv[1]))"
+    ask = "import sys; from platform.cluster.crew.channel import find_interface as f; print(f(sys.argv[1]))"
     import sys
 
     with Links(nodes=2, rate=None) as links:

@@ -6,17 +6,17 @@ import threading
 import pytest
 
 from platform.boundary.schema import Malformed
-from platform.cluster.crew.channel import text
+from platform.cluster.crew.channel import encode_json
 from platform.cluster.crew.crew import Launcher
 from platform.cluster.crew.failures import WorkerFailed
-from platform.cluster.crew.job import assign
+from platform.cluster.crew.job import assign_worker
 from platform.cluster.crew.remote_crew import RemoteCrew
-from platform.cluster.crew.worker_host import serve
+from platform.cluster.crew.worker_host import serve_worker
 from platform.train import replies
 from platform.train.replies import Taken
 from tests.doubles.simulated_worker import SimulatedWorker, report
 
-RIGHT = json.loads(text(report(1, 2)))
+RIGHT = json.loads(encode_json(report(1, 2)))
 WRONG = [5, None, "x", [], {}, {"step": "1"}, {"step": True}, RIGHT | {"samples": [0]}]
 WRONG += [RIGHT | {key: value} for key in RIGHT for value in (None, "x", [[]]) if value != RIGHT[key] and key != "held"]
 WRONG += [RIGHT | {"held": "x"}]
@@ -33,39 +33,41 @@ class Garbled(SimulatedWorker):
 
 
 class Threads(Launcher):
-    def open(self, job, size):
+    def prepare_launch(self, job, size):
         return "127.0.0.1"
 
-    def launch(self, job, numbers, board):
+    def launch_workers(self, job, numbers, board):
         for number in numbers:
-            place = assign(job, number, local_rank=0, local_world_size=1, group_rank=0)
+            place = assign_worker(job, number, local_rank=0, local_world_size=1, group_rank=0)
             told = type(place)(**vars(place) | {"log": "", "environment": {}}), board.address
-            args, alone = (*told, board.token(number)), {"own_process": False}
-            threading.Thread(target=serve, args=args, kwargs=alone, daemon=True).start()
+            args, alone = (*told, board.member_token(number)), {"own_process": False}
+            threading.Thread(target=serve_worker, args=args, kwargs=alone, daemon=True).start()
 
-    def ended(self, number, seconds):
+    def describe_exit(self, number, seconds):
         return None
 
-    def kill(self, number):
+    def kill_worker(self, number):
         pass
 
-    def dismiss(self, polite):
+    def end_workers(self, polite):
         pass
 
 
 def test_a_wrong_answer_is_the_end_of_who_gives_it(job):
     with RemoteCrew(Threads(), job(2, "tests.cluster.wire.test_replies:Garbled"), 1) as crew:
-        crew.seat(job(2), [0, 1])
-        assert crew.call("step", None, 7)[0] == report(1, 2)
+        crew.seat_members(job(2), [0, 1])
+        assert crew.call_ranks("step", None, 7)[0] == report(1, 2)
         with pytest.raises(WorkerFailed, match="died in step.*: what it answers is no answer") as caught:
-            crew.call("step", "x", 1)
+            crew.call_ranks("step", "x", 1)
         assert caught.value.culprit.member.number == 1
-        crew.release()
+        crew.release_members()
         assert [*crew.members] == [0, 2]
 
 
 @pytest.mark.parametrize("value", WRONG, ids=lambda value: str(value)[:40])
 def test_what_is_no_report(value):
-    assert replies.read("step", 0, RIGHT) == report(1, 2) and replies.read("step", 1, {"step": 1}) == Taken(1)
+    assert replies.read_reply("step", 0, RIGHT) == report(1, 2) and replies.read_reply("step", 1, {"step": 1}) == Taken(
+        1
+    )
     with pytest.raises(Malformed):
-        replies.read("step", 0, value)
+        replies.read_reply("step", 0, value)

@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing, suppress
 import pytest
 
 from platform.cluster.crew import channel, switchboard
-from platform.cluster.crew.channel import Answer, dial, encode
+from platform.cluster.crew.channel import Answer, dial_driver, encode_message
 from platform.cluster.crew.job import open_store
 from platform.cluster.crew.switchboard import OWN, PER_MEMBER, Switchboard
 from tests.harness.dialled import dialled, frame, greeting, knocked
@@ -23,7 +23,7 @@ from tests.harness.dialled import dialled, frame, greeting, knocked
 @pytest.fixture
 def board():
     board = Switchboard("127.0.0.1")
-    board.expect([0, 1])
+    board.expect_members([0, 1])
     yield board
     board.close()
 
@@ -35,7 +35,7 @@ def cut_off(board, *said, **changes):
     stranger, challenge = knocked(board)
     with stranger:
         stranger.sendall(said[0] if len(said) == 1 else greeting(*said, challenge, **changes))
-        assert board.poll(0.2) == []
+        assert board.poll_events(0.2) == []
         with suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
     assert board.refused == before + 1
@@ -44,26 +44,26 @@ def cut_off(board, *said, **changes):
 def test_a_lone_surrogate_for_a_token(board):
     cut_off(board, frame(b'{"hello":{"token":"\\ud800","number":0}}'))
     for field in ("proof", "nonce", "node"):
-        cut_off(board, board.token(0), 0, **{field: "\ud800"})
+        cut_off(board, board.member_token(0), 0, **{field: "\ud800"})
 
 
 def test_a_number_is_neither_a_bool_nor_a_float(board):
     for number in (True, 1.0, "1", None, [1], 10**3000):
-        cut_off(board, board.token(1), number)
+        cut_off(board, board.member_token(1), number)
 
 
 def test_who_has_one_token_cannot_claim_another_number(board):
-    cut_off(board, board.token(0), 1)
+    cut_off(board, board.member_token(0), 1)
     member, _ = dialled(board, 1)
-    cut_off(board, board.token(1), 1)  # nor its own again
+    cut_off(board, board.member_token(1), 1)  # nor its own again
     member.close()
 
 
 def test_who_answers_without_the_token_is_not_taken_for_the_driver(board):
     with socket.create_server(("127.0.0.1", 0)) as fake, ThreadPoolExecutor(1) as pool:
-        line = pool.submit(dial, fake.getsockname(), board.token(0), 0)
+        line = pool.submit(dial_driver, fake.getsockname(), board.member_token(0), 0)
         with fake.accept()[0] as connection:
-            connection.sendall(encode({"challenge": "0" * 64}) + encode({"welcome": "0" * 64}))
+            connection.sendall(encode_message({"challenge": "0" * 64}) + encode_message({"welcome": "0" * 64}))
             with pytest.raises(PermissionError):
                 line.result(20)
 
@@ -93,24 +93,24 @@ def test_what_was_overheard_of_a_handshake_opens_nothing(board):
     wire = Wire(board)
     threading.Thread(target=wire.carry, daemon=True).start()
     with ThreadPoolExecutor(1) as pool:
-        dialling = pool.submit(dial, wire.address, board.token(0), 0)
-        while not (heard := board.poll(0.05)):
+        dialling = pool.submit(dial_driver, wire.address, board.member_token(0), 0)
+        while not (heard := board.poll_events(0.05)):
             pass
         line = dialling.result(20)
-    line.send(encode(Answer(7, None)))
+    line.send_frame(encode_message(Answer(7, None)))
     assert [number for number, _ in heard] == [0] and until(board) == [(0, Answer(7, None))]
     replayed = bytes(wire.kept)
-    greeted = replayed.removesuffix(encode(Answer(7, None)))
+    greeted = replayed.removesuffix(encode_message(Answer(7, None)))
     assert len(greeted) < len(replayed)
     for data in (replayed, greeted):
         cut_off(board, data)
-    line.send(encode(Answer(8, None)))
+    line.send_frame(encode_message(Answer(8, None)))
     assert until(board) == [(0, Answer(8, None))]  # who was overheard is not disturbed
     line.close()
     assert until(board) == [(0, None)]
-    board.expect([0])
+    board.expect_members([0])
     with closing(Switchboard("127.0.0.1", key=board._key)) as later:
-        later.expect([0])
+        later.expect_members([0])
         for place in (board, later):
             cut_off(place, replayed)
             cut_off(place, greeted)
@@ -120,7 +120,7 @@ def test_what_was_overheard_of_a_handshake_opens_nothing(board):
 
 
 def until(board):
-    while not (heard := board.poll(0.5)):
+    while not (heard := board.poll_events(0.5)):
         pass
     return heard
 
@@ -136,17 +136,17 @@ def test_a_peer_that_says_nothing_is_not_waited_for_longer_than_a_minute(monkeyp
     """Somebody else's server at the driver's address, that waits for its client to speak first."""
     monkeypatch.setattr(channel, "_DIAL_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(OSError, match="does not answer: timed out"):
-        dial(silent.getsockname(), "0" * 64, 0)
+        dial_driver(silent.getsockname(), "0" * 64, 0)
 
 
 def test_a_member_that_a_flood_pushed_out_dials_again(board, monkeypatch):
     monkeypatch.setattr(board, "_most_strangers", lambda: 0)
     with ThreadPoolExecutor(1) as pool:
-        line = pool.submit(dial, board.address, board.token(0), 0)
+        line = pool.submit(dial_driver, board.address, board.member_token(0), 0)
         for _ in range(5):
-            assert board.poll(0.1) == []
+            assert board.poll_events(0.1) == []
         monkeypatch.undo()
-        while not (heard := board.poll(0.1)):
+        while not (heard := board.poll_events(0.1)):
             pass
         assert [number for number, _ in heard] == [0] and line.result(20)
 
@@ -154,11 +154,11 @@ def test_a_member_that_a_flood_pushed_out_dials_again(board, monkeypatch):
 def test_strangers_leave_the_members_their_descriptors(monkeypatch):
     monkeypatch.setattr(switchboard, "allow_many_files", lambda: OWN + PER_MEMBER * 2 + 40)
     board = Switchboard("127.0.0.1")
-    board.expect([0, 1])
+    board.expect_members([0, 1])
     with closing(board), ExitStack() as opened:
         for _ in range(100):
             opened.enter_context(socket.create_connection(board.address))
-        board.poll(0.2)
+        board.poll_events(0.2)
         assert len(board._strangers) == 40
 
 
@@ -171,7 +171,7 @@ def test_a_driver_without_a_free_descriptor_does_not_spin(board, monkeypatch):
 
     with socket.create_connection(board.address):
         monkeypatch.setattr(socket.socket, "accept", none_free)
-        assert board.poll(0.5) == []
+        assert board.poll_events(0.5) == []
     assert 1 <= len(tries) < 20
 
 
@@ -193,8 +193,8 @@ def test_a_driver_without_a_free_descriptor_does_not_spin(board, monkeypatch):
 )
 def test_a_member_that_says_what_no_member_says_is_lost_alone(board, message):
     line, _ = dialled(board, 0)
-    line.send(encode(message))
-    assert board.poll(1.0) == [(0, None)]
+    line.send_frame(encode_message(message))
+    assert board.poll_events(1.0) == [(0, None)]
 
 
 def test_the_store_of_a_generation_outlives_what_strangers_send():

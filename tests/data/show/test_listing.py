@@ -10,8 +10,18 @@ from pathlib import Path
 import pytest
 
 from platform.config.fields import Config
-from platform.data.corpus import corpus_of
-from platform.data.step_listing import BORDER, HIDDEN, LEARNED, READ, TOKENS, lines_of, listed, page_of, table_of_tokens
+from platform.data.corpus import open_run_corpus
+from platform.data.step_listing import (
+    BORDER,
+    HIDDEN,
+    LEARNED,
+    READ,
+    TOKENS,
+    build_sequence_fragments,
+    list_sequences,
+    render_step_page,
+    table_of_tokens,
+)
 from platform.data.step_view import StepView, TokenTexts
 from platform.predict.make_plan import make_plan
 from tests.data.show.test_step_view import configured, folder, shown  # noqa: F401
@@ -44,31 +54,33 @@ def plain(line: str) -> str:
 
 def test_a_listing_fits_a_screen_unless_all_is_wanted(folder, screen):  # noqa: F811
     view = view_of(folder, "text", data=2)
-    lines = [*listed(view, io.StringIO())]
+    lines = [*list_sequences(view, io.StringIO())]
     assert sum(-(-max(1, len(line)) // 60) for line in lines) <= 19 and "more sequences: --all" in lines[-1]
-    every = [*listed(view, io.StringIO(), whole=True)]
+    every = [*list_sequences(view, io.StringIO(), whole=True)]
     titles = [line for line in every if re.match(r" *\d+  sample", line)]
-    assert len(titles) == view.count and all("microbatch" in line for line in titles)
-    one = [*listed(view, io.StringIO(), only=5)]
+    assert len(titles) == view.num_sequences and all("microbatch" in line for line in titles)
+    one = [*list_sequences(view, io.StringIO(), only=5)]
     assert [line for line in one if line in titles] == [titles[5]]
 
 
 def test_colours_are_for_terminals_that_want_them(folder, screen, monkeypatch):  # noqa: F811
     view = view_of(folder, "packed")
-    assert "\x1b" not in "".join(listed(view, io.StringIO()))
-    coloured = [*listed(view, Terminal(), whole=True)]
+    assert "\x1b" not in "".join(list_sequences(view, io.StringIO()))
+    coloured = [*list_sequences(view, Terminal(), whole=True)]
     assert "\x1b[36m" in "".join(coloured) and "‹" not in plain("".join(coloured))
     for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
-            assert [*listed(view, Terminal(), whole=True)] == [*listed(view, io.StringIO(), whole=True)], name
+            assert [*list_sequences(view, Terminal(), whole=True)] == [
+                *list_sequences(view, io.StringIO(), whole=True)
+            ], name
 
 
 def test_every_plan_gives_the_same_listing(folder, screen):  # noqa: F811
     plans = [((), {}), (("1d", {"t": 2}), {"data": 2}), ((), {"context": 2}), ((), {"pipeline": "gpipe", "stages": 2})]
     lists = []
     for given, more in plans:
-        every = listed(view_of(folder, "packed", *given, **more), io.StringIO(), whole=True)
+        every = list_sequences(view_of(folder, "packed", *given, **more), io.StringIO(), whole=True)
         lists.append([re.sub("; microbatch.*", "", line) for line in every if not line.startswith(("plan", "work"))])
     assert all(found == lists[0] for found in lists[1:]) and len(lists[0]) >= 3 + 2 * 8
 
@@ -79,15 +91,15 @@ def test_pieces_are_the_tokens_and_what_of_them_is_learned(folder, kind):  # noq
     view = view_of(folder, kind)
     corpus, texts, begin = view.corpus, TokenTexts(view.corpus), view.corpus.special.begin
     learned = 0
-    for sequence in view.sequences(0, view.count):
+    for sequence in view.read_sequences(0, view.num_sequences):
         given = {name: row.tolist() for name, row in sequence.tensors.items()}
-        lines = lines_of(sequence, texts, begin)
+        lines = build_sequence_fragments(sequence, texts, begin)
         pieces = lines[""]
         wanted = [label for label in given["labels"] if label >= 0]
         learned += len(wanted)
-        assert [p.text for p in pieces if p.kind == LEARNED] == texts.texts(wanted)
+        assert [p.text for p in pieces if p.kind == LEARNED] == texts.spell_tokens(wanted)
         hidden = [t for t, label in zip(given["tokens"], given["labels"], strict=True) if label >= 0 and t != label]
-        assert [p.text for p in pieces if p.kind == HIDDEN] == (texts.texts(hidden) if kind == "masked" else [])
+        assert [p.text for p in pieces if p.kind == HIDDEN] == (texts.spell_tokens(hidden) if kind == "masked" else [])
         ids = [int(re.match(r"token (\d+)", p.about)[1]) for p in pieces if p.kind in TOKENS]
         if kind == "masked":
             assert ids == [t if label < 0 else label for t, label in zip(given["tokens"], given["labels"], strict=True)]
@@ -95,14 +107,14 @@ def test_pieces_are_the_tokens_and_what_of_them_is_learned(folder, kind):  # noq
             read = [t for t in given["tokens"] if t >= 0]
             assert ids[: len(read)] == read and len(ids) <= len(read) + 1
         if "source" in given:
-            assert [p.text for p in lines["source"] if p.kind == READ] == texts.texts(
+            assert [p.text for p in lines["source"] if p.kind == READ] == texts.spell_tokens(
                 [t for t in given["source"] if t >= 0]
             )
             assert not any(p.kind == BORDER for p in pieces)
         if kind == "packed":
             starts = [i for i, place in enumerate(given["positions"]) if place == 0 and given["tokens"][i] >= 0]
             assert {i for i in starts if i} <= {p_at for p_at in borders(pieces)}
-    assert learned == view.labels == corpus.predicted("train", *view.taken.samples)
+    assert learned == view.num_labels == corpus.predicted("train", *view.taken.samples)
 
 
 def borders(pieces) -> list[int]:
@@ -116,9 +128,9 @@ def borders(pieces) -> list[int]:
 
 def test_a_character_in_several_tokens_is_shown_once(tmp_path, folder):  # noqa: F811
     c = hostile(tmp_path, folder)
-    corpus = corpus_of(c)
+    corpus = open_run_corpus(c)
     for text in ("a 😀 é b", "漢字", "plain"):
-        found = TokenTexts(corpus).texts(corpus.encode(text))
+        found = TokenTexts(corpus).spell_tokens(corpus.encode(text))
         assert "".join(found) == text and len(found) == len(corpus.encode(text))
 
 
@@ -132,10 +144,10 @@ def hostile(tmp_path: Path, folder: Path) -> Config:  # noqa: F811
 def test_nothing_of_a_text_acts(tmp_path, folder, screen):  # noqa: F811
     c = hostile(tmp_path, folder)
     view = shown(c, make_plan(c), 1)
-    assert all(line.isprintable() for line in listed(view, io.StringIO(), whole=True))
-    assert all(plain(line).isprintable() for line in listed(view, Terminal(), whole=True))
+    assert all(line.isprintable() for line in list_sequences(view, io.StringIO(), whole=True))
+    assert all(plain(line).isprintable() for line in list_sequences(view, Terminal(), whole=True))
     assert all(line.isprintable() for line in table_of_tokens(view, range(2)))
-    page = "".join(page_of(view))
+    page = "".join(render_step_page(view))
     assert "default-src 'none'" in page and "bad" in page and "alert" in page
     tags = set(re.findall(r"<(/?\w+)", page))
     assert tags <= {"html", "/html", "meta", "title", "/title", "style", "/style", "h1", "/h1", "h2", "/h2", "p", "/p",
@@ -146,14 +158,14 @@ def test_nothing_of_a_text_acts(tmp_path, folder, screen):  # noqa: F811
 
 def test_a_page_has_all_tokens_of_its_sequences(folder):  # noqa: F811
     view = view_of(folder, "talks")
-    page = "".join(page_of(view))
+    page = "".join(render_step_page(view))
     count = len(re.findall(r'<span class="learned\d" title', page))
-    assert count == view.labels and page.count("<article>") == view.count
+    assert count == view.num_labels and page.count("<article>") == view.num_sequences
 
 
 def test_a_table_has_what_a_rank_gets(folder):  # noqa: F811
     view = view_of(folder, "masked")
     rows = [line.split() for line in table_of_tokens(view, range(1))][-16:]
-    (sequence,) = view.sequences(0, 1)
+    (sequence,) = view.read_sequences(0, 1)
     assert [int(row[1]) for row in rows] == sequence.tensors["tokens"].tolist()
     assert [row[-2 if row[-1] == "'" else -1] == "-" for row in rows] != [True] * 16

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from platform.data.__main__ import main
-from platform.launch import compose
-from platform.plan.plan_data import digest
+from platform.launch import compose_config
+from platform.plan.plan_data import plan_digest
 from platform.predict.make_plan import make_plan
 from platform.predict.replan import replan
 from tests.data.show.test_step_view import folder  # noqa: F401
@@ -31,15 +31,15 @@ def given(folder, monkeypatch):  # noqa: F811
 @pytest.fixture
 def run(given, tmp_path) -> Path:
     """A run that lost half of its workers after step 4, and whose steps after 6 are to come."""
-    c = compose(given)
+    c = compose_config(given)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(c.to_dict()))
     fewer = replan(c, 2)
     assert fewer
     plans = {1: make_plan(c), 2: fewer.plan, 3: make_plan(c)}
     with (tmp_path / "journal.jsonl").open("w") as journal:
         for generation, plan in plans.items():
-            said = {"world_size": plan.mesh.size, "mesh": dict(plan.mesh.axes), "reason": "", "alive": 4}
-            named = digest(plan) if generation < 3 else "another one"
+            said = {"world_size": plan.mesh.world_size, "mesh": dict(plan.mesh.axes), "reason": "", "alive": 4}
+            named = plan_digest(plan) if generation < 3 else "another one"
             line = {"time": 1.0, "generation": generation, "event": "forming", "plan": named} | said
             journal.write(json.dumps(line) + "\n")
     with (tmp_path / "metrics.jsonl").open("w") as metrics:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from platform.config.fields import Config, Data
-from platform.config.ramps import length_at, samples_of
-from platform.data.corpus import corpus_of
-from platform.data.step_listing import heading
-from platform.data.step_view import ReadingRanks, StepView, TakenStep, ranges, reader_in_words
+from platform.config.ramps import find_step_length, step_sample_range
+from platform.data.corpus import open_run_corpus
+from platform.data.step_listing import heading_lines
+from platform.data.step_view import ReadingRanks, StepView, TakenStep, describe_reader, ranks_in_words
 from platform.plan.plan import Plan
 from platform.predict.make_plan import make_plan
 from platform.train import stage_passes
@@ -87,22 +87,24 @@ PLANS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
 
 def shown(c: Config, plan: Plan, step: int) -> StepView:
     """The view of a step."""
-    return StepView(TakenStep(c, step, samples_of(c.train, step), length_at(c, step), plan), corpus_of(c))
+    return StepView(
+        TakenStep(c, step, step_sample_range(c.train, step), find_step_length(c, step), plan), open_run_corpus(c)
+    )
 
 
 def trained(c: Config, plan: Plan, step: int, monkeypatch) -> list[tuple[int, int, str, Any, Any]]:
     """What ranks read in a step: (rank, first sequence, data tensor, layout, its block)."""
-    found, load = [], StagePasses.load
+    found, load = [], StagePasses.load_blocks
 
     def noted(passes: StagePasses, split: str, first: int, end: int | None = None, chunk: Any = None) -> Any:
         blocks = load(passes, split, first, end, chunk)
-        rank = plan.mesh.rank(passes.communicator.coordinates)
-        for name, readers in (passes._parts[chunk.number] if chunk else passes.stage).readers.items():
+        rank = plan.mesh.find_rank(passes.communicator.coordinates)
+        for name, readers in (passes._parts[chunk.number] if chunk else passes.stage).reader_layouts.items():
             found.extend((rank, first, name, at, blocks[name][key]) for key, at in readers.items())
         return blocks
 
-    monkeypatch.setattr(StagePasses, "load", noted)
-    corpus = corpus_of(c)
+    monkeypatch.setattr(StagePasses, "load_blocks", noted)
+    corpus = open_run_corpus(c)
     run_threads(plan.mesh, lambda communicator: trainer_of(c, plan, communicator, corpus).step(step))
     return found
 
@@ -111,23 +113,23 @@ def differences(c: Config, step: int, monkeypatch) -> list[str]:
     """The places at which what ranks have trained on is not what is shown, or by whom it is said to be read."""
     plan = make_plan(c)
     view = shown(c, plan, step)
-    of_length = plan.of_length(view.taken.length)
-    rows = [*view.sequences(0, view.count)]
+    of_length = plan.plan_of_length(view.taken.length)
+    rows = [*view.read_sequences(0, view.num_sequences)]
     wrong, read = [], set()
     for rank, first, name, layout, block in trained(c, plan, step, monkeypatch):
-        here = plan.mesh.coordinates(rank)
-        if not layout.present(here):
+        here = plan.mesh.rank_coordinates(rank)
+        if not layout.has_block(here):
             continue
-        stage = of_length.at(here["stage"])
+        stage = of_length.stage_part(here["stage"])
         columns = [
             i
-            for at, n in stage.planner.stretches("length", len(rows[0].tensors[name]), layout, here)
+            for at, n in stage.planner.stretches_of_rank("length", len(rows[0].tensors[name]), layout, here)
             for i in range(at, at + n)
         ]
-        ((start, count),) = stage.planner.stretches("batch", stage.sizes["batch"], layout, here)
+        ((start, count),) = stage.planner.stretches_of_rank("batch", stage.sizes["batch"], layout, here)
         for i, row in enumerate(range(start, start + count)):
-            position = first + row - view.taken.samples[0] * view.pieces
-            if position >= view.count:
+            position = first + row - view.taken.samples[0] * view.pieces_per_sample
+            if position >= view.num_sequences:
                 continue
             if not np.array_equal(rows[position].tensors[name][columns], block[:, i].numpy()):
                 wrong.append(f"rank {rank} reads other {name} at {position}")
@@ -136,7 +138,7 @@ def differences(c: Config, step: int, monkeypatch) -> list[str]:
             if name != "source" and not set(columns) <= tokens:
                 wrong.append(f"rank {rank} is not said to read {name} at {position}")
             read.add((position, name))
-    assert {(p, name) for p in range(view.count) for name in of_length.readers} == read
+    assert {(p, name) for p in range(view.num_sequences) for name in of_length.reader_layouts} == read
     return wrong
 
 
@@ -155,29 +157,29 @@ def test_work_of_documents_is_counted_as_pair_by_pair(folder, pieces):
     )
     view, slowest, mean, pairs = shown(c, make_plan(c), 1), 0, 0.0, list[list[int]]()
     place = np.arange(SMALL["length"])
-    for sequence in view.sequences(0, view.count):
+    for sequence in view.read_sequences(0, view.num_sequences):
         visible = (place <= place[:, None]) & (place >= sequence.tensors["begins"][:, None])
         near = visible & (place > place[:, None] - 3)
         queries = [np.concatenate([place[a : a + n] for a, n in r.tokens]) for r in sequence.readers]
         pairs.append([int(visible[mine].sum() + near[mine].sum()) for mine in queries])
-    for first in range(0, view.count, 2):
+    for first in range(0, view.num_sequences, 2):
         each = np.sum(pairs[first : first + 2], 0)
         slowest, mean = slowest + each.max(), mean + each.mean()
-    assert view.count == 8 and view.busiest == pytest.approx(slowest / mean) and view.busiest > 1
-    (line,) = [line for line in heading(view) if line.startswith("work: ")]
-    assert f"the busiest of 2 ranks that share a sequence has {view.busiest:.2f} times the mean" in line
+    assert view.num_sequences == 8 and view.work_imbalance == pytest.approx(slowest / mean) and view.work_imbalance > 1
+    (line,) = [line for line in heading_lines(view) if line.startswith("work: ")]
+    assert f"the busiest of 2 ranks that share a sequence has {view.work_imbalance:.2f} times the mean" in line
 
 
 def test_without_contexts_or_documents_that_are_kept_apart_there_is_no_work_to_compare(folder):
     for kind, more in (("packed", {"data": 2}), ("text", {"context": 2})):
         c = configured(folder, kind, **more)
         view = shown(c, make_plan(c), 1)
-        assert not view.busiest and not any(line.startswith("work") for line in heading(view))
+        assert not view.work_imbalance and not any(line.startswith("work") for line in heading_lines(view))
 
 
 def test_many_pieces_are_not_all_named():
     tokens = tuple((first, 4) for first in range(0, 64, 8))
-    said = reader_in_words(ReadingRanks((0,), "context 0", (0, 2), tokens), 64)
+    said = describe_reader(ReadingRanks((0,), "context 0", (0, 2), tokens), 64)
     assert said == "context 0 (rank 0) tokens 0-3, 8-11, ... 56-59, 8 pieces"
 
 
@@ -189,8 +191,10 @@ def test_shorter_sequences_are_shown_as_they_are(folder, monkeypatch):
 
 def test_negative_control_other_samples(folder, monkeypatch):
     """Where ranks train on the next samples, the comparison sees it."""
-    read = stage_passes.pieces_of
-    monkeypatch.setattr(stage_passes, "pieces_of", lambda corpus, split, i, j, n: read(corpus, split, i + 1, j + 1, n))
+    read = stage_passes.read_sequence_batch
+    monkeypatch.setattr(
+        stage_passes, "read_sequence_batch", lambda corpus, split, i, j, n: read(corpus, split, i + 1, j + 1, n)
+    )
     assert len(differences(configured(folder, "text", data=2), 1, monkeypatch)) >= 8
 
 
@@ -204,7 +208,7 @@ def test_documents_are_named_by_their_files(folder, monkeypatch):
     ):
         c = configured(folder, kind)
         view = shown(c, make_plan(c), 1)
-        for sequence in view.sequences(0, view.count):
+        for sequence in view.read_sequences(0, view.num_sequences):
             text = view.corpus.decode([t for t in sequence.tensors["tokens"].tolist() if t >= 0])
             spoken = {int(part.split(",")[0]) for part in text.split("text ")[1:] if "," in part[:4]}
             assert sequence.documents and all(
@@ -218,17 +222,17 @@ def test_pairs_and_conversations_are_named_by_their_records(folder, monkeypatch)
     monkeypatch.chdir(folder)
     c = configured(folder, "talks")
     view = shown(c, make_plan(c), 1)
-    for sequence in view.sequences(0, 2):
+    for sequence in view.read_sequences(0, 2):
         asked = view.corpus.decode([t for t in sequence.tensors["tokens"].tolist() if t >= 0]).split("how many sheep, ")
         numbers = {int(part.split("?")[0]) for part in asked[1:] if "?" in part}
         named = {int(d.rpartition(" ")[2]) - 1 if "document" in d else 0 for d in sequence.documents}
         assert numbers <= named
     c = configured(folder, "pairs")
-    for sequence in shown(c, make_plan(c), 1).sequences(0, 8):
-        text = corpus_of(c).decode([t for t in sequence.tensors["source"].tolist() if t >= 0])
+    for sequence in shown(c, make_plan(c), 1).read_sequences(0, 8):
+        text = open_run_corpus(c).decode([t for t in sequence.tensors["source"].tolist() if t >= 0])
         number = int(text.split(" sheep")[0])
         assert sequence.documents == [f"pairs.jsonl, pair {number + 1}" if number else "pairs.jsonl"]
 
 
 def test_ranks_are_said_in_ranges():
-    assert [ranges(some) for some in ([3], [0, 1, 2, 8], [4, 2])] == ["rank 3", "ranks 0-2,8", "ranks 2,4"]
+    assert [ranks_in_words(some) for some in ([3], [0, 1, 2, 8], [4, 2])] == ["rank 3", "ranks 0-2,8", "ranks 2,4"]

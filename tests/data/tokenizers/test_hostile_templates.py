@@ -37,7 +37,7 @@ def test_a_hostile_template_is_refused(monkeypatch, name):
     monkeypatch.setattr(chat_templates, "_CHAT_SECONDS", 1)
     text, wanted = HOSTILE[name]
     with pytest.raises(ConfigError, match=wanted) as caught:
-        list(ChatTemplate(text, {}, []).parts(TALK))
+        list(ChatTemplate(text, {}, []).render_parts(TALK))
     [line] = caught.value.violations
     assert line.startswith("data.chat_template: ") and line.isprintable() and len(line) < 500
 
@@ -47,14 +47,14 @@ def test_after_a_hostile_conversation_the_next_is_written(monkeypatch):
     text = "{% for i in range(messages[0].content | int) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x"
     template = ChatTemplate(text, {}, [])
     with pytest.raises(ConfigError, match="takes more than"):
-        template.text([{"role": "user", "content": "99999"}])
-    assert template.text(TALK) == "x"
+        template.render_text([{"role": "user", "content": "99999"}])
+    assert template.render_text(TALK) == "x"
 
 
 def test_a_child_is_used_again():
     first, second = ChatTemplate(CHATML, {}, []), ChatTemplate("{{ messages | length }}", {}, [])
     pid = first._parser.pid
-    assert second._parser.pid != pid and second.text(TALK) == "2"
+    assert second._parser.pid != pid and second.render_text(TALK) == "2"
     del first
     third = ChatTemplate("{{ bos_token }}", {"bos": "<s>"}, [])
-    assert third._parser.pid == pid and third.text(TALK) == "<s>" and second.text(TALK) == "2"
+    assert third._parser.pid == pid and third.render_text(TALK) == "<s>" and second.render_text(TALK) == "2"

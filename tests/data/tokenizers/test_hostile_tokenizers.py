@@ -90,7 +90,7 @@ def test_a_hostile_tokenizer_is_refused(tmp_path, monkeypatch, name):
     write, wanted = HOSTILE[name]
     write(tmp_path)
     with pytest.raises(ConfigError, match=wanted or "data.tokenizer") as caught:
-        given = tokenizer.given_vocabulary(Data(tokenizer=str(tmp_path)))
+        given = tokenizer.load_named_vocabulary(Data(tokenizer=str(tmp_path)))
         given.encode("a zebra" if "without" in name else "a")
     [line] = caught.value.violations
     assert line.startswith("data.tokenizer") and line.isprintable() and len(line) < 500
@@ -103,7 +103,7 @@ def test_a_special_token_that_is_no_text_is_refused(tmp_path, role, beside):
     for token in ("x\ud800", {"content": "x\ud800"}):
         (tmp_path / beside).write_text(json.dumps({"eos_token": "</s>", f"{role}_token": token}))
         with pytest.raises(ConfigError) as caught:
-            tokenizer.given_vocabulary(Data(tokenizer=str(tmp_path)))
+            tokenizer.load_named_vocabulary(Data(tokenizer=str(tmp_path)))
         [line] = caught.value.violations
         assert line.startswith(
             f"data.tokenizer={tmp_path}: {role}_token is no text: it has U+D800, half a character, at"

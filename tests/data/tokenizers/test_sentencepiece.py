@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from platform.boundary.schema import Malformed
-from platform.data.tokenizer import vocabulary_of
-from platform.data.tokenizer_files import NEEDS, read_files, read_model
+from platform.data.tokenizer import build_vocabulary
+from platform.data.tokenizer_files import NEEDS, read_sentencepiece_model, read_tokenizer_files
 from tests.data.tokenizers.texts import sources, texts
 
 OPTIONS = {
@@ -48,11 +48,11 @@ def test_ids_are_equal(root, kind, option):
     cut, as it makes tokens of texts too."""
     file = trained(kind, option, root)
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(file))
-    ours = vocabulary_of(read_files(str(file)))
+    ours = build_vocabulary(read_tokenizer_files(str(file)))
     score = {i: theirs.get_score(i) for i in range(theirs.get_piece_size())}
     assert ours.size == theirs.get_piece_size()
     apart = 0
-    for text, found in zip(given := texts(), ours.encode_all(given), strict=True):
+    for text, found in zip(given := texts(), ours.encode_texts(given), strict=True):
         wanted = theirs.encode(text)
         if kind == "unigram" and ("<s>" in text or "</s>" in text):
             assert not {*found} & {1, 2}
@@ -69,7 +69,7 @@ def test_ids_are_equal(root, kind, option):
 
 
 def test_special_tokens_are_those_of_the_model(root):
-    found = vocabulary_of(read_files(str(trained("unigram", "with pieces of the user's", root))))
+    found = build_vocabulary(read_tokenizer_files(str(trained("unigram", "with pieces of the user's", root))))
     assert (found.special.end, found.special.begin, found.special.start) == (2, 1, 1)
     assert found.special_tokens == ["<unk>", "<s>", "</s>", "<pad>"]
 
@@ -108,21 +108,21 @@ BAD = {
 
 
 def test_what_is_good_is_read():
-    assert [p.piece for p in read_model(GOOD).pieces] == ["<unk>", "<s>", "</s>", "▁a", "b"]
+    assert [p.piece for p in read_sentencepiece_model(GOOD).pieces] == ["<unk>", "<s>", "</s>", "▁a", "b"]
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_what_is_none_is_refused(case):
     raw, reason = BAD[case]
     with pytest.raises(Malformed, match=reason.replace("(", r"\(").replace(")", r"\)")):
-        read_model(raw)
+        read_sentencepiece_model(raw)
 
 
 @pytest.mark.parametrize("package", ["sentencepiece.sentencepiece_model_pb2", "google.protobuf.message"])
 def test_a_package_that_is_missing_is_named(monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(Malformed) as error:
-        read_model(GOOD)
+        read_sentencepiece_model(GOOD)
     assert str(error.value) == NEEDS
 
 
@@ -130,6 +130,6 @@ def test_a_package_that_is_missing_is_named(monkeypatch, package):
 def test_any_bytes_are_read_or_refused(raw, at):
     for damaged in (raw, GOOD[:at] + raw + GOOD[at:]):
         try:
-            assert read_model(damaged).pieces
+            assert read_sentencepiece_model(damaged).pieces
         except Malformed as error:
             assert str(error)

@@ -8,8 +8,8 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed
-from platform.data.tokenizer import vocabulary_of
-from platform.data.tokenizer_files import KNOWN, WORDS, read_files, read_ranks
+from platform.data.tokenizer import build_vocabulary
+from platform.data.tokenizer_files import KNOWN, WORDS, read_ranks, read_tokenizer_files
 from tests.data.tokenizers.texts import texts
 from tests.harness.peers import peer
 
@@ -37,10 +37,10 @@ def test_ids_are_equal(tmp_path, words):
     library, tokens = peer("tiktoken"), ranks()
     file = tmp_path / "own.tiktoken"
     file.write_bytes(file_of(tokens))
-    ours = vocabulary_of(read_files(str(file), words))
+    ours = build_vocabulary(read_tokenizer_files(str(file), words))
     special = {"<|endoftext|>": len(tokens)}
     theirs = library.Encoding("x", pat_str=WORDS.get(words, words), mergeable_ranks=tokens, special_tokens=special)
-    for text, found in zip(given := texts(), ours.encode_all(given), strict=True):
+    for text, found in zip(given := texts(), ours.encode_texts(given), strict=True):
         assert found == theirs.encode_ordinary(text), text
         assert ours.decode(found) == text
     assert (ours.size, ours.special.front) == (len(tokens) + 1, (len(tokens),))
@@ -90,5 +90,5 @@ def test_a_regular_expression_that_is_none(tmp_path):
     file = tmp_path / "own.tiktoken"
     file.write_bytes(file_of(ranks()))
     with pytest.raises(ConfigError, match="no regular expression") as error:
-        read_files(str(file), "(")
+        read_tokenizer_files(str(file), "(")
     assert len(error.value.violations) == 1 and "\n" not in str(error.value)

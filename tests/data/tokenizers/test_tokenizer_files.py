@@ -11,8 +11,8 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
-from platform.data.tokenizer import given_vocabulary, open_vocabulary, train_tokenizer, vocabulary_of
-from platform.data.tokenizer_files import read_files
+from platform.data.tokenizer import build_vocabulary, load_named_vocabulary, open_vocabulary, train_tokenizer
+from platform.data.tokenizer_files import read_tokenizer_files
 from tests.data.tokenizers.texts import sources, texts
 from tests.harness.peers import peer
 
@@ -44,7 +44,7 @@ def folder(tmp_path, trained):
 def test_a_folder_of_transformers(folder):
     theirs = peer("transformers").AutoTokenizer.from_pretrained(folder)
     theirs.save_pretrained(folder)
-    ours = vocabulary_of(read_files(str(folder)))
+    ours = build_vocabulary(read_tokenizer_files(str(folder)))
     assert len(theirs) == ours.size == 402
     assert (ours.special.begin, ours.special.end) == (theirs.bos_token_id, theirs.eos_token_id) == (400, 401)
     assert ours.special.front == (401, 400) and ours.special.start == 400
@@ -57,9 +57,9 @@ def test_a_folder_of_transformers(folder):
 def test_files_of_merges(tmp_path, trained):
     """As GPT-2's first ones, without tokenizer.json."""
     trained.model.save(str(tmp_path))
-    found = read_files(str(tmp_path))
+    found = read_tokenizer_files(str(tmp_path))
     assert {*found} == {"vocab.json", "merges.txt", "tokenizer.json"}
-    ours = vocabulary_of(found)
+    ours = build_vocabulary(found)
     assert [ours.encode(text) for text in texts()] == [trained.encode(text).ids for text in texts()]
     assert ours.special.front == (0,)
 
@@ -77,7 +77,7 @@ def test_word_pieces(tmp_path, lower):
     made.model.save(str(tmp_path))
     config = {"do_lower_case": lower, "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    ours = vocabulary_of(read_files(str(tmp_path)))
+    ours = build_vocabulary(read_tokenizer_files(str(tmp_path)))
     theirs = peer("transformers").BertTokenizer.from_pretrained(str(tmp_path), do_lower_case=lower)
     for text in texts():
         assert ours.encode(text) == theirs(text, add_special_tokens=False).input_ids, text
@@ -89,34 +89,34 @@ def test_added_tokens_have_their_ids(tmp_path, trained):
     added = {str(400 + i): {"content": f"<extra_id_{4 - i}>", "special": True} for i in range(5)}
     config = {"eos_token": "<|endoftext|>", "pad_token": "<extra_id_4>", "added_tokens_decoder": added}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    special = vocabulary_of(read_files(str(tmp_path))).special
+    special = build_vocabulary(read_tokenizer_files(str(tmp_path))).special
     assert (special.sentinel, special.sentinels, special.start, special.end) == (404, 5, 400, 0)
     config["added_tokens_decoder"]["500"] = {"content": "<far>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="'<far>' has the id 500, which leaves a gap"):
-        read_files(str(tmp_path))
+        read_tokenizer_files(str(tmp_path))
 
 
 def test_what_the_keys_add(folder, tmp_path):
     """Special tokens, which ends documents, a chat template: all of it is in the files then."""
     data = Data(tokenizer=str(folder), special_tokens=["<tool>", "<s>"], end_token="<tool>", chat_template="chatml")
-    found = given_vocabulary(data).files
+    found = load_named_vocabulary(data).files
     assert found and json.loads(found["tokenizer_config.json"]) == {**CONFIG, "eos_token": "<tool>"}
     for name, raw in found.items():
         (tmp_path / name).write_bytes(raw)
     ours = open_vocabulary(tmp_path)
     assert ours.special_tokens == ["<|endoftext|>", "<s>", "</s>", "<tool>", "<|im_start|>", "<|im_end|>"]
     assert ours.special.front == (402, 400) and ours.given
-    assert ours.chat.text([{"role": "user", "content": "hi"}]) == "<|im_start|>user\nhi<|im_end|>\n"
-    plain = given_vocabulary(Data(tokenizer=str(folder))).files
+    assert ours.chat.render_text([{"role": "user", "content": "hi"}]) == "<|im_start|>user\nhi<|im_end|>\n"
+    plain = load_named_vocabulary(Data(tokenizer=str(folder))).files
     assert plain == {path.name: path.read_bytes() for path in folder.iterdir()}  # as they are, byte by byte
 
 
 def test_a_tokenizer_that_says_nothing_of_special_tokens(folder):
     (folder / "tokenizer_config.json").unlink()
-    found = given_vocabulary(Data(tokenizer=str(folder / "tokenizer.json"))).files
+    found = load_named_vocabulary(Data(tokenizer=str(folder / "tokenizer.json"))).files
     assert found and json.loads(found["tokenizer_config.json"])["eos_token"] == "<|endoftext|>"
-    assert vocabulary_of(found).special.front == (0, 400)
+    assert build_vocabulary(found).special.front == (0, 400)
 
 
 BAD = {
@@ -150,7 +150,7 @@ def test_what_is_none_is_refused(tmp_path, case):
     where, reason = BAD[case]
     source = str(where(tmp_path))
     with pytest.raises(ConfigError) as error:
-        given_vocabulary(Data(tokenizer=source))
+        load_named_vocabulary(Data(tokenizer=source))
     (line,) = error.value.violations
     assert line.startswith(f"data.tokenizer={source}: ") and reason in line and "train" in line and "\n" not in line
 
@@ -158,12 +158,12 @@ def test_what_is_none_is_refused(tmp_path, case):
 def test_keys_that_name_no_token(folder):
     data = Data(tokenizer=str(folder), end_token="<nowhere>")
     with pytest.raises(ConfigError, match="has no token '<nowhere>'"):
-        given_vocabulary(data)
+        load_named_vocabulary(data)
     (folder / "tokenizer_config.json").unlink()
     text = (folder / "tokenizer.json").read_text()
     for name in ("endoftext", "<s>", "</s>"):
         text = text.replace(name, name.replace("s", "z").replace("end", "zzz"))
     (folder / "tokenizer.json").write_text(text)
     with pytest.raises(ConfigError, match="names no token that ends documents; data.end_token=TOKEN does"):
-        given_vocabulary(replace(data, end_token=""))
-    assert given_vocabulary(replace(data, end_token="<z>"))
+        load_named_vocabulary(replace(data, end_token=""))
+    assert load_named_vocabulary(replace(data, end_token="<z>"))

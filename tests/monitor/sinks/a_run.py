@@ -10,7 +10,7 @@ from typing import Any
 
 from platform.config.fields import Config
 from platform.monitor.sinks.alerts import SinkRun
-from platform.monitor.sinks.follower import Follower, alone
+from platform.monitor.sinks.follower import Follower, lock_service
 from platform.monitor.sinks.sink_process import SINKS
 from tests.harness.happenings import EXAMPLES
 from tests.harness.metrics_rows import line
@@ -41,7 +41,7 @@ class ARun:
 
     def followed(self, name: str) -> Follower:
         """A process of its own would do this; the caller closes it, or leaves it as a crash does."""
-        with alone(self.path, name):
+        with lock_service(self.path, name):
             return Follower(name, SinkRun(self.path, self.config, self.monitor), SINKS[name].open)
 
     def state(self, name: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from tests.monitor.sinks.a_run import ARun
 
 def found(*events, goodput_below: float = 0.0) -> list[tuple[str, str, str]]:
     alerts, happened = Alerts(goodput_below), [happening(time, word, **fields) for time, word, fields in events]
-    return [(a.kind, a.level, a.text) for event in happened for a in alerts.alerts_of(event)]
+    return [(a.kind, a.level, a.text) for event in happened for a in alerts.find_alerts(event)]
 
 
 @pytest.mark.parametrize(

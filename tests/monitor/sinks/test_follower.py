@@ -23,13 +23,13 @@ class Seen(Sink):
     def __init__(self, run: SinkRun):
         self.of = run
 
-    def event(self, event):
+    def send_event(self, event):
         self.got.append(event.word)
 
-    def alert(self, alert):
+    def send_alert(self, alert):
         self.got.append((alert.kind, alert.title))
 
-    def steps(self, rows):
+    def send_steps(self, rows):
         if self.broken:
             raise OSError("no network")
         self.got += [(int(row["step"]), row["train/loss"]) for row in rows]
@@ -141,7 +141,7 @@ def test_torn_and_foreign_lines_are_passed_over(tmp_path: Path, kind: type[Seen]
         file.write(b'{"event": "of_a_later_version", "time": 1.0, "generation": 1}\n{"event": 3}\n{')
     follower: Follower = run.followed("seen")
     monkey = Seen.got
-    follower.sink.steps = lambda rows: monkey.extend(row["step"] for row in rows)  # type: ignore[method-assign]
+    follower.sink.send_steps = lambda rows: monkey.extend(row["step"] for row in rows)  # type: ignore[method-assign]
     follower.catch_up()
     with open(run.path / "metrics.jsonl", "ab") as file:
         file.write(b'ep": 3}\n')
@@ -186,8 +186,8 @@ def test_steps_after_the_newest_checkpoint_are_sent_on_demand(tmp_path: Path, mo
     run.saved(2)
     follower = run.followed("seen")
     follower.catch_up()
-    assert [step for step, _ in steps()] == [1, 2] and follower.held == 1
+    assert [step for step, _ in steps()] == [1, 2] and follower.held_steps == 1
     again = run.followed("seen")
-    again.keep_all()
+    again.finalize_all_steps()
     again.close(None)
-    assert [step for step, _ in steps()] == [1, 2, 3] and not again.held
+    assert [step for step, _ in steps()] == [1, 2, 3] and not again.held_steps

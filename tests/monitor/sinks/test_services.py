@@ -52,8 +52,8 @@ def test_tensorboard(tmp_path: Path) -> None:
 def test_tensorboard_without_a_mark_at_a_rewind_draws_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control."""
     pytest.importorskip("tensorboard", reason="pip install tensorboard")
-    own = TensorboardSink.steps
-    monkeypatch.setattr(TensorboardSink, "steps", lambda self, rows: [setattr(self, "_next", 1), own(self, rows)])
+    own = TensorboardSink.send_steps
+    monkeypatch.setattr(TensorboardSink, "send_steps", lambda self, rows: [setattr(self, "_next", 1), own(self, rows)])
     run = ARun(tmp_path / "run")
     rewound_twice(run, "tensorboard")
     assert rounded([(e.step, e.value) for e in read_tensorboard(run).Scalars("train/loss")]) != ONCE
@@ -114,7 +114,7 @@ def test_what_mlflow_refuses_is_in_no_table_when_it_is_tried_again(tmp_path: Pat
     for refused in (True, True, False):
         monkeypatch.setattr(mlflow.MlflowClient, "log_batch", refuse if refused else own)
         with pytest.raises(mlflow.exceptions.MlflowException) if refused else nullcontext():
-            sink.steps(rows)
+            sink.send_steps(rows)
     found = mlflow.MlflowClient().get_metric_history(name, "train/loss")
     assert sorted(m.step for m in found) == [1, 2, 3]
 

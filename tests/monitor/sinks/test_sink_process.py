@@ -24,7 +24,7 @@ def config() -> Config:
 
 def lines_of(sink: SinkProcess, seconds: float = 20.0) -> list[str]:
     until = time.monotonic() + seconds
-    while not (lines := sink.new_lines()) and time.monotonic() < until:
+    while not (lines := sink.take_new_lines()) and time.monotonic() < until:
         time.sleep(0.05)
     return lines
 
@@ -39,7 +39,7 @@ def test_a_process_that_fails_is_started_again(tmp_path: Path, config: Config, m
     assert lines_of(sink) == ["alerts: monitor.alert_command gets each alert"]
     sink.close(0)
     sink.wait(20)
-    assert sink.new_lines() == [] and (tmp_path / "sinks" / "alert_command.json").exists()
+    assert sink.take_new_lines() == [] and (tmp_path / "sinks" / "alert_command.json").exists()
 
 
 def test_what_a_package_prints_shows_no_secret(tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,8 +55,8 @@ def test_what_a_package_prints_shows_no_secret(tmp_path: Path, config: Config, m
 def test_a_process_that_cannot_be_started(tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sink_process.sys, "executable", str(tmp_path / "none"))
     sink = SinkProcess("alert_command", config, tmp_path)
-    [line] = sink.new_lines()
-    assert line.startswith("alerts: cannot be started (") and sink.new_lines() == []
+    [line] = sink.take_new_lines()
+    assert line.startswith("alerts: cannot be started (") and sink.take_new_lines() == []
     sink.close(0)
     sink.wait(0)
 
@@ -66,10 +66,10 @@ def test_a_service_leaves_processors_to_the_run_with_all_that_it_has_started() -
     """Also a thread, and a process in a session of its own."""
     script = """
 import os, subprocess, threading, time
-from platform.monitor.sinks.__main__ import _give_way
+from platform.monitor.sinks.__main__ import _lower_priority
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 child = subprocess.Popen(["sleep", "60"], start_new_session=True)
-_give_way()
+_lower_priority()
 pids = [*map(int, os.listdir("/proc/self/task")), child.pid]
 print(len(pids), {os.sched_getscheduler(pid) for pid in pids} == {os.SCHED_IDLE})
 paths = [f"/proc/{pid}/autogroup" for pid in (os.getpid(), child.pid)]
@@ -97,10 +97,10 @@ def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     config = Config()
     config.monitor.tensorboard = config.monitor.mlflow = config.monitor.trackio = True
-    assert list(sink_process.missing_for_sinks(config)) == [
+    assert list(sink_process.violations_of_sinks(config)) == [
         f"monitor={name}: needs the package {name}: pip install {name}" for name in ("tensorboard", "mlflow", "trackio")
     ]
     monkeypatch.setattr(sink_process, "find_spec", lambda name: None if name == "sqlalchemy" else object())
-    assert "mlflow-skinny needs the URL of a server" in list(sink_process.missing_for_sinks(config))[0]
+    assert "mlflow-skinny needs the URL of a server" in list(sink_process.violations_of_sinks(config))[0]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://there")
-    assert list(sink_process.missing_for_sinks(config)) == []
+    assert list(sink_process.violations_of_sinks(config)) == []

@@ -9,14 +9,14 @@ from random import Random
 
 import pytest
 
-from platform.launch import compose
+from platform.launch import compose_config
 from platform.plan import __main__ as command
 from platform.plan.operation_forms import FORMS, Unsound
 from platform.plan.operation_plan import Collective
 from platform.plan.operations.op import Op
 from platform.plan.operations.registry import Ops
 from platform.plan.plan import Plan
-from platform.plan.plan_check import Walk, unsound
+from platform.plan.plan_check import Walk, find_unsoundness
 from platform.predict.make_plan import make_plan
 from tests.fuzz import plans
 from tests.harness.oracle import CONF, MODELS, configure
@@ -79,7 +79,7 @@ def tokens_without(axis):
 
     def changed(planned):
         rules = {d: [a for a in axes if a != axis] for d, axes in planned.tokens.items()}
-        return replace(planned, tokens=type(planned.tokens).of(rules))
+        return replace(planned, tokens=type(planned.tokens).build_canonical(rules))
 
     return changed
 
@@ -222,18 +222,18 @@ def planned():
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_shipped_experiments_are_sound(name):
-    assert unsound(make_plan(compose([f"+experiment={name}"]))) == []
+    assert find_unsoundness(make_plan(compose_config([f"+experiment={name}"]))) == []
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_small_plans_are_sound(planned, case):
-    assert unsound(planned[case]) == []
+    assert find_unsoundness(planned[case]) == []
 
 
 @pytest.mark.parametrize("what", MUTANTS)
 def test_mutants_are_seen(planned, what):
     case, change, line = MUTANTS[what]
-    found = unsound(change(planned[case]))
+    found = find_unsoundness(change(planned[case]))
     assert any(line in text for text in found), found[:3]
 
 
@@ -247,7 +247,7 @@ def test_every_change_of_a_step_is_seen(planned, case):
             for mutant in every_step(c, 3, list(plan.mesh.axes)):
                 tried += 1
                 try:
-                    walk.check(put(mutant))
+                    walk.check_operation(put(mutant))
                     passed.append((kind, name, part, mutant))
                 except Unsound:
                     pass
@@ -263,14 +263,14 @@ def test_random_plans_are_sound(seeds, count, tmp_path):
             r = Random(seed)
             for plan in plans.planned(plans.draw(r, r.choice(plans.CLASSES[:-1]), tmp_path)):
                 checked += 1
-                if lines := unsound(plan):
+                if lines := find_unsoundness(plan):
                     found[seed] = lines[:2]
     assert found == {} and checked > count / 2
 
 
 def test_every_recorded_operation_has_a_form():
     words = {name: word for name, word in vars(Ops).items() if isinstance(word, Op)}
-    recorded = {name for name, word in words.items() if type(word).record is not Op.record}
+    recorded = {name for name, word in words.items() if type(word).record_operation is not Op.record_operation}
     assert recorded - {"pointwise", "pointwise_each", "scale"} == set(FORMS)
 
 
@@ -278,7 +278,7 @@ def test_a_kind_without_a_form_is_not_passed(planned):
     plan = with_operations(
         planned["1d"], "shift", BIAS, lambda o: replace(o, operation=replace(o.operation, kind="new"))
     )
-    assert any("has no form" in line for line in unsound(plan))
+    assert any("has no form" in line for line in find_unsoundness(plan))
 
 
 def test_by_command(capsys, monkeypatch):

@@ -8,17 +8,21 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from platform.plan.layout import Layout, Mesh
-from platform.plan.rule import Conversion, Step, contract, enter, partial_axes, relayout_steps
+from platform.plan.rule import Conversion, Step, contract_layouts, partial_axes, plan_operand_conversion, relayout_steps
 from tests.harness.numpy_blocks import equal, execute, layouts, split, whole
 
-MESHES = [Mesh.of({"a": 2, "b": 2}), Mesh.of({"a": 2, "b": 3}), Mesh.of({"a": 2, "b": 2, "c": 2})]
+MESHES = [
+    Mesh.arrange_axes({"a": 2, "b": 2}),
+    Mesh.arrange_axes({"a": 2, "b": 3}),
+    Mesh.arrange_axes({"a": 2, "b": 2, "c": 2}),
+]
 X, W, H = ("length", "batch", "d_model"), ("d_model", "d_ff"), ("length", "batch", "d_ff")
 
 
 def layout(text: str) -> Layout:
     """'batch:data+x d_ff:y only:g'"""
     rules = {d: axes.split("+") for d, axes in (word.split(":") for word in text.split())}
-    return Layout.of(rules, rules.pop("only", ()))
+    return Layout.build_canonical(rules, rules.pop("only", ()))
 
 
 def steps(text: str) -> tuple[Step, ...]:
@@ -81,12 +85,12 @@ TABLE = {
 def test_the_table(case):
     direction, x, w, out, *conversions = TABLE[case]
     x_dims, out_dims = (X, H) if direction == IN else (H, X)
-    found = contract([(x_dims, layout(x), False), (W, layout(w), True)], (out_dims, layout(out)))
+    found = contract_layouts([(x_dims, layout(x), False), (W, layout(w), True)], (out_dims, layout(out)))
     assert [*found.inputs, found.output] == [Conversion(steps(f), steps(b)) for f, b in conversions]
 
 
 def test_data_parallel_gradients_stay_partial():
-    found = contract([(X, layout("batch:data"), False), (W, layout(""), True)], (H, layout("batch:data")))
+    found = contract_layouts([(X, layout("batch:data"), False), (W, layout(""), True)], (H, layout("batch:data")))
     assert partial_axes(Layout(), found.axes) == ("data",)
     assert partial_axes(layout("d_model:data"), found.axes) == ()
 
@@ -117,7 +121,7 @@ def test_the_fewest_moves(source, target, moves):
 
 def test_an_illegal_layout_is_named():
     with pytest.raises(ValueError, match="axis t would split both batch and d_ff"):
-        contract([(X, layout("batch:t"), False), (W, layout("d_ff:t"), True)], (H, layout("batch:t d_ff:t")))
+        contract_layouts([(X, layout("batch:t"), False), (W, layout("d_ff:t"), True)], (H, layout("batch:t d_ff:t")))
 
 
 # On blocks of all ranks, for any layouts.
@@ -136,9 +140,10 @@ def partial_blocks(dims, mesh, target, axes):
     place along the axes that do not split the operand, their sum the whole; the same on ranks that differ in no axis
     of `axes`."""
     lacking = [a for a in axes if a not in target.axes]
-    parts = [whole(dims, mesh, 1 + i) for i in range(mesh.extent(lacking))]
+    parts = [whole(dims, mesh, 1 + i) for i in range(mesh.count_ranks(lacking))]
     blocks = [
-        split(parts[mesh.index(mesh.coordinates(rank), lacking)], dims, target, mesh)[rank] for rank in range(mesh.size)
+        split(parts[mesh.index_in_group(mesh.rank_coordinates(rank), lacking)], dims, target, mesh)[rank]
+        for rank in range(mesh.world_size)
     ]
     return blocks, sum(parts)
 
@@ -149,9 +154,9 @@ def test_the_backward_steps_are_the_adjoint(data, mesh, parameter):
     block of the whole gradient, after a parameter's deferred sum."""
     source, target = data.draw(layouts(mesh, X)), data.draw(layouts(mesh, X))
     others = data.draw(st.lists(st.sampled_from(list(mesh.axes)), unique=True))
-    axes = tuple(a for a in mesh.ordered([*target.axes, *others]) if a not in target.only)
+    axes = tuple(a for a in mesh.order_axes([*target.axes, *others]) if a not in target.only)
     try:
-        conversion = enter(X, source, target, axes, parameter=parameter)
+        conversion = plan_operand_conversion(X, source, target, axes, parameter=parameter)
     except ValueError:
         assume(False)
     gradient, total = partial_blocks(X, mesh, target, axes)
@@ -167,7 +172,7 @@ def test_any_einsum_of_any_layouts(data, mesh, parameter):
     x_dims, w_dims, y_dims = ("i", "j"), ("j", "k"), ("i", "k")
     lx, lw, ly = (data.draw(layouts(mesh, dims)) for dims in (x_dims, w_dims, y_dims))
     try:
-        c = contract([(x_dims, lx, False), (w_dims, lw, parameter)], (y_dims, ly))
+        c = contract_layouts([(x_dims, lx, False), (w_dims, lw, parameter)], (y_dims, ly))
     except ValueError:
         assume(False)
     x, w, dy = whole(x_dims, mesh, 1), whole(w_dims, mesh, 2), whole(y_dims, mesh, 3)
@@ -199,8 +204,8 @@ def test_negative_control_a_wrong_adjoint_shows():
     mesh = MESHES[0]
     gradient, total = partial_blocks(X, mesh, Layout(), ("a",))
     source = layout("length:a")
-    right = enter(X, source, Layout(), ("a",)).backward
+    right = plan_operand_conversion(X, source, Layout(), ("a",)).backward
     assert equal(execute(right, gradient, mesh), split(total, X, source, mesh))
-    wrong = enter(X, source, Layout(), ()).backward
+    wrong = plan_operand_conversion(X, source, Layout(), ()).backward
     assert not equal(execute(wrong, gradient, mesh), split(total, X, source, mesh))
     assert not np.array_equal(gradient[0], gradient[2])

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import pytest
 
-from platform.plan.operation_plan import TRAFFIC, moved_bytes
+from platform.plan.operation_plan import TRAFFIC, traffic_bytes
 from platform.predict.make_plan import make_plan
 from tests.harness.oracle import configure
 
@@ -27,7 +27,7 @@ def elements_per_rank(tensor, axes, gathered, **more) -> Fraction:
     for (kind, name), o in plan.operations.items():
         if kind == "project" and name.startswith("layers.0."):
             for collective in o.collectives:
-                n = plan.mesh.extent(collective.axes)
+                n = plan.mesh.count_ranks(collective.axes)
                 total += Fraction(TRAFFIC[collective.op](n, collective.elements), n)
     return total
 
@@ -100,7 +100,7 @@ def moved_by_a_block(branch, g, data=1, via="all_to_all") -> dict[str, tuple[int
         if kind in ("project", "relayout") and name.startswith("layers.0."):
             for x in o.collectives:
                 launches, elements = found.get(x.op, (0, Fraction(0)))
-                found[x.op] = launches + 1, elements + moved_bytes(x, plan.mesh, {"compute": 1})
+                found[x.op] = launches + 1, elements + traffic_bytes(x, plan.mesh, {"compute": 1})
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from platform.plan.gather_order import Ahead, fetches
+from platform.plan.gather_order import ParameterPrefetcher, find_fetches
 from platform.predict.make_plan import make_plan
 from tests.harness.oracle import MODELS, configure
 
@@ -19,16 +19,18 @@ def ran(plan, on=True, back=False, again=False, chunk=0, spans=None):
     """What happens when the operations of a chunk, or of some of its `spans`, run in their order: each conversion that
     is started ("start", use), and each use that is due ("use", use)."""
     events = []
-    names = {p.name: f.use for found in plan.chunks for f in fetches(found) for p, _ in f.converted}
-    names |= {p.name: f.use for f in fetches(plan.chunks[chunk]) for p, _ in f.converted}
-    ahead = Ahead(plan, lambda p, conversion: events.append(("start", names[p.name], p.name)), on)
+    names = {p.name: f.use for found in plan.chunks for f in find_fetches(found) for p, _ in f.converted}
+    names |= {p.name: f.use for f in find_fetches(plan.chunks[chunk]) for p, _ in f.converted}
+    ahead = ParameterPrefetcher(plan, lambda p, conversion: events.append(("start", names[p.name], p.name)), on)
     ahead.again = again
-    found = [f for f in fetches(plan.chunks[chunk]) if (spans is None or f.span in spans) and (f.again or not back)]
+    found = [
+        f for f in find_fetches(plan.chunks[chunk]) if (spans is None or f.span in spans) and (f.again or not back)
+    ]
     for f in reversed(found) if back else found:
-        ahead.take(f.use, back)
+        ahead.take_parameters(f.use, back)
         events.append(("use", f.use, ""))
-        ahead.onward(f.use, back)
-    assert ahead.begin() == []
+        ahead.start_next_gathers(f.use, back)
+    assert ahead.begin_pass() == []
     return found, events
 
 
@@ -87,19 +89,19 @@ def test_the_backward_pass_begins_with_the_last():
 
 
 def test_kept_weights_are_not_converted_in_the_backward_pass():
-    assert not any(f.again for f in fetches(planned().chunks[0]))
+    assert not any(f.again for f in find_fetches(planned().chunks[0]))
 
 
 def test_what_was_left_out_is_handed_back():
     plan = planned()
-    ahead = Ahead(plan, lambda p, conversion: p.name)
-    first = next(fetches(plan.chunks[0]))
-    ahead.take(first.use)
-    left = ahead.begin()
+    ahead = ParameterPrefetcher(plan, lambda p, conversion: p.name)
+    first = next(find_fetches(plan.chunks[0]))
+    ahead.take_parameters(first.use)
+    left = ahead.begin_pass()
     assert "layers.0.attention.query" in left and not set(left) & {p.name for p, _ in first.converted}
-    assert ahead.begin() == []
+    assert ahead.begin_pass() == []
 
 
 def test_panels_and_whole_weights_are_none():
-    assert not list(fetches(planned(tensor="1d", axes={"t": 2}).chunks[0]))
-    assert not any(f.multiplies for f in fetches(planned("panels", tensor="2d", axes={"r": 2, "c": 2}).chunks[0]))
+    assert not list(find_fetches(planned(tensor="1d", axes={"t": 2}).chunks[0]))
+    assert not any(f.multiplies for f in find_fetches(planned("panels", tensor="2d", axes={"r": 2, "c": 2}).chunks[0]))

@@ -103,7 +103,12 @@ def test_padding_is_local_only():
     found = plan("1d", {"t": 4}, vocab=61, layers=1)
     embedding = found.parameters[0]
     assert found.global_shape(embedding) == (61, H) and found.local_shape(embedding) == (16, H)
-    assert [found.block(embedding, {"data": 0, "t": t})[0] for t in range(4)] == [(0, 16), (16, 16), (32, 16), (48, 16)]
+    assert [found.locate_block(embedding, {"data": 0, "t": t})[0] for t in range(4)] == [
+        (0, 16),
+        (16, 16),
+        (32, 16),
+        (48, 16),
+    ]
     assert found.parameter_count == plan(vocab=61, layers=1).parameter_count
 
 
@@ -180,11 +185,11 @@ def test_repeated_work_is_warned_of():
 
 SCRIPT = """
 import json, sys
-from platform.launch import compose
-from platform.plan.plan_data import digest, to_dict
+from platform.launch import compose_config
+from platform.plan.plan_data import encode_plan, plan_digest
 from platform.predict.make_plan import make_plan
-plan = make_plan(compose(sys.argv[1:]))
-print(json.dumps([to_dict(plan), digest(plan)]))
+plan = make_plan(compose_config(sys.argv[1:]))
+print(json.dumps([encode_plan(plan), plan_digest(plan)]))
 assert not {"torch", "ray", "wandb"} & set(sys.modules)
 """
 

@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from platform.launch import compose
-from platform.plan.plan_data import digest, from_dict, plan_summary, to_dict
+from platform.launch import compose_config
+from platform.plan.plan_data import decode_plan, encode_plan, plan_digest, plan_summary
 from platform.predict.make_plan import make_plan
 from tests.fuzz.draw_data import write_files
 from tests.fuzz.draw_plans import SCHEDULES, SCHEMES, draw_case
@@ -32,16 +32,16 @@ def test_random_plans_come_back_equal_and_have_digests_of_their_own():
     assert len(found) > 30
     digests = {}
     for plan in found:
-        again = from_dict(json.loads(json.dumps(to_dict(plan))))
-        assert again == plan and digest(again) == digest(plan) == plan_summary(again)["digest"]
-        digests.setdefault(digest(plan), plan)
-        assert digests[digest(plan)] == plan, "one digest, two plans"
+        again = decode_plan(json.loads(json.dumps(encode_plan(plan))))
+        assert again == plan and plan_digest(again) == plan_digest(plan) == plan_summary(again)["digest"]
+        digests.setdefault(plan_digest(plan), plan)
+        assert digests[plan_digest(plan)] == plan, "one digest, two plans"
 
 
 @pytest.mark.parametrize("capacity", [1.25, 0])
 def test_a_plan_with_experts_comes_back(capacity):
-    plan = make_plan(compose(["+experiment=moe_quick", f"model.capacity_factor={capacity}"]))
-    assert from_dict(json.loads(json.dumps(to_dict(plan)))) == plan
+    plan = make_plan(compose_config(["+experiment=moe_quick", f"model.capacity_factor={capacity}"]))
+    assert decode_plan(json.loads(json.dumps(encode_plan(plan)))) == plan
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_a_plan_with_experts_comes_back(capacity):
     ids=lambda change: next(iter(change)),
 )
 def test_every_difference_has_another_digest(change):
-    plan = make_plan(compose(["+experiment=gpt_quick"]))
-    assert digest(replace(plan, **change)) != digest(plan)
+    plan = make_plan(compose_config(["+experiment=gpt_quick"]))
+    assert plan_digest(replace(plan, **change)) != plan_digest(plan)
 
 
 @pytest.mark.parametrize(
@@ -79,4 +79,4 @@ def test_every_difference_has_another_digest(change):
 )
 def test_what_is_no_plan_is_refused(data):
     with pytest.raises(ValueError, match="is no plan"):
-        from_dict(data)
+        decode_plan(data)

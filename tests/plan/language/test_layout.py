@@ -3,10 +3,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from platform.plan.layout import Layout, Mesh, block, local_shape, prefix
+from platform.plan.layout import Layout, Mesh, common_prefix, local_shape, locate_block
 from tests.harness.numpy_blocks import layouts
 
-MESHES = [Mesh.of({"a": 2, "b": 3}), Mesh.of({"a": 2, "b": 2, "c": 2}), Mesh.of({"a": 1, "b": 4})]
+MESHES = [
+    Mesh.arrange_axes({"a": 2, "b": 3}),
+    Mesh.arrange_axes({"a": 2, "b": 2, "c": 2}),
+    Mesh.arrange_axes({"a": 1, "b": 4}),
+]
 DIMS = ("length", "heads", "vocab")
 
 
@@ -17,41 +21,43 @@ def test_blocks_tile_every_tensor_exactly_once(data, mesh, vocab, unit):
     sizes, units = {"length": 12, "heads": 7 * unit, "vocab": vocab}, {"heads": unit}
     longest = local_shape(DIMS, sizes, layout, mesh, units)
     count = np.zeros([sizes[d] for d in DIMS], int)
-    for rank in range(mesh.size):
-        at = mesh.coordinates(rank)
-        found = block(DIMS, sizes, layout, mesh, at, units)
+    for rank in range(mesh.world_size):
+        at = mesh.rank_coordinates(rank)
+        found = locate_block(DIMS, sizes, layout, mesh, at, units)
         for d, most, (offset, n) in zip(DIMS, longest, found, strict=True):
             assert most - units.get(d, 1) <= n <= most and offset % units.get(d, 1) == 0
-            assert n == most or mesh.index(at, layout[d])
-            (outer,) = block([d], sizes, Layout.of({d: layout[d][:1]}), mesh, at, units)
+            assert n == most or mesh.index_in_group(at, layout[d])
+            (outer,) = locate_block([d], sizes, Layout.build_canonical({d: layout[d][:1]}), mesh, at, units)
             assert outer[0] <= offset and offset + n <= sum(outer), "blocks of two axes lie in the blocks of the first"
         count[tuple(slice(o, o + n) for o, n in found)] += 1
-    assert (count == mesh.size // mesh.extent(layout.axes)).all()
+    assert (count == mesh.world_size // mesh.count_ranks(layout.axes)).all()
 
 
 def test_the_first_axis_is_major():
-    mesh = Mesh.of({"a": 2, "b": 3})
+    mesh = Mesh.arrange_axes({"a": 2, "b": 3})
     offsets = [
-        block(["heads"], {"heads": 12}, Layout.of({"heads": ["b", "a"]}), mesh, mesh.coordinates(rank))[0][0]
+        locate_block(
+            ["heads"], {"heads": 12}, Layout.build_canonical({"heads": ["b", "a"]}), mesh, mesh.rank_coordinates(rank)
+        )[0][0]
         for rank in range(6)
     ]
     assert offsets == [0, 4, 8, 2, 6, 10]
 
 
 def test_a_layout_is_a_value():
-    layout = Layout.of({"heads": ["y", "z"], "batch": ["x"], "length": []})
-    assert layout == Layout.of({"batch": ["x"], "heads": ("y", "z")})
-    assert hash(layout) == hash(Layout.of(dict(layout)))
+    layout = Layout.build_canonical({"heads": ["y", "z"], "batch": ["x"], "length": []})
+    assert layout == Layout.build_canonical({"batch": ["x"], "heads": ("y", "z")})
+    assert hash(layout) == hash(Layout.build_canonical(dict(layout)))
     assert layout["length"] == () and "length" not in list(layout) and layout.axes == ("x", "y", "z")
-    assert layout.restrict(["heads", "d_kv"]) == Layout.of({"heads": ["y", "z"]})
+    assert layout.restrict_dims(["heads", "d_kv"]) == Layout.build_canonical({"heads": ["y", "z"]})
     assert str(layout) == "batch: x, heads: y+z" and str(Layout()) == "whole"
 
 
 def test_a_tensor_may_exist_at_index_0_alone():
-    layout = Layout.of({"heads": ["y"]}, ["g", "y"])
-    assert layout.only == ("g",) and layout.axes == ("y",) and layout != Layout.of({"heads": ["y"]})
-    assert str(layout) == "heads: y; only at g=0" and layout.restrict(["d_kv"]).only == ("g",)
-    assert layout.present({"y": 1, "g": 0}) and not layout.present({"y": 0, "g": 1})
+    layout = Layout.build_canonical({"heads": ["y"]}, ["g", "y"])
+    assert layout.only == ("g",) and layout.axes == ("y",) and layout != Layout.build_canonical({"heads": ["y"]})
+    assert str(layout) == "heads: y; only at g=0" and layout.restrict_dims(["d_kv"]).only == ("g",)
+    assert layout.has_block({"y": 1, "g": 0}) and not layout.has_block({"y": 0, "g": 1})
 
 
 @pytest.mark.parametrize(
@@ -63,10 +69,10 @@ def test_a_tensor_may_exist_at_index_0_alone():
     ],
 )
 def test_an_axis_serves_one_dim(rules, clash):
-    assert Layout.of(rules).conflict() == clash
+    assert Layout.build_canonical(rules).find_conflict() == clash
 
 
 def test_the_longest_common_prefix():
-    assert prefix("abc", "abd", "ab") == ("a", "b")
-    assert prefix("abc") == ("a", "b", "c")
-    assert prefix("abc", "") == prefix("ab", "ba") == ()
+    assert common_prefix("abc", "abd", "ab") == ("a", "b")
+    assert common_prefix("abc") == ("a", "b", "c")
+    assert common_prefix("abc", "") == common_prefix("ab", "ba") == ()

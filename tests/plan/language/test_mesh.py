@@ -10,26 +10,28 @@ MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(
 
 @given(MESHES)
 def test_ranks_and_coordinates_are_one_to_one(mesh):
-    found = [mesh.coordinates(rank) for rank in range(mesh.size)]
-    assert [mesh.rank(c) for c in found] == list(range(mesh.size))
+    found = [mesh.rank_coordinates(rank) for rank in range(mesh.world_size)]
+    assert [mesh.find_rank(c) for c in found] == list(range(mesh.world_size))
     assert [tuple(c.values()) for c in found] == sorted(tuple(c.values()) for c in found)  # the last axis is fastest
 
 
 @given(MESHES, st.data())
 def test_groups_partition_the_ranks(mesh, data):
     axes = data.draw(st.permutations(list(mesh.axes)).flatmap(lambda a: st.integers(0, len(a)).map(lambda n: a[:n])))
-    groups = mesh.groups(axes)
-    assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
+    groups = mesh.list_groups(axes)
+    assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size))
     for group in groups:
-        assert [mesh.index(mesh.coordinates(rank), axes) for rank in group] == list(range(mesh.extent(axes)))
-        others = [{a: i for a, i in mesh.coordinates(r).items() if a not in axes} for r in group]
+        assert [mesh.index_in_group(mesh.rank_coordinates(rank), axes) for rank in group] == list(
+            range(mesh.count_ranks(axes))
+        )
+        others = [{a: i for a, i in mesh.rank_coordinates(r).items() if a not in axes} for r in group]
         assert others.count(others[0]) == len(group)
 
 
 def test_groups_of_a_small_mesh():
-    mesh = Mesh.of({"data": 2, "t": 3})
-    assert mesh.groups(["t"]) == [(0, 1, 2), (3, 4, 5)]
-    assert mesh.groups(["data"]) == [(0, 3), (1, 4), (2, 5)]
-    assert mesh.groups(["t", "data"]) == [(0, 3, 1, 4, 2, 5)]  # the first axis is major
-    assert mesh.ordered({"t", "data"}) == ("data", "t")
-    assert Mesh.of({"data": 1, "t": 3}).ordered(["t", "data"]) == ("t",)
+    mesh = Mesh.arrange_axes({"data": 2, "t": 3})
+    assert mesh.list_groups(["t"]) == [(0, 1, 2), (3, 4, 5)]
+    assert mesh.list_groups(["data"]) == [(0, 3), (1, 4), (2, 5)]
+    assert mesh.list_groups(["t", "data"]) == [(0, 3, 1, 4, 2, 5)]  # the first axis is major
+    assert mesh.order_axes({"t", "data"}) == ("data", "t")
+    assert Mesh.arrange_axes({"data": 1, "t": 3}).order_axes(["t", "data"]) == ("t",)

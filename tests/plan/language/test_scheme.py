@@ -29,10 +29,10 @@ def table(found: Scheme) -> dict[str, str]:
     Without the dim `branch`, which is split by branch axes alone: `test_branches_are_shared_over_the_branch_axes`, and
     without the region of experts: `test_the_row_of_experts`."""
     dims = [d for d in DIMS if d != "branch"]
-    regions = {r: str(found.regions[r].restrict(dims)) for r in REGIONS if r != "experts"}
+    regions = {r: str(found.regions[r].restrict_dims(dims)) for r in REGIONS if r != "experts"}
     if regions["core"] == regions["attention"]:
         del regions["core"]
-    roles = {r: str(found.parameters[r].restrict(dims)) for r in ROLES}
+    roles = {r: str(found.parameters[r].restrict_dims(dims)) for r in ROLES}
     return regions | ({"parameters": roles["in"]} if len(set(roles.values())) == 1 else roles)
 
 
@@ -192,7 +192,7 @@ EXPERTS = {
 @pytest.mark.parametrize("row", EXPERTS)
 def test_the_row_of_experts(row):
     """As mlp, and d_model as the stream where it may; without length, which experts' slots take the place of."""
-    assert str(ROWS[row][0].regions["experts"].restrict([d for d in DIMS if d != "branch"])) == EXPERTS[row]
+    assert str(ROWS[row][0].regions["experts"].restrict_dims([d for d in DIMS if d != "branch"])) == EXPERTS[row]
 
 
 def test_replicas_share_experts():
@@ -201,13 +201,15 @@ def test_replicas_share_experts():
     values["tensor"] |= read("tensor", "1d") | {"axes": T}
     found = compose_scheme(values["tensor"], values["branch"], data=12, zero=2, experts=3)
     assert found.mesh_axes(12) == {"data": 2, "zero": 2, "expert": 3, "t": 2}
-    assert found.activation("stream", ["batch"]) == Layout.of({"batch": ["data", "zero", "expert"]})
+    assert found.activation_layout("stream", ["batch"]) == Layout.build_canonical({"batch": ["data", "zero", "expert"]})
     slots = ["experts", "batch", "slots", "d_ff"]
     split = {"experts": ["expert"], "batch": ["data", "zero"], "d_ff": ["t"]}
-    assert found.activation("experts", slots) == Layout.of(split)
-    assert found.parameter("in", ["experts", "d_ff", "d_model"]) == Layout.of({"experts": ["expert"], "d_ff": ["t"]})
-    assert found.parameter("vector", ["experts", "d_model"]) == Layout()  # the router's
-    assert found.key("expert") == "parallel.experts"
+    assert found.activation_layout("experts", slots) == Layout.build_canonical(split)
+    assert found.parameter_layout("in", ["experts", "d_ff", "d_model"]) == Layout.build_canonical(
+        {"experts": ["expert"], "d_ff": ["t"]}
+    )
+    assert found.parameter_layout("vector", ["experts", "d_model"]) == Layout()  # the router's
+    assert found.key_of_axis("expert") == "parallel.experts"
 
 
 WHOLE = {  # an expert's up and down [experts, d_ff, d_model], and its rows [experts, batch, slots, d_model]
@@ -230,14 +232,14 @@ def test_tensor_ranks_divide_whole_experts(name):
     given = values["tensor"], values["branch"]
     found, split = compose_scheme(*given, 1, tensor_experts="whole"), compose_scheme(*given, 1)
     weight = ("experts", "d_ff", "d_model")
-    layouts = [found.parameter(role, weight) for role in ("in", "out")]
-    assert [str(x) for x in (*layouts, found.activation("experts", ["experts", "batch", "slots", "d_model"]))] == [
-        *WHOLE[name]
-    ]
+    layouts = [found.parameter_layout(role, weight) for role in ("in", "out")]
+    assert [
+        str(x) for x in (*layouts, found.activation_layout("experts", ["experts", "batch", "slots", "d_model"]))
+    ] == [*WHOLE[name]]
     for role in ("in", "out", "vector"):
-        assert found.parameter(role, weight[1:]) == split.parameter(role, weight[1:])
-    shared = compose_scheme(*given, 4, experts=4, tensor_experts="whole").parameter("in", weight)
-    assert shared["experts"] == ("expert", *found.parameter("in", weight)["experts"])
+        assert found.parameter_layout(role, weight[1:]) == split.parameter_layout(role, weight[1:])
+    shared = compose_scheme(*given, 4, experts=4, tensor_experts="whole").parameter_layout("in", weight)
+    assert shared["experts"] == ("expert", *found.parameter_layout("in", weight)["experts"])
 
 
 def test_every_scheme_of_conf_has_its_row():
@@ -259,11 +261,11 @@ def test_a_name_says_the_choice():
 
 def test_a_parameter_that_no_branch_splits_is_on_sub_grid_zero():
     found = scheme("1d", T, "dsp_csub", g=2)
-    assert found.parameter("in", ["d_model", "d_ff"]) == Layout.of({"d_ff": ["g", "t"]})
-    assert found.parameter("in", ["d_model", "heads", "d_kv"]) == Layout.of({"heads": ["t"]}, ["g"])
-    assert found.parameter("vector", ["d_model"]) == Layout(only=("g",))
+    assert found.parameter_layout("in", ["d_model", "d_ff"]) == Layout.build_canonical({"d_ff": ["g", "t"]})
+    assert found.parameter_layout("in", ["d_model", "heads", "d_kv"]) == Layout.build_canonical({"heads": ["t"]}, ["g"])
+    assert found.parameter_layout("vector", ["d_model"]) == Layout(only=("g",))
     assert found.sub_grid_zero == ("g",) and scheme("1d", T, "dsp", g=2).sub_grid_zero == ()
-    assert scheme("1d", T, "dsp_csub", g=1).parameter("vector", ["d_model"]) == Layout()
+    assert scheme("1d", T, "dsp_csub", g=1).parameter_layout("vector", ["d_model"]) == Layout()
 
 
 def test_a_regions_map_replaces_the_streams():
@@ -284,8 +286,8 @@ def test_a_regions_map_replaces_the_streams():
         "out": "d_model: r",
         "vector": "d_model: r",
     }
-    assert found.activation("stream", ["batch", "d_model"]) == Layout.of({"batch": ["r"]})
-    assert found.parameter("out", ["heads"]) == Layout()
+    assert found.activation_layout("stream", ["batch", "d_model"]) == Layout.build_canonical({"batch": ["r"]})
+    assert found.parameter_layout("out", ["heads"]) == Layout()
     assert found.fuses_attention("core")
     values["tensor"]["regions"]["core"] = {"length": ["r"], "memory_length": ["c"]}
     apart = compose_scheme(values["tensor"], values["branch"], 1)
@@ -305,7 +307,7 @@ def test_contexts_split_length_but_where_heads_are_exchanged():
         "experts": "batch: data, length: context+exchange",
         "logits": "batch: data, length: context+exchange",
     }
-    assert {found.key(axis) for axis in ("context", "exchange")} == {"parallel.context"}
+    assert {found.key_of_axis(axis) for axis in ("context", "exchange")} == {"parallel.context"}
 
 
 @pytest.mark.parametrize("branch", ["dsp", "dsp_slice"])

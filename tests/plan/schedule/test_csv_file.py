@@ -2,7 +2,7 @@
 
 import pytest
 
-from platform.plan.generators import from_csv, generate
+from platform.plan.generators import generate, read_schedule_csv
 from platform.plan.schedule import ScheduleError
 from tests.harness.schedule_files import to_csv
 
@@ -11,14 +11,14 @@ from tests.harness.schedule_files import to_csv
 def test_round_trip(tmp_path, case):
     schedule = generate(*case)
     to_csv(schedule, tmp_path / "mine.csv")
-    read = from_csv(tmp_path / "mine.csv")
+    read = read_schedule_csv(tmp_path / "mine.csv")
     assert read.name == "mine" and read.rows == schedule.rows
     assert (read.stages, read.chunks, read.microbatches) == case[1:]
 
 
 def read(tmp_path, text: str):
     (tmp_path / "mine.csv").write_text(text)
-    return from_csv(tmp_path / "mine.csv")
+    return read_schedule_csv(tmp_path / "mine.csv")
 
 
 def test_empty_cells_are_bubbles_and_chunks_lie_anywhere(tmp_path):
@@ -46,7 +46,7 @@ def test_refused(tmp_path, text, line):
 
 def test_a_file_that_cannot_be_read(tmp_path):
     with pytest.raises(ScheduleError, match="cannot be read .*No such file"):
-        from_csv(tmp_path / "none.csv")
+        read_schedule_csv(tmp_path / "none.csv")
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ScheduleError, match="cannot be read"):
-        from_csv(tmp_path / "binary.csv")
+        read_schedule_csv(tmp_path / "binary.csv")

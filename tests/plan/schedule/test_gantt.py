@@ -4,7 +4,7 @@ import xml.etree.ElementTree as xml
 
 import pytest
 
-from platform.plan.gantt import BARS, COLOURS, LEFT, RIGHT, WIDTH, Bar, gantt_svg, joined
+from platform.plan.gantt import BARS, COLOURS, LEFT, RIGHT, WIDTH, Bar, draw_gantt_svg, join_bars
 from platform.plan.generators import generate
 from platform.plan.schedule import Action, Kind
 from platform.plan.simulate import TimedAction, simulate
@@ -21,7 +21,7 @@ def boxes(picture):
 def test_planned_beside_measured_on_one_scale():
     schedule = generate("zb_h1", 2, 2, 4)
     planned, measured = simulate(schedule), simulate(schedule, transfer=0.5)
-    found = boxes(gantt_svg({"planned": planned.timeline, "measured": measured.timeline}))
+    found = boxes(draw_gantt_svg({"planned": planned.timeline, "measured": measured.timeline}))
     drawn = [(i, e) for i, run in enumerate((planned, measured)) for e in sorted(run.timeline, key=lambda e: e.stage)]
     assert [name for name, _ in found] == [str(e.action) for _, e in drawn]
     scale = (WIDTH - LEFT - RIGHT) / measured.makespan
@@ -35,21 +35,21 @@ def test_planned_beside_measured_on_one_scale():
 
 def test_titles_are_escaped_and_every_panel_and_kind_is_named():
     message = TimedAction(0, Action(Kind.SEND_F, 0, 0, 1), 1.0, 1.2)
-    picture = gantt_svg({"a < b & c": [TimedAction(0, Action(Kind.FORWARD, 0, 0), 0.0, 1.0), message], "none": []})
+    picture = draw_gantt_svg({"a < b & c": [TimedAction(0, Action(Kind.FORWARD, 0, 0), 0.0, 1.0), message], "none": []})
     texts = [t.text for t in xml.fromstring(picture).iter(f"{SVG}text")]
     assert {"a < b & c", "none", "forward", "send", "stage 0", "0.0 s"} <= set(texts)
     assert "backward" not in texts
 
 
 def test_nothing_to_draw():
-    xml.fromstring(gantt_svg({"planned": []}))
+    xml.fromstring(draw_gantt_svg({"planned": []}))
 
 
 def test_rows_beneath_a_stage_and_what_a_picture_has_no_room_for():
     events = [TimedAction(stage, Action(Kind.FORWARD, stage, 0), 0.0, 1.0) for stage in (0, 1)]
     short = [Bar("gather", 0.1 + i * 1e-4, 0.1 + (i + 1) * 1e-4, "x", f"gather {i}") for i in range(2000)]
     rows = {0: [("communication", [Bar("reduce", 0.0, 2.0, "layers.0", "reduce layers.0"), *short])]}
-    found = boxes(gantt_svg({"a": events, "b": events}, beneath={"b": rows}))
+    found = boxes(draw_gantt_svg({"a": events, "b": events}, beneath={"b": rows}))
     by_name = {name: [box for other, box in found if other == name] for name, _ in found}
     assert len(by_name["0F0"]) == len(by_name["0F1"]) == 2
     [long] = by_name["reduce"]
@@ -58,6 +58,6 @@ def test_rows_beneath_a_stage_and_what_a_picture_has_no_room_for():
     first, second = (int(by_name[name][1].get("y")) for name in ("0F0", "0F1"))
     assert first < int(long.get("y")) < second
     pixel = 2.0 / (WIDTH - LEFT - RIGHT)
-    few = list(joined(short, pixel))
+    few = list(join_bars(short, pixel))
     assert 0.2 / pixel <= len(few) <= 2 * 0.2 / pixel + 1 and (few[0].start, few[-1].end) == (0.1, short[-1].end)
     assert all(a.end <= b.start + 1e-12 for a, b in zip(few, few[1:], strict=False))

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from platform.plan.generators import SCHEDULES, SHIPPED, generate, legal_microbatches
+from platform.plan.generators import SCHEDULES, SHIPPED, generate, nearest_legal_microbatches
 from platform.plan.schedule import Action, Kind, ScheduleError, table
-from platform.plan.simulate import validate
+from platform.plan.simulate import validate_schedule
 from tests.plan.blocking import forward_only
 
 GOLDEN = """\
@@ -102,16 +102,16 @@ def test_actions_print_as_torch_prints_them():
 def test_one_chunk_schedules_refuse_several(kind):
     with pytest.raises(ScheduleError, match=f"{kind} has one chunk per stage, not 2"):
         generate(kind, 2, 2, 4)
-    assert legal_microbatches(kind, 2, 2, 4) == []
+    assert nearest_legal_microbatches(kind, 2, 2, 4) == []
 
 
 @pytest.mark.parametrize("kind", ["interleaved", "zb_h1"])
 def test_too_few_microbatches_name_the_nearest(kind):
     with pytest.raises(ScheduleError, match="at least as many microbatches as stages=4"):
         generate(kind, 4, 2, 3)
-    assert legal_microbatches(kind, 4, 2, 3) == [4, 5, 6]
-    assert legal_microbatches(kind, 4, 2, 4) is None
-    assert legal_microbatches(kind, 4, 1, 1) is None
+    assert nearest_legal_microbatches(kind, 4, 2, 3) == [4, 5, 6]
+    assert nearest_legal_microbatches(kind, 4, 2, 4) is None
+    assert nearest_legal_microbatches(kind, 4, 1, 1) is None
 
 
 def test_nearest_counts_lie_on_both_sides(monkeypatch):
@@ -121,7 +121,7 @@ def test_nearest_counts_lie_on_both_sides(monkeypatch):
         return SCHEDULES["interleaved"](stages, chunks, microbatches)
 
     monkeypatch.setitem(SCHEDULES, "mine", even)
-    assert legal_microbatches("mine", 2, 1, 9) == [4, 8, 12]
+    assert nearest_legal_microbatches("mine", 2, 1, 9) == [4, 8, 12]
     assert generate("mine", 2, 1, 8).name == "mine"
 
 
@@ -134,7 +134,7 @@ def test_a_generator_of_the_users_is_validated(monkeypatch):
 def test_placement_is_read_from_the_rows():
     schedule = generate("interleaved", 2, 3, 4)
     assert schedule.placement == (0, 1, 0, 1, 0, 1)
-    assert schedule.placement[3] == 1 and schedule.chunks_of(1) == (1, 3, 5)
+    assert schedule.placement[3] == 1 and schedule.chunks_of_stage(1) == (1, 3, 5)
 
 
 def test_a_table_prints_a_line_per_stage():
@@ -152,7 +152,7 @@ def test_tables_of_shipped_schedules_are_sound(record_count):
             schedule = generate(kind, stages, chunks, microbatches)
         except ScheduleError:
             continue
-        validate(schedule)
+        validate_schedule(schedule)
         seen += 1
     assert seen > 400
     record_count("tables of shipped schedules", seen, seen)

@@ -6,7 +6,7 @@ import pytest
 
 from platform.plan.generators import generate
 from platform.plan.schedule import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule, ScheduleError
-from platform.plan.simulate import lower, validate
+from platform.plan.simulate import lower_schedule, validate_schedule
 from tests.plan.blocking import forward_only, replay_blocking
 
 
@@ -26,7 +26,7 @@ def schedule(*lines: str, chunks: int = 1, microbatches: int = 2) -> Schedule:
 
 
 def test_every_receive_stands_beside_its_send():
-    lowered = lower(schedule("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"))
+    lowered = lower_schedule(schedule("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"))
     assert lowered == rows(
         "0F0 0SEND_F0>1 0F1 0SEND_F1>1 0RECV_B0>1 0B0 0RECV_B1>1 0B1",
         "1RECV_F0>0 1RECV_F1>0 1F0 1B0 1SEND_B0>0 1F1 1B1 1SEND_B1>0",
@@ -35,21 +35,21 @@ def test_every_receive_stands_beside_its_send():
 
 
 def test_chunks_of_one_stage_need_no_message():
-    assert lower(generate("interleaved", 1, 3, 2)) == generate("interleaved", 1, 3, 2).rows
+    assert lower_schedule(generate("interleaved", 1, 3, 2)) == generate("interleaved", 1, 3, 2).rows
     v_shaped = schedule("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0", chunks=2, microbatches=1)
-    sent = [str(a) for row in lower(v_shaped) for a in row if a.kind in SENDS]
+    sent = [str(a) for row in lower_schedule(v_shaped) for a in row if a.kind in SENDS]
     assert sent == ["0SEND_F0", "3SEND_B0", "2SEND_F0", "1SEND_B0"]
 
 
 def test_zero_bubble_sends_after_the_input_gradient():
-    [_, last] = lower(generate("zb_h1", 2, 1, 2))
+    [_, last] = lower_schedule(generate("zb_h1", 2, 1, 2))
     order = [str(a) for a in last if a.kind not in RECEIVES]
     assert order == ["1F0", "1I0", "1SEND_B0", "1F1", "1I1", "1SEND_B1", "1W0", "1W1"]
 
 
 def test_two_stages_see_all_their_messages_in_one_order():
     """With two stages and several chunks previous and next are the same peer: tags must not be needed."""
-    first, second = lower(generate("interleaved", 2, 3, 6))
+    first, second = lower_schedule(generate("interleaved", 2, 3, 6))
     names = {Kind.RECV_F: (Kind.SEND_F, -1), Kind.RECV_B: (Kind.SEND_B, 1)}
 
     def messages(row):
@@ -64,7 +64,7 @@ def test_two_stages_see_all_their_messages_in_one_order():
 
 
 def test_evaluation_lowers():
-    lowered = lower(forward_only(generate("interleaved", 2, 2, 4)))
+    lowered = lower_schedule(forward_only(generate("interleaved", 2, 2, 4)))
     replay_blocking(lowered)
     assert {a.kind for row in lowered for a in row} == {Kind.FORWARD, Kind.SEND_F, Kind.RECV_F}
 
@@ -100,7 +100,7 @@ def random_table(rng: random.Random) -> Schedule:
 
 def test_any_legal_table_runs_with_blocking_sends():
     for seed in range(1000):
-        replay_blocking(lower(random_table(random.Random(seed))))
+        replay_blocking(lower_schedule(random_table(random.Random(seed))))
 
 
 def test_a_table_with_two_actions_exchanged_runs_or_is_refused():
@@ -114,7 +114,7 @@ def test_a_table_with_two_actions_exchanged_runs_or_is_refused():
         mixed[i], mixed[j] = mixed[j], mixed[i]
         other = tuple(tuple(mixed) if r is row else r for r in table.rows)
         try:
-            replay_blocking(lower(Schedule("mixed", table.stages, table.chunks, table.microbatches, other)))
+            replay_blocking(lower_schedule(Schedule("mixed", table.stages, table.chunks, table.microbatches, other)))
         except ScheduleError:
             refused += 1
     assert 100 < refused < 450
@@ -140,7 +140,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("table", "lines"), REFUSED, ids=[lines[0] for _, lines in REFUSED])
 def test_refused(table, lines):
-    for function in (validate, lower):
+    for function in (validate_schedule, lower_schedule):
         with pytest.raises(ScheduleError) as error:
             function(table)
         for line in lines:
@@ -150,7 +150,7 @@ def test_refused(table, lines):
 
 def test_all_violations_are_named_at_once():
     with pytest.raises(ScheduleError) as error:
-        validate(schedule("0B0 0F0 0F1", "1F0 1B0 1B1"))
+        validate_schedule(schedule("0B0 0F0 0F1", "1F0 1B0 1B1"))
     assert error.value.violations == ["0B0 stands before 0F0", "0B1 is missing", "1F1 is missing"]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from platform.plan.generators import generate
 from platform.plan.schedule import Kind, Schedule, ScheduleError
-from platform.plan.simulate import NOMINAL, lower, simulate
+from platform.plan.simulate import NOMINAL, lower_schedule, simulate
 from tests.plan.blocking import replay_blocking
 
 UNIT = dict.fromkeys(NOMINAL, 1.0)
@@ -26,7 +26,7 @@ def group_of(p: int, m: int) -> int:
 def check(kind: str, p: int, v: int, m: int) -> None:
     """Everything that is known about one schedule, against its table."""
     schedule = generate(kind, p, v, m)
-    replay_blocking(lower(schedule))
+    replay_blocking(lower_schedule(schedule))
     run = simulate(schedule)
     held = (v - 1) * group_of(p, m)
     warmup = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from platform.launch import compose
+from platform.launch import compose_config
 from platform.plan.generators import generate
 from platform.plan.schedule import Kind
-from platform.plan.simulate import StageMessages, makespan, makespan_with, simulate
+from platform.plan.simulate import StageMessages, compute_makespan, makespan_over_links, simulate
 from platform.predict.make_plan import make_plan
 from platform.predict.step_price import read_hardware, step_price
 
@@ -21,7 +21,7 @@ def step(kind: str, message: float, **more) -> float:
     chunks = 2 if kind == "interleaved" else 1
     times = {Kind.FORWARD: FORWARD / chunks, Kind.BACKWARD: 2 * FORWARD / chunks}
     messages = StageMessages(lambda source, sink: message, **more)
-    return makespan_with(messages, generate(kind, 8, chunks, 16), lambda stage, action: times[action.kind])
+    return makespan_over_links(messages, generate(kind, 8, chunks, 16), lambda stage, action: times[action.kind])
 
 
 @pytest.mark.parametrize("rate", MEASURED)
@@ -50,8 +50,8 @@ def test_messages_that_take_no_time_change_nothing(kind):
     def seconds(stage, action):
         return 1.0 + stage / 8 + (action.kind is not Kind.FORWARD)
 
-    plain = makespan(schedule, seconds)
-    assert makespan_with(StageMessages(lambda source, sink: 1e-9), schedule, seconds) == pytest.approx(plain)
+    plain = compute_makespan(schedule, seconds)
+    assert makespan_over_links(StageMessages(lambda source, sink: 1e-9), schedule, seconds) == pytest.approx(plain)
 
 
 def test_stages_of_a_node_share_its_adapter():
@@ -62,11 +62,11 @@ def test_the_price_of_a_plan_knows_busy_links():
     """On a slow network the stages of an interleaved plan wait for messages as simulated; on a quick one pass by
     pass."""
     given = "model.layers=16", "pipeline=interleaved", "pipeline.stages=4", "pipeline.chunks=2", "tensor=serial"
-    config = compose(["+experiment=gpt_quick", *given, "train.global_batch=64", "train.microbatch=1"])
+    config = compose_config(["+experiment=gpt_quick", *given, "train.global_batch=64", "train.microbatch=1"])
     plan, cpu = make_plan(config), read_hardware("cpu")
     quick, crowded = (
-        step_price(config, plan, cpu.taking({"device": 1, "node": times, "network": times})) for times in (1, 300)
+        step_price(config, plan, cpu.slow_down({"device": 1, "node": times, "network": times})) for times in (1, 300)
     )
-    assert sum(crowded.parts.values()) == pytest.approx(crowded.seconds)
-    assert crowded.parts["waiting for stage"] > 3 * quick.parts["waiting for stage"]
-    assert crowded.parts["computing"] == pytest.approx(quick.parts["computing"])
+    assert sum(crowded.seconds_by_part.values()) == pytest.approx(crowded.seconds)
+    assert crowded.seconds_by_part["waiting for stage"] > 3 * quick.seconds_by_part["waiting for stage"]
+    assert crowded.seconds_by_part["computing"] == pytest.approx(quick.seconds_by_part["computing"])

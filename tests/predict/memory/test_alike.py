@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from platform.plan.step_collectives import settled
+from platform.plan.step_collectives import settle_kernels
 from platform.predict import footprint
-from platform.predict.footprint import likeness
+from platform.predict.footprint import chunk_likeness
 from platform.predict.make_plan import make_plan
-from platform.predict.memory_budget import training
+from platform.predict.memory_budget import predict_training
 from tests.harness.oracle import MODELS, configure
 
 CASES = {
@@ -31,17 +31,19 @@ def test_sharing_measurements_changes_no_number(name, monkeypatch):
     plan = make_plan(c)
     measured = []
     monkeypatch.setattr(
-        footprint, "measure", lambda *a, _real=footprint.measure, **k: measured.append(a) or _real(*a, **k)
+        footprint,
+        "measure_passes",
+        lambda *a, _real=footprint.measure_passes, **k: measured.append(a) or _real(*a, **k),
     )
-    shared, several = training(c, plan), len(measured)
-    monkeypatch.setattr(footprint, "likeness", lambda plan, chunk, buckets: ("alone", chunk.number))
-    assert training(c, plan) == shared
+    shared, several = predict_training(c, plan), len(measured)
+    monkeypatch.setattr(footprint, "chunk_likeness", lambda plan, chunk, buckets: ("alone", chunk.number))
+    assert predict_training(c, plan) == shared
     assert several < len(measured) - several or name in ("t5", "original")
 
 
 def likenesses(plan, stages):
-    plans = [settled(plan, "cpu", 0.0).at(stage) for stage in stages]
-    return [likeness(part, part.chunks[0], part.buckets) for part in plans]
+    plans = [settle_kernels(plan, "cpu", 0.0).stage_part(stage) for stage in stages]
+    return [chunk_likeness(part, part.chunks[0], part.buckets) for part in plans]
 
 
 def test_layers_in_the_middle_are_alike_and_the_ends_are_not():
@@ -51,13 +53,13 @@ def test_layers_in_the_middle_are_alike_and_the_ends_are_not():
 
 def test_what_decides_bytes_tells_chunks_apart():
     plan = make_plan(configured("gpt"))
-    part = plan.at(1)
+    part = plan.stage_part(1)
     [chunk] = part.chunks
-    whole = likeness(part, chunk, part.buckets)
+    whole = chunk_likeness(part, chunk, part.buckets)
     (at, *words), *others = chunk.functions
     fewer = dict(list(chunk.operations.items())[:-1])
     wider = [replace(b, elements=b.elements + 1) for b in part.buckets]
     for changed in (replace(chunk, functions=((at, *words, "more"), *others)), replace(chunk, operations=fewer)):
-        assert likeness(part, changed, part.buckets) != whole
-    assert likeness(part, chunk, wider) != whole
-    assert likeness(part, replace(chunk), [replace(b) for b in part.buckets]) == whole
+        assert chunk_likeness(part, changed, part.buckets) != whole
+    assert chunk_likeness(part, chunk, wider) != whole
+    assert chunk_likeness(part, replace(chunk), [replace(b) for b in part.buckets]) == whole

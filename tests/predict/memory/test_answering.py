@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from platform.predict.make_plan import make_plan
-from platform.predict.memory_budget import needed_bytes
+from platform.predict.memory_budget import predict_peak_bytes
 from tests.harness.live import count_answering
 from tests.harness.oracle import MODELS, configure
 
@@ -27,7 +27,7 @@ PLANS: dict[str, dict[str, Any]] = {
 def test_tasks_count(name):
     c = configure(**{**SIZES, **PLANS[name]})
     plan = make_plan(c)
-    without, peak = needed_bytes(c, plan), count_answering(c, plan)
+    without, peak = predict_peak_bytes(c, plan), count_answering(c, plan)
     c.eval.tasks, c.eval.every = ["a_task"], 1
     assert peak > 1.05 * without
-    assert abs(needed_bytes(c, plan) - peak) <= 0.05 * peak
+    assert abs(predict_peak_bytes(c, plan) - peak) <= 0.05 * peak

@@ -13,7 +13,7 @@ from platform.config.fields import Config
 from platform.config.validation import violations_of_configuration
 from platform.predict.footprint import Footprint
 from platform.predict.make_plan import make_plan
-from platform.predict.memory_budget import answering_memory, training
+from platform.predict.memory_budget import predict_answering, predict_training
 from tests.fuzz.draw_training import SETTINGS
 from tests.harness.live import count, count_answering
 from tests.harness.oracle import MODELS, configure
@@ -74,20 +74,20 @@ def errors_of(seed: int) -> list[float]:
         try:
             if violations_of_configuration(c):
                 continue
-            found = training(c, plan := make_plan(c))
+            found = predict_training(c, plan := make_plan(c))
         except ConfigError:
             continue
         if (needed := most(found)) > LEAST:
             error = needed / max(rank.peak for rank in count(c, plan)) - 1
             return (
-                [error, most(answering_memory(c, plan, found)) / count_answering(c, plan) - 1]
+                [error, most(predict_answering(c, plan, found)) / count_answering(c, plan) - 1]
                 if c.eval.tasks
                 else [error]
             )
 
 
 def most(found: Sequence[Footprint]) -> int:
-    return max(f.total for f in found)
+    return max(f.total_bytes for f in found)
 
 
 @pytest.mark.parametrize("seed", [*range(5), *(pytest.param(n, marks=pytest.mark.full) for n in range(5, 60))])

@@ -1,6 +1,6 @@
 import pytest
 
-from platform.plan.accelerators import ACCELERATORS, accelerator, dense_bf16_peak
+from platform.plan.accelerators import ACCELERATORS, dense_bf16_peak, find_accelerator
 
 
 @pytest.mark.parametrize(
@@ -25,4 +25,4 @@ def test_peaks_by_name(device, peak):
 
 def test_no_entry_hides_a_later_one():
     for known in ACCELERATORS:
-        assert accelerator(f"Vendor {known.name}") == known
+        assert find_accelerator(f"Vendor {known.name}") == known

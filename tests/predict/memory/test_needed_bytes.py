@@ -11,7 +11,7 @@ from platform.optimizer.optimizers import OPTIMIZERS
 from platform.plan.chunks import ADDS_WIDE
 from platform.plan.operation_plan import JOINS_GRADIENTS
 from platform.predict.make_plan import make_plan
-from platform.predict.memory_budget import footprints, needed_bytes
+from platform.predict.memory_budget import predict_footprints, predict_peak_bytes
 from tests.harness.live import count
 from tests.harness.oracle import MODELS, configure
 from tests.harness.routing import to_the_first
@@ -167,7 +167,7 @@ def test_lent_experts_need_no_more_than_is_planned(more, monkeypatch):
     to_the_first(monkeypatch, c.model.experts, 2)
     plan = make_plan(c)
     peak = max(rank.peak for rank in count(c, plan))
-    assert 0.6 * needed_bytes(c, plan) <= peak <= needed_bytes(c, plan)
+    assert 0.6 * predict_peak_bytes(c, plan) <= peak <= predict_peak_bytes(c, plan)
 
 
 @pytest.mark.parametrize(
@@ -189,21 +189,21 @@ def test_so_it_is_in_every_kernel_of_attention(name):
 def test_probabilities_are_what_the_kernels_differ_in():
     """The negative control of the above: what would be counted without them is far off."""
     c = configured("math", **LONG)
-    flash = needed_bytes(c, make_plan(configured("flash", **LONG)))
-    assert needed_bytes(c, make_plan(c)) > 1.25 * flash
+    flash = predict_peak_bytes(c, make_plan(configured("flash", **LONG)))
+    assert predict_peak_bytes(c, make_plan(c)) > 1.25 * flash
     dropped = configured(**LONG, dropout=0.1, fused_dropout=True)
-    assert needed_bytes(dropped, make_plan(dropped)) > 1.75 * flash
+    assert predict_peak_bytes(dropped, make_plan(dropped)) > 1.75 * flash
     on_gpu = replace(dropped, precision="bf16", cluster=replace(dropped.cluster, device="cuda"))
-    [there] = footprints(on_gpu, make_plan(on_gpu))
-    assert there.total - there.reserved < flash  # a kernel there draws its masks
+    [there] = predict_footprints(on_gpu, make_plan(on_gpu))
+    assert there.total_bytes - there.reserved < flash  # a kernel there draws its masks
 
 
 def test_what_is_offloaded_is_not_on_the_device():
     """But for the activations of the block that is computed, and of the one before it."""
     kept, away = (configured(**LONG | {"layers": 8}, recompute="full", offload=on) for on in (False, True))
-    (one,), (other,) = (footprints(c, make_plan(c)) for c in (kept, away))
+    (one,), (other,) = (predict_footprints(c, make_plan(c)) for c in (kept, away))
     size = 4 * 128 * 32 * kept.train.microbatch
-    assert (one.host, other.host) == (0, 8 * size) and other.total - other.host <= one.total - 5 * size
+    assert (one.host, other.host) == (0, 8 * size) and other.total_bytes - other.host <= one.total_bytes - 5 * size
 
 
 WIDE: dict[str, Any] = {"vocab": 32, "d_ff": 16, "d_model": 32, "d_kv": 32, "length": 64, "recompute": "full"}
@@ -213,10 +213,10 @@ WIDE: dict[str, Any] = {"vocab": 32, "d_ff": 16, "d_model": 32, "d_kv": 32, "len
 def test_joined_gradients_count_where_a_device_joins_them(more, monkeypatch):
     """As GPUs do: the gradients of Q, K and V are copied into one storage."""
     c = configured(**WIDE, **more)
-    apart = needed_bytes(c, make_plan(c))
+    apart = predict_peak_bytes(c, make_plan(c))
     monkeypatch.setitem(JOINS_GRADIENTS, "cpu", True)
     holds(c)
-    assert needed_bytes(c, make_plan(c)) > 1.05 * apart
+    assert predict_peak_bytes(c, make_plan(c)) > 1.05 * apart
 
 
 FEW_TOKENS: dict[str, Any] = {"precision": "bf16", "vocab": 32, "length": 4, "d_model": 96, "layers": 2,
@@ -227,11 +227,11 @@ FEW_TOKENS: dict[str, Any] = {"precision": "bf16", "vocab": 32, "length": 4, "d_
 def test_gradients_in_16_bits_count_where_a_device_does_not_add_them_at_once(more, monkeypatch):
     """As GPUs do, which have no buffer of a bucket's gradients in the compute type."""
     c = configured(**{**FEW_TOKENS, **more})
-    rounded = needed_bytes(c, make_plan(c))
+    rounded = predict_peak_bytes(c, make_plan(c))
     monkeypatch.setitem(ADDS_WIDE, "cpu", True)
     with kernels_on_cpus():
         holds(c)
-    assert needed_bytes(c, make_plan(c)) < 0.95 * rounded
+    assert predict_peak_bytes(c, make_plan(c)) < 0.95 * rounded
 
 
 UPDATED: dict[str, Any] = {"microbatch": 1, "global_batch": 1, "length": 4, "layers": 1, "vocab": 64, "d_model": 128,
@@ -269,14 +269,14 @@ def test_so_it_is_with_every_optimizer(kind, divided):
 def test_negative_control_an_update_that_takes_nothing(monkeypatch):
     c = optimized("muon, nesterov")
     muon = replace(OPTIMIZERS["muon"], scratch=lambda o, update: 0)
-    needed = needed_bytes(c, make_plan(c))
+    needed = predict_peak_bytes(c, make_plan(c))
     monkeypatch.setitem(OPTIMIZERS, "muon", muon)
-    assert needed_bytes(c, make_plan(c)) < 0.8 * needed
+    assert predict_peak_bytes(c, make_plan(c)) < 0.8 * needed
 
 
 def holds(c) -> None:
     plan = make_plan(c)
     found = count(c, plan)
     peak = max(rank.peak for rank in found)
-    assert abs(needed_bytes(c, plan) - peak) <= 0.05 * peak, (needed_bytes(c, plan), peak)
+    assert abs(predict_peak_bytes(c, plan) - peak) <= 0.05 * peak, (predict_peak_bytes(c, plan), peak)
     assert all(len(set(rank.after)) == 1 for rank in found)

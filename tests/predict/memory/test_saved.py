@@ -11,7 +11,7 @@ from math import prod
 import pytest
 
 from platform.model import build_model
-from platform.predict.footprint import saved_for_backward
+from platform.predict.footprint import count_saved_elements
 from platform.predict.make_plan import make_plan
 from tests.harness.oracle import configure
 
@@ -37,7 +37,7 @@ def test_a_layer_keeps_what_the_formula_says(scheme, axes, gathered, expected):
     def saved(layers: int) -> int:
         c = configure(scheme, axes, layers=layers, microbatch=B, global_batch=B, length=S, d_model=H, heads=HEADS)
         c.tensor.gathered = gathered
-        return saved_for_backward(make_plan(c), build_model(c.model)).activations
+        return count_saved_elements(make_plan(c), build_model(c.model)).activations
 
     workers = prod(axes.values())
     replicated = workers if scheme == "1d" else 1

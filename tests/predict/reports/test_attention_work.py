@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from platform.plan.layout import Stretch
-from platform.plan.plan_summary import attention_work, describe, seen_by, unevenness
+from platform.plan.plan_summary import attention_imbalance, attention_work, count_causal_keys, describe
 from platform.predict.make_plan import make_plan
-from platform.runtime.positions import unseen
+from platform.runtime.positions import unseen_mask
 from tests.harness.oracle import MODELS, configure
 
 EVEN = 1.02
@@ -17,14 +17,14 @@ EVEN = 1.02
 @pytest.mark.parametrize("window", [0, 1, 3, 9, 40])
 def test_keys_that_queries_see(window):
     for first, size in ((0, 5), (4, 7), (9, 1), (0, 16)):
-        hidden = unseen(torch.arange(first, first + size), torch.arange(16), window, None)
-        assert seen_by(Stretch(first, size), window) == (~hidden).sum()
+        hidden = unseen_mask(torch.arange(first, first + size), torch.arange(16), window, None)
+        assert count_causal_keys(Stretch(first, size), window) == (~hidden).sum()
 
 
 def busiest(**more) -> float:
     plan = make_plan(configure(**{"layers": 2, **more}))
     assert len(attention_work(plan)) == more["context"]
-    return unevenness(plan)
+    return attention_imbalance(plan)
 
 
 @pytest.mark.parametrize("kind", ["gather", "ring", "heads"])
@@ -53,7 +53,7 @@ PIECES = [
 @pytest.mark.parametrize(("more", "pieces"), PIECES)
 def test_pieces_are_as_many_as_make_work_even(more, pieces):
     plan = make_plan(configure(**more))
-    assert 2 * plan.scheme.rounds == pieces and unevenness(plan) <= EVEN
+    assert 2 * plan.scheme.rounds == pieces and attention_imbalance(plan) <= EVEN
 
 
 def test_a_wide_window_of_few_tokens_is_uneven_and_the_plan_says_so():
@@ -78,7 +78,7 @@ def test_all_lengths_of_a_run_have_as_many_pieces():
     c = configure(context=2, context_kind="ring", length=8192, window=2048, positions="rope")
     c.train.length_ramp = ["0:1024", "2:8192"]
     plan = make_plan(c)
-    assert plan.scheme.rounds == plan.of_length(1024).scheme.rounds == 4
+    assert plan.scheme.rounds == plan.plan_of_length(1024).scheme.rounds == 4
 
 
 def test_negative_control_straight_parts():

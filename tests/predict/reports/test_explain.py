@@ -10,11 +10,11 @@ from collections import Counter
 import pytest
 
 from platform.model import build_model
-from platform.plan.layout import at_zero
+from platform.plan.layout import is_at_index_zero
 from platform.plan.plan_summary import describe
 from platform.plan.step_collectives import communication, step_collectives
 from platform.predict.make_plan import make_plan
-from platform.predict.plan_report import bytes_per_layer, explain, render
+from platform.predict.plan_report import bytes_per_layer, explain_plan, render_explanation
 from tests.harness.oracle import compare, configure, counted, run, serial
 
 CASES = [
@@ -31,7 +31,7 @@ def configured(scheme, axes, branch_axes, **more):
 
 
 def explained(c, plan):
-    return explain(plan, build_model(c.model), moments=2, tiers={"node": 2})
+    return explain_plan(plan, build_model(c.model), moments=2, tiers={"node": 2})
 
 
 @pytest.mark.parametrize(("case", "zero"), [*((case, 0) for case in CASES), (CASES[0], 1), (CASES[1], 3)], ids=str)
@@ -63,9 +63,9 @@ def test_what_sub_grid_zero_holds_and_launches():
     for r in results:
         rows: Counter[str] = Counter()
         for _, x, launches in step_collectives(plan):
-            rows[x.op] += launches if at_zero(x.only, plan.mesh.coordinates(r.rank)) else 0
+            rows[x.op] += launches if is_at_index_zero(x.only, plan.mesh.rank_coordinates(r.rank)) else 0
         assert rows == Counter(x.op for x in r.log)
-    text = render(plan, found)
+    text = render_explanation(plan, found)
     assert "only at" in text and "g=0" in text and "per worker of another sub-grid" in text
     assert found["branch_messages"] == {
         "order": "inner",
@@ -117,7 +117,7 @@ def test_groups_partition_the_ranks():
 def test_text():
     c = configured(*CASES[0], data=2)
     plan = make_plan(c)
-    text = render(plan, explained(c, plan))
+    text = render_explanation(plan, explained(c, plan))
     assert text.startswith(describe(plan))
     for key, n in communication(plan).items():
         assert f"  {key}" in text and f"{n:,}" in text
@@ -127,7 +127,7 @@ def test_text():
 def test_stages_and_ranks_beyond_a_few_are_folded():
     c = configure("serial", pipeline="1f1b", stages=12, layers=12, data=10, microbatch=1, global_batch=120)
     plan = make_plan(c)
-    text = render(plan, explained(c, plan))
+    text = render_explanation(plan, explained(c, plan))
     assert [line.split()[:2] for line in describe(plan).splitlines() if "stage" in line.split()[:1]] == [
         ["stage", "0"], ["stage", "1"], ["stage", "11"],
     ]  # fmt: skip

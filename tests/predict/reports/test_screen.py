@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from platform.launch import compose
+from platform.launch import compose_config
 from platform.plan.__main__ import main
 from platform.predict.make_plan import make_plan
-from platform.predict.memory_budget import needed_bytes
+from platform.predict.memory_budget import predict_peak_bytes
 from platform.predict.plan_screen import LINES
-from platform.predict.step_price import step_price, usual_hardware
+from platform.predict.step_price import choose_pricing_hardware, step_price
 
 SMALL = "+experiment=gpt_quick model.layers=2 model.d_model=64 model.length=64 train.global_batch=8 train.microbatch=2"
 PARTS = ("plan  ", "  parameters ", "  step ", "memory of the worker", "  total ", "a step on ", "  altogether ")
@@ -64,20 +64,20 @@ def test_a_change_gains_what_is_said_when_it_is_typed(capsys):
     found = json.loads(shown(capsys, f"{SMALL} --json"))
     assert found["changes"]
     for change in found["changes"]:
-        config = compose([*shlex.split(SMALL), *change["typed"]])
+        config = compose_config([*shlex.split(SMALL), *change["typed"]])
         plan = make_plan(config)
-        config.parallel.data = plan.replicas
-        price = step_price(config, plan, usual_hardware(config))
+        config.parallel.data = plan.num_replicas
+        price = step_price(config, plan, choose_pricing_hardware(config))
         assert price.seconds == change["seconds"] < found["time"]["seconds"]
-        assert plan.mesh.size == 4
+        assert plan.mesh.world_size == 4
 
 
 def test_changes_of_a_plan_that_does_not_fit_do(capsys):
     found = json.loads(shown(capsys, f"{SMALL} cluster.device_memory=0.0035 --json"))
     assert found["memory"]["total"] > 3.5e6 and found["changes"]
     for change in found["changes"]:
-        config = compose([*shlex.split(SMALL), *change["typed"]])
-        assert needed_bytes(config, make_plan(config)) == change["memory"] <= 3.5e6
+        config = compose_config([*shlex.split(SMALL), *change["typed"]])
+        assert predict_peak_bytes(config, make_plan(config)) == change["memory"] <= 3.5e6
 
 
 def test_two_plans_side_by_side(capsys, tmp_path):

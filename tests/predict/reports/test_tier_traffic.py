@@ -9,7 +9,14 @@ import pytest
 from platform.plan.layout import Mesh
 from platform.plan.step_collectives import communication, step_collectives
 from platform.predict.make_plan import make_plan
-from platform.predict.tier_traffic import Tiers, count_messages, pair_traffic, tier_traffic, transfers, with_axes_moved
+from platform.predict.tier_traffic import (
+    Tiers,
+    count_messages,
+    iterate_transfers,
+    move_axes,
+    pair_traffic,
+    tier_traffic,
+)
 from tests.harness.oracle import MODELS, configure, run
 
 
@@ -39,13 +46,13 @@ CASES = [(n, g, node) for n in POWERS for g in POWERS for node in POWERS if g <=
 
 def counts(mesh, axes, node, **how):
     """Inside a node and between nodes."""
-    return tuple(count_messages(mesh, axes, Tiers.of({"node": node}, mesh.size), **how))
+    return tuple(count_messages(mesh, axes, Tiers.build_tiers({"node": node}, mesh.world_size), **how))
 
 
 @pytest.mark.parametrize(("n", "g", "node"), CASES)
 def test_closed_forms(n, g, node):
-    aware = Mesh.of({"data": n // g, "g": g})
-    naive = with_axes_moved(aware, ["g"], outer=True)
+    aware = Mesh.arrange_axes({"data": n // g, "g": g})
+    naive = move_axes(aware, ["g"], outer=True)
     assert naive.shape == (("g", g), ("data", n // g))
     assert counts(naive, ["g"], node) == naive_messages(n, g, node)
     assert counts(aware, ["g"], node) == aware_messages(n, g, node)
@@ -64,25 +71,25 @@ def test_as_printed_the_cases_of_equations_4_and_5_are_swapped():
 
 
 def test_other_sizes_are_counted():
-    aware = Mesh.of({"data": 4, "g": 3})
-    assert counts(with_axes_moved(aware, ["g"], outer=True), ["g"], 4) == (12, 24)
+    aware = Mesh.arrange_axes({"data": 4, "g": 3})
+    assert counts(move_axes(aware, ["g"], outer=True), ["g"], 4) == (12, 24)
     assert counts(aware, ["g"], 4) == (28, 8)
 
 
 def test_two_branch_axes_and_a_scheme_between():
-    mesh = Mesh.of({"data": 2, "t": 2, "a": 2, "b": 2})
+    mesh = Mesh.arrange_axes({"data": 2, "t": 2, "a": 2, "b": 2})
     assert counts(mesh, ["a", "b"], 4) == (64, 0)
-    assert counts(with_axes_moved(mesh, ["a", "b"], outer=True), ["a", "b"], 4) == (16, 48)
+    assert counts(move_axes(mesh, ["a", "b"], outer=True), ["a", "b"], 4) == (16, 48)
 
 
 def test_four_tiers():
-    tiers = Tiers.of({"node": 2, "zone": 8, "rack": 4}, 16)
+    tiers = Tiers.build_tiers({"node": 2, "zone": 8, "rack": 4}, 16)
     assert tiers.names == ("zone", "rack", "node")
-    assert tiers.rows == ("inside a node", "between nodes", "between racks", "between zones")
-    assert [tiers.row(5, other) for other in (5, 4, 6, 1, 9)] == [0, 0, 1, 2, 3]
-    mesh = Mesh.of({"data": 4, "g": 4})
+    assert tiers.row_labels == ("inside a node", "between nodes", "between racks", "between zones")
+    assert [tiers.row_between(5, other) for other in (5, 4, 6, 1, 9)] == [0, 0, 1, 2, 3]
+    mesh = Mesh.arrange_axes({"data": 4, "g": 4})
     assert count_messages(mesh, ["g"], tiers) == [32, 32, 0, 0]
-    assert count_messages(with_axes_moved(mesh, ["g"], outer=True), ["g"], tiers) == [16, 0, 16, 32]
+    assert count_messages(move_axes(mesh, ["g"], outer=True), ["g"], tiers) == [16, 0, 16, 32]
 
 
 PLANS = {
@@ -105,14 +112,14 @@ def test_every_byte_has_a_sender_and_a_receiver(name):
     pairs = pair_traffic(plan)
     assert sum(size for _, size in pairs.values()) == sum(communication(plan).values())
     assert all(sender != receiver for sender, receiver in pairs)
-    rows = tier_traffic(plan, Tiers.of({"node": 2, "rack": 4}, plan.mesh.size))
+    rows = tier_traffic(plan, Tiers.build_tiers({"node": 2, "rack": 4}, plan.mesh.world_size))
     assert sum(row.bytes for row in rows) == sum(communication(plan).values())
     assert rows[0].busiest is None and all(row.busiest <= row.bytes + rows[-1].bytes for row in rows[1:])
-    tiers, found = Tiers.of({"node": 2, "rack": 4}, plan.mesh.size), defaultdict(int)
+    tiers, found = Tiers.build_tiers({"node": 2, "rack": 4}, plan.mesh.world_size), defaultdict(int)
     for (sender, receiver), (messages, _) in pairs.items():
-        found[tiers.row(sender, receiver)] += messages
+        found[tiers.row_between(sender, receiver)] += messages
     assert [row.messages for row in rows] == [found[row] for row in range(len(rows))]
-    everything = tier_traffic(plan, Tiers.of({}, plan.mesh.size))
+    everything = tier_traffic(plan, Tiers.build_tiers({}, plan.mesh.world_size))
     assert [(row.tier, row.bytes) for row in everything] == [("everywhere", sum(row.bytes for row in rows))]
 
 
@@ -125,7 +132,7 @@ def test_who_sends_to_whom_is_what_the_ranks_launch(name):
     )
     found = defaultdict(int)
     for (op, group, elements), times in launched.items():
-        pairs = [(0, 1, 1, 1)] if op == "send" else transfers(op, len(group))
+        pairs = [(0, 1, 1, 1)] if op == "send" else iterate_transfers(op, len(group))
         for sender, receiver, _, share in pairs:
             found[group[sender], group[receiver]] += 8 * times * elements * share
     assert found == {pair: size for pair, (_, size) in pair_traffic(plan).items()}
@@ -136,7 +143,7 @@ def test_the_busiest_link_of_a_ring():
     plan = make_plan(configure("1d", {"t": 4}))
     [world] = {c.axes for _, c, _ in step_collectives(plan)}
     moved = communication(plan)["all_reduce/t"]
-    inside, between = tier_traffic(plan, Tiers.of({"node": 2}, 4))
+    inside, between = tier_traffic(plan, Tiers.build_tiers({"node": 2}, 4))
     assert (world, inside.bytes, between.bytes) == (("t",), moved // 2, moved // 2)
     assert between.busiest == moved // 4
 
@@ -145,7 +152,7 @@ def test_experts_are_exchanged_inside_a_node_as_ranks_are_placed():
     """The axis expert is the innermost of the replicas'. The control: ranks that are dealt to the nodes in turn."""
     plan = make_plan(configure(**MODELS["experts"], data=4, experts_of=2, microbatch=2))
     moved = communication(plan)["all_to_all/expert"]
-    inside, between = tier_traffic(plan, Tiers.of({"node": 2}, 4))
+    inside, between = tier_traffic(plan, Tiers.build_tiers({"node": 2}, 4))
     dealt = tier_traffic(plan, Tiers(("node",), (("0",), ("1",), ("0",), ("1",))))[-1]
     assert inside.bytes >= moved and between.bytes < dealt.bytes >= moved
     assert between.busiest < dealt.busiest

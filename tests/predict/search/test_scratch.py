@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import pytest
 
-from platform.launch import compose
+from platform.launch import compose_config
 from platform.model import forget_models
 from platform.plan.operations.recorder import Recorder
 from platform.plan.plan_builder import forget_planned
 from platform.predict.make_plan import make_plan
-from platform.predict.memory_budget import needed_bytes
-from platform.predict.search import Finalist, search
+from platform.predict.memory_budget import predict_peak_bytes
+from platform.predict.search import Finalist, search_plans
 from platform.predict.step_price import read_hardware, step_price
 
 TINY = ("model.layers=4", "model.d_model=64", "model.d_ff=128", "model.length=32", "model.vocab=256", "data=synthetic")
@@ -25,15 +25,18 @@ def others_from_nothing(found: list[Finalist], hardware) -> list:
         forget_planned()
         forget_models()
         plan = make_plan(one.config)
-        if (step_price(one.config, plan, hardware), needed_bytes(one.config, plan)) != (one.price, one.memory):
+        if (step_price(one.config, plan, hardware), predict_peak_bytes(one.config, plan)) != (
+            one.price,
+            one.peak_memory,
+        ):
             differing.append(one.choice)
     return differing
 
 
 def finalists(*arguments: str, experiment: str, workers: int, memory: float, hardware: str) -> tuple[list, object]:
     kind = read_hardware(hardware)
-    tried = list(search(compose([f"+experiment={experiment}", *arguments]), workers, memory, kind).tried)
-    [one.memory for one in tried]  # measured now, with what the search shares
+    tried = list(search_plans(compose_config([f"+experiment={experiment}", *arguments]), workers, memory, kind).tried)
+    [one.peak_memory for one in tried]  # measured now, with what the search shares
     return tried, kind
 
 
@@ -44,7 +47,7 @@ def test_prices_of_a_search_are_those_from_nothing():
 
 
 def test_recordings_of_other_settings_would_be_found(monkeypatch):
-    monkeypatch.setattr(Recorder, "settings", property(lambda self: ()))
+    monkeypatch.setattr(Recorder, "recording_key", property(lambda self: ()))
     tried, kind = finalists(*TINY, *OPEN, experiment="gpt_quick", workers=4, memory=1e12, hardware="cpu")
     assert others_from_nothing(tried, kind)
 

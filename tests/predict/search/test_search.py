@@ -14,36 +14,38 @@ from platform.cluster import resources
 from platform.cluster.shown_commands import Command
 from platform.config.validation import violations_of_configuration
 from platform.jobs.__main__ import main as write_job
-from platform.launch import compose
+from platform.launch import compose_config
 from platform.predict import search as ranking
 from platform.predict.contenders import Contender, Space
 from platform.predict.make_plan import make_plan, plan_quickly
-from platform.predict.memory_budget import MemoryForecast, needed_bytes
+from platform.predict.memory_budget import MemoryForecast, predict_peak_bytes
 from platform.predict.replan import replan
-from platform.predict.search import Field, choose_plan, ranked_table, search
-from platform.predict.step_price import read_hardware, step_price, usual_hardware
+from platform.predict.search import Field, choose_plan, format_ranking, search_plans
+from platform.predict.step_price import choose_pricing_hardware, read_hardware, step_price
 
 TINY = ("model.layers=2", "model.d_model=64", "model.d_ff=128", "model.length=32", "model.vocab=256", "data=synthetic")
 LARGE = 1e12  # bytes
 
 
 def composed(*arguments: str, experiment: str = "gpt_quick"):
-    return compose([f"+experiment={experiment}", *arguments])
+    return compose_config([f"+experiment={experiment}", *arguments])
 
 
 def every_choice(space: Space, workers: int):
     """All choices of all values for so many workers, legal or not."""
     c = space.config
-    for scheme in space.schemes:
-        sizes = [range(1, workers + 1) if not n else [n] for n in space.axes(scheme).values()]
+    for scheme in space.scheme_tables:
+        sizes = [range(1, workers + 1) if not n else [n] for n in space.axis_sizes(scheme).values()]
         rest = range(1, workers + 1)
-        stages, data = ([n] if n else rest for n in (space.stages, space.data))
+        stages, data = ([n] if n else rest for n in (space.num_stages, space.num_replicas))
         for *axes, s, d in product(*sizes, stages, data):
             if prod(axes) * s * d != workers:
                 continue
-            schedules = space.without_stages if s == 1 else space.schedules
-            for (kind, chunks), b, r, z in product(schedules, space.microbatches, space.recompute, space.zero):
-                room = b * d <= c.train.global_batch or b == space.microbatches[0]
+            schedules = space.single_stage_schedules if s == 1 else space.schedule_choices
+            for (kind, chunks), b, r, z in product(
+                schedules, space.microbatch_choices, space.recompute_choices, space.zero_choices
+            ):
+                room = b * d <= c.train.global_batch or b == space.microbatch_choices[0]
                 if room and s * chunks <= c.model.layers:
                     yield Contender(scheme, tuple(axes), kind, s, chunks, d, 1, 1, b, r, z)
 
@@ -52,10 +54,10 @@ def brute_force(config, workers: int, memory: float, hardware) -> float:
     """Seconds of the quickest plan of so many workers that fits."""
     space, found = Space(config), []
     for choice in every_choice(space, workers):
-        made = space.configured(choice)
+        made = space.build_config(choice)
         if violations_of_configuration(made) or not (plan := plan_quickly(made)):
             continue
-        if needed_bytes(made, plan) <= memory:
+        if predict_peak_bytes(made, plan) <= memory:
             found.append(step_price(made, plan, hardware).seconds)
     return min(found)
 
@@ -71,38 +73,41 @@ def brute_force(config, workers: int, memory: float, hardware) -> float:
 )
 def test_the_search_finds_what_brute_force_finds(arguments, memory, hardware):
     config, hardware = composed(*TINY, *arguments), read_hardware(hardware)
-    found = search(config, 8, memory, hardware)
-    best = found.fitting[0]
+    found = search_plans(config, 8, memory, hardware)
+    best = found.fitting_finalists[0]
     assert best.price.seconds == pytest.approx(brute_force(config, 8, memory, hardware), rel=1e-3)
-    assert best.plan.mesh.size == found.workers == 8 and best.memory <= memory
+    assert best.plan.mesh.world_size == found.workers == 8 and best.peak_memory <= memory
     assert not violations_of_configuration(best.config) and make_plan(best.config) == best.plan
 
 
 def test_the_estimate_is_near_the_price_of_the_plan():
     config, hardware = composed("tensor=auto", "parallel.data=-1"), read_hardware("cpu")
-    rated, judged = Field(Space(config), 4, LARGE, hardware).rated()
+    rated, judged = Field(Space(config), 4, LARGE, hardware).rate_contenders()
     assert judged == len(rated) > 15
     for one in rated[::3]:
-        made = Space(config).configured(one.choice)
+        made = Space(config).build_config(one.choice)
         plan = make_plan(made)
         assert one.seconds == pytest.approx(step_price(made, plan, hardware).seconds, rel=0.3), one
-        assert one.memory == pytest.approx(needed_bytes(made, plan), rel=0.6), one
+        assert one.memory == pytest.approx(predict_peak_bytes(made, plan), rel=0.6), one
 
 
 def test_the_same_search_has_the_same_outcome():
     config = composed(*TINY, "tensor=auto", "pipeline=auto", "parallel.data=-1", "train.microbatch=-1")
-    first, second = (search(config, 6, LARGE, usual_hardware(config)) for _ in range(2))
-    assert [f.choice for f in first.fitting] == [f.choice for f in second.fitting]
-    assert list(ranked_table(first, 5)) == list(ranked_table(second, 5))
+    first, second = (search_plans(config, 6, LARGE, choose_pricing_hardware(config)) for _ in range(2))
+    assert [f.choice for f in first.fitting_finalists] == [f.choice for f in second.fitting_finalists]
+    assert list(format_ranking(first, 5)) == list(format_ranking(second, 5))
 
 
 def test_what_does_not_fit_is_not_chosen_and_the_table_says_what_it_lacks():
     arguments = *TINY, "tensor.axes.t=-1", "parallel.data=-1", "parallel.zero=-1", "recompute=auto"
-    roomy = search(composed(*arguments), 4, LARGE, read_hardware("cpu"))
-    tight = roomy.fitting[0].memory - 1
-    found = search(composed(*arguments), 4, tight, read_hardware("cpu"))
-    assert found.fitting[0].memory <= tight and found.fitting[0].price.seconds >= roomy.fitting[0].price.seconds
-    assert any("lacks" in line for line in ranked_table(found, 10))
+    roomy = search_plans(composed(*arguments), 4, LARGE, read_hardware("cpu"))
+    tight = roomy.fitting_finalists[0].peak_memory - 1
+    found = search_plans(composed(*arguments), 4, tight, read_hardware("cpu"))
+    assert (
+        found.fitting_finalists[0].peak_memory <= tight
+        and found.fitting_finalists[0].price.seconds >= roomy.fitting_finalists[0].price.seconds
+    )
+    assert any("lacks" in line for line in format_ranking(found, 10))
 
 
 def test_without_a_plan_that_fits_the_refusal_names_the_one_that_needs_least():
@@ -135,10 +140,10 @@ def test_megatrons_heuristics_are_found_again():
     """175B on A100s: tensor parallelism inside a node, pipeline beyond, replicas outermost."""
     arguments = "parallel.data=-1", "pipeline=auto", "tensor=1d_sp", "tensor.axes.t=-1", "recompute=auto"
     config = composed(*arguments, "train.microbatch=1", experiment="gpt175b")
-    rated, _ = Field(Space(config), 1536, 80e9, read_hardware("a100_80g")).rated()
+    rated, _ = Field(Space(config), 1536, 80e9, read_hardware("a100_80g")).rate_contenders()
     best = next(one for one in rated if one.memory <= 80e9).choice
     assert 1 < best.axes[0] <= 8 and best.stages > 1 and best.data > 1
-    assert [*make_plan(replace(Space(config).configured(best))).mesh.axes] == ["stage", "data", "t"]
+    assert [*make_plan(replace(Space(config).build_config(best))).mesh.axes] == ["stage", "data", "t"]
 
 
 def test_experts_of_a_large_model_stay_inside_nodes():
@@ -146,7 +151,7 @@ def test_experts_of_a_large_model_stay_inside_nodes():
     multiple of the stages."""
     open_keys = "pipeline.stages=-1", "parallel.data=-1", "parallel.experts=-1", "parallel.zero=-1"
     config = composed(*open_keys, "train.global_batch=2048", "model.capacity_factor=0", experiment="deepseek_v3")
-    rated, _ = Field(Space(config), 256, 130e9, read_hardware("h200")).rated()
+    rated, _ = Field(Space(config), 256, 130e9, read_hardware("h200")).rate_contenders()
     best = next(one for one in rated if one.memory <= 130e9).choice
     assert 1 < best.experts <= 8 and best.stages > 8
 
@@ -157,9 +162,9 @@ def test_what_has_room_for_an_even_routing_alone_is_no_finalist():
     quickest plan that fits is found."""
     open_keys = "pipeline.stages=-1", "parallel.data=-1", "parallel.experts=-1", "parallel.zero=-1"
     config = composed(*open_keys, "train.global_batch=2048", "model.capacity_factor=0", experiment="deepseek_v3")
-    found = search(config, 256, 130e9, read_hardware("h200"))
-    assert found.best and found.best.memory < 130e9
-    assert found.best.price.seconds < 1.1 * min(f.price.seconds for f in found.tried)
+    found = search_plans(config, 256, 130e9, read_hardware("h200"))
+    assert found.best_finalist and found.best_finalist.peak_memory < 130e9
+    assert found.best_finalist.price.seconds < 1.1 * min(f.price.seconds for f in found.tried)
 
 
 def test_the_estimate_of_exchanges_is_near_their_price():
@@ -174,10 +179,10 @@ def test_the_estimate_of_exchanges_is_near_their_price():
         "model.capacity_factor=0",
     )
     config, hardware = composed(*open_keys, *sizes, experiment="qwen3_235b_a22b"), read_hardware("h100")
-    rated, _ = Field(Space(config), 64, LARGE, hardware).rated()
+    rated, _ = Field(Space(config), 64, LARGE, hardware).rate_contenders()
     assert {one.choice.experts for one in rated} == {1, 2, 4, 8, 16, 32, 64}
     for one in rated:
-        made = Space(config).configured(one.choice)
+        made = Space(config).build_config(one.choice)
         assert one.seconds == pytest.approx(step_price(made, make_plan(made), hardware).seconds, rel=0.3), one
 
 
@@ -187,54 +192,54 @@ def test_narrow_experts_are_left_whole():
     keys = "parallel.tensor_experts=auto", "parallel.experts=-1", "parallel.data=-1", "tensor=1d_sp", "tensor.axes.t=2"
     sizes = "model.layers=4", "train.global_batch=32", "train.microbatch=1", "model.capacity_factor=0", "pipeline=none"
     config, hardware = composed(*keys, *sizes, experiment="qwen3_235b_a22b"), read_hardware("h100")
-    rated, _ = Field(Space(config), 32, LARGE, hardware).rated()
+    rated, _ = Field(Space(config), 32, LARGE, hardware).rate_contenders()
     prices = {}
     for one in rated:
-        made = Space(config).configured(one.choice)
+        made = Space(config).build_config(one.choice)
         found = prices[one.choice.experts, one.choice.tensor_experts] = step_price(made, make_plan(made), hardware)
         assert one.seconds == pytest.approx(found.seconds, rel=0.3), one
     assert len(prices) == 2 * 5
     assert all(prices[n, "whole"].seconds < prices[n, "split"].seconds for n in (1, 2, 4, 8, 16))
-    best = search(config, 32, LARGE, hardware).best
+    best = search_plans(config, 32, LARGE, hardware).best_finalist
     assert best.choice.tensor_experts == "whole" == best.config.parallel.tensor_experts
-    assert "parallel.tensor_experts=whole" in Space(config).typed(best.choice)
+    assert "parallel.tensor_experts=whole" in Space(config).format_overrides(best.choice)
     dense = Space(composed("plan.search=[all]"))
-    assert {c.choice.tensor_experts for c in Field(dense, 4, LARGE, hardware).rated()[0]} == {"split"}
+    assert {c.choice.tensor_experts for c in Field(dense, 4, LARGE, hardware).rate_contenders()[0]} == {"split"}
 
 
 def test_a_refusal_for_want_of_gpus_ends_with_a_command_that_runs(monkeypatch):
-    monkeypatch.setattr(resources, "_supply", lambda *_: resources.Supply(2, 4, "on this machine"))
-    monkeypatch.setattr(resources, "_seen", lambda: resources.Device(80e9, "NVIDIA H100 80GB HBM3"))
+    monkeypatch.setattr(resources, "_measure_supply", lambda *_: resources.Supply(2, 4, "on this machine"))
+    monkeypatch.setattr(resources, "_find_smallest_gpu", lambda: resources.Device(80e9, "NVIDIA H100 80GB HBM3"))
     given = ["+experiment=gpt_quick", *TINY, "cluster.device=cuda", "pipeline=1f1b", "pipeline.stages=2"]
     with pytest.raises(ConfigError) as refused:
-        resources.reserve_or_suggest(compose(given), Command(given), 8, print, spares=0, least=0)
+        resources.reserve_or_suggest(compose_config(given), Command(given), 8, print, spares=0, least=0)
     (line,) = refused.value.violations
     assert line.startswith("cluster.device=cuda: needs 8 GPUs, 2 there")
     start, _, typed = line.partition("; the best plan for 2 GPUs: python -m platform.launch ")
-    assert make_plan(compose(shlex.split(typed))).mesh.size == 2
+    assert make_plan(compose_config(shlex.split(typed))).mesh.world_size == 2
 
 
 def test_a_refusal_for_want_of_memory_ends_with_a_command_that_runs():
     given = ["+experiment=gpt_quick", *TINY, "parallel.data=2", "tensor=serial"]
-    config = compose(given)
+    config = compose_config(given)
     plan = make_plan(config)
-    device = resources.Device(needed_bytes(config, plan) - 1, "it")
+    device = resources.Device(predict_peak_bytes(config, plan) - 1, "it")
     with pytest.raises(ConfigError) as refused:
         resources.refuse_lack_of_memory(config, plan, device, Command(given))
     (line,) = refused.value.violations
     assert line.startswith("cluster.memory=refuse: a worker needs")
     start, _, typed = line.partition("; the best plan for 2 workers: python -m platform.launch ")
-    other = compose(shlex.split(typed))
-    assert make_plan(other).mesh.size == 2 and needed_bytes(other, make_plan(other)) <= device.memory
+    other = compose_config(shlex.split(typed))
+    assert make_plan(other).mesh.world_size == 2 and predict_peak_bytes(other, make_plan(other)) <= device.memory
     resources.refuse_lack_of_memory(other, make_plan(other), device, Command(given))
 
 
 def test_only_finalists_up_to_the_first_that_fits_are_measured(monkeypatch):
     measured = []
     monkeypatch.setattr(ranking, "MemoryForecast", lambda *given: measured.append(given) or MemoryForecast(*given))
-    found = search(composed(*TINY, "tensor=auto", "parallel.data=-1"), 4, LARGE, read_hardware("cpu"))
-    assert found.best is found.tried[0] and len(measured) == 1 < len(found.tried)
-    assert found.fitting[0] is found.best and len(measured) == len(found.tried)
+    found = search_plans(composed(*TINY, "tensor=auto", "parallel.data=-1"), 4, LARGE, read_hardware("cpu"))
+    assert found.best_finalist is found.tried[0] and len(measured) == 1 < len(found.tried)
+    assert found.fitting_finalists[0] is found.best_finalist and len(measured) == len(found.tried)
 
 
 def test_a_job_is_written_for_the_chosen_plan(capsys):

@@ -38,26 +38,26 @@ class Event:
 def clock(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     Event.made = Event.reached = 0
-    PROGRESS.begin("step(1)")
+    PROGRESS.begin_call("step(1)")
     yield Clock("cuda")
-    PROGRESS.begin("")
+    PROGRESS.begin_call("")
 
 
 def test_a_heartbeat_tells_where_the_device_is(clock):
-    with clock.section("step"):
-        with clock.section("forward"):
+    with clock.time_section("step"):
+        with clock.time_section("forward"):
             Handle(clock, lambda: None, lambda: None).wait()
-        with clock.section("backward"):
+        with clock.time_section("backward"):
             pass
     beats = []
 
     def during():
         for reached in range(Event.made + 1):
             Event.reached = reached
-            beats.append(PROGRESS.beat())
+            beats.append(PROGRESS.build_heartbeat())
 
     Event.during = during
-    seconds = clock.read().seconds
+    seconds = clock.read_times().seconds
     assert [(b.device, b.device_waits, b.completed) for b in beats] == [
         ("other work", False, 0),
         ("step", False, 0),
@@ -71,7 +71,7 @@ def test_a_heartbeat_tells_where_the_device_is(clock):
     ]
     assert {(b.section, b.waiting, b.call) for b in beats} == {(SYNCHRONIZE, True, "step(1)")}
     assert seconds == {"step": 3.0, "forward": 2.0, "exposed_comm": 1.0, "backward": 1.0}
-    assert PROGRESS.beat().device == "", "only while the host waits for it"
+    assert PROGRESS.build_heartbeat().device == "", "only while the host waits for it"
 
 
 def test_a_collective_ends_where_a_stream_beside_has_waited_for_it(clock, monkeypatch):
@@ -92,65 +92,67 @@ def test_a_collective_ends_where_a_stream_beside_has_waited_for_it(clock, monkey
     def wait():
         waits.append(streams[-1])
 
-    with detailed.section("forward"):  # 0
-        begin = detailed.mark()  # 1
-        flight = detailed.launched("gather", begin, wait, held)  # 2, beside
+    with detailed.time_section("forward"):  # 0
+        begin = detailed.record_mark()  # 1
+        flight = detailed.note_launch("gather", begin, wait, held)  # 2, beside
         assert waits == ["beside"] and flight.held is held, "what it reads stays until the computing stream waits"
-        detailed.span("layers.0")  # 3
+        detailed.begin_span("layers.0")  # 3
         Handle(detailed, wait, lambda: None, flight=flight).wait()  # 4, 5
-        detailed.span("")  # 6
+        detailed.begin_span("")  # 6
         assert waits == ["beside", "compute"] and flight.held is None
-        never = detailed.launched("reduce", detailed.mark(), wait, held)  # not waited for in this step
+        never = detailed.note_launch("reduce", detailed.record_mark(), wait, held)  # not waited for in this step
         assert Event.reached == 0
-    reading = detailed.read()
+    reading = detailed.read_times()
     assert reading.collectives == [("gather", 1.0, 4.0, 2.0)], "done before the rank wanted it"
     assert reading.spans == [("layers.0", 3.0, 6.0)] and Event.reached == Event.made
     Handle(detailed, wait, lambda: None, flight=never).wait()
-    assert detailed.read().collectives == [("reduce", 0.0, 0.0, 0.0)], "it began and ended before this reading did"
+    assert detailed.read_times().collectives == [("reduce", 0.0, 0.0, 0.0)], (
+        "it began and ended before this reading did"
+    )
 
 
 def test_waits_are_booked_by_axes_too(clock):
     Event.during = lambda: None
-    with clock.section("forward"):
+    with clock.time_section("forward"):
         for along in ("t", "data+t", "t", ""):
             Handle(clock, lambda: None, lambda: None, along=along).wait()
-    reading = clock.read()
+    reading = clock.read_times()
     assert reading.waits == {"t": 2.0, "data+t": 1.0} and reading.seconds["exposed_comm"] == 4.0
 
 
 def test_a_clock_without_a_timeline_notes_nothing_beside_sections(clock):
-    clock.span("layers.0")
-    assert Event.made == 0 and clock.read() == ({}, {}, [], [], [])
+    clock.begin_span("layers.0")
+    assert Event.made == 0 and clock.read_times() == ({}, {}, [], [], [])
 
 
 def test_a_device_that_goes_on_has_moved_and_one_that_stands_has_not(clock):
-    with clock.section("forward"):
+    with clock.time_section("forward"):
         pass
-    PROGRESS.enter("", False)
+    PROGRESS.enter_section("", False)
 
     def during():
         Event.reached = 1
-        assert PROGRESS.beat().seconds < 0.02
-        before = PROGRESS.beat().seconds
-        while PROGRESS.beat().seconds < 0.05:  # it stands
+        assert PROGRESS.build_heartbeat().seconds < 0.02
+        before = PROGRESS.build_heartbeat().seconds
+        while PROGRESS.build_heartbeat().seconds < 0.05:  # it stands
             pass
         assert before < 0.05
         Event.reached = 2
-        assert PROGRESS.beat().seconds < 0.02
+        assert PROGRESS.build_heartbeat().seconds < 0.02
 
     Event.during = during
-    clock.read()
+    clock.read_times()
 
 
 def test_a_broken_device_does_not_end_the_thread_that_answers(clock, monkeypatch):
-    with clock.section("forward"):
+    with clock.time_section("forward"):
         pass
 
     def broken(self):
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     monkeypatch.setattr(Event, "query", broken)
-    Event.during = lambda: beats.append(PROGRESS.beat())
+    Event.during = lambda: beats.append(PROGRESS.build_heartbeat())
     beats = []
-    clock.read()
+    clock.read_times()
     assert [(b.section, b.device) for b in beats] == [(SYNCHRONIZE, "")]

@@ -16,13 +16,13 @@ import pytest
 import torch.distributed as dist
 
 from platform.cluster.crew.job import GLOO_ENVIRONMENT
-from platform.launch import compose
-from platform.plan.step_collectives import communicators, process_groups
+from platform.launch import compose_config
+from platform.plan.step_collectives import count_communicators, process_groups
 from platform.predict.make_plan import make_plan
 from platform.runtime import host_memory
 from platform.runtime import process_groups as torch_distributed
-from platform.runtime.host_memory import BRANCHES, connect_timeout, relatives
-from platform.runtime.process_groups import ProcessGroups, disjoint
+from platform.runtime.host_memory import BRANCHES, connect_timeout, find_relatives
+from platform.runtime.process_groups import ProcessGroups, divide_disjoint_pairs
 
 TRILLION = [
     "model=gpt_1t", "pipeline.stages=64", "pipeline.chunks=2", "parallel.data=6", "train.global_batch=3072",
@@ -64,30 +64,30 @@ class CountedDist(SimpleNamespace):
 @pytest.mark.parametrize("ranks", SIZES)
 def test_calls_of_the_whole_world_do_not_grow_with_it(ranks, monkeypatch):
     """Each is a collective of all ranks, one after the other: of a group each they were 281, 2,369 and 7,089."""
-    plan = make_plan(compose(["+experiment=gpt175b", *SIZES[ranks]]))
-    assert plan.mesh.size == ranks
+    plan = make_plan(compose_config(["+experiment=gpt175b", *SIZES[ranks]]))
+    assert plan.mesh.world_size == ranks
     counts = CountedDist()
     for module in (host_memory, torch_distributed):
         monkeypatch.setattr(module, "dist", counts)
     for rank in (0, ranks // 2, ranks - 1):
         counts.rank, counts.calls = rank, 0
         start = time.process_time()
-        groups = ProcessGroups(plan.mesh, rank, process_groups(plan), neighbours=plan.neighbours)
+        groups = ProcessGroups(plan.mesh, rank, process_groups(plan), neighbours=plan.neighbour_stages)
         assert counts.calls <= len(plan.mesh.axes) + 5
         assert time.process_time() - start < 60  # listing them took minutes
         stage = groups.coordinates["stage"]
         lines = [group for group in groups._lines.values() if group]
         world = counts.group.WORLD
-        assert communicators(plan)[stage] == (len({world, *groups._groups.values()}), len(lines))
+        assert count_communicators(plan)[stage] == (len({world, *groups._groups.values()}), len(lines))
         for ways, group in groups._lines.items():
             if stage in ways:
-                ends = {groups.mesh.rank({**groups.coordinates, "stage": end}) for end in ways}
+                ends = {groups.mesh.find_rank({**groups.coordinates, "stage": end}) for end in ways}
                 assert {*group} == ends
             else:
                 assert group is None
         for axes in process_groups(plan):
             if groups._groups[axes] is not world:
-                assert groups._groups[axes] == groups.mesh.group(rank, axes)
+                assert groups._groups[axes] == groups.mesh.group_of_rank(rank, axes)
 
 
 def test_torch_takes_what_it_is_given():
@@ -102,11 +102,11 @@ def test_torch_takes_what_it_is_given():
 
 def test_pairs_that_share_nobody_are_made_together():
     chain = [(i, i + 1) for i in range(63)]
-    assert len(disjoint(chain)) == 2 and len(disjoint(sorted([*chain, (0, 63)]))) == 2
-    assert len(disjoint([(0, 1), (0, 2), (1, 2)])) == 3
+    assert len(divide_disjoint_pairs(chain)) == 2 and len(divide_disjoint_pairs(sorted([*chain, (0, 63)]))) == 2
+    assert len(divide_disjoint_pairs([(0, 1), (0, 2), (1, 2)])) == 3
     star = [(0, i) for i in range(1, 5)]  # tied parameters on many stages
-    assert len(disjoint(star)) == 4
-    assert sorted(pair for pairs in disjoint(chain) for pair in pairs) == chain
+    assert len(divide_disjoint_pairs(star)) == 4
+    assert sorted(pair for pairs in divide_disjoint_pairs(chain) for pair in pairs) == chain
 
 
 def test_a_large_world_has_longer_to_connect():
@@ -130,22 +130,22 @@ class Counting(dist.Store):
     def wait(self, keys, timeout=None): held.wait(keys, timedelta(seconds=60))
     def add(self, key, n): return held.add(key, n)
     def check(self, keys): return held.check(keys)
-mesh, store, groups = Mesh.of({"data": int(sys.argv[2])}), Counting(), {}
+mesh, store, groups = Mesh.arrange_axes({"data": int(sys.argv[2])}), Counting(), {}
 def tree(rank):
     groups[rank] = memory = HostMemory(mesh, rank, store)
-    rows = memory.collect(torch.tensor([rank, 2.0 * rank], dtype=torch.float64))
-    assert rank or rows.tolist() == [[r, 2.0 * r] for r in range(mesh.size)]
-    assert memory.all_gather_texts("x" * rank) == ["x" * r for r in range(mesh.size)]
-    assert memory.announce("z" * 9999 if rank == 0 else None) == "z" * 9999
-    assert memory.announce("é" if rank == 0 else None) == "é"
+    rows = memory.collect_numbers(torch.tensor([rank, 2.0 * rank], dtype=torch.float64))
+    assert rank or rows.tolist() == [[r, 2.0 * r] for r in range(mesh.world_size)]
+    assert memory.all_gather_texts("x" * rank) == ["x" * r for r in range(mesh.world_size)]
+    assert memory.broadcast_text("z" * 9999 if rank == 0 else None) == "z" * 9999
+    assert memory.broadcast_text("é" if rank == 0 else None) == "é"
 def full(rank):
-    groups[rank] = dist.ProcessGroupGloo(dist.PrefixStore("world", store), rank, mesh.size, timedelta(seconds=60))
+    groups[rank] = dist.ProcessGroupGloo(dist.PrefixStore("world", store), rank, mesh.world_size, timedelta(seconds=60))
 before = open_sockets()
-threads = [threading.Thread(target=globals()[sys.argv[1]], args=(rank,)) for rank in range(mesh.size)]
+threads = [threading.Thread(target=globals()[sys.argv[1]], args=(rank,)) for rank in range(mesh.world_size)]
 threading.excepthook = lambda failure: (sys.__excepthook__(*failure[:3]), os._exit(1))
 for thread in threads: thread.start()
 for thread in threads: thread.join()
-assert len(groups) == mesh.size
+assert len(groups) == mesh.world_size
 print(read[0], written[0], len(open_sockets().keys() - before.keys()), flush=True)
 os._exit(0)
 """
@@ -168,7 +168,7 @@ def counted(how: str, ranks: int, environment: dict[str, str] = GLOO_ENVIRONMENT
 
 def planned(how: str, ranks: int) -> Formed:
     """What `counted` finds where each rank's record is of RECORD bytes."""
-    peers = [len(relatives(rank, ranks).peers) if how == "tree" else ranks - 1 for rank in range(ranks)]
+    peers = [len(find_relatives(rank, ranks).peer_ranks) if how == "tree" else ranks - 1 for rank in range(ranks)]
     reads = sum(peers) if how == "tree" else ranks**2  # gloo reads its own record too
     return Formed(RECORD * reads, RECORD * ranks, sum(peers) + ranks)
 
@@ -187,17 +187,17 @@ def test_it_grows_with_the_ranks_and_not_with_their_square():
         tree, full = planned("tree", ranks), planned("full", ranks)
         assert tree.read + tree.written < 3 * ranks * RECORD and tree.sockets < 3 * ranks
         assert full.read == ranks**2 * RECORD and full.sockets == ranks**2
-        assert max(len(relatives(rank, ranks).peers) for rank in range(ranks)) <= 17
+        assert max(len(find_relatives(rank, ranks).peer_ranks) for rank in range(ranks)) <= 17
     few, many = (counted("full", n, {"GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "0"}).read for n in (8, 16))
     assert many > 4.5 * few
 
 
 @pytest.mark.parametrize("size", [1, 2, 16, 17, 18, 100, 3072, 4369, 4370])
 def test_a_tree_has_a_place_for_every_rank(size):
-    places = [relatives(rank, size) for rank in range(size)]
-    assert sorted(child for at in places for child in at.children) == [*range(1, size)]
+    places = [find_relatives(rank, size) for rank in range(size)]
+    assert sorted(child for at in places for child in at.child_ranks) == [*range(1, size)]
     for rank, at in enumerate(places):
-        assert len(at.children) <= BRANCHES and all(places[child].parent == rank for child in at.children)
+        assert len(at.child_ranks) <= BRANCHES and all(places[child].parent == rank for child in at.child_ranks)
         below = [rank, *(one for branch in at.branches for one in branch)]
-        assert below == [*range(rank, rank + at.span)]
-        assert [places[branch[0]].span for branch in at.branches] == [*map(len, at.branches)]
+        assert below == [*range(rank, rank + at.subtree_size)]
+        assert [places[branch[0]].subtree_size for branch in at.branches] == [*map(len, at.branches)]

@@ -15,7 +15,7 @@ from platform.plan.layout import Mesh
 from platform.predict.make_plan import make_plan
 from platform.runtime import host_memory
 from platform.runtime.communicator import Aborted
-from platform.runtime.host_memory import PATIENCE, HostMemory, relatives
+from platform.runtime.host_memory import PATIENCE, HostMemory, find_relatives
 from platform.runtime.progress import open_sockets
 from tests.harness.oracle import configure
 
@@ -34,14 +34,14 @@ def exchanged(config, plan, communicator):
     """Exchange messages among some ranks, twice. Returns the connections of the tree, those left by the exchanges,
     those of each exchange, and what came."""
     rank, tree, found, most = communicator.rank, open_sockets(), {}, []
-    connected = communicator._connected
+    connected = communicator._connect_group
 
     def watched(*given):
         group = connected(*given)
         most.append(len(open_sockets().keys() - tree.keys()))
         return group
 
-    communicator._connected = watched
+    communicator._connect_group = watched
     for number in range(2):
         found = {peer: torch.zeros(LARGE + peer, dtype=torch.uint8) for peer in FEW.get(rank, ())}
         sent = [(peer, torch.full((LARGE + rank,), 10 * number + rank, dtype=torch.uint8)) for peer in found]
@@ -54,18 +54,18 @@ def exchanged(config, plan, communicator):
 def test_only_those_who_have_something_for_each_other_are_connected(pool):
     """Each connection is one socket, each group one more that listens; an exchange leaves none behind."""
     for rank, (tree, left, most, found) in enumerate(on_all(pool, exchanged)):
-        assert tree == 1 + len(relatives(rank, RANKS).peers) and left == 0
+        assert tree == 1 + len(find_relatives(rank, RANKS).peer_ranks) and left == 0
         assert most == [1 + len(FEW[rank]) if rank in FEW else 0] * 2
         assert found == {peer: [10 + peer] for peer in FEW.get(rank, ())}
 
 
 def told(config, plan, communicator) -> bool:
     """Tell, collect and announce texts of all lengths, some of none."""
-    rank, ranks = communicator.rank, range(plan.mesh.size)
+    rank, ranks = communicator.rank, range(plan.mesh.world_size)
     for length in (0, 1, 500, 504, 505, 100_000):
         assert communicator.all_gather_texts("é" * (length * (rank % 2))) == ["é" * (length * (r % 2)) for r in ranks]
-        assert communicator.announce("y" * length if rank == 0 else None) == "y" * length
-        rows = communicator.collect(torch.full((1 + length,), float(rank), dtype=torch.float64))
+        assert communicator.broadcast_text("y" * length if rank == 0 else None) == "y" * length
+        rows = communicator.collect_numbers(torch.full((1 + length,), float(rank), dtype=torch.float64))
         assert rows is None if rank else torch.equal(rows[:, -1], torch.arange(len(ranks), dtype=torch.float64))
     return True
 
@@ -79,7 +79,7 @@ def told_in_twos(config, plan, communicator) -> bool:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("platform.runtime.host_memory.BRANCHES", 2)
         memory = HostMemory(plan.mesh, communicator.rank, torch.distributed.PrefixStore("twos", communicator._store))
-        assert len(memory._relatives.peers) <= 3
+        assert len(memory._relatives.peer_ranks) <= 3
         return told(config, plan, memory)
 
 
@@ -94,7 +94,7 @@ def aborted(config, plan, communicator) -> list[float]:
     """Wait for what nobody sends, in the tree and in an exchange, until `abort`; return the seconds from then on."""
     seconds, other = [], 1 - communicator.rank
     waits = [
-        lambda memory: memory.collect(torch.zeros(1)) if memory.rank == 0 else memory.announce(),
+        lambda memory: memory.collect_numbers(torch.zeros(1)) if memory.rank == 0 else memory.broadcast_text(),
         lambda memory: memory.exchange([], [(other, torch.zeros(1, dtype=torch.uint8))]),
     ]
     for number, wait in enumerate(waits):
@@ -125,16 +125,16 @@ def test_an_abort_ends_a_wait(pool):
 def alone(config, plan, communicator) -> list[float]:
     """Connect to a rank that does not connect, to one that is not even there, and each in its turn: one of the two
     waits for the other's call. Returns the seconds."""
-    seconds, groups, communicator._gather = [], [], lambda *_: torch.zeros(1)
-    communicator._broadcast = lambda *_: None
+    seconds, groups, communicator._gather_up_tree = [], [], lambda *_: torch.zeros(1)
+    communicator._broadcast_down_tree = lambda *_: None
     for turn in range(2):
         for idle in (True, False):
             name = f"alone {turn} {idle}"
-            groups += [communicator._group(name, SHORT)] if idle and communicator.rank != turn else []
+            groups += [communicator._build_lazy_group(name, SHORT)] if idle and communicator.rank != turn else []
             communicator.barrier()
             if communicator.rank == turn:
                 start = time.perf_counter()
-                seconds.append(ended(lambda name=name: communicator._connected(name, [1 - turn], SHORT)) - start)  # noqa: B023
+                seconds.append(ended(lambda name=name: communicator._connect_group(name, [1 - turn], SHORT)) - start)  # noqa: B023
             communicator.barrier()
     return seconds
 
@@ -149,10 +149,10 @@ def test_what_connects_during_an_abort_is_not_used(monkeypatch):
     """The abort did not know its sockets."""
     memory, calls = HostMemory.__new__(HostMemory), count()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(host_memory, "_deliver", lambda *_: next(calls) and memory.abort())
+        patched.setattr(host_memory, "_deliver_tensors", lambda *_: next(calls) and memory.abort())
         patched.setenv("GLOO_SOCKET_IFNAME", "lo")
-        memory.__init__(Mesh.of({"data": 1}), 0, torch.distributed.HashStore())
+        memory.__init__(Mesh.arrange_axes({"data": 1}), 0, torch.distributed.HashStore())
         assert not memory.connections
         with pytest.raises(Aborted):
-            memory.connect({0})
+            memory.connect_peers({0})
         assert len(memory.connections) == 1

@@ -12,8 +12,8 @@ from tests.harness.oracle import configure
 
 def gathered_and_summed(config, plan, communicator) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
     """Several collectives at once along `data`, waited for in reverse, of which every second is over the world too."""
-    n, rank = plan.mesh.extent(("data",)), communicator.rank
-    axes = [("data",), plan.mesh.ordered(plan.mesh.axes)]
+    n, rank = plan.mesh.count_ranks(("data",)), communicator.rank
+    axes = [("data",), plan.mesh.order_axes(plan.mesh.axes)]
     given = [torch.arange(n * size, dtype=dtype) + 100 * rank for size, dtype in SIZES]
     gathers = [communicator.launch("all_gather", x, axes[i % 2]) for i, x in enumerate(given)]
     sums = [communicator.launch("reduce_scatter", x, axes[i % 2]) for i, x in enumerate(given)]

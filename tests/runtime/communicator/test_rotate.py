@@ -8,7 +8,7 @@ import torch
 from platform.plan.layout import Mesh
 from platform.plan.operation_plan import TRAFFIC
 from platform.predict.make_plan import make_plan
-from platform.predict.tier_traffic import transfers
+from platform.predict.tier_traffic import iterate_transfers
 from platform.runtime import process_groups
 from tests.doubles.strict_nccl import Stuck, run_strictly
 from tests.harness.oracle import configure
@@ -19,7 +19,7 @@ SIZES = [(1, torch.float64), (3, torch.float32), (70_000, torch.float32), (5, to
 
 def rotated(communicator, axis="data") -> bool:
     """Whether several rotations at once, waited for in reverse, beside another collective, give what they should."""
-    n, me = communicator.mesh.extent((axis,)), communicator.index((axis,))
+    n, me = communicator.mesh.count_ranks((axis,)), communicator.group_index((axis,))
     given = [torch.arange(size, dtype=dtype) % 100 + me for size, dtype in SIZES]
     communicator.log = []
     handles = [communicator.launch("rotate", x, (axis,)) for x in given]
@@ -29,7 +29,9 @@ def rotated(communicator, axis="data") -> bool:
     assert [launch.elements for launch in communicator.log] == [*(size for size, _ in SIZES), 1]
     counted = communicator.moved[f"rotate/{axis}"]
     expected = sum(n * size * dtype.itemsize for size, dtype in SIZES)
-    assert counted == (expected if communicator.rank == communicator.mesh.group(communicator.rank, (axis,))[0] else 0)
+    assert counted == (
+        expected if communicator.rank == communicator.mesh.group_of_rank(communicator.rank, (axis,))[0] else 0
+    )
     before = [x - me + (me - 1) % n for x in given]
     return all(map(torch.equal, found, before)) and not any(map(torch.equal, found, given))
 
@@ -39,7 +41,7 @@ def rotated_over_gloo(config, plan, communicator) -> bool:
 
 
 SHAPES = ({"data": 2}, {"data": 3}, {"data": 4}, {"data": 3, "t": 2})
-MESHES = [Mesh.of({"stage": 1, **shape}) for shape in SHAPES]
+MESHES = [Mesh.arrange_axes({"stage": 1, **shape}) for shape in SHAPES]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -67,11 +69,11 @@ def test_two_messages_one_after_the_other_are_stuck(monkeypatch):
         here = process_groups.dist.irecv(out, members[me - 1], group)
         return lambda: [there.wait(), here.wait()]
 
-    monkeypatch.setattr(process_groups, "_rotate", apart)
+    monkeypatch.setattr(process_groups, "_start_nccl_rotation", apart)
     with pytest.raises(Stuck):
         run_strictly(monkeypatch, MESHES[1], rotated, [("data",)])
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_messages_carry_the_bytes_that_are_counted(n):
-    assert sum(share for *_, share in transfers("rotate", n)) == TRAFFIC["rotate"](n, 1)
+    assert sum(share for *_, share in iterate_transfers("rotate", n)) == TRAFFIC["rotate"](n, 1)

@@ -14,12 +14,12 @@ from platform.predict.make_plan import make_plan
 from platform.runtime import process_groups as torch_distributed
 from platform.runtime.communicator import Aborted, Communicator
 from platform.runtime.flat_buffers import FlatBucket
-from platform.runtime.process_groups import ProcessGroups, join
+from platform.runtime.process_groups import ProcessGroups, join_default_group
 from platform.train.rank_parameters import Weights
 from tests.doubles.strict_nccl import GPU, Stuck, World, run_strictly
 from tests.harness.oracle import compute, configure, examine, prove
 
-STAGES = Mesh.of({"stage": 3, "t": 2})
+STAGES = Mesh.arrange_axes({"stage": 3, "t": 2})
 PLANS = {
     "1f1b": {"pipeline": "1f1b", "stages": 3, "layers": 3},
     "gpipe": {"pipeline": "gpipe", "stages": 2},
@@ -36,14 +36,14 @@ PLANS = {
 def test_a_step_on_strict_groups_equals_one_process(name, early, monkeypatch):
     c = configure(**{"microbatch": 1, **PLANS[name]})
     plan = make_plan(c)
-    axes, neighbours = process_groups(plan), plan.neighbours
+    axes, neighbours = process_groups(plan), plan.neighbour_stages
     work = lambda groups: compute(c, plan, groups)  # noqa: E731
     _, results = run_strictly(monkeypatch, plan.mesh, work, axes, neighbours, early=early)
     examine(c, plan, results)
 
 
 def test_both_stages_that_send_first_are_stuck(monkeypatch):
-    """The negative control: what `meet` did before it let the lower stage send first."""
+    """The negative control: what `open_stage_connections` did before it let the lower stage send first."""
 
     def meet(self: Communicator, neighbours):
         here = self.coordinates["stage"]
@@ -56,7 +56,7 @@ def test_both_stages_that_send_first_are_stuck(monkeypatch):
 
     pairs = [(0, 1), (1, 2)]
     run_strictly(monkeypatch, STAGES, lambda groups: None, (), pairs)
-    monkeypatch.setattr(Communicator, "meet", meet)
+    monkeypatch.setattr(Communicator, "open_stage_connections", meet)
     with pytest.raises(Stuck, match="the first send"):
         run_strictly(monkeypatch, STAGES, lambda groups: None, (), pairs)
 
@@ -74,13 +74,13 @@ def test_a_direction_of_its_own_for_every_pair_of_stages(monkeypatch):
 
     pairs = [(0, 1), (1, 2)]
     assert run_strictly(monkeypatch, STAGES, work, (), pairs)[1] == [1.0, 1.0, 0.0, 0.0, 2.0, 2.0]
-    monkeypatch.setattr(torch_distributed, "_line", lambda mesh, a, b: _line(mesh, *sorted((a, b))))
+    monkeypatch.setattr(torch_distributed, "_line_ranks", lambda mesh, a, b: _line(mesh, *sorted((a, b))))
     monkeypatch.setattr(World, "split_group", _one_queue_per_pair)
     with pytest.raises(Stuck):
         run_strictly(monkeypatch, STAGES, work, (), pairs)
 
 
-_line = torch_distributed._line
+_line = torch_distributed._line_ranks
 
 
 def _one_queue_per_pair(self, parent_pg=None, split_ranks=None, timeout=None):
@@ -157,15 +157,17 @@ def test_negative_control_memory_of_gradients_that_is_used_again_before_they_are
     """What copies at once does not see it."""
     c = configure(data=2, zero=2, microbatch=1)
     plan = make_plan(c)
-    reduce = FlatBucket.reduce
+    reduce = FlatBucket.start_reduction
 
     def keep(self):
-        sums = self._sums()
+        sums = self._sum_buffer()
         reduce(self)
         self.sums = sums
 
-    monkeypatch.setattr(FlatBucket, "reduce", keep)
-    monkeypatch.setattr(Weights, "_reduce", lambda self, flat: flat.reduce())  # and goes on without a wait
+    monkeypatch.setattr(FlatBucket, "start_reduction", keep)
+    monkeypatch.setattr(
+        Weights, "_reduce_bucket", lambda self, flat: flat.start_reduction()
+    )  # and goes on without a wait
     prove(c)
     axes, work = process_groups(plan), lambda groups: compute(c, plan, groups)
     examine(c, plan, run_strictly(monkeypatch, plan.mesh, work, axes, early=True)[1])
@@ -193,11 +195,11 @@ def test_what_is_in_host_memory_needs_no_group_of_the_device(monkeypatch):
         sent = [(peer, torch.full((peer,), groups.rank, dtype=torch.uint8)) for peer in others]
         groups.exchange(sent, list(messages.items()))
         assert groups.all_gather_texts("x" * groups.rank) == ["x" * rank for rank in range(6)]
-        assert groups.announce("y" * 2000 if groups.rank == 0 else None) == "y" * 2000
+        assert groups.broadcast_text("y" * 2000 if groups.rank == 0 else None) == "y" * 2000
         out = torch.empty(3, dtype=torch.uint8)
-        groups.connect({1: {4}, 4: {1}}.get(groups.rank, set()))
+        groups.connect_peers({1: {4}, 4: {1}}.get(groups.rank, set()))
         groups.transfer([(4, mine)] if groups.rank == 1 else [], [(1, out)] if groups.rank == 4 else [])
-        rows = groups.collect(torch.tensor([groups.rank, 1.0], dtype=torch.float64))
+        rows = groups.collect_numbers(torch.tensor([groups.rank, 1.0], dtype=torch.float64))
         return {peer: m.tolist() for peer, m in messages.items()}, out.tolist() if groups.rank == 4 else None, rows
 
     world, results = run_strictly(monkeypatch, STAGES, work)
@@ -221,18 +223,20 @@ def test_a_first_call_waits_for_nobody(monkeypatch):
     def work(groups):
         now = groups.rank == 0
         early = groups.launch("all_reduce", torch.ones(1), ("t",)) if now else None
-        groups.collect(torch.zeros(1, dtype=torch.float64))
+        groups.collect_numbers(torch.zeros(1, dtype=torch.float64))
         return (early or groups.launch("all_reduce", torch.ones(1), ("t",))).wait().item()
 
     assert run_strictly(monkeypatch, STAGES, work, [("t",)])[1] == [2.0] * 6
 
     def lazily(store, rank, size, device):
-        join(store, rank, size, device)
+        join_default_group(store, rank, size, device)
         torch_distributed.dist.group.WORLD.connected = False
 
-    monkeypatch.setattr("tests.doubles.strict_nccl.join", lazily)
-    monkeypatch.setattr(ProcessGroups, "meet", Communicator.meet)  # which connects groups along axes
-    monkeypatch.setattr(ProcessGroups, "_make_groups", _new_groups)
+    monkeypatch.setattr("tests.doubles.strict_nccl.join_default_group", lazily)
+    monkeypatch.setattr(
+        ProcessGroups, "open_stage_connections", Communicator.open_stage_connections
+    )  # which connects groups along axes
+    monkeypatch.setattr(ProcessGroups, "_create_groups", _new_groups)
     with pytest.raises(Stuck, match="to connect"):  # the negative control
         run_strictly(monkeypatch, STAGES, work, [("t",)])
 
@@ -240,10 +244,10 @@ def test_a_first_call_waits_for_nobody(monkeypatch):
 def test_what_was_read_after_an_abort_counts_for_nothing(monkeypatch):
     def work(groups):
         total = groups.launch("all_reduce", torch.ones(2), ("t",)).wait()
-        assert groups.read(total) == [2.0, 2.0]
+        assert groups.read_numbers(total) == [2.0, 2.0]
         groups.abort()
         with pytest.raises(Aborted):
-            groups.read(total)
+            groups.read_numbers(total)
         groups.abort()  # again, when the generation is left
         groups.close()
 
@@ -268,10 +272,10 @@ def test_all_groups_are_aborted_at_once(monkeypatch):
     run_strictly(monkeypatch, STAGES, _hang_and_abort, axes, [(0, 1), (1, 2)])
 
     def one_after_the_other(self):
-        for group in sorted(self._own(), key=lambda g: g.members):
+        for group in sorted(self._own_groups(), key=lambda g: g.members):
             group.abort()
 
-    monkeypatch.setattr(ProcessGroups, "_abort", one_after_the_other)
+    monkeypatch.setattr(ProcessGroups, "_abort_transport", one_after_the_other)
     with pytest.raises(Stuck, match="waits for another group"):  # the negative control
         run_strictly(monkeypatch, STAGES, _hang_and_abort, axes, [(0, 1), (1, 2)])
 
@@ -295,9 +299,9 @@ def test_a_split_reads_the_ranks_of_its_world(monkeypatch):
     def work(groups):
         torch_distributed.dist.group.WORLD._get_backend(GPU).options.global_ranks_in_group = []
         with pytest.raises(AssertionError, match="torch crashes"):
-            groups._make_groups([[0], [1]])
+            groups._create_groups([[0], [1]])
 
-    run_strictly(monkeypatch, Mesh.of({"stage": 1, "data": 2}), work, [("data",)])
+    run_strictly(monkeypatch, Mesh.arrange_axes({"stage": 1, "data": 2}), work, [("data",)])
 
 
 @pytest.mark.parametrize("neighbours", [[(0, 1), (1, 2)], [(0, 1), (0, 2), (1, 2)]], ids=["chain", "odd ring"])

@@ -20,7 +20,7 @@ def passed_on(config, plan, communicator) -> tuple[int, list[list[int]], list[li
     """Connect to both neighbours; send and receive in a thread while this one is in collectives. Returns the
     connections, what came from each neighbour, and the sums of the collectives."""
     rank, before, known = communicator.rank, open_sockets(), communicator.connections
-    communicator.connect(PEERS[rank])
+    communicator.connect_peers(PEERS[rank])
     new = communicator.connections.items() - known.items()
     assert new == open_sockets().items() - before.items()
     connections = len(new)
@@ -36,7 +36,7 @@ def passed_on(config, plan, communicator) -> tuple[int, list[list[int]], list[li
 def interrupted(config, plan, communicator) -> tuple[bool, str, float, float]:
     """Wait in a thread for what nobody sends until `abort`: returns whether it waited till then, how and in how many
     seconds it ended, and the sum of a collective after that."""
-    communicator.connect({1 - communicator.rank})
+    communicator.connect_peers({1 - communicator.rank})
     ended = []
 
     def receive():
@@ -60,10 +60,10 @@ def interrupted(config, plan, communicator) -> tuple[bool, str, float, float]:
 
 def dealt(config, plan, communicator) -> tuple[list[int], list[int]]:
     """Exchange rows of uneven sizes, some of them none, and then parts of one size, each named by its two ends."""
-    rank, n = communicator.rank, plan.mesh.size
+    rank, n = communicator.rank, plan.mesh.world_size
     sent, received = ([(i * rank + (i if way else rank)) % 3 for i in range(n)] for way in (True, False))
     rows = torch.cat([torch.full((size, 2), 10.0 * rank + i) for i, size in enumerate(sent)])
-    one = communicator.deal(rows, sent, received, ("data",))
+    one = communicator.launch_all_to_allv(rows, sent, received, ("data",))
     other = communicator.launch("all_to_all", torch.arange(float(n)) + 10 * rank, ("data",))
     return one.wait()[:, 0].tolist(), other.wait().tolist()
 

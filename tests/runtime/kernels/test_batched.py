@@ -27,7 +27,7 @@ def test_equals_einsum(name, monkeypatch):
         ",".join("".join(map(letters.get, dims)) for dims in (a, b)) + "->" + "".join(map(letters.get, out)), x, y
     )
     monkeypatch.setattr(torch, "einsum", None)  # not needed
-    multiply = products.local_einsum(a, b, out)
+    multiply = products.local_einsum_function(a, b, out)
     assert torch.allclose(multiply(x, y), wanted, rtol=1e-12, atol=1e-13)
     into = torch.ones_like(wanted)
     assert multiply(x, y, into=into) is into and torch.allclose(into, wanted + 1, rtol=1e-12, atol=1e-13)

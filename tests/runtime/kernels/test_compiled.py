@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from platform.predict.make_plan import make_plan
 from platform.runtime import chunked_loss, compilation, residual
 from platform.runtime.communicator import SingleRank
-from platform.runtime.compilation import region, uncompiled
-from platform.runtime.residual import Drawing, dropped
+from platform.runtime.compilation import compile_region, reason_uncompiled
+from platform.runtime.residual import Drawing, drop_elements
 from tests.harness.oracle import MODELS, configure, prove, trainer_of, validation_loss
 
 LLAMA = MODELS["llama"]
@@ -30,12 +30,12 @@ def compiling(**more: Any):
 @pytest.fixture
 def traced(monkeypatch):
     """Graphs without kernels: traced and differentiated as others are, and run as they are, without a compiler."""
-    region.cache_clear()
+    compile_region.cache_clear()
     torch._dynamo.reset()
     monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
     counters.clear()
     yield counters["stats"]
-    region.cache_clear()
+    compile_region.cache_clear()
     torch._dynamo.reset()
 
 
@@ -95,7 +95,7 @@ def test_equals_one_process(more, traced):
 
 @pytest.fixture
 def compiler():
-    if reason := uncompiled("on", "cpu"):
+    if reason := reason_uncompiled("on", "cpu"):
         pytest.skip(reason)
 
 
@@ -139,8 +139,8 @@ def test_the_gradient_in_one_function_is_the_one_in_steps(dtype, factors):
     shift, share, whole, every = torch.randn(4, 6, 1, dtype=wide)
     more = (whole, every) if factors else (None, None)
     once, stepwise = logits.clone(), logits.clone()
-    chunked_loss._differentiated(once, shift, column, share, *more)
-    chunked_loss._differentiate(stepwise, shift, column, share, *more)
+    chunked_loss._differentiate_compiled(once, shift, column, share, *more)
+    chunked_loss._differentiate_logits(stepwise, shift, column, share, *more)
     torch.testing.assert_close(once, stepwise, rtol=1e-6 if dtype != torch.bfloat16 else 1e-2, atol=1e-6)
 
 
@@ -155,19 +155,19 @@ def test_bytes_per_element_in_bf16(function, most):
     loss reads a logit twice, and its gradient is written in the logit's place: 6 bytes in all."""
     block = [(0, 64), (0, 8), (0, 256)]
     drawing = Drawing(
-        residual.counters([torch.arange(i, i + n) for i, n in block], (256, 64 * 256, 1)),
-        residual.start(1, 0, "cpu"),
+        residual.random_counters([torch.arange(i, i + n) for i, n in block], (256, 64 * 256, 1)),
+        residual.random_start(1, 0, "cpu"),
         0.1,
     )
     x, y = torch.randn(2, 64, 8, 256, dtype=torch.bfloat16)
     gain = torch.ones(256, dtype=torch.bfloat16)
     logits, column, shift = x.view(512, 256), torch.zeros(512, 1, dtype=torch.int64), torch.zeros(512, 1)
     work = {
-        "dropped": (dropped, x, *drawing),
-        "sum": (residual._sum, x, y, drawing),
+        "dropped": (drop_elements, x, *drawing),
+        "sum": (residual._add_residual, x, y, drawing),
         "sum and norm": (residual._sum_and_norm, x, y, gain, gain, drawing, True, 1e-5),
-        "loss": (chunked_loss._statistics, logits, column, False),
-        "its gradient": (chunked_loss._differentiated, logits, shift, column, shift, None, None),
+        "loss": (chunked_loss._row_statistics, logits, column, False),
+        "its gradient": (chunked_loss._differentiate_compiled, logits, shift, column, shift, None, None),
     }
     kernels, nbytes = launched(*work[function])
     assert kernels == 1 and nbytes <= most
@@ -175,18 +175,21 @@ def test_bytes_per_element_in_bf16(function, most):
 
 def test_without_a_compiler(monkeypatch):
     """`auto` says nothing on CPU, where it compiles nothing, and imports no compiler to find that out."""
-    compilation._lacking.cache_clear()
+    compilation._reason_compiler_fails.cache_clear()
     monkeypatch.setattr(compilation, "which", lambda name: None)
     monkeypatch.setattr(compilation, "find_spec", lambda name: None)
-    assert uncompiled("on", "cpu") == "there is no C++ compiler"
-    assert uncompiled("auto", "cuda") == uncompiled("on", "cuda") == "triton is not installed"
-    assert uncompiled("auto", "cpu") == "train.compile=auto" and uncompiled("off", "cuda") == "train.compile=off"
-    compilation._lacking.cache_clear()
+    assert reason_uncompiled("on", "cpu") == "there is no C++ compiler"
+    assert reason_uncompiled("auto", "cuda") == reason_uncompiled("on", "cuda") == "triton is not installed"
+    assert (
+        reason_uncompiled("auto", "cpu") == "train.compile=auto"
+        and reason_uncompiled("off", "cuda") == "train.compile=off"
+    )
+    compilation._reason_compiler_fails.cache_clear()
 
 
 def test_a_compiler_that_fails_is_found_by_trying(monkeypatch):
-    compilation._lacking.cache_clear()
+    compilation._reason_compiler_fails.cache_clear()
     monkeypatch.setattr(compilation, "which", lambda name: "/bin/true")
     monkeypatch.setattr(compilation.torch, "compile", lambda *a, **k: lambda x: 1 / 0)
-    assert uncompiled("on", "cpu") == "ZeroDivisionError: division by zero"
-    compilation._lacking.cache_clear()
+    assert reason_uncompiled("on", "cpu") == "ZeroDivisionError: division by zero"
+    compilation._reason_compiler_fails.cache_clear()

@@ -35,11 +35,11 @@ def chunks(monkeypatch):
     """The number of rows in each chunk that a backward pass computes."""
     found: list[int] = []
 
-    def gradients(self, x, *more, compute=chunked_loss.HiddenRows.gradients):
+    def gradients(self, x, *more, compute=chunked_loss.HiddenRows.compute_chunk_gradients):
         found.append(len(x))
         return compute(self, x, *more)
 
-    monkeypatch.setattr(chunked_loss.HiddenRows, "gradients", gradients)
+    monkeypatch.setattr(chunked_loss.HiddenRows, "compute_chunk_gradients", gradients)
     return found
 
 
@@ -71,7 +71,7 @@ def test_negative_control_a_chunk_that_overwrites_the_sums(monkeypatch):
 
 
 def test_negative_control_a_layer_that_ranks_exchange_inside(monkeypatch):
-    monkeypatch.setattr(MlpOp, "divides", lambda *_: True)
+    monkeypatch.setattr(MlpOp, "computes_by_chunks", lambda *_: True)
     with pytest.raises((AssertionError, RuntimeError)):
         prove(configure(mlp_chunks=2, **WHOLE["3d"]))
 
@@ -84,7 +84,7 @@ def test_in_16_bits_it_is_the_whole_within_rounding():
     for chunk in (40, 7):
         leaves = [t.clone().requires_grad_() for t in (x, w, v)]
         layer = chunked_loss.HiddenRows(torch.tanh, leaves[1:2], [], leaves[2], None, chunk)
-        chunked_loss.by_chunks(layer, leaves[0]).square().sum().backward()
+        chunked_loss.compute_by_chunks(layer, leaves[0]).square().sum().backward()
         found.append([t.grad for t in leaves])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=0.05 * float(one.abs().max()))

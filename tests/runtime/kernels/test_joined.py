@@ -24,10 +24,10 @@ PLANS = {
 def joined(monkeypatch) -> list[int]:
     """Collects the number of weights of every joined product."""
     counts: list[int] = []
-    outputs = einsum._Joined.outputs
+    outputs = einsum._Joined.compute_outputs
     monkeypatch.setattr(
         einsum._Joined,
-        "outputs",
+        "compute_outputs",
         lambda self, *given: (counts.append(len(self.weights.names)), outputs(self, *given))[1],
     )
     return counts
@@ -36,7 +36,7 @@ def joined(monkeypatch) -> list[int]:
 def apart(c, monkeypatch):
     """One process with a product for each weight."""
     with monkeypatch.context() as patch:
-        patch.setattr(einsum, "_joined", lambda *_: None)
+        patch.setattr(einsum, "_join_weights", lambda *_: None)
         patch.setattr(oracle, "_serial", {})
         return serial(c)
 
@@ -63,7 +63,7 @@ def test_negative_control_weights_in_another_order(copies, monkeypatch):
     c = configure(**PLANS["gpt"])
     expected = apart(c, monkeypatch)
     monkeypatch.setitem(operation_plan.JOINS_GRADIENTS, "cpu", copies)
-    values = Neighbours.values.fget
-    monkeypatch.setattr(Neighbours, "values", property(lambda self: torch.roll(values(self), 1)))
+    values = Neighbours.flat_compute_copies.fget
+    monkeypatch.setattr(Neighbours, "flat_compute_copies", property(lambda self: torch.roll(values(self), 1)))
     with pytest.raises(AssertionError):
         compare(c, *run(c), expected)

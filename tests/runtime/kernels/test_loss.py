@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from platform.model import build_model
 from platform.plan import operation_plan as chunks
 from platform.plan.layout import Mesh
-from platform.plan.operation_plan import chunk_rows, gradients_at_once
-from platform.predict.footprint import saved_for_backward
+from platform.plan.operation_plan import computes_gradients_at_once, loss_chunk_rows
+from platform.predict.footprint import count_saved_elements
 from platform.predict.make_plan import make_plan
-from platform.predict.memory_budget import needed_bytes
+from platform.predict.memory_budget import predict_peak_bytes
 from platform.runtime import chunked_loss
 from platform.runtime.chunked_loss import Classes, Likelihood, Targets
 from tests.harness.live import count
@@ -60,7 +60,7 @@ def test_split_vocab(smoothing, dtype, small_chunks):
             (2 * value).backward()
             return value.detach(), mine.grad
 
-        found = run_threads(Mesh.of({"t": ranks}), work) if ranks > 1 else [work(_alone())]
+        found = run_threads(Mesh.arrange_axes({"t": ranks}), work) if ranks > 1 else [work(_alone())]
         value, gradient = expected(logits, labels, smoothing)
         assert all(abs(v - value) <= tolerance * value for v, _ in found)
         assert (torch.cat([g for _, g in found], 1) - 2 * gradient).abs().max() <= 2 * tolerance
@@ -102,7 +102,7 @@ def test_a_loss_of_ones_own(name, weighted, small_chunks):
             (2 * value).backward()
             return value.detach(), mine.grad
 
-        found = run_threads(Mesh.of({"t": ranks}), work) if ranks > 1 else [work(_alone())]
+        found = run_threads(Mesh.arrange_axes({"t": ranks}), work) if ranks > 1 else [work(_alone())]
         assert all(abs(value - expect) <= 1e-12 * abs(expect) for value, _ in found)
         gradient = torch.cat([g for _, g in found], 1)
         assert (gradient[:, :VOCAB] - 2 * whole.grad).abs().max() <= 1e-13
@@ -115,7 +115,7 @@ def test_a_loss_of_ones_own(name, weighted, small_chunks):
 def _alone():
     from platform.runtime.communicator import SingleRank
 
-    return SingleRank(Mesh.of({}))
+    return SingleRank(Mesh.arrange_axes({}))
 
 
 LARGE = {"d_model": 16, "heads": 4, "layers": 1, "length": 32, "global_batch": 16, "microbatch": 8}
@@ -131,11 +131,13 @@ def test_gradients_at_once_equal_those_kept(tied, more, small_chunks, monkeypatc
     c = configure(**{**LARGE, "vocab": 61, "tied": tied, **more})
     plan = make_plan(c)
     calls = []
-    at_once = chunked_loss._by_chunks
-    monkeypatch.setattr(chunked_loss, "_by_chunks", lambda *given: calls.append(given[-1]) or at_once(*given))
+    at_once = chunked_loss._compute_loss_by_chunks
+    monkeypatch.setattr(
+        chunked_loss, "_compute_loss_by_chunks", lambda *given: calls.append(given[-1]) or at_once(*given)
+    )
     prove(c)
     assert calls and all(g is not None for g in calls)
-    assert gradients_at_once(
+    assert computes_gradients_at_once(
         plan.operations[_product(tied)], plan.operations["cross_entropy", "loss"], 256, 61, 16, True
     )
 
@@ -146,7 +148,7 @@ def _product(tied: bool) -> tuple[str, str]:
 
 def test_a_wrong_chunk_shows(small_chunks, monkeypatch):
     """Negative control: a table's gradient without the first chunk's."""
-    right = chunked_loss._by_chunks
+    right = chunked_loss._compute_loss_by_chunks
 
     def wrong(x, table, bias, targets, communicator, classes, gradients):
         value = right(x, table, bias, targets, communicator, classes, gradients)
@@ -154,7 +156,7 @@ def test_a_wrong_chunk_shows(small_chunks, monkeypatch):
         right(x[8:], table, bias, later, communicator, classes, (gradients[0][8:].clone(), *gradients[1:]))
         return value
 
-    monkeypatch.setattr(chunked_loss, "_by_chunks", wrong)
+    monkeypatch.setattr(chunked_loss, "_compute_loss_by_chunks", wrong)
     c = configure(**LARGE, vocab=61, data=2)
     with pytest.raises(AssertionError, match="gradient of"):
         prove(c)
@@ -169,13 +171,13 @@ def test_no_logits_in_the_type_of_statistics(precision):
     )
     plan = make_plan(c)
     rows = 256 * 8
-    assert chunk_rows(rows, 4096) == rows // 8
+    assert loss_chunk_rows(rows, 4096) == rows // 8
     (rank,) = count(c, plan)
     assert rank.largest < rows * 4096 * 4
-    assert abs(needed_bytes(c, plan) - rank.peak) <= 0.05 * rank.peak
+    assert abs(predict_peak_bytes(c, plan) - rank.peak) <= 0.05 * rank.peak
     if precision == "fp32":
         assert rank.largest == 4 * max(rows // 8 * 4096, 4096 * 32)
-        assert saved_for_backward(plan, build_model(c.model)).total < rows * 4096
+        assert count_saved_elements(plan, build_model(c.model)).total_elements < rows * 4096
 
 
 def test_a_large_vocab_is_aligned():
@@ -203,9 +205,9 @@ def test_many_logits_are_not_kept_in_16_bits_either(precision, small_chunks, mon
     """Of gradients that add up in fp32, chunk by chunk, no digit is lost to those of kept logits."""
     wanted = direction(configure(**LARGE, vocab=61))
     errors, calls = [], []
-    by_chunks = chunked_loss._by_chunks
+    by_chunks = chunked_loss._compute_loss_by_chunks
     monkeypatch.setattr(
-        chunked_loss, "_by_chunks", lambda *given: calls.append(given[-1][1].dtype) or by_chunks(*given)
+        chunked_loss, "_compute_loss_by_chunks", lambda *given: calls.append(given[-1][1].dtype) or by_chunks(*given)
     )
     for kept in (2**31, 1):
         monkeypatch.setattr(chunks, "_KEPT", kept)
@@ -216,12 +218,12 @@ def test_many_logits_are_not_kept_in_16_bits_either(precision, small_chunks, mon
 
 def test_many_logits_in_16_bits_need_what_is_planned(monkeypatch):
     c = configure(layers=1, d_model=32, heads=4, length=256, vocab=4096, microbatch=8, global_batch=8, precision="bf16")
-    kept = needed_bytes(c, make_plan(c))
+    kept = predict_peak_bytes(c, make_plan(c))
     monkeypatch.setattr(chunks, "_KEPT", 1)
     plan = make_plan(c)
     (rank,) = count(c, plan)
-    assert abs(needed_bytes(c, plan) - rank.peak) <= 0.05 * rank.peak and needed_bytes(c, plan) < kept
+    assert abs(predict_peak_bytes(c, plan) - rank.peak) <= 0.05 * rank.peak and predict_peak_bytes(c, plan) < kept
 
 
 def test_a_chunk_of_many_tokens_has_a_bound():
-    assert chunk_rows(10**6, 2**17) == 2**28 // 2**17 and chunk_rows(8, 2**40) == 1
+    assert loss_chunk_rows(10**6, 2**17) == 2**28 // 2**17 and loss_chunk_rows(8, 2**40) == 1

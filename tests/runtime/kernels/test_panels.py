@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from platform.plan.layout import DIAGONAL, MASKED, WHOLE, Mesh, Pair, Stretch, pairs
+from platform.plan.layout import DIAGONAL, MASKED, WHOLE, Mesh, Pair, Stretch, pair_queries_with_keys
 from platform.runtime import attention_pairs, panels
 from platform.runtime.communicator import SingleRank
 from platform.runtime.panels import Hiding, PanelAttention, attend_panels
-from platform.runtime.residual import Drawing, counters, dropped
+from platform.runtime.residual import Drawing, drop_elements, random_counters
 from tests.harness.threads import run_threads
 
 LENGTH, BATCH, HEADS, SCALE, RATE = 24, 2, 4, 0.3, 0.25
@@ -77,7 +77,7 @@ OUT = torch.randn(BATCH, HEADS, LENGTH, 16, generator=torch.Generator().manual_s
 def drawing() -> Drawing:
     shape = BATCH, HEADS, LENGTH, LENGTH
     strides = [HEADS * LENGTH**2, LENGTH**2, LENGTH, 1]
-    return Drawing(counters([torch.arange(n) for n in shape], strides), torch.tensor(12345), RATE)
+    return Drawing(random_counters([torch.arange(n) for n in shape], strides), torch.tensor(12345), RATE)
 
 
 def one_softmax(c: Case) -> dict[str, torch.Tensor]:
@@ -97,7 +97,7 @@ def one_softmax(c: Case) -> dict[str, torch.Tensor]:
         s = torch.cat((s, x["sink"][:, None, None].expand(*s.shape[:3], 1)), -1)
     p = s.masked_fill(hidden.all(-1, keepdim=True) & (not c.sink), 0).softmax(-1)[..., :LENGTH].masked_fill(hidden, 0)
     if c.dropout:
-        p = dropped(p, *drawing())
+        p = drop_elements(p, *drawing())
     return gradients(p @ x["v"].repeat_interleave(repeat, 1), x)
 
 
@@ -156,7 +156,7 @@ def differences(expected, results, over) -> dict[str, float]:
 
 def compared(c: Case, n: int, pieces, ring: bool) -> dict[str, float]:
     keys = pieces(n) if ring else [[Stretch(0, LENGTH)]]
-    mesh = Mesh.of({"context": n})
+    mesh = Mesh.arrange_axes({"context": n})
     over = ("context",) if ring else ()
     results = run_threads(mesh, partial(on_a_rank, c, pieces(n), keys, over))
     size = 2 * BATCH * c.kv_heads * LENGTH * (8 + c.d_value) // 2 * 8  # bytes of all keys and values
@@ -213,7 +213,7 @@ def with_documents(monkeypatch, kind: str, short: int, sequences: int = 3) -> No
     monkeypatch.setitem(globals(), "BEGINS", packed(kind, sequences))
     draw = torch.Generator().manual_seed(2)
     monkeypatch.setitem(globals(), "OUT", torch.randn(sequences, HEADS, LENGTH, 16, generator=draw).double())
-    monkeypatch.setattr(panels, "shared", lambda device: short)
+    monkeypatch.setattr(panels, "mask_sharing_limit", lambda device: short)
 
 
 DOCUMENTS = ["drawn", "at the borders of blocks", "of one token", "alike", "one document"]
@@ -241,8 +241,8 @@ def products(monkeypatch, kind: str, short: int) -> tuple[int, int]:
     with_documents(monkeypatch, kind, short)
     x = [tensors(CASES["documents"])[name] for name in "qkv"]
     plan = PanelAttention([Stretch(0, LENGTH)], [[Stretch(0, LENGTH)]], (), "flash", SCALE, True)
-    found = panels._Reader(plan, x, None, Hiding(BEGINS)).pairs(0)
-    each = [(p.products * (1 if p.sequences else BATCH), p.relation == MASKED) for p in found]
+    found = panels._Reader(plan, x, None, Hiding(BEGINS)).panel_pairs(0)
+    each = [(p.score_count * (1 if p.sequences else BATCH), p.relation == MASKED) for p in found]
     return sum(n for n, _ in each), sum(n for n, masked in each if masked)
 
 
@@ -258,7 +258,7 @@ def test_scores_are_those_that_documents_leave(kind, monkeypatch):
 
 def early(change):
     """The mistake: documents begin, for what is left out, elsewhere than they do."""
-    cut = attention_pairs._cut
+    cut = attention_pairs._cut_at_documents
     return lambda *given: [(rows, q, change(q, begins)) for rows, q, begins in cut(*given)]
 
 
@@ -271,18 +271,18 @@ def early(change):
 def test_negative_control_a_wrong_border(change, kind, monkeypatch):
     with_documents(monkeypatch, kind, 8)
     assert max(compared(CASES["documents"], 2, zigzag, True).values()) < 1e-12
-    monkeypatch.setattr(attention_pairs, "_cut", early(change))
+    monkeypatch.setattr(attention_pairs, "_cut_at_documents", early(change))
     assert max(compared(CASES["documents"], 2, zigzag, True).values()) > 1e-3
 
 
 def test_documents_are_read_once_where_they_came_from(monkeypatch):
     """Numbers of a device are known on the host from before, and pairs are made once for all layers."""
     made = []
-    monkeypatch.setattr(attention_pairs, "_cuts", lambda *given: made.append(given) or iter(()))
+    monkeypatch.setattr(attention_pairs, "_cut_sequences", lambda *given: made.append(given) or iter(()))
     begins = torch.zeros(LENGTH, BATCH, dtype=torch.int64, device="meta")  # which has no numbers to give
-    attention_pairs.remember(begins, torch.zeros(LENGTH, BATCH, dtype=torch.int64))
+    attention_pairs.note_host_copy(begins, torch.zeros(LENGTH, BATCH, dtype=torch.int64))
     for _ in range(2):
-        assert attention_pairs.pairs_of(begins, [Stretch(0, LENGTH)], 8, "key", lambda *_: []) == []
+        assert attention_pairs.document_pairs(begins, [Stretch(0, LENGTH)], 8, "key", lambda *_: []) == []
     assert len(made) == 1 and begins in attention_pairs._KNOWN
     del begins, made[:]
     assert not len(attention_pairs._KNOWN)
@@ -293,7 +293,9 @@ def test_one_rank_is_one_call(monkeypatch):
     kernel = attention_pairs.FUSED["cpu", "flash"]
     forward = lambda *given: calls.append(given) or kernel.forward(*given)  # noqa: E731
     monkeypatch.setitem(attention_pairs.FUSED, ("cpu", "flash"), kernel._replace(forward=forward))
-    found, _ = on_a_rank(CASES["causal"], contiguous(1), contiguous(1), (), SingleRank(Mesh.of({"context": 1})))
+    found, _ = on_a_rank(
+        CASES["causal"], contiguous(1), contiguous(1), (), SingleRank(Mesh.arrange_axes({"context": 1}))
+    )
     assert torch.allclose(found["out"], one_softmax(CASES["causal"])["out"], rtol=0, atol=1e-13)
     [(_, what)] = calls
     assert what.causal and what.hidden is None
@@ -306,12 +308,12 @@ def test_narrow_types_are_merged_in_the_type_of_statistics():
         x = [tensors(c)[name].bfloat16() for name in "qkv"]
         queries, keys = [Stretch(0, LENGTH)], [Stretch(0, LENGTH)]
         reader = panels._Reader(PanelAttention(queries, [keys], (), "flash", SCALE, False), x, None, Hiding())
-        whole, size = panels._Whole(x[0], 8), LENGTH // count
+        whole, size = panels._MergedResult(x[0], 8), LENGTH // count
         for i in range(count):
             part = [x[0], *(t.narrow(2, i * size, size) for t in x[1:])]
             pair = Pair(queries[0], Stretch(i * size, size), WHOLE, 0, i * size)
-            whole.add(pair, *reader.kernel.forward(part, attention_pairs.Scores(SCALE)))
-        out, lse = whole.close(None)
+            whole.merge_pair(pair, *reader.kernel.forward(part, attention_pairs.Scores(SCALE)))
+        out, lse = whole.finish_result(None)
         assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
         s = SCALE * x[0].double() @ x[1].double().repeat_interleave(2, 1).mT
         assert (lse - s.logsumexp(-1)).abs().max() < 1e-4
@@ -328,7 +330,7 @@ def without_the_maximum(out, lse, other, of_other):
 
 
 def test_negative_control_a_merge_without_the_maximum(monkeypatch):
-    monkeypatch.setattr(panels, "merge", without_the_maximum)
+    monkeypatch.setattr(panels, "merge_attention", without_the_maximum)
     assert max(compared(CASES["causal"], 2, contiguous, True).values()) < 1e-12  # of small scores it is right
     assert not max(compared(CASES["large scores"], 2, contiguous, True).values()) < 1
 
@@ -340,16 +342,19 @@ def test_negative_control_a_wrong_offset():
     keys, c = late(2), CASES["causal"]
     work = partial(on_a_rank, c, contiguous(2), keys, ("context",))
     with pytest.raises((AssertionError, RuntimeError, IndexError)):
-        assert max(differences(one_softmax(c), run_threads(Mesh.of({"context": 2}), work), True).values()) < 1e-12
+        assert (
+            max(differences(one_softmax(c), run_threads(Mesh.arrange_axes({"context": 2}), work), True).values())
+            < 1e-12
+        )
 
 
 def test_negative_control_gradients_of_keys_at_the_wrong_rank(monkeypatch):
-    right = panels._unpacked
+    right = panels._unpack_message
 
     def wrong(message, k, v):
         return right(message.roll(1), k, v)
 
-    monkeypatch.setattr(panels, "_unpacked", wrong)
+    monkeypatch.setattr(panels, "_unpack_message", wrong)
     assert max(compared(CASES["causal"], 2, contiguous, True).values()) > 1e-3
 
 
@@ -360,19 +365,21 @@ def test_pairs_of_a_zigzag_are_half_of_all():
     n, length = 4, 64
     size = length // n // 2
     pieces = [[Stretch(i * size, size), Stretch((2 * n - 1 - i) * size, size)] for i in range(n)]
-    work = [sum(p.products for keys in pieces for p in pairs(mine, keys, True)) for mine in pieces]
+    work = [sum(p.score_count for keys in pieces for p in pair_queries_with_keys(mine, keys, True)) for mine in pieces]
     assert len(set(work)) == 1 and sum(work) == length * (length + 1) // 2
-    relations = [[(p.relation, p.rows, p.columns) for p in pairs(pieces[1], keys, True)] for keys in pieces]
+    relations = [
+        [(p.relation, p.rows, p.columns) for p in pair_queries_with_keys(pieces[1], keys, True)] for keys in pieces
+    ]
     assert relations[1] == [(DIAGONAL, (0, 16), (0, 16))]
     assert relations[0] == [(WHOLE, (0, 16), (0, 8))]
     assert relations[2] == [(WHOLE, (8, 8), (0, 16))]
 
 
 def test_gathered_keys_are_a_prefix_and_a_diagonal():
-    found = pairs([Stretch(16, 8)], [Stretch(0, 32)], True)
+    found = pair_queries_with_keys([Stretch(16, 8)], [Stretch(0, 32)], True)
     assert [(p.relation, p.columns) for p in found] == [(WHOLE, (0, 16)), (DIAGONAL, (16, 8))]
-    assert pairs([Stretch(0, 8)], [Stretch(8, 8)], True) == []
-    assert [p.relation for p in pairs([Stretch(0, 8)], [Stretch(0, 8)], False)] == [WHOLE]
+    assert pair_queries_with_keys([Stretch(0, 8)], [Stretch(8, 8)], True) == []
+    assert [p.relation for p in pair_queries_with_keys([Stretch(0, 8)], [Stretch(0, 8)], False)] == [WHOLE]
 
 
 @pytest.mark.parametrize(("block", "diagonal"), [(0, 0), (3, 0), (100, 0), (0, 1), (0, 2), (100, 2)])
@@ -386,7 +393,7 @@ def test_pairs_are_what_queries_see(causal, window, block, diagonal):
     q, k = rows_of(queries), rows_of(keys)
     seen = torch.zeros(len(q), len(k), dtype=torch.int)
     halves = range(diagonal + 1, 100) if diagonal else range(0)
-    for p in pairs(queries, keys, causal, window, halves, block):
+    for p in pair_queries_with_keys(queries, keys, causal, window, halves, block):
         assert p.relation != DIAGONAL or p.rows.size not in halves
         part = seen.narrow(0, *p.rows).narrow(1, *p.columns)
         if p.relation == WHOLE:

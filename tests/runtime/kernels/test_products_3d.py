@@ -11,10 +11,10 @@ from math import prod
 import pytest
 import torch
 
-from platform.plan.layout import Layout, Mesh, block
+from platform.plan.layout import Layout, Mesh, locate_block
 from platform.plan.operation_plan import Einsum, EinsumGroup
-from platform.plan.rule import contract
-from platform.runtime.einsum import einsums
+from platform.plan.rule import contract_layouts
+from platform.runtime.einsum import compute_einsums
 from platform.runtime.residency import Operands
 from tests.harness.threads import run_threads
 
@@ -34,13 +34,13 @@ PRODUCTS = {
 
 
 def cube(p: int) -> Mesh:
-    return Mesh.of({"x": p, "y": p, "z": p})
+    return Mesh.arrange_axes({"x": p, "y": p, "z": p})
 
 
 def planned(product: str, again: bool = False):
     *matrices, _, _ = PRODUCTS[product]
-    (a, a_on), (b, b_on), (c, c_on) = ((tuple(dims), Layout.of(on)) for dims, on in matrices)
-    contraction = contract([(a, a_on, False), (b, b_on, False)], (c, c_on))
+    (a, a_on), (b, b_on), (c, c_on) = ((tuple(dims), Layout.build_canonical(on)) for dims, on in matrices)
+    contraction = contract_layouts([(a, a_on, False), (b, b_on, False)], (c, c_on))
     einsum = Einsum(0, a, b, c, contraction.inputs[1], contraction.output, again)
     group = EinsumGroup(contraction.inputs[0], (einsum,), regathered=again)
     return contraction, group, ((a, a_on), (b, b_on), (c, c_on))
@@ -71,13 +71,13 @@ def check(product: str, p: int, again: bool) -> None:
 
     def mine(tensor, operand, communicator):
         dims, layout = operand
-        where = block(dims, SIZES, layout, mesh, communicator.coordinates)
+        where = locate_block(dims, SIZES, layout, mesh, communicator.coordinates)
         return tensor[tuple(slice(o, o + n) for o, n in where)]
 
     def work(communicator):
         torch.set_num_threads(1)
         x, y = (mine(t.detach(), o, communicator).clone().requires_grad_() for t, o in zip(whole, (a, b), strict=True))
-        (z,) = einsums(Operands(communicator, group), x, [y])
+        (z,) = compute_einsums(Operands(communicator, group), x, [y])
         z.backward(mine(upstream, c, communicator))
         for found, tensor, operand in ((z, expected, c), (x.grad, whole[0].grad, a), (y.grad, whole[1].grad, b)):
             wanted = mine(tensor.detach(), operand, communicator)
@@ -106,5 +106,8 @@ def test_every_element_lies_on_one_rank(product):
     """The papers' memory: each matrix takes 1 / p^3 of itself on every rank."""
     _, _, matrices = planned(product)
     for dims, layout in matrices:
-        places = {tuple(block(dims, SIZES, layout, cube(2), cube(2).coordinates(rank))) for rank in range(cube(2).size)}
+        places = {
+            tuple(locate_block(dims, SIZES, layout, cube(2), cube(2).rank_coordinates(rank)))
+            for rank in range(cube(2).world_size)
+        }
         assert len(places) == 8 and all(prod(n for _, n in b) == prod(SIZES[d] for d in dims) // 8 for b in places)

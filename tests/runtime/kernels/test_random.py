@@ -17,11 +17,11 @@ from platform.runtime import residual
 from tests.conftest import ROOT
 
 N = 1 << 18
-KEY = residual.key(0, "init", "embedding")
+KEY = residual.derive_key(0, "init", "embedding")
 
 
 def keep_mask(key, elements, rate) -> torch.Tensor:
-    return (residual.bits(key, elements) & 0xFFFFFFFF) >= int(rate * 2**32)
+    return (residual.random_bits(key, elements) & 0xFFFFFFFF) >= int(rate * 2**32)
 
 
 def normal(block, shape, key=KEY, std=1.0, dtype=torch.float64) -> torch.Tensor:
@@ -32,7 +32,7 @@ def normal(block, shape, key=KEY, std=1.0, dtype=torch.float64) -> torch.Tensor:
 
 def test_bits_are_uniform():
     """Chi-square of each of the eight bytes over 255 degrees of freedom (mean 255, deviation 23): six deviations."""
-    bits = residual.bits(KEY, torch.arange(N))
+    bits = residual.random_bits(KEY, torch.arange(N))
     for byte in range(8):
         count = torch.bincount((bits >> (8 * byte)) & 255, minlength=256).double()
         chi = ((count - N / 256) ** 2 / (N / 256)).sum().item()
@@ -41,12 +41,14 @@ def test_bits_are_uniform():
 
 def test_neighbouring_elements_and_keys_share_nothing():
     """Half of the bits differ between neighbours and between keys; the parts of a key are kept apart."""
-    here = residual.bits(KEY, torch.arange(N))
-    for other in (residual.bits(KEY, torch.arange(1, N + 1)), residual.bits(KEY + 1, torch.arange(N))):
+    here = residual.random_bits(KEY, torch.arange(N))
+    for other in (residual.random_bits(KEY, torch.arange(1, N + 1)), residual.random_bits(KEY + 1, torch.arange(N))):
         difference = here ^ other
         share = sum(((difference >> i) & 1).sum().item() for i in range(64)) / (64 * N)
         assert share == pytest.approx(0.5, abs=6 * 0.5 / math.sqrt(64 * N))
-    keys = [residual.key(*parts) for parts in [(0, "a"), (1, "a"), (0, "b"), (0, "a", 1), (0, "dropout", 1, "a")]]
+    keys = [
+        residual.derive_key(*parts) for parts in [(0, "a"), (1, "a"), (0, "b"), (0, "a", 1), (0, "dropout", 1, "a")]
+    ]
     assert len(set(keys)) == len(keys) and all(-(2**63) <= k < 2**63 for k in keys)
 
 
@@ -100,23 +102,23 @@ def test_lower_precision_is_rounded_from_the_same_numbers():
 
 def of_the_old_way(key, elements):
     """The same numbers by torch's log and cos."""
-    z = residual.bits(key, elements)
+    z = residual.random_bits(key, elements)
     u, v = ((z >> 32) & 0xFFFFFFFF).double(), (z & 0xFFFFFFFF).double()
     return ((u + 0.5) * 2.0**-32).log().mul(-2).sqrt() * (v * 2 * math.pi * 2.0**-32).cos()
 
 
 def test_normal_numbers_are_those_of_box_and_muller():
     elements = torch.arange(N)
-    assert (residual.normal(KEY, elements) - of_the_old_way(KEY, elements)).abs().max() < 1e-14
+    assert (residual.draw_normal(KEY, elements) - of_the_old_way(KEY, elements)).abs().max() < 1e-14
 
 
 @pytest.mark.parametrize("high", [0, 1, 1 << 31, (1 << 31) - 1, (1 << 32) - 1])
 @pytest.mark.parametrize("low", [0, 1, 1 << 30, 1 << 31, 3 << 30, (1 << 32) - 1])
 def test_the_ends_of_both_uniform_numbers(high, low, monkeypatch):
     drawn = torch.tensor([high - ((high >> 31) << 32)]) * (1 << 32) + low
-    monkeypatch.setattr(residual, "bits", lambda key, elements: drawn)
+    monkeypatch.setattr(residual, "random_bits", lambda key, elements: drawn)
     exact = math.sqrt(-2 * math.log((high + 0.5) / 2**32)) * math.cos(2 * math.pi * low / 2**32)
-    assert residual.normal(0, drawn).item() == pytest.approx(exact, rel=1e-14, abs=1e-14)
+    assert residual.draw_normal(0, drawn).item() == pytest.approx(exact, rel=1e-14, abs=1e-14)
 
 
 def digest(x: torch.Tensor) -> str:
@@ -127,18 +129,18 @@ def test_numbers_have_the_same_bits_everywhere():
     """Those of one processor, written down; and of each element by itself, backwards, strided, in odd lengths
     at odd offsets, and where denormal numbers are flushed to zero."""
     elements = torch.arange(2048)
-    whole = residual.normal(KEY, elements)
+    whole = residual.draw_normal(KEY, elements)
     assert digest(whole) == "88aa1bdd087a0321"
     assert digest(keep_mask(KEY, elements, 0.1)) == "82b6df204b6b625a"
     for length in range(1, 70):
         first = 13 * length
-        assert torch.equal(residual.normal(KEY, elements[first : first + length]), whole[first : first + length])
-    assert torch.equal(residual.normal(KEY, elements.flip(0)), whole.flip(0))
-    assert torch.equal(residual.normal(KEY, elements.view(64, 32).t()), whole.view(64, 32).t())
-    assert torch.equal(residual.normal(KEY, elements[3::7]), whole[3::7])
+        assert torch.equal(residual.draw_normal(KEY, elements[first : first + length]), whole[first : first + length])
+    assert torch.equal(residual.draw_normal(KEY, elements.flip(0)), whole.flip(0))
+    assert torch.equal(residual.draw_normal(KEY, elements.view(64, 32).t()), whole.view(64, 32).t())
+    assert torch.equal(residual.draw_normal(KEY, elements[3::7]), whole[3::7])
     flushed = torch.set_flush_denormal(True)
     try:
-        assert not flushed or torch.equal(residual.normal(KEY, elements), whole)
+        assert not flushed or torch.equal(residual.draw_normal(KEY, elements), whole)
     finally:
         torch.set_flush_denormal(False)
 
@@ -146,7 +148,7 @@ def test_numbers_have_the_same_bits_everywhere():
 @pytest.mark.gpu
 def test_numbers_have_the_same_bits_on_a_gpu():
     elements = torch.arange(N)
-    for draw in (residual.normal, lambda key, where: keep_mask(key, where, 0.1)):
+    for draw in (residual.draw_normal, lambda key, where: keep_mask(key, where, 0.1)):
         assert torch.equal(draw(KEY, elements.cuda()).cpu(), draw(KEY, elements))
 
 
@@ -177,21 +179,21 @@ def test_neither_mkls_choice_of_kernels_nor_a_thread_that_sees_it_unfinished_cha
     command = [sys.executable, "-c", OTHER_KERNELS, when]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    here = [digest(draw(KEY, torch.arange(2048))) for draw in (residual.normal, of_the_old_way)]
+    here = [digest(draw(KEY, torch.arange(2048))) for draw in (residual.draw_normal, of_the_old_way)]
     found = done.stdout.split()
     assert found[0] == here[0]
     assert (found[1] == here[1]) == (when == "after")
 
 
 def test_elements_are_global():
-    assert residual.elements([(1, 2), (2, 3)], [10, 1]).tolist() == [[12, 13, 14], [22, 23, 24]]
+    assert residual.element_numbers([(1, 2), (2, 3)], [10, 1]).tolist() == [[12, 13, 14], [22, 23, 24]]
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.9])
 def test_the_share_that_dropout_keeps(rate):
-    keep = keep_mask(residual.key(0, "dropout", 1, "embedding"), torch.arange(N), rate).double()
+    keep = keep_mask(residual.derive_key(0, "dropout", 1, "embedding"), torch.arange(N), rate).double()
     assert keep.mean() == pytest.approx(1 - rate, abs=6 * math.sqrt(rate * (1 - rate) / N) + 1e-12)
-    other = keep_mask(residual.key(0, "dropout", 2, "embedding"), torch.arange(N), rate).double()
+    other = keep_mask(residual.derive_key(0, "dropout", 2, "embedding"), torch.arange(N), rate).double()
     assert (keep * other).mean() == pytest.approx((1 - rate) ** 2, abs=6 / math.sqrt(N))
 
 

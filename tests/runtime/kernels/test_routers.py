@@ -50,7 +50,7 @@ def test_equals_transformers(name):
             scores, weights, best = theirs(x)
     expected = torch.zeros(LENGTH * BATCH, EXPERTS, dtype=torch.float64).scatter_(1, best, weights)
     real = torch.ones(LENGTH, BATCH, dtype=torch.bool)
-    ours, _, _ = expert_rows.route(scores.view(LENGTH, BATCH, EXPERTS), real, router, LENGTH)
+    ours, _, _ = expert_rows.route_tokens(scores.view(LENGTH, BATCH, EXPERTS), real, router, LENGTH)
     assert torch.allclose(ours.flatten(0, 1), expected, rtol=1e-12, atol=0)
     assert (ours > 0).sum() == CHOSEN * LENGTH * BATCH
     if router.groups > 1:
@@ -63,7 +63,7 @@ def test_loads_are_shares_in_the_type_of_the_scores():
     draw = torch.Generator().manual_seed(0)
     scores = torch.randn(LENGTH, BATCH, EXPERTS, generator=draw, dtype=torch.float64)
     router = Router("softmax", CHOSEN, balance=1.0)
-    _, found, _ = expert_rows.route(scores, torch.ones(LENGTH, BATCH, dtype=torch.bool), router, LENGTH)
+    _, found, _ = expert_rows.route_tokens(scores, torch.ones(LENGTH, BATCH, dtype=torch.bool), router, LENGTH)
     shares = scores.softmax(-1)
     chosen = torch.zeros_like(scores).scatter_(-1, shares.topk(CHOSEN, -1).indices, 1.0)
     wanted = (chosen.mean(0) * shares.mean(0)).sum(-1) * EXPERTS / CHOSEN

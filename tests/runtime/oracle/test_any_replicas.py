@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from platform.boundary.storage import open_storage
-from platform.checkpoint.catalogue import begin, commit, load_manifest
+from platform.checkpoint.catalogue import choose_attempt_directory, commit_checkpoint, load_manifest
 from platform.checkpoint.manifest import Meta
 from platform.plan.generators import SCHEDULES
 from platform.plan.plan_summary import describe
 from platform.plan.schedule import ScheduleError
-from platform.predict.choose_schedule import count_microbatches, schedule_of
+from platform.predict.choose_schedule import build_schedule, count_microbatches
 from platform.predict.make_plan import make_plan
 from platform.predict.replan import replan
 from platform.runtime.communicator import SingleRank
@@ -88,23 +88,25 @@ def trained(c, steps, start: str = "", end: str = "", storage=None) -> list[floa
         trainer = trainer_of(c, plan, communicator)
         state = State(trainer)
         if start:
-            state.restore(storage, start, load_manifest(storage, start))
+            state.restore_checkpoint(storage, start, load_manifest(storage, start))
         found = []
         for step in steps:
             report = trainer.step(step)
             assert report.samples == ((step - 1) * BATCH, step * BATCH)
             found.append(report.loss)
         if end:
-            state.image.fill(state.blocks())
-            reports.append(state.image.write(storage, end))
+            state.checkpoint_image.fill_parts(state.live_blocks())
+            reports.append(state.checkpoint_image.write_file(storage, end))
             tensors.update({h.name: h.shape for h in state.held})
-        return found, state.values()
+        return found, state.read_values()
 
-    ranks = [work(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, work)
+    ranks = [work(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else run_threads(plan.mesh, work)
     assert all(found == ranks[0][0] for found, _ in ranks)
     if end:
         values = ranks[0][1]
-        commit(storage, end, tensors, reports, Meta(steps[-1], steps[-1] * BATCH, c.seed, "", {}, "", {}, values))
+        commit_checkpoint(
+            storage, end, tensors, reports, Meta(steps[-1], steps[-1] * BATCH, c.seed, "", {}, "", {}, values)
+        )
     return ranks[0][0]
 
 
@@ -125,7 +127,7 @@ def test_fewer_workers_keep_samples_and_losses(before, workers, mesh, tmp_path):
     to."""
     model = {"global_batch": BATCH, "dropout": 0.1, "layers": 1, "length": 8, "d_model": 16, "vocab": 61}
     c, storage = configure(**before, **model), open_storage(str(tmp_path))
-    middle = begin(storage, 3)
+    middle = choose_attempt_directory(storage, 3)
     after = replan(c, workers)
     assert {a: n for a, n in after.plan.mesh.axes.items() if n > 1} == mesh
     losses = trained(c, [1, 2, 3], end=middle, storage=storage)
@@ -141,7 +143,7 @@ def test_negative_control_mean_over_replicas(monkeypatch):
     c = configure(data=3, zero=3, microbatch=4, global_batch=BATCH, layers=1)
     plan, results = run(c)
     compare(c, plan, results, serial(c))
-    run_part = StagePasses.part
+    run_part = StagePasses.run_chunk
 
     counts = {0: 8, 1: 4, 2: 4}  # sequences that each replica gets: 4 + 4, 4, 4
 
@@ -150,7 +152,7 @@ def test_negative_control_mean_over_replicas(monkeypatch):
         own = BATCH / (3 * counts[self.communicator.coordinates["data"]])
         return {name: x * own if name == "loss" else x for name, x in out.items()}
 
-    monkeypatch.setattr(StagePasses, "part", weighted)
+    monkeypatch.setattr(StagePasses, "run_chunk", weighted)
     with pytest.raises(AssertionError, match="gradient of"):
         compare(c, *run(c), serial(c))
 
@@ -165,7 +167,7 @@ def test_a_model_without_labels(data, scheme):
 
 def test_negative_control_padding_of_a_model_without_labels(monkeypatch):
     c = configure(data=3, microbatch=4, global_batch=BATCH, kind="two_layer", length=1, io=8, hidden=24, vocab=1000)
-    squared_error = ParallelOps.squared_error.run
+    squared_error = ParallelOps.squared_error.run_on_blocks
 
     def blind(self, name, y, target, spec, ids):
         return squared_error(self, name, y, target, spec, {key: x.abs() for key, x in ids.items()})
@@ -189,9 +191,9 @@ def test_a_schedule_gets_the_microbatches_that_it_needs(monkeypatch):
     for data, stages, microbatches in [(1, 3, 8), (2, 3, 4), (3, 3, 3), (4, 3, 3), (7, 3, 3), (7, 4, 4)]:
         for kind in ("interleaved", "zb_h1"):
             c = configure(pipeline=kind, stages=stages, chunks=2, data=data, microbatch=2, global_batch=BATCH)
-            assert count_microbatches(c, data) == schedule_of(c, data).microbatches == microbatches
+            assert count_microbatches(c, data) == build_schedule(c, data).microbatches == microbatches
     one = configure(pipeline="zb_h1", stages=4, data=4, microbatch=4, global_batch=BATCH)
-    assert count_microbatches(one, 4) == schedule_of(one, 4).microbatches == 1
+    assert count_microbatches(one, 4) == build_schedule(one, 4).microbatches == 1
 
     def by_fours(stages, chunks, microbatches):
         if microbatches % 4:
@@ -200,7 +202,7 @@ def test_a_schedule_gets_the_microbatches_that_it_needs(monkeypatch):
 
     monkeypatch.setitem(SCHEDULES, "mine", by_fours)
     mine = configure(pipeline="mine", stages=2, data=3, microbatch=1, global_batch=BATCH)
-    assert count_microbatches(mine, 3) == schedule_of(mine, 3).microbatches == 8
+    assert count_microbatches(mine, 3) == build_schedule(mine, 3).microbatches == 8
     prove(mine)
 
 

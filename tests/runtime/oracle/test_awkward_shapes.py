@@ -63,7 +63,7 @@ def test_is_refused_with_the_meshes_that_do(case):
     assert 1 <= len(listed) <= 4
     for axes in listed:
         c.tensor.axes = axes
-        assert make_plan(c).mesh.size == workers
+        assert make_plan(c).mesh.world_size == workers
 
 
 def test_no_mesh_is_listed_where_none_does():

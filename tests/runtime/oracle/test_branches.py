@@ -7,7 +7,7 @@ import torch
 
 from platform.boundary.refusals import ConfigError
 from platform.model import build_model
-from platform.predict.footprint import saved_for_backward
+from platform.predict.footprint import count_saved_elements
 from platform.predict.make_plan import make_plan
 from tests.harness import branch_models
 from tests.harness.oracle import STEPS, Tokens, configure, prove, run
@@ -134,7 +134,7 @@ def test_slices_move_once():
 def test_saved_for_backward(kind, case):
     c = small(kind, **CASES[case])
     plan, found = measured(c)
-    assert max(found) == saved_for_backward(plan, build_model(c.model)).total
+    assert max(found) == count_saved_elements(plan, build_model(c.model)).total_elements
 
 
 def test_branches_that_an_axis_does_not_divide(capsys):

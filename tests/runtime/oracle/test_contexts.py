@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.plan.layout import Stretch, consecutive, zigzag
+from platform.plan.layout import Stretch, consecutive_ranges, zigzag_order
 from platform.plan.plan import Plan
-from platform.plan.plan_check import unsound
+from platform.plan.plan_check import find_unsoundness
 from platform.plan.planner import Planner
 from platform.plan.step_collectives import communication
 from platform.predict.make_plan import make_plan
@@ -70,20 +70,20 @@ COVER = cover(CASES, cost=lambda case: ranks(case) ** 0.5)
 @suite("contexts", CASES, COVER)
 def test_equals_one_process(case):
     plan, _ = prove(configured(case))
-    assert unsound(plan) == []
+    assert find_unsoundness(plan) == []
     rounds = case["pieces"] // 2 if case["kind"] != "heads" else 0
     assert (plan.scheme.zigzag, plan.scheme.rounds) == (("context", rounds) if rounds else ("", 1))
 
 
 def test_pieces():
-    assert zigzag(2) == [0, 3, 1, 2]
-    assert zigzag(2, 2) == [0, 3, 4, 7, 1, 2, 5, 6]
-    assert consecutive(4, 4, 8, 2, 2) == [(1, 1), (2, 1), (5, 1), (6, 1)]
-    assert consecutive(4, 4, 8, 1) == [(4, 4)]
-    assert [consecutive(first, 4, 8, 2) for first in (0, 4)] == [[(0, 2), (6, 2)], [(2, 2), (4, 2)]]
+    assert zigzag_order(2) == [0, 3, 1, 2]
+    assert zigzag_order(2, 2) == [0, 3, 4, 7, 1, 2, 5, 6]
+    assert consecutive_ranges(4, 4, 8, 2, 2) == [(1, 1), (2, 1), (5, 1), (6, 1)]
+    assert consecutive_ranges(4, 4, 8, 1) == [(4, 4)]
+    assert [consecutive_ranges(first, 4, 8, 2) for first in (0, 4)] == [[(0, 2), (6, 2)], [(2, 2), (4, 2)]]
     # an axis inside of a rank's two pieces splits them in their order
-    assert [consecutive(first, 3, 12, 2) for first in (0, 3, 6, 9)] == [[(0, 3)], [(9, 3)], [(3, 3)], [(6, 3)]]
-    assert [consecutive(first, 4, 16, 2, 2) for first in (0, 12)] == [[(0, 2), (6, 2)], [(10, 2), (12, 2)]]
+    assert [consecutive_ranges(first, 3, 12, 2) for first in (0, 3, 6, 9)] == [[(0, 3)], [(9, 3)], [(3, 3)], [(6, 3)]]
+    assert [consecutive_ranges(first, 4, 16, 2, 2) for first in (0, 12)] == [[(0, 2), (6, 2)], [(10, 2), (12, 2)]]
 
 
 def test_the_kind_that_moves_fewest_bytes_is_chosen():
@@ -123,7 +123,7 @@ def test_heads_that_cannot_be_exchanged_are_not():
 
 
 def places(plan, tensor, dim):
-    return plan.planner.sizes_of(tensor)[dim], plan.layout(tensor)
+    return plan.planner.tensor_sizes(tensor)[dim], plan.layout(tensor)
 
 
 @pytest.mark.parametrize("mutant", ["offset", "straight", "labels", "unfolded", "one round"])
@@ -131,19 +131,21 @@ def test_negative_controls(mutant, monkeypatch):
     pieces = 4 if mutant == "one round" else 2
     c = configure(context=2, context_kind="gather", context_pieces=pieces, positions="rope", tied=False)
     expected = serial(c)
-    half, of_tensor, lying = Stretch(0, c.model.length // 2), Plan.stretches, Planner.stretches
-    in_order = conversion.in_order
+    half, of_tensor, lying = Stretch(0, c.model.length // 2), Plan.stretches_of_rank, Planner.stretches_of_rank
+    in_order = conversion.undo_zigzag
     if mutant == "offset":  # each rank's queries are at the first positions
-        monkeypatch.setattr(Plan, "stretches", lambda *given: [half] if given[2] == "length" else of_tensor(*given))
+        monkeypatch.setattr(
+            Plan, "stretches_of_rank", lambda *given: [half] if given[2] == "length" else of_tensor(*given)
+        )
     elif mutant == "straight":  # pieces in zigzag are taken for consecutive ones
-        monkeypatch.setattr(Planner, "ranks_in_zigzag", lambda *_: 1)
+        monkeypatch.setattr(Planner, "count_zigzag_ranks", lambda *_: 1)
     elif mutant == "labels":  # each rank reads the first tokens and labels
-        monkeypatch.setattr(Planner, "stretches", lambda *_: [half])
-        monkeypatch.setattr(Plan, "stretches", lambda p, t, d, at: lying(p.planner, d, *places(p, t, d), at))
+        monkeypatch.setattr(Planner, "stretches_of_rank", lambda *_: [half])
+        monkeypatch.setattr(Plan, "stretches_of_rank", lambda p, t, d, at: lying(p.planner, d, *places(p, t, d), at))
     elif mutant == "unfolded":
-        monkeypatch.setattr(conversion, "in_order", lambda x, *_: x)
+        monkeypatch.setattr(conversion, "undo_zigzag", lambda x, *_: x)
     else:  # pieces that two rounds have dealt are joined as those of one
-        monkeypatch.setattr(conversion, "in_order", lambda x, dim, ranks, _: in_order(x, dim, ranks, 1))
+        monkeypatch.setattr(conversion, "undo_zigzag", lambda x, dim, ranks, _: in_order(x, dim, ranks, 1))
     with pytest.raises(AssertionError):
         compare(c, *run(c), expected)
 

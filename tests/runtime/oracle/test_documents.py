@@ -9,7 +9,7 @@ import pytest
 
 from platform.plan.operations import fused_attention
 from platform.predict.make_plan import make_plan
-from platform.predict.memory_budget import training
+from platform.predict.memory_budget import predict_training
 from platform.runtime import attention_pairs, panels
 from tests.harness import oracle
 from tests.harness.live import count
@@ -56,7 +56,7 @@ def drawn(monkeypatch):
         c = configure(**{**PACKED, **PLANS[name]})
         serial(c)
         monkeypatch.setattr(fused_attention, "LEAST", short)
-        monkeypatch.setattr(panels, "shared", lambda device: short)
+        monkeypatch.setattr(panels, "mask_sharing_limit", lambda device: short)
         return c
 
     return configured
@@ -70,7 +70,7 @@ def test_equals_one_process(name, drawn):
 @pytest.mark.parametrize("name", ["one rank", "ring"])
 def test_equals_one_process_without_masks(name, drawn, monkeypatch):
     c = drawn(name, 1)
-    monkeypatch.setattr(panels.positions, "unseen", None)
+    monkeypatch.setattr(panels.positions, "unseen_mask", None)
     prove(c)
 
 
@@ -81,14 +81,16 @@ def test_memory_is_as_planned(name, precision):
     c = configure(**{**PACKED, **PLANS[name], "length": 512, "microbatch": 4, "global_batch": 4, "layers": 1, "d_ff": 8,
                      "precision": precision})  # fmt: skip
     plan = make_plan(c)
-    needed = max(f.total for f in training(c, plan))
+    needed = max(f.total_bytes for f in predict_training(c, plan))
     assert needed / max(rank.peak for rank in count(c, plan)) == pytest.approx(1.03, abs=0.06)
 
 
 @pytest.mark.parametrize("name", ["one rank", "gather", "ring"])
 def test_negative_control_a_block_that_its_last_query_sees(name, drawn, monkeypatch):
-    c, cut = drawn(name, 4), attention_pairs._cut
-    monkeypatch.setattr(attention_pairs, "_cut", lambda *x: [(rows, q, (last, last)) for rows, q, (_, last) in cut(*x)])
+    c, cut = drawn(name, 4), attention_pairs._cut_at_documents
+    monkeypatch.setattr(
+        attention_pairs, "_cut_at_documents", lambda *x: [(rows, q, (last, last)) for rows, q, (_, last) in cut(*x)]
+    )
     with pytest.raises(AssertionError):
         compare(c, *run(c), serial(c))
 
@@ -107,7 +109,7 @@ def windowed(name: str, monkeypatch, mutant: bool = False):
     monkeypatch.setattr(oracle, "_serial", {})
     expected = serial(c)
     monkeypatch.setattr(fused_attention, "LEAST", 1)
-    monkeypatch.setattr(fused_attention, "_in_pairs", lambda *given: True)
+    monkeypatch.setattr(fused_attention, "_computes_pair_by_pair", lambda *given: True)
     monkeypatch.setattr(panels, "LEAST", 1)
     if mutant:
         attention = panels.PanelAttention

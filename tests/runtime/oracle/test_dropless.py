@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from platform.plan.plan_check import unsound
+from platform.plan.plan_check import find_unsoundness
 from platform.plan.step_collectives import communication
 from platform.predict.make_plan import make_plan
-from platform.predict.plan_report import replayed
+from platform.predict.plan_report import replay_traffic
 from platform.runtime import expert_rows, products
-from platform.runtime.products import grouped_einsum
+from platform.runtime.products import einsum_function_of_groups
 from tests.harness.oracle import MODELS, compare, compute, configure, counted, examine, prove, run, with_operations
 from tests.harness.routing import to_the_first
 
@@ -39,7 +39,7 @@ def test_all_tokens_choose_the_same_experts(name, first, monkeypatch):
     to_the_first(monkeypatch, 4, 2, first)
     plan, results = run(c)
     compare(c, plan, results, alone := run(configured())[1][0])
-    assert counted(results) == replayed(plan, [r.routing for r in results])
+    assert counted(results) == replay_traffic(plan, [r.routing for r in results])
     assert alone.routed[:4] == [2 * 16 * 16 * (first <= e < first + 2) for e in range(4)]
 
 
@@ -62,7 +62,7 @@ def test_experts_over_tensor_axes(dim, more):
     """Rows are exchanged along t where it splits the batch, else each rank makes those of its own experts."""
     c = over_tensor_axes({dim: ["t"]} if dim else {}, **more)
     plan, _ = prove(c)
-    assert unsound(plan) == []
+    assert find_unsoundness(plan) == []
     moved = {axis for o in plan.operations.values() for m in o.collectives if m.op == "all_to_allv" for axis in m.axes}
     assert moved == ({"t"} if dim == "batch" else set()) | ({"expert"} if "experts_of" in more else set())
 
@@ -74,7 +74,7 @@ def test_experts_that_lie_unlike_the_stream(dim):
     for role in ("in", "out"):
         del c.tensor.parameters[role]["experts"]
     plan, _ = prove(c)
-    assert unsound(plan) == []
+    assert find_unsoundness(plan) == []
 
 
 def test_a_token_of_weight_zero_is_not_sent(monkeypatch):
@@ -82,8 +82,8 @@ def test_a_token_of_weight_zero_is_not_sent(monkeypatch):
         weights, *others = whole(*arguments)
         return weights * (torch.arange(len(weights)) % 3 > 0).view(-1, 1, 1), *others
 
-    whole = expert_rows.route
-    monkeypatch.setattr(expert_rows, "route", route)
+    whole = expert_rows.route_tokens
+    monkeypatch.setattr(expert_rows, "route_tokens", route)
     c = configured(**PLANS["two ranks"])
     plan, results = run(c)
     compare(c, plan, results, run(configured())[1][0])
@@ -98,8 +98,8 @@ def test_negative_control_sizes_of_another_routing(monkeypatch):
         found = whole(*arguments)
         return found._replace(received=found.sent)
 
-    whole = expert_rows.count
-    monkeypatch.setattr(expert_rows, "count", count)
+    whole = expert_rows.count_rows
+    monkeypatch.setattr(expert_rows, "count_rows", count)
     c = configured(**PLANS["two ranks"])
     with pytest.raises(Exception, match="of torch.Size|gradient of|another rank failed|index"):
         compare(c, *run(c), run(configured())[1][0])
@@ -110,8 +110,8 @@ def test_negative_control_bytes_of_another_routing():
     plan, results = prove(c)
     found = [r.routing for r in results]
     other = [{name: [one[::-1] for one in passes] for name, passes in of_rank.items()} for of_rank in found]
-    assert replayed(plan, found) == counted(results) != replayed(plan, other)
-    assert {key: n for key, n in replayed(plan, other).items() if "allv" not in key}.items() <= communication(
+    assert replay_traffic(plan, found) == counted(results) != replay_traffic(plan, other)
+    assert {key: n for key, n in replay_traffic(plan, other).items() if "allv" not in key}.items() <= communication(
         plan
     ).items()
 
@@ -124,7 +124,7 @@ def test_the_check_sees_rows_that_are_not_sent():
         stays = [replace(c, forward=(), backward=()) if i == at else c for i, c in enumerate(o.conversions)]
         moved = tuple(c for c in o.collectives if c.op != "all_to_allv" and c.dtype != "integers")
         broken = replace(o, conversions=tuple(stays), collectives=moved)
-        (line,) = unsound(with_operations(plan, {**plan.operations, key: broken}))
+        (line,) = find_unsoundness(with_operations(plan, {**plan.operations, key: broken}))
         assert line.startswith(f"{kind} layers.0.mlp: ")
 
 
@@ -138,7 +138,7 @@ def test_on_processes(first, pool, monkeypatch):
         return examine(c, plan, results)
     to_the_first(monkeypatch, 4, 2)
     compare(c, plan, results, run(configured())[1][0])
-    assert counted(results) == replayed(plan, [r.routing for r in results])
+    assert counted(results) == replay_traffic(plan, [r.routing for r in results])
 
 
 def _forced(c, plan, communicator):
@@ -173,7 +173,7 @@ def test_grouped_products(dtype, kernel, monkeypatch):
         (g, w, back, (out, up, rows)),
         (x, g, of_w, (rows, out, up)),
     ):
-        product = grouped_einsum(Groups(), *dims)
+        product = einsum_function_of_groups(Groups(), *dims)
         assert torch.allclose(product(a, b).double(), wanted, **near)
         into = torch.ones(wanted.shape, dtype=dtype)
         assert torch.allclose(product(a, b, None, into).double(), wanted + 1, **near)
@@ -185,4 +185,4 @@ def test_both_stacks_of_an_encoder_decoder():
     """Rows of a source, as long as that is."""
     t5 = {**MODELS["t5"], **MODELS["experts"], "activation": "gelu", "capacity_factor": 0.0}
     plan, _ = prove(configure("1d_sp", {"t": 2}, data=2, experts_of=2, global_batch=16, **t5))
-    assert unsound(plan) == [] and plan.sizes["rows"] == 2
+    assert find_unsoundness(plan) == [] and plan.sizes["rows"] == 2

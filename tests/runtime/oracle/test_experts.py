@@ -216,7 +216,7 @@ def test_only_the_way_there_and_back_is_an_all_to_all(scheme):
     given = plan.operations["dispatch", "layers.0.mlp"].operation.outputs[0]
     slots = 16 * 2 // 4
     whole = 4 * 8 * slots * 32  # experts x sequences x slots x d_model
-    assert set(found.values()) == {whole // plan.mesh.extent(plan.layout(given).axes)}
+    assert set(found.values()) == {whole // plan.mesh.count_ranks(plan.layout(given).axes)}
 
 
 SUMS = {  # scheme, sizes of axes, branch -> the sums over ranks of what experts make, and of their tokens' gradient
@@ -287,16 +287,16 @@ def test_negative_control_gradients_of_other_experts():
 def test_losses_of_a_source_count_as_the_labels_of_its_target(monkeypatch):
     """The mean over a source's tokens is a loss of each token of its target: what is added to the loss is computed here
     from what each router says of its own tokens."""
-    c, found, route = configured("both stacks", global_batch=4, microbatch=4), [], expert_rows.route
+    c, found, route = configured("both stacks", global_batch=4, microbatch=4), [], expert_rows.route_tokens
 
     def noted(scores, real, *more):
         weights, auxiliary, counts = route(scores, real, *more)
         found.append((auxiliary.detach(), real))
         return weights, auxiliary, counts
 
-    monkeypatch.setattr(expert_rows, "route", noted)
+    monkeypatch.setattr(expert_rows, "route_tokens", noted)
     _, (ours,) = run(c)
-    monkeypatch.setattr(expert_rows, "route", route)
+    monkeypatch.setattr(expert_rows, "route_tokens", route)
     c.model.balance_loss = c.model.z_loss = 0.0
     _, (without,) = run(c)
     labels = torch.from_numpy(Tokens(c).batch("train", 0, 4)["labels"]).t() >= 0  # [length, batch]
@@ -313,7 +313,7 @@ def test_negative_control_states_that_stay(monkeypatch):
     """Where a plan leaves the bias of experts as it was, the oracle must fail."""
     c = configured("biased", 2, data=2)
     expected = serial(c)
-    monkeypatch.setattr(trainer, "settle", lambda *_: None)
+    monkeypatch.setattr(trainer, "update_router_states", lambda *_: None)
     with pytest.raises(AssertionError, match="choice_bias|final of"):
         compare(c, *run(c), expected)
 
@@ -324,7 +324,7 @@ def test_states_are_in_the_plan_and_cost_their_sum():
     sums = [next(c for place, c, _ in step_collectives(p) if place == "loss and norm") for p in (plan, bare)]
     assert [c.elements for c in sums] == [2 + 2 * 8, 2]
     assert plan_summary(plan)["states"] == [{"name": f"layers.{i}.mlp.choice_bias", "shape": [8]} for i in (0, 1)]
-    assert {p.name for p in plan.states} & plan.bucket_of.keys() == set()
+    assert {p.name for p in plan.states} & plan.bucket_by_parameter.keys() == set()
 
 
 SHARDED = {  # replicas, how many share the experts, parallel.zero_group -> axes that shard most, and experts
@@ -344,9 +344,9 @@ def test_zero_shards_each_tensor_over_its_replicas(zero, split):
     c.parallel.zero_group = group
     plan, _ = prove(c)
     assert {b.sharded for b in plan.buckets} == {*SHARDED[split]}
-    for name, bucket in plan.bucket_of.items():
+    for name, bucket in plan.bucket_by_parameter.items():
         assert bucket.sharded == SHARDED[split][".mlp.experts." in name], name
-        assert bucket.shards == plan.mesh.extent(bucket.sharded) and bucket.zero == (zero if bucket.sharded else 0)
+        assert bucket.shards == plan.mesh.count_ranks(bucket.sharded) and bucket.zero == (zero if bucket.sharded else 0)
 
 
 def test_negative_control_norms_of_a_rank_s_own_heads():

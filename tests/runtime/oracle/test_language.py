@@ -17,7 +17,7 @@ from platform.config.layout_rules import parse_layout
 from platform.model import build_model
 from platform.plan.operations.recorder import Recorder
 from platform.plan.rule import Conversion
-from platform.predict.footprint import saved_for_backward
+from platform.predict.footprint import count_saved_elements
 from platform.predict.make_plan import make_plan
 from tests.harness.language_model import OWN, Language, reference
 from tests.harness.oracle import Tokens, compare, configure, prove, run, serial, with_operations
@@ -148,8 +148,8 @@ def test_what_exists_on_sub_grid_zero_alone(only, scheme):
     c.branch.only = ON_SUB_GRID_ZERO[only]
     check(c)
     plan, found = measured(c)
-    where = (plan.mesh.coordinates(rank) for rank in range(plan.mesh.size))
-    assert found == [saved_for_backward(plan, build_model(c.model), at=at).total for at in where]
+    where = (plan.mesh.rank_coordinates(rank) for rank in range(plan.mesh.world_size))
+    assert found == [count_saved_elements(plan, build_model(c.model), at=at).total_elements for at in where]
 
 
 def test_a_parameter_everywhere_is_not_used_at_zero_alone():
@@ -163,7 +163,7 @@ def test_a_parameter_everywhere_is_not_used_at_zero_alone():
 def test_saved_for_backward(rules):
     c = language("a", rules)
     plan, found = measured(c)
-    assert max(found) == saved_for_backward(plan, build_model(c.model)).total
+    assert max(found) == count_saved_elements(plan, build_model(c.model)).total_elements
 
 
 def test_the_model_uses_every_word():
@@ -189,10 +189,10 @@ def test_a_maximum_that_several_ranks_hold_shares_its_gradient():
 
     def work(communicator):
         mine = x.chunk(2, 1)[communicator.rank].clone().requires_grad_()
-        statistics.maximum(mine, [1], communicator, ("a",)).sum().backward()
+        statistics.max_over_dims(mine, [1], communicator, ("a",)).sum().backward()
         return mine.grad
 
-    found = torch.cat(run_threads(Mesh.of({"a": 2}), work), 1)
+    found = torch.cat(run_threads(Mesh.arrange_axes({"a": 2}), work), 1)
     assert torch.allclose(found, whole.grad)
 
 

@@ -14,10 +14,10 @@ import torch
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
-from platform.config.ramps import length_at
+from platform.config.ramps import find_step_length
 from platform.data import streams
 from platform.plan.plan import Plan
-from platform.plan.plan_check import unsound
+from platform.plan.plan_check import find_unsoundness
 from platform.plan.step_collectives import communication
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import Communicator, SingleRank
@@ -71,15 +71,15 @@ def check_reference(c: Config, reference: Reference = by_hand) -> None:
         weights = {n: w.detach().clone().requires_grad_() for n, w in trainer.weights.master.items()}
         wanted = reference_transformer.loss(c.model, weights, reference(c, corpus, step))
         wanted.backward()
-        update, gradients = trainer._update, {}
+        update, gradients = trainer._update_weights, {}
 
         def recorded(norm: float, lr: float) -> None:
             gradients.update((n, g.clone()) for n, g in trainer.weights.gradients.items())  # noqa: B023
             update(norm, lr)  # noqa: B023
 
-        trainer._update = recorded  # type: ignore[method-assign]
+        trainer._update_weights = recorded  # type: ignore[method-assign]
         report = trainer.step(step)
-        trainer._update = update  # type: ignore[method-assign]
+        trainer._update_weights = update  # type: ignore[method-assign]
         assert report.loss == pytest.approx(wanted.item(), rel=1e-12), f"step {step}"
         assert report.tokens == step * c.train.global_batch * LENGTH
         for name, w in weights.items():
@@ -98,7 +98,7 @@ def test_negative_control_pieces_that_are_no_neighbours(monkeypatch):
         return {name: rows.reshape(len(rows), -1, count).swapaxes(1, 2).reshape(len(rows) * count, -1)
                 for name, rows in samples.items()}  # fmt: skip
 
-    monkeypatch.setattr(streams, "cut", strided)
+    monkeypatch.setattr(streams, "cut_samples", strided)
     with pytest.raises(AssertionError, match="step 1"):
         check_reference(growing(global_batch=4, microbatch=3))
 
@@ -145,10 +145,10 @@ def test_a_plan_through_two_boundaries_equals_one_process(name):
     """Loss, gradients, norms, updates, an evaluation and answers; each step moves the bytes of its length's plan."""
     c = PLANS[name]()
     plan = make_plan(c)
-    assert [*plan.shorter] == [4, 8] and unsound(plan) == []
+    assert [*plan.shorter] == [4, 8] and find_unsoundness(plan) == []
     results, moved = moved_by_steps(c, plan)
     compare(c, plan, results, plans.alone(c, [range(1, STEPS + 1)], asks=True)[0])
-    assert moved == [communication(plan.of_length(length)) for length in (4, 8, 16)]
+    assert moved == [communication(plan.plan_of_length(length)) for length in (4, 8, 16)]
     assert replay([found.log for found in results]) is None, "order of launches"
 
 
@@ -165,17 +165,17 @@ def test_a_run_goes_on_under_another_plan(seed):
 def test_negative_control_positions_of_the_last_rows(monkeypatch):
     """Where ranks that are several read the table from its end, the oracle sees it."""
     c = growing("1d", {"t": 2}, microbatch=2)
-    plan, cut_of = make_plan(c), stage_passes.pieces_of
+    plan, cut_of = make_plan(c), stage_passes.read_sequence_batch
 
     def shifted(corpus, split, start, end, count):
         return cut_of(corpus, split, start + (count > 1), end + (count > 1), count)
 
-    real, alone = plans.run_phase, stage_passes.pieces_of
+    real, alone = plans.run_phase, stage_passes.read_sequence_batch
 
     def wrong(*given):
-        monkeypatch.setattr(stage_passes, "pieces_of", shifted)
+        monkeypatch.setattr(stage_passes, "read_sequence_batch", shifted)
         found = real(*given)
-        monkeypatch.setattr(stage_passes, "pieces_of", alone)
+        monkeypatch.setattr(stage_passes, "read_sequence_batch", alone)
         return found
 
     monkeypatch.setattr(plans, "run_phase", wrong)
@@ -187,11 +187,11 @@ def test_steps_move_what_each_length_moves():
     """A shorter length moves the same activations, as they have as many tokens, and the gradients of all steps."""
     c = growing("1d_sp", {"t": 2}, data=2, model="llama")
     plan = make_plan(c)
-    moved = {n: communication(plan.of_length(n)) for n in (4, 8, 16)}
+    moved = {n: communication(plan.plan_of_length(n)) for n in (4, 8, 16)}
     assert moved[4] == moved[8] == moved[16]
-    flops = [plan.of_length(n).flops_per_token for n in (4, 8, 16)]
+    flops = [plan.plan_of_length(n).flops_per_token for n in (4, 8, 16)]
     assert flops == sorted(flops) and flops[0] < flops[-1]
-    assert [length_at(c, step) for step in (1, 2, 3, 99)] == [4, 8, 16, 16]
+    assert [find_step_length(c, step) for step in (1, 2, 3, 99)] == [4, 8, 16, 16]
 
 
 def test_a_length_that_axes_do_not_divide_is_refused_with_others_that_do():
@@ -213,12 +213,12 @@ def test_parameters_that_depend_on_the_length_are_refused():
 
 
 def test_memory_is_that_of_the_length_that_needs_most():
-    from platform.predict.memory_budget import training
+    from platform.predict.memory_budget import predict_training
 
     c = growing("1d", {"t": 2}, layers=1, dropout=0.1)
     plan = make_plan(c)
-    [whole] = training(c, plan)
-    [longest] = training(c, replace(plan, shorter={}))
-    [short] = training(c, replace(plan.shorter[4], shorter={}))
-    assert whole.total == max(longest.total, short.total) >= longest.total
+    [whole] = predict_training(c, plan)
+    [longest] = predict_training(c, replace(plan, shorter={}))
+    [short] = predict_training(c, replace(plan.shorter[4], shorter={}))
+    assert whole.total_bytes == max(longest.total_bytes, short.total_bytes) >= longest.total_bytes
     assert np.isclose(longest.parameters, short.parameters)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from platform.config.validation import violations_of_configuration
-from platform.plan.plan_check import unsound
-from platform.plan.scheme import dealt, lent_experts
+from platform.plan.plan_check import find_unsoundness
+from platform.plan.scheme import deal_rows, lent_experts
 from platform.predict.make_plan import make_plan
-from platform.predict.plan_report import replayed
+from platform.predict.plan_report import replay_traffic
 from platform.runtime import conversion
 from tests.harness.oracle import compare, configure, run, serial, trainer_of
 from tests.harness.threads import run_threads
@@ -43,7 +43,7 @@ def test_no_rank_gets_busier(seats):
         assert all(len(set(ranks)) == len(ranks) for ranks in at.values())
         for expert, ranks in at.items():
             for source in range(4):
-                assert sum(dealt(load[expert], source, sorted(ranks))) == load[expert]
+                assert sum(deal_rows(load[expert], source, sorted(ranks))) == load[expert]
 
 
 @pytest.mark.parametrize("lent", [1, 3])
@@ -52,7 +52,7 @@ def test_equals_one_process(name, lent):
     c = configured(lent, **PLANS[name])
     plan, results = run(c)
     compare(c, plan, results, serial(c))
-    assert not list(unsound(plan))
+    assert not list(find_unsoundness(plan))
 
 
 @pytest.mark.parametrize("lent", [1, 3])
@@ -60,7 +60,7 @@ def test_biases_on_sub_grid_zero_alone_are_lent_there(lent, monkeypatch):
     c = configured(lent, biased=True, branch="dsp_csub", branch_axes={"g": 2}, data=2, experts_of=2)
     plan, results = run(c)
     compare(c, plan, results, serial(c))
-    assert not list(unsound(plan))
+    assert not list(find_unsoundness(plan))
     shifts = [o for (kind, _), o in plan.operations.items() if kind == "shift"]
     steps = [s for o in shifts for each in o.conversions for s in (*each.forward, *each.backward)]
     assert {s.only for s in steps if s.op in ("lend", "give_back")} == {(), ("g",)}
@@ -74,7 +74,7 @@ def test_weights_that_another_axis_splits_are_joined_before_they_are_lent(dim):
     c.tensor.parameters = {"in": {dim: ["b"]}, "out": {dim: ["b"]}}
     plan, results = run(c)
     compare(c, plan, results, serial(c))
-    assert not list(unsound(plan))
+    assert not list(find_unsoundness(plan))
 
 
 def test_equals_one_process_with_biases_recomputed():
@@ -109,7 +109,7 @@ def test_bytes_are_those_of_the_routing(name):
     for _, _, of_rank in found:
         for key, n in of_rank.items():
             moved[key] = moved.get(key, 0) + n
-    assert moved == replayed(plan, [routing for _, routing, _ in found], lent)
+    assert moved == replay_traffic(plan, [routing for _, routing, _ in found], lent)
 
 
 def test_a_gradient_that_stays_is_found(monkeypatch):

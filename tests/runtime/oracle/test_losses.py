@@ -12,7 +12,7 @@ from platform.boundary.refusals import ConfigError
 from platform.config.fields import WEIGHTED
 from platform.model.losses import LOSSES
 from platform.predict.make_plan import make_plan
-from platform.predict.memory_budget import needed_bytes
+from platform.predict.memory_budget import predict_peak_bytes
 from platform.runtime import chunked_loss
 from platform.runtime.chunked_loss import LogitDerivatives
 from tests.harness.live import count
@@ -105,7 +105,7 @@ def test_one_process_gives_what_autograd_does(monkeypatch, weighted):
 @pytest.mark.parametrize("forgotten", ["whole", "label", "every", "weights"])
 def test_a_wrong_derivative_shows(monkeypatch, forgotten):
     """Negative control: on ranks of a split vocab alone."""
-    judged = chunked_loss._judged
+    judged = chunked_loss._compute_token_losses
     c = build({**CASE, "loss": "smoothed"})
     serial(c)
 
@@ -116,9 +116,9 @@ def test_a_wrong_derivative_shows(monkeypatch, forgotten):
             derivatives = LogitDerivatives(**{**given, forgotten: torch.zeros_like(derivatives.label)})
         return losses, derivatives
 
-    monkeypatch.setattr(chunked_loss, "_judged", wrong)
+    monkeypatch.setattr(chunked_loss, "_compute_token_losses", wrong)
     if forgotten == "weights":
-        monkeypatch.setattr("platform.train.trainer.share_of", lambda plan, corpus, first, end: 100.0)
+        monkeypatch.setattr("platform.train.trainer.compute_loss_divisor", lambda plan, corpus, first, end: 100.0)
     with pytest.raises(AssertionError, match="gradient of"):
         prove(c)
 
@@ -130,7 +130,9 @@ def test_an_evaluation_is_of_cross_entropy():
     found = []
     for c in (own, plain):
         plan = make_plan(c)
-        found.append(run_threads(plan.mesh, lambda one, c=c, plan=plan: trainer_of(c, plan, one).mean_loss("v", 6)))
+        found.append(
+            run_threads(plan.mesh, lambda one, c=c, plan=plan: trainer_of(c, plan, one).compute_mean_loss("v", 6))
+        )
     assert found[0] == found[1] and abs(found[0][0] - log(61)) < 0.2
 
 
@@ -147,7 +149,7 @@ def test_needed_bytes_hold():
         c = build({**CASE, "plan": plan}, length=64, d_model=64)
         found = make_plan(c)
         peaks = [rank.peak for rank in count(c, found)]
-        assert abs(needed_bytes(c, found) - max(peaks)) <= 0.05 * max(peaks)
+        assert abs(predict_peak_bytes(c, found) - max(peaks)) <= 0.05 * max(peaks)
 
 
 def test_no_place_for_it():

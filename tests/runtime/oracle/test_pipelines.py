@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from platform.plan.simulate import simulate
 from platform.plan.step_collectives import communication
-from platform.predict.choose_schedule import schedule_of
+from platform.predict.choose_schedule import build_schedule
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
 from platform.runtime.pipeline import PipelineExecutor
@@ -120,9 +120,9 @@ def test_pairwise_cover_of_every_value(case):
 def test_negative_control_forgotten_tied_gradient(monkeypatch):
     """Where the head's gradient of a tied embedding does not reach the first stage, the oracle must fail."""
     c = configure(pipeline="1f1b", stages=2, microbatch=2)
-    monkeypatch.setattr("platform.train.trainer.sum_tied", lambda *_: None)
+    monkeypatch.setattr("platform.train.trainer.sum_tied_gradients", lambda *_: None)
     plan, results = run(c)
-    assert plan.tied == {"embedding": (0, 1)}
+    assert plan.stages_of_tied_parameters == {"embedding": (0, 1)}
     with pytest.raises(AssertionError, match="embedding"):
         compare(c, plan, results, serial(c))
 
@@ -144,8 +144,8 @@ def test_scatter_gather_divides_what_is_sent_by_t(scheme):
 def test_live_activations_are_the_simulator_s(schedule, chunks):
     c = configure(pipeline=schedule, stages=2, chunks=chunks, microbatch=2, global_batch=12)
     plan, found = measured_live(c)
-    assert found == list(simulate(schedule_of(c, 1)).peak_live)
-    assert plan.stages == 2
+    assert found == list(simulate(build_schedule(c, 1)).peak_live)
+    assert plan.num_stages == 2
 
 
 def measured_live(c):
@@ -164,7 +164,7 @@ def test_an_output_is_freed_when_it_was_sent(monkeypatch):
     c = configure(pipeline="gpipe", stages=2, microbatch=2, tied=False)
     plan = make_plan(c)
     made, alive = [], []  # on stage 0; how many of them there are when each of its backward passes begins
-    input_gradient, send = PipelineExecutor._input_gradient, ThreadGroups.send
+    input_gradient, send = PipelineExecutor._compute_input_gradient, ThreadGroups.send
     mine = lambda: threading.current_thread().name == "rank0"  # noqa: E731
 
     def edge(x):
@@ -182,7 +182,7 @@ def test_an_output_is_freed_when_it_was_sent(monkeypatch):
     monkeypatch.setattr("platform.runtime.pipeline.get_gradient_edge", edge)
     monkeypatch.setattr("platform.runtime.pipeline.SENDS_IN_FLIGHT", 0)
     monkeypatch.setattr(ThreadGroups, "send", sending)
-    monkeypatch.setattr(PipelineExecutor, "_input_gradient", beginning)
+    monkeypatch.setattr(PipelineExecutor, "_compute_input_gradient", beginning)
     run_threads(plan.mesh, lambda communicator: trainer_of(c, plan, communicator).compute_gradients(1))
     assert plan.microbatches == len(alive) == 4 and len(made) == 8 and alive[0] == 0
 
@@ -194,7 +194,7 @@ def test_evaluation_is_that_of_one_process(schedule):
             trainer = trainer_of(c, plan, communicator)
             return validation_loss(trainer)
 
-        return run_threads(plan.mesh, run_) if plan.mesh.size > 1 else [run_(SingleRank(plan.mesh))]
+        return run_threads(plan.mesh, run_) if plan.mesh.world_size > 1 else [run_(SingleRank(plan.mesh))]
 
     c = configure(microbatch=4, **MODELS["t5"])
     (loss,) = work(c, make_plan(c))
@@ -226,9 +226,11 @@ def test_a_partial_microbatch_weighs_what_it_has(more):
 def test_negative_control_partial_microbatch(monkeypatch):
     """Where the missing sequences were real ones, the oracle must fail."""
     c = configure(data=3, microbatch=2, global_batch=11)
-    load = StagePasses.load
+    load = StagePasses.load_blocks
     monkeypatch.setattr(
-        StagePasses, "load", lambda self, split, first, end=None, chunk=None: load(self, split, first, chunk=chunk)
+        StagePasses,
+        "load_blocks",
+        lambda self, split, first, end=None, chunk=None: load(self, split, first, chunk=chunk),
     )
     with pytest.raises(AssertionError):
         compare(c, *run(c), serial(c))

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from platform.launch import compose
+from platform.launch import compose_config
 from platform.model import build_model
-from platform.plan.plan_check import unsound
+from platform.plan.plan_check import find_unsoundness
 from platform.plan.scheme import NESTED as KINDS_OF_NESTED
 from platform.plan.step_collectives import communication
-from platform.predict.footprint import saved_for_backward
+from platform.predict.footprint import count_saved_elements
 from platform.predict.make_plan import make_plan
 from platform.runtime import panels
 from tests.harness.card import alone, shrunk
@@ -54,7 +54,7 @@ def configured(name: str):
 def test_equals_one_process(case):
     plan, _ = prove(configured(case["ring"]))
     assert sum(kind == "ring_attention" for kind, _ in plan.operations) == RINGS[case["ring"]][0]
-    assert unsound(plan) == []
+    assert find_unsoundness(plan) == []
     assert plan.scheme.zigzag == ("" if case["ring"] == "straight" or plan.sizes["length"] % 2 else "context")
     assert plan.scheme.rounds == (2 if case["ring"].startswith("pieces") else 1)
 
@@ -64,7 +64,7 @@ def test_what_is_kept_is_what_the_plan_says(name):
     c = configured(name)
     c.pipeline.kind, c.pipeline.stages = "none", 1
     plan, found = measured(c)
-    assert set(found) == {saved_for_backward(plan, build_model(c.model)).total}
+    assert set(found) == {count_saved_elements(plan, build_model(c.model)).total_elements}
 
 
 def test_bytes():
@@ -78,8 +78,8 @@ def test_bytes():
 
 def test_negative_control_keys_of_another_rank(monkeypatch):
     """Of two ranks that pass on their heads, each takes the other's keys for its own."""
-    in_turn = panels._in_turn
-    monkeypatch.setattr(panels, "_in_turn", lambda *given: ((1 - i, k, v) for i, k, v in in_turn(*given)))
+    in_turn = panels._iterate_panels
+    monkeypatch.setattr(panels, "_iterate_panels", lambda *given: ((1 - i, k, v) for i, k, v in in_turn(*given)))
     with pytest.raises(AssertionError):
         prove(configured("nested, llama"))
 
@@ -95,14 +95,14 @@ def test_bytes_between_nodes():
 def test_a_rotation_that_is_missing_is_seen():
     plan = make_plan(configured("llama"))
     less = with_operations(plan, "ring_attention", "*", lambda o: replace(o, collectives=o.collectives[1:]))
-    assert any("rotate" in line for line in unsound(less))
+    assert any("rotate" in line for line in find_unsoundness(less))
 
 
 @pytest.mark.parametrize(("kernel", "documents"), [("auto", False), ("math", False), ("auto", True)])
 def test_on_a_card_a_step_reads_its_device_once(kernel, documents):
     """Messages in one operation of the group, and CUDA's kernels, which take what they are given. Where documents begin
     is read on the host."""
-    c = shrunk(compose(["+experiment=gpt_quick", "parallel.data=1", "tensor=serial", "precision=bf16"]))
+    c = shrunk(compose_config(["+experiment=gpt_quick", "parallel.data=1", "tensor=serial", "precision=bf16"]))
     c.data.document_mask = c.model.within_documents = documents
     c.parallel.context, c.parallel.context_kind, c.train.attention_kernel = 2, "ring", kernel
     reads: list[int] = []

@@ -41,10 +41,10 @@ class Seen:
     def __init__(self, monkeypatch):
         self.products: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.routed: dict[int, list[tuple[torch.Tensor, ...]]] = defaultdict(list)
-        compute, route = einsum.einsums, expert_rows.route
+        compute, route = einsum.compute_einsums, expert_rows.route_tokens
 
         def einsums(coming, x, operands, *more, **options):
-            if coming.group.wide:
+            if coming.group.has_wide_dtype:
                 self.products.setdefault(coming.communicator.rank, (x.detach().clone(), operands[0].detach().clone()))
             return compute(coming, x, operands, *more, **options)
 
@@ -53,8 +53,8 @@ class Seen:
             self.routed[get_ident()].append((scores.detach().clone(), found[0].detach().clone()))
             return found
 
-        monkeypatch.setattr(einsum, "einsums", einsums)
-        monkeypatch.setattr(expert_rows, "route", routed)
+        monkeypatch.setattr(einsum, "compute_einsums", einsums)
+        monkeypatch.setattr(expert_rows, "route_tokens", routed)
 
 
 def weights_of(c, scores: torch.Tensor) -> torch.Tensor:
@@ -116,11 +116,11 @@ def test_gradients_are_rounded_once(precision):
     c = configure(precision={torch.bfloat16: "bf16", torch.float16: "fp16"}[precision], **EXPERTS)
     plan = make_plan(c)
     (group,) = plan.operations["project", "layers.0.mlp.router"].groups
-    assert group.wide
+    assert group.has_wide_dtype
     draw = torch.Generator().manual_seed(0)
     x, w, g = (torch.randn(shape, generator=draw) for shape in ((16, 8, 32), (16, 32), (16, 8, 16)))
     x, w = x.to(precision).requires_grad_(), w.to(precision).requires_grad_()
-    (scores,) = einsum.einsums(Operands(SingleRank(plan.mesh), group), x, [w])
+    (scores,) = einsum.compute_einsums(Operands(SingleRank(plan.mesh), group), x, [w])
     assert scores.dtype == torch.float32
     scores.backward(g)
     exact = [t.detach().double().requires_grad_() for t in (x, w)]

@@ -129,10 +129,10 @@ def test_negative_control_a_block_too_many():
 def test_every_parameter_lives_once():
     """Beside data and tensor parallelism of one, no two workers have the same number: nothing is replicated."""
     plan = make_plan(pure())
-    held = [plan.parameters_at(plan.mesh.coordinates(rank)) for rank in range(4)]
+    held = [plan.count_parameters_of_rank(plan.mesh.rank_coordinates(rank)) for rank in range(4)]
     assert sum(held) == plan.parameter_count and held[0] == plan.local_parameter_count
-    assert held[1] == held[2] == held[3] == plan.parameters_at(plan.elsewhere) < held[0]
-    common = {p.name for p in plan.parameters if not plan.present(p, plan.elsewhere)}
+    assert held[1] == held[2] == held[3] == plan.count_parameters_of_rank(plan.coordinates_off_sub_grid) < held[0]
+    common = {p.name for p in plan.parameters if not plan.has_block(p, plan.coordinates_off_sub_grid)}
     assert {"position", "norm.gain", "layers.0.attention.query", "layers.1.mlp.down_bias"} <= common
     assert not {"embedding", "layers.0.mlp.up", "layers.0.mlp.up_bias", "layers.1.mlp.down"} & common
 
@@ -150,9 +150,9 @@ def test_a_worker_holds_and_updates_what_it_has():
         return sum(w.numel() for w in trainer.weights.master.values()), updated, state, len(trainer.weights.gradients)
 
     for rank, (weights, updated, state, gradients) in enumerate(run_threads(plan.mesh, held)):
-        here = plan.mesh.coordinates(rank)
-        assert weights == updated == state == plan.parameters_at(here)
-        assert gradients == sum(plan.present(p, here) for p in plan.parameters)
+        here = plan.mesh.rank_coordinates(rank)
+        assert weights == updated == state == plan.count_parameters_of_rank(here)
+        assert gradients == sum(plan.has_block(p, here) for p in plan.parameters)
 
 
 def test_only_owners_reduce_gradients_over_data():

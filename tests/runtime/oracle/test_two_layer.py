@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from platform.launch import compose, main
+from platform.launch import compose_config, main
 from platform.plan.step_collectives import WORLD_SUMS, communication
 from platform.predict.make_plan import make_plan
 from tests.harness.oracle import compare, configure, counted, prove, run, serial
@@ -56,7 +56,7 @@ def test_with_accumulation_and_data_parallel(scheme):
 
 
 def planned(scheme: str, *arguments: str):
-    return make_plan(compose(["+experiment=two_layer", f"tensor={scheme}", *arguments]))
+    return make_plan(compose_config(["+experiment=two_layer", f"tensor={scheme}", *arguments]))
 
 
 def test_the_inefficient_layout_works_and_warns():
@@ -71,7 +71,7 @@ def test_the_illegal_layout_is_refused(capsys, monkeypatch):
     """By einsum, both dims, axis and what would be legal; before any process starts."""
     from platform.cluster import driver
 
-    monkeypatch.setattr(driver, "run", lambda *_, **__: pytest.fail("the driver was called"))
+    monkeypatch.setattr(driver, "drive_run", lambda *_, **__: pytest.fail("the driver was called"))
     assert main(["+experiment=two_layer", "tensor=mesh_tf_illegal", "tensor.axes.all=2"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from platform.config.fields import Config
-from platform.plan.plan_check import unsound
+from platform.plan.plan_check import find_unsoundness
 from platform.plan.step_collectives import communication
 from platform.predict.make_plan import make_plan
 from platform.predict.replan import replan
@@ -60,15 +60,15 @@ def uneven(**given) -> Config:
 def test_equals_one_process(name):
     c = uneven(**CASES[name])
     plan, _ = prove(c)
-    assert plan.uneven and not unsound(plan)
+    assert plan.uneven_parameters and not find_unsoundness(plan)
     between = sum(moved for _, moved in pair_traffic(plan).values())
     assert between == sum(communication(plan).values()), "pairs of ranks exchange what all of them move"
 
 
 def test_a_mean_that_takes_blocks_for_equal_differs(monkeypatch):
     """The negative control: a norm over heads merges the statistics of ranks as if all had as many as this one."""
-    alike = lambda ops, spec, dims, over: [prod(ops.plan.shape_at(spec, ops.communicator.coordinates)[-dims:])] * 2  # noqa: E731
-    monkeypatch.setattr(ParallelOps, "widths", alike)
+    alike = lambda ops, spec, dims, over: [prod(ops.plan.block_shape(spec, ops.communicator.coordinates)[-dims:])] * 2  # noqa: E731
+    monkeypatch.setattr(ParallelOps, "row_widths", alike)
     with pytest.raises(AssertionError, match=r"gradient|loss"):
         prove(uneven(**CASES["norms of all heads"]))
 
@@ -81,8 +81,8 @@ def test_the_static_check_knows_blocks_and_bytes():
     counts = with_operations(plan, "project", name, lambda o: replace(
         o, collectives=tuple(replace(c, cuts=()) for c in o.collectives)
     ))  # fmt: skip
-    assert "takes the 2 blocks of d_ff, of size 25, for equal ones" in unsound(forgets)[0]
-    assert "elements over" in unsound(counts)[0]
+    assert "takes the 2 blocks of d_ff, of size 25, for equal ones" in find_unsoundness(forgets)[0]
+    assert "elements over" in find_unsoundness(counts)[0]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -102,9 +102,9 @@ def test_a_state_moves_to_other_blocks_and_back(seed):
 def test_all_survivors_work(data, t, workers):
     """Of 8 workers, with heads that neither number divides; without the key some are idle."""
     c = configure(tensor="1d", axes={"t": t}, data=data, heads=8, layers=1)
-    assert replan(c, workers).plan.mesh.size < workers
+    assert replan(c, workers).plan.mesh.world_size < workers
     c.tensor.uneven = True
-    assert replan(c, workers).plan.mesh.size == workers
+    assert replan(c, workers).plan.mesh.world_size == workers
 
 
 @pytest.mark.parametrize(("given", "line"), [

@@ -7,7 +7,7 @@ from math import prod
 
 import pytest
 
-from platform.config.layout_rules import ranks_of_experts
+from platform.config.layout_rules import expert_axis_sizes
 from platform.plan.layout import Layout
 from platform.plan.operations.experts import Ends
 from platform.predict.make_plan import make_plan
@@ -24,7 +24,7 @@ def inside(scheme: str, branch: str) -> int:
     tensor, axes = SCHEMES[scheme]
     sizes = {} if branch == "none" else {"g": 2}
     c = configure(tensor=tensor, axes=axes, branch=branch, branch_axes=sizes, tensor_experts="whole")
-    return prod(ranks_of_experts(c).values())
+    return prod(expert_axis_sizes(c).values())
 
 
 def legal(case) -> bool:
@@ -48,7 +48,9 @@ def test_a_table_says_what_the_key_does():
     widths = {"heads": ["t"], "d_ff": ["t"], "vocab": ["t"]}
     c.tensor.parameters = {"vector": {}, "all": {**widths, "experts": ["t"]}}
     plan, _ = prove(c)
-    assert plan.scheme.regions["experts"].restrict(["experts", "d_ff"]) == Layout.of({"experts": ["t"]})
+    assert plan.scheme.regions["experts"].restrict_dims(["experts", "d_ff"]) == Layout.build_canonical(
+        {"experts": ["t"]}
+    )
     shapes = {p.name: plan.local_shape(p) for p in plan.parameters}
     assert shapes["layers.0.mlp.experts.up"] == (2, 24, 32) and shapes["layers.0.mlp.shared.up"] == (12, 32)
     assert plan.operations == make_plan(by_key).operations
@@ -61,12 +63,12 @@ def test_negative_control_rows_of_another_rank(monkeypatch):
     """Where tensor ranks make rows of each other's experts, one process must notice."""
     c = configured("shared", 2, tensor="1d_sp", axes={"t": 2}, data=2, tensor_experts="whole", capacity_factor=0.0)
     prove(c)
-    whole = Ends.seats
+    whole = Ends.exchange_seats
 
     def seats(*arguments):
         axes, first, each = whole(*arguments)
         return axes, tuple(e ^ each for e in first), each
 
-    monkeypatch.setattr(Ends, "seats", seats)
+    monkeypatch.setattr(Ends, "exchange_seats", seats)
     with pytest.raises(AssertionError):
         prove(c)

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 
-from platform.plan.gather_order import fetches
+from platform.plan.gather_order import find_fetches
 from platform.predict.make_plan import make_plan
 from platform.runtime import einsum
 from tests.harness.oracle import MODELS, configure, examine, run, trainer_of
@@ -55,7 +55,7 @@ def legal(case) -> bool:
 def test_equals_one_process(case):
     c = configured(case)
     plan, results = run(c)
-    assert any(f.multiplies for chunk in plan.chunks for f in fetches(chunk))
+    assert any(f.multiplies for chunk in plan.chunks for f in find_fetches(chunk))
     examine(c, plan, results)
 
 
@@ -65,7 +65,7 @@ CASE = {"scheme": "3d", "recompute": "none", "pipeline": ("none", 1, 1), "zero":
 def events_of_a_step(c, monkeypatch):
     """By rank, of a step: (True, name) of each collective that is launched, (False, "") of each matrix product."""
     plan, events = make_plan(c), {}
-    launch, local_einsum = ThreadGroups.launch, einsum.local_einsum
+    launch, local_einsum = ThreadGroups.launch, einsum.local_einsum_function
 
     def note(*event):
         events.setdefault(threading.current_thread().name, []).append(event)
@@ -90,7 +90,7 @@ def events_of_a_step(c, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(ThreadGroups, "launch", launched)
-        patched.setattr(einsum, "local_einsum", multiplying)
+        patched.setattr(einsum, "local_einsum_function", multiplying)
         run_threads(plan.mesh, work)
     return plan, list(events.values())
 
@@ -101,7 +101,7 @@ def test_the_next_weight_is_on_its_way_when_a_product_is_computed(back, overlap,
     """And without parallel.overlap, the control, it leaves after it."""
     c = configured(CASE | {"gathered": "again"}, overlap)
     plan, ranks = events_of_a_step(c, monkeypatch)
-    counts = {f.converted[0][0].name: len(f.converted) for f in fetches(plan.chunks[0]) if f.multiplies}
+    counts = {f.converted[0][0].name: len(f.converted) for f in find_fetches(plan.chunks[0]) if f.multiplies}
     del counts["embedding"]  # the loss multiplies by itself
     names = [*reversed(counts)] if back else [*counts]
     total, each = sum(counts.values()), 2 if back else 1  # a product forward; two backward

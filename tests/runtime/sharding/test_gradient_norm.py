@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from platform.plan.chunks import SQUARED_AT_ONCE
-from platform.plan.step_collectives import counted_stretches
+from platform.plan.step_collectives import grad_norm_slices
 from platform.predict.make_plan import make_plan
 from platform.runtime import flat_buffers
 from platform.runtime.communicator import SingleRank
@@ -40,17 +40,19 @@ def norm_of(layout: str, scale: float, vocab: int, precision: str) -> tuple[floa
         out = torch.full((bucket.elements,), torch.nan, dtype=dtype)
         for p in bucket.parameters:
             padding = [n for d, k in zip(p.dims, plan.global_shape(p), strict=True)
-                       for n in (plan.planner.sizes_of(p)[d] - k, 0)][::-1]  # fmt: skip
-            where = tuple(slice(o, o + n) for o, n in plan.block(p, communicator.coordinates))
+                       for n in (plan.planner.tensor_sizes(p)[d] - k, 0)][::-1]  # fmt: skip
+            where = tuple(slice(o, o + n) for o, n in plan.locate_block(p, communicator.coordinates))
             block = torch.nn.functional.pad(whole[p.name], padding)[where].flatten()
-            out[slice(*bucket.ranges[p.name])] = block
-        return out.view(bucket.shards, -1)[communicator.index(bucket.sharded)].clone()
+            out[slice(*bucket.parameter_ranges[p.name])] = block
+        return out.view(bucket.shards, -1)[communicator.group_index(bucket.sharded)].clone()
 
     def squares(communicator):
         mine = {bucket.parameters[0].name: flat(bucket, communicator) for bucket in plan.buckets}
-        return flat_buffers.squared_norm(communicator, counted_stretches(plan, communicator.coordinates), mine).item()
+        return flat_buffers.local_squared_norm(
+            communicator, grad_norm_slices(plan, communicator.coordinates), mine
+        ).item()
 
-    found = [squares(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, squares)
+    found = [squares(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else run_threads(plan.mesh, squares)
     return sqrt(sum(found)), sqrt(sum(g.double().square().sum().item() for g in whole.values()))
 
 
@@ -80,7 +82,9 @@ def test_a_stretch_may_mix_all_sizes(few):
     for rest in (1.0, 0.0):
         x = torch.full((2 * SQUARED_AT_ONCE + 7,), rest)
         x[[3, 1000, -1]] = few
-        found = flat_buffers.squared_norm(SingleRank(make_plan(configure()).mesh), {"x": [slice(0, len(x))]}, {"x": x})
+        found = flat_buffers.local_squared_norm(
+            SingleRank(make_plan(configure()).mesh), {"x": [slice(0, len(x))]}, {"x": x}
+        )
         assert found.dtype == torch.float64
         assert found.item() == pytest.approx(x.double().square().sum().item(), rel=1e-7, abs=0, nan_ok=True)
 
@@ -98,7 +102,7 @@ def test_clipping_follows():
     trainer.optimizer.register_step_post_hook(
         lambda *_: after.update({n: g.double() for n, g in trainer.weights.gradients.items()})
     )
-    trainer._update(norm, 1e-3)
+    trainer._update_weights(norm, 1e-3)
     assert sqrt(sum(g.square().sum().item() for g in after.values())) == pytest.approx(c.optimizer.clip, rel=1e-5)
 
 
@@ -107,7 +111,7 @@ def test_a_gpu_squares_in_fp64(scale, monkeypatch):
     """By the calls that a GPU gets, on tensors of the CPU; a norm in fp32 is the control."""
     parts = [torch.randn(n) * scale for n in (70_001, 1, 300)]
     exact = sum(x.double().square().sum().item() for x in parts)
-    assert flat_buffers._at_once(parts).item() == pytest.approx(exact, rel=1e-12, abs=0)
+    assert flat_buffers._sum_squares_at_once(parts).item() == pytest.approx(exact, rel=1e-12, abs=0)
     norm = torch._foreach_norm
     monkeypatch.setattr(torch, "_foreach_norm", lambda x, order, dtype: [y.double() for y in norm(x, order)])
-    assert flat_buffers._at_once(parts).item() != pytest.approx(exact, rel=1e-12, abs=0)
+    assert flat_buffers._sum_squares_at_once(parts).item() != pytest.approx(exact, rel=1e-12, abs=0)

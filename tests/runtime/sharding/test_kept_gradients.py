@@ -64,7 +64,7 @@ def drawn(seed: int) -> Config:
 
 def poisoned(trainer) -> SimpleNamespace:
     """Gradients of a step in which every sum of gradients is taken, and its memory overwritten, as soon as it is."""
-    weights, sums, send, finish = trainer.weights, {}, trainer.communicator.send, trainer.weights.finish
+    weights, sums, send, finish = trainer.weights, {}, trainer.communicator.send, trainer.weights.finish_reductions
 
     def checked_send(x: Tensor, stage: int):
         kept = {flat.sums.untyped_storage().data_ptr() for flat in weights.buckets if flat.sums is not None}
@@ -74,7 +74,7 @@ def poisoned(trainer) -> SimpleNamespace:
     def poisoning(flat, came):
         def run(name: str) -> None:
             came(name)
-            there, _ = flat.sum_of(name)
+            there, _ = flat.gradient_memory(name)
             sums[name] = sums.get(name, 0.0) + there
             there.fill_(torch.nan)
             flat._summed.discard(name)
@@ -83,15 +83,15 @@ def poisoned(trainer) -> SimpleNamespace:
 
     def restored():
         for flat in weights.buckets:
-            flat.came = type(flat).came.__get__(flat)
+            flat.note_added_gradients = type(flat).note_added_gradients.__get__(flat)
             for name in flat.compute.keys() & sums.keys():
-                flat.add(name, sums[name])
+                flat.add_gradient(name, sums[name])
         return finish()
 
     for flat in weights.buckets:
-        flat.came, flat.complete = poisoning(flat, flat.came), None
-    weights._reduce = lambda flat: None  # `finish` does
-    weights.finish, trainer.communicator.send = restored, checked_send
+        flat.note_added_gradients, flat.complete = poisoning(flat, flat.note_added_gradients), None
+    weights._reduce_bucket = lambda flat: None  # `finish` does
+    weights.finish_reductions, trainer.communicator.send = restored, checked_send
     trainer.compute_gradients(1)
     assert sums
     return SimpleNamespace(rank=trainer.communicator.rank, gradients=weights.gradients)
@@ -103,7 +103,7 @@ def test_a_kept_gradient_shares_memory_with_nothing_that_is_read_later(seed):
     c = drawn(seed)
     plan = make_plan(c)
     work = lambda communicator: poisoned(trainer_of(c, plan, communicator))  # noqa: E731
-    results = [work(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, work)
+    results = [work(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else run_threads(plan.mesh, work)
     expected = serial(c).gradients
     largest = max(g.abs().max() for g in expected.values())
     for name, found in assemble(plan, results, lambda r: r.gradients).items():

@@ -18,7 +18,7 @@ from platform.train.faults import Fault
 from platform.train.generator import Generator
 from platform.train.rank_parameters import LossScale, Weights
 from platform.train.replies import AskedTexts, Choice
-from platform.train.state_recovery import differing
+from platform.train.state_recovery import compare_replicas
 from platform.train.trainer import Trainer
 from platform.train.training_state import State
 from tests.harness.card import alone
@@ -59,9 +59,9 @@ def test_equals_one_process(name, data, zero):
 
 
 BROKEN: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
-    "nobody waits": lambda patch: patch.setattr(FlatBucket, "gather", lambda self: None),
-    "spans do not wait": lambda patch: patch.setattr(Residency, "_move", lambda *_: None),
-    "the first span alone waits": lambda patch: patch.setattr(Residency, "block", lambda self, block, x: block(x)),
+    "nobody waits": lambda patch: patch.setattr(FlatBucket, "gather_parameters", lambda self: None),
+    "spans do not wait": lambda patch: patch.setattr(Residency, "_move_to_span", lambda *_: None),
+    "the first span alone waits": lambda patch: patch.setattr(Residency, "run_block", lambda self, block, x: block(x)),
 }
 
 
@@ -74,7 +74,7 @@ def test_negative_control_weights_that_are_read_before_they_are_there(how, monke
 
 def test_negative_control_conversions_that_start_ahead_of_their_span(monkeypatch):
     c = planned("2d_gather", 2, 1)
-    monkeypatch.setattr(rank_parameters, "read_in", lambda chunk: [set(names) for names in chunk.spans])
+    monkeypatch.setattr(rank_parameters, "first_reads_by_span", lambda chunk: [set(names) for names in chunk.spans])
     with pytest.raises(AssertionError):
         prove(c)
 
@@ -89,7 +89,7 @@ def test_each_bucket_is_waited_for_at_its_first_use(overlap, monkeypatch):
     """In the order of the forward pass; nothing is left when it ends, and no later pass waits."""
     c = planned("untied", 2, 1)
     c.parallel.overlap = overlap
-    move = Residency._move
+    move = Residency._move_to_span
 
     def work(trainer: Trainer) -> tuple[list[list[bool]], list[bool]]:
         buckets, seen = trainer.weights.buckets, []
@@ -100,7 +100,7 @@ def test_each_bucket_is_waited_for_at_its_first_use(overlap, monkeypatch):
 
         trainer.step(1)
         after = [flat.resident for flat in buckets]
-        trainer.weights.residency._move = moved.__get__(trainer.weights.residency)
+        trainer.weights.residency._move_to_span = moved.__get__(trainer.weights.residency)
         trainer.step(2)
         return seen, after
 
@@ -119,7 +119,7 @@ def after_an_update(c: Config, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a rank does from an update to the end of the next forward pass, in order, on a card that is not there:
     gathers of weights that it starts and waits for, and spans of the model that begin."""
     found: list[str] = []
-    start, move = FlatBucket._gather_into, Residency._move
+    start, move = FlatBucket._launch_gather, Residency._move_to_span
 
     class Noted:
         def __init__(self, flat: FlatBucket, out: torch.Tensor):
@@ -134,8 +134,8 @@ def after_an_update(c: Config, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         move(self, spans, at, way)
         found.append(f"span {at}")
 
-    monkeypatch.setattr(FlatBucket, "_gather_into", lambda flat, out: Noted(flat, out))
-    monkeypatch.setattr(Residency, "_move", moved)
+    monkeypatch.setattr(FlatBucket, "_launch_gather", lambda flat, out: Noted(flat, out))
+    monkeypatch.setattr(Residency, "_move_to_span", moved)
     with alone(c, 0, []) as trainer:
         trainer.step(1)
         trainer.step(2)
@@ -158,11 +158,11 @@ def test_gathers_run_under_the_next_forward_pass(zero, monkeypatch):
 
 @pytest.mark.parametrize("how", ["no overlap", "a refresh that waits"])
 def test_negative_control_gathers_that_are_waited_for_at_once(how, monkeypatch):
-    c, refresh = planned("untied", 2, 1), Weights.refresh
+    c, refresh = planned("untied", 2, 1), Weights.refresh_copies
     if how == "no overlap":
         c.parallel.overlap = False
     else:
-        monkeypatch.setattr(Weights, "refresh", lambda self, ahead: refresh(self))
+        monkeypatch.setattr(Weights, "refresh_copies", lambda self, ahead: refresh(self))
     assert after_an_update(c, monkeypatch) == [*STARTS, *WAITS, *(f"span {i}" for i in range(SPANS))]
 
 
@@ -198,7 +198,7 @@ def continued(c: Config) -> list[list[int]]:
         trainer.step(1)
         generator = Generator(trainer.config, trainer.plan, trainer.communicator, trainer.weights)
         with torch.no_grad():
-            return [list(text.ids) for text in generator.write(*asked)]
+            return [list(text.ids) for text in generator.continue_texts(*asked)]
 
     return on_all_ranks(c, work)[0]
 
@@ -248,10 +248,12 @@ def test_damage_and_comparisons_see_what_an_update_has_made():
         def of(trainer: Trainer) -> Any:
             mine = fault if fault and fault.rank == trainer.communicator.rank else None
             trainer.step(1)
-            compared = differing(trainer, State(trainer), None) if fault is None else None
+            compared = compare_replicas(trainer, State(trainer), None) if fault is None else None
             return (
                 compared
-                or trainer.step(2, fault=mine, verify=lambda: differing(trainer, State(trainer), None)).differences
+                or trainer.step(
+                    2, fault=mine, verify=lambda: compare_replicas(trainer, State(trainer), None)
+                ).differences
             )
 
         return of
@@ -263,11 +265,11 @@ def test_damage_and_comparisons_see_what_an_update_has_made():
 
 
 def test_negative_control_a_comparison_that_does_not_wait(monkeypatch):
-    monkeypatch.setattr(Weights, "settle", lambda self: None)
+    monkeypatch.setattr(Weights, "settle_gathers", lambda self: None)
 
     def work(trainer: Trainer) -> Any:
         trainer.step(1)
-        return differing(trainer, State(trainer), None)
+        return compare_replicas(trainer, State(trainer), None)
 
     assert all(found for found in on_all_ranks(planned("tied", 3, 1), work))
 
@@ -278,7 +280,7 @@ def test_a_later_update_of_the_masters_waits_for_the_gather_before(monkeypatch):
     def work(trainer: Trainer) -> list[bool]:
         trainer.step(1)
         started = [flat._gathering for flat in trainer.weights.buckets]
-        trainer.weights.refresh()
+        trainer.weights.refresh_copies()
         return [flat.resident and flat._gathering is None and bool(s) for flat, s in zip(
             trainer.weights.buckets, started, strict=True
         )]  # fmt: skip

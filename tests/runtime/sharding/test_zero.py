@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from platform.boundary.refusals import ConfigError
-from platform.launch import compose
+from platform.launch import compose_config
 from platform.plan.chunks import SHARD_UNIT
-from platform.plan.layout import padded
+from platform.plan.layout import pad_to_multiple
 from platform.plan.step_collectives import communication
 from platform.predict.footprint import weight_bytes
 from platform.predict.make_plan import make_plan
@@ -116,7 +116,7 @@ def test_groups_of_replicas(zero, data, group, taken):
     c = configure("1d_sp", {"t": 2 if data == 4 else 1}, data=data, zero=zero, microbatch=2, global_batch=12, layers=1)
     c.parallel.zero_group = group
     plan, results = prove(c)
-    assert {b.shards for b in plan.buckets} == {taken} and plan.replicas == data
+    assert {b.shards for b in plan.buckets} == {taken} and plan.num_replicas == data
     assert plan.zero == (zero if taken > 1 else 0)
     axes = {launch.axes for launch in results[0].log if launch.op == "reduce_scatter" and "t" not in launch.axes}
     assert axes == ({("zero",)} if 1 < taken < data else {("data",)} if taken > 1 else set())
@@ -129,7 +129,7 @@ def on_all_ranks(c, work):
     """The plan, and `work(trainer)` of every rank."""
     plan = make_plan(c)
     start = lambda communicator: work(trainer_of(c, plan, communicator))  # noqa: E731
-    return plan, [start(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, start)
+    return plan, [start(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else run_threads(plan.mesh, start)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -164,11 +164,11 @@ def test_ranks_hold_what_the_whole_plan_says(model, stages, zero):
 
 def held(trainer) -> dict[str, int]:
     """Bytes after one step: the optimizer's state without its counters, and the gradients that a microbatch leaves."""
-    trainer._forward_backward(1)
+    trainer._run_forward_backward(1)
     for flat in trainer.weights.buckets if trainer.plan.zero >= 2 else ():
-        flat.settle()
+        flat.settle_reduction()
     sums = sum(g.nbytes for flat in trainer.weights.buckets for g in (flat.sums, flat.reduced) if g is not None)
-    trainer.weights.finish()
+    trainer.weights.finish_reductions()
     trainer.step(1)
     kept = [t for flat in trainer.weights.buckets for t in (flat.masters, flat.part, *flat.compute.values())]
     tensors = {w.untyped_storage()._cdata: w.untyped_storage() for w in kept}
@@ -192,7 +192,9 @@ def test_memory_is_what_the_plan_says(zero, precision):
         assert {**rank, "optimizer": 0} == {**planned, "optimizer": 0}
         assert 0 <= planned["optimizer"] - rank["optimizer"] <= padding * moment
     whole = make_plan(configure("1d", {"t": 2}, data=3, microbatch=2, global_batch=6, layers=1)).local_parameter_count
-    assert 0 <= 3 * plan.masters_at(plan.mesh.coordinates(0)) - whole <= 3 * whole * (zero == 0) + padding
+    assert (
+        0 <= 3 * plan.count_masters_of_rank(plan.mesh.rank_coordinates(0)) - whole <= 3 * whole * (zero == 0) + padding
+    )
     assert 0 <= 3 * plan.local_parameter_count - whole <= 3 * whole * (zero != 3) + 3 * padding
 
 
@@ -202,13 +204,13 @@ def test_shards_tile_every_block_exactly_once(case, zero):
     tensor, axes, data = case
     plan = make_plan(configure(tensor, axes, data=data, zero=zero, global_batch=4 * data, vocab=61))
     for p in plan.parameters:
-        ranges = [plan.shard_range(p, {**plan.mesh.coordinates(0), "data": i}) for i in range(data)]
+        ranges = [plan.shard_range(p, {**plan.mesh.rank_coordinates(0), "data": i}) for i in range(data)]
         assert ranges[0][0] == 0 and ranges[-1][1] == prod(plan.local_shape(p))
         assert all(a[1] == b[0] for a, b in pairwise(ranges))
     for i in range(data):
-        here = {**plan.mesh.coordinates(0), "data": i}
+        here = {**plan.mesh.rank_coordinates(0), "data": i}
         mine = sum(stop - start for start, stop in (plan.shard_range(p, here) for p in plan.parameters))
-        assert 0 <= plan.masters_at(here) - mine < data * len(plan.buckets)
+        assert 0 <= plan.count_masters_of_rank(here) - mine < data * len(plan.buckets)
 
 
 def test_what_a_bucket_holds():
@@ -217,8 +219,10 @@ def test_what_a_bucket_holds():
     names = [[p.name for p in b.parameters] for b in plan.buckets]
     assert names[0] == ["embedding"] and names[1] == ["position"] and set(names[-1]) == {"norm.gain", "norm.bias"}
     assert all(n.startswith(f"layers.{i}.") for i in (0, 1) for n in names[2 + i]) and len(names) == 5
-    (one, table) = sorted(make_plan(configure(data=2, zero=1, layers=2)).buckets, key=lambda b: len(b.ranges))[::-1]
-    assert [p.name for p in table.parameters] == ["embedding"] and len(one.ranges) == len(plan.parameters) - 1
+    (one, table) = sorted(
+        make_plan(configure(data=2, zero=1, layers=2)).buckets, key=lambda b: len(b.parameter_ranges)
+    )[::-1]
+    assert [p.name for p in table.parameters] == ["embedding"] and len(one.parameter_ranges) == len(plan.parameters) - 1
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -226,7 +230,9 @@ def test_what_a_bucket_holds():
 def test_large_shards_begin_where_whole_vectors_do(data, zero):
     """Also after a re-form to an odd number of replicas: each begins at a multiple of 256 bytes in 16 bits. At most
     one element in a hundred is padding."""
-    c = compose(["+experiment=one_gpu", f"parallel.data={data}", f"parallel.zero={zero}", "train.global_batch=840"])
+    c = compose_config(
+        ["+experiment=one_gpu", f"parallel.data={data}", f"parallel.zero={zero}", "train.global_batch=840"]
+    )
     plan = make_plan(c)
     large = [b for b in plan.buckets if b.elements // data >= SHARD_UNIT**2]
     assert sum(b.elements for b in large) > 0.99 * plan.parameter_count
@@ -239,7 +245,7 @@ def test_large_shards_begin_where_whole_vectors_do(data, zero):
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
 def test_a_block_comes_back_from_its_chunks(shape, parts):
     block = torch.randn(shape)
-    flat = conversion.flatten_padded(block, padded(block.numel(), parts))
+    flat = conversion.flatten_padded(block, pad_to_multiple(block.numel(), parts))
     assert flat.numel() % parts == 0 and flat.numel() - block.numel() < parts
     assert torch.equal(conversion.unflatten_padded(flat, shape), block)
 

@@ -119,9 +119,9 @@ def test_readings_are_means_since_the_report_before() -> None:
     own = Gauges()
     assert own.take_means() == {}
     for numbers in ({"cpu": 1.0}, {"cpu": 2.0, "power": 5.0}):
-        own.sample([lambda numbers=numbers: numbers, unreadable])
+        own.take_reading([lambda numbers=numbers: numbers, unreadable])
     assert own.take_means() == {"cpu": 1.5, "power": 5.0} == own.take_means(), "the same again without a new one"
-    own.sample([lambda: {"cpu": 4.0}])
+    own.take_reading([lambda: {"cpu": 4.0}])
     assert own.take_means() == {"cpu": 4.0}
 
 

@@ -14,8 +14,17 @@ from platform.config.fields import Config
 from platform.plan.layout import Mesh
 from platform.train import gauges
 from platform.train.gauges import GpuQuery
-from platform.train.health import BY_NAME, symptoms
-from platform.train.measurements import CONNECTIONS, FULL, MEASURES, QUICK, TOGETHER, Bench, findings, look_at_gpu
+from platform.train.health import BY_NAME, judge_workers
+from platform.train.measurements import (
+    CONNECTIONS,
+    FULL,
+    MEASURES,
+    QUICK,
+    TOGETHER,
+    Bench,
+    measure_worker,
+    note_gpu_memory,
+)
 from platform.train.replies import Findings
 from tests.doubles import sick_worker
 from tests.harness.threads import run_threads
@@ -29,7 +38,7 @@ def config(tmp_path):
 
 
 def measured(config):
-    return findings(config, Path(config.run.dir), "cpu", QUICK)
+    return measure_worker(config, Path(config.run.dir), "cpu", QUICK)
 
 
 def test_a_sound_worker(config, tmp_path):
@@ -47,7 +56,7 @@ def test_a_sound_worker(config, tmp_path):
 def test_what_is_wrong_is_found(config, monkeypatch, how, check):
     before = measured(config)
     monkeypatch.setattr(torch, "mm", torch.mm)  # both are put back after the test
-    monkeypatch.setattr(sick_worker.measure, "open_storage", sick_worker.measure.open_storage)
+    monkeypatch.setattr(sick_worker.measurements, "open_storage", sick_worker.measurements.open_storage)
     sick_worker.HOW[how]()
     found = measured(config)
     if check == "gemm":
@@ -76,7 +85,7 @@ def test_what_other_threads_of_the_worker_do_does_not_count(config, tmp_path):
             time.sleep(0.1)
 
     try:
-        assert Bench(config, tmp_path, "cpu", QUICK)._seconds(waits) < 0.3
+        assert Bench(config, tmp_path, "cpu", QUICK)._time_once(waits) < 0.3
     finally:
         over.set()
         other.join()
@@ -136,7 +145,7 @@ def test_what_nvidia_smi_says(tmp_path, monkeypatch, script, readings, facts):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}" if script else str(tmp_path))
     found = Findings()
     query = GpuQuery()
-    query.answer(found)
+    query.add_answer(found)
     assert (found.readings, found.facts) == (readings, facts)
     if script:
         asked = (tmp_path / "asked").read_text().splitlines()
@@ -147,7 +156,7 @@ def test_what_nvidia_smi_says(tmp_path, monkeypatch, script, readings, facts):
 @pytest.mark.parametrize(("check", "measure"), CONNECTIONS.items())
 def test_connections_are_measured_and_their_numbers_checked(monkeypatch, check, measure):
     size = 2 if check == "link" else 3
-    found = run_threads(Mesh.of({"stage": 1, TOGETHER: size}), lambda c: measure(c, QUICK))
+    found = run_threads(Mesh.arrange_axes({"stage": 1, TOGETHER: size}), lambda c: measure(c, QUICK))
     assert all(one.readings[check] > 0 and one.readings["wrong"] == 0 for one in found)
 
     def damaged(c):
@@ -162,7 +171,7 @@ def test_connections_are_measured_and_their_numbers_checked(monkeypatch, check, 
             c.launch = wrong
         return measure(c, QUICK)
 
-    found = run_threads(Mesh.of({"stage": 1, TOGETHER: size}), damaged)
+    found = run_threads(Mesh.arrange_axes({"stage": 1, TOGETHER: size}), damaged)
     assert [one.readings["wrong"] for one in found] == [6.0 * (rank == 1) for rank in range(size)]
 
 
@@ -171,15 +180,15 @@ def test_what_a_gpu_says_of_itself(config, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: device)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 << 30, 80 << 30))
     bench = Bench(config, Path(config.run.dir), "cuda", QUICK)
-    look_at_gpu(bench)
+    note_gpu_memory(bench)
     assert bench.found == Findings({"free": 0.25}, {}, {"gpu": "NVIDIA H100 80GB HBM3", "gpu memory": "80 GiB"})
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [QUICK, FULL], ids=["quick", "full"])
 def test_a_gpu(config, sizes):
-    found = findings(config, Path(config.run.dir), "cuda", sizes)
+    found = measure_worker(config, Path(config.run.dir), "cuda", sizes)
     assert not found.errors and found.readings.keys() >= {"gemm", "wrong", "memory", "free", "write", "read"}
     assert found.facts.keys() >= {"gpu", "gpu memory"}
-    own, shared = symptoms({0: found}, "cuda")
+    own, shared = judge_workers({0: found}, "cuda")
     assert own == {0: {}} and shared == {}, found

@@ -4,7 +4,7 @@ from itertools import combinations
 import pytest
 
 from platform.train import gauges, health
-from platform.train.health import groups_by_check, rounds
+from platform.train.health import groups_by_check, pair_rounds
 
 
 def test_examples():
@@ -14,7 +14,7 @@ def test_examples():
 
 @pytest.mark.parametrize("nodes", ["", "a", "ab", "aaaa", "aaaaa", "aabbcc", "aabbc", "abcdefgh" * 2, "aaab"])
 def test_each_rank_has_one_partner_at_a_time_and_each_partner_once(nodes):
-    found = rounds(nodes, 3)
+    found = pair_rounds(nodes, 3)
     assert len(found) <= 3 and all(found)
     for pairs in found:
         ranks = [rank for pair in pairs for rank in pair]
@@ -26,12 +26,12 @@ def test_each_rank_has_one_partner_at_a_time_and_each_partner_once(nodes):
 
 
 def test_all_meet_all_in_the_end():
-    assert sorted(pair for pairs in rounds("a" * 6, 99) for pair in pairs) == [*combinations(range(6), 2)]
+    assert sorted(pair for pairs in pair_rounds("a" * 6, 99) for pair in pairs) == [*combinations(range(6), 2)]
 
 
 def test_partners_are_on_other_nodes_where_there_are_any():
     nodes = "aaaabbbbcccc"
-    assert all(nodes[a] != nodes[b] for pairs in rounds(nodes, 9) for a, b in pairs)
+    assert all(nodes[a] != nodes[b] for pairs in pair_rounds(nodes, 9) for a, b in pairs)
 
 
 def test_gpus_of_a_node_are_measured_together():

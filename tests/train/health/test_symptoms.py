@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 
-from platform.train.health import BY_NAME, CHECKS, EXACT, _median_beside, best_of, symptoms
+from platform.train.health import BY_NAME, CHECKS, EXACT, _median_of_others, judge_workers, merge_findings
 from platform.train.replies import Findings
 
 USUAL = {"gemm": 1e12, "wrong": 0.0, "memory": 1e11, "link": 1e9, "write": 1e9, "read": 2e9, "clock": 0.0}
@@ -18,7 +18,7 @@ def found(*changes, size=4):
 
 
 def bad(workers, device="cpu"):
-    own, shared = symptoms(workers, device)
+    own, shared = judge_workers(workers, device)
     assert not shared
     return {number: list(why) for number, why in own.items() if why}
 
@@ -39,7 +39,7 @@ def test_each_check_finds_one_that_is_worse_and_leaves_alone_what_is_nearly_as_g
 
 
 def test_an_absolute_bound_needs_no_peers_but_a_majority_that_is_sound():
-    assert symptoms(found({"clock": 5.0}, size=1), "cpu") == ({0: {}}, {"clock": "5 s, where 1 s is the most"})
+    assert judge_workers(found({"clock": 5.0}, size=1), "cpu") == ({0: {}}, {"clock": "5 s, where 1 s is the most"})
     assert bad(found({"clock": 5.0}, {"gemm": 1e6})) == {0: ["clock"], 1: ["gemm"]}
 
 
@@ -50,7 +50,7 @@ def test_what_is_fine_is_left_alone_however_good_the_peers_are():
 def test_what_most_have_is_said_once_and_held_against_nobody():
     workers = {n: replace(f, errors={"write": f"denied to {n}"}) for n, f in found(size=5).items()}
     workers[4] = Findings(USUAL | {"gemm": 1e10})
-    own, shared = symptoms(workers, "cpu")
+    own, shared = judge_workers(workers, "cpu")
     assert own == {0: {}, 1: {}, 2: {}, 3: {}, 4: {"gemm": "10 GFLOP/s, where its peers have 1 TFLOP/s"}}
     assert shared == {"write": "denied to 0"}
 
@@ -59,12 +59,12 @@ def test_facts_are_those_of_the_majority():
     workers = {n: Findings({}, {}, {"gpu": "H100", "gpu driver": "550"}) for n in range(5)}
     workers[2].facts["gpu"] = "A100"
     del workers[3].facts["gpu driver"]
-    assert symptoms(workers, "cuda")[0] == {
+    assert judge_workers(workers, "cuda")[0] == {
         0: {}, 1: {}, 2: {"gpu": "A100, where most have H100"},
         3: {"gpu driver": "none, where most have 550"}, 4: {},
     }  # fmt: skip
     halves = {n: Findings({}, {}, {"gpu": "H100" if n < 2 else "A100"}) for n in range(4)}
-    assert not any(symptoms(halves, "cuda")[0].values())
+    assert not any(judge_workers(halves, "cuda")[0].values())
 
 
 def test_bounds_of_gpus_are_their_own():
@@ -77,7 +77,7 @@ def test_again_keeps_the_better_measurement_but_a_wrong_number_stays():
     first = Findings({"gemm": 1.0, "wrong": 2.0, "clock": 5.0}, {"write": "full", "read": "torn"})
     again = Findings({"gemm": 3.0, "wrong": 0.0, "clock": 0.0, "link": 7.0, "write": 1.0}, {"read": "torn again"})
     both = Findings({"gemm": 3.0, "wrong": 2.0, "clock": 0.0, "link": 7.0, "write": 1.0}, {"read": "torn again"})
-    assert best_of(first, again) == both and best_of(again, first).readings == both.readings
+    assert merge_findings(first, again) == both and merge_findings(again, first).readings == both.readings
 
 
 def test_the_median_of_the_others():
@@ -85,8 +85,8 @@ def test_the_median_of_the_others():
     for _ in range(200):
         values = sorted(draw.choice([1.0, 2.0, 3.0, draw.random()]) for _ in range(draw.randint(2, 9)))
         for i, value in enumerate(values):
-            assert _median_beside(value, values) == median(values[:i] + values[i + 1 :])
-    assert _median_beside(4.0, [4.0]) == 4.0
+            assert _median_of_others(value, values) == median(values[:i] + values[i + 1 :])
+    assert _median_of_others(4.0, [4.0]) == 4.0
 
 
 def test_thousands_are_judged_in_a_moment():

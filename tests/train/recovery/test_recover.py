@@ -35,7 +35,7 @@ FACTORS: dict[str, list[Any]] = {
     "memory": SHARED,
     "lost": ["first", "last", "nobody"],
 }
-SIZES = {name: make_plan(config(name)).mesh.size for name in (*NAMES, *FACTORED, *ROUTED)}
+SIZES = {name: make_plan(config(name)).mesh.world_size for name in (*NAMES, *FACTORED, *ROUTED)}
 
 
 def domains(name: str, nodes: str) -> list[str]:
@@ -77,7 +77,7 @@ def ranks(name: str, work, fresh: bool = True) -> list:
         torch.set_num_threads(1)
         return work(trainer_of(c, plan, communicator, fresh=fresh), communicator)
 
-    return [one(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, one)
+    return [one(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else run_threads(plan.mesh, one)
 
 
 def numbers(trainer, step: int) -> tuple[float, float]:
@@ -98,7 +98,7 @@ def undisturbed(name: str) -> list[Undisturbed]:
             found.append(numbers(trainer, step))
             if step < 3:
                 for memory in memories.values():
-                    take(memory, step, state.blocks(), state.values(), communicator.transfer)
+                    take(memory, step, state.live_blocks(), state.read_values(), communicator.transfer)
             if step % 2 == 0:
                 after.append(live_copies(state))
         return Undisturbed(found, after, memories)
@@ -113,7 +113,7 @@ def source_of(case: dict[str, Any]) -> Source:
     homes = domains(case["old"], case["nodes"])
     shared = case["memory"] == "shared"
     formed = {0: Formation(config(case["old"]), None, homes, members, moments(case["old"]), shared)}
-    assert all(one.memories[case["nodes"], case["memory"]].steps == [1, 2] for one in before)
+    assert all(one.memories[case["nodes"], case["memory"]].complete_steps == [1, 2] for one in before)
     source, reasons = find_source({0: 2}, formed, [m for m in members if m not in lost(case)], size)
     assert source and source.step == 2 and not reasons
     return seated(source, list(range(100, 100 + size)), size)
@@ -121,13 +121,13 @@ def source_of(case: dict[str, Any]) -> Source:
 
 def gather(source: Source, memories: list[RankSnapshots]) -> None:
     """Survivors without a seat pass on what only they have."""
-    _, handed = source.gathering(memories[0].held)
+    _, handed = source.plan_gathering(memories[0].held)
 
     def work(communicator) -> None:
         memory = memories[source.gathered[communicator.rank]]
-        memory.take_over(handed, source.step, communicator.rank, communicator.transfer)
+        memory.exchange_handovers(handed, source.step, communicator.rank, communicator.transfer)
 
-    run_threads(Mesh.of({"data": len(source.gathered)}), work)
+    run_threads(Mesh.arrange_axes({"data": len(source.gathered)}), work)
 
 
 def recovered(case: dict[str, Any], forget: str = "") -> bool:
@@ -138,15 +138,15 @@ def recovered(case: dict[str, Any], forget: str = "") -> bool:
     kept = [one.memories[case["nodes"], case["memory"]] for one in before]
     if source.gathered:
         gather(source, kept)
-    memories = {new: kept[source.seats[new]] for new in source.ranks.values()}
-    survived = source.survived(kept[0].held)
+    memories = {new: kept[source.seats[new]] for new in source.new_rank_by_old.values()}
+    survived = source.list_surviving_chains(kept[0].held)
 
     def work(trainer, communicator):
         state = State(trainer)
         memory = memories.get(communicator.rank)
-        state.recover(survived, memory.of_node(source.step) if memory else None)
-        start, values = live_copies(state), state.values()
-        for block in state.blocks():
+        state.recover_state(survived, memory.open_node_snapshot(source.step) if memory else None)
+        start, values = live_copies(state), state.read_values()
+        for block in state.live_blocks():
             if block.name.split(".")[0] == forget:
                 block.tensor.zero_()
         return start, values, [numbers(trainer, step) for step in (3, 4)], live_copies(state)

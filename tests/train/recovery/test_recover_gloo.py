@@ -30,9 +30,9 @@ def first(given: tuple[Config, list[str], bool], plan, communicator) -> tuple[li
         numbers.append(trainer.step(step).loss)
         moved = dict(communicator.moved)
         if step < 3:
-            take(memory, step, state.blocks(), state.values(), communicator.transfer)
+            take(memory, step, state.live_blocks(), state.read_values(), communicator.transfer)
         assert dict(communicator.moved) == moved, "copies at peers are no part of the step's communication"
-    return numbers, memory.steps, sum(len(parts) for parts in memory._sent.values())
+    return numbers, memory.complete_steps, sum(len(parts) for parts in memory._sent.values())
 
 
 def second(given: tuple[Config, Source], plan, communicator) -> float:
@@ -40,9 +40,11 @@ def second(given: tuple[Config, Source], plan, communicator) -> float:
     c, source = given
     memory = HELD.pop("memory", None)
     trainer = trainer_of(c, plan, communicator)
-    here = communicator.rank in source.ranks.values()
-    held = memory.held if memory and here else source.formed.held()
-    State(trainer).recover(source.survived(held), memory.of_node(2) if memory and here else None)
+    here = communicator.rank in source.new_rank_by_old.values()
+    held = memory.held if memory and here else source.formed.build_memory_map()
+    State(trainer).recover_state(
+        source.list_surviving_chains(held), memory.open_node_snapshot(2) if memory and here else None
+    )
     return trainer.step(3).loss
 
 
@@ -56,7 +58,7 @@ def second(given: tuple[Config, Source], plan, communicator) -> float:
 )
 def test_gloo_carries_the_copies_where_memory_is_not_shared(pool, old, new, gone, shared):
     plans = {name: make_plan(config(name)) for name in (old, new)}
-    members, size = list(range(plans[old].mesh.size)), plans[new].mesh.size
+    members, size = list(range(plans[old].mesh.world_size)), plans[new].mesh.world_size
     domains = [f"node {rank // 2}" for rank in members] if len(gone) == 2 else ["node"] * len(members)
     parts = pool.run(first, (config(old), domains, shared), plans[old])
     assert all(steps == [1, 2] for _, steps, _ in parts)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from platform.boundary.storage import open_storage
 from platform.checkpoint.blocks import Block, Box
-from platform.checkpoint.catalogue import begin, commit, load_manifest
+from platform.checkpoint.catalogue import choose_attempt_directory, commit_checkpoint, load_manifest
 from platform.checkpoint.manifest import Meta
 from platform.config.fields import Config
 from platform.predict.make_plan import make_plan
@@ -64,7 +64,7 @@ class Part:
 
 
 def copies(state: State) -> list[Block]:
-    return [Block(name, box, tensor.clone()) for name, box, tensor in state.blocks()]
+    return [Block(name, box, tensor.clone()) for name, box, tensor in state.live_blocks()]
 
 
 class Runs:
@@ -76,7 +76,7 @@ class Runs:
 
     def through(self, name: str) -> tuple[str, list[Part]]:
         if name not in self._made:
-            c, directory, reports, shapes = config(name), begin(self.storage, 1), [], {}
+            c, directory, reports, shapes = config(name), choose_attempt_directory(self.storage, 1), [], {}
 
             def work(state: State, part: Part, trainer) -> None:
                 for step in (1, 2):
@@ -84,13 +84,15 @@ class Runs:
                     part.numbers.append((report.loss, report.grad_norm))
                     part.after.append(copies(state))
                     if step == 1:
-                        part.values = state.values()
-                        state.image.fill(state.blocks())
-                        reports.append(state.image.write(self.storage, directory))
+                        part.values = state.read_values()
+                        state.checkpoint_image.fill_parts(state.live_blocks())
+                        reports.append(state.checkpoint_image.write_file(self.storage, directory))
                         shapes.update({h.name: h.shape for h in state.held})
 
             parts = ranks(c, work)
-            commit(self.storage, directory, shapes, reports, Meta(1, 4, c.seed, "", {}, "", {}, parts[0].values))
+            commit_checkpoint(
+                self.storage, directory, shapes, reports, Meta(1, 4, c.seed, "", {}, "", {}, parts[0].values)
+            )
             self._made[name] = directory, parts
         return self._made[name]
 
@@ -99,9 +101,9 @@ class Runs:
         manifest = load_manifest(self.storage, directory)
 
         def work(state: State, part: Part, trainer) -> None:
-            state.restore(self.storage, directory, manifest)
-            part.restored, part.values = copies(state), state.values()
-            for block in state.blocks():
+            state.restore_checkpoint(self.storage, directory, manifest)
+            part.restored, part.values = copies(state), state.read_values()
+            for block in state.live_blocks():
                 if block.name.split(".")[0] == forget:
                     block.tensor.zero_()
             report = trainer.step(2)
@@ -123,16 +125,16 @@ def ranks(c: Config, work) -> list[Part]:
         work(State(trainer), part, trainer)
         return part
 
-    return [one(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, one)
+    return [one(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else run_threads(plan.mesh, one)
 
 
 def whole(blocks_of_ranks: list[list[Block]], shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Global tensors. Raises AssertionError where replicas differ or something is missing."""
     out = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in shapes.items()}
     for name, box, tensor in (block for blocks in blocks_of_ranks for block in blocks):
-        everything = Box.whole(shapes[name])
-        if real := box.overlap(everything):
-            mine, there = tensor[real.within(box)], out[name][real.within(everything)]
+        everything = Box.whole_tensor(shapes[name])
+        if real := box.intersect_box(everything):
+            mine, there = tensor[real.relative_slices(box)], out[name][real.relative_slices(everything)]
             assert there.isnan().all() or torch.allclose(there, mine, rtol=1e-10, atol=1e-14), f"replicas of {name}"
             there.copy_(mine)
     assert not any(t.isnan().any() for t in out.values())

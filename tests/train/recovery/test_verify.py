@@ -11,7 +11,7 @@ from platform.config.fields import Config
 from platform.predict.make_plan import make_plan
 from platform.train.faults import Fault
 from platform.train.replies import Damage, Differences, Dispute
-from platform.train.state_recovery import checksum, differing
+from platform.train.state_recovery import compare_replicas, compute_checksum
 from platform.train.training_state import State
 from tests.harness.memories import opened, take
 from tests.harness.oracle import MODELS, configure, trainer_of
@@ -28,18 +28,18 @@ def steps(c: Config, flipped: int | None = None, hold: bool = True, spoil=None) 
         torch.set_num_threads(1)
         trainer = trainer_of(c, plan, communicator)
         state = State(trainer)
-        memory = opened(state.held, [""] * plan.mesh.size, communicator, divided=False)
+        memory = opened(state.held, [""] * plan.mesh.world_size, communicator, divided=False)
         for step in range(1, FLIPPED + 1):
-            before = memory.at(step - 1) if step - 1 in memory.steps else None
+            before = memory.find_snapshot(step - 1) if step - 1 in memory.complete_steps else None
             fault = Fault(step, "flip", flipped) if step == FLIPPED and flipped == communicator.rank else None
             if step == FLIPPED and spoil:
                 spoil(trainer)
             old = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
-            report = trainer.step(step, fault=fault, verify=lambda b=before: differing(trainer, state, b))
+            report = trainer.step(step, fault=fault, verify=lambda b=before: compare_replicas(trainer, state, b))
             if step < FLIPPED:
                 assert not report.skipped, report
             if hold:
-                take(memory, step, state.blocks(), state.values(), communicator.transfer)
+                take(memory, step, state.live_blocks(), state.read_values(), communicator.transfer)
         changed = {n for n, w in trainer.weights.master.items() if not torch.equal(w, old[n])}
         return report, changed
 
@@ -124,7 +124,7 @@ def test_moments_count():
 def test_every_flipped_bit_changes_the_checksum(elements, data):
     dtype = data.draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
     x = torch.arange(elements).to(dtype)
-    before = checksum(x).item()
+    before = compute_checksum(x).item()
     raw = x.view(torch.uint8)
     raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    assert checksum(x).item() != before
+    assert compute_checksum(x).item() != before

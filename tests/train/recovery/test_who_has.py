@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from platform.checkpoint.memory_recovery import lost
+from platform.checkpoint.memory_recovery import list_lost_tensors
 from platform.train.state_recovery import Formation, Source, find_source
 from tests.harness.oracle import configure
 from tests.harness.seats import seated
@@ -23,7 +23,7 @@ def test_the_newest_step_that_all_have():
     formed = {1: generation(EIGHT, list(range(10, 18)))}
     source, reasons = find_source({1: 5}, formed, range(10, 17), 7)
     assert source and source.step == 5 and source.generation == 1 and not reasons and not source.gathered
-    assert source.kept == list(range(7)) and source.members(source.kept) == list(range(10, 17))
+    assert source.kept == list(range(7)) and source.members_of_ranks(source.kept) == list(range(10, 17))
 
 
 def test_the_generation_before_serves_until_the_new_one_is_whole():
@@ -79,18 +79,20 @@ def test_few_seats_go_to_those_that_have_everything_or_the_others_pass_it_on(siz
     formed = {1: generation(EIGHT, list(range(8)))}
     source, _ = find_source({1: 2}, formed, range(1, 8), size)
     assert source and len(source.kept) == size and bool(source.gathered) == (size < 4)
-    source, held = seated(source, [], size), source.formed.held()
-    assert len(set(source.seats)) == size and lost(held.state, source.survived(held)) == []
+    source, held = seated(source, [], size), source.formed.build_memory_map()
+    assert len(set(source.seats)) == size and list_lost_tensors(held.state, source.list_surviving_chains(held)) == []
     if source.gathered:
-        survived, handed = source.gathering(held)
-        assert lost(held.state, survived) == []
+        survived, handed = source.plan_gathering(held)
+        assert list_lost_tensors(held.state, survived) == []
         assert {copy.receiver for copy in handed} <= set(map(source.gathered.index, source.kept))
         alone = replace(source, gathered=[])
-        assert lost(held.state, alone.survived(held)), "negative control: without passing it on something is lost"
+        assert list_lost_tensors(held.state, alone.list_surviving_chains(held)), (
+            "negative control: without passing it on something is lost"
+        )
 
 
 def test_survivors_keep_their_ranks_and_others_fill_the_holes():
     source = Source(1, 2, generation(EIGHT, [10, 11, 12, 13]), kept=[0, 2, 3], gathered=[], survivors=[0, 2, 3])
     four, three = seated(source, [20, 21], 4), seated(source, [], 3)
-    assert (four.seats, four.ranks) == ([10, 20, 12, 13], {0: 0, 2: 2, 3: 3})
-    assert (three.seats, three.ranks) == ([10, 13, 12], {0: 0, 2: 2, 3: 1})
+    assert (four.seats, four.new_rank_by_old) == ([10, 20, 12, 13], {0: 0, 2: 2, 3: 3})
+    assert (three.seats, three.new_rank_by_old) == ([10, 13, 12], {0: 0, 2: 2, 3: 1})

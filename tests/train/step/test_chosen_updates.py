@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from platform.optimizer.optimizers import kept_numbers
+from platform.optimizer.optimizers import count_state_numbers
 from platform.predict.footprint import weight_bytes
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
@@ -59,12 +59,12 @@ def steps(c, freeze=(), ema=0.0):
                 trainer.step(step)
             own.append({n: w.detach().clone() for n, w in trainer.weights.master.items()})
         state = State(trainer)
-        kept = sum(b.tensor.nbytes for b in state.blocks() if not b.name.startswith("model."))
-        planned = weight_bytes(trainer.stage, kept_numbers(c), communicator.coordinates)["optimizer"]
+        kept = sum(b.tensor.nbytes for b in state.live_blocks() if not b.name.startswith("model."))
+        planned = weight_bytes(trainer.stage, count_state_numbers(c), communicator.coordinates)["optimizer"]
         averages = own[-1] | trainer.weights.averages
         return Taken(communicator.rank, own, averages, gradients, norm, kept, planned)
 
-    ranks = [on_rank(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, on_rank)
+    ranks = [on_rank(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else run_threads(plan.mesh, on_rank)
     return plan, ranks
 
 
@@ -121,11 +121,11 @@ def test_averages_take_the_weights_place_and_leave_it_as_it_was():
         trainer = trainer_of(c, plan, communicator)
         trainer.step(1)
         weights = trainer.weights
-        weights.settle()  # the step's gathers of updated shards run under the next pass
+        weights.settle_gathers()  # the step's gathers of updated shards run under the next pass
         master, compute = ({n: w.detach().clone() for n, w in v.items()} for v in (weights.master, weights.compute))
         c.eval.batches = 1
         usual = validation_loss(trainer)
-        with weights.averaged():
+        with weights.use_averages():
             assert any(not torch.equal(w, weights.master[n]) for n, w in master.items() if w.numel())
             other = validation_loss(trainer)
         assert all(torch.equal(w, weights.master[n]) for n, w in master.items())

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from platform.plan.chunks import layer_of
+from platform.plan.chunks import layer_of_parameter
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
 from platform.runtime.parallel_ops import Watched
@@ -39,9 +39,9 @@ def report(recompute: str = "none", **how):
             return {}
 
         mine = trainer.step(1, verify=keep)
-        return Combiner(plan, communicator, 0.0, layers=1).together(mine), gradients
+        return Combiner(plan, communicator, 0.0, layers=1).combine_reports(mine), gradients
 
-    ranks = [on_rank(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, on_rank)
+    ranks = [on_rank(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else run_threads(plan.mesh, on_rank)
     return ranks[0]
 
 
@@ -54,7 +54,7 @@ def test_gradients_make_up_the_whole_norm(alone):
     found, gradients = alone
     assert set(found.layer_gradients) == {"embedding", "position", *(f"layers.{i}" for i in range(4)), "norm"}
     for layer, norm in found.layer_gradients.items():
-        squares = sum(float(g.square().sum()) for n, g in gradients.items() if layer_of(n) == layer)
+        squares = sum(float(g.square().sum()) for n, g in gradients.items() if layer_of_parameter(n) == layer)
         assert norm == pytest.approx(squares**0.5, rel=1e-9)
     assert sum(n * n for n in found.layer_gradients.values()) == pytest.approx(found.grad_norm**2, rel=1e-9)
 
@@ -66,7 +66,7 @@ def test_activations_are_root_mean_squares_of_the_sequences_alone(alone, monkeyp
         assert spec.dims[1] == "batch"
         seen[name].append(x[:, : self.sequences].detach())
 
-    monkeypatch.setattr(Watched, "see", see)
+    monkeypatch.setattr(Watched, "add_squares", see)
     report()
     rms = {name: torch.cat(blocks, 1).square().mean().sqrt().item() for name, blocks in seen.items()}
     assert torch.cat(seen["layers.3"], 1).shape == (16, 7, 32)
@@ -97,5 +97,5 @@ def test_nothing_is_recorded_unless_it_is_asked_for():
     plan = make_plan(c)
     trainer = trainer_of(c, plan, SingleRank(plan.mesh))
     combiner = Combiner(plan, trainer.communicator, 0.0, layers=2)
-    kept = [bool(combiner.together(trainer.step(step)).layer_gradients) for step in (1, 2, 3)]
+    kept = [bool(combiner.combine_reports(trainer.step(step)).layer_gradients) for step in (1, 2, 3)]
     assert kept == [False, True, False]

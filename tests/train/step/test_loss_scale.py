@@ -12,8 +12,8 @@ import torch
 from platform.boundary import schema
 from platform.boundary.schema import Malformed
 from platform.boundary.storage import open_storage
-from platform.checkpoint.blocks import chains_of
-from platform.checkpoint.catalogue import begin, commit, load_manifest
+from platform.checkpoint.blocks import join_chains
+from platform.checkpoint.catalogue import choose_attempt_directory, commit_checkpoint, load_manifest
 from platform.checkpoint.manifest import Meta, Refused
 from platform.config.fields import Config, LossScaling
 from platform.predict.make_plan import make_plan
@@ -48,7 +48,7 @@ def on_all_ranks(c: Config, work) -> list:
         torch.set_num_threads(1)
         return work(trainer_of(c, plan, communicator))
 
-    return [start(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, start)
+    return [start(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else run_threads(plan.mesh, start)
 
 
 def unscaled(name: str, scale: float, **scaling: float) -> tuple[Any, list]:
@@ -69,7 +69,7 @@ def test_float16_trains_as_one_process_in_fp64_does(name):
     first: dict[Any, torch.Tensor] = {}
     for r in results:  # replicas are equal as far as float16 goes: the first stands for all
         for p in plan.parameters if not plan.sharded else ():
-            where = p.name, tuple(map(tuple, plan.block(p, plan.mesh.coordinates(r.rank))))
+            where = p.name, tuple(map(tuple, plan.locate_block(p, plan.mesh.rank_coordinates(r.rank))))
             if p.name in r.gradients:
                 r.gradients[p.name] = first.setdefault(where, r.gradients[p.name])
     for tensor, value in assemble(plan, results, lambda r: r.gradients).items():
@@ -127,9 +127,9 @@ def test_what_a_smaller_scale_does_not_cure_is_no_overflow():
     c = case("serial")
     c.loss_scale = rules
     assert on_all_ranks(c, work) == [(True, False, LossScale(2.0**40))]
-    assert not LossScale(8.0).overflowed(nan, inf, LossScaling())
-    assert LossScale(8.0).overflowed(1.0, nan, LossScaling())
-    assert not LossScale(1.0).overflowed(1.0, nan, LossScaling())
+    assert not LossScale(8.0).has_overflowed(nan, inf, LossScaling())
+    assert LossScale(8.0).has_overflowed(1.0, nan, LossScaling())
+    assert not LossScale(1.0).has_overflowed(1.0, nan, LossScaling())
 
 
 def test_only_float16_has_a_scale():
@@ -139,11 +139,11 @@ def test_only_float16_has_a_scale():
 
 def test_the_scale_stays_in_its_bounds():
     rules = LossScaling(growth_every=1)
-    assert LossScale(LARGEST).after_update(rules) == LossScale(LARGEST)
-    assert LossScale(1.5).after_overflow(rules) == LossScale(1.0)
+    assert LossScale(LARGEST).scale_after_update(rules) == LossScale(LARGEST)
+    assert LossScale(1.5).scale_after_overflow(rules) == LossScale(1.0)
     for wrong in ({"scale": 0.0}, {"scale": inf}, {"good_steps": 3}, {"scale": 1.0, "good_steps": -1}, [1.0]):
         with pytest.raises(Malformed):
-            schema.read(LossScale, wrong)
+            schema.parse_value(LossScale, wrong)
 
 
 def saved(storage, c: Config, steps: int) -> str:
@@ -153,11 +153,11 @@ def saved(storage, c: Config, steps: int) -> str:
         state = State(trainer)
         for step in range(1, steps + 1):
             trainer.step(step)
-        state.image.fill(state.blocks())
-        directory = begin(storage, steps)
+        state.checkpoint_image.fill_parts(state.live_blocks())
+        directory = choose_attempt_directory(storage, steps)
         shapes = {h.name: h.shape for h in state.held}
-        meta = Meta(steps, 8 * steps, c.seed, "", {}, "", {}, state.values())
-        commit(storage, directory, shapes, [state.image.write(storage, directory)], meta)
+        meta = Meta(steps, 8 * steps, c.seed, "", {}, "", {}, state.read_values())
+        commit_checkpoint(storage, directory, shapes, [state.checkpoint_image.write_file(storage, directory)], meta)
         return directory
 
     return on_all_ranks(c, work)[0]
@@ -177,7 +177,7 @@ def test_a_resumed_run_has_the_same_scale(tmp_path, steps):
         return [trainer.step(step) for step in range(1, steps + 3)][-1]
 
     def second(trainer):
-        State(trainer).restore(storage, directory, manifest)
+        State(trainer).restore_checkpoint(storage, directory, manifest)
         assert trainer.loss_scale == LossScale(at, good)
         return [trainer.step(step) for step in (steps + 1, steps + 2)][-1]
 
@@ -194,7 +194,7 @@ def test_between_precisions(tmp_path):
         manifest = load_manifest(storage, directory)
 
         def work(trainer):
-            State(trainer).restore(storage, directory, manifest)
+            State(trainer).restore_checkpoint(storage, directory, manifest)
             there = LossScale(4096.0, 1 if directory == second else 0)
             assert trainer.loss_scale == (there if c.precision == "fp16" else None)
             return trainer.step(2).loss
@@ -208,7 +208,7 @@ def test_between_precisions(tmp_path):
     manifest = load_manifest(storage, second)
     manifest.meta.values["loss_scale"] = {"scale": -1.0}
     with pytest.raises(Refused, match="the values of its loss scale: scale: -1.0 is not in"):
-        on_all_ranks(half, lambda trainer: State(trainer).restore(storage, second, manifest))
+        on_all_ranks(half, lambda trainer: State(trainer).restore_checkpoint(storage, second, manifest))
 
 
 def test_memory_keeps_the_scale():
@@ -219,9 +219,9 @@ def test_memory_keeps_the_scale():
         state, communicator = State(trainer), trainer.communicator
         memory = opened(state.held, ["a", "b"], communicator)
         trainer.step(1)
-        take(memory, 1, state.blocks(), state.values(), communicator.transfer)
+        take(memory, 1, state.live_blocks(), state.read_values(), communicator.transfer)
         fresh = trainer_of(c, trainer.plan, communicator)
-        State(fresh).recover(chains_of(state.held), memory.of_node(1))
+        State(fresh).recover_state(join_chains(state.held), memory.open_node_snapshot(1))
         assert fresh.loss_scale == LossScale(2.0**26)
         return [(fresh.step(k).loss, trainer.step(k).loss) for k in (2, 3, 4)]
 

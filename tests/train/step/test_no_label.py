@@ -9,7 +9,7 @@ from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
 from platform.data.corpus import open_corpus
 from platform.plan.model_types import LABEL_WEIGHTS
-from platform.train.stage_passes import share_of
+from platform.train.stage_passes import compute_loss_divisor
 
 
 @pytest.fixture
@@ -23,22 +23,22 @@ def corpus(tmp_path):
 
 
 def test_a_step_on_prompts_alone_is_refused(corpus):
-    plan = SimpleNamespace(readers={}, sizes={"batch": 1})
-    counts = [corpus.predicted("train", i, i + 1) for i in range(corpus.samples["train"])]
+    plan = SimpleNamespace(reader_layouts={}, sizes={"batch": 1})
+    counts = [corpus.predicted("train", i, i + 1) for i in range(corpus.sample_counts["train"])]
     assert counts.count(0) == 1
     empty = counts.index(0)
     with pytest.raises(ConfigError) as refused:
-        share_of(plan, corpus, empty, empty + 1)
-    name = corpus.name_of("train", empty)
+        compute_loss_divisor(plan, corpus, empty, empty + 1)
+    name = corpus.name_sample("train", empty)
     assert str(refused.value) == (
         f"train.global_batch=1: training samples {empty} to {empty}, of which the first is {name}, have no label; "
         "nearest legal: a larger one"
     )
-    assert share_of(plan, corpus, 0, len(counts)) == sum(counts)
+    assert compute_loss_divisor(plan, corpus, 0, len(counts)) == sum(counts)
 
 
 def test_labels_that_all_weigh_nothing_are_none(corpus, monkeypatch):
-    plan = SimpleNamespace(readers={LABEL_WEIGHTS: {}}, sizes={"batch": 2})
+    plan = SimpleNamespace(reader_layouts={LABEL_WEIGHTS: {}}, sizes={"batch": 2})
     whole = type(corpus).batch
     for weight in (1.0, 0.0):
         monkeypatch.setattr(
@@ -47,7 +47,7 @@ def test_labels_that_all_weigh_nothing_are_none(corpus, monkeypatch):
             lambda *a, weight=weight: whole(*a) | {LABEL_WEIGHTS: whole(*a)["labels"] * 0.0 + weight},
         )
         if weight:
-            assert share_of(plan, corpus, 0, 4) == corpus.predicted("train", 0, 4)
+            assert compute_loss_divisor(plan, corpus, 0, 4) == corpus.predicted("train", 0, 4)
         else:
             with pytest.raises(ConfigError, match="have no label"):
-                share_of(plan, corpus, 0, 4)
+                compute_loss_divisor(plan, corpus, 0, 4)

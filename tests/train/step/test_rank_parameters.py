@@ -79,6 +79,6 @@ def assemble_alike(plan, results):
     first = {}
     for r in results:
         for p in plan.parameters:
-            where = tuple(plan.block(p, plan.mesh.coordinates(r.rank)))
+            where = tuple(plan.locate_block(p, plan.mesh.rank_coordinates(r.rank)))
             r.gradients[p.name] = first.setdefault((p.name, where), r.gradients[p.name])
     return assemble(plan, results, lambda r: r.gradients)

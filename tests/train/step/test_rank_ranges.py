@@ -8,9 +8,9 @@ from math import nan
 import torch
 
 from platform.predict.make_plan import make_plan
-from platform.predict.tier_traffic import Tiers, reach_of
+from platform.predict.tier_traffic import Tiers, farthest_tiers
 from platform.runtime.communicator import Communicator
-from platform.train.rank_parameters import Bandwidths, rank_ranges
+from platform.train.rank_parameters import Bandwidths, compute_rank_ranges
 from platform.train.replies import RankRange, StepReport
 from platform.train.step_report import Combiner
 from platform.train.trainer import SECTIONS
@@ -22,7 +22,7 @@ REACH = {"t": "inside a node", "data": "between nodes"}
 
 
 def test_a_spread_names_the_ranks_at_its_ends() -> None:
-    found = rank_ranges(
+    found = compute_rank_ranges(
         ["cpu", "gpu", "power"], torch.tensor([[1.0, nan, 9.0], [0.5, nan, nan], [2.0, nan, 7.0]]).double()
     )
     assert found == {"cpu": RankRange(0.5, 1.0, 2.0, 1, 2), "power": RankRange(7.0, 8.0, 9.0, 2, 0)}
@@ -31,11 +31,11 @@ def test_a_spread_names_the_ranks_at_its_ends() -> None:
 def test_a_bandwidth_is_the_bytes_that_a_rank_sent_over_the_seconds_that_it_waited() -> None:
     keys, waits = ["all_gather/t", "all_reduce/data", "all_reduce/t", "send/stage"], ["data", "t"]
     found = Bandwidths(PLAN.mesh, keys, waits, REACH)
-    assert PLAN.mesh.groups(["t"]) == [(0, 1), (2, 3)] and PLAN.mesh.groups(["data"]) == [(0, 2), (1, 3)]
+    assert PLAN.mesh.list_groups(["t"]) == [(0, 1), (2, 3)] and PLAN.mesh.list_groups(["data"]) == [(0, 2), (1, 3)]
     moved = torch.zeros(4, 4).double()
     moved[[0, 2], 0], moved[[0, 1], 1], moved[[0, 2], 2] = 600.0, 800.0, 200.0
     seconds = torch.tensor([[1.0, 2.0], [1.0, 4.0], [4.0, 2.0], [0.001, 8.0]]).double()
-    rates = found.of_step(moved, seconds, torch.full((4,), 10.0).double())
+    rates = found.compute_bandwidths(moved, seconds, torch.full((4,), 10.0).double())
     of_tier = dict(zip(found.tiers, rates.T.tolist(), strict=True))
     assert of_tier["inside a node"] == [200.0, 100.0, 200.0, 50.0]  # (300 + 100) bytes each
     assert of_tier["between nodes"][:3] == [400.0, 400.0, 100.0]
@@ -43,9 +43,9 @@ def test_a_bandwidth_is_the_bytes_that_a_rank_sent_over_the_seconds_that_it_wait
 
 
 def test_a_collective_reaches_as_far_as_its_farthest_ranks() -> None:
-    assert reach_of(PLAN, Tiers.of({"node": 2}, 4)) == REACH | {"data+t": "between nodes"}
-    assert set(reach_of(PLAN, Tiers.of({"node": 4}, 4)).values()) == {"inside a node"}
-    racks = reach_of(PLAN, Tiers.of({"node": 1, "rack": 2}, 4))
+    assert farthest_tiers(PLAN, Tiers.build_tiers({"node": 2}, 4)) == REACH | {"data+t": "between nodes"}
+    assert set(farthest_tiers(PLAN, Tiers.build_tiers({"node": 4}, 4)).values()) == {"inside a node"}
+    racks = farthest_tiers(PLAN, Tiers.build_tiers({"node": 1, "rack": 2}, 4))
     assert (racks["t"], racks["data"]) == ("between nodes", "between racks")
 
 
@@ -59,11 +59,14 @@ def report(rank: int, gauges: dict[str, float]) -> StepReport:
 def counted(communicator: Communicator, combiner: Combiner, mine: StepReport) -> tuple[StepReport, int]:
     """Combine reports, and count this rank's messages for it."""
     sent = []
-    real, communicator.collect = communicator.collect, lambda numbers: sent.append(len(numbers)) or real(numbers)
+    real, communicator.collect_numbers = (
+        communicator.collect_numbers,
+        lambda numbers: sent.append(len(numbers)) or real(numbers),
+    )
     try:
-        return combiner.together(mine), len(sent)
+        return combiner.combine_reports(mine), len(sent)
     finally:
-        communicator.collect = real
+        communicator.collect_numbers = real
 
 
 def test_the_reports_of_a_step_carry_the_readings() -> None:

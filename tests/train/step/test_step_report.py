@@ -33,7 +33,7 @@ def steps(config, communicator):
     found = []
     for step in (1, 2):
         mine = trainer.step(step)
-        found.append((mine, report.together(mine)))
+        found.append((mine, report.combine_reports(mine)))
     return found
 
 
@@ -78,7 +78,7 @@ def test_a_slow_rank_is_named():
         seconds = dict.fromkeys(SECTIONS, 0.0)
         seconds["forward"] = {0: 1.0, 1: 2.0}[communicator.coordinates["stage"]] * (4 if communicator.rank == 2 else 1)
         seconds["exposed_comm"] = 100.0 * communicator.rank
-        return Combiner(plan, communicator, slow=1.5, layers=2).together(report(seconds))
+        return Combiner(plan, communicator, slow=1.5, layers=2).combine_reports(report(seconds))
 
     assert run_threads(plan.mesh, work)[0].slow == [SlowRank(2, 4.0, "forward")]
     assert "exposed_comm" not in OWN_WORK
@@ -91,10 +91,10 @@ def test_the_parts_of_a_step_are_those_of_the_stage_that_computes_longest():
         seconds, stage = dict.fromkeys(SECTIONS, 0.0), communicator.coordinates["stage"]
         seconds |= {"forward": 1.0 + stage, "backward": 2.0, "exposed_comm": 0.5, "bubble": 3.0 - stage, "reduce": 0.25}
         mine = replace(report(seconds), waits={"t": float(communicator.rank), "moon": 9.0})
-        return Combiner(plan, communicator, slow=0).together(mine)
+        return Combiner(plan, communicator, slow=0).combine_reports(mine)
 
     parts = run_threads(plan.mesh, work)[0].parts
-    ranks = [rank for rank in range(plan.mesh.size) if plan.mesh.coordinates(rank)["stage"] == 1]
+    ranks = [rank for rank in range(plan.mesh.world_size) if plan.mesh.rank_coordinates(rank)["stage"] == 1]
     assert {name: seconds for name, seconds in parts.items() if seconds} == {
         "computing": 4.0, "waiting for t": fmean(ranks), "bubble": 2.0, "optimizer": 0.25,
     }  # fmt: skip
@@ -104,7 +104,7 @@ def test_a_collective_that_was_not_planned_is_ours_to_mend():
     plan = make_plan(configure())
     with pytest.raises(AssertionError, match="not planned"):
         seconds = dict.fromkeys(SECTIONS, 0.0)
-        Combiner(plan, SingleRank(plan.mesh), 0).together(report(seconds, {"all_reduce/moon": 8}))
+        Combiner(plan, SingleRank(plan.mesh), 0).combine_reports(report(seconds, {"all_reduce/moon": 8}))
 
 
 def on_gloo(config, plan, communicator):

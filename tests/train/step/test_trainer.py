@@ -50,7 +50,7 @@ def on_all_ranks(c: Config, work) -> list:
     def start(communicator):
         return work(trainer_of(c, plan, communicator))
 
-    return [start(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, start)
+    return [start(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else run_threads(plan.mesh, start)
 
 
 class Recorder(Tokens):
@@ -110,7 +110,7 @@ def clipped(c: Config) -> list[tuple[float, dict, dict]]:
         trainer.optimizer.register_step_post_hook(
             lambda *_: after.update({n: g.clone() for n, g in trainer.weights.gradients.items()})
         )
-        trainer._update(norm, 1e-3)
+        trainer._update_weights(norm, 1e-3)
         assert not trainer.weights.gradients
         return norm, before, after
 
@@ -195,7 +195,7 @@ def test_a_step_that_is_skipped_changes_nothing(name, cause):
     given."""
 
     def work(trainer):
-        fault = Fault(1, "nan", 1) if trainer.communicator.rank == trainer.plan.mesh.size - 1 else None
+        fault = Fault(1, "nan", 1) if trainer.communicator.rank == trainer.plan.mesh.world_size - 1 else None
         before = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
         report = trainer.step(1, 0.1) if cause == "a spike" else trainer.step(1, fault=fault)
         assert report.skipped and not trainer.weights.gradients

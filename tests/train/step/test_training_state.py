@@ -17,17 +17,19 @@ def test_snapshots_follow_what_an_optimizer_puts_in_a_moment_s_place():
     state = State(trainer)
     memory = opened(state.held, [""], trainer.communicator)
     trainer.step(1)
-    first = state.blocks()
+    first = state.live_blocks()
     for step in (2, 3, 4):  # both buffers, and one of them again
         trainer.step(step)
         if step == 4:
             for kept in trainer.optimizer.state.values():
                 kept["exp_avg"] = kept["exp_avg"] * 2
-        assert (state.blocks() is first) == (step < 4)
-        take(memory, step, state.blocks(), state.values(), trainer.communicator.transfer)
-    for name, w in trainer.weights.owned.items():
+        assert (state.live_blocks() is first) == (step < 4)
+        take(memory, step, state.live_blocks(), state.read_values(), trainer.communicator.transfer)
+    for name, w in trainer.weights.own_masters.items():
         wanted = {"model": w.detach(), **trainer.optimizer.state[w]}
         for kind in ("model", "exp_avg", "exp_avg_sq"):
-            [(part, at, end)] = [place for place in memory.at(4).own.places if place[0].tensor.name == f"{kind}.{name}"]
-            held = memory.at(4).own.data[at:end].view(torch.float64).view(part.box.extent)
+            [(part, at, end)] = [
+                place for place in memory.find_snapshot(4).own_buffer.places if place[0].tensor.name == f"{kind}.{name}"
+            ]
+            held = memory.find_snapshot(4).own_buffer.data[at:end].view(torch.float64).view(part.box.extent)
             assert torch.equal(held, wanted[kind][tuple(map(slice, part.box.extent))]), (kind, name)

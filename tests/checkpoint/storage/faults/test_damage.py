@@ -9,7 +9,7 @@ import pytest
 
 from platform.checkpoint import catalogue
 from platform.checkpoint import manifest as manifests
-from platform.checkpoint.catalogue import find, load_manifest
+from platform.checkpoint.catalogue import find_newest_checkpoint, load_manifest
 from platform.checkpoint.manifest import Corrupt, Manifest
 from tests.harness.small_storage import job, newest
 
@@ -38,20 +38,20 @@ def test_damage_to_any_file_is_found(copies, damage):
     number = 0
     while True:
         storage = copies(1, 2)
-        directory = max(storage.list(""))
+        directory = max(storage.list_sizes(""))
         if number == len(files(storage, directory)):
             break
         DAMAGE[damage](files(storage, directory)[number])
-        found = find(storage)
+        found = find_newest_checkpoint(storage)
         assert found.manifest.meta.step == 1
         [(refused, reason)] = found.refused
         assert refused == directory and "\n" not in reason
         whole = 3 - (damage == "missing")
         incomplete = damage == "missing" and "no manifest" in reason
         assert len(files(storage, directory)) == whole + (not incomplete)  # marked, and nothing deleted
-        assert newest(storage) == 1 and reason in find(storage).refused[0][1]
-        catalogue.prune(storage, last=1)
-        assert directory in storage.list("") and newest(storage) == 1
+        assert newest(storage) == 1 and reason in find_newest_checkpoint(storage).refused[0][1]
+        catalogue.prune_checkpoints(storage, last=1)
+        assert directory in storage.list_sizes("") and newest(storage) == 1
         number += 1
     assert number == 3
 
@@ -80,7 +80,7 @@ def outside(manifest: Manifest) -> Manifest:
 def sealed(change):
     def apply(manifest: Manifest) -> bytes:
         body = change(manifest.encode().rpartition(b'"sha256": ')[0])
-        return body + manifests._seal(body)
+        return body + manifests._seal_line(body)
 
     return apply
 
@@ -121,10 +121,10 @@ def test_what_others_wrote_is_passed_over_and_left_alone(storage, what):
     directory = job(2).save(storage, 2)
     rewrite(storage, directory, change)
     before = files(storage, directory)
-    found = find(storage)
+    found = find_newest_checkpoint(storage)
     assert found.manifest.meta.step == 1 and reason in found.refused[0][1]
     assert files(storage, directory) == before
-    catalogue.prune(storage, last=1)
+    catalogue.prune_checkpoints(storage, last=1)
     assert files(storage, directory) == before
 
 
@@ -134,23 +134,23 @@ def test_foreign_names_are_left_alone(storage, tmp_path):
     (root / "step-00000009-000009-abcdeg").mkdir()
     (root / "notes.txt").write_text("mine")
     job(2).save(storage, 2)
-    catalogue.prune(storage, last=1)
+    catalogue.prune_checkpoints(storage, last=1)
     assert newest(storage) == 2
-    assert {"step-1", "step-00000009-000009-abcdeg", "notes.txt"} <= set(storage.list(""))
+    assert {"step-1", "step-00000009-000009-abcdeg", "notes.txt"} <= set(storage.list_sizes(""))
 
 
 def test_stale_attempts(storage):
     """What a dead writer left is never loaded; it goes once a newer checkpoint is complete."""
-    stale = catalogue.begin(storage, 7)
+    stale = catalogue.choose_attempt_directory(storage, 7)
     job(7).write(storage, stale)
-    found = find(storage)
+    found = find_newest_checkpoint(storage)
     assert found.manifest.meta.step == 1
     assert found.refused == ((stale, f"incomplete, or not a checkpoint: it has no {manifests.NAME}"),)
-    catalogue.prune(storage, last=1)
-    assert stale in storage.list("")  # it may be under way
+    catalogue.prune_checkpoints(storage, last=1)
+    assert stale in storage.list_sizes("")  # it may be under way
     job(2).save(storage, 2)
-    catalogue.prune(storage, last=2)
-    assert stale not in storage.list("") and len(storage.list("")) == 2 and newest(storage) == 2
+    catalogue.prune_checkpoints(storage, last=2)
+    assert stale not in storage.list_sizes("") and len(storage.list_sizes("")) == 2 and newest(storage) == 2
 
 
 def test_a_run_taken_back_goes_on_from_where_it_is(storage):
@@ -158,8 +158,8 @@ def test_a_run_taken_back_goes_on_from_where_it_is(storage):
     job(9).save(storage, 9)
     job(4).save(storage, 4)
     assert newest(storage) == 4
-    catalogue.prune(storage, last=1)
-    assert newest(storage) == 4 and len(storage.list("")) == 1
+    catalogue.prune_checkpoints(storage, last=1)
+    assert newest(storage) == 4 and len(storage.list_sizes("")) == 1
 
 
 class Unreadable:
@@ -193,8 +193,8 @@ def test_what_cannot_be_read_today_is_passed_over_and_not_marked(storage, file):
 
 def test_a_quarantine_can_be_lifted(storage):
     directory = job(2).save(storage, 2)
-    catalogue.quarantine(storage, directory, "for a test")
-    assert find(storage).refused == ((directory, "quarantined: for a test"),)
+    catalogue.quarantine_checkpoint(storage, directory, "for a test")
+    assert find_newest_checkpoint(storage).refused == ((directory, "quarantined: for a test"),)
     storage.delete(f"{directory}/{catalogue.BAD}")
     assert newest(storage) == 2
 
@@ -212,7 +212,7 @@ def test_a_quarantine_can_be_lifted(storage):
 )
 def test_retention(steps, last, every, gone):
     complete = [catalogue.Attempt(100 - i, step, "") for i, step in enumerate(steps)]
-    found = catalogue.dispensable(complete, last, every)
+    found = catalogue.list_dispensable(complete, last, every)
     assert [a.step for a in found] == gone
     assert complete[:1] not in ([a] for a in found)
     if steps == [9, 4, 4, 2]:

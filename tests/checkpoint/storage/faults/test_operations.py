@@ -13,7 +13,7 @@ import pytest
 
 from platform.boundary import local_files as storage_module
 from platform.checkpoint import catalogue
-from platform.checkpoint.catalogue import find, load_manifest, verify
+from platform.checkpoint.catalogue import find_newest_checkpoint, load_manifest, verify_checkpoint
 from platform.checkpoint.manifest import Manifest, Refused
 from platform.checkpoint.saver import Saver
 from tests.doubles import faulty_os
@@ -50,8 +50,8 @@ def test_a_failure_at_every_operation_of_a_save(copies, kind, power):
         if not saved and "kill" not in kind:
             assert step == 1  # a save that reports failure flat_values nothing to be found
         job(3).save(storage, 3)
-        catalogue.prune(storage, last=2)
-        assert newest(storage) == 3 and len(storage.list("")) == 2
+        catalogue.prune_checkpoints(storage, last=2)
+        assert newest(storage) == 3 and len(storage.list_sizes("")) == 2
         if not system.fired:
             break
         at += 1
@@ -64,7 +64,7 @@ def test_the_fault_tests_see_a_missing_fsync(storage, monkeypatch):
     with monkeypatch.context() as patch:
         system = faulty(patch, forget_fsync=True)
         job(2).save(storage, 2)
-    assert find(storage).manifest.meta.step == 2
+    assert find_newest_checkpoint(storage).manifest.meta.step == 2
     system.lose_power()
     assert newest(storage) == 1
 
@@ -88,13 +88,13 @@ def test_a_failure_at_every_operation_of_pruning(copies, kind):
         with pytest.MonkeyPatch.context() as patch:
             system = faulty(patch, at, FAULTS[kind])
             with suppress(OSError, Killed):
-                catalogue.prune(storage, last=1)
-        assert newest(storage) == 3 and not find(storage).refused
-        for directory in storage.list(""):
+                catalogue.prune_checkpoints(storage, last=1)
+        assert newest(storage) == 3 and not find_newest_checkpoint(storage).refused
+        for directory in storage.list_sizes(""):
             with suppress(Refused):
-                assert not load_manifest(storage, directory).faults()
-        catalogue.prune(storage, last=1)
-        assert [name[:13] for name in storage.list("")] == ["step-00000003"]
+                assert not load_manifest(storage, directory).list_faults()
+        catalogue.prune_checkpoints(storage, last=1)
+        assert [name[:13] for name in storage.list_sizes("")] == ["step-00000003"]
         at, fired = at + 1, system.fired
         kinds |= set(system.seen)
     assert at > 10 and kinds >= {"unlink", "rmdir", "fsync"}
@@ -126,9 +126,9 @@ def test_sigkill_at_every_operation_of_a_save(copies):
 def saver_events(storage, step: int, **kwargs) -> list[dict]:
     saver = Saver(storage, pause=0, **kwargs)
     job_ = job(step)
-    saver.save(job_.shapes, meta(step), lambda directory: job_.write(storage, directory))
+    saver.start_save(job_.shapes, meta(step), lambda directory: job_.write(storage, directory))
     assert saver.wait(30)
-    return saver.poll()
+    return saver.poll_events()
 
 
 def test_a_save_is_retried_whatever_failed_once(copies):
@@ -142,7 +142,7 @@ def test_a_save_is_retried_whatever_failed_once(copies):
         assert outcome.count("checkpoint") == 1 and newest(storage) == 2
         if outcome[0] == "checkpoint_failed":
             assert events[0]["again"] and "No space left" in events[0]["reason"]
-            assert len(storage.list("")) == 2  # the failed attempt gave its space back
+            assert len(storage.list_sizes("")) == 2  # the failed attempt gave its space back
         at, fired = at + 1, system.fired
     assert at > 20
 
@@ -158,7 +158,7 @@ def test_a_full_disk_is_loud_and_harms_nothing(storage, monkeypatch):
         ("checkpoint_failed", 1, True), ("checkpoint_failed", 2, True), ("checkpoint_failed", 3, False),
     ]  # fmt: skip
     assert len({e["directory"] for e in events}) == 3  # fresh ones
-    assert len(storage.list("")) == 1 and newest(storage) == 1
+    assert len(storage.list_sizes("")) == 1 and newest(storage) == 1
     assert [e["event"] for e in saver_events(storage, 2)] == ["checkpoint"] and newest(storage) == 2
 
 
@@ -169,39 +169,41 @@ def test_two_writers(storage):
         for step in steps:
             with suppress(Refused, OSError, BrokenBarrierError):  # what the one reads, the other may just delete
                 job(step).save(storage, step)
-                catalogue.prune(storage, last=2)
+                catalogue.prune_checkpoints(storage, last=2)
                 assert newest(storage)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(write, (range(2, 12), range(12, 22))))
     assert newest(storage) in (11, 21)
-    for attempt in catalogue.attempts(storage):
+    for attempt in catalogue.list_attempts(storage):
         # What the other pruned while it was written is no checkpoint: it has no manifest, or no blocks if they were
         # deleted just before its manifest came. (Drivers hold a lease, which `commit` asks about at that moment.)
         try:
-            verify(storage, attempt.directory)
+            verify_checkpoint(storage, attempt.directory_name)
         except Refused as error:
             assert re.search(r"it has no |blocks-\d+.bin is missing", str(error))
 
 
 def test_a_commit_needs_all_reports(storage):
     step = job(2)
-    directory = catalogue.begin(storage, 2)
+    directory = catalogue.choose_attempt_directory(storage, 2)
     one, two = step.write(storage, directory)
     with pytest.raises(Refused, match="has no b|is in no block"):
-        catalogue.commit(storage, directory, step.shapes, [one], meta(2))
+        catalogue.commit_checkpoint(storage, directory, step.shapes, [one], meta(2))
     with pytest.raises(Refused, match="has no z"):
-        catalogue.commit(storage, directory, {**step.shapes, "z": (1,)}, [one, two], meta(2))
+        catalogue.commit_checkpoint(storage, directory, {**step.shapes, "z": (1,)}, [one, two], meta(2))
     with pytest.raises(Refused, match="the workers wrote b, which is no part of the state"):
-        catalogue.commit(storage, directory, {"a": (6, 4), "c": ()}, [one, two], meta(2))
+        catalogue.commit_checkpoint(storage, directory, {"a": (6, 4), "c": ()}, [one, two], meta(2))
     with pytest.raises(Refused, match="is in several blocks"):
-        catalogue.commit(storage, directory, step.shapes, [one, two, replace(one, file=two.file)], meta(2))
+        catalogue.commit_checkpoint(storage, directory, step.shapes, [one, two, replace(one, file=two.file)], meta(2))
     other = replace(two, blocks=[b._replace(shape=(9, 9)) if b.name == "a" else b for b in two.blocks])
     with pytest.raises(Refused, match="a has several shapes or types"):
-        catalogue.commit(storage, directory, step.shapes, [one, other], meta(2))
+        catalogue.commit_checkpoint(storage, directory, step.shapes, [one, other], meta(2))
     os.truncate(storage.root / directory / two.file, 1)
     with pytest.raises(Refused, match="blocks-00001.bin has 1 bytes instead of"):
-        catalogue.commit(storage, directory, step.shapes, [one, two], meta(2))
+        catalogue.commit_checkpoint(storage, directory, step.shapes, [one, two], meta(2))
     with pytest.raises(ValueError):
-        replace(Manifest.of(meta(2), [one, two]), meta=replace(meta(2), values={"scale": float("nan")})).encode()
+        replace(
+            Manifest.collect_reports(meta(2), [one, two]), meta=replace(meta(2), values={"scale": float("nan")})
+        ).encode()
     assert newest(storage) == 1
