@@ -5,9 +5,9 @@ READY := .venv/.ready
 export OMP_NUM_THREADS := 1
 # Where it is set, each of many processes compiles all modules anew.
 export PYTHONDONTWRITEBYTECODE :=
-# Five workers for two cores, as many tests wait. Each group of tests goes to one of them, the longest groups first
-# (tests/conftest.py).
-PARALLEL := --numprocesses 5 --dist loadgroup --no-loadscope-reorder
+# Three workers for two cores, as some tests wait; each one collects all tests and imports torch by itself, a quarter of
+# a minute of a processor. Each group of tests goes to one of them, the longest groups first (tests/conftest.py).
+PARALLEL := --numprocesses 3 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: train test test-all gpu-rules test-slurm test-image image lint house
 # buildah and docker read the same file; IMAGE_OPTIONS="--build-arg DEVICE=cpu", say

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import signal
+from copy import copy
 from pathlib import Path
 
 import platform
@@ -23,6 +24,7 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
 hypothesis.settings.register_profile("ours", deadline=None)  # a busy machine is slow, not wrong
+hypothesis.settings.register_profile("fewer", deadline=None, max_examples=30)  # of `make test`, where no test says more
 hypothesis.settings.load_profile("ours")
 
 # A group of tests is for one process of the suite: a file, which makes once what its tests share, or one of these.
@@ -33,6 +35,7 @@ GROUPS = {
         test_resume_by_command.py test_chaos.py test_drivers.py""",
     "peers": "weights tokenizers",  # what compares with other libraries, whose imports take seconds
     "answers": "test_evaluate.py test_generate.py test_tasks.py",  # what asks one model, which is trained for it
+    "house": "house",  # what reads the whole package, which is parsed once for all of it
 }
 GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.split()}
 
@@ -46,12 +49,20 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.harness import suite
 
         suite.full = False
+        hypothesis.settings.load_profile("fewer")
 
 
-def pytest_collection_finish() -> None:
-    """Thousands of tests live as long as the session: the garbage collector need not look at them again and again."""
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection():
+    """Thousands of tests live as long as the session: the garbage collector need not look at them again and again,
+    neither while they are made, a fifth of the time that it takes, nor later. What tests make themselves, plans above
+    all, is much at a time and soon gone: it looks less often than by default."""
+    gc.disable()
+    yield
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+    gc.enable()
 
 
 EVERY_ONE = "`make test-all` runs every one"
@@ -141,7 +152,10 @@ def as_a_new_process():
 @pytest.fixture(scope="session", autouse=True)
 def files_composed_once():
     """Keeps what our own files compose to for all tests, as the jobs of one sweep share it; every test sets its values
-    anew."""
+    anew. Hydra copies all its sources, our schema among them, for every question about a group, lest one changes their
+    list: here it copies the list."""
+    from hydra._internal.config_repository import CachingConfigRepository
+
     from platform.config.composition import Composer
 
     init, chosen, options, swept = Composer.__init__, {}, {}, {}
@@ -151,8 +165,12 @@ def files_composed_once():
         if not own and not stored:
             self._chosen, self._options, self._swept = chosen, options, swept
 
+    def copied(self, delegate):
+        self.delegate, self.cache = copy(delegate), {}
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Composer, "__init__", share)
+        patch.setattr(CachingConfigRepository, "__init__", copied)
         yield
 
 

@@ -11,8 +11,8 @@ from tests.fuzz.runner import run
 
 def test_strangers_harm_nobody():
     """A fixed seed, for some seconds."""
-    outcome = run(listener, 0, 12_000, seconds=15)
-    assert sum(outcome.counts.values()) >= 500, outcome.table()
+    outcome = run(listener, 0, 12_000, seconds=5)
+    assert sum(outcome.counts.values()) >= 150, outcome.table()
     print(outcome.table())
 
 

@@ -17,8 +17,10 @@ from tests.fuzz import expert_plans, plans
 from tests.fuzz.draw_data import SOURCES, TEXTUAL
 from tests.fuzz.draw_training import OWN_LOSSES, SETTINGS
 from tests.fuzz.runner import run
+from tests.harness import suite
 
 SEED, COUNT, HALF, FEW = 0, 130, 13, 6
+HERE = (HALF, FEW) if suite.full else (5, 3)  # without and with experts; `make test` runs the first of them
 PARTS, EACH = 20, 250  # one part stays within the time limit of a test
 
 
@@ -76,13 +78,13 @@ def test_draws_all_features_of_data_and_training(tmp_path):
 
 @pytest.mark.parametrize("seed", [SEED, *(pytest.param(s, marks=pytest.mark.full) for s in range(HALF, COUNT, HALF))])
 def test_plans_of_a_fixed_seed(seed, record_count):
-    outcome = run(plans, seed, HALF)
+    outcome = run(plans, seed, HERE[0])
     name = f"random plans of seeds {seed} to {seed + HALF - 1} (threads)"
     record_count(name, sum(outcome.counts.values()), HALF, f"`make test-all` runs {PARTS * EACH:,} more")
 
 
 def test_plans_with_experts(record_count):
-    outcome = run(expert_plans, SEED, FEW)
+    outcome = run(expert_plans, SEED, HERE[1])
     name = f"random plans with experts of seeds {SEED} to {SEED + FEW - 1} (threads)"
     record_count(name, sum(outcome.counts.values()), FEW, f"`make test-all` runs {PARTS * EACH:,} more")
 

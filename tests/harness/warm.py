@@ -3,13 +3,14 @@ pool, the workers of a crew, and whole commands."""
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import runpy
 import socket
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import mkstemp
@@ -20,7 +21,10 @@ from platform.cluster.crew.job import Assignment
 from platform.config.fields import Config
 
 # Of commands, of workers, and what the first optimizer imports
-PRELOADED = ["hydra", "platform.launch", "platform.cluster.driver", "platform.train.worker", "torch._dynamo"]
+PRELOADED = [
+    *("hydra", "platform.launch", "platform.cluster.driver", "platform.train.worker", "torch._dynamo"),
+    "tests.harness.frozen",
+]
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
@@ -30,9 +34,24 @@ def start() -> None:
     forkserver.ensure_running()
 
 
+class Server(CONTEXT.Process):  # type: ignore[misc, name-defined]
+    """Forked process, with the methods of `subprocess.Popen` that a `ForkServer` calls."""
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+
 class Shared(ForkServer):
     """Stands in for the fork server of a crew: one that all crews of this process share, whose workers each crew kills
-    by itself."""
+    by itself. It is forked like commands, so that what workers need is imported once for both."""
+
+    def __init__(self, place: Assignment):
+        self._control, theirs = socket.socketpair()
+        start()
+        with theirs:
+            self._process = Server(target=_serve, args=(place, theirs), daemon=True)  # type: ignore[assignment]
+            self._process.start()
+        atexit.register(self._control.close)  # before multiprocessing waits for its end
 
     def close(self) -> None:
         pass
@@ -90,6 +109,12 @@ def run_module(module: str, *arguments: str, cwd: Path, timeout: float) -> subpr
         command.kill()
 
 
+def _serve(place: Assignment, control: socket.socket) -> None:
+    """Be the shared fork server, in a process just forked: one that ends with what it is forked from."""
+    os.environ.update(place.unset(os.environ) | {"OMP_NUM_THREADS": "1"})
+    fork_server.main(control.detach(), os.getppid(), place.worker.partition(":")[0])
+
+
 def _run(module: str, arguments: tuple[str, ...], cwd: Path, environment: dict[str, str], printed: list[Path]) -> None:
     """Be the command, in a process just forked."""
     os.environ.clear()
@@ -101,6 +126,9 @@ def _run(module: str, arguments: tuple[str, ...], cwd: Path, environment: dict[s
     sys.argv = [module, *arguments]
     forked_workers.ForkServer = Forking  # type: ignore[misc]
     if module.endswith(".py"):
+        import torch.multiprocessing as ranks
+
+        ranks.spawn = partial(ranks.start_processes, start_method="fork")  # type: ignore[assignment]  # not torch anew
         sys.path.insert(0, str(Path(module).resolve().parent))
         runpy.run_path(module, run_name="__main__")
     else:

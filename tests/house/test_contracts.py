@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.house.language import parsed
 from tests.house.rooms import PACKAGE, ROOT, files, inside
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -86,7 +87,7 @@ def test_a_stale_order_is_seen():
 
 def imported(source: str) -> Iterator[str]:
     """Yield the top-level packages that a source imports, anywhere in it."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import Counter, defaultdict
 
+from tests.house.language import parsed
 from tests.house.rooms import PACKAGE
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -61,7 +62,7 @@ def test_a_shared_name_is_seen():
 def test_private_names_are_not_defined_twice():
     found: dict[str, set[str]] = defaultdict(set)
     for path in FILES:
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path.read_text()).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name.startswith("_"):
                 found[node.name].add(str(path.relative_to(PACKAGE)))
     entries = {name for name, paths in found.items() if all(path.endswith("__main__.py") for path in paths)}
@@ -71,7 +72,7 @@ def test_private_names_are_not_defined_twice():
 
 def methods(source: str) -> list[str]:
     """Return the names of the methods in a source, without underscores before them."""
-    classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+    classes = [node for node in ast.walk(parsed(source)) if isinstance(node, ast.ClassDef)]
     return [item.name.lstrip("_") for node in classes for item in node.body if isinstance(item, ast.FunctionDef)]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.house.language import parsed
 from tests.house.rooms import PACKAGE
 
 PRIVATE = ("ray._private", "ray._raylet")
@@ -45,7 +46,7 @@ def uses(source: str) -> list[tuple[int, bool]]:
         for child in ast.iter_child_nodes(node):
             visit(child, guarded)
 
-    visit(ast.parse(source), False)
+    visit(parsed(source), False)
     return found
 
 

@@ -60,7 +60,7 @@ CASES = [
 
 @pytest.mark.parametrize(("more", "expected"), CASES)
 def test_one_graph_for_all_layers_steps_and_generations(more, expected, traced):
-    c = compiling(layers=12, d_model=16, heads=4, length=8, microbatch=4, global_batch=8, **more)
+    c = compiling(layers=6, d_model=16, heads=4, length=8, microbatch=4, global_batch=8, **more)
     assert graphs_of(c) == expected
     assert graphs_of(c, (2, 3)) == expected  # two microbatches each, of which every mask is another
     c.seed, c.train.global_batch = 7, 6  # the last microbatch is partial
