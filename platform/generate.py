@@ -254,7 +254,9 @@ def _print_answer(out: Any, prompt_values: Any, text: str, answer: Any, *, alone
     """Write a generated text to the file `out`, as a line of JSON with its prompt `prompt_values`, or print it."""
     if out:
         more = {} if answer.log_probability is None else {"log_probability": answer.log_probability}
-        out.append_line(json.dumps({**prompt_values, "answer": text, "answer_ids": answer.ids, "ended": answer.ended, **more}))
+        out.append_line(
+            json.dumps({**prompt_values, "answer": text, "answer_ids": answer.ids, "ended": answer.ended, **more})
+        )
         return
     if not alone:
         prompt = next((str(prompt_values[k]) for k in ("prompt", "messages", "ids") if k in prompt_values), "")

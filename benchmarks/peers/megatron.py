@@ -36,7 +36,7 @@ from megatron.core.pipeline_parallel import schedules  # noqa: E402
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-CudaRNGStatesTracker.fork_worker = lambda self, name=None: nullcontext()
+CudaRNGStatesTracker.fork = lambda self, name=None: nullcontext()
 
 
 class OnCpu(types.ModuleType):

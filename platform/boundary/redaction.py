@@ -50,8 +50,8 @@ def _replace_known_secrets(text: str) -> str:
 
 @lru_cache(maxsize=8)
 def _build_secret_pattern(known: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
-    """Build the regular expression that finds registered secrets in a text: of `known`, (secret, replacement) pairs,
-    replacements match first, so that they stay, then secrets, longest first."""
+    """Build the regular expression that finds registered secrets. `known`: (secret, replacement) pairs. Existing
+    replacements match before secrets, so that they are not redacted twice, and longer texts before shorter ones."""
     shown = sorted({shown for _, shown in known if shown != REDACTED}, key=len, reverse=True)
     secrets = sorted((secret for secret, _ in known), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, [*shown, *secrets])))

@@ -257,8 +257,8 @@ def load_extensions(modules: Sequence[str]) -> list[str]:
             with guard_own_code(f"extend={name}"):
                 importlib.import_module(name)
         except OwnCodeError as error:
-            if found := find_moved(error.__cause__):
-                lines.append(format_violation("extend", name, f"{found[0]}, which has moved", [found[1]]))
+            if moved := find_moved(error.__cause__):
+                lines.append(format_violation("extend", name, f"{moved[0]}, which has moved", [moved[1]]))
                 continue
             lines.append(format_violation("extend", name, f"cannot be imported ({str(error).removeprefix('raises ')})"))
     return lines

@@ -523,7 +523,9 @@ class Optimizer:
     update_clip: float = key(1.0, "adafactor: largest root mean square of an update, before its rate", ">= 1")
     relative_step: bool = key(False, "adafactor: the learning rate is at most 1 / sqrt(update)")
     scale_by_weight: bool = key(True, "adafactor: the rate is times the root mean square of what is updated")
-    least_scale: float = key(1e-3, "adafactor: optimizer.scale_by_weight is by this at least", ">= 0", most=1e6)
+    least_scale: float = key(
+        1e-3, "adafactor: lower bound of the parameter scale (second eps of torch)", ">= 0", most=1e6
+    )
     groups: list[dict[str, Any]] = key(
         [],
         "factors by parameter: {match: REGULAR EXPRESSION, lr: FACTOR, weight_decay: FACTOR}; the first that matches",

@@ -37,8 +37,10 @@ class Entry(NamedTuple):
 
 def render_page() -> str:
     """Render the text of `docs/configuration.md`, the reference of all configuration keys: one table per group."""
-    lines = [_PAGE]
-    for group, says, entries in _iterate_groups():
+    groups = list(_iterate_groups())
+    contents = ", ".join(f"[{name}](#{name})" for name, _, _ in groups if name)
+    lines = [_PAGE, f"Groups: [none](#the-run-as-a-whole), {contents}.", ""]
+    for group, says, entries in groups:
         lines += [f"## {group or 'The run as a whole'}", "", says, ""]
         lines += ["| key | type | default | legal | meaning |", "|---|---|---|---|---|"]
         for name, kind, default, key in entries:

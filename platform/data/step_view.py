@@ -331,7 +331,7 @@ class _ReadPart(NamedTuple):
     tokens: tuple[tuple[int, int], ...]
 
     def is_inside(self, other: _ReadPart) -> bool:
-        """Return True if another part has all of this one."""
+        """Return True if `other` contains this part."""
         inside = all(any(a <= first and first + n <= a + m for a, m in other.tokens) for first, n in self.tokens)
         return inside and other.rows[0] <= self.rows[0] and self.rows[1] <= other.rows[1]
 

@@ -107,14 +107,20 @@ def _last_line(text: str) -> str:
     return text.strip().rpartition("\n")[2]
 
 
+def _fault(text: str) -> str:
+    """Format an entry of elastic.faults, STEP:KIND:RANK[:SECTION], for the story: `kill rank 3 in backward`."""
+    _, kind, rank, *section = text.split(":")
+    return " in ".join([f"{kind} rank {rank}", *section])
+
+
 # kind -> line of an event; others are left out, as are empty lines
 LINES: dict[type[JournalEvent], Callable[[Any], str]] = {
     events.TookOver: lambda e: f"takes over from a driver that died after step {e.step}",
-    events.Injected: lambda e: f"on purpose, in step {e.step}: {', '.join(e.faults)}",
+    events.Injected: lambda e: f"injected fault in step {e.step}: {', '.join(map(_fault, e.faults))}",
     events.Failure: lambda e: f"rank {e.rank}{_format_host(e.node)} {e.kind} in {e.method}: {_last_line(e.cause)}",
     events.Reforming: lambda e: e.reason,
     events.Released: lambda e: (
-        "" if e.alive is None else f"{format_count(e.alive, 'worker')} left, free after {e.seconds:.2f} s"
+        "" if e.alive is None else f"released {format_count(e.alive, 'worker')} in {e.seconds:.2f} s"
     ),
     events.Examined: lambda e: f"left out: {'; '.join(e.reasons)}" if e.unsound else "",
     events.Waiting: lambda e: f"waits: {e.reason}",

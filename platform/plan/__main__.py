@@ -52,7 +52,7 @@ MOST = 64 << 20  # bytes of a file for --diff: of thousands of ranks, groups are
 
 COMPARE = """`python -m platform.plan compare TABLE.csv [calibrate=SHARE|COLUMN]` sets predicted beside measured steps.
 
-A row of the table is a run, see docs/planning.md. With `calibrate` the hardware's constants are fitted on a share of
+A row of the table is a run, see docs/measured.md. With `calibrate` the hardware's constants are fitted on a share of
 the rows, evenly spaced, or on rows that a column marks, and the others are scored."""
 
 CALIBRATE = """`python -m platform.plan calibrate --output FILE.yaml [--workers N] [key=value ...]` measures a cluster.

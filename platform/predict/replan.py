@@ -75,13 +75,13 @@ class Replanned(NamedTuple):
 def replan(config: Config, workers: int, *, memory: float = inf, hardware: Hardware | None = None) -> Replanned | None:
     """Find the best configuration and plan of a run for at most `workers` ranks; None if no plan fits.
 
-    First choice: all as configured but the number of data replicas: as many as the workers allow, at most as many as at
-    the start or, if elastic.max_workers lets the run grow, as the global batch has sequences for. If not even one
-    replica is possible, or its plan is illegal or does not fit, or workers are idle that tensor.uneven lets work: among
-    all sizes of the tensor scheme's axes, of branch groups, stages and ranks of a context (not more than configured),
-    and of replicas, the plan that uses most ranks; of these, the one that moves the fewest bytes per step by the plan's
-    own count; of these, the nearest to the configured sizes. All axes may become 1, so there is a plan for any number
-    of workers that have the memory.
+    First choice: everything as configured except the replicas, which are min(workers / replica size, initial replicas);
+    with elastic.max_workers, the cap is the number of sequences in a batch. The second choice applies if not even one
+    replica is possible, if its plan is illegal or does not fit, or if tensor.uneven could use idle workers. It searches
+    all sizes of the tensor scheme's axes, branch groups, stages and context ranks (each at most as configured), and
+    replicas. The best plan uses the most ranks; among equals, it moves the fewest bytes per step by its own count;
+    among equals, it is nearest to the configured sizes. All axes may become 1, so there is a plan for any number of
+    workers that have the memory.
 
     Where the configuration left keys to the planner (`plan.search`), these are chosen anew, as at the start; so are the
     sizes of the axes that it has, on a `hardware` that was fitted to the run's own steps.

@@ -485,7 +485,9 @@ class _ByChunks(torch.autograd.Function):
             adds = [stack.enter_context(gradient_parts(w)) for w in (*layer.inner, layer.outer)]
             sums = [torch.zeros_like(b) for b in layer.inner_biases]
             for at in layer.row_chunks(x):
-                for total, g in zip(sums, layer.compute_chunk_gradients(x[at], gradient[at], dx[at], adds), strict=False):
+                for total, g in zip(
+                    sums, layer.compute_chunk_gradients(x[at], gradient[at], dx[at], adds), strict=False
+                ):
                     total += g.sum(0)
         for b, total in zip(layer.inner_biases, sums, strict=True):
             add_small_gradient(b, lambda dtype, total=total: total.to(dtype))

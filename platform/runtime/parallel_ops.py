@@ -228,8 +228,8 @@ class ParallelOps(Ops):
         return conversions.convert_differentiably(self.communicator, blocks, block_conversions)
 
     def row_widths(self, spec: Spec, dims: int, over: Sequence[str]) -> list[int]:
-        """Return how many elements of a row, the last so many `dims` of the activation `spec`, each rank of this rank's
-        group along the axes `over` holds, in mesh order."""
+        """Return the row width of activation `spec`, the product of its last `dims` dims, on each rank of this rank's
+        group along `over`, in mesh order."""
         if (key := (spec, dims)) not in self._widths:
             mesh = self.communicator.mesh
             places = map(mesh.rank_coordinates, mesh.group_of_rank(self.communicator.rank, mesh.order_axes(over)))

@@ -314,8 +314,8 @@ def _list_layer_types(layers: int, windowed: Callable[[int], bool]) -> Iterator[
 # Family of models that transformers and we know, as data: keys of its config.json, names of its tensors; and what
 # several families have in common.
 #
-# A tensor of theirs is one of ours, flattened to a matrix [what its product adds, what it contracts], or several of
-# ours one after another, or a row of each in turn (`alternate`); GPT-2's are stored the other way round (`turned`).
+# One Hugging Face tensor holds one or more of our parameters, each flattened to a matrix [output, input]: one after
+# another, or a row of each in turn (`alternate`). GPT-2's are stored as [input, output] (`turned`).
 # `{i}` is the number of a layer, `{e}` the number of an expert. A parameter of experts is a matrix for each: a tensor
 # with `{e}` in its name holds the matrix of one, a tensor without stacks the matrices of all. Rows are in the order in
 # which transformers writes them; a row of parameters that a model lacks counts for nothing in it.

@@ -17,6 +17,15 @@ SHORT = [
     *("clusters.md", "slurm.md", "kubernetes.md", "doctor.md"),  # where a run runs
 ]
 
+# Every file of Python, by every end of its path: `controller.py`, `control/controller.py`, ...
+SOURCES = {
+    "/".join(path.relative_to(ROOT).parts[i:])
+    for folder in FOLDERS
+    for path in (ROOT / folder).rglob("*.py")
+    for i in range(len(path.relative_to(ROOT).parts))
+}
+PLACEHOLDERS = {"CONTRIBUTING.md": {"test_FILE.py"}}
+
 OPTIONS = {  # Hydra group -> the page whose table has a row for each of its options
     "tensor": "layouts.md",
     "branch": "layouts.md",
@@ -49,11 +58,18 @@ def test_what_a_page_names_is_there(page: Path):
         missing += [f"{path}#{anchor}"] * (other.exists() and anchor not in anchors(other))
     for path in re.findall(r"`([\w.-]+/[\w./-]*)`", text):
         missing += [path] * (path.split("/")[0] in FOLDERS - {"runs"} and not (ROOT / path).exists())
+    for path in re.findall(r"`([\w/]+\.py)`", text):  # inside of a room, such as `runtime/progress.py`, or alone
+        missing += [path] * (path not in SOURCES | PLACEHOLDERS.get(page.name, set()))
     for path in re.findall(r"(?<![\w/])tests/[\w./-]*\w", text):  # several in one span
         missing += [path] * (not (ROOT / path).exists())
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     missing += [f"make {name}" for name in re.findall(r"`make ([a-z-]+)`", text) if name not in targets]
     assert missing == []
+
+
+def test_a_file_that_has_moved_is_missed():
+    """Negative control."""
+    assert "control/former.py" in SOURCES and "forming/former.py" not in SOURCES
 
 
 def test_every_page_can_be_reached():
@@ -74,6 +90,24 @@ def words(text: str) -> int:
 @pytest.mark.parametrize("name", SHORT)
 def test_a_page_is_read_in_one_sitting(name: str):
     assert 300 < words(prose(ROOT / "docs" / name)) <= MOST_WORDS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_is_a_book(page: Path):
+    """But the reference of all keys, which is printed and searched as one."""
+    most = {"CHANGELOG.md": 800, "configuration.md": 10_000}.get(page.name, 3000)
+    assert len(page.read_text().split()) <= most
+
+
+def test_the_pages_are_sorted():
+    """docs/README.md leads to every page, under one of four kinds."""
+    text = (ROOT / "docs" / "README.md").read_text()
+    kinds = [title.partition(":")[0] for title in re.findall(r"^## (.*)$", text, re.M)]
+    assert kinds == ["Tour", "Guides", "Reference", "Design"]
+    assert {path for path in PAGES if path.parent.name == "docs"} <= {
+        *links(ROOT / "docs" / "README.md"),
+        ROOT / "docs" / "README.md",
+    }
 
 
 def test_words_are_counted():

@@ -1,4 +1,4 @@
-"""The walks of docs/design.md: the page shows the files through which a traced run hands a value on, in order."""
+"""The walks of docs/walks.md: the page shows the files through which a traced run hands a value on, in order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.data.tokenizers.texts import sources
 from tests.house import trace
 from tests.weights.written import written
 
-SECTION = (ROOT / "docs" / "design.md").read_text().partition("### Six walks")[2].partition("**An operation is")[0]
+PAGE = (ROOT / "docs" / "walks.md").read_text()
 LONGEST = 12  # files
 LONGER: dict[str, int] = {"A sample, from file to metrics": 14}  # walks that are longer still, and may only shrink
 # A walk that goes on where a value is read that was kept as data: the entry of an operation in the plan. The driver has
@@ -61,7 +61,7 @@ POINTS = {  # walk -> the calls that it leads through
 
 def pages_walks() -> dict[str, list[tuple[str, str]]]:
     """Return the walks of the page: title -> (file, a name in it, "" for none) per hop."""
-    parts = re.split(r"^\*\*(.+?)\.\*\*.*$", SECTION, flags=re.M)[1:]
+    parts = re.split(r"^\*\*(.+?)\.\*\*.*$", PAGE, flags=re.M)[1:]
     hop = re.compile(r"^\d+\. `(platform/[\w/]+\.py)`(?: `([\w.]+)`)?", re.M)
     return {title: hop.findall(text) for title, text in zip(parts[::2], parts[1::2], strict=True)}
 

@@ -58,7 +58,10 @@ def test_zero_3_waits_for_each_weight():
     errors = [step / run.seconds - 1 for step, run in zip(steps, rows, strict=True)]
     assert sum(map(abs, errors)) / 6 <= 0.03 and max(map(abs, errors)) <= 0.09
     for i in (1, 2, 4, 5):
-        ahead, published = steps[i] / table(2)[i].predict_price(constants).seconds, rows[i].seconds / table(2)[i].seconds
+        ahead, published = (
+            steps[i] / table(2)[i].predict_price(constants).seconds,
+            rows[i].seconds / table(2)[i].seconds,
+        )
         assert ahead == pytest.approx(published, rel=0.04)
 
     def without_waiting(adapters: float) -> float:

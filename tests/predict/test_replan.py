@@ -188,7 +188,8 @@ from platform.launch import compose_config
 from platform.plan.step_collectives import communication
 from platform.predict.replan import iterate_shrinking
 c = compose_config(["+experiment=gpt_quick", "model.layers=1", "branch=dsp", "branch.axes.g=2"])
-print(json.dumps([[n, found.reason, found.config.to_dict(), communication(found.plan)] for n, found in iterate_shrinking(c)]))
+replanned = iterate_shrinking(c)
+print(json.dumps([[n, r.reason, r.config.to_dict(), communication(r.plan)] for n, r in replanned]))
 """
 
 

@@ -53,8 +53,7 @@ def worker_bundle(device: str, labels: Mapping[str, str]) -> Bundle:
 
 
 class Hysteresis:
-    """Number that follows another one up at once, and down only once that has been lower for `seconds`. Times are
-    readings of one clock."""
+    """Counter that rises immediately and falls only after `seconds` below its value, by readings of one clock."""
 
     def __init__(self, seconds: float):
         """Start at no wanted workers. `seconds`: time for which a higher number is kept after it has fallen."""

@@ -154,8 +154,8 @@ def _flatten_parameters(values: dict[str, Any], prefix: str = "") -> Iterator[tu
 
 
 class TensorboardSink(Sink):
-    """Files of TensorBoard of a run: curves, and texts of samples and alerts in a part of their own, as a step that is
-    trained again removes all that its own part has from that step on."""
+    """TensorBoard files of a run. Text goes to a separate writer: replaying a step purges everything later in the
+    scalar writer."""
 
     def __init__(self, run: SinkRun):
         """Begin new files of TensorBoard for a run; what older ones have stays."""

@@ -162,7 +162,7 @@ from platform.runtime.kernels import residual as random
 os.environ["MKL_VML_DEBUG_CPU_TYPE"] = "9"
 from tests.runtime.kernels.test_random import KEY, digest, of_the_old_way
 elements = torch.arange(2048)
-print(digest(random.normal(KEY, elements)), digest(of_the_old_way(KEY, elements)))
+print(digest(random.draw_normal(KEY, elements)), digest(of_the_old_way(KEY, elements)))
 """
 
 
@@ -174,7 +174,7 @@ print(digest(random.normal(KEY, elements)), digest(of_the_old_way(KEY, elements)
 def test_neither_mkls_choice_of_kernels_nor_a_thread_that_sees_it_unfinished_changes_a_number(when):
     """9 is what a thread reads, on processors with AVX-512, while another one's first call of MKL's vector math is not
     done; set in the environment, everybody does. `platform.runtime.communicator` makes that first call at import:
-    set `after`, it changes nothing. Set `before`, it takes the old way's digits (the control), not `normal`'s."""
+    set `after`, it changes nothing. Set `before`, it takes the old way's digits (the control), not `draw_normal`'s."""
     environment = {k: v for k, v in os.environ.items() if k != "MKL_VML_DEBUG_CPU_TYPE"}
     command = [sys.executable, "-c", OTHER_KERNELS, when]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
