@@ -13,17 +13,16 @@ import torch.multiprocessing as mp
 
 from platform.api import (
     Communicator,
-    ParallelOps,
     Plan,
     ProcessGroups,
     SingleRank,
     StackSpecs,
     TransformerBlock,
+    build_rank,
     compose,
     counts_at,
     describe,
     dim_sizes,
-    initialise,
     place,
     plan,
     process_groups,
@@ -60,25 +59,19 @@ register_model("one_block", OneBlock)  # also in the four processes, which impor
 
 def forward_backward(made: Plan, communicator: Communicator, config) -> tuple[float, dict[str, torch.Tensor]]:
     """Return the loss and this rank's blocks of the gradients."""
-    weights = {p.name: torch.empty(made.local_shape(p), dtype=torch.float64) for p in made.parameters}
-    for p in made.parameters:
-        initialise(made, communicator, p, 0, weights[p.name])  # by global element: alike under every plan
-        weights[p.name].requires_grad_()
+    rank = build_rank(config, made, communicator)
     rows = {(start, end): {"ids": IDS[start:end]} for start, end in stretches(made, communicator)}  # that it reads
-    inputs = place(made, communicator, rows)
-    loss = OneBlock(config.model).forward(ParallelOps(made, communicator, weights), inputs)
+    rank.weights.begin_step()
+    loss = rank.model.forward(rank.ops, place(made, communicator, rows))
     loss.backward()
-    gradients = {name: w.grad for name, w in weights.items()}
-    for name, axes in made.reductions.items():  # over which a parameter's gradient is left to be summed
-        if axes:
-            gradients[name] = communicator.launch("all_reduce", gradients[name], axes).wait()
+    rank.weights.set_gradients(rank.weights.finish_reductions())
     total = loss.detach() if counts_at(communicator.coordinates, made.loss_layout.axes) else torch.zeros_like(loss)
     if everywhere := made.mesh.order_axes(made.mesh.axes):
         total = communicator.launch("all_reduce", total, everywhere).wait()
-    return total.item(), gradients
+    return total.item(), rank.weights.gradients
 
 
-def rank(number: int, store: str) -> None:
+def run_rank(number: int, store: str) -> None:
     torch.set_num_threads(1)
     config, alone = compose(*COMMON, *SCHEME), compose(*COMMON)
     made, serial = plan(config), plan(alone)
@@ -103,4 +96,4 @@ if __name__ == "__main__":
     made = plan(compose(*COMMON, *SCHEME))
     print(describe(made), flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank, (f"{folder}/store",), nprocs=made.mesh.world_size)
+        mp.spawn(run_rank, (f"{folder}/store",), nprocs=made.mesh.world_size)

@@ -22,6 +22,7 @@ import threading
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,27 +62,23 @@ if TYPE_CHECKING:
     from platform.runtime.communicator import Communicator, SingleRank
     from platform.runtime.parallel_ops import ParallelOps, initialise
     from platform.runtime.process_groups import ProcessGroups
+    from platform.train.rank_model import build_rank
     from platform.train.stage_passes import place, stretches
 else:
+    _EXECUTING = {
+        "platform.runtime.communicator": ("Communicator", "SingleRank"),
+        "platform.runtime.parallel_ops": ("ParallelOps", "initialise"),
+        "platform.runtime.process_groups": ("ProcessGroups",),
+        "platform.train.rank_model": ("build_rank",),
+        "platform.train.stage_passes": ("place", "stretches"),
+    }
 
     def __getattr__(name: str) -> Any:
-        """Import what executes a plan, and with it torch, when the first name of it is asked for."""
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from platform.runtime.communicator import Communicator, SingleRank
-        from platform.runtime.parallel_ops import ParallelOps, initialise
-        from platform.runtime.process_groups import ProcessGroups
-        from platform.train.stage_passes import place, stretches
-
-        return {
-            "Communicator": Communicator,
-            "ParallelOps": ParallelOps,
-            "ProcessGroups": ProcessGroups,
-            "SingleRank": SingleRank,
-            "initialise": initialise,
-            "place": place,
-            "stretches": stretches,
-        }[name]
+        """Import what executes a plan, and with it torch, when a name of it is asked for."""
+        for module, names in _EXECUTING.items():
+            if name in names:
+                return getattr(import_module(module), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
@@ -105,6 +102,7 @@ __all__ = [
     "Spec",
     "StackSpecs",
     "TransformerBlock",
+    "build_rank",
     "communication",
     "compose",
     "counts_at",

@@ -17,6 +17,7 @@ from platform.boundary.local_files import replace_text
 from platform.boundary.refusals import ConfigError, format_violation
 from platform.boundary.terminal import show_phase
 from platform.cluster.asked_model import Ask, AskedModel
+from platform.cluster.crew.crew import Worker
 from platform.data.corpus import Corpus
 from platform.data.streams import PairStream
 from platform.train.replies import Choice
@@ -62,7 +63,7 @@ def measure_losses(ask: Ask, corpus: Corpus, splits: Mapping[str, str], max_samp
     samples = {
         split: min(available := corpus.count_samples(split), max_samples or available) for split in splits.values()
     }
-    losses, rows = ask("evaluate", samples)[0], []
+    losses, rows = ask(Worker.evaluate_splits, samples)[0], []
     for name, split in splits.items():
         tokens = corpus.predicted(split, 0, samples[split])
         units = count_words_and_bytes(corpus, split, samples[split])

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from platform.boundary import documents
 from platform.boundary.refusals import ConfigError, format_violation, refuse_failures
 from platform.boundary.schema import Malformed
+from platform.cluster.crew.crew import Worker
 from platform.cluster.crew.job import gpu_count
 from platform.cluster.resources import machine_memory
 from platform.config.fields import Config, Model
@@ -247,7 +248,7 @@ class AskedModel:
                 sources = [list(prompts[n][-read:]) for n, _ in batch] if self.pairs else []
                 numbers = [n + (turn << 32) for n, _ in batch]  # draws of another turn are others
                 texts = AskedTexts([row for _, row in batch], sources, numbers)
-                answers = self._ask("continue_texts", texts, room, choice, list(ends))[0]
+                answers = self._ask(Worker.continue_texts, texts, room, choice, list(ends))[0]
                 for (n, _), answer in zip(batch, answers, strict=True):
                     written[n] += answer.ids
                     if answer.ended or len(written[n]) == tokens:
@@ -263,7 +264,7 @@ class AskedModel:
         for numbers in self._split_batches(sorted(range(len(rows)), key=lambda n: -len(rows[n][0]))):
             ids, starts, sources = (list(column) for column in zip(*(rows[n] for n in numbers), strict=True))
             texts = AskedTexts(ids, sources if self.pairs else [])
-            for number, scored in zip(numbers, self._ask("score_texts", texts, starts)[0], strict=True):
+            for number, scored in zip(numbers, self._ask(Worker.score_texts, texts, starts)[0], strict=True):
                 scores[number] = scored
         return [scored for scored in scores if scored]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from platform.boundary.redaction import known_secrets
 from platform.boundary.terminal import print_line
 from platform.cluster import resources
-from platform.cluster.crew.crew import ByRank, Crew
+from platform.cluster.crew.crew import ByRank, Crew, Worker
 from platform.cluster.crew.job import Job
 from platform.cluster.crew.launchers import open_crew
 from platform.cluster.driver import relay_log
@@ -73,7 +73,7 @@ def _measure_round(
     numbers = sorted(crew.members)
     seats = [numbers[rank] for rank in one.mesh_ranks]
     crew.seat_members(replace(job, coordinates=[{"data": i} for i in range(len(seats))]), seats)
-    method = "measure_kernels" if one.tier == "kernels" else "measure_collectives"
+    method = Worker.measure_kernels if one.tier == "kernels" else Worker.measure_collectives
     ranks = ByRank(range(len(seats)))
     replies = crew.call_ranks(method, ranks, list(one.group_shape), name, crew.store, tiny, within=SECONDS)
     crew.release_members()

@@ -19,7 +19,7 @@ from platform.checkpoint import catalogue
 from platform.checkpoint.catalogue import read_carried_files
 from platform.checkpoint.manifest import Refused
 from platform.cluster import resources, run_directory
-from platform.cluster.crew.crew import ByRank, Crew
+from platform.cluster.crew.crew import ByRank, Crew, Worker
 from platform.cluster.crew.job import Job
 from platform.cluster.crew.launchers import open_crew
 from platform.config.fields import Config, Model
@@ -55,11 +55,12 @@ def open_session(
                   secrets=known_secrets())  # fmt: skip
         with open_crew(resources.crew_kind(config.cluster), job) as crew:
             crew.seat_members(job, list(range(size)))
-            stage_of = list(schedule.placement)
-            crew.call_ranks("form", ByRank(range(size)), size, config, crew.store, 1, stage_of, plan_digest(plan))
-            rows = [stage.encode_rows() for stage in stage_rows([schedule])]
-            crew.call_ranks("build", ByRank(rows[c["stage"]] for c in coordinates), None, corpus, None, False)
-            if failure := crew.call_ranks("begin")[0]:
+            seating = size, config, crew.store, 1, list(schedule.placement), plan_digest(plan)
+            crew.call_ranks(Worker.join_mesh, ByRank(range(size)), *seating)
+            stage_actions = [stage.encode_rows() for stage in stage_rows([schedule])]
+            rows = ByRank(stage_actions[c["stage"]] for c in coordinates)
+            crew.call_ranks(Worker.build_trainer, rows, None, corpus, None, False)
+            if failure := crew.call_ranks(Worker.load_initial_weights)[0]:
                 raise ConfigError(format_violation("CHECKPOINT", config.train.init, failure.reason))
             yield crew
 

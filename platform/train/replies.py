@@ -324,32 +324,46 @@ class Unrestored:
     reason: str
 
 
-_REPLIES: dict[str, Any] = {
-    "prove": Proof,
-    "read_clock": float,
-    "examine": Findings,
-    "examine_connection": Findings,
-    "measure_kernels": Rates,
-    "measure_collectives": Rates,
-    "form": Joined,
-    "build": Built,
-    "step": Taken,
-    "evaluate": dict[str, Real],
-    "snapshot": Copied,
-    "written": FileReport | Unwritten | None,
-    "restore": Unrestored | None,
-    "begin": Unrestored | None,
-    "rehearse": str,
-    "begin_profile": str,
-    "end_profile": PartWritten | None,
-    "continue_texts": list[Written],
-    "score_texts": list[Scored],
+# Calls of the driver: method of `platform.train.worker.Worker` -> its word on the wire and in journals, and its reply
+_CALLS: dict[str, tuple[str, Any]] = {
+    "prove_environment": ("prove", Proof),
+    "read_clock": ("read_clock", float),
+    "examine_device": ("examine", Findings),
+    "examine_connection": ("examine_connection", Findings),
+    "measure_kernels": ("measure_kernels", Rates),
+    "measure_collectives": ("measure_collectives", Rates),
+    "join_mesh": ("form", Joined),
+    "build_trainer": ("build", Built),
+    "exchange_snapshots": ("gather", Any),
+    "recover_state": ("recover", Any),
+    "restore_checkpoint": ("restore", Unrestored | None),
+    "load_initial_weights": ("begin", Unrestored | None),
+    "rehearse_steps": ("rehearse", str),
+    "step": ("step", Taken),
+    "lead": ("lead", Any),
+    "follow": ("follow", Any),
+    "let_go": ("let_go", Any),
+    "confirm_idle": ("rest", Any),
+    "take_snapshot": ("hold", Any),
+    "copy_state": ("snapshot", Copied),
+    "write_checkpoint": ("write", Any),
+    "await_checkpoint": ("written", FileReport | Unwritten | None),
+    "evaluate_splits": ("evaluate", dict[str, Real]),
+    "begin_profile": ("begin_profile", str),
+    "end_profile": ("end_profile", PartWritten | None),
+    "continue_texts": ("continue_texts", list[Written]),
+    "score_texts": ("score_texts", list[Scored]),
+    "leave": ("leave", Any),
+    "close": ("close", Any),
 }
+WORDS = {method: word for method, (word, _) in _CALLS.items()}
+METHODS = {word: method for method, word in WORDS.items()}
 
 
-def read_reply(method: str, rank: int, value: object) -> Any:
-    """Read a worker's reply to the driver's call of `method`, from `rank`, as its declared type. Raises Malformed."""
-    return schema.parse_value(StepReport if method == "step" and rank == 0 else _REPLIES.get(method, Any), value)
+def read_reply(word: str, rank: int, value: object) -> Any:
+    """Read a worker's reply to the driver's call by that word, from `rank`, as its declared type. Raises Malformed."""
+    kind = _CALLS[METHODS[word]][1] if word in METHODS else Any
+    return schema.parse_value(StepReport if word == "step" and rank == 0 else kind, value)
 
 
 # Dump of a crew whose call does not go on: where each worker stands, as it writes it, and a table of all.

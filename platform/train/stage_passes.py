@@ -12,12 +12,9 @@ from torch import Tensor
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
-from platform.config.ramps import fix_sequence_length
 from platform.data.corpus import Corpus
 from platform.data.streams import read_sequence_batch
-from platform.model import build_model
 from platform.model.layers import Activations
-from platform.model.losses import loss_functions
 from platform.plan.chunks import Chunk
 from platform.plan.layout import Layout, locate_block
 from platform.plan.model_types import LABEL_WEIGHTS
@@ -26,9 +23,10 @@ from platform.plan.schedule import Action
 from platform.runtime.attention_pairs import note_host_copy
 from platform.runtime.communicator import Communicator
 from platform.runtime.einsum import Deferred
-from platform.runtime.parallel_ops import ParallelOps, PassPosition
+from platform.runtime.parallel_ops import PassPosition
 from platform.runtime.pipeline import Accumulated, CompiledRows, Forward, PipelineExecutor, StageAlone
-from platform.train.rank_parameters import DTYPES, Weights
+from platform.train.rank_model import Rank
+from platform.train.rank_parameters import DTYPES
 
 # Input blocks: each rank itself reads the block of data that each of its operations needs.
 
@@ -106,30 +104,16 @@ PipelineOf = Callable[..., PipelineExecutor]  # `StagePasses.build_pipeline` or 
 
 
 class StagePasses:
-    """Passes of the rank of `communicator` over microbatches whose sequences have one length. `stage`: the plan of this
+    """Passes of a rank over microbatches whose sequences have one length. `stage`: the plan of this
     rank's stage; `pieces`: sequences that a sample of the corpus is cut into; `batch`: sequences of a microbatch of all
     replicas."""
 
-    def __init__(
-        self,
-        config: Config,
-        plan: Plan,
-        communicator: Communicator,
-        corpus: Corpus,
-        weights: Weights,
-        compiles: bool,
-    ):
-        """Prepare a rank's passes through its `weights` under `plan`, the plan of one length of sequences. `compiles`:
-        True if the run compiles."""
-        self.config, self.plan, self.communicator, self.corpus = config, plan, communicator, corpus
-        self.stage = stage = plan.stage_part(communicator.coordinates["stage"])
+    def __init__(self, config: Config, plan: Plan, rank: Rank, corpus: Corpus):
+        """Prepare the passes of a rank that was built under `plan`, the plan of one length of sequences."""
+        self.config, self.plan, self.corpus = config, plan, corpus
+        self.stage, self.communicator, self._weights, self.model, self.ops, _ = rank
         self.pieces, self.batch = config.model.length // plan.sizes["length"], plan.sizes["batch"]
-        self.model = build_model(fix_sequence_length(config, plan.sizes["length"]).model)
-        more = config.model.dropout, compiles, config.parallel.overlap
-        self.ops = ParallelOps(stage, communicator, weights.readable_tensors, *more)
-        self.ops.residency, self.ops.losses = weights.residency, loss_functions(config)
-        self._weights = weights
-        self._parts = {chunk.number: replace(stage, chunks=(chunk,)) for chunk in stage.chunks}
+        self._parts = {chunk.number: replace(self.stage, chunks=(chunk,)) for chunk in self.stage.chunks}
         self._compiled: CompiledRows = {}  # for the executors of all steps
 
     def build_pipeline(

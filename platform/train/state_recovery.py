@@ -66,7 +66,7 @@ class Source:
         formed: the formation of that generation.
         kept: its ranks whose members have a seat in the new generation, or at first are to have one.
         gathered: all its ranks that survived if some of their members have no seat, in the order of their ranks in
-            `Worker.gather`, which is called first; else empty.
+            `Worker.exchange_snapshots`, which is called first; else empty.
         survivors: all its ranks whose members are alive and whose memory is sound, in order.
         distrusted: its ranks whose memory is damaged.
         seats: the member at every rank of the new generation; empty until `take_seats` assigns them.

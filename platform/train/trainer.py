@@ -17,8 +17,7 @@ from platform.config.ramps import find_step_length, list_remaining_lengths, step
 from platform.data.corpus import Corpus
 from platform.model.layers import Activations
 from platform.optimizer.learning_rate import learning_rate
-from platform.optimizer.optimizers import OPTIMIZERS, build_optimizer, group_parameters
-from platform.optimizer.update_rules import Muon
+from platform.optimizer.optimizers import OPTIMIZERS
 from platform.plan.chunks import Chunk
 from platform.plan.plan import Plan
 from platform.plan.schedule import Action, Kind
@@ -31,12 +30,12 @@ from platform.runtime.communicator import Communicator
 from platform.runtime.compilation import Trial
 from platform.runtime.einsum import Deferred
 from platform.runtime.expert_rows import update_router_states
-from platform.runtime.matrices import Factors, Matrices
 from platform.runtime.parallel_ops import ParallelOps, PassPosition, Watched, gradient_squares, is_due
 from platform.runtime.pipeline import sum_tied_gradients
 from platform.runtime.progress import PROGRESS
 from platform.train.faults import Fault, arm_fault, flip_bit
-from platform.train.rank_parameters import DTYPES, LossScale, Weights
+from platform.train.rank_model import build_rank
+from platform.train.rank_parameters import DTYPES, LossScale
 from platform.train.replies import CollectiveSpan, Differences, RankTimeline, SectionSpan, StepReport
 from platform.train.stage_passes import PipelineOf, StagePasses, compute_loss_divisor
 
@@ -75,40 +74,25 @@ class Trainer:
         restored."""
         self.config, self.plan, self.communicator, self.corpus = config, plan, communicator, corpus
         self.settle: Callable[[], None] = lambda: None
-        self.rows, self.stage = rows, plan.stage_part(communicator.coordinates["stage"])
-        overlap = config.parallel.overlap
-        self.weights = Weights(self.stage, communicator, config.seed if fresh else None, overlap)
-        if config.train.ema:
-            self.weights.begin_averages()
+        self._compiles = config.train.compile == "on"  # the driver has settled auto
+        self._rank = build_rank(config, plan, communicator, fresh=fresh, compiles=self._compiles)
+        self.rows, self.stage, self.weights = rows, self._rank.stage, self._rank.weights
+        self.optimizer = self._rank.optimizer
         self._counted = grad_norm_slices(self.stage, communicator.coordinates)
-        self.optimizer = self._build_optimizer()
         self._divides = OPTIMIZERS[config.optimizer.kind].divides and DTYPES[plan.precision][1] == torch.float32
         self.loss_scale = LossScale(config.loss_scale.initial) if plan.precision == "fp16" else None
         self.aligned = config.monitor.timeline
         self.clock = communicator.clock = Clock(communicator.device, detailed=self.aligned)
-        self._compiles = config.train.compile == "on"  # the driver has settled auto
         self._of_lengths: dict[int, StagePasses] = {}
         self.passes = self.passes_of_length(config.model.length)  # of the current step
-
-    def _build_optimizer(self) -> torch.optim.Optimizer:
-        """Construct the optimizer of this rank's master weights, without frozen ones, with weight decay for the
-        parameters that the model marks."""
-        o, owned, matrices = self.config.optimizer, self.weights.trainable_masters, set(self.stage.matrices)
-        groups = group_parameters(o, self.stage.parameters, owned, matrices)
-        nothing = torch.zeros(0, device=self.communicator.device)  # a shard may be all padding, and none is refused
-        optimizer = build_optimizer(groups or [{"params": [nothing]}], o)
-        if isinstance(optimizer, Muon):
-            optimizer.matrices = Matrices(self.stage, self.communicator, self.weights.buckets)
-        if self.stage.factored:
-            optimizer.factors = Factors(self.stage, self.communicator)  # type: ignore[attr-defined]
-        return optimizer
 
     def passes_of_length(self, length: int) -> StagePasses:
         """Return the passes of this rank over training sequences of `length` tokens."""
         if (passes := self._of_lengths.get(length)) is None:
-            plan = self.plan.plan_of_length(length)
-            passes = StagePasses(self.config, plan, self.communicator, self.corpus, self.weights, self._compiles)
-            self._of_lengths[length] = passes
+            plan, rank = self.plan.plan_of_length(length), self._rank
+            if plan is not self.plan:
+                rank = build_rank(self.config, plan, self.communicator, compiles=self._compiles, shared=rank)
+            passes = self._of_lengths[length] = StagePasses(self.config, plan, rank, self.corpus)
         return passes
 
     def enter_step(self, step: int) -> StagePasses:

@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,15 +68,16 @@ class Worker(Observed):
     `platform.train.replies` does. `run_dir`: the run directory; `threads`: number of torch's threads on the
     CPU.
 
-    The driver's calls in a generation are, in order: `prove`, `form`, `build`, perhaps `restore`, `recover` or `begin`,
-    and `rehearse`; then `step`, `hold`, `snapshot`, `write`, `written`, `evaluate`, `continue_texts` and `score_texts`,
-    each on all ranks; then `leave`. The last call of all is `close`. In a large world `lead` on rank 0 and `follow` on
+    The driver's calls in a generation are, in order: `prove_environment`, `join_mesh`, `build_trainer`, perhaps
+    `restore_checkpoint`, `recover_state` or `load_initial_weights`, and `rehearse_steps`; then `step`, `take_snapshot`,
+    `copy_state`, `write_checkpoint`, `await_checkpoint`, `evaluate_splits`, `continue_texts` and `score_texts`, each on
+    all ranks; then `leave`. The last call of all is `close`. In a large world `lead` on rank 0 and `follow` on
     the others stand for many a `step`. A step may lie between `begin_profile` and `end_profile`.
     """
 
-    trainer: Any  # a Trainer from `build` to `leave`
-    state: Any  # a State, likewise
-    combiner: Any  # a Combiner, likewise
+    trainer: Trainer | None = None  # from `build_trainer` to `leave`, as are these
+    state: State | None = None
+    combiner: Combiner | None = None
     _generator: Generator | None = None  # from the first question of a generation on
 
     def __init__(self, config: Config, number: int, *, device: str, run_dir: str, threads: int):
@@ -96,7 +96,7 @@ class Worker(Observed):
             self._order.enter_context(deterministic_kernels(may_compile(config.train.compile, device)))
         preload_imports(self.config.optimizer)
 
-    def form(
+    def join_mesh(
         self,
         rank: int,
         world_size: int,
@@ -137,7 +137,7 @@ class Worker(Observed):
             self.communicator.log = []
         return Joined(rank, mesh.rank_coordinates(rank), os.getpid(), socket.gethostname())
 
-    def build(
+    def build_trainer(
         self,
         rows: list[list[list[int]]],
         domains: list[str] | None = None,
@@ -149,7 +149,7 @@ class Worker(Observed):
         device's. `rows`: the schedule rows of this stage, from `platform.plan.simulate.StageRows.encode_rows`;
         `domains`: the node of every rank, None if all run on one; `corpus`: the folder in which the driver has found
         the tokens, "" for none; `reach`: axes of collectives -> the widest tier of the cluster that their groups span;
-        `fresh`: True gives the weights their initial values; False if `restore` or `recover` follows."""
+        `fresh`: True gives the weights their initial values; False if another call restores them."""
         assert self.communicator
         c, lacking = self._settle_compilation()
         self._unheld = None
@@ -183,16 +183,17 @@ class Worker(Observed):
             why = why or "another worker has no compiler"
         return replace(c, train=replace(c.train, compile="off" if why else "on")), why if tried else ""
 
-    def rehearse(self, step: int) -> str:
+    def rehearse_steps(self, step: int) -> str:
         """Prepare compiled code for steps from `step` on; return why this rank cannot, else "": see `Trainer`."""
-        return str(self.trainer.rehearse_steps(step))
+        assert self.trainer
+        return self.trainer.rehearse_steps(step)
 
     def step(self, step: int, limit: float = inf, faults: list[Fault] | None = None) -> StepReport | Taken:
         """Run training step `step` (from 1) on this rank, see `Trainer.step`, and snapshot the state to host memory
         every `elastic.snapshot_every` steps: at once or, if `late`, beside the next step. Return the report on all
         ranks if this is rank 0, else an acknowledgement. `limit`: the most that the loss may be for an update;
         `faults`: all failures to be injected in this step, on any rank."""
-        assert self.communicator
+        assert self.communicator and self.trainer and self.combiner
         begun = time.perf_counter() - PROGRESS.seconds_in_call()
         self._forget_generations()
         self._begin_snapshot()
@@ -207,7 +208,7 @@ class Worker(Observed):
             if self.late:
                 self._unheld = step
             else:
-                report.seconds["checkpoint"] += (seconds := self._take_snapshot(step))
+                report.seconds["checkpoint"] += (seconds := self.take_snapshot(step))
                 report.step_seconds += seconds
         report.gauges = GAUGES.take_means()
         if (memory := self.memories.get(self.generation)) and memory.complete_steps:
@@ -242,11 +243,12 @@ class Worker(Observed):
         assert self.communicator
         self.communicator.broadcast_text("")
 
-    def rest(self) -> None:
+    def confirm_idle(self) -> None:
         """Return at once: the reply shows the driver that this worker is not in an earlier call any more."""
 
     def _compare_replicas(self, step: int) -> Differences:
         """Compare this worker's weights and optimizer state with its replicas' before the update of step `step`."""
+        assert self.trainer and self.state
         memory = self.memories.get(self.generation)
         before = memory.find_snapshot(step - 1) if memory and step - 1 in memory.complete_steps else None
         return compare_replicas(self.trainer, self.state, before)
@@ -261,7 +263,7 @@ class Worker(Observed):
         """Begin this worker's in-memory snapshot of the state after the last training step, if one is due. It is copied
         and passed on to peers while the next step runs, whose update waits until `_finish_snapshot` has finished it. It
         overwrites the snapshot before the newest only now, when the driver knows that all ranks have the newest."""
-        assert self.communicator
+        assert self.communicator and self.trainer and self.state
         self.trainer.settle = self._finish_snapshot
         if self._unheld is not None:
             step, self._unheld = self._unheld, None
@@ -272,24 +274,20 @@ class Worker(Observed):
 
     def _finish_snapshot(self) -> None:
         """Finish the in-memory snapshot begun before this training step, if any, before weights are updated."""
+        assert self.trainer
         if (memory := self.memories.get(self.generation)) and memory.has_begun:
             with self.trainer.clock.time_section("checkpoint"), self.trainer.clock.waiting_for_device():
                 memory.finish_snapshot()
 
-    def hold(self, step: int) -> None:
-        """Take the in-memory snapshot after training step `step` now, as the driver will re-form the mesh from it."""
-        self._unheld = None
-        self._take_snapshot(step)
-
-    def _take_snapshot(self, step: int) -> float:
+    def take_snapshot(self, step: int) -> float:
         """Take a snapshot of this rank's training state after step `step` to host memory, and wait until peers have its
-        copies; all ranks call it together. Return the seconds taken."""
+        copies; all ranks call it together, the driver before it re-forms the mesh. Return the seconds taken."""
         self._unheld, begin = step, time.perf_counter()
         self._begin_snapshot()
         self._finish_snapshot()
         return time.perf_counter() - begin
 
-    def gather(self, source: Source, rank: int, store: tuple[str, int], generation: str) -> None:
+    def exchange_snapshots(self, source: Source, rank: int, store: tuple[str, int], generation: str) -> None:
         """Exchange parts of in-memory snapshots between surviving workers, before a mesh forms in which some of them
         get no rank: the others receive the parts that only these hold. Called on all `gathered` members of the source,
         each with its index among them as `rank`. Their connections, made in `store` under the prefix `generation`,
@@ -302,9 +300,10 @@ class Worker(Observed):
         communicator.connect_peers(find_peers(passed, rank))
         memory.exchange_handovers(passed, source.step, rank, communicator.transfer, source.distrusted)
 
-    def recover(self, source: Source) -> None:
+    def recover_state(self, source: Source) -> None:
         """Recover this rank's training state from `source`, snapshots in survivors' memory, and snapshot it under this
         generation's plan, lest a failure at once lose it. All ranks call it together, also ranks that hold nothing."""
+        assert self.state
         memory = self.memories[source.generation] if self.rank in source.new_rank_by_old.values() else None
         if memory:
             memory.keep_only_step(source.step)
@@ -312,23 +311,25 @@ class Worker(Observed):
         self.state.recover_state(
             survived, memory.open_node_snapshot(source.step, source.distrusted) if memory else None
         )
-        self._take_snapshot(source.step)
+        self.take_snapshot(source.step)
 
-    def snapshot(self) -> Copied:
-        """Copy this rank's share of the training state to host memory, for a checkpoint that `write` then writes."""
+    def copy_state(self) -> Copied:
+        """Copy this rank's share of the training state to host memory, for `write_checkpoint` to write."""
+        assert self.state
         self.state.checkpoint_image.fill_parts(self.state.live_blocks())
         tensors = {h.name: list(h.shape) for h in self.state.held} if self.rank == 0 else {}
         return Copied(tensors, self.state.read_values())
 
-    def write(self, directory: str) -> None:
-        """Start a thread that writes this rank's last `snapshot` to `directory` of the checkpoint storage."""
+    def write_checkpoint(self, directory: str) -> None:
+        """Start a thread that writes this rank's last `copy_state` to `directory` of the checkpoint storage."""
+        assert self.state
         storage = open_storage(environment_proof.find_checkpoint_url(self.config))
         writer = futures.ThreadPoolExecutor(1, "checkpoint")
         self._written = writer.submit(self.state.checkpoint_image.write_file, storage, directory)
         writer.shutdown(wait=False)  # its thread ends after the write
 
-    def written(self, seconds: float) -> FileReport | Unwritten | None:
-        """Return the outcome of the last `write` of this rank's share of a checkpoint: the file written, or why it was
+    def await_checkpoint(self, seconds: float) -> FileReport | Unwritten | None:
+        """Return the outcome of the last `write_checkpoint` of this rank's share: the file written, or why it was
         not; None if it is still running after waiting `seconds`."""
         if futures.wait([self._written], seconds).not_done:
             return None
@@ -337,27 +338,30 @@ class Worker(Observed):
         except OSError as error:
             return Unwritten(error_line(error))
 
-    def restore(self, directory: str, own_storage: bool = False) -> Unrestored | None:
+    def restore_checkpoint(self, directory: str, own_storage: bool = False) -> Unrestored | None:
         """Restore this rank's training state from the checkpoint `directory`, of any plan, in the storage that the run
         resumes from or, if `own_storage`, saves to. Return None on success, else why the state is undefined now, alike
         on all ranks."""
+        assert self.state
         storage = open_storage(
             environment_proof.find_checkpoint_url(self.config)
             if own_storage
             else environment_proof.find_resume_source(self.config)[0]
         )
         manifest = load_manifest(storage, directory)  # an error here concerns this rank alone, and fails it
-        failed = attempt_fill(lambda: self.state.restore_checkpoint(storage, directory, manifest))
+        failed = attempt_fill(partial(self.state.restore_checkpoint, storage, directory, manifest))
         if self.config.elastic.snapshot_interval and not failed:
-            self._take_snapshot(manifest.meta.step)
+            self.take_snapshot(manifest.meta.step)
         return failed
 
-    def begin(self) -> Unrestored | None:
+    def load_initial_weights(self) -> Unrestored | None:
         """Fill this worker's weights from train.init; return None, or why they are undefined, on all ranks alike."""
+        assert self.state
         return attempt_fill(self.state.load_initial_weights)
 
-    def evaluate(self, samples: dict[str, int]) -> dict[str, float]:
+    def evaluate_splits(self, samples: dict[str, int]) -> dict[str, float]:
         """Return the mean loss per token of each data split over its first samples; `samples`: split -> count."""
+        assert self.trainer
         with self.trainer.use_evaluation_weights():
             return {split: self.trainer.compute_mean_loss(split, count) for split, count in samples.items()}
 
@@ -365,7 +369,7 @@ class Worker(Observed):
     def _use_generator(self) -> Iterator[Generator]:
         """Yield this worker's generator of texts, with the weights to be evaluated in place. The clock's records of
         this time are dropped: they belong to no training step, and an evaluation may have very many passes."""
-        assert self.communicator
+        assert self.communicator and self.trainer
         if self._generator is None:
             self._generator = Generator(self.config, self.plan, self.communicator, self.trainer.weights)
         with self.trainer.use_evaluation_weights():
@@ -390,8 +394,8 @@ class Worker(Observed):
 
     def leave(self) -> None:
         """Leave the mesh of workers: close its process groups and free the model; in-memory snapshots stay. Works in
-        any state, repeatedly too; `form` may follow. Raises RuntimeError if the device no longer works, which makes
-        this process useless."""
+        any state, repeatedly too; `join_mesh` may follow. Raises RuntimeError if the device no longer works, which
+        makes this process useless."""
         self.abort()  # after a failure, closing would wait for collectives and transfers in progress
         self._end_recording()
         communicator, self.communicator = self.communicator, None

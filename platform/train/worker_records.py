@@ -64,7 +64,7 @@ class Candidate:
         if mistakes := load_extensions(self.config.extend):
             raise ConfigError(mistakes)
 
-    def prove(self, probe: str) -> Proof:
+    def prove_environment(self, probe: str) -> Proof:
         """Return the proof of this worker's environment, for the driver to compare with its own before the worker gets
         a rank: hashes of the run's storage as this worker sees it, hashes and versions of its code, and settings that
         it cannot fulfil. `probe`: name of the file of random bytes that the driver has written to each storage."""
@@ -80,7 +80,7 @@ class Candidate:
         """Return this worker's clock, in seconds since the epoch, for the doctor to compare with the driver's."""
         return time.time()
 
-    def examine(self, thorough: bool) -> Findings:
+    def examine_device(self, thorough: bool) -> Findings:
         """Measure this worker's device and storage for the doctor; `thorough`: at larger sizes, which take seconds."""
         self._select_device()
         return measure_worker(self.config, self.run_dir, self.device, FULL if thorough else QUICK)

@@ -23,7 +23,7 @@ PAGE = (ROOT / "docs" / "walks.md").read_text()
 LONGEST = 12  # files
 LONGER: dict[str, int] = {"A sample, from file to metrics": 14}  # walks that are longer still, and may only shrink
 # A walk that goes on where a value is read that was kept as data: the entry of an operation in the plan. The driver has
-# made the plan, a rank reads it; it has made the same one by the same function, or `Worker.form` fails on its digest.
+# made the plan, a rank reads it; it has made the same one by the same function, else `Worker.join_mesh` fails.
 FROM_DATA = {
     "A layout, from YAML to the collective": [
         "platform/plan/operations/lookup.py:LookupOp.run_on_blocks",
@@ -42,7 +42,7 @@ POINTS = {  # walk -> the calls that it leads through
     "A failure, from SIGKILL to the next step": [
         "platform/cluster/crew/failures.py:WorkerFailed.__init__",
         "platform/train/state_recovery.py:find_source",
-        "platform/train/worker.py:Worker.recover",
+        "platform/train/worker.py:Worker.recover_state",
         "platform/train/trainer.py:Trainer.step",
     ],
     "A typed key, to the update": [TYPED, "platform/optimizer/learning_rate.py:learning_rate"],

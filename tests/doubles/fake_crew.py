@@ -12,6 +12,7 @@ from platform.cluster.crew.crew import ByRank, Crew, arguments_of_rank, call_tex
 from platform.cluster.crew.failures import Failure, Member, WorkerFailed
 from platform.train.environment_proof import describe_environment
 from platform.train.replies import (
+    METHODS,
     Built,
     Copied,
     Differences,
@@ -37,7 +38,7 @@ class FakeWorker:
     def __init__(self, crew, number):
         self.crew, self.number, self.memories, self.state = crew, number, {}, None
 
-    def prove(self, probe):
+    def prove_environment(self, probe):
         mine = describe_environment(self.crew.config, self.crew.job.run_dir, probe)
         return (
             replace(mine, node="afar", code={"platform": "of yesterday"})
@@ -48,41 +49,41 @@ class FakeWorker:
     def read_clock(self):
         return time.time() + self.crew.late_clocks.get(self.number, 0.0)
 
-    def examine(self, thorough):
+    def examine_device(self, thorough):
         self.crew.examined.append(self.number)
         readings = {"gemm": 1e9, "wrong": 0.0, "write": 1e9} | self.crew.findings.get(self.number, {})
         return Findings(readings, dict(self.crew.errors.get(self.number, {})))
 
-    def form(self, rank, world_size, config, store, generation, stage_of, plan=""):
+    def join_mesh(self, rank, world_size, config, store, generation, stage_of, plan=""):
         assert self.state is None, "it has not left"
         self.rank, self.size, self.generation = rank, world_size, generation
         self.config = config
         return Joined(rank, self.crew.job.coordinates[rank], 1, "n")
 
-    def build(self, rows, domains, corpus="", reach=None, fresh=True):
+    def build_trainer(self, rows, domains, corpus="", reach=None, fresh=True):
         assert isinstance(reach, dict) and isinstance(fresh, bool)
         self.state = 0 if fresh else None  # undefined until it is restored
         self.unheld = None  # the step that it holds during the next one, if the crew does so late
         return Built(42, "cpu", self.crew.memory, ["exp_avg", "exp_avg_sq"])
 
-    def gather(self, source, rank, store, generation):
+    def exchange_snapshots(self, source, rank, store, generation):
         assert source.members_of_ranks(source.gathered)[rank] == self.number
         assert source.step in self.memories[source.generation]
 
-    def recover(self, source):
+    def recover_state(self, source):
         if self.rank in source.new_rank_by_old.values():
             assert source.step in self.memories[source.generation], "it does not have that"
         self.state = source.step
         self.memories[self.generation] = [self.state]
 
-    def restore(self, directory, own):
+    def restore_checkpoint(self, directory, own):
         self.state = int(directory.split("-")[1])
         if directory in self.crew.corrupt:
             return Unrestored("corrupt", "a bit has flipped")
         self.memories[self.generation] = [self.state]
         return None
 
-    def rehearse(self, step):
+    def rehearse_steps(self, step):
         assert self.state == step - 1, "its state is there"
         return self.crew.uncompiled.get(self.number, "")
 
@@ -90,7 +91,7 @@ class FakeWorker:
         assert self.state == step - 1, f"{self.state} updates before step {step}"
         self.forget()
         if self.unheld:
-            self.hold(self.unheld)
+            self.take_snapshot(self.unheld)
         loss = self.crew.losses[step].pop(0) if self.rank == 0 and self.crew.losses[step] else 1.0
         overflowed, c = step in self.crew.overflows, self.config
         skipped = overflowed or not loss <= limit or math.isnan(loss)
@@ -104,7 +105,7 @@ class FakeWorker:
             if c.elastic.snapshot_every and step % c.elastic.snapshot_every == 0:
                 self.unheld = step
                 if not self.crew.late:
-                    self.hold(step)
+                    self.take_snapshot(step)
         batch = c.train.global_batch
         return StepReport(
             step=step, loss=loss, grad_norm=0.5, lr=1e-3, skipped=skipped, tokens=step * batch,
@@ -115,7 +116,7 @@ class FakeWorker:
             held=next(reversed(self.memories.get(self.generation, ())), None),
         )  # fmt: skip
 
-    def hold(self, step):
+    def take_snapshot(self, step):
         assert self.state == step, "it holds the state after its last step"
         self.memories[self.generation] = [*self.memories.get(self.generation, []), step][-2:]
         self.unheld = None
@@ -123,17 +124,17 @@ class FakeWorker:
     def forget(self):
         self.memories = {g: held for g, held in self.memories.items() if g == self.generation}
 
-    def snapshot(self):
+    def copy_state(self):
         return Copied({}, {"state": self.state})
 
-    def write(self, directory):
+    def write_checkpoint(self, directory):
         self.crew.writes.append(directory)
 
-    def written(self, seconds):
+    def await_checkpoint(self, seconds):
         blocks = FileReport("blocks-00000.bin", 0, [])
         return None if self.crew.stuck or (self.crew.writing and not seconds) else blocks
 
-    def evaluate(self, samples):
+    def evaluate_splits(self, samples):
         return dict.fromkeys(samples, 2.0)
 
     def continue_texts(self, texts, tokens, how, ends):
@@ -211,7 +212,10 @@ class FakeCrew(Crew):
                 worker.forget()
             raise WorkerFailed(failures)
         assert not any(isinstance(a, ByRank) and len(a) != len(self.seated) for a in args)
-        return [getattr(w, method)(*arguments_of_rank(args, rank)) for rank, w in enumerate(self.seated)]
+        return [
+            getattr(w, METHODS.get(method, method))(*arguments_of_rank(args, rank))
+            for rank, w in enumerate(self.seated)
+        ]
 
     @property
     def numbers(self):

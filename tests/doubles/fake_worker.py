@@ -35,19 +35,19 @@ class FakeWorker:
         self.number, self.run_dir = number, Path(run_dir)
         self.device, self.threads, self.config = device, threads, config
 
-    def prove(self, probe):
+    def prove_environment(self, probe):
         from platform.train.environment_proof import describe_environment
 
         return describe_environment(self.config, self.run_dir, probe)
 
-    def form(self, rank, world_size, config: SentConfig, store, generation, stage_of, plan=""):
+    def join_mesh(self, rank, world_size, config: SentConfig, store, generation, stage_of, plan=""):
         self.rank, self.world_size, self.config = rank, world_size, config
         tcp = TCPStore(store[0], store[1], is_master=False)
         self.store = PrefixStore(f"generation/{generation}", tcp)
         self._meet("form")
         return Joined(rank, {"data": rank}, os.getpid(), socket.gethostname())
 
-    def build(self, rows, domains=(), corpus="", reach=None, fresh=True):
+    def build_trainer(self, rows, domains=(), corpus="", reach=None, fresh=True):
         return Built(42, "cpu", None, ["exp_avg", "exp_avg_sq"])
 
     def step(self, step, limit=math.inf, faults=()):
@@ -72,21 +72,21 @@ class FakeWorker:
         )
         return report if self.rank == 0 else Taken(step)
 
-    def evaluate(self, samples):
+    def evaluate_splits(self, samples):
         return dict.fromkeys(samples, 2.0)
 
-    def snapshot(self):
+    def copy_state(self):
         return Copied({}, {})
 
-    def write(self, directory):
+    def write_checkpoint(self, directory):
         folder = Path(self.config.run.dir, "checkpoints", directory)
         folder.mkdir(exist_ok=True, parents=True)
         (folder / f"blocks-{self.rank:05}.bin").touch()
 
-    def written(self, seconds):
+    def await_checkpoint(self, seconds):
         return FileReport(f"blocks-{self.rank:05}.bin", 0, [])
 
-    def restore(self, directory, own):
+    def restore_checkpoint(self, directory, own):
         return None
 
     def continue_texts(self, texts: AskedTexts, tokens, how, ends):
@@ -158,7 +158,7 @@ class FakeWorker:
 class Prints(FakeWorker):
     """At any time, and much, through Python and below it."""
 
-    def form(self, rank, *args):
+    def join_mesh(self, rank, *args):
         return Joined(rank, {}, os.getpid(), "here")
 
     def speak(self):
@@ -210,10 +210,10 @@ class FailsToStart(FakeWorker):
 class OnAnotherNode(FakeWorker):
     """Rank 1 has another disk than the driver, and another checkout."""
 
-    def prove(self, probe):
+    def prove_environment(self, probe):
         if self.number == 0:
-            return super().prove(probe)
+            return super().prove_environment(probe)
         self.run_dir = self.run_dir / "of-another-node"
         self.config.run.dir = str(self.run_dir)
-        found = super().prove(probe)
+        found = super().prove_environment(probe)
         return replace(found, node="n2", code={"platform": "0123"})

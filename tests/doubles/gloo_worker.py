@@ -18,7 +18,7 @@ class GlooWorker:
         torch.set_num_threads(1)
         self.number, self.run_dir, self.stays = number, Path(run_dir), False
 
-    def form(self, rank, world_size, config, store, generation, stage_of, plan=""):
+    def join_mesh(self, rank, world_size, config, store, generation, stage_of, plan=""):
         self.rank, self.generation = rank, generation
         prefix = dist.PrefixStore(f"generation/{generation}", dist.TCPStore(*store, is_master=False))
         dist.init_process_group("gloo", store=prefix, rank=rank, world_size=world_size)

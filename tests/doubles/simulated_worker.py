@@ -141,7 +141,7 @@ class SimulatedWorker:
     def __init__(self, config, number, *, device, run_dir, threads):
         self.number, self.run_dir, self.config = number, run_dir, config
 
-    def prove(self, probe):
+    def prove_environment(self, probe):
         with PROVING:
             if probe not in PROOFS:
                 PROOFS[probe] = describe_environment(self.config, self.run_dir, probe)
@@ -150,17 +150,17 @@ class SimulatedWorker:
     def read_clock(self):
         return time.time()
 
-    def examine(self, thorough):
+    def examine_device(self, thorough):
         return Findings({"gemm": 1e12, "wrong": 0.0, "memory": 1e11, "write": 1e9, "read": 1e9})
 
-    def form(self, rank, world_size, config: SentConfig, store, generation, stage_of, plan=""):
+    def join_mesh(self, rank, world_size, config: SentConfig, store, generation, stage_of, plan=""):
         self.rank, self.world_size, self.config = rank, world_size, config
         self.orders = Orders(f"\0{zlib.crc32(self.run_dir.encode())}-{os.getppid()}-{generation}", rank, world_size)
         axes = {"stage": config.pipeline.stages, "data": config.parallel.data, **config.tensor.axes}
         where = Mesh.arrange_axes(axes).rank_coordinates(rank)
         return Joined(rank, where, os.getpid(), "simulated")
 
-    def build(
+    def build_trainer(
         self,
         rows: list[list[list[int]]],
         domains: list[str] = (),
@@ -171,7 +171,7 @@ class SimulatedWorker:
         assert len(domains) == self.world_size and rows
         return Built(1_367_000_000, "cpu", None, ["exp_avg", "exp_avg_sq"])
 
-    def recover(self, source: Source):
+    def recover_state(self, source: Source):
         assert len(source.new_rank_by_old) <= self.world_size
 
     def step(self, step, limit=math.inf, faults: list[Fault] = ()):
@@ -200,7 +200,7 @@ class SimulatedWorker:
     def let_go(self):
         self.orders.pass_on("")
 
-    def rest(self):
+    def confirm_idle(self):
         pass
 
     def abort(self):

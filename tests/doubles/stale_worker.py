@@ -9,17 +9,17 @@ from platform.train.worker import Worker
 class StaleWorker(Worker):
     """Recovers the step before the one that it is asked for."""
 
-    def recover(self, source: Source):
+    def recover_state(self, source: Source):
         for memory in self.memories.values():
             for snapshot in memory._places.values():
                 snapshot._step += torch.tensor([1, 0])
-        super().recover(source)
+        super().recover_state(source)
 
 
 class ForgetfulWorker(Worker):
     """Recovers the parameters without the optimizer's moments."""
 
-    def recover(self, source: Source):
-        super().recover(source)
+    def recover_state(self, source: Source):
+        super().recover_state(source)
         for w in self.trainer.weights.own_masters.values():
             self.trainer.optimizer.state[w]["exp_avg"].zero_()

@@ -122,7 +122,7 @@ def snapshot(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
     assert worker.memories[0].complete_steps == [1, 2]
     for block in worker.state.live_blocks():
         block.tensor.detach().zero_()  # stands for what a checkpoint has
-    worker.hold(3)
+    worker.take_snapshot(3)
 
 
 class Case(NamedTuple):
@@ -294,7 +294,7 @@ def test_negative_control_a_snapshot_in_the_stream_of_a_group():
         worker = worker_of(trainer, patch)
         worker.step(1)
         for step in range(POOL):
-            worker.hold(step)
+            worker.take_snapshot(step)
 
     for high in (True, False):
         with followed(recorder := Recorder(high), CASES["snapshot, lion"]) as (trainer, patch):

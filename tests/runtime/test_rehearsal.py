@@ -125,14 +125,14 @@ def test_it_leaves_every_bit_as_it_is():
 
 
 def trained(c, plan, communicator):
-    """What `Worker.rehearse` says, whether the rank compiles after it, and two losses; `c.run.dir` says what is broken:
-    RANK:FUNCTION."""
+    """What `Worker.rehearse_steps` says, whether the rank compiles after it, and two losses; `c.run.dir` says what is
+    broken: RANK:FUNCTION."""
     rank, broken = c.run.dir.split(":")
     with compiling(broken=broken if communicator.rank == int(rank) else ""):
         worker = Worker(c, communicator.rank, device="cpu", run_dir="", threads=1)
         worker.plan, worker.communicator = plan, communicator
         worker.trainer = trainer_of(c, plan, communicator)
-        said = worker.rehearse(1)
+        said = worker.rehearse_steps(1)
         return said, worker.trainer.ops.compiles_functions, [worker.trainer.step(k).loss for k in (1, 2)]
 
 

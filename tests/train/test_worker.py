@@ -59,10 +59,10 @@ def test_a_generation_that_was_left_is_gone_and_the_next_one_is_the_same(tmp_pat
     worker.leave()  # a spare has nothing to leave
     losses = []
     for generation in (1, 2):
-        worker.form(0, 1, c, ("127.0.0.1", 1), generation, [0])
+        worker.join_mesh(0, 1, c, ("127.0.0.1", 1), generation, [0])
         with pytest.raises(RuntimeError, match="still in the generation before"):
-            worker.form(0, 1, c, ("127.0.0.1", 1), generation, [0])
-        worker.build(stage_rows(build_schedules(c, 1))[0].encode_rows())
+            worker.join_mesh(0, 1, c, ("127.0.0.1", 1), generation, [0])
+        worker.build_trainer(stage_rows(build_schedules(c, 1))[0].encode_rows())
         losses.append([worker.step(step).loss for step in (1, 2)])
         alive = [weakref.ref(worker.trainer), *map(weakref.ref, worker.trainer.weights.own_masters.values())]
         assert len(alive) > 10 and None not in [ref() for ref in alive]

@@ -42,8 +42,8 @@ def held_by(w: Worker) -> list[tuple[int, list[int]]]:
 
 
 def form(w: Worker, generation: int) -> Worker:
-    w.form(0, 1, w.config, ("", 0), generation, [0])
-    w.build([row.encode_rows() for row in stage_rows(build_schedules(w.config, 1))][0])
+    w.join_mesh(0, 1, w.config, ("", 0), generation, [0])
+    w.build_trainer([row.encode_rows() for row in stage_rows(build_schedules(w.config, 1))][0])
     return w
 
 
@@ -60,7 +60,7 @@ def test_after_a_step_that_failed(config, worker):
     assert source
     disturbed.close()
     form(disturbed, 2)
-    disturbed.recover(seated(source, [], 1))
+    disturbed.recover_state(seated(source, [], 1))
     assert held_by(disturbed) == [(1, [2]), (2, [2])], "until a step is taken, there are both to go back to"
     assert disturbed.step(3).loss == expected[2] and held_by(disturbed) == [(2, [2, 3])]
     pairs = zip(undisturbed.state.live_blocks(), disturbed.state.live_blocks(), strict=True)
@@ -90,7 +90,7 @@ def test_beside_the_next_step_and_acknowledged_with_it(config, worker):
             mine, theirs = (w.memories[1].find_snapshot(step - 1) for w in (late, at_once))
             assert torch.equal(mine.own_buffer.data, theirs.own_buffer.data) and mine.values == theirs.values
             assert mine.own_buffer.data.any()
-    late.hold(5)
+    late.take_snapshot(5)
     assert held_by(late) == held_by(at_once) == [(1, [4, 5])]
     assert torch.equal(
         late.memories[1].find_snapshot(5).own_buffer.data, at_once.memories[1].find_snapshot(5).own_buffer.data
@@ -117,7 +117,7 @@ def test_a_step_that_fails_while_its_snapshot_runs(config, worker):
     disturbed.close()
     assert trainer() is None, "the snapshot that had begun keeps nothing of the generation"
     form(disturbed, 2)
-    disturbed.recover(seated(source, [], 1))
+    disturbed.recover_state(seated(source, [], 1))
     assert [disturbed.step(step).loss for step in (3, 4)] == expected[2:]
 
 

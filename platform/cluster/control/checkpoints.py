@@ -28,7 +28,7 @@ from platform.checkpoint.catalogue import (
 )
 from platform.checkpoint.manifest import FileReport, Meta, Refused
 from platform.checkpoint.saver import Saver
-from platform.cluster.crew.crew import Crew
+from platform.cluster.crew.crew import Crew, Worker
 from platform.cluster.crew.failures import GaveUp
 from platform.cluster.origin import find_resume_checkpoint, last_recorded_step
 from platform.config.fields import Config, hash_values
@@ -42,7 +42,7 @@ from platform.plan.plan import Plan
 from platform.plan.plan_data import plan_digest as plan_digest
 from platform.train import environment_proof
 from platform.train.environment_proof import list_versions
-from platform.train.replies import Unrestored, Unwritten
+from platform.train.replies import Unwritten
 
 # Schedule of the checkpoints that a run saves while it trains.
 
@@ -232,9 +232,8 @@ class Checkpoints:
         if not (selection and selection.directory):
             return True
         start = perf_counter()
-        failure: Unrestored | None = crew.call_ranks("restore", selection.directory, selection.directory in self._own)[
-            0
-        ]
+        is_own = selection.directory in self._own
+        [failure, *_] = crew.call_ranks(Worker.restore_checkpoint, selection.directory, is_own)
         if failure is None:
             seconds = perf_counter() - start
             self._journal.write(events.Restored(step=self.step, directory=selection.directory, seconds=seconds))
@@ -295,7 +294,7 @@ class Checkpoints:
         self.finish_save(crew)
         self._cadence.restart_interval()
         self._abandoned, self._saving, self._began = False, step, monotonic()
-        snapshots = crew.call_ranks("snapshot")
+        snapshots = crew.call_ranks(Worker.copy_state)
         values: dict[str, Any] = next((s.values for s in snapshots if s.values), {"optimizer": {}})
         self._wanted, self._reports, self._useful = SimpleQueue(), SimpleQueue(), useful_seconds
         write = partial(_collect_file_reports, self._wanted, self._reports)
@@ -305,11 +304,11 @@ class Checkpoints:
         """Continue the save under way, between two training steps: send the workers the directory to write to, collect
         their reports (waiting for them up to `wait` seconds) and journal what the saver's thread has finished."""
         if not self._writing and not self._wanted.empty():
-            crew.call_ranks("write", self._wanted.get())
+            crew.call_ranks(Worker.write_checkpoint, self._wanted.get())
             self._writing = True
-        if self._writing and None not in (reports := crew.call_ranks("written", wait)):
+        if self._writing and None not in (reports := crew.call_ranks(Worker.await_checkpoint, wait)):
             self._writing = False
-            self._reports.put(reports)
+            self._reports.put([report for report in reports if report])
         self._poll_saver()
 
     def finish_save(self, crew: Crew) -> None:

@@ -19,7 +19,7 @@ from platform.cluster.control.former import Former, SnapshotLedger
 from platform.cluster.control.profiles import Profiles
 from platform.cluster.control.recruiter import ReformAdvisor
 from platform.cluster.control.run_context import Generation, RunContext
-from platform.cluster.crew.crew import Crew
+from platform.cluster.crew.crew import Crew, Worker
 from platform.cluster.crew.failures import Failure, GaveUp, Member, Reform, WorkerFailed
 from platform.cluster.crew.heartbeats import FIRST_STEP_SECONDS
 from platform.cluster.run_directory import NOTICE
@@ -336,7 +336,7 @@ class Controller:
         """Let all ranks take training step `step` once; return rank 0's answer, or all by rank for the timeline."""
         within = self._step_deadline(generation)
         if generation.timeline:
-            return crew.call_ranks("step", step, *args, within=within)
+            return crew.call_ranks(Worker.step, step, *args, within=within)
         return [crew.lead_step(step, *args, within=within)]
 
     def _step_deadline(self, generation: Generation) -> float:
@@ -370,7 +370,7 @@ class Controller:
         if not (every := self._config.elastic.snapshot_interval) or self.done % every:
             return False
         if self.held != self.done:
-            crew.call_ranks("hold", self.done)
+            crew.call_ranks(Worker.take_snapshot, self.done)
             self._former.ledger.record_snapshot(generation, self.done)
             self.held = self.done
         return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf, log
@@ -13,7 +13,7 @@ from platform.boundary.documents import error_line
 from platform.cluster.asked_model import Ask, AskedModel, add_boundary_token
 from platform.cluster.control.recruiter import Recruiter, ReformProposal
 from platform.cluster.control.run_context import Generation, RunContext
-from platform.cluster.crew.crew import Crew
+from platform.cluster.crew.crew import Crew, T, Worker
 from platform.cluster.eval_tasks import NotScored
 from platform.config.fields import Config
 from platform.config.ramps import find_step_length
@@ -170,7 +170,8 @@ class Evaluations:
     def _validation_losses(self, crew: Crew, within: float) -> dict[str, float]:
         """Return the run's validation losses, source of data -> mean per token; "" is the mean of all, by share."""
         validations, count = self._corpus.validation_splits, self._config.eval.batches * self._config.train.global_batch
-        by_split = crew.call_ranks("evaluate", {split: count for split, _ in validations.values()}, within=within)[0]
+        samples = {split: count for split, _ in validations.values()}
+        by_split = crew.call_ranks(Worker.evaluate_splits, samples, within=within)[0]
         losses = {name: by_split[split] for name, (split, _) in validations.items()}
         mean = sum(losses[name] * share for name, (_, share) in validations.items()) / sum(
             share for _, share in validations.values()
@@ -211,7 +212,7 @@ class Evaluations:
         if not self._tasks:
             return None
 
-        def call_unless_stopping(method: str, *args: Any) -> list[Any]:
+        def call_unless_stopping(method: Callable[..., T], *args: Any) -> list[T]:
             """Call all ranks for one batch of the evaluation's tasks; raises NotScored if the run is to stop."""
             if self._signals.stop_requested:
                 raise NotScored("the run is to stop")

@@ -13,7 +13,7 @@ from platform.boundary.redaction import redact_secrets
 from platform.boundary.refusals import format_violation, refuse_failures
 from platform.boundary.storage import Storage, open_storage
 from platform.cluster.control.run_context import RunContext
-from platform.cluster.crew.crew import ByRank, Crew
+from platform.cluster.crew.crew import ByRank, Crew, Worker
 from platform.cluster.crew.failures import WorkerFailed
 from platform.cluster.crew.job import Job
 from platform.config.fields import Config, flatten_config
@@ -72,9 +72,9 @@ def _examine_alone(crew: Crew, numbers: Sequence[int], thorough: bool) -> dict[i
     seconds that it is behind the driver's clock before the call, or ahead of it after the call, however long that took.
     `numbers`: the members, by rank."""
     before = time.time()
-    clocks = crew.call_ranks("read_clock", within=EXAMINE_SECONDS)
+    clocks = crew.call_ranks(Worker.read_clock, within=EXAMINE_SECONDS)
     after = time.time()
-    findings_by_rank = crew.call_ranks("examine", thorough, within=EXAMINE_SECONDS)
+    findings_by_rank = crew.call_ranks(Worker.examine_device, thorough, within=EXAMINE_SECONDS)
     for findings, clock in zip(findings_by_rank, clocks, strict=True):
         findings.readings["clock"] = max(0.0, before - clock, clock - after)
     return dict(zip(numbers, findings_by_rank, strict=True))
@@ -97,7 +97,7 @@ def _examine_together(
         names = ByRank(f"{number_of_round}/{i}" for i, group in enumerate(groups) for _ in group)
         try:
             each = crew.call_ranks(
-                "examine_connection", check, index, sizes, names, crew.store, thorough, within=LINK_SECONDS
+                Worker.examine_connection, check, index, sizes, names, crew.store, thorough, within=LINK_SECONDS
             )
         except WorkerFailed as failed:
             if any(failure.kind != "hung" for failure in failed.failures):
@@ -179,7 +179,8 @@ def violations_of_workers(crew: Crew, config: Config, run_dir: Path) -> dict[int
     if environment_proof.saves_checkpoints(config):
         storages["checkpoint.url"] = open_storage(environment_proof.find_checkpoint_url(config))
     with _write_probe_files(storages) as name:
-        driver_proof, worker_proofs = describe_environment(config, run_dir, name), crew.call_ranks("prove", name)
+        driver_proof = describe_environment(config, run_dir, name)
+        worker_proofs = crew.call_ranks(Worker.prove_environment, name)
     return {
         rank: lines
         for rank, worker_proof in enumerate(worker_proofs)

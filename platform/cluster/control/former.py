@@ -13,7 +13,7 @@ from platform.boundary.terminal import show_phase, tolerate_write_error
 from platform.cluster.control import examination
 from platform.cluster.control.recruiter import Recruiter, arrange_seats, find_rank_tiers, member_paths
 from platform.cluster.control.run_context import Generation, RunContext
-from platform.cluster.crew.crew import ByRank, Crew
+from platform.cluster.crew.crew import ByRank, Crew, Worker
 from platform.cluster.crew.failures import GaveUp, Member, Reform
 from platform.cluster.crew.job import Job
 from platform.monitor import Timeline, events
@@ -26,7 +26,6 @@ from platform.plan.simulate import simulate, stage_rows
 from platform.predict.choose_schedule import build_schedules
 from platform.predict.tier_traffic import farthest_tiers
 from platform.runtime.compilation import may_compile
-from platform.train.replies import Unrestored
 from platform.train.state_recovery import Formation, Source, find_source, take_seats
 from platform.weights.importing import open_initial_weights
 
@@ -112,7 +111,7 @@ class Former:
         self._check_environments(crew, seats)
         stage_of = list(schedule.placement)
         seating = size, replanned.config, crew.store, number, stage_of, new_digest
-        workers = crew.call_ranks("form", ByRank(range(size)), *seating)
+        workers = crew.call_ranks(Worker.join_mesh, ByRank(range(size)), *seating)
         numbered = [vars(worker) | {"number": number} for worker, number in zip(workers, seats, strict=True)]
         self._journal.write(events.Formed(workers=numbered))
         domains, of_stage = [members[number].node for number in seats], stage_rows(schedules)
@@ -121,7 +120,7 @@ class Former:
         fresh = not source and not self._checkpoints.step and not init
         tiers = find_rank_tiers(seats, member_paths(members))
         rows = ByRank(plain[c["stage"]] for c in job.coordinates)
-        build = "build", rows, domains, self._corpus, farthest_tiers(plan, tiers), fresh
+        build = Worker.build_trainer, rows, domains, self._corpus, farthest_tiers(plan, tiers), fresh
         built = crew.call_ranks(*build)
         self.recruiter.memory = min(self.recruiter.memory, *(b.memory or inf for b in built))
         step = self._recover_state(crew, source) if source else self._restore_state(crew, build, fill=not init)
@@ -180,7 +179,7 @@ class Former:
         temporary group of all holders. `number`: number of the next generation."""
         order = source.members_of_ranks(source.gathered)
         crew.seat_members(replace(self._job, coordinates=[{"data": i} for i in range(len(order))]), order)
-        crew.call_ranks("gather", source, ByRank(range(len(order))), crew.store, f"{number}/gather")
+        crew.call_ranks(Worker.exchange_snapshots, source, ByRank(range(len(order))), crew.store, f"{number}/gather")
         crew.release_members()
 
     def _check_environments(self, crew: Crew, seats: Sequence[int]) -> None:
@@ -209,7 +208,7 @@ class Former:
     def _recover_state(self, crew: Crew, source: Source) -> int:
         """Let all ranks recover the state from survivors' memory, journal it, and return the step of that state."""
         start = perf_counter()
-        crew.call_ranks("recover", source)
+        crew.call_ranks(Worker.recover_state, source)
         self._journal.write(events.Restored(step=source.step, source="memory", seconds=perf_counter() - start))
         return source.step
 
@@ -219,7 +218,7 @@ class Former:
         start = perf_counter()
         try:
             weights = open_initial_weights(self._config)
-            failure: Unrestored | None = crew.call_ranks("begin")[0]
+            failure = crew.call_ranks(Worker.load_initial_weights)[0]
             if failure:
                 raise ConfigError(format_violation("train.init", weights.url, failure.reason))
         except ConfigError as error:
@@ -234,7 +233,7 @@ class Former:
         """Let all workers compile the model, before steps have a deadline; return which cannot and why, "" for none."""
         if not may_compile(self._config.train.compile, job.device):
             return ""
-        failed = ((rank, why) for rank, why in enumerate(crew.call_ranks("rehearse", step)) if why)
+        failed = ((rank, why) for rank, why in enumerate(crew.call_ranks(Worker.rehearse_steps, step)) if why)
         return next((f"{job.rank_name(rank)} cannot compile {why}" for rank, why in failed), "")
 
     def _restore_state(self, crew: Crew, build: tuple[Any, ...], fill: bool) -> int:

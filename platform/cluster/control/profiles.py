@@ -30,7 +30,7 @@ from platform.boundary.schema import Count, Malformed
 from platform.boundary.terminal import tolerate_write_error
 from platform.cluster.control.evaluations import Forecast
 from platform.cluster.control.run_context import Generation, RunContext
-from platform.cluster.crew.crew import Crew
+from platform.cluster.crew.crew import Crew, Worker
 from platform.config.run_rules import EVERY
 from platform.monitor import MetricsRow
 from platform.monitor.events import Profiled
@@ -39,7 +39,7 @@ from platform.plan.layout import format_count
 from platform.plan.plan_summary import OPTIMIZER
 from platform.plan.schedule import Action, Kind
 from platform.predict.choose_schedule import build_schedules
-from platform.train.replies import PARTS, PROFILE, STEP, Event, PartHead, PartName, PartWritten, nest_events, open_part
+from platform.train.replies import PARTS, PROFILE, STEP, Event, PartHead, PartName, nest_events, open_part
 
 PREDICTED, TIMELINE = 1, 10  # threads of a rank: what was predicted, and the first of its timeline
 LARGEST_NOTE = 64 << 20  # bytes
@@ -323,9 +323,9 @@ class Profiles:
             yield
             return
         self._await_merge()
-        refused = crew.call_ranks("begin_profile", step, self.ranks_to_profile(generation))
+        refused = crew.call_ranks(Worker.begin_profile, step, self.ranks_to_profile(generation))
         yield
-        written: list[PartWritten | None] = crew.call_ranks("end_profile")
+        written = crew.call_ranks(Worker.end_profile)
         why = [*filter(None, refused), *(part.why for part in written if part and part.why)]
         if why:
             self._say(f"WARNING: step {step} has no profile of {format_count(len(why), 'rank')} ({why[0]})")

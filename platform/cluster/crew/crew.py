@@ -4,16 +4,25 @@ every rank."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from math import inf
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from platform.cluster.crew.failures import Failure, Member
 from platform.cluster.crew.heartbeats import NOTHING, Outlook
 from platform.cluster.crew.job import Job
 from platform.cluster.crew.switchboard import Switchboard
+from platform.train.replies import WORDS
+
+if TYPE_CHECKING:
+    from platform.train.worker import Worker  # whose methods editors and mypy follow from the driver's calls
+else:
+    Worker = SimpleNamespace(**WORDS)  # a driver needs only the words, and the module imports torch
+
+T = TypeVar("T")
 
 
 class ByRank(list[Any]):
@@ -25,7 +34,7 @@ class Crew(AbstractContextManager["Crew"]):
     context manager: leaving it closes the crew, and no process remains. Must be used from one thread.
 
     Attributes:
-        store: host and port of this generation's TCPStore, for `Worker.form`; valid from `seat_members` to
+        store: host and port of this generation's TCPStore, for `Worker.join_mesh`; valid from `seat_members` to
             `release_members`.
         can_hire: True if `hire_workers` is supported.
         elastic: True if the other members can go on after one has failed.
@@ -62,8 +71,8 @@ class Crew(AbstractContextManager["Crew"]):
         named are spares. `job` has the mesh coordinates of the ranks."""
 
     @abstractmethod
-    def call_ranks(self, method: str, *args: Any, within: float = inf) -> list[Any]:
-        """Run `worker.method(*args)` on all ranks at once and return the results by rank, as
+    def call_ranks(self, method: Callable[..., T], *args: Any, within: float = inf) -> list[T]:
+        """Run a `method` of `Worker`, as `Worker.step`, on all ranks at once and return the results by rank, as
         `platform.train.replies` declares them. Arguments are plain data or dataclasses of it; a `ByRank`
         argument gives each rank its own value.
 
@@ -74,7 +83,7 @@ class Crew(AbstractContextManager["Crew"]):
     def lead_step(self, step: int, *args: Any, within: float = inf) -> Any:
         """Run `worker.step(step, *args)` on all ranks as `call_ranks` does; return rank 0's result, which speaks for
         all."""
-        return self.call_ranks("step", step, *args, within=within)[0]
+        return self.call_ranks(Worker.step, step, *args, within=within)[0]
 
     @abstractmethod
     def release_members(self) -> list[Failure]:

@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from math import inf
 from time import monotonic
@@ -14,12 +14,13 @@ from typing import Any
 
 from platform.boundary.refusals import find_refusal, is_stop_signal
 from platform.boundary.terminal import escape_terminal_text
-from platform.cluster.crew.crew import Crew, arguments_of_rank, call_text
+from platform.cluster.crew.crew import Crew, T, arguments_of_rank, call_text
 from platform.cluster.crew.failures import Failure, Member, WorkerFailed
 from platform.cluster.crew.heartbeats import Outlook
 from platform.cluster.crew.job import Job, assign_worker, open_store
 from platform.monitor.journal import SeenWorker
 from platform.runtime.progress import PROGRESS
+from platform.train.replies import METHODS
 
 
 class OwnOutlook(Outlook):
@@ -62,15 +63,16 @@ class InlineCrew(Crew):
         self._rendezvous = open_store("127.0.0.1")
         self.store = self._rendezvous.host, self._rendezvous.port
 
-    def call_ranks(self, method: str, *args: Any, within: float = inf) -> list[Any]:
+    def call_ranks(self, method: Callable[..., T], *args: Any, within: float = inf) -> list[T]:
         """Run a call of the driver on the worker in this process; raise WorkerFailed, after a traceback, if it
         fails."""
-        call = call_text(method, args)
-        self.outlook.begin_call(method, call, {0: 0}, self.members, {0})
+        word = str(method)
+        call = call_text(word, args)
+        self.outlook.begin_call(word, call, {0: 0}, self.members, {0})
         PROGRESS.begin_call(call)
         try:
             with self.outlook:
-                return [getattr(self._worker, method)(*arguments_of_rank(args, 0))]
+                return [getattr(self._worker, METHODS.get(word, word))(*arguments_of_rank(args, 0))]
         except BaseException as error:
             if is_stop_signal(error):
                 raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, closing, contextmanager, suppress
 from math import inf
 from pathlib import Path
@@ -28,7 +28,7 @@ from platform.cluster.crew.channel import (
     encode_message,
     frame_payload,
 )
-from platform.cluster.crew.crew import ByRank, Crew, Launcher, arguments_of_rank, call_text
+from platform.cluster.crew.crew import ByRank, Crew, Launcher, T, Worker, arguments_of_rank, call_text
 from platform.cluster.crew.failures import Failure, Member, WorkerFailed
 from platform.cluster.crew.heartbeats import BEAT_SECONDS, CALM_SECONDS, Outlook, Watch
 from platform.cluster.crew.job import START, Job, open_store
@@ -240,10 +240,10 @@ class RemoteCrew(Crew):
         self._rendezvous = open_store(self._roster.host)
         self.store = self._rendezvous.host, self._rendezvous.port
 
-    def call_ranks(self, method: str, *args: Any, within: float = inf) -> list[Any]:
+    def call_ranks(self, method: Callable[..., T], *args: Any, within: float = inf) -> list[T]:
         self._end_following()
-        self._send_call(method, args)
-        values = self._gather_results(method, call_text(method, args), within, self._ranks)
+        self._send_call(word := str(method), args)
+        values = self._gather_results(word, call_text(word, args), within, self._ranks)
         return [values[number] for number in self._ranks]
 
     def lead_step(self, step: int, *args: Any, within: float = inf) -> Any:
@@ -251,17 +251,18 @@ class RemoteCrew(Crew):
         alone, which passes it on (`Worker.follow`), so that its cost to the driver does not grow with the ranks."""
         first, *others = self._ranks
         if len(self._ranks) < FOLLOWED:
-            return self.call_ranks("step", step, *args, within=within)[0]
+            return self.call_ranks(Worker.step, step, *args, within=within)[0]
         if not self._followed:
-            self._roster.send_message(others, self._next_call("follow"))
+            self._roster.send_message(others, self._next_call(Worker.follow))
             self._followed = self._oldest = self._call
-        self._roster.send_message([first], self._next_call("lead", (step, *args)))
-        return self._gather_results("step", call_text("step", (step,)), within, [first])[first]
+        self._roster.send_message([first], self._next_call(Worker.lead, (step, *args)))
+        word = str(Worker.step)
+        return self._gather_results(word, call_text(word, (step,)), within, [first])[first]
 
     def _end_following(self) -> None:
         """Order rank 0 to end `Worker.follow` on the other ranks, if they are in it, so that they take calls again."""
         if self._followed:
-            self._roster.send_message([next(iter(self._ranks))], self._next_call("let_go"))
+            self._roster.send_message([next(iter(self._ranks))], self._next_call(Worker.let_go))
         self._oldest, self._followed = self._followed or self._call + 1, 0
 
     def release_members(self) -> list[Failure]:
@@ -269,7 +270,7 @@ class RemoteCrew(Crew):
         leave."""
         if self._followed and not (self._failures or self._dead_workers):
             with suppress(WorkerFailed):  # which `leave` meets too
-                self.call_ranks("rest", within=LEAVE_SECONDS)  # in which they wait for each other no more
+                self.call_ranks(Worker.confirm_idle, within=LEAVE_SECONDS)  # in which they wait for each other no more
         self._followed = 0
         self._polite = True
         with self._kill_on_close():
@@ -280,7 +281,7 @@ class RemoteCrew(Crew):
             lost = [failure for number, failure in self._failures.items() if number not in ready]
             left = self._ranks.keys() & ready.keys()
             self._roster.send_message(left, Abort())
-            self._roster.send_message(left, self._next_call("leave"))
+            self._roster.send_message(left, self._next_call(Worker.leave))
             answered = self._collect_answers(left, LEAVE_SECONDS, beats=True)
             for number in left - self._dead_workers.keys():
                 answer = answered.get(number)
@@ -313,7 +314,7 @@ class RemoteCrew(Crew):
             if polite:
                 self._end_following()
                 ready = set(self._roster.ready)
-                self._roster.send_message(ready, self._next_call("close"))
+                self._roster.send_message(ready, self._next_call(Worker.close))
                 polite = self._collect_answers(ready, CLOSE_SECONDS).keys() == ready and not self._roster.starting
         finally:
             self._rendezvous = None
@@ -326,10 +327,10 @@ class RemoteCrew(Crew):
         """Return the workers with a rank whose process is dead, by member number, each with how it died."""
         return {number: cause for number, cause in self._roster.deaths.items() if number in self._ranks}
 
-    def _next_call(self, method: str, args: Sequence[object] = ()) -> Call:
+    def _next_call(self, method: object, args: Sequence[object] = ()) -> Call:
         """Count one more call of the driver on its workers, and return the message that orders it."""
         self._call += 1
-        return Call(self._call, method, list(args))
+        return Call(self._call, str(method), list(args))
 
     def _send_call(self, method: str, args: tuple[Any, ...]) -> None:
         """Send a call to every seated member, with its own values of `ByRank` arguments; shared values are encoded

@@ -46,6 +46,7 @@ from platform.cluster.crew.crew import call_text
 from platform.cluster.crew.job import START, Assignment
 from platform.cluster.crew.switchboard import allow_many_files
 from platform.runtime.progress import PROGRESS
+from platform.train.replies import METHODS
 
 # Binding of a worker to the CPU cores next to its GPU: memory that a GPU reads lies on the NUMA node of the core that
 # wrote it, and a read across nodes takes about twice as long.
@@ -164,8 +165,8 @@ class _Host:
         gc.freeze()  # exempts what the imports created from collection, so that `leave` collects fast
 
     def _run_method(self, call: Call) -> Any:
-        """Execute a call of the driver: run the worker's method of its name on arguments of the declared types."""
-        method = getattr(self._worker, call.method)
+        """Execute a call of the driver: run the worker's method that it names on arguments of the declared types."""
+        method = getattr(self._worker, METHODS.get(call.method, call.method))
         return method(*convert_arguments(method, call.args))
 
     def _execute_call(self, number: int, call: str, function: Callable[[], Any]) -> None:

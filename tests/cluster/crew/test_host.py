@@ -69,7 +69,7 @@ def test_a_worker_that_failed_leaves_with_empty_hands(capsys):
     ("method", "args"),
     [
         (
-            Worker.gather,
+            Worker.exchange_snapshots,
             [
                 Source(1, 2, Formation(Config(), [0], ["a"], [0, 7], []), [0], [0, 1], [0, 1]),
                 1,
@@ -77,7 +77,7 @@ def test_a_worker_that_failed_leaves_with_empty_hands(capsys):
                 "2/gather",
             ],
         ),
-        (Worker.recover, [Source(1, 2, Formation(Config(), None, [], [0, 7], ["m"]), [0], [], [0], [7])]),
+        (Worker.recover_state, [Source(1, 2, Formation(Config(), None, [], [0, 7], ["m"]), [0], [], [0], [7])]),
         (Worker.step, [3, inf, [Fault(3, "kill", 1, "forward")]]),
     ],
 )
@@ -109,7 +109,7 @@ def test_no_number_of_a_configuration_changes_its_type():
     config = Config()
     config.model.rope_theta = 10000
     sent = json.loads(encode_json([Source(1, 2, Formation(config, None, [], [], []), [], [], [])]))
-    [found] = convert_arguments(MethodType(Worker.recover, object()), sent)
+    [found] = convert_arguments(MethodType(Worker.recover_state, object()), sent)
     assert type(found.formed.config.model.rope_theta) is int
 
 
@@ -125,3 +125,8 @@ def test_what_the_worker_answers_is_what_the_driver_gets():
         ),
     )  # fmt: skip
     assert replies.read_reply("step", 0, json.loads(encode_json(report))) == report
+
+
+def test_every_call_is_a_method_of_the_worker_and_has_a_word_of_its_own():
+    assert [method for method in replies.WORDS if not callable(getattr(Worker, method, None))] == []
+    assert len(replies.METHODS) == len(replies.WORDS)

@@ -58,10 +58,10 @@ def test_a_spare_takes_the_seat_of_one_that_is_not_sound(config, drive, ill, sai
 
 def test_who_is_sound_the_second_time_is_sound(config, drive):
     def once(crew):
-        examined = type(crew.workers[2]).examine
+        examined = type(crew.workers[2]).examine_device
 
         class Hasty(type(crew.workers[2])):
-            def examine(self, thorough):
+            def examine_device(self, thorough):
                 crew.findings[2] = SLOW if 2 not in crew.examined else {}
                 return examined(self, thorough)
 

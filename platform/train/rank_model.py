@@ -1,0 +1,69 @@
+"""Rank: its part of a model, built from a plan in one function, from its weights to its optimizer."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from platform.config.fields import Config
+from platform.config.ramps import fix_sequence_length
+from platform.model import build_model
+from platform.model.losses import loss_functions
+from platform.optimizer.optimizers import build_optimizer, group_parameters
+from platform.optimizer.update_rules import Muon
+from platform.plan.plan import Plan
+from platform.runtime.communicator import Communicator
+from platform.runtime.matrices import Factors, Matrices
+from platform.runtime.parallel_ops import ParallelOps
+from platform.train.rank_parameters import Weights
+
+
+class Rank(NamedTuple):
+    """Part of a model on the rank of `communicator`: `model.forward(ops, inputs)` is its forward pass. `stage`: the
+    plan of its pipeline stage."""
+
+    stage: Plan
+    communicator: Communicator
+    weights: Weights
+    model: Any
+    ops: ParallelOps
+    optimizer: torch.optim.Optimizer
+
+
+def build_rank(
+    config: Config,
+    plan: Plan,
+    communicator: Communicator,
+    *,
+    fresh: bool = True,
+    compiles: bool = False,
+    shared: Rank | None = None,
+) -> Rank:
+    """Build a rank's part of a model under `plan`. `communicator`: its process groups, along the axes of the plan's
+    mesh; `fresh`: True gives the weights their initial values; False leaves them undefined until they are restored;
+    `compiles`: True if the run compiles; `shared`: the same rank under the plan of another length of sequences, whose
+    weights and optimizer it has."""
+    overlap = config.parallel.overlap
+    # The chunks of its pipeline stage: `PipelineExecutor` runs them in the order of the schedule's row.
+    stage = plan.stage_part(communicator.coordinates["stage"])
+    # Weights: blocks, or ZeRO shards of these, in flat buckets, which also add up gradients and reduce them over ranks.
+    weights = shared.weights if shared else Weights(stage, communicator, config.seed if fresh else None, overlap)
+    if config.train.ema and not shared:
+        weights.begin_averages()
+    # Operations: the model calls them on whole tensors, and they compute on blocks and communicate as the plan says;
+    # regions of them are compiled, and computed again in the backward pass where the plan's `recompute` says so.
+    model = build_model(fix_sequence_length(config, plan.sizes["length"]).model)
+    ops = ParallelOps(stage, communicator, weights.readable_tensors, config.model.dropout, compiles, overlap)
+    ops.residency, ops.losses = weights.residency, loss_functions(config)  # ZeRO shards are gathered around a pass
+    if shared:
+        return shared._replace(stage=stage, model=model, ops=ops)
+    # Optimizer of the master weights without frozen ones, with weight decay for the parameters that the model marks.
+    groups = group_parameters(config.optimizer, stage.parameters, weights.trainable_masters, set(stage.matrices))
+    nothing = torch.zeros(0, device=communicator.device)  # a shard may be all padding, and none is refused
+    optimizer = build_optimizer(groups or [{"params": [nothing]}], config.optimizer)
+    if isinstance(optimizer, Muon):
+        optimizer.matrices = Matrices(stage, communicator, weights.buckets)
+    if stage.factored:
+        optimizer.factors = Factors(stage, communicator)  # type: ignore[attr-defined]
+    return Rank(stage, communicator, weights, model, ops, optimizer)
