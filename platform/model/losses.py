@@ -15,7 +15,7 @@ from platform.config.extensions import bind_settings, register_own_function
 from platform.config.fields import WEIGHTED, Config, training_loss_name, training_objective_name
 from platform.plan.layout import format_count
 from platform.plan.model_types import CROSS_ENTROPY
-from platform.plan.model_types import LOSSES as KINDS
+from platform.plan.operations.registry import OPERATIONS
 from platform.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def violations_of_loss(config: Config, plan: Plan) -> Iterator[str]:
         and (mistake := _mistake_of_loss(loss, name, json.dumps(config.train.loss_settings)))
     ):
         yield format_violation(key, value, f"the loss {name} {mistake}")
-    others = {kind for kind, _ in plan.operations if kind in KINDS} - {CROSS_ENTROPY}
+    others = {kind for kind, _ in plan.operations if OPERATIONS[kind].is_loss} - {CROSS_ENTROPY}
     if others and (is_custom or weighted):
         reason = f"model.kind={config.model.kind} ends in {min(others)}, which has neither weights nor another loss"
         yield format_violation(key if is_custom else "data.objective", value if is_custom else objective, reason)

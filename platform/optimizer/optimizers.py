@@ -12,6 +12,7 @@ from platform.config.extensions import bind_settings, register_own_function
 from platform.config.fields import Config, Optimizer
 from platform.plan.layout import is_at_index_zero
 from platform.plan.model_types import Parameter
+from platform.plan.operations.registry import OPERATIONS
 from platform.plan.plan import Plan
 from platform.plan.step_collectives import factor_sum_sizes
 
@@ -295,7 +296,8 @@ def find_matrices(o: Optimizer, plan: Plan) -> list[str]:
     optimizer.matrices matches; by default the weights of layers except the last, which gives logits, and no tables."""
     uses: dict[str, list[bool]] = {}
     for operation in (o.operation for o in plan.operations.values()):
-        hidden = operation.kind == "project" and all(spec.region != "logits" for spec in operation.outputs)
+        gives_logits = any(spec.region == "logits" for spec in operation.outputs)
+        hidden = OPERATIONS[operation.kind].multiplies_matrices and not gives_logits
         for p in operation.parameters:
             uses.setdefault(p.name, []).append(hidden)
     many = [p.name for p in plan.parameters if _is_matrix(p)]

@@ -11,6 +11,7 @@ from typing import Generic, NamedTuple, TypeVar
 from platform.plan.chunks import Chunk
 from platform.plan.model_types import Parameter
 from platform.plan.operation_plan import PlannedOperation
+from platform.plan.operations.registry import OPERATIONS
 from platform.plan.plan import Plan
 from platform.plan.rule import COLLECTIVES, Conversion
 
@@ -39,7 +40,7 @@ def find_fetches(chunk: Chunk) -> Iterator[Fetch]:
     for ((kind, name), planned), after in zip_longest(chunk.operations.items(), list(chunk.operations)[1:]):
         names = {p.name for p in planned.operation.parameters}
         span = next(i for i in range(span, len(chunk.spans)) if names.issubset(chunk.spans[i])) if names else span
-        if (kind, after and after[0]) == ("shift", "cross_entropy"):
+        if after and kind == OPERATIONS[after[0]].bias_before:
             continue
         for number, converted, again in _conversions_by_group(planned):
             if any(step.op in COLLECTIVES for _, conversion in converted for step in conversion.forward):

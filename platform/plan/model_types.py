@@ -103,9 +103,6 @@ def tensor_dtype(tensor: Spec | Parameter) -> str:
     return tensor.dtype if isinstance(tensor, Spec) else "compute"
 
 
-LOSSES = ("cross_entropy", "squared_error")  # kinds of operations that end the forward pass
-
-
 @dataclass(frozen=True)
 class Operation:
     """Operation of a model's recorded forward pass. `name` is unique within its kind; `reads` names the data tensors

@@ -433,11 +433,8 @@ def _row_dispatch_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]
         Collective("all_to_all", s.axes, experts + lent * plan.mesh.count_ranks(s.axes), "integers", "forward", s.only)
         for s in leave.forward
     ]
-    operands = (
-        Operand(x, enter),
-        Operand(weights, weight_conversion, constant=True, renamed=_place_on_experts(expert_axes)),
-    )
-    yield Form(operands, out, leave, beside=told)
+    choice = Operand(weights, weight_conversion, constant=True, renamed=_place_on_experts(expert_axes))
+    yield Form((Operand(x, enter), choice), out, leave, beside=told)
 
 
 def _row_combine_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
@@ -448,10 +445,8 @@ def _row_combine_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     weight_spread = Spread.apply_layout(weights.dims, plan.layout(weights))
     for step in weight_conversion.forward:
         weight_spread = apply_step(weight_spread, step)
-    apart, back = (
-        _place_on_experts(_axes_holding_experts(plan, y, enter)),
-        _place_on_experts(_axes_holding_experts(plan, y, enter), weight_spread.split["batch"]),
-    )
+    holding = _axes_holding_experts(plan, y, enter)
+    apart, back = _place_on_experts(holding), _place_on_experts(holding, weight_spread.split["batch"])
     operands = Operand(y, enter, renamed=back), Operand(weights, weight_conversion, renamed=apart)
     yield Form(operands, out, leave, linear=True)
 

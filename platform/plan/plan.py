@@ -10,9 +10,9 @@ from math import prod
 
 from platform.plan.chunks import ADDS_WIDE, BUCKET_MIB, Bucket, Chunk, axes_of_replication, build_buckets, group_by_span
 from platform.plan.layout import Layout, Mesh, Stretch, is_at_index_zero, locate_block, pad_to_multiple
-from platform.plan.model_types import LOSSES, NO_RECOMPUTATION, Parameter, Recompute, Spec
+from platform.plan.model_types import NO_RECOMPUTATION, Parameter, Recompute, Spec
 from platform.plan.operation_plan import Collective, PlannedOperation, traffic_bytes
-from platform.plan.operations.registry import count_flops
+from platform.plan.operations.registry import OPERATIONS, Ops, count_flops
 from platform.plan.planner import Planner
 from platform.plan.rule import Conversion, Step, relayout_steps
 from platform.plan.scheme import Scheme
@@ -119,14 +119,13 @@ class Plan:
     @cached_property
     def load_balancing_routes(self) -> dict[str, PlannedOperation]:
         """Map the name of each layer with states or lent experts to its routing, whose load changes these."""
-        routes = {name: o for (kind, name), o in self.operations.items() if kind == "route"}
+        routes = {name: o for (kind, name), o in self.operations.items() if kind == Ops.route.kind}
         return {name: o for name, o in routes.items() if o.operation.states or self.scheme.lent}
 
     @cached_property
     def attention_operations(self) -> list[PlannedOperation]:
         """Return the operations in which queries see keys: one kernel, a ring, or a softmax between two products."""
-        kinds = ("fused_attention", "ring_attention", "softmax")
-        return [o for (kind, _), o in self.operations.items() if kind in kinds]
+        return [o for (kind, _), o in self.operations.items() if OPERATIONS[kind].keys_input >= 0]
 
     @cached_property
     def stages_of_tied_parameters(self) -> dict[str, tuple[int, ...]]:
@@ -375,7 +374,7 @@ class Plan:
     @cached_property
     def loss_layout(self) -> Layout:
         """Return the layout of the loss: ranks along its axes have losses of different tokens, which add up."""
-        return next(o.tokens for (kind, _), o in self.operations.items() if kind in LOSSES)
+        return next(o.tokens for (kind, _), o in self.operations.items() if OPERATIONS[kind].is_loss)
 
     def traffic_bytes(self, c: Collective) -> int:
         """Return the bytes that all workers of one stage move in one launch of the collective `c`; of all stages

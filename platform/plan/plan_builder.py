@@ -14,7 +14,7 @@ from platform.plan.layout import Mesh, pad_to_multiple
 from platform.plan.model_types import AUTO, NO_RECOMPUTATION, PLAIN, LabelLoss, Operation, Parameter, Recompute, Spec
 from platform.plan.operation_plan import PlannedOperation
 from platform.plan.operations.recorder import IllegalPlan, Recorder, message_of_illegal_operation, violations_of_layouts
-from platform.plan.operations.registry import count_flops, look_up_op
+from platform.plan.operations.registry import OPERATIONS, count_flops
 from platform.plan.plan import Plan
 from platform.plan.planner import Planner
 from platform.plan.rule import Step, partial_axes
@@ -178,7 +178,7 @@ def _find_reductions(planner: Planner, operations: Sequence[Operation]) -> tuple
     for operation in operations:
         if (alike := operation.nameless_key) not in partial_of:
             used = zip(
-                operation.parameters, look_up_op(operation).parameter_compute_axes(planner, operation), strict=True
+                operation.parameters, OPERATIONS[operation.kind].parameter_compute_axes(planner, operation), strict=True
             )
             partial_of[alike] = [planner.mesh.order_axes(partial_axes(planner.layout(p), axes)) for p, axes in used]
         for p, axes in zip(operation.parameters, partial_of[alike], strict=True):
@@ -213,7 +213,7 @@ def _summable_steps(planned: PlannedOperation) -> Iterator[tuple[Spec, Sequence[
         pairs += [(inputs[0], group.x.backward)]
         pairs += [(inputs[e.index + 1], e.operand.backward) for e in group.einsums]
         pairs += [(outputs[e.index], e.output.forward) for e in group.einsums]
-    if not planned.groups and look_up_op(planned.operation).open.get("inputs") == "gradient":
+    if not planned.groups and OPERATIONS[planned.operation.kind].open.get("inputs") == "gradient":
         pairs += [(t, c.backward) for t, c in zip(inputs, planned.conversions, strict=False)]
     yield from ((t, steps) for t, steps in pairs if isinstance(t, Spec) and t.open)
 
@@ -229,7 +229,7 @@ def plan_operations(planner: Planner, operations: Sequence[Operation], microbatc
     for o in operations:
         try:
             if (key := planner.operation_key(o)) not in alike:
-                alike[key] = look_up_op(o).plan_operation(planner, o)
+                alike[key] = OPERATIONS[o.kind].plan_operation(planner, o)
             planned[o.kind, o.name] = replace(alike[key], operation=o)
         except ValueError as error:
             illegal.append(message_of_illegal_operation(o, error))

@@ -16,7 +16,7 @@ from math import prod
 
 from platform.plan.chunks import Bucket
 from platform.plan.layout import LENGTHS, Cut, format_count
-from platform.plan.model_types import LOSSES, Parameter, Spec, tensor_dtype
+from platform.plan.model_types import Parameter, Spec, tensor_dtype
 from platform.plan.operation_forms import (
     PACKED,
     STAYS,
@@ -38,6 +38,8 @@ from platform.plan.operation_plan import Collective, PlannedOperation
 from platform.plan.plan import Plan
 from platform.plan.rule import COLLECTIVES, LENDING, Conversion, Step
 from platform.plan.scheme import Scheme
+
+LOSSES = ("cross_entropy", "squared_error")  # kinds of operations that end the forward pass
 
 # Static check of a planned operation: its operands in, its result out, and all gradients back.
 
@@ -119,10 +121,8 @@ class Walk:
         spread = self._follow_steps(tensor, lying, conversion.forward, phases, tensor_title(tensor))
         if operand.panels and operand.axes and not operand.shared:
             gathered = spread.count_elements(sizes, self._extents) * prod(self._extents[a] for a in operand.axes)
-            share, panel_elements = (
-                spread.average_share(spread.split, sizes, self._extents),
-                gathered // operand.panels.count,
-            )
+            share = spread.average_share(spread.split, sizes, self._extents)
+            panel_elements = gathered // operand.panels.count
             for op, phase in (("broadcast", FORWARD), ("broadcast", BACKWARD), ("reduce", BACKWARD)):
                 key = op, operand.axes, panel_elements, share, phase, spread.only, tensor_dtype(tensor)
                 self._launches[key] += operand.panels.count
@@ -449,10 +449,8 @@ def _violations_of_buckets(plan: Plan) -> Iterator[str]:
             if size != prod(plan.local_shape(p)):
                 yield f"{p.name}: its block has {prod(plan.local_shape(p))} elements, its place in the bucket {size}"
             if sorted(plan.master_split_axes(p)) != sorted((*layout.axes, *split)):
-                counted_axes, actual_axes = (
-                    join_axis_names(plan.master_split_axes(p)),
-                    join_axis_names((*layout.axes, *split)),
-                )
+                counted_axes = join_axis_names(plan.master_split_axes(p))
+                actual_axes = join_axis_names((*layout.axes, *split))
                 yield f"{p.name}: the norm counts it as split over {counted_axes}, and it is over {actual_axes}"
 
 

@@ -8,6 +8,7 @@ from itertools import product
 from platform.plan.layout import DIMS, Stretch, format_count
 from platform.plan.model_types import AUTO
 from platform.plan.operation_plan import PlannedOperation
+from platform.plan.operations.registry import OPERATIONS
 from platform.plan.plan import Plan
 from platform.plan.step_collectives import communication, count_kernels
 
@@ -37,7 +38,7 @@ def attention_imbalance(plan: Plan) -> float:
 def _count_keys_seen(plan: Plan, o: PlannedOperation, at: dict[str, int]) -> int:
     """Return how many keys all queries of an attention see on the rank at mesh coordinates `at`."""
     queries = plan.stretches_of_rank(o.operation.outputs[0], "length", at)
-    keys = o.operation.inputs[0 if o.operation.kind == "softmax" else 1]
+    keys = o.operation.inputs[OPERATIONS[o.operation.kind].keys_input]
     sizes = plan.planner.tensor_sizes(keys)
     if not o.operation["causal"]:
         return sum(q.size for q in queries) * sizes["memory_length" if "memory_length" in keys.dims else "length"]
@@ -101,11 +102,9 @@ def _lines_of_totals(plan: Plan) -> tuple[str, str, str, str]:
     )
     more = f", and {len(moved) - 4} more" if len(moved) > 4 else ""
     most = "at most " if any(c.rows for o in plan.operations.values() for c in o.collectives) else ""
-    elsewhere = (
-        f", {plan.count_parameters_of_rank(plan.coordinates_off_sub_grid):,} where {zero}>0"
-        if plan.coordinates_off_sub_grid
-        else ""
-    )
+    elsewhere = ""
+    if off := plan.coordinates_off_sub_grid:
+        elsewhere = f", {plan.count_parameters_of_rank(off):,} where {zero}>0"
     return (
         f"plan  {format_count(plan.mesh.world_size, 'worker')} = {plan.mesh}; tensor "
         f"scheme {plan.scheme.name}; {plan.precision}",
@@ -171,11 +170,9 @@ def _sharding_words(plan: Plan) -> str:
         return ""
     groups = dict.fromkeys("+".join(b.sharded) for b in plan.buckets if b.sharded)
     over = f"chunks over {' or '.join(groups)}"
-    return (
-        f", kept in {over}"
-        if plan.zero == 3
-        else f", updated in {over} ({plan.count_masters_of_rank(plan.mesh.rank_coordinates(0)):,} per worker)"
-    )
+    if plan.zero == 3:
+        return f", kept in {over}"
+    return f", updated in {over} ({plan.count_masters_of_rank(plan.mesh.rank_coordinates(0)):,} per worker)"
 
 
 def format_number(x: float) -> str:

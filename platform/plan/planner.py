@@ -286,10 +286,8 @@ class Planner:
         steps, back = conversion.forward, conversion.backward
         moved = [[i for i, s in enumerate(way) if s.moves_dim(0)] for way in (steps, back)]
         at, until = max(moved[0], default=-1) + 1, min(moved[1], default=len(back))
-        (*_, own_shape) = (
-            conversion.before,
-            *(after for *_, after in shapes_along_steps(steps[:at], conversion.before, self.mesh)),
-        )
+        shapes = (after for *_, after in shapes_along_steps(steps[:at], conversion.before, self.mesh))
+        *_, own_shape = conversion.before, *shapes
         appeared = {a for s in steps[:at] if s.op in APPEAR for a in s.axes}
         remaining_only = tuple(a for a in only if a not in appeared)
         lend = Step("lend", ("expert",), only=remaining_only, shape=widen_shape(own_shape), layer=layer)

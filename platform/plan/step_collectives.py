@@ -10,6 +10,7 @@ from typing import NamedTuple
 from platform.plan.chunks import Bucket, Chunk, buckets_to_gather
 from platform.plan.model_types import AttentionTraits, Parameter, Spec, choose_kernel
 from platform.plan.operation_plan import Collective, PlannedOperation, collective_label
+from platform.plan.operations.registry import OPERATIONS, Ops
 from platform.plan.plan import Plan
 
 # Counting of what several ranks have alike in sums over all ranks: one of them counts it.
@@ -248,12 +249,10 @@ def process_groups(plan: Plan) -> list[tuple[str, ...]]:
 
 # Fused attentions of a plan: what decides which kernels compute them, and the kernels that torch chooses itself.
 
-FUSED = ("fused_attention", "ring_attention")  # whose kernel is chosen
-
 
 def find_fused_attentions(plan: Plan) -> Iterator[PlannedOperation]:
     """Yield the planned operations of all attentions that one kernel computes, in model order."""
-    return (o for (kind, _), o in plan.operations.items() if kind in FUSED)
+    return (o for (kind, _), o in plan.operations.items() if OPERATIONS[kind].chooses_kernel)
 
 
 def count_kernels(plan: Plan) -> dict[str, int]:
@@ -283,15 +282,13 @@ def attention_traits(
 
 def _has_grouped_heads(plan: Plan, name: str) -> bool:
     """Return True if the kernel of the fused attention `name` gets K and V with fewer heads than Q on every rank."""
-    if not (expanded := plan.operations.get(("expand_kv", f"{name}.key"))) or not expanded.operation["grouped"]:
+    if not (expanded := plan.operations.get((Ops.expand_kv.kind, f"{name}.key"))) or not expanded.operation["grouped"]:
         return False
     kv_spec, heads_spec = expanded.operation.inputs[0], expanded.operation.outputs[0]
     assert isinstance(kv_spec, Spec)
     groups = plan.local_shape(kv_spec)[kv_spec.dims.index("kv_heads")]
-    heads, heads_per_group = (
-        plan.local_shape(heads_spec)[heads_spec.dims.index("heads")],
-        plan.sizes["heads"] // plan.sizes["kv_heads"],
-    )
+    heads = plan.local_shape(heads_spec)[heads_spec.dims.index("heads")]
+    heads_per_group = plan.sizes["heads"] // plan.sizes["kv_heads"]
     return heads_per_group > 1 and heads == groups * heads_per_group
 
 
@@ -302,7 +299,7 @@ def settle_kernels(plan: Plan, device: str, dropout: float) -> Plan:
     def choose_operation_kernel(planned: PlannedOperation) -> PlannedOperation:
         """Return the planned operation with the name of the kernel that computes it, if it is a fused attention."""
         operation = planned.operation
-        if operation.kind not in FUSED:
+        if not OPERATIONS[operation.kind].chooses_kernel:
             return planned
         kernel = choose_kernel(operation["kernel"], device, attention_traits(plan, planned, dropout))
         attributes = tuple((name, kernel if name == "kernel" else value) for name, value in operation.attributes)

@@ -18,7 +18,7 @@ from platform.plan.layout import Mesh, pad_to_multiple
 from platform.plan.model_types import Operation, Parameter, Recompute, Spec
 from platform.plan.operation_plan import Collective, Einsum, EinsumGroup, PlannedOperation
 from platform.plan.operations.recorder import Recorder, Symbol
-from platform.plan.operations.registry import count_flops, look_up_op
+from platform.plan.operations.registry import OPERATIONS, Ops
 from platform.plan.plan import ITEMSIZE
 from platform.plan.plan_builder import ALIGNED
 from platform.plan.planner import Planner
@@ -34,16 +34,7 @@ from platform.predict.price import (
     overlap_seconds,
     update_bytes,
 )
-from platform.predict.work import (
-    ACCESSES,
-    FUNCTION,
-    FUSED_BACKWARD,
-    RESIDUAL,
-    USUAL,
-    share_in_use,
-    share_of_rows,
-    share_sent,
-)
+from platform.predict.work import FUSED_BACKWARD, share_in_use, share_of_rows, share_sent
 
 # Sketch of a model under a scheme: what a rank computes, moves and keeps, as monomials in the sizes of mesh axes.
 #
@@ -53,7 +44,6 @@ from platform.predict.work import (
 # does.
 
 Columns = Mapping[str, NDArray[Any]]  # variable -> its value in each contender
-PASSING = ("shift", "relayout", "expand_kv", "cross_entropy")  # operations that keep nothing of their own
 FEW = 4  # layers of a model from whose last one deeper ones follow
 SEQUENCES = "microbatch"  # variable beside the sizes of axes
 BASE = 64  # sequences of a microbatch on a replica while numbers are found
@@ -192,14 +182,16 @@ def _iterate_quantities(planner: Planner, o: Operation) -> Iterator[tuple[Quanti
     output = o.outputs[0] if o.outputs else None
     room = float(prod(planner.local_shape(output))) if output else 0.0
     size = room * share_in_use(planner, output) if output else 0.0
-    if o.kind in ("pointwise", "residual"):
-        yield Quantity("touched", times=RESIDUAL if o.kind == "residual" else FUNCTION[len(o.inputs)]), size
+    op, mesh = OPERATIONS[o.kind], planner.mesh
+    if op in (Ops.pointwise, Ops.residual):
+        accesses = op.memory_accesses if op is Ops.residual else Ops.pointwise.accesses_by_inputs[len(o.inputs)]
+        yield Quantity("touched", times=accesses), size
         yield Quantity("kept"), room
-        if o.kind == "residual":
+        if op is Ops.residual:
             yield Quantity("stream"), size
         return
-    planned, mesh = look_up_op(o).plan_operation(planner, o), planner.mesh
-    if work := count_flops(o, planner.sizes):
+    planned = op.plan_operation(planner, o)
+    if work := op.count_flops(o, planner.sizes):
         causal = 0.5 if dict(o.attributes).get("causal") else 1.0
         yield Quantity("flops" if planned.groups else "fused"), causal * work / mesh.count_ranks(planned.compute_axes)
     if planned.groups:
@@ -208,8 +200,8 @@ def _iterate_quantities(planner: Planner, o: Operation) -> Iterator[tuple[Quanti
         yield Quantity("width"), min(_shortest_side(g, e, even) for g, e in pairs)
         yield Quantity("read"), sum(prod(e.operand.after) for _, e in pairs)
     else:
-        yield Quantity("touched", times=ACCESSES.get(o.kind, USUAL)), size
-    if any(p.role == "in" for p in o.parameters) or not planned.groups and o.kind not in PASSING:
+        yield Quantity("touched", times=op.memory_accesses), size
+    if any(p.role == "in" for p in o.parameters) or not planned.groups and not op.keeps_nothing:
         yield Quantity("kept"), sum(prod(planner.local_shape(t)) for t in o.outputs)
     for p in o.parameters:
         axes = mesh.order_axes(partial_axes(planner.layout(p), planned.compute_axes))

@@ -28,6 +28,7 @@ from platform.plan.generators import SHIPPED
 from platform.plan.layout import find_divisors, find_factorizations, format_count
 from platform.plan.model_types import LabelLoss, Recompute
 from platform.plan.operations.recorder import IllegalPlan
+from platform.plan.operations.registry import Ops
 from platform.plan.plan import Plan
 from platform.plan.plan_builder import build_plan
 from platform.plan.scheme import NESTED, RINGS, ModelMistake, Scheme, compose_scheme
@@ -272,7 +273,7 @@ def _warnings_of_ring(plan: Plan, dropout: float) -> Iterator[str]:
     """Yield a warning for a plan in which keys are to go around, and some attention gathers them."""
     if not plan.scheme.ring:
         return
-    gathers = [name for (kind, name) in plan.operations if kind == "relayout" and name.endswith("attention.key")]
+    gathers = [name for (kind, name) in plan.operations if kind == Ops.relayout.kind and name.endswith("attention.key")]
     if names := dict.fromkeys(name.split(".", 2)[-1].removesuffix(".key") for name in gathers):
         reasons = {
             "tensor.uneven=true": plan.scheme.uneven,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
+from typing import Any
 
 from platform.plan.chunks import Bucket, Chunk
 from platform.plan.gather_order import ParameterPrefetcher, Use
@@ -24,6 +25,7 @@ from platform.plan.operations.op import (
     Leaves,
     Ledger,
     MeteredStorage,
+    Op,
     Saved,
     Tape,
     Value,
@@ -42,7 +44,6 @@ class Meter(Ops):
     A tensor without elements stands for an absent block; operations pass it on.
     """
 
-    method = "meter_bytes"
     plan: Plan
 
     def __init__(self, plan: Plan, dropout: float, at: Mapping[str, int], device: str = "cpu", *, ahead: bool = True):
@@ -64,6 +65,9 @@ class Meter(Ops):
         self.grad = True
         self.left: Counter[int] = Counter()  # bytes of an activation -> how many such are in host memory
         self._last: OffloadedActivation[MeteredStorage] | None = None  # of these, in this pass
+
+    def bind_operation(self, op: Op) -> Callable[..., Any]:
+        return op.bind_computation(self, op.meter_bytes)
 
     def _gather_parameter(self, p: Parameter, conversion: Conversion) -> Value:
         """Count the bytes of converting a parameter to an operation's layout; return the converted stand-in."""
@@ -321,11 +325,9 @@ class Meter(Ops):
         """Count function(x, *more), recomputed in the backward pass if activations of this `kind` are."""
         if kind == "full":
             outputs = self._count_recomputed(kind, function, spec, self._enter_span(x), *more)
-            return (
-                (self._enter_span(outputs[0]), *outputs[1:])
-                if isinstance(outputs, tuple)
-                else self._enter_span(outputs)
-            )
+            if isinstance(outputs, tuple):
+                return (self._enter_span(outputs[0]), *outputs[1:])
+            return self._enter_span(outputs)
         return self._count_recomputed(kind, function, spec, x, *more)
 
     def _count_recomputed(self, kind, function, spec, x, *more):

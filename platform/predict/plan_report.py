@@ -18,6 +18,7 @@ from platform.plan.layout import format_count, is_at_index_zero
 from platform.plan.model_types import Spec
 from platform.plan.operation_plan import TRAFFIC, Collective, PlannedOperation, collective_label
 from platform.plan.operations.experts import Ends
+from platform.plan.operations.registry import OPERATIONS, Ops
 from platform.plan.plan import Plan
 from platform.plan.plan_summary import attention_work, describe, format_number, format_seconds
 from platform.plan.scheme import Lent, deal_rows
@@ -335,13 +336,13 @@ def moves_of_rows(
     for chunk in plan.chunks:
         passes: list[_Layer] = []
         for (kind, name), planned in chunk.operations.items():
-            if kind == "dispatch_rows":
+            if kind == Ops.dispatch_rows.kind:
                 lent_experts = lent.get(name, ())
                 passes = list(_iterate_layer_passes(plan, planned, chunk.stage, routing, lent_experts))
             for c in planned.collectives:
                 if c.rows:
                     twice = 2 if planned.operation.recomputed and c.phase == "forward" else 1
-                    if c.op == "all_to_allv" and kind not in ("dispatch_rows", "combine_rows"):
+                    if c.op == "all_to_allv" and not OPERATIONS[kind].moves_rows:
                         moved = sum(map(len, lent_experts)) * sum(
                             _sum_row_widths(plan, c, layer_pass) for layer_pass in passes
                         )

@@ -16,6 +16,7 @@ from platform.plan.chunks import RecordableModel
 from platform.plan.model_types import Operation, Parameter, Spec
 from platform.plan.operation_plan import Collective, EinsumGroup, PlannedOperation
 from platform.plan.operations.recorder import Recorder, Symbol
+from platform.plan.operations.registry import OPERATIONS, Ops
 from platform.plan.plan import Plan
 from platform.plan.planner import Planner
 from platform.plan.schedule import Schedule
@@ -65,30 +66,6 @@ class ChunkWork:
     backward: Counter[Part] = field(default_factory=Counter)
 
 
-# kind of operation -> elements that it reads and writes per element of its first result (of a loss: of its logits), in
-# the forward and the backward pass. A norm's backward pass reads twice, for its input's and its parameters' gradients.
-# Of a loss, numbers are of the compute type, though it computes in fp32.
-ACCESSES: Mapping[str, tuple[float, float]] = {
-    "norm": (2, 5),
-    "shift": (2, 1),
-    "lookup": (2, 3),
-    "softmax": (2, 3),
-    "dropout": (2, 2),
-    "jitter": (2, 2),
-    "rotate": (2, 2),
-    "cross_entropy": (9, 2),
-    "relayout": (0, 0),
-    "expand_kv": (0, 0),
-    "fused_attention": (4, 8),
-    "ring_attention": (4, 8),
-    "recall": (0, 0),
-    "remember": (0, 0),
-}
-USUAL = (2, 3)  # an operation that nothing is said of reads one activation and writes another
-# per element of a feed-forward layer's or the stream's activation: functions, by number of arguments; a residual sum
-# (reads two, writes one; its gradient meets another, of the norm, and both are added)
-FUNCTION = {1: (2, 3), 2: (3, 5)}
-RESIDUAL = (3, 3)
 SUMMED = 8  # bytes per element of a weight, of whose gradient a sum in fp32 is read and written
 # Of one kernel of attention: its backward pass computes the scores again, five products for two, at a lower speed.
 FUSED_BACKWARD = 2.5 / 0.8
@@ -112,7 +89,7 @@ class WorkRecorder(Recorder):
         symbols = super().record_operation(kind, name, x, inputs, outputs, reads, **more)
         if planned := self.plan.operations.get((kind, name)):
             o = planned.operation
-            key = self.plan.planner.operation_key(o), kind == "shift" and _is_bias_added(self.plan, o)
+            key = self.plan.planner.operation_key(o), OPERATIONS[kind].count_accesses(o, self.plan.operations)
             if key not in self._known:  # layers are alike
                 forward, backward = _operation_work(self.plan, planned)
                 leaves_out = planned.once and not self.repeats_all
@@ -142,12 +119,12 @@ class WorkRecorder(Recorder):
     def pointwise(self, function: str, *x: Symbol) -> Symbol:
         """Note a pointwise function of one or two activations."""
         if function != "identity":
-            self._note_elementwise(x[0].spec, FUNCTION[len(x)])
+            self._note_elementwise(x[0].spec, Ops.pointwise.accesses_by_inputs[len(x)])
         return x[0]
 
     def residual(self, name: str, x: Symbol, y: Symbol, spec: Spec) -> Symbol:
         """Note a residual connection, one kernel with its dropout."""
-        self._note_elementwise(spec, RESIDUAL)
+        self._note_elementwise(spec, Ops.residual.memory_accesses)
         return x
 
 
@@ -217,7 +194,7 @@ def share_sent(planner: Planner, o: Operation, c: Collective) -> float:
     """Return the share of the elements of an operation's collective that an even routing sends; 1 of no rows."""
     if c.op != "all_to_allv":
         return share_of_rows(planner, o) if c.rows else 1.0
-    if o.kind not in ("dispatch_rows", "combine_rows"):  # lent experts, which are as many as planned
+    if not OPERATIONS[o.kind].moves_rows:  # lent experts, which are as many as planned
         return 1.0
     return _even_rows(planner, next(_iterate_row_specs(o))) / c.rows  # of a rank's tokens, whose rows others may share
 
@@ -229,13 +206,11 @@ def _operation_work(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
         return _product_work(plan, planned)
     moved = _even_collectives(plan, planned)
     sides = {phase: tuple(c for c in moved if c.phase == phase) for phase in ("forward", "backward")}
-    size = plan.itemsize["compute"]
-    if operation.kind in ("fused_attention", "ring_attention"):
+    op, size = OPERATIONS[operation.kind], plan.itemsize["compute"]
+    if op.chooses_kernel:
         return _attention_work(plan, operation, sides)
     spec = next(t for t in (*operation.outputs, *operation.inputs) if isinstance(t, Spec))
-    forward, backward = ACCESSES.get(operation.kind, USUAL)
-    if operation.kind == "shift" and _is_bias_added(plan, operation):
-        forward = 0
+    forward, backward = op.count_accesses(operation, plan.operations)
     count = block_elements(plan, spec) * size
     return tuple(
         Part(bytes=count * n, kernels=int(n > 0), collectives=sides[phase])
@@ -249,13 +224,6 @@ def _drop_result(forward: Part, planned: PlannedOperation) -> Part:
     return replace(forward, products=(), kernels=0, collectives=tuple(remaining.elements()))
 
 
-def _is_bias_added(plan: Plan, shift: Operation) -> bool:
-    """Return True if a product adds the bias of a `shift` itself."""
-    name = shift.name.removesuffix("_bias")
-    product = plan.operations.get(("project", name))
-    return bool(product) and product.adds_biases([plan.operations["shift", shift.name]])  # type: ignore[union-attr]
-
-
 def _attention_work(plan: Plan, operation: Operation, sides: Mapping[str, tuple[Collective, ...]]) -> tuple[Part, Part]:
     """Return the work of attention in one kernel: half of its FLOPs if it hides later positions."""
     query, key, value = (dict(zip(t.dims, plan.local_shape(t), strict=True)) for t in operation.inputs[:3])
@@ -264,7 +232,7 @@ def _attention_work(plan: Plan, operation: Operation, sides: Mapping[str, tuple[
     seen = min(length, window) if window else length * (0.5 if operation["causal"] else 1.0)
     flops = 2.0 * query["batch"] * query["heads"] * query["length"] * seen * (query["d_kv"] + value["d_kv"])
     count = prod(query.values()) * plan.itemsize["compute"]
-    forward, backward = ACCESSES[operation.kind]
+    forward, backward = OPERATIONS[operation.kind].memory_accesses
     return (
         Part(fused=flops, bytes=count * forward, kernels=1, collectives=sides["forward"]),
         Part(fused=FUSED_BACKWARD * flops, bytes=count * backward, kernels=3, collectives=sides["backward"]),

@@ -19,7 +19,8 @@ from platform.plan.model_types import CROSS_ENTROPY, Parameter, Spec
 from platform.plan.operation_plan import PlannedOperation
 from platform.plan.operations.attention import KeyValueCache
 from platform.plan.operations.fused_attention import hides_most
-from platform.plan.operations.registry import Ops
+from platform.plan.operations.op import Op
+from platform.plan.operations.registry import OPERATIONS, Ops
 from platform.plan.plan import Plan
 from platform.plan.rule import Conversion
 from platform.plan.step_collectives import counts_at, counts_gradient
@@ -59,7 +60,6 @@ class ParallelOps(Ops):
     by `compiler`, None if none is. `ahead`: parameters are converted for their operations one matrix product ahead.
     """
 
-    method = "run_on_blocks"
     plan: Plan
     kernels, in_kernel = kernels, staticmethod(select_attention_kernel)
 
@@ -99,18 +99,21 @@ class ParallelOps(Ops):
         lonely = all(n == 1 for axis, n in plan.mesh.axes.items() if axis not in ("stage", "data", "zero"))
         self._wholly = lonely and not dropout and plan.recompute.kind != "selective" and not plan.frozen
         self._wholly &= plan.mlp_chunks == 1  # whose chunks are computed twice
-        self._wholly &= all(kind != "route" for kind, _ in plan.operations)  # which counts
+        self._wholly &= all(OPERATIONS[kind].is_traceable for kind, _ in plan.operations)
         self._wholly &= not any(self._attends_pair_by_pair(o) for o in plan.attention_operations)
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
         # activation -> (offset, extent) per dim of this rank's block
         self.blocks = {t: plan.locate_block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
+
+    def bind_operation(self, op: Op) -> Callable[..., Any]:
+        return op.bind_computation(self, op.run_on_blocks)
 
     def _attends_pair_by_pair(self, attention: PlannedOperation) -> bool:
         """Return True if an attention may be computed by pairs of queries and keys, which no compiler traces."""
         o, query = attention.operation, attention.operation.inputs[0]
         length = dict(zip(query.dims, self.plan.local_shape(query), strict=True)).get("length", 0)
         hidden = o["begins"] or hides_most(self.communicator.device.type, length, o["window"], documents=False)
-        return o.kind == "ring_attention" or bool(hidden)
+        return bool(hidden)
 
     def _start_conversion(self, p: Parameter, conversion: Conversion) -> Pending:
         """Start the collectives that convert this rank's block of a parameter to an operation's layout."""
@@ -293,7 +296,7 @@ class ParallelOps(Ops):
         return x
 
     def random_drawing(
-        self, name: str, spec: Spec, device: torch.device, kind: str = "dropout", rate: float | None = None
+        self, name: str, spec: Spec, device: torch.device, kind: str = Ops.dropout.kind, rate: float | None = None
     ) -> Drawing | None:
         """Return what the dropout named `name` draws its mask from on this rank's block of the activation `spec`, at
         this step and microbatch: counters, start and rate of random numbers. None if nothing is dropped there. `kind`:

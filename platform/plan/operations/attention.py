@@ -109,6 +109,8 @@ class RememberOp(Op):
     of types `kv` and `values`, behind the keys and values of the passes before; k and v themselves in a pass that reads
     a whole text, as in training."""
 
+    memory_accesses = (0, 0)
+
     def record_operation(self, ops, name, k, v, kv, values):
         out = [ops.remembered(kv), ops.remembered(values)]
         return ops.record_operation(self.kind, name, [k, v], [kv, values], out) if ops.cache else (k, v)
@@ -142,13 +144,13 @@ class RecallOp(Op):
     """Keys and values of type `kv` of the cross-attention `name`: k and v, or where these are None, the pair of the
     first of several passes with the same memory."""
 
+    memory_accesses = (0, 0)
+
     def record_operation(self, ops, name, k, v, kv):
+        if not ops.cache:
+            return k, v
         keys_and_values = [] if k is None else [k, v]
-        return (
-            ops.record_operation(self.kind, name, keys_and_values, [kv for _ in keys_and_values], [kv, kv])
-            if ops.cache
-            else (k, v)
-        )
+        return ops.record_operation(self.kind, name, keys_and_values, [kv for _ in keys_and_values], [kv, kv])
 
     def run_on_blocks(self, ops, name, k, v, kv):
         """Store k and v of the cross-attention `name` in the cache, if given, and return the stored ones."""
@@ -208,6 +210,8 @@ class SoftmaxOp(BlockOp):
     is a data tensor [memory_length, batch] whose padding is hidden; `bias` comes from `relative_bias`. It reads `mask`
     or `begins`, not both. A parameter `sink`, of dims of x other than `dim`, is one score more in the sum, whose own
     probability is left out (Xiao et al. 2023): where a head attends to nothing."""
+
+    keys_input = 0
 
     def record_operation(
         self, ops, name, x, spec, sink=None, *, dim="memory_length", scale=1.0, causal=False, window=0, mask=None,

@@ -101,6 +101,8 @@ class ProjectOp(_Products):
     none, are added once, in the output layout. Rows of experts come with their `counts`, as `dispatch_rows` has given
     both: each is multiplied by the matrix of its expert."""
 
+    multiplies_matrices = True
+
     def record_operation(self, ops, x, spec, weights, outs, biases=(), counts=None):
         """Record the products of x, and the biases behind them; return a symbol for each weight."""
         if ("rows" in spec.dims) != (counts is not None):
@@ -131,7 +133,7 @@ def _execute_by_group(ops, planned, x, operands, outs, biases=(), deferred=None,
     """Return the results, of the types `outs`, of the planned einsums of activation x with `operands` (parameters or
     one activation), which are computed or metered group by group. `biases`, `deferred`, `counts`: see
     `platform.runtime.einsum.compute_einsums`."""
-    of_group = _run_einsum_group if ops.method == "run_on_blocks" else _meter_einsum_group
+    of_group = _meter_einsum_group if isinstance(x, Value) else _run_einsum_group
     results: dict[int, Any] = {}
     for number, group in enumerate(planned.groups):
         indices = [e.index for e in group.einsums]
@@ -181,10 +183,7 @@ def _split_into_panels(group: EinsumGroup, mesh: Mesh) -> EinsumGroup | None:
         axes = operands[0][1]
         if all(gathered_axes == axes for _, gathered_axes in operands) and (x_axes or axes):
             count = lcm(mesh.count_ranks(x_axes), mesh.count_ranks(axes))
-            einsums = (
-                replace(e, operand=conversion_without_gather)
-                for e, (conversion_without_gather, _) in zip(group.einsums, operands, strict=True)
-            )
+            einsums = (replace(e, operand=c) for e, (c, _) in zip(group.einsums, operands, strict=True))
             return EinsumGroup(x, tuple(einsums), Panels(dim, x_axes, axes, count))
     return None
 
@@ -224,10 +223,8 @@ def _panel_collectives(
     axes at whose index 0 alone ranks compute."""
     if not axes:
         return []
-    elements, cuts = (
-        panels.panel_elements(prod(operand.after), axes, planner.mesh),
-        tuple(cut for _, cut in operand.cuts[1]),
-    )
+    elements = panels.panel_elements(prod(operand.after), axes, planner.mesh)
+    cuts = tuple(cut for _, cut in operand.cuts[1])
     kinds = [("broadcast", "forward"), ("broadcast", "backward"), ("reduce", "backward")]
     collectives = [Collective(op, axes, elements, "compute", phase, only, 0, cuts) for op, phase in kinds]
     return [c for c in collectives for _ in range(panels.count)]

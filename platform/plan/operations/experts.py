@@ -30,6 +30,7 @@ class RouteOp(Op):
     """
 
     wide = "inputs", "outputs"
+    is_traceable = False  # it counts
 
     def record_operation(self, ops, name, scores, spec, tokens, router, states=()):
         if (spec.dims, spec.dtype) != ((*TOKENS, "experts"), "accumulate"):
@@ -159,6 +160,7 @@ class DispatchRowsOp(Op):
 
     wide = ("inputs",)
     open = {"outputs": "gradient"}
+    moves_rows = True
 
     def record_operation(self, ops, name, x, spec, weights, of_weights, out, chosen):
         _check_row_types(name, spec, out)
@@ -175,14 +177,8 @@ class DispatchRowsOp(Op):
         rows = ends.row_conversion(planner, spec, out, operation["chosen"])
         enter = planner.operand_conversion(spec, ends.tokens, (*ends.compute_axes, *planner.layout(out).gradient))
         conversions = [enter, replace(weights_conversion, backward=()), rows]
-        return assemble_plan(
-            planner,
-            operation,
-            ends.tokens,
-            conversions,
-            ends.collectives_of_row_counts(planner),
-            compute_axes=ends.compute_axes,
-        )
+        counts = ends.collectives_of_row_counts(planner)
+        return assemble_plan(planner, operation, ends.tokens, conversions, counts, compute_axes=ends.compute_axes)
 
     def run_on_blocks(self, ops, name, x, spec, weights, of_weights, out, chosen):
         """Copy this rank's tokens and send them to experts; return the rows of this rank's experts, and counts."""
@@ -205,12 +201,8 @@ class DispatchRowsOp(Op):
         x, weights = ops.convert_blocks((x, weights), (enter, weights_conversion))
         if ops.absent(x):
             return x, x
-        sent_elements, received_elements, n, tokens = (
-            prod(rows.before),
-            prod(rows.after),
-            x.elements,
-            prod(enter.after[:2]),
-        )
+        sent_elements, received_elements = prod(rows.before), prod(rows.after)
+        n, tokens = x.elements, prod(enter.after[:2])
         places = _meter_row_places(ops, rows, tokens, weights.elements // tokens, chosen)
         expert_rows = ops.tensor(sent_elements)
         expert_rows = _meter_moved_rows(ops, expert_rows, rows, received_elements)
@@ -233,6 +225,7 @@ class CombineRowsOp(Op):
 
     wide = ("inputs",)
     open = {"inputs": "value"}
+    moves_rows = True
 
     def record_operation(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
         _check_row_types(name, out, spec)
@@ -243,14 +236,8 @@ class CombineRowsOp(Op):
         rows of other experts, to the result's layout."""
         (spec, of_weights), (out,) = operation.inputs, operation.outputs
         ends = Ends.find_ends(planner, out, spec)
-        rows_to_experts = ends.row_conversion(planner, out, spec, operation["chosen"])
-        rows = replace(
-            rows_to_experts,
-            forward=rows_to_experts.backward,
-            backward=rows_to_experts.forward,
-            before=rows_to_experts.after,
-            after=rows_to_experts.before,
-        )
+        sent = ends.row_conversion(planner, out, spec, operation["chosen"])
+        rows = replace(sent, forward=sent.backward, backward=sent.forward, before=sent.after, after=sent.before)
         partial = planner.layout(spec).partial
         weights_conversion = planner.operand_conversion(
             of_weights, ends.tokens.restrict_dims(of_weights.dims), (*ends.compute_axes, *partial)

@@ -54,6 +54,9 @@ class FusedAttentionOp(BlockOp):
     each: their results merge, by two sums."""
 
     open = {"inputs": "gradient"}
+    memory_accesses = (4, 8)
+    keys_input = 1
+    chooses_kernel = True
 
     def record_operation(
         self, ops, name, q, k, v, spec, kv, values, out, *, scale, causal, window=0, mask=None, begins=None,
@@ -197,6 +200,11 @@ class RingAttentionOp(BlockOp):
     """Attention of local heads whose queries and keys are split over the same axes of length, or over none: as
     `fused_attention`, with keys and values of other ranks in panels that go around, and merged log-sum-exps. `sink`
     [heads] as in softmax; `shared`: True where k and v have heads that several of q's may share."""
+
+    memory_accesses = (4, 8)
+    keys_input = 1
+    chooses_kernel = True
+    is_traceable = False  # it attends pair by pair
 
     def record_operation(
         self, ops, name, q, k, v, spec, kv, values, out, sink=None, *, scale, causal, shared, window=0, mask=None,

@@ -18,6 +18,10 @@ class CrossEntropyOp(Op):
     may name another loss, and weights of labels. Padding in the data tensor `labels` does not count. `smoothing`: the
     share of the target spread evenly over vocab, in training (Szegedy et al. 2016)."""
 
+    memory_accesses = (9, 2)
+    keeps_nothing = is_loss = True
+    bias_before = "shift"
+
     def record_operation(self, ops, name, logits, spec, labels, smoothing=0.0):
         reads, attributes = [labels, LABEL_WEIGHTS if ops.loss.weighted else None], {"loss": ops.loss.name}
         return ops.record_operation(self.kind, name, [logits], [spec], [], reads, smoothing=smoothing, **attributes)
@@ -77,10 +81,8 @@ class LinearCrossEntropyOp(Op):
 
     def run_on_blocks(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None):
         """Compute the loss chunk by chunk of tokens, so that the logits are never whole, unless SUMMA multiplies."""
-        planned_product, planned_loss = (
-            ops.operation_plan("project", table.name),
-            ops.operation_plan("cross_entropy", name),
-        )
+        planned_product = ops.operation_plan("project", table.name)
+        planned_loss = ops.operation_plan("cross_entropy", name)
         if planned_product.groups[0].panels:  # SUMMA never has a whole operand: it multiplies, the loss follows
             return self.compose_operation(ops, name, x, x_spec, table, spec, labels, smoothing, bias)
         *rows, columns = ops.plan.local_shape(spec)
@@ -99,10 +101,8 @@ class LinearCrossEntropyOp(Op):
 
     def meter_bytes(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None):
         """Count the memory of gradients and one chunk of logits, or of all logits where the loss has to keep them."""
-        planned_product, planned_loss = (
-            ops.operation_plan("project", table.name),
-            ops.operation_plan("cross_entropy", name),
-        )
+        planned_product = ops.operation_plan("project", table.name)
+        planned_loss = ops.operation_plan("cross_entropy", name)
         (group, *_), weight = planned_product.groups, ops.parameter_block(table)
         if group.panels:
             return self.compose_operation(ops, name, x, x_spec, table, spec, labels, smoothing, bias)
@@ -116,11 +116,7 @@ class LinearCrossEntropyOp(Op):
             and computes_gradients_at_once(planned_product, planned_loss, n, columns, width, wide)
         ):
             return _meter_kept_logits(ops, planned_product, x, weight, bias_values, spec)
-        gradients = (
-            ops.new(x.elements),
-            ops.new(weight.elements, ops.wide),
-            *(ops.new(v.elements) for v in bias_values),
-        )
+        gradients = ops.new(x.elements), ops.new(weight.elements, ops.wide), *(ops.new(v.elements) for v in bias_values)
         chunk = ops.new(loss_chunk_rows(n, columns) * columns)
         meter_loss_statistics(ops, n, columns)
         del chunk
@@ -157,6 +153,8 @@ def _meter_kept_logits(
 class SquaredErrorOp(Op):
     """Loss half the sum of (y - target)^2 over this rank's elements; the target takes no gradient. Positions at which
     the data tensor `ids` is padding do not count."""
+
+    is_loss = True
 
     def record_operation(self, ops, name, y, target, spec, ids):
         ops.check_activation(target, spec)

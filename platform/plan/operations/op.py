@@ -2,18 +2,21 @@
 
 | method | who calls it | what it says |
 |---|---|---|
-| `record` | `Recorder`, which reads a model | dims in and out, attributes and the data that is read: an `Operation` |
-| `plan` | `plan_operations` | how it splits: compute layout, conversions, collectives with their sizes |
-| `flops` | placement of layers on stages | multiplications and additions of all ranks together |
-| `run` | `ParallelOps`, on a rank | the forward pass on the rank's blocks; autograd derives the backward pass |
-| `meter` | `Meter`, which forecasts memory | bytes that are allocated, kept for the backward pass, and taken there |
+| `record_operation` | `Recorder`, which reads a model | dims, attributes and the data that is read: an `Operation` |
+| `plan_operation` | `plan_operations` | how it splits: compute layout, conversions, collectives with their sizes |
+| `count_flops` | placement of layers on stages | multiplications and additions of all ranks together |
+| `run_on_blocks` | `ParallelOps`, on a rank | the forward pass on its blocks; autograd derives the backward pass |
+| `meter_bytes` | `Meter`, for a forecast | bytes that are allocated, kept for the backward pass, and taken there |
+| `count_accesses` | price of a step | elements that it reads and writes, by its attribute `memory_accesses` |
 
-`run` and `meter` of a `BlockOp` see its activations and parameters as converted for it, and leave its result's
-conversion to it: what most operations are.
+Its other attributes are what price, runtime and optimizer need to know of it. `run_on_blocks` and `meter_bytes` of a
+`BlockOp` see its activations and parameters as converted for it, and leave its result's conversion to it: what most
+operations are.
 
-An operation that is said in others (a residual connection: dropout, then a sum) has `compose` in place of them. `ops`
-is the one who calls. No module here imports torch where it is imported itself, as a plan is made without torch: `run`
-computes with the methods of tensors and with `ops.kernels`, the modules of `platform.runtime.kernels`.
+An operation that is said in others (a residual connection: dropout, then a sum) has `compose_operation` in place of
+them. `ops` is the one who calls. No module here imports torch where it is imported itself, as a plan is made without
+torch: `run_on_blocks` computes with the methods of tensors and with `ops.kernels`, the modules of
+`platform.runtime.kernels`.
 """
 
 from __future__ import annotations
@@ -35,20 +38,35 @@ from platform.plan.rule import Conversion
 
 class Op:
     """Operation of the models' language, an attribute of `Ops` by its `kind`: on a recorder, `ops.norm(...)` is
-    `record_operation`, on a rank `run_on_blocks`, on a memory meter `meter_bytes`, as `ops.method` says."""
+    `record_operation`, on a rank `run_on_blocks`, on a memory meter `meter_bytes`, as `ops.bind_operation` says."""
 
     kind: str
     wide: Sequence[str] = ()  # which of its inputs and outputs may be in the type of statistics (Spec.dtype)
     open: Mapping[str, str] = {}  # "inputs" or "outputs" -> what of it may stay partial over ranks (Spec.open)
+    # elements that it reads and writes per element of its first result (of a loss: of its logits, in the compute type),
+    # in the forward and the backward pass; by default it reads one activation and writes another
+    memory_accesses: tuple[float, float] = (2, 3)
+    keeps_nothing = False  # True: it keeps no result of its own for the backward pass
+    needs_no_value = False  # True: its gradients depend on no value of its inputs
+    is_loss = False  # True: it ends the forward pass
+    is_traceable = True  # False: a block with it is not compiled as one function
+    keys_input = -1  # of an attention: which of its inputs has the dims of the keys that queries see
+    chooses_kernel = False  # True: one kernel computes a whole attention, named by the attribute `kernel`
+    moves_rows = False  # True: it sends as many rows of experts as their routing says
+    multiplies_matrices = False  # True: its parameters are matrices, which Muon updates as a whole
+    bias_before = ""  # kind of the operation before it whose bias its own product adds
 
     def __set_name__(self, owner: type, name: str) -> None:
         """Set the operation's `kind` to the name of the attribute of `Ops` that it is."""
         self.kind = name
 
     def __get__(self, ops: Any, owner: type | None = None) -> Any:
-        """Return this model operation bound to `ops`: its `record_operation`, `run_on_blocks` or `meter_bytes`, as
-        `ops.method` says."""
-        return self if ops is None else partial(getattr(self, ops.method), ops)
+        """Return this model operation bound to `ops`: its `record_operation`, `run_on_blocks` or `meter_bytes`."""
+        return self if ops is None else ops.bind_operation(self)
+
+    def bind_computation(self, ops: Any, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `compute`, which is `run_on_blocks` or `meter_bytes`, bound to `ops` as a model calls it."""
+        return partial(compute, ops)
 
     def compose_operation(self, ops: Any, *arguments: Any, **options: Any) -> Any:
         """Compose a model's operation from simpler ones, called on `ops`; return its results."""
@@ -94,6 +112,12 @@ class Op:
         """Return the forward FLOPs of this operation's matrix products on all ranks. `sizes`: global, of model dims."""
         return 0.0
 
+    def count_accesses(
+        self, operation: Operation, operations: Mapping[tuple[str, str], PlannedOperation]
+    ) -> tuple[float, float]:
+        """Return the `memory_accesses` of this operation; fewer where another planned one does a part of it."""
+        return self.memory_accesses
+
 
 class BlockOp(Op):
     """Operation whose `run_on_blocks` and `meter_bytes` see blocks alone. They take the planned operation `found` (None
@@ -101,10 +125,8 @@ class BlockOp(Op):
     converted as planned. A rank without a block of the first activation computes nothing, and passes on an empty one
     that stays connected to the gradients of all of them."""
 
-    def __get__(self, ops: Any, owner: type | None = None) -> Any:
-        if ops is None or ops.method == "record_operation":
-            return super().__get__(ops, owner)
-        return partial(self._run_between_conversions, ops, getattr(self, ops.method))
+    def bind_computation(self, ops, compute):
+        return partial(self._run_between_conversions, ops, compute)
 
     def _run_between_conversions(
         self, ops: Any, compute: Callable[..., Any], first: Any, *more: Any, **options: Any

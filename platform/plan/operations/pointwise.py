@@ -68,6 +68,8 @@ class PointwiseOp(Op):
     """Pointwise function by name (gelu, gelu_tanh, relu, silu, tanh, identity, absolute, sigmoid; add, multiply, or
     gated_ and one of the first four or clamped, whose gate is first) of one or two activations that share a layout."""
 
+    accesses_by_inputs = {1: (2, 3), 2: (3, 5)}  # `memory_accesses` by their number
+
     def record_operation(self, ops, function, *x):
         _check_function(function, len(x))
         for other in x[1:]:
@@ -163,6 +165,9 @@ class DropoutOp(BlockOp):
     """Activation of which elements are dropped with probability `dropout_rate`, by masks that do not depend on the
     plan."""
 
+    memory_accesses = (2, 2)
+    needs_no_value = True
+
     def record_operation(self, ops, name, x, spec):
         if not ops.dropout_rate:
             ops.check_activation(x, spec)
@@ -189,6 +194,8 @@ class JitterOp(BlockOp):
     """Activation of which each element is multiplied by a uniform number in [1 - `rate`, 1 + `rate`) in training, the
     same under every plan."""
 
+    memory_accesses = (2, 2)
+
     def record_operation(self, ops, name, x, spec, rate):
         if not rate or ops.cache:
             ops.check_activation(x, spec)
@@ -212,6 +219,8 @@ class JitterOp(BlockOp):
 class ResidualOp(Op):
     """x plus y, both of type `spec`, with dropout `name` of y: a residual connection."""
 
+    memory_accesses = (3, 3)  # its gradient meets another, of the norm, and both are added
+
     def compose_operation(self, ops, name, x, y, spec):
         """Compose the residual connection x + dropout(y) from the model's operations add and dropout."""
         return ops.pointwise("add", x, ops.dropout(name, y, spec))
@@ -219,11 +228,9 @@ class ResidualOp(Op):
     def run_on_blocks(self, ops, name, x, y, spec):
         """Compute the residual sum x + dropout(y), in one kernel if compiled."""
         drawing = None if ops.absent(x) or not ops.compiles_functions else ops.random_drawing(name, spec, x.device)
-        return (
-            ops.kernels.residual.apply_residual(x, y, drawing, ops.compile_function)
-            if drawing
-            else self.compose_operation(ops, name, x, y, spec)
-        )
+        if not drawing:
+            return self.compose_operation(ops, name, x, y, spec)
+        return ops.kernels.residual.apply_residual(x, y, drawing, ops.compile_function)
 
 
 class ResidualNormOp(Op):
@@ -250,44 +257,32 @@ class ResidualNormOp(Op):
 
 class MlpOp(Op):
     """`down` of `function` of the products of x with the weights `inner` (their gate last): as type `spec` -> `hidden`
-    -> `made`. It is planned as these products. On a rank it is computed in as many chunks of rows as the plan says
+    -> `out`. It is planned as these products. On a rank it is computed in as many chunks of rows as the plan says
     (`mlp_chunks`): then `hidden` is there for one chunk at a time, and is computed again in the backward pass. It is
     computed whole if ranks exchange anything in the middle of it, and for rows of experts (`counts`)."""
 
-    def compose_operation(self, ops, function, x, spec, inner, hidden, biases, down, result_spec, bias, counts=None):
+    def compose_operation(self, ops, function, x, spec, inner, hidden, biases, down, out, bias, counts=None):
         """Compose a feed-forward layer of its two products and the function between them."""
         h = ops.project(x, spec, inner, [hidden] * len(inner), biases, counts)
-        return ops.project(ops.pointwise(function, *reversed(h)), hidden, (down,), (result_spec,), bias, counts)[0]
+        return ops.project(ops.pointwise(function, *reversed(h)), hidden, (down,), (out,), bias, counts)[0]
 
-    def run_on_blocks(self, ops, function, x, spec, inner, hidden, biases, down, result_spec, bias, counts=None):
+    def run_on_blocks(self, ops, function, x, spec, inner, hidden, biases, down, out, bias, counts=None):
         """Compute a feed-forward layer on this rank's rows, in the chunks that the plan says."""
         if not self.computes_by_chunks(ops, x, inner, biases, down, counts):
-            return self.compose_operation(
-                ops, function, x, spec, inner, hidden, biases, down, result_spec, bias, counts
-            )
+            return self.compose_operation(ops, function, x, spec, inner, hidden, biases, down, out, bias, counts)
         up, last, added = self._product_plans(ops, inner, down, bias)
         x = ops.convert_block(x, up.groups[0].x)
-        of_rows, parameters = (
-            ops.kernels.chunked_loss,
-            [[ops.parameter_block(p) for p in ps] for ps in (inner, biases, added)],
-        )
-        layer = of_rows.HiddenRows(
-            pointwise_function(ops, function),
-            parameters[0],
-            parameters[1],
-            ops.parameter_block(down),
-            *(parameters[2] or [None]),
-            -(-prod(x.shape[:-1]) // ops.plan.mlp_chunks),
-        )
+        compute, of_rows = pointwise_function(ops, function), ops.kernels.chunked_loss
+        weights, vectors, after = ([ops.parameter_block(p) for p in ps] for ps in (inner, biases, added))
+        rows = -(-prod(x.shape[:-1]) // ops.plan.mlp_chunks)
+        layer = of_rows.HiddenRows(compute, weights, vectors, ops.parameter_block(down), *(after or [None]), rows)
         y = ops.convert_block(of_rows.compute_by_chunks(layer, x), last.groups[0].einsums[0].output)
-        return y if added or not bias else ops.shift(y, result_spec, bias[0], None)
+        return y if added or not bias else ops.shift(y, out, bias[0], None)
 
-    def meter_bytes(self, ops, function, x, spec, inner, hidden, biases, down, result_spec, bias, counts=None):
+    def meter_bytes(self, ops, function, x, spec, inner, hidden, biases, down, out, bias, counts=None):
         """Count the memory of a feed-forward layer whose hidden rows are there a chunk at a time."""
         if not self.computes_by_chunks(ops, x, inner, biases, down, counts):
-            return self.compose_operation(
-                ops, function, x, spec, inner, hidden, biases, down, result_spec, bias, counts
-            )
+            return self.compose_operation(ops, function, x, spec, inner, hidden, biases, down, out, bias, counts)
         up, last, added = self._product_plans(ops, inner, down, bias)
         (output,) = (e.output for e in last.groups[0].einsums)
         x, y, rows = ops.convert_block(x, up.groups[0].x), ops.tensor(prod(output.before)), prod(output.before[:-1])
@@ -313,7 +308,7 @@ class MlpOp(Op):
 
         ops.note_operation([y], [x], (x.storage,), meter_backward)
         y = ops.convert_block(y, output)
-        return y if added or not bias else ops.shift(y, result_spec, bias[0], None)
+        return y if added or not bias else ops.shift(y, out, bias[0], None)
 
     def computes_by_chunks(self, ops, x, inner, biases, down, counts) -> bool:
         """Return True if the layer is computed in chunks of rows: a rank has whole weights of its part of `hidden`, and
@@ -344,6 +339,8 @@ def _meter_hidden_rows(ops, function: str, count: int, elements: int) -> Value:
 class NormOp(BlockOp):
     """Normalisation `kind`, LayerNorm or RMSNorm, of an activation over the dims of the parameters `gain` and `bias`,
     its last: d_model, d_kv, or the heads and d_kv of a token's query together. `eps` is added to the variance."""
+
+    memory_accesses = (2, 5)  # the backward pass reads twice, for the gradients of input and parameters
 
     def record_operation(self, ops, x, spec, kind, gain, bias, eps=EPS):
         parameters = [gain] if bias is None else [gain, bias]
@@ -401,6 +398,8 @@ class RotateOp(BlockOp):
     (RoFormer), with angles scaled as `scaling` says. `width`: number of elements that rotate, at the end of d_kv, 0 for
     all; `pairs`: `halves` if the two elements of a pair are half of these apart, or `neighbours`."""
 
+    memory_accesses = (2, 2)
+
     def record_operation(self, ops, name, x, spec, theta, scaling=None, width=0, pairs="halves"):
         attributes = {"theta": theta, "scaling": scaling, "width": width, "pairs": pairs}
         return ops.record_operation(self.kind, name, [x], [spec], [spec], **attributes)
@@ -445,10 +444,18 @@ class ShiftOp(BlockOp):
     of experts have `counts`: each is added the vector of its expert."""
 
     wide = "inputs", "outputs"
+    memory_accesses = (2, 1)
+    keeps_nothing = needs_no_value = True
 
     def record_operation(self, ops, x, spec, parameter, counts=None):
         of_rows = {} if counts is None else {"layer": counts}
         return ops.record_operation(self.kind, parameter.name, [x], [spec, parameter], [spec], **of_rows)
+
+    def count_accesses(self, operation, operations):
+        """Return no accesses in the forward pass where the product of the bias's layer adds it itself."""
+        product = operations.get(("project", operation.name.removesuffix("_bias")))
+        added = product and product.adds_biases([operations[self.kind, operation.name]])
+        return (0, 1) if added else self.memory_accesses
 
     def plan_operation(self, planner, operation):
         """Plan adding a parameter, such as a bias, in its activation's layout, to which it is converted."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from platform.plan.layout import UNEVEN, find_divisors
@@ -20,11 +21,10 @@ from platform.plan.model_types import (
     tensor_dtype,
 )
 from platform.plan.operations.attention import KeyValueCache
-from platform.plan.operations.registry import Ops
+from platform.plan.operations.op import Op
+from platform.plan.operations.registry import OPERATIONS, Ops
 from platform.plan.planner import Planner
 from platform.plan.scheme import REPLICAS, ModelMistake, Scheme, check_specs
-
-LINEAR = ("shift", "dropout")  # operations whose gradients need no value of what they take
 
 
 @dataclass(frozen=True)
@@ -57,22 +57,17 @@ class Recorder(Ops):
     leaves_out: bool = True  # results of recomputed operations that no gradient needs
     span: int = 0  # stretch of the forward pass under way: odd in a block, even between blocks
     spans: list[int] = field(default_factory=list)  # by operation
-    method = "record_operation"
     _names: set[tuple[str, str]] = field(default_factory=set)
     _recomputing: bool = False
+
+    def bind_operation(self, op: Op) -> Callable[..., Any]:
+        return partial(op.record_operation, self)
 
     @property
     def recording_key(self) -> tuple:
         """Return all on which depends what this recorder finds in a model: of the scheme what it asks of it."""
-        options = (
-            self.dropout_rate,
-            self.recompute,
-            self.fused_dropout,
-            self.attention_kernel,
-            self.loss,
-            self.leaves_out,
-        )
-        return repr(self.scheme.regions), self.scheme.uneven, self.scheme.ring, *options
+        options = self.dropout_rate, self.recompute, self.fused_dropout, self.attention_kernel, self.loss
+        return repr(self.scheme.regions), self.scheme.uneven, self.scheme.ring, *options, self.leaves_out
 
     def recomputed(self, kind, name, function, spec, x, *more):
         """Record `function`, and that its operations are recomputed if activations of this `kind` are."""
@@ -95,7 +90,7 @@ class Recorder(Ops):
         """Mark the last product of a recomputed stretch, whose operations begin at `begun`, if no gradient needs its
         result: all behind it add or drop."""
         last = len(self.operations) - 1
-        while last >= begun and self.operations[last].kind in LINEAR:
+        while last >= begun and OPERATIONS[self.operations[last].kind].needs_no_value:
             last -= 1
         behind = [words[1:] for words in self.functions if words[0] > last]
         if last >= begun and all(words[:2] == ("pointwise", "add") for words in behind):
@@ -139,7 +134,7 @@ class Recorder(Ops):
                 legal = self.declared if p.name not in self.declared else ()
                 raise ModelMistake(p.name, f"a parameter that {known}, in {kind} {name}", legal)
         for end, tensors in (("inputs", inputs), ("outputs", outputs)):
-            word = getattr(Ops, kind)
+            word = OPERATIONS[kind]
             for t in (t for t in tensors if isinstance(t, Spec) and t.open):
                 if word.open.get(end) != t.open:
                     raise ModelMistake(name, f"{end} of {kind} are complete, unlike {t}")
@@ -162,11 +157,8 @@ class Recorder(Ops):
 
     def uses_ring_attention(self, name, spec, kv, sink):
         alone = sink and self.scheme.fuses_attention(spec.region) and not self.is_dim_split(spec, "length")
-        return (
-            not self.cache
-            and not self.dropout_rate
-            and (alone or self.scheme.has_ring_attention(spec.region, kv.region))
-        )
+        goes_around = alone or self.scheme.has_ring_attention(spec.region, kv.region)
+        return not self.cache and not self.dropout_rate and goes_around
 
     def is_dim_split(self, spec, dim):
         return bool(self.scheme.regions[spec.region][dim])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from platform.plan.model_types import NO_RECOMPUTATION, Operation, Parameter, Recompute, Spec, resize_dim
 from platform.plan.operation_plan import PlannedOperation
@@ -41,10 +41,9 @@ from platform.plan.operations.reshaping import (
 
 
 class Ops:
-    """Operations that a model is written in. Tensors are opaque to it: symbols in the recorder (`method` record), local
-    blocks on a rank (run), counted storages in the memory meter (meter)."""
+    """Operations that a model is written in. Tensors are opaque to it: symbols in the recorder, local blocks on a rank,
+    counted storages in the memory meter."""
 
-    method: ClassVar[str]
     plan: Any  # on a rank and in the meter, the Plan that they execute
     dropout_rate: float = 0.0
     recompute: Recompute = NO_RECOMPUTATION
@@ -66,6 +65,10 @@ class Ops:
     dispatch_rows, combine_rows = DispatchRowsOp(), CombineRowsOp()
     cross_entropy, linear_cross_entropy, squared_error = CrossEntropyOp(), LinearCrossEntropyOp(), SquaredErrorOp()
     token_loss, sequence_mean = TokenLossOp(), SequenceMeanOp()
+
+    def bind_operation(self, op: Op) -> Callable[..., Any]:
+        """Return what `ops.norm(...)` calls of an operation: its recording, its computation or its memory count."""
+        raise NotImplementedError
 
     def recomputed(self, kind: str, name: str, function: Callable[..., Any], spec: Spec, x: Any, *more: Any) -> Any:
         """Return function(x, *more), an activation or a tuple of several, computed with activation checkpointing if
@@ -97,12 +100,8 @@ class Ops:
         memory_length, renamed to it: ranks keep a part each."""
         if not self.cache:
             return spec
-        cached_spec = resize_dim(spec, "length", self.cache.capacity)
-        return (
-            cached_spec.rename_dim("length", "memory_length")
-            if self.is_dim_split(spec, "memory_length")
-            else cached_spec
-        )
+        cached = resize_dim(spec, "length", self.cache.capacity)
+        return cached.rename_dim("length", "memory_length") if self.is_dim_split(spec, "memory_length") else cached
 
     def watch(self, name: str, x: Any, spec: Spec) -> Any:
         """Return the activation x, the output of the layer `name`, which monitoring of a run may see."""
@@ -130,11 +129,10 @@ class Ops:
         return x
 
 
-def look_up_op(operation: Operation) -> Op:
-    """Return the `Op` of the models' language that a recorded `operation` is, by its kind."""
-    return getattr(Ops, operation.kind)
+# by kind: what is planned, priced, metered and run by the kind of a recorded operation
+OPERATIONS = {kind: op for kind, op in vars(Ops).items() if isinstance(op, Op)}
 
 
 def count_flops(operation: Operation, sizes: Mapping[str, int]) -> float:
     """Return the forward FLOPs of matrix products on all ranks together. `sizes`: global sizes of model dims."""
-    return look_up_op(operation).count_flops(operation, sizes)
+    return OPERATIONS[operation.kind].count_flops(operation, sizes)

@@ -17,6 +17,8 @@ class RelayoutOp(BlockOp):
     position; `out`: its new type. Its gradient may come partial, and is summed as it moves back."""
 
     open = {"outputs": "gradient"}
+    memory_accesses = (0, 0)
+    keeps_nothing = True
 
     def record_operation(self, ops, name, x, spec, out):
         if spec == out:
@@ -136,6 +138,8 @@ class ExpandKvOp(BlockOp):
     heads then passes its KV heads on as they are. The gradients of both may stay partial."""
 
     open = {"inputs": "gradient", "outputs": "gradient"}
+    memory_accesses = (0, 0)
+    keeps_nothing = True
 
     def record_operation(self, ops, name, x, spec, out, *, grouped=False):
         return ops.record_operation(self.kind, name, [x], [spec], [out], grouped=grouped)
