@@ -206,10 +206,6 @@ class MemoryMap:
             for rank in chain.holders:
                 self._held[rank].append(chain)
 
-    def memory_mates(self, rank: int) -> list[int]:
-        """Return the ranks that share the memory of their snapshots with `rank`, itself included."""
-        return [mate for mate, memory in enumerate(self.memories) if memory == self.memories[rank]]
-
     def own_parts(self, rank: int) -> list[Share]:
         """Return the parts of its own blocks of the training state that `rank` writes into its snapshot in memory."""
         parts: list[Share] = []

@@ -79,11 +79,6 @@ def split_by_driver(run_events: Iterable[events.JournalEvent]) -> list[list[even
     return drivers
 
 
-def _last_driver_events(directory: Path) -> list[events.JournalEvent]:
-    """Return the journal events of the driver that ran last in a run directory; [] if there was none."""
-    return next(reversed(split_by_driver(read_journal(directory))), [])
-
-
 def find_final_step(directory: Path, steps: int, e: Eval) -> int:
     """Return the updates with which the run in a run directory ended, if these are `steps` or more, or it ended early
     as its evaluations no longer improved (`e`: eval.patience); else 0. Raises Malformed, OSError."""
@@ -94,13 +89,16 @@ def find_final_step(directory: Path, steps: int, e: Eval) -> int:
 
 def is_ended_by_notice(directory: Path) -> bool:
     """Return True if a run's last driver ended as its node, or all workers, were to go. Raises Malformed, OSError."""
-    return any(isinstance(event, events.Drained) and event.signal == NOTICE for event in _last_driver_events(directory))
+    return any(
+        isinstance(event, events.Drained) and event.signal == NOTICE
+        for event in events.last_driver_events([*read_journal(directory)])
+    )
 
 
 def has_lost_worker(directory: Path) -> bool:
     """Return True if a run directory's last driver gave up because a worker's process died. Raises Malformed,
     OSError."""
-    life = _last_driver_events(directory)
+    life = events.last_driver_events([*read_journal(directory)])
     failures = [event for event in life if isinstance(event, events.Failure)]
     return any(isinstance(event, events.GaveUp) for event in life) and bool(failures) and failures[-1].kind == "died"
 
@@ -124,7 +122,7 @@ def find_last_step(directory: Path) -> int:
 def find_orphan_step(directory: Path) -> int | None:
     """Return the last training step that the last driver of a run directory had done, 0 for none, if it died without an
     end; None if it ended, or there was none. Raises Malformed, OSError."""
-    life = _last_driver_events(directory)
+    life = events.last_driver_events([*read_journal(directory)])
     if not life or any(isinstance(event, events.End) for event in life):
         return None
     if any(isinstance(event, events.FirstStep) for event in life):

@@ -24,10 +24,9 @@ from platform.config.key import format_hms
 from platform.jobs.supervisor import CLOSED, ENDED, count_spent_retries, read_drivers
 from platform.monitor import events
 from platform.monitor.events import End, JournalEvent
-from platform.monitor.json_records import JOURNAL, METRICS
 from platform.monitor.verdict.evidence import ALIVE, GONE, STOPPED, UNKNOWN
 from platform.plan.layout import format_count
-from platform.status.seen_run import owner_state
+from platform.status.seen_run import last_write_time, owner_state
 
 # Logs of a job in its run directory, which outlive the nodes: of workers, of the driver, of Ray on every node.
 
@@ -184,17 +183,8 @@ def _describe_state(run_dir: Path, lives: Sequence[Sequence[JournalEvent]], driv
         return "nothing has started"
     with suppress(OSError):
         owner = documents.printable_line(documents.read_bytes(run_dir / run_directory.LOCK))
-        return f"{_HOW[owner_state(owner)]}: {owner}, which wrote last {_describe_last_write(run_dir)}"
-    return f"its driver has no end, and wrote last {_describe_last_write(run_dir)}"
-
-
-def _describe_last_write(run_dir: Path) -> str:
-    """Return in words how long ago the run in a run directory last wrote something."""
-    times = []
-    for name in (JOURNAL, METRICS):
-        with suppress(OSError):
-            times.append((run_dir / name).stat().st_mtime)
-    return _describe_age(max(times, default=0.0))
+        return f"{_HOW[owner_state(owner)]}: {owner}, which wrote last {_describe_age(last_write_time(run_dir))}"
+    return f"its driver has no end, and wrote last {_describe_age(last_write_time(run_dir))}"
 
 
 def _describe_age(moment: float) -> str:

@@ -4,7 +4,7 @@ lack it; unknown kinds and fields are passed over."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import Field, dataclass
 from math import isfinite
 from pathlib import Path
@@ -441,6 +441,16 @@ def parse_event(line: dict[str, Any]) -> JournalEvent:
 def read_events(path: Path | str) -> Iterator[JournalEvent]:
     """Yield the events in a run's journal.jsonl, which may be in use. Raises Malformed, naming the line; OSError."""
     return json_records.read_lines(path, parse_event)
+
+
+def last_driver_events(journal: Sequence[JournalEvent]) -> Sequence[JournalEvent]:
+    """Return the events of the last driver in a run's journal, all events if no start is recorded."""
+    return journal[max((i for i, event in enumerate(journal) if isinstance(event, Starting)), default=0) :]
+
+
+def last_line(error: str) -> str:
+    """Return the last line of a failed worker's error, which names it."""
+    return error.strip().rpartition("\n")[2].strip()
 
 
 # Events of `journal.jsonl` about the seconds and the spikes of steps, which belong to

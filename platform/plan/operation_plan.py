@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
@@ -33,13 +33,6 @@ class Collective:
     only: tuple[str, ...] = ()
     rows: int = 0
     cuts: tuple[Cut, ...] = ()
-
-    def elements_of_rank(self, mesh: Mesh, coordinates: Mapping[str, int]) -> int:
-        """Return the elements that the rank at mesh `coordinates` gives to this collective, of rows the most."""
-        elements = self.elements
-        for cut in self.cuts:
-            elements = elements // cut.longest_extent() * cut.block_extent(mesh, coordinates)
-        return elements
 
 
 @dataclass(frozen=True)

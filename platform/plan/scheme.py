@@ -301,13 +301,6 @@ def _next_loan(
     return None
 
 
-def deal_rows(rows: int, source: int, at: Sequence[int]) -> list[int]:
-    """Return how many of a rank's `rows` of an expert go to each rank in `at`, all to `source` itself if it is one."""
-    if source in at:
-        return [rows if rank == source else 0 for rank in at]
-    return [len(range((position - source) % len(at), rows, len(at))) for position in range(len(at))]
-
-
 # Checks of a model's declarations while it is recorded; each error names the mistake, its place, and the legal
 # choices.
 

@@ -9,16 +9,25 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import floor, log
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
+from platform.boundary.documents import parse_yaml, read_bytes
 from platform.boundary.local_files import replace_text
-from platform.boundary.refusals import ConfigError, closest_values, refuse_all, typed_command
-from platform.boundary.schema import Malformed
+from platform.boundary.refusals import (
+    ConfigError,
+    closest_values,
+    format_violation,
+    refuse_all,
+    refuse_failures,
+    typed_command,
+)
+from platform.boundary.schema import Malformed, parse_value
 from platform.config.arguments import quote_value
+from platform.config.composition import CONF
 from platform.config.fields import Compose, Config, flatten_config
 from platform.monitor import events, json_records
 from platform.monitor.json_records import JOURNAL, METRICS
@@ -30,7 +39,7 @@ from platform.predict.hardware import Hardware
 from platform.predict.make_plan import make_plan
 from platform.predict.price import StepPrice, price_work
 from platform.predict.step_price import build_step_work, find_gpu_hardware, read_hardware
-from platform.predict.work import EVEN, StepWork
+from platform.predict.work import EVEN, StepWork, System
 
 # column -> key that its cells set; a column with a key's own name, such as model.kv_heads, sets that key
 KEYS = {
@@ -74,29 +83,18 @@ NARROW = "fp8"  # a precision of rows: products of layers' weights in 8 bits, al
 RIVALS = ("model", *SHAPE, "global_batch", "gpus", "hardware")  # what plans share that are ranked by their steps
 
 
-class System(NamedTuple):
-    """Differences of a system that measured a row from ours: values of fields of Execution, and of Hardware."""
-
-    execution: Mapping[str, Any] = {}
-    hardware: Mapping[str, float] = {}
-
-
 USUAL = "usual"
-SYSTEMS = {
-    USUAL: System({"repeats_all": True}),
-    "ours": System(),  # leaves out what no gradient needs of a recomputed layer: its last product
-    # sums gradients in fp16, each tensor rank keeps all of a layer's input for recomputation, and a stage stands by
-    # while it exchanges activations (p2p_communication.py synchronizes the device)
-    "megatron-2021": System({"gradient_bytes": 2, "kept_whole": True, "repeats_all": True, "stands_by": True}),
-    # ZeRO-3 of v0.3.15 (stage3.py, partition_parameters.py): `_allgather_param` synchronizes the device, torch copies
-    # the shares out of its own buffer, and gradients are summed by all_reduce unless `contiguous_gradients`, off by
-    # default. Its collectives leave a node as over 1.9 adapters: fitted on table 2 of Narayanan et al. 2021
-    "deepspeed-2021": System(
-        {"gradient_bytes": 2, "kept_whole": True, "repeats_all": True, "by_weight": True}, {"adapters": 1.9}
-    ),
-    # as ours: torch's recomputation by saved tensors (use_reentrant=False) stops where all of them are there
-    "fsdp": System(),
-}
+SYSTEMS = CONF / "system"  # folder with a file for each system that measured rows
+
+
+def read_system(name: str) -> System:
+    """Return the system `name` of `conf/system/`. Raises ConfigError if its file describes none."""
+    with refuse_failures("system", name, OSError, Malformed, why="cannot be read ({})"):
+        values = parse_value(dict[str, Any], parse_yaml(read_bytes(SYSTEMS / f"{name}.yaml")) or {})
+        for key in values.keys() - (known := System.__dataclass_fields__.keys()):
+            legal = closest_values(key, known)[:3]
+            raise ConfigError(format_violation(f"system {name}: {key}", values[key], "unknown field", legal))
+        return parse_value(System, values)
 
 
 @dataclass(frozen=True)
@@ -110,11 +108,12 @@ class MeasuredRun:
     hardware: Hardware
     seconds: float
     counted_flops: float
-    system: System = field(default_factory=System)
 
     def predict_price(self, constants: Mapping[str, float]) -> StepPrice:
         """Return the price of the run's step with these constants of its hardware."""
-        return price_work(self.work, self.hardware.replace_constants({**constants, **self.system.hardware}))
+        adapters = self.work.execution.system.adapters
+        fixed = {"adapters": adapters} if adapters else {}
+        return price_work(self.work, self.hardware.replace_constants({**constants, **fixed}))
 
     @property
     def rival_key(self) -> tuple[str, ...]:
@@ -201,7 +200,7 @@ def _violations_of_cells(cells: Mapping[str, str]) -> Iterator[str]:
             positive = False
         if not positive:
             yield f"{column}={text}: must be a number > 0"
-    for column, legal in (("counted", COUNTED), ("system", tuple(SYSTEMS))):
+    for column, legal in (("counted", COUNTED), ("system", sorted(path.stem for path in SYSTEMS.glob("*.yaml")))):
         if (text := cells.get(column, "")) and text not in legal:
             yield f"{column}={text}: must be {' or '.join(legal)}"
 
@@ -221,12 +220,11 @@ def _build_run(cells: Mapping[str, str], number: str, compose: Compose) -> Measu
     config.parallel.data = plan.num_replicas
     if plan.mesh.world_size != gpus:
         raise ConfigError(f"column gpus={gpus}: the plan has {plan.mesh.world_size} workers, {plan.mesh}")
-    system = SYSTEMS[cells.get("system") or USUAL]
-    work = build_step_work(config, plan, narrow=narrow, **system.execution)
+    work = build_step_work(config, plan, narrow=narrow, system=read_system(cells.get("system") or USUAL))
     counted = count_step_flops(plan, cells.get("counted") == "hardware")
     measured = cells.get("seconds")
     seconds = float(measured) if measured else counted / (float(cells["tflops"]) * 1e12 * gpus)
-    return MeasuredRun(cells.get("name") or f"row {number}", cells, work, hardware, seconds, counted, system)
+    return MeasuredRun(cells.get("name") or f"row {number}", cells, work, hardware, seconds, counted)
 
 
 def count_step_flops(plan: Plan, recomputed: bool) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import lcm, prod
@@ -218,19 +218,6 @@ def predict_host_bytes(config: Config, plan: Plan) -> int:
 def predict_footprints(config: Config, plan: Plan) -> list[Footprint]:
     """Return the predicted memory of one worker of every pipeline stage under a plan, in stage order."""
     return MemoryForecast(config, plan).stage_footprints
-
-
-def predict_training(config: Config, plan: Plan) -> list[Footprint]:
-    """Predict the memory of one worker of every pipeline stage in a training step of a plan, in stage order."""
-    forecast = TrainingForecast(config, plan)
-    return [forecast.predict_stage(stage) for stage in range(plan.num_stages)]
-
-
-def predict_answering(config: Config, plan: Plan, training: Sequence[Footprint]) -> list[Footprint]:
-    """Return the predicted memory of one worker of every stage while tasks score the run's model (eval.tasks)."""
-    return [
-        _predict_stage_answering(config, plan, stage, stage_footprint) for stage, stage_footprint in enumerate(training)
-    ]
 
 
 def _predict_stage_answering(config: Config, plan: Plan, stage: int, training: Footprint) -> Footprint:

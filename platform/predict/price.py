@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from platform.plan.chunks import BUCKET_MIB, RecordableModel
+from platform.plan.chunks import BUCKET_MIB
 from platform.plan.generators import SHIPPED, generate
 from platform.plan.layout import Mesh
 from platform.plan.operation_plan import EVER, Collective
@@ -21,7 +21,7 @@ from platform.plan.schedule import Action, Kind, Schedule
 from platform.plan.simulate import Simulation, StageMessages, compute_makespan, makespan_over_links, simulate
 from platform.plan.step_collectives import bucket_collectives
 from platform.predict.hardware import Hardware
-from platform.predict.work import EVEN, Execution, Launches, Part, PassWork, Product, StepWork, step_work
+from platform.predict.work import EVEN, Execution, Launches, Part, PassWork, Product, StepWork
 
 # Seconds of single operations on a hardware: a matrix product by its shape, kernels by their bytes, a collective by
 # the tier that its group spans; and the buckets of gradients that cost the fewest of these.
@@ -226,7 +226,7 @@ ALTERNATING = ("none", "1f1b", "gpipe")  # schedules that a closed form knows wi
 
 def is_crowded(work: StepWork, passes: float, messages: float) -> bool:
     """Return True if `messages` of a chunk and microbatch may queue on links beside other `passes` of its stage."""
-    at_once = work.execution.schedule not in ALTERNATING and not work.execution.stands_by
+    at_once = work.execution.schedule not in ALTERNATING and not work.execution.system.stands_by
     return at_once and messages > CROWDED * passes
 
 
@@ -331,11 +331,6 @@ class StepPrice:
     def training_days(self, tokens: float) -> float:
         """Return the days of training on so many tokens."""
         return tokens / self.tokens * self.seconds / DAY
-
-
-def price_step(plan: Plan, model: RecordableModel, hardware: Hardware, execution: Execution) -> StepPrice:
-    """Predict the seconds of a training step of a plan on a hardware. `model`: the plan's."""
-    return price_work(step_work(plan, model, execution), hardware)
 
 
 def price_work(work: StepWork, hardware: Hardware) -> StepPrice:

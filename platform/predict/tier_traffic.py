@@ -165,16 +165,6 @@ def _count_launches(plan: Plan) -> dict[_Launched, tuple[int, int]]:
     return launches_by_kind
 
 
-def pair_traffic(plan: Plan) -> dict[tuple[int, int], tuple[Fraction, Fraction]]:
-    """Return the (messages, bytes) that each (sender, receiver) exchanges in one training step of a plan."""
-    traffic: dict[tuple[int, int], tuple[Fraction, Fraction]] = {}
-    for kind, (launches, size) in _count_launches(plan).items():
-        for pair, messages, share in _iterate_exchanges(plan.mesh, kind):
-            count, before = traffic.get(pair, (Fraction(), Fraction()))
-            traffic[pair] = count + messages * launches, before + share * size
-    return traffic
-
-
 def _iterate_exchanges(mesh: Mesh, kind: _Launched) -> Iterator[tuple[tuple[int, int], Fraction, Fraction]]:
     """Yield (sender, receiver), messages and share of the longest input of a rank for one launch of a collective."""
     for pair, messages, share in (

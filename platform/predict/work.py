@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+from platform.boundary.schema import Span
 from platform.plan.chunks import RecordableModel
 from platform.plan.model_types import Operation, Parameter, Spec
 from platform.plan.operation_plan import Collective, EinsumGroup, PlannedOperation
@@ -71,6 +72,42 @@ SUMMED = 8  # bytes per element of a weight, of whose gradient a sum in fp32 is 
 FUSED_BACKWARD = 2.5 / 0.8
 
 
+@dataclass(frozen=True)
+class System:
+    """Differences of a system that runs a plan from ours; `conf/system/` has a file for each. `gradient_bytes`: per
+    element that ranks sum, 0 as the plan says; `kept_whole`: True if each rank keeps all of the inputs that it
+    recomputes from; `repeats_all`: True if it computes a recomputed layer's last product again, whose result no
+    gradient needs; `by_weight`: True if under ZeRO-3 it waits for a gather of each weight, in recomputation too, copies
+    what each rank sent by a kernel of its own, and sums whole gradients; `stands_by`: True if a stage computes nothing
+    while it sends and receives; `adapters`: most adapters of a node that one group
+    uses at once, 0 as the hardware says."""
+
+    gradient_bytes: Annotated[int, Span(0, 8)] = 0
+    kept_whole: bool = False
+    repeats_all: bool = False
+    by_weight: bool = False
+    stands_by: bool = False
+    adapters: Annotated[float, Span(0, 64)] = 0.0
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Settings beside a plan on which the time of a step depends: the kind of `schedule` and, for one that is not among
+    EVEN, its `table`; `overlap`: True if collectives of parameters go on beside computation; `moments`: numbers of
+    optimizer state per parameter; `dropout`: the model's rate, and `fused_dropout` if attention's kernel draws its
+    masks; the `system` that runs the plan; `narrow`: the precision of 8 bits in which it computes the products of
+    layers' weights, "" for the plan's."""
+
+    schedule: str = "none"
+    table: Schedule | None = None
+    overlap: bool = True
+    moments: int = 2
+    dropout: float = 0.0
+    fused_dropout: bool = False
+    system: System = System()
+    narrow: str = ""
+
+
 # what decides the work of a function -> its part of the forward and the backward pass, and of the recomputed forward
 _Known = dict[tuple, tuple[Part, Part, Part]]
 
@@ -78,11 +115,11 @@ _Known = dict[tuple, tuple[Part, Part, Part]]
 class WorkRecorder(Recorder):
     """Recorder of a model's forward pass that notes the work of each operation under a plan."""
 
-    def __init__(self, plan: Plan, dropout: float, fused_dropout: bool, repeats_all: bool, known: _Known):
-        """Begin a pass under a plan; `dropout`, `fused_dropout`, `repeats_all` as in Execution; `known` grows."""
-        super().__init__(plan.scheme, dropout, plan.recompute, fused_dropout)
+    def __init__(self, plan: Plan, execution: Execution, known: _Known):
+        """Begin a pass under a plan, as `execution` says; `known` grows."""
+        super().__init__(plan.scheme, execution.dropout, plan.recompute, execution.fused_dropout)
         self.plan, self.size, self.work = plan, plan.itemsize["compute"], ChunkWork()
-        self.repeats_all, self._known = repeats_all, known
+        self.repeats_all, self._known = execution.system.repeats_all, known
 
     def record_operation(self, kind, name, x, inputs, outputs, reads=(), **more):
         """Note the work of an operation, as planned; return the symbols of its results."""
@@ -128,27 +165,18 @@ class WorkRecorder(Recorder):
         return x
 
 
-def record_chunk_work(
-    plan: Plan,
-    model: RecordableModel,
-    dropout: float,
-    fused_dropout: bool,
-    kept_in_parts: bool = True,
-    repeats_all: bool = False,
-) -> list[ChunkWork]:
-    """Return the work of every chunk's passes over one microbatch, on a rank that has a block of every tensor.
-    `dropout`, `fused_dropout` and `repeats_all` as in Execution; `kept_in_parts`: True if ranks keep parts of
-    inputs."""
+def record_chunk_work(plan: Plan, model: RecordableModel, execution: Execution) -> list[ChunkWork]:
+    """Return the work of every chunk's passes over one microbatch, on a rank that has a block of every tensor."""
     flow: dict[str, Symbol] = {}
     chunk_works, known = list[ChunkWork](), _Known()
     for chunk in plan.chunks:
-        recorder = WorkRecorder(plan.stage_part(chunk.stage), dropout, fused_dropout, repeats_all, known)
+        recorder = WorkRecorder(plan.stage_part(chunk.stage), execution, known)
         inputs = {name: name for name in model.inputs}
         if chunk.units:
             flow = model.part(recorder, inputs, flow, chunk.units)  # type: ignore[attr-defined]
         else:
             model.forward(recorder, inputs)
-        for _, gather in recompute_gathers(plan, chunk) if kept_in_parts else ():
+        for _, gather in () if execution.system.kept_whole else recompute_gathers(plan, chunk):
             recorder.work.backward[Part(collectives=(gather,))] += 1
         chunk_works.append(recorder.work)
     return chunk_works
@@ -309,32 +337,6 @@ def _group_products(plan: Plan, operation: Operation, group: EinsumGroup) -> lis
 EVEN = ("none", "1f1b", "interleaved", "gpipe")  # schedules whose makespan is known without simulating them
 
 
-@dataclass(frozen=True)
-class Execution:
-    """Settings beside a plan on which the time of a step depends: the kind of `schedule` and, for one that is not among
-    EVEN, its `table`; `overlap`: True if collectives of parameters go on beside computation; `moments`: numbers of
-    optimizer state per parameter; `dropout`: the model's rate, and `fused_dropout` if attention's kernel draws its
-    masks. Where another system runs the plan: `gradient_bytes` per element that ranks sum, 0 as the plan says;
-    `kept_whole`: True if each rank keeps all of the inputs that it recomputes from; `repeats_all`: True if it computes
-    a recomputed layer's last product again, whose result no gradient needs; `by_weight`: True if under ZeRO-3 it waits
-    for a gather of each weight, in recomputation too, copies what each rank sent by a kernel of its own, and sums whole
-    gradients; `stands_by`: True if a stage computes nothing while it sends and receives; `narrow`: the precision of 8
-    bits in which it computes the products of layers' weights, "" for the plan's."""
-
-    schedule: str = "none"
-    table: Schedule | None = None
-    overlap: bool = True
-    moments: int = 2
-    dropout: float = 0.0
-    fused_dropout: bool = False
-    gradient_bytes: int = 0
-    kept_whole: bool = False
-    repeats_all: bool = False
-    by_weight: bool = False
-    stands_by: bool = False
-    narrow: str = ""
-
-
 Launches = Mapping[Collective, float]  # collective -> how often it is launched
 
 
@@ -377,10 +379,7 @@ class StepWork:
 
 def step_work(plan: Plan, model: RecordableModel, execution: Execution) -> StepWork:
     """Return the work of a training step of a plan. `model`: the plan's."""
-    keeps_whole, repeats_all = execution.kept_whole, execution.repeats_all
-    chunk_works = record_chunk_work(
-        plan, model, execution.dropout, execution.fused_dropout, not keeps_whole, repeats_all
-    )
+    chunk_works, system = record_chunk_work(plan, model, execution), execution.system
     stages = tuple(chunk.stage for chunk in plan.chunks)
     buckets = {stage: list(bucket_collectives(plan.stage_part(stage))) for stage in dict.fromkeys(stages)}
     same: dict[Part, Part] = {}
@@ -394,7 +393,7 @@ def step_work(plan: Plan, model: RecordableModel, execution: Execution) -> StepW
             if key not in alike:
                 alike[key] = tuple((same.setdefault(part, part), n) for part, n in counted.items() if n)
             stage = stages[number]
-            moved = _parameter_collectives(plan, buckets[stage], phase, stages.count(stage), execution.by_weight)
+            moved = _parameter_collectives(plan, buckets[stage], phase, stages.count(stage), system.by_weight)
             yield PassWork(alike[key], *moved, tuple(_iterate_receives(plan, number, phase)))
 
     return StepWork(
@@ -403,7 +402,7 @@ def step_work(plan: Plan, model: RecordableModel, execution: Execution) -> StepW
         stages,
         tuple(iterate_passes("forward")),
         tuple(iterate_passes("backward")),
-        tuple(_stage_work(plan, stage, buckets[stage], execution.gradient_bytes) for stage in sorted(buckets)),
+        tuple(_stage_work(plan, stage, buckets[stage], system.gradient_bytes) for stage in sorted(buckets)),
     )
 
 
@@ -411,7 +410,7 @@ def _parameter_collectives(
     plan: Plan, buckets: list[BucketCollective], phase: str, chunks: int, by_weight: bool
 ) -> tuple[Launches, Launches]:
     """Return the collectives of parameters (ZeRO-2 and 3) that a pass of one of a stage's `chunks` hides, and the
-    gathers for which it waits; `by_weight` as in Execution."""
+    gathers for which it waits; `by_weight` as in System."""
     hides, fetches = Counter[Collective](), Counter[Collective]()
     again = phase == "backward" and plan.recompute.kind == "full"
     for bucket in buckets:
@@ -444,7 +443,7 @@ def _iterate_receives(plan: Plan, number: int, phase: str) -> Iterator[Collectiv
 
 
 def _stage_work(plan: Plan, stage: int, buckets: list[BucketCollective], gradient_bytes: int) -> StageWork:
-    """Return what a stage does once a step, after its passes; `gradient_bytes` as in Execution."""
+    """Return what a stage does once a step, after its passes; `gradient_bytes` as in System."""
     stage_plan, at = plan.stage_part(stage), {**plan.mesh.rank_coordinates(0), "stage": stage}
     size = gradient_bytes or plan.itemsize["accumulate"]
     shares = {"reduce": size / plan.itemsize["accumulate"], "update": 1.0}

@@ -23,6 +23,7 @@ from platform.cluster import run_directory
 from platform.config.fields import Config
 from platform.monitor import events
 from platform.monitor.events import JournalEvent
+from platform.monitor.goodput import KINDS, build_account
 from platform.monitor.json_records import JOURNAL, METRICS
 from platform.monitor.metrics import Columns
 from platform.plan.layout import format_count
@@ -94,7 +95,7 @@ def collect_page_data(runs: Sequence[WatchedRun], live: bool = False) -> dict[st
         "live": live,
         "made": time.time(),
         "sections": panel_table()["sections"],
-        "kinds": account.KINDS | {"rest": "saving, evaluating, between steps"},
+        "kinds": KINDS | {"rest": "saving, evaluating, between steps"},
         "runs": [_collect_run_data(run, name, points) for run, name in zip(runs, named, strict=True)],
     }
 
@@ -127,9 +128,7 @@ def _numbers_per_point(run: WatchedRun) -> int:
 def _collect_run_data(run: WatchedRun, name: str, points: int) -> dict[str, Any]:
     """Return what a page draws of one run, with curves of at most about `points` points."""
     journal, wrote = run.journal_events, run.found.evidence.wrote if run.found else 0.0
-    ledger = account.build_account(
-        journal, wrote if account.is_unfinished(journal) else 0.0, _seconds_by_step(run.columns)
-    )
+    ledger = build_account(journal, wrote if account.is_unfinished(journal) else 0.0, _seconds_by_step(run.columns))
     config = run.found.config if run.found else None
     news, left_out = account.shown_events(journal, _EVENTS)
     return {
@@ -143,7 +142,7 @@ def _collect_run_data(run: WatchedRun, name: str, points: int) -> dict[str, Any]
         ],
         "left_out": left_out,
         "periods": [[s.kind, round(s.start, 3), round(s.end, 3)] for s in ledger.periods[-2000:]],
-        "shares": account.time_shares(journal, ledger, _useful_seconds(run)),
+        "shares": account.time_shares(ledger, _useful_seconds(run)),
         "failures": [
             [f.time, f.step, f.who, f.what, f.stopped, f.repeated, f.steps, f.fewer, f.total_seconds]
             for f in ledger.failures[-_EVENTS:]

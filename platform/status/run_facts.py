@@ -10,11 +10,12 @@ from typing import Any
 from platform.config.key import format_hms
 from platform.monitor import events
 from platform.monitor.events import End
+from platform.monitor.goodput import compute_goodput
 from platform.monitor.verdict.ended_runs import judge_failure
 from platform.monitor.verdict.evidence import GONE, STOPPED, Verdict
 from platform.monitor.verdict.live_runs import is_call_stalled
 from platform.plan.layout import format_count
-from platform.status.seen_run import Look, goodput_so_far
+from platform.status.seen_run import Look
 
 _RATE_STEPS = 32  # last steps, whose median is the rate
 
@@ -29,7 +30,7 @@ def collect_facts(look: Look) -> dict[str, Any]:
     left = (evidence.steps - evidence.last_step) * seconds if seconds and evidence.steps else None
     saved = next((e for e in reversed(evidence.journal) if isinstance(e, events.Checkpoint)), None)
     validated: dict[str, Any] = next((dict(row) for row in reversed(evidence.rows) if row.get("val_loss")), {})
-    forming, cost = evidence.last_event(events.Forming), goodput_so_far(evidence)
+    forming, cost = evidence.last_event(events.Forming), compute_goodput(evidence.journal)
     return {
         "state": state_word(look),
         "since": evidence.phase_event.time if evidence.phase_event else None,
@@ -52,11 +53,11 @@ def collect_facts(look: Look) -> dict[str, Any]:
         "checkpoint": saved.directory if saved else None,
         "checkpoint_time": saved.time if saved else None,
         "snapshot_step": _last_snapshot_step(look),
-        "goodput": cost.goodput if cost and evidence.end_event else None,
+        "goodput": cost.goodput if evidence.end_event else None,
         "last_failure": failure.plain_fields() if (failure := last_failure_verdict(look)) else None,
-        "failures": cost.failures if cost else 0,
-        "restarts": cost.restarts if cost else 0,
-        "steps_lost": cost.steps_lost if cost else 0,
+        "failures": cost.failures,
+        "restarts": cost.restarts,
+        "steps_lost": cost.steps_lost,
         "torn": look.torn,
     }
 

@@ -22,7 +22,7 @@ from platform.boundary.schema import Malformed
 from platform.cluster import run_directory as traces
 from platform.cluster.run_directory import LOCK
 from platform.config.fields import Config
-from platform.monitor import events, json_records, metrics
+from platform.monitor import json_records, metrics
 from platform.monitor.events import JournalEvent
 from platform.monitor.journal import LIVE, kernel_state, read_live
 from platform.monitor.json_records import JOURNAL, METRICS
@@ -89,7 +89,7 @@ def look_into_run(directory: Path, name: str = "") -> Look:
     owner, driver = read_owner(directory)
     steps = (config.train.stop_at or config.train.steps) if config else None
     live = _read_or_note(torn, LIVE, lambda: read_live(directory), None)
-    evidence = Evidence(journal, rows, time.time(), steps, driver, owner, _last_write_time(directory), live)
+    evidence = Evidence(journal, rows, time.time(), steps, driver, owner, last_write_time(directory), live)
     return Look(name or str(directory), config, plan, evidence, torn)
 
 
@@ -123,7 +123,7 @@ def list_newest_runs() -> list[str]:
     """Return the run directories in `runs/` of the working directory, the one that was written last first."""
     runs = []
     for folder in Path(RUNS).glob("*"):
-        if when := _last_write_time(folder):
+        if when := last_write_time(folder):
             runs.append((when, str(folder)))
     return [name for _, name in sorted(runs, reverse=True)]
 
@@ -161,17 +161,10 @@ def _read_metrics_rows(directory: Path) -> list[dict[str, Any]]:
     return metrics.valid_rows(json_records.read_last_lines(directory / METRICS, metrics.read_row))
 
 
-def _last_write_time(directory: Path) -> float:
+def last_write_time(directory: Path) -> float:
     """Return when a run wrote last into its directory, in seconds since the epoch; 0 if it never did."""
     times = []
     for name in (JOURNAL, METRICS, traces.CONFIG):
         with suppress(OSError):
             times.append((directory / name).stat().st_mtime)
     return max(times, default=0.0)
-
-
-def goodput_so_far(evidence: Evidence) -> events.Goodput | None:
-    """Return what failures have cost a run so far, None if it has not begun."""
-    from platform.monitor.goodput import compute_goodput
-
-    return compute_goodput(evidence.journal) if evidence.journal else None

@@ -12,12 +12,12 @@ import torch
 
 from platform.config.fields import Config
 from platform.plan.plan import Plan
-from platform.predict.plan_report import replay_traffic
 from platform.runtime.communicator import Communicator, SingleRank
 from tests.fuzz import plans
 from tests.fuzz.draw_data import open_data
 from tests.fuzz.plans import CLASSES
 from tests.harness.oracle import Result, counted, trainer_of
+from tests.harness.replayed_bytes import replay_traffic
 
 __all__ = ["CLASSES", "opened"]
 

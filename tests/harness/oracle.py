@@ -25,11 +25,11 @@ from platform.plan.simulate import stage_rows
 from platform.plan.step_collectives import communication
 from platform.predict.choose_schedule import build_schedules
 from platform.predict.make_plan import make_plan
-from platform.predict.plan_report import replay_traffic
 from platform.runtime.communicator import Communicator, Launch, SingleRank
 from platform.train.replies import Differences
 from platform.train.trainer import Trainer
 from tests.harness.replay import replay
+from tests.harness.replayed_bytes import replay_traffic
 from tests.harness.threads import run_threads
 
 CONF = Path(__file__).parents[2] / "conf"

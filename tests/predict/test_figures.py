@@ -12,12 +12,12 @@ from platform.config.fields import Config
 from platform.launch import compose_config
 from platform.plan.plan import Plan
 from platform.predict.make_plan import make_plan
-from platform.predict.measured_runs import SYSTEMS, count_step_flops
+from platform.predict.measured_runs import count_step_flops, read_system
 from platform.predict.memory_budget import predict_peak_bytes
 from platform.predict.price import StepPrice, price_work
 from platform.predict.step_price import build_step_work, read_hardware
 
-A100, SYSTEM = read_hardware("a100_80g"), SYSTEMS["megatron-2021"]
+A100, SYSTEM = read_hardware("a100_80g"), read_system("megatron-2021")
 # layers, d_model, heads of the models
 BILLION, GPT_5_9B, GPT_91B = (4, 4096, 128), (32, 3840, 32), (28, 16384, 128)
 GPT_162B, GPT_3, GPT_145B = (32, 20480, 128), (96, 12288, 96), (80, 12288, 96)
@@ -40,7 +40,7 @@ def planned(gpus: int, model: Sequence[int], *more: str, t=1, p=1, v=1, b=1, bat
 
 def priced(gpus: int, model: Sequence[int], *more: str, **sizes: int) -> StepPrice:
     config, plan = planned(gpus, model, *more, **sizes)
-    return price_work(build_step_work(config, plan, **SYSTEM.execution), A100)
+    return price_work(build_step_work(config, plan, system=SYSTEM), A100)
 
 
 @cache
@@ -154,5 +154,5 @@ def test_negative_control_without_fast_links_in_a_node_fewer_tensor_ranks_are_be
     found = {}
     for t in (4, 8):
         config, plan = planned(64, GPT_162B, t=t, p=64 // t, batch=32)
-        found[t] = 1 / price_work(build_step_work(config, plan, **SYSTEM.execution), slow).seconds
+        found[t] = 1 / price_work(build_step_work(config, plan, system=SYSTEM), slow).seconds
     assert best(found) == 4

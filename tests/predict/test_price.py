@@ -27,7 +27,7 @@ from platform.predict.price import (
     tiling_share,
 )
 from platform.predict.step_price import build_step_work, find_gpu_hardware, names_of_hardware, read_hardware, step_price
-from platform.predict.work import FUSED_BACKWARD, Product, record_chunk_work
+from platform.predict.work import FUSED_BACKWARD, Execution, Product, System, record_chunk_work
 
 A100 = read_hardware("a100_80g")
 SMALL = ["+experiment=gpt_quick", "model.layers=4", "parallel.data=1", "tensor=serial", "train.global_batch=32"]
@@ -106,7 +106,10 @@ def test_lent_experts_cost_what_they_move():
 
 def test_recomputation_repeats_the_forward_pass():
     """All of it, as other systems do, or all but each block's last product, as ours does."""
-    work = {kind: build_step_work(*planned(f"recompute={kind}"), repeats_all=True) for kind in ("none", "full")}
+    work = {
+        kind: build_step_work(*planned(f"recompute={kind}"), system=System(repeats_all=True))
+        for kind in ("none", "full")
+    }
 
     def products(w, phase):
         return sum(n * p.flops for pass_ in getattr(w, phase) for part, n in pass_.parts for p in part.products)
@@ -125,7 +128,7 @@ def test_a_system_that_gathers_weight_by_weight():
     """It waits for what the plan would hide, and in recomputation for all of a layer's four weights but the last once
     more; a kernel copies what each of two ranks sent; gradients are summed whole."""
     config, plan = planned("recompute=full", "parallel.data=2", "parallel.zero=3")
-    hidden, waited = (build_step_work(config, plan, by_weight=chosen) for chosen in (False, True))
+    hidden, waited = (build_step_work(config, plan, system=System(by_weight=chosen)) for chosen in (False, True))
     there, back = waited.forward[0], waited.backward[0]
     layers, others = config.model.layers, 4  # embedding, at both ends; positions; last norm
 
@@ -145,7 +148,7 @@ def test_a_stretch_without_products_loses_none_of_another_stretch():
     """A system that leaves out a stretch's last product leaves out nothing where the stretch has none."""
     config, plan = planned("recompute=full", "pipeline=1f1b", "pipeline.stages=2")
     model = build_model(config.model)
-    usual, more = (record_chunk_work(plan, m, 0.0, True)[0] for m in (model, WithStretch(model)))
+    usual, more = (record_chunk_work(plan, m, Execution(fused_dropout=True))[0] for m in (model, WithStretch(model)))
     left = [{part: n for part, n in work.backward.items() if part.products and n} for work in (usual, more)]
     assert left[0] == left[1] and more.backward != usual.backward
 

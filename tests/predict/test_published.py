@@ -9,11 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from platform.boundary.refusals import ConfigError
 from platform.launch import compose_config
 from platform.model import build_model
 from platform.plan.__main__ import main
-from platform.predict.measured_runs import compare_runs, leave_one_out, mark_fitted_runs, read_measured_runs
+from platform.predict.measured_runs import (
+    compare_runs,
+    leave_one_out,
+    mark_fitted_runs,
+    read_measured_runs,
+    read_system,
+)
 from platform.predict.price import price_work
+from platform.predict.work import System
 
 TABLES = Path(__file__).parent / "tables"
 SIZES = {"gpt_1_7b": 1.7, "gpt_3_6b": 3.6, "gpt_7_5b": 7.5, "gpt_18_4b": 18.4, "gpt_39_1b": 39.1, "gpt_76_1b": 76.1,
@@ -239,3 +247,25 @@ def test_products_in_8_bits(tmp_path):
         ValueError, match=r"row 1: column precision=fp8: a100_80g has no such peak; nearest legal: bf16"
     ):
         read_measured_runs(str(path), compose_config)
+
+
+def test_a_system_that_no_file_describes_is_refused(tmp_path, capsys, monkeypatch):
+    """So is a file with a field that no system has, with the nearest that it may have; ours say what they said."""
+    assert read_system("ours") == read_system("fsdp") == System() != read_system("usual")
+    assert read_system("deepspeed-2021").adapters == 1.9 and read_system("megatron-2021").stands_by
+    table = tmp_path / "table.csv"
+    table.write_text(SMALL.replace("\n", ",system\n") + "one,cpu,2,2,64,4,64,512,2,4,serial,,0.003,thine\n")
+    assert main(["compare", str(table)]) == 2
+    assert (
+        "column system=thine: must be deepspeed-2021 or fsdp or megatron-2021 or ours or usual"
+        in capsys.readouterr().err
+    )
+    monkeypatch.setattr("platform.predict.measured_runs.SYSTEMS", tmp_path)
+    for text, line in (
+        ("keeps_whole: true", r"system thine: keeps_whole=true: unknown field; nearest legal: kept_whole"),
+        ("gradient_bytes: two", r"system=thine: cannot be read \(gradient_bytes: 'two' is no integer\)"),
+        ("- 1", r"system=thine: cannot be read \(list is no map\)"),
+    ):
+        (tmp_path / "thine.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=line):
+            read_system("thine")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from platform.monitor.events import JournalEvent, build_event
-from platform.monitor.goodput import compute_goodput
-from platform.report.account import build_account, is_unfinished, shown_events, time_shares
+from platform.monitor.goodput import build_account, compute_goodput
+from platform.report.account import is_unfinished, shown_events, time_shares
 
 
 def at(time: float, event: str, **fields: object) -> JournalEvent:
@@ -59,7 +59,7 @@ def test_a_failure_is_charged_for_all_that_it_cost() -> None:
 
 
 def test_shares_are_those_of_goodput_and_add_up() -> None:
-    found = time_shares(FAILED, build_account(FAILED), None)
+    found = time_shares(build_account(FAILED), None)
     assert sum(found.values()) == pytest.approx(compute_goodput(FAILED).seconds)
     assert found["useful"] == compute_goodput(FAILED).useful_seconds == 52.0
     assert found["lost"] == 10.0 and found["recover"] == 4.0 and found["rest"] == 1.0
@@ -78,7 +78,7 @@ def test_the_first_step_of_a_mesh_is_training_and_counted_once() -> None:
     ]
     [cost] = found.failures
     assert (cost.stopped, cost.fewer) == (4.0, 5.0)
-    assert time_shares(FAILED, found, None)["rest"] == 1.0 + 3.5
+    assert time_shares(found, None)["rest"] == 1.0 + 3.5
 
 
 def test_of_two_failures_at_once_each_is_charged_for_its_own_time() -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from platform.monitor import events
 from platform.monitor.events import JournalEvent
-from platform.monitor.goodput import LINES, compute_goodput
+from platform.monitor.goodput import LINES, Account
 
 GRACE_SECONDS = 3600.0  # of a run before its goodput counts: starting is no useful work
 INFO, WARN, ERROR = "INFO", "WARN", "ERROR"
@@ -21,9 +21,7 @@ OF_EVENTS: dict[type[JournalEvent], tuple[str, str, str]] = {  # kind of event -
     events.GaveUp: ("end", "Run ended by a failure", ERROR),
     events.Unsaved: ("end", "Run ended, its last step unsaved", ERROR),
 }
-_COUNTED = (  # kinds of event that goodput is computed from
-    *(events.Starting, events.Committed, events.RolledBack, events.TookOver, events.FirstStep),
-)
+_COUNTED = events.Starting | events.Committed | events.RolledBack | events.TookOver | events.FirstStep  # by goodput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +44,7 @@ class Alerts:
     def __init__(self, goodput_below: float = 0.0):
         """Prepare to find the alerts in a run's journal, of goodput those below a bound."""
         self._bound, self._below = goodput_below, False
-        self._counted: list[JournalEvent] = []
-        self._failed: list[float] = []  # times of failures that no step has followed yet
+        self._account = Account({})
         self.step = 0
 
     def find_alerts(self, event: JournalEvent) -> Iterator[Alert]:
@@ -55,22 +52,17 @@ class Alerts:
         self.step = getattr(event, "step", self.step)
         if how := OF_EVENTS.get(type(event)):
             yield self._build_alert(event, *how, LINES[type(event)](event))
-        if isinstance(event, events.Starting):
-            self._failed.clear()  # the previous driver did not survive these
-        elif isinstance(event, events.Failure):
-            self._failed.append(event.time)
-        elif isinstance(event, events.FirstStep) and self._failed:
-            seconds = event.time - self._failed[0]
-            text = f"step {event.step} is done, {seconds:.1f} s after the failure"
+        before = len(self._account.recoveries)
+        self._account.enter_event(event)
+        for seconds in self._account.recoveries[before : before + 1]:  # of the first failure
+            text = f"step {self.step} is done, {seconds:.1f} s after the failure"
             yield self._build_alert(event, "recovery", "Recovered", INFO, text)
-            self._failed.clear()
         if self._bound and isinstance(event, _COUNTED):
-            self._counted.append(event)
             yield from self._find_goodput_alert(event)
 
     def _find_goodput_alert(self, event: JournalEvent) -> Iterator[Alert]:
         """Yield an alert if with this event the run's goodput, which was above its bound, is below it."""
-        cost = compute_goodput(self._counted)
+        cost = self._account.goodput
         before, self._below = self._below, cost.seconds >= GRACE_SECONDS and cost.goodput < self._bound
         if self._below and not before:
             text = f"{cost.goodput:.1%} of {cost.seconds / 3600:.1f} h were useful, less than {self._bound:.1%}"

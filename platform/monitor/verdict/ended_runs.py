@@ -22,7 +22,7 @@ _BY_OTHERS = "nothing in the run sends it: a user, the scheduler, or the kernel 
 def judge_failure(evidence: Evidence, failure: events.Failure) -> Verdict:
     """Return the verdict on the failure of a worker: how it failed, in which call, seen from whom."""
     worker_name = evidence.name_worker(failure.rank, failure.number, failure.node, failure.coordinates)
-    last, details = causes.last_line(failure.cause), [f"seen: {line}" for line in failure.seen or ()]
+    last, details = events.last_line(failure.cause), [f"seen: {line}" for line in failure.seen or ()]
     sure, why, outcome = CERTAIN, failure.kind, f"{failure.kind} in {failure.method}: {last}"
     if failure.kind == "failed" and causes.is_out_of_memory(failure.cause):
         why, outcome = "memory", f"had no memory left in {failure.method}: {last}"
@@ -113,7 +113,7 @@ def _judge_error(evidence: Evidence, end: events.GaveUp) -> Verdict:
             if isinstance(event, kind) and _explains_end(event, end):
                 verdict = judged(evidence, event)
                 return Verdict(**vars(verdict) | {"line": f"the run gave up: {verdict.line}"})
-    line = f"the run gave up after step {end.step}: {causes.last_line(end.cause)}"
+    line = f"the run gave up after step {end.step}: {events.last_line(end.cause)}"
     if causes.is_too_few(end.cause):
         line += last_failure_clause(evidence)
         return Verdict("places", line, step=end.step, since=end.time, details=_newest_checkpoint_line(evidence))
@@ -124,7 +124,7 @@ def _explains_end(event: Any, end: events.GaveUp) -> bool:
     """Return True if an event is what a run gave up for, by the words of its end."""
     match event:
         case events.Failure():
-            return causes.last_line(event.cause) in end.cause or event.method in end.cause
+            return events.last_line(event.cause) in end.cause or event.method in end.cause
         case events.Undecided():
             return "differ" in end.cause
         case events.Spike():

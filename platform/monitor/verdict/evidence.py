@@ -39,8 +39,7 @@ class Evidence:
     @cached_property
     def last_driver_events(self) -> Sequence[JournalEvent]:
         """Return the events of the run's last driver."""
-        starts = [i for i, event in enumerate(self.journal) if isinstance(event, events.Starting)]
-        return self.journal[starts[-1] :] if starts else self.journal
+        return events.last_driver_events(self.journal)
 
     @cached_property
     def end_event(self) -> End | events.Refused | None:
@@ -139,11 +138,6 @@ def blames_others(error: str) -> bool:
 def is_too_few(error: str) -> bool:
     """Return True if an error ended a run because too few workers were left."""
     return bool(_TOO_FEW.search(error))
-
-
-def last_line(error: str) -> str:
-    """Return the last line of a failed worker's error, which names it."""
-    return error.strip().rpartition("\n")[2].strip()
 
 
 def innermost_frames(error: str) -> list[str]:

@@ -32,13 +32,15 @@ def test_an_event_is_an_alert(word: str, kind: str, level: str, text: str) -> No
 
 
 def test_a_recovery_counts_from_the_first_failure_and_is_one() -> None:
-    told = found((1.0, "failure", {}), (2.0, "failure", {}), (4.5, "first_step", {}), (9.0, "first_step", {}))
+    failures = (1.0, "failure", {}), (2.0, "failure", {})
+    told = found((0.0, "starting", {}), *failures, (4.5, "first_step", {}), (9.0, "first_step", {}))
     assert [kind for kind, *_ in told] == ["failure", "failure", "recovery"]
     assert told[-1][2] == "step 1 is done, 3.5 s after the failure"
 
 
 def test_a_driver_that_starts_anew_has_recovered_of_nothing() -> None:
-    assert [k for k, *_ in found((1.0, "failure", {}), (2.0, "starting", {}), (3.0, "first_step", {}))] == ["failure"]
+    anew = (2.0, "starting", {}), (3.0, "first_step", {})
+    assert [k for k, *_ in found((0.0, "starting", {}), (1.0, "failure", {}), *anew)] == ["failure"]
 
 
 def test_goodput_is_told_each_time_that_it_falls_below_its_bound() -> None:
@@ -60,6 +62,7 @@ def test_goodput_is_told_each_time_that_it_falls_below_its_bound() -> None:
 def test_the_command_gets_each_alert_as_json(tmp_path: Path) -> None:
     run = ARun(tmp_path / "run", alert_command="cat >> got; exit 3")
     follower = run.followed("alert_command")
+    run.happen("starting")
     run.happen("failure")
     run.happen("first_step", step=9)
     follower.close(0)

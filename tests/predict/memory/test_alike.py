@@ -8,8 +8,8 @@ from platform.plan.step_collectives import settle_kernels
 from platform.predict import footprint
 from platform.predict.footprint import chunk_likeness
 from platform.predict.make_plan import make_plan
-from platform.predict.memory_budget import predict_training
 from tests.harness.oracle import MODELS, configure
+from tests.harness.planned_memory import predict_training
 
 CASES = {
     "gpt": {"pipeline": "1f1b", "stages": 4, "tensor": "1d", "axes": {"t": 2}, "recompute": "full"},

@@ -13,10 +13,10 @@ from platform.config.fields import Config
 from platform.config.validation import violations_of_configuration
 from platform.predict.footprint import Footprint
 from platform.predict.make_plan import make_plan
-from platform.predict.memory_budget import predict_answering, predict_training
 from tests.fuzz.draw_training import SETTINGS
 from tests.harness.live import count, count_answering
 from tests.harness.oracle import MODELS, configure
+from tests.harness.planned_memory import predict_answering, predict_training
 
 LEAST = 2_000_000  # bytes: below, what is not modelled (masks, counters) weighs
 LAYOUTS: list[dict[str, Any]] = [

@@ -14,10 +14,10 @@ from platform.predict.tier_traffic import (
     count_messages,
     iterate_transfers,
     move_axes,
-    pair_traffic,
     tier_traffic,
 )
 from tests.harness.oracle import MODELS, configure, run
+from tests.harness.replayed_bytes import pair_traffic
 
 
 def naive_messages(n: int, g: int, workers_per_node: int) -> tuple[int, int]:

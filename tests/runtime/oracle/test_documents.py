@@ -9,11 +9,11 @@ import pytest
 
 from platform.plan.operations import fused_attention
 from platform.predict.make_plan import make_plan
-from platform.predict.memory_budget import predict_training
 from platform.runtime import attention_pairs, panels
 from tests.harness import oracle
 from tests.harness.live import count
 from tests.harness.oracle import Tokens, compare, configure, prove, run, serial
+from tests.harness.planned_memory import predict_training
 
 PACKED = {"positions": "rope", "tied": False, "kv_heads": 2, "within_documents": True, "microbatch": 3,
           "global_batch": 6}  # fmt: skip

@@ -11,10 +11,10 @@ import torch
 from platform.plan.plan_check import find_unsoundness
 from platform.plan.step_collectives import communication
 from platform.predict.make_plan import make_plan
-from platform.predict.plan_report import replay_traffic
 from platform.runtime import expert_rows, products
 from platform.runtime.products import einsum_function_of_groups
 from tests.harness.oracle import MODELS, compare, compute, configure, counted, examine, prove, run, with_operations
+from tests.harness.replayed_bytes import replay_traffic
 from tests.harness.routing import to_the_first
 
 ROWS: dict[str, Any] = {**MODELS["llama"], **MODELS["experts"], "capacity_factor": 0.0}

@@ -213,7 +213,7 @@ def test_parameters_that_depend_on_the_length_are_refused():
 
 
 def test_memory_is_that_of_the_length_that_needs_most():
-    from platform.predict.memory_budget import predict_training
+    from tests.harness.planned_memory import predict_training
 
     c = growing("1d", {"t": 2}, layers=1, dropout=0.1)
     plan = make_plan(c)

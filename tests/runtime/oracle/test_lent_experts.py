@@ -9,11 +9,11 @@ import torch
 
 from platform.config.validation import violations_of_configuration
 from platform.plan.plan_check import find_unsoundness
-from platform.plan.scheme import deal_rows, lent_experts
+from platform.plan.scheme import lent_experts
 from platform.predict.make_plan import make_plan
-from platform.predict.plan_report import replay_traffic
 from platform.runtime import conversion
 from tests.harness.oracle import compare, configure, run, serial, trainer_of
+from tests.harness.replayed_bytes import deal_rows, replay_traffic
 from tests.harness.threads import run_threads
 
 KIND = {"experts": 8, "experts_per_token": 2, "expert_d_ff": 24, "capacity_factor": 0.0, "balance_loss": 0.3}

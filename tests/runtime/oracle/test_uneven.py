@@ -13,11 +13,11 @@ from platform.plan.plan_check import find_unsoundness
 from platform.plan.step_collectives import communication
 from platform.predict.make_plan import make_plan
 from platform.predict.replan import replan
-from platform.predict.tier_traffic import pair_traffic
 from platform.runtime.parallel_ops import ParallelOps
 from tests.fuzz import plans
 from tests.harness.oracle import MODELS, configure, prove
 from tests.harness.plan_mutants import other, with_operations, with_steps
+from tests.harness.replayed_bytes import pair_traffic
 
 SIZES = {"d_kv": 4, "d_ff": 25, "vocab": 61, "length": 8, "layers": 1}
 LLAMA = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu", "bias": False, "tied": False}
