@@ -240,7 +240,7 @@ def _read_path_argument(argument_name: str, argument: Any) -> Path:
     except (TypeError, UnicodeEncodeError):  # half a surrogate pair
         legal = False
     if not legal:
-        raise ConfigError(format_violation(argument_name, describe_value(argument), "must be a path"))
+        raise ConfigError(argument_name, describe_value(argument), "must be a path")
     return Path(argument)
 
 
@@ -250,9 +250,7 @@ def _read_stored_values(directory: Path, overrides: tuple[str, ...]) -> dict[str
     with refuse_failures("run.dir", directory, OSError, Malformed, why="its config.yaml cannot be read ({})"):
         config = run_directory.read_configuration(directory)
     if config is None:
-        raise ConfigError(
-            format_violation("run.dir", directory, "holds no run", ["the run directory of an earlier run"])
-        )
+        raise ConfigError("run.dir", directory, "holds no run", ["the run directory of an earlier run"])
     overridden_keys = {override.partition("=")[0].lstrip("+") for override in overrides}
     hidden = [
         key for key, value in flatten_config(config).items() if REDACTED in str(value) and key not in overridden_keys

@@ -20,19 +20,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from platform.boundary.refusals import (
-    CommandLine,
-    ConfigError,
-    build_command_line,
-    format_violation,
-    refuse_all,
-    rephrase_refusals,
-)
+from platform.boundary import refusals
+from platform.boundary.refusals import CommandLine, ConfigError, format_violation, refuse_all, rephrase_refusals
 from platform.boundary.terminal import print_line, show_phase
 from platform.config.fields import Config
 from platform.config.groups import Data
 from platform.data.tokenizer_files import JSON
-from platform.generate import plan_answers, print_note, run_model_command, split_words
+from platform.generate import plan_answers, run_model_command, split_words
 from platform.plan.layout import format_count
 
 if TYPE_CHECKING:
@@ -50,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _build_parser() -> CommandLine:
     """Return the parser of the command line `python -m platform.evaluate`."""
-    parser = build_command_line("evaluate", __doc__)
+    parser = refusals.build_command_line("evaluate", __doc__)
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
     parser.add_argument(
         "words", nargs="*", metavar="KEY=VALUE", help="as for platform.launch; data=... is what is read"
@@ -92,9 +86,9 @@ def _evaluate_model(arguments: argparse.Namespace) -> int:
 def _measure_model(arguments: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
     """Measure losses, tasks or BLEU of the model that a command line names; print and return the results."""
     with show_phase("importing torch"):
-        from platform.cluster.answer_scores import measure_losses, print_losses
+        from platform.cluster.answer_scores import measure_bleu, measure_losses, print_losses
         from platform.cluster.asked_model import violations_of_memory
-        from platform.cluster.session import find_trained_model, open_session
+        from platform.cluster.session import find_trained_model
         from platform.config.arguments import parse_typed_values
         from platform.data.corpus import open_run_corpus
 
@@ -103,57 +97,43 @@ def _measure_model(arguments: argparse.Namespace, overrides: Sequence[str]) -> d
         return _measure_tasks(arguments, trained, overrides)
     if trained.data is None and not any(key.startswith("data") for key in typed):
         reason = f"{arguments.checkpoint} says nothing of data"
-        raise ConfigError(format_violation("data", "", reason, ["data=text data.path=FILE"]))
+        raise ConfigError("data", "", reason, ["data=text data.path=FILE"])
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="tokenizer-")))
         for name, raw in trained.files.items():
             (folder / name).write_bytes(raw)
         apart = trained.model.within_documents and "data.document_mask" not in typed
-        complete = partial(
-            _complete_data, typed=typed, tokenizer=str(folder) if JSON in trained.files else "", apart=apart
-        )
+        tokenizer = str(folder) if JSON in trained.files else ""
+        complete = partial(_complete_data, typed=typed, tokenizer=tokenizer, apart=apart)
         with rephrase_refusals(lambda line: line.replace(str(folder), trained.url)):  # it is the model's own
             planned = plan_answers(trained, overrides, arguments.config_dir, trained.data or Data(), complete)
             if arguments.bleu:
                 refuse_all(violations_of_memory(planned.config, planned.plan, 1, 1, arguments.beams))
             corpus = open_run_corpus(planned.config)
         splits = _choose_splits(corpus, arguments.split)
-        session = open_session(
-            planned.config, planned.plan, print_note, corpus=str(corpus.entry or ""), writes=arguments.bleu
-        )
-        crew = opened.enter_context(session)
-        rows = measure_losses(crew.call_ranks, corpus, splits, arguments.samples)
-        translated = {}
-        if arguments.bleu:
-            from platform.cluster.answer_scores import measure_bleu
-            from platform.cluster.asked_model import AskedModel
-
-            split, row = next(iter(splits.values())), rows[0]
-            asked = AskedModel(crew.call_ranks, planned.config.model, planned.vocabulary)
-            translated = measure_bleu(asked, corpus, split, row.samples, arguments.beams)
+        model = planned.open_model(corpus=str(corpus.entry or ""), writes=arguments.bleu)
+        asked = opened.enter_context(model)
+        rows = measure_losses(asked, corpus, splits, arguments.samples)
+        split, samples = next(iter(splits.values())), rows[0].samples
+        translated = measure_bleu(asked, corpus, split, samples, arguments.beams) if arguments.bleu else {}
     print_losses(rows, print_line)
     if translated:
-        print_line(
-            f"BLEU {translated['bleu']:.2f} of {format_count(translated['pairs'], 'pair')} ({translated['signature']})"
-        )
+        pairs = format_count(translated["pairs"], "pair")
+        print_line(f"BLEU {translated['bleu']:.2f} of {pairs} ({translated['signature']})")
     return {"sources": [row.table_row() for row in rows], **translated}
 
 
 def _measure_tasks(arguments: argparse.Namespace, trained: TrainedModel, overrides: Sequence[str]) -> dict[str, Any]:
     """Run tasks of lm-eval on a trained model; return their results, task -> metric -> value."""
-    from platform.cluster.asked_model import AskedModel
     from platform.cluster.harness_tasks import HarnessTasks
-    from platform.cluster.session import open_session
 
     planned = plan_answers(trained, overrides, arguments.config_dir)
     if planned.vocabulary is None:
         reason = "there is none beside the model, and tasks are texts"
-        raise ConfigError(format_violation("data.tokenizer", "", reason, ["data.tokenizer=PATH"]))
+        raise ConfigError("data.tokenizer", "", reason, ["data.tokenizer=PATH"])
     tasks = HarnessTasks([name for name in arguments.tasks.split(",") if name], arguments.include, arguments.shots)
-    with open_session(planned.config, planned.plan, print_note) as crew:
-        task_results = tasks.score_model(
-            AskedModel(crew.call_ranks, planned.config.model, planned.vocabulary), arguments.samples
-        )
+    with planned.open_model() as asked:
+        task_results = tasks.score_model(asked, arguments.samples)
     for task, values in task_results.items():
         for metric, value in values.items():
             print_line(f"{task:<30} {metric:<20} {value:.4f}")
@@ -168,7 +148,7 @@ def _complete_data(config: Config, typed: dict[str, Any], tokenizer: str, apart:
     if "data.tokenizer" not in typed and data.kind != "synthetic":
         if not tokenizer and data.kind != "tokens":
             reason = "there is none beside the model, and one that is trained gives other tokens than it knows"
-            raise ConfigError(format_violation("data.tokenizer", "", reason, ["data.tokenizer=PATH"]))
+            raise ConfigError("data.tokenizer", "", reason, ["data.tokenizer=PATH"])
         data.tokenizer, data.tokenizer_words, data.chat_template = tokenizer or data.tokenizer, "", ""
         data.end_token = data.begin_token = ""
         data.special_tokens = []
@@ -188,7 +168,7 @@ def _choose_splits(corpus: Corpus, asked: str | None) -> dict[str, str]:
         return {"": "train"}
     splits_by_source = {name: split for name, (split, _) in corpus.validation_splits.items()}
     if not splits_by_source:
-        raise ConfigError(format_violation("--split", asked or "validation", "the data holds nothing out", ["train"]))
+        raise ConfigError("--split", asked or "validation", "the data holds nothing out", ["train"])
     return splits_by_source
 
 

@@ -15,27 +15,19 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from platform.boundary.refusals import (
-    NEAREST,
-    CommandLine,
-    ConfigError,
-    build_command_line,
-    format_value,
-    format_violation,
-    refuse_all,
-    rephrase_refusals,
-    run_command,
-)
+from platform.boundary import refusals
+from platform.boundary.refusals import NEAREST, CommandLine, ConfigError, format_violation, refuse_all, run_command
 from platform.boundary.terminal import escape_unprintable, print_line, show_phase, write_text
 from platform.config.fields import Config, Model
 from platform.config.groups import Data
 
 if TYPE_CHECKING:
+    from platform.cluster.asked_model import AskedModel
     from platform.cluster.session import TrainedModel
     from platform.data.tokenizer import Vocabulary
     from platform.plan.plan import Plan
@@ -52,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _build_parser() -> CommandLine:
     """Return the parser of the command line `python -m platform.generate`."""
-    parser = build_command_line("generate", __doc__)
+    parser = refusals.build_command_line("generate", __doc__)
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
     parser.add_argument("words", nargs="*", metavar="PROMPT | KEY=VALUE")
     parser.add_argument("--prompts", metavar="FILE", help="a prompt per line; .jsonl: one of prompt, messages and ids")
@@ -90,9 +82,8 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     from platform.config.composition import CONF
 
     known = {*Config.__dataclass_fields__, *(path.name for path in CONF.iterdir())}
-    are_keys = [bool(override_match := OVERRIDE.fullmatch(word)) and override_match[1] in known for word in words]  # type: ignore[index]
-    pairs = list(zip(words, are_keys, strict=True))
-    return [word for word, is_key in pairs if is_key], [word for word, is_key in pairs if not is_key]
+    overrides = [word for word in words if (key_match := OVERRIDE.fullmatch(word)) and key_match[1] in known]
+    return overrides, [word for word in words if word not in overrides]
 
 
 def _generate_answers(arguments: argparse.Namespace) -> int:
@@ -100,40 +91,29 @@ def _generate_answers(arguments: argparse.Namespace) -> int:
     overrides, words = split_words(arguments.words)
     refuse_all(_violations_of_words(arguments, words))
     with show_phase("importing torch"):
+        from platform.cluster import asked_model, session
         from platform.cluster.answer_scores import Lines
-        from platform.cluster.asked_model import (
-            AskedModel,
-            Prompt,
-            Reader,
-            answer_room,
-            find_end_ids,
-            read_prompts,
-            violations_of_length,
-            violations_of_memory,
-        )
-        from platform.cluster.session import find_trained_model, open_session
     from platform.train.replies import Choice
 
-    prompts = read_prompts(arguments.prompts) if arguments.prompts else [Prompt({"prompt": w}, repr(w)) for w in words]
-    trained = find_trained_model(arguments.checkpoint)
+    prompts = [asked_model.Prompt({"prompt": word}, repr(word)) for word in words]
+    prompts = asked_model.read_prompts(arguments.prompts) if arguments.prompts else prompts
+    trained = session.find_trained_model(arguments.checkpoint)
     planned = plan_answers(trained, overrides, arguments.config_dir)
     model, vocabulary = planned.config.model, planned.vocabulary
-    reader = Reader(model, vocabulary, arguments.chat, arguments.bare)
-    rows = _apply_to_all(reader.encode_prompt, prompts)
-    tokens = min(TOKENS, answer_room(rows, model)) if arguments.tokens is None else arguments.tokens
+    rows = asked_model.Reader(model, vocabulary, arguments.chat, arguments.bare).encode_prompts(prompts)
+    room = asked_model.answer_room(rows, model)
+    tokens = min(TOKENS, room) if arguments.tokens is None else arguments.tokens
     longest = tokens + (max(map(len, rows)) if model.kind != "encoder_decoder" else 1)
     needed = min(arguments.batch, len(rows)), longest, arguments.beams
-    refuse_all(violations_of_length(prompts, rows, model, tokens))
-    refuse_all(violations_of_memory(planned.config, planned.plan, *needed))
+    refuse_all(asked_model.violations_of_length(prompts, rows, model, tokens))
+    refuse_all(asked_model.violations_of_memory(planned.config, planned.plan, *needed))
     drawn = arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed
     rule = Choice(vocabulary.size if vocabulary else model.vocab, *drawn, arguments.beams, arguments.length_penalty)
     with ExitStack() as opened:
         out = opened.enter_context(Lines(arguments.out, "--out")) if arguments.out else None
-        crew = opened.enter_context(open_session(planned.config, planned.plan, print_note))
-        asked = AskedModel(crew.call_ranks, model, vocabulary, arguments.batch)
-        for number, answer in asked.continue_prompts(
-            rows, tokens, rule, find_end_ids(vocabulary, trained.generation_config)
-        ):
+        asked = opened.enter_context(planned.open_model(arguments.batch))
+        ends = asked_model.find_end_ids(vocabulary, trained.generation_config)
+        for number, answer in asked.continue_prompts(rows, tokens, rule, ends):
             text = _decode_answer(vocabulary, [] if asked.pairs else rows[number], answer.ids)
             _print_answer(out, prompts[number].given, text, answer, alone=len(rows) == 1)
     return 0
@@ -146,6 +126,15 @@ class PlannedAnswers:
     config: Config
     plan: Plan
     vocabulary: Vocabulary | None
+
+    @contextmanager
+    def open_model(self, batch: int = 16, *, corpus: str = "", writes: bool = True) -> Iterator[AskedModel]:
+        """Open the model, to be asked about `batch` texts at a time; `corpus` and `writes` as for `open_session`."""
+        from platform.cluster.asked_model import AskedModel
+        from platform.cluster.session import open_session
+
+        with open_session(self.config, self.plan, print_note, corpus=corpus, writes=writes) as crew:
+            yield AskedModel(crew.call_ranks, self.config.model, self.vocabulary, batch)
 
 
 def plan_answers(
@@ -169,7 +158,7 @@ def plan_answers(
     stored.train.init, stored.cluster.kind = trained.url, "inline"
     stored.elastic.snapshot_every = 0
     stored.checkpoint.on_stop = False
-    with rephrase_refusals(lambda line: _fit_refusal_to_model(line, model)):
+    with refusals.rephrase_refusals(lambda line: _fit_refusal_to_model(line, model)):
         config = compose_config(arguments, config_dir, stored=asdict(stored))
     replicas = max(1, config.parallel.data)
     if "train.microbatch" not in typed:  # as many sequences as any layout may divide
@@ -186,11 +175,9 @@ def plan_answers(
     typed_one = load_named_vocabulary(config.data) if "data.tokenizer" in typed else None
     check_tokenizer(config.data, typed_one, trained.url, trained.files)
     vocabulary = typed_one or build_vocabulary_if_readable(trained.files)
-    if vocabulary and vocabulary.size > config.model.vocab:
-        reason = (
-            f"has {vocabulary.size} tokens, and the model has model.vocab={config.model.vocab}: it is another model's"
-        )
-        raise ConfigError(format_violation("data.tokenizer", config.data.tokenizer or trained.url, reason))
+    if vocabulary and vocabulary.size > (known := config.model.vocab):
+        reason = f"has {vocabulary.size} tokens, and the model has model.vocab={known}: it is another model's"
+        raise ConfigError("data.tokenizer", config.data.tokenizer or trained.url, reason)
     return PlannedAnswers(config, plan, vocabulary)
 
 
@@ -200,21 +187,8 @@ def _fit_refusal_to_model(line: str, model: Model) -> str:
     key = refusal.partition("=")[0].removeprefix("model.")
     items = [item for item in re.split(", or |, ", hint) if not item.startswith("model.")]
     if refusal.startswith("model.") and key in vars(model) and any("=" not in item for item in items):
-        items = [format_value(getattr(model, key)), *(item for item in items if "=" in item)]
+        items = [refusals.format_value(getattr(model, key)), *(item for item in items if "=" in item)]
     return refusal + (f"{legal}{', or '.join(items)}" if legal and items else "")
-
-
-def _apply_to_all(task: Callable[[Any], Any], subjects: Sequence[Any]) -> list[Any]:
-    """Apply `task` to each prompt or other thing of a command, and return the results. Raises ConfigError with the
-    mistakes of all."""
-    outcomes, mistakes = [], []
-    for subject in subjects:
-        try:
-            outcomes.append(task(subject))
-        except ConfigError as error:
-            mistakes += error.violations
-    refuse_all(mistakes)
-    return outcomes
 
 
 def _violations_of_words(arguments: argparse.Namespace, words: Sequence[str]) -> Iterator[str]:
@@ -254,9 +228,8 @@ def _print_answer(out: Any, prompt_values: Any, text: str, answer: Any, *, alone
     """Write a generated text to the file `out`, as a line of JSON with its prompt `prompt_values`, or print it."""
     if out:
         more = {} if answer.log_probability is None else {"log_probability": answer.log_probability}
-        out.append_line(
-            json.dumps({**prompt_values, "answer": text, "answer_ids": answer.ids, "ended": answer.ended, **more})
-        )
+        answer_values = {"answer": text, "answer_ids": answer.ids, "ended": answer.ended, **more}
+        out.append_line(json.dumps({**prompt_values, **answer_values}))
         return
     if not alone:
         prompt = next((str(prompt_values[k]) for k in ("prompt", "messages", "ids") if k in prompt_values), "")

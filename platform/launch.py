@@ -395,9 +395,7 @@ def _print_configuration(args: Namespace) -> int:
     chosen_part = OmegaConf.select(values, args.package) if args.package else values
     if not OmegaConf.is_config(chosen_part):
         groups = [name for name in values if OmegaConf.is_config(values[name])]
-        raise ConfigError(
-            format_violation("--package", args.package, "no such part", closest_values(args.package, groups))
-        )
+        raise ConfigError("--package", args.package, "no such part", closest_values(args.package, groups))
     print(OmegaConf.to_yaml(OmegaConf.create(redact_secrets(OmegaConf.to_container(chosen_part)))), end="")
     return DONE
 

@@ -95,9 +95,8 @@ def _install_handler(handler: Handler) -> dict[int, Any]:
         else:
             handler(number, frame)
 
-    changed = {
-        number: old_handler for number, old_handler in old_handlers.items() if old_handler not in (signal.SIG_IGN, None)
-    }
+    kept = (signal.SIG_IGN, None)
+    changed = {number: handler for number, handler in old_handlers.items() if handler not in kept}
     for number in changed:
         signal.signal(number, dispatch_signal)
     return changed

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from platform.boundary.documents import open_regular_file
-from platform.boundary.refusals import ConfigError, format_violation
+from platform.boundary.refusals import ConfigError
 
 UNKNOWN = -1  # size of an entry that cannot be inspected: a dangling link, no permission
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # no more may be written
@@ -92,7 +92,7 @@ def refuse_full_disk(key: str, place: object) -> Iterator[None]:
         if error.errno not in _FULL and not (error.errno is None and "requested and" in str(error)):  # as NumPy says it
             raise
         why = error.strerror or os.strerror(errno.ENOSPC)
-        raise ConfigError(format_violation(key, place, f"cannot be written: {why}", ["another place"])) from None
+        raise ConfigError(key, place, f"cannot be written: {why}", ["another place"]) from None
 
 
 class LocalStorage:

@@ -74,12 +74,8 @@ def strip_url_secrets(url: str) -> str:
     user, remainder = remainder[: last + 1], remainder[last + 1 :]
     user = user if _is_reference(user[:-1].partition(":")[2] or user[:-1]) else ""
     address, mark, tail = re.fullmatch(r"([^?#]*)([?#]?)(.*)", remainder, re.DOTALL).groups()  # type: ignore[union-attr]
-    shown = (
-        user
-        + address
-        + mark
-        + ("&".join(map(_redact_query_value, re.split("[&;]", tail))) if mark == "?" else mark and REDACTED)
-    )
+    query_values = map(_redact_query_value, re.split("[&;]", tail))
+    shown = user + address + mark + ("&".join(query_values) if mark == "?" else mark and REDACTED)
     return f"{scheme}{separator}{shown.translate(masks)}"
 
 
@@ -123,11 +119,9 @@ def register_secrets(secrets: Mapping[str, str]) -> None:
 def register_environment(variables: Mapping[str, str]) -> None:
     """Register, for `redact_secrets`, the environment variables whose names say that they are secret, such as
     WANDB_API_KEY, and the secrets in URLs of all others."""
-    secret = {
-        value: f"${{oc.env:{name}}}"
-        for name, value in variables.items()
-        if name.upper().endswith(_SECRET_NAMES) and len(value) >= _SHORTEST_PLAIN
-    }
+    long_values = {name: value for name, value in variables.items() if len(value) >= _SHORTEST_PLAIN}
+    names = [name for name in long_values if name.upper().endswith(_SECRET_NAMES)]
+    secret = {long_values[name]: f"${{oc.env:{name}}}" for name in names}
     register_secrets(secret)
     register_url_secrets([value for value in variables.values() if value not in secret])
 

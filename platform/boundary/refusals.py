@@ -20,15 +20,9 @@ from traceback import walk_tb
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+from platform.boundary import terminal
 from platform.boundary.redaction import forget_secrets, redact_output, redact_secrets, register_url_secrets
-from platform.boundary.terminal import (
-    escape_unprintable,
-    is_reader_gone,
-    print_line,
-    print_refusals,
-    refusal_line,
-    run_printing_command,
-)
+from platform.boundary.terminal import escape_unprintable, is_reader_gone, print_line, print_refusals, refusal_line
 
 NEAREST = "; nearest legal: "  # between a refusal's constraint and its hints
 SHOWN = 300  # most characters of a value in a line for the user
@@ -38,8 +32,13 @@ class ConfigError(ValueError):
     """Refusal for a user's mistakes, in the configuration or in the files it names; `violations` holds one line for
     each: key, value, constraint and the nearest legal values."""
 
-    def __init__(self, violations: Sequence[str] | str):
-        """Construct the refusal of a user's mistakes from one line or several, each made printable."""
+    def __init__(
+        self, violations: Sequence[str] | str, value: Any = "", constraint: str | None = None, legal: Iterable[Any] = ()
+    ):
+        """Construct the refusal of a user's mistakes from one line or several, each made printable; or of one key's
+        `value` from the arguments of `format_violation`, of which the first is the key."""
+        if constraint is not None:
+            violations = format_violation(str(violations), value, constraint, legal)
         violation_lines = [violations] if isinstance(violations, str) else violations
         self.violations = [refusal_line(v) for v in violation_lines]
         super().__init__("\n".join(self.violations))
@@ -204,7 +203,7 @@ def run_command(
             return FAILED
 
     with shield_arguments(arguments) as command_arguments:
-        return run_printing_command(parse_and_run)
+        return terminal.run_printing_command(parse_and_run)
 
 
 # Calls of the user's own code, which may raise anything, exit, or never come back.
@@ -273,9 +272,8 @@ def _limit_time(code_name: str, limit: float) -> Iterator[None]:
         if (seconds_left := end - monotonic()) <= 0:
             raise _Hangs
         position = f", at {_frame_file_name(frame)}:{frame.f_lineno}" if frame else ""
-        logger.warning(
-            "%s: still runs after %.3g s%s; it is ended after %g s", code_name, limit - seconds_left, position, limit
-        )
+        remark = "%s: still runs after %.3g s%s; it is ended after %g s"
+        logger.warning(remark, code_name, limit - seconds_left, position, limit)
         signal.setitimer(signal.ITIMER_REAL, seconds_left)
 
     signal.signal(signal.SIGALRM, ring_alarm)
@@ -289,10 +287,9 @@ def _limit_time(code_name: str, limit: float) -> Iterator[None]:
 
 def _describe_place(error: BaseException) -> str:
     """Return where an alarm has interrupted the user's own code, such as ", at my_module.py:3"."""
-    frames = [
-        (frame, line) for frame, line in walk_tb(error.__traceback__) if _frame_file_name(frame) != Path(__file__).name
-    ]
-    return f", at {_frame_file_name(frames[-1][0])}:{frames[-1][1]}" if frames else ""
+    frames = [(_frame_file_name(frame), line) for frame, line in walk_tb(error.__traceback__)]
+    places = [f", at {name}:{line}" for name, line in frames if name != Path(__file__).name]
+    return places[-1] if places else ""
 
 
 def _frame_file_name(frame: FrameType) -> str:

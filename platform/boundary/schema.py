@@ -202,9 +202,8 @@ def _read_number(value: Any) -> float:
     raise Malformed(f"{shorten_value(value)} is no number")
 
 
-Real = Annotated[
-    float, By(lambda value: value if type(value) is float else _read_number(value))
-]  # may be NaN, as a loss
+# may be NaN, as a loss
+Real = Annotated[float, By(lambda value: value if type(value) is float else _read_number(value))]
 
 
 def _read_integer(value: Any) -> int:
@@ -360,12 +359,8 @@ def _build_row_reader(construct: Callable[[list[Any]], Any], readers: dict[Any, 
         """Read a list of foreign data as a tuple with declared entries, each by its own reader."""
         if type(value) is not list or len(value) != len(readers):
             raise Malformed(f"{shorten_value(value)} is no list of {len(readers)}")
-        return construct(
-            [
-                _read_at_place(name, read_entry, part)
-                for (name, read_entry), part in zip(readers.items(), value, strict=True)
-            ]
-        )
+        entries = zip(readers.items(), value, strict=True)
+        return construct([_read_at_place(name, read_entry, part) for (name, read_entry), part in entries])
 
     return read_row
 
@@ -380,9 +375,8 @@ def _build_record_reader(kind: Any, readers: dict[str, Reader]) -> Reader:
         if type(value) is not dict:
             raise Malformed(f"{shorten_value(value)} is no map")
         if unknown := [key for key in value if key not in readers]:
-            raise Malformed("unknown key").add_outer_key(
-                unknown[0] if isinstance(unknown[0], str) else shorten_value(unknown[0])
-            )
+            key = unknown[0] if isinstance(unknown[0], str) else shorten_value(unknown[0])
+            raise Malformed("unknown key").add_outer_key(key)
         if missing := [name for name in needed if name not in value]:
             raise Malformed(f"lacks {missing[0]}")
         return kind(**{name: _read_at_place(name, readers[name], part) for name, part in value.items()})

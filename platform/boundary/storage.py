@@ -19,7 +19,7 @@ import fsspec
 from platform.boundary import documents
 from platform.boundary.local_files import UNKNOWN, LocalStorage, draft_folder, find_protocol_fault
 from platform.boundary.redaction import register_url_secrets, strip_url_secrets
-from platform.boundary.refusals import ConfigError, format_violation
+from platform.boundary.refusals import ConfigError
 
 _NOTE = 4096  # bytes of a note that are read
 Reader = io.FileIO | io.BytesIO  # a file of a storage, open at the first byte to be read
@@ -65,18 +65,15 @@ def open_storage(url: str, key: str = "checkpoint.url") -> Storage:
     configuration key that the URL comes from."""
     register_url_secrets(url)  # its secrets are then redacted from whatever its client reports
     if reason := find_protocol_fault(url, key == "checkpoint.url"):
-        raise ConfigError(format_violation(key, strip_url_secrets(url), reason, ["a path"]))
+        raise ConfigError(key, strip_url_secrets(url), reason, ["a path"])
     protocol, separator, path = url.partition("://")
     if not separator or protocol in ("file", "local"):
         return LocalStorage(path if separator else url)
     try:
         return RemoteStorage(url)
     except Exception as error:  # a client library may raise anything
-        raise ConfigError(
-            format_violation(
-                key, strip_url_secrets(url), f"cannot be used: {error}{suggest_remedy(url, error)}", ["a path"]
-            )
-        ) from None
+        why = f"cannot be used: {error}{suggest_remedy(url, error)}"
+        raise ConfigError(key, strip_url_secrets(url), why, ["a path"]) from None
 
 
 def suggest_remedy(url: str, error: Exception) -> str:
@@ -114,11 +111,8 @@ def find_remote_files(url: str, is_wanted: Callable[[str], bool]) -> list[Remote
         infos = {name: info for name, info in system.find(path, detail=True).items() if is_wanted(name)}
     else:
         infos = {path: system.info(path)}
-    return [
-        RemoteFile(system.unstrip_protocol(name), int(info["size"]), str(system.ukey(name)))
-        for name, info in sorted(infos.items())
-        if info.get("type") == "file"
-    ]
+    sizes = [(name, int(info["size"])) for name, info in sorted(infos.items()) if info.get("type") == "file"]
+    return [RemoteFile(system.unstrip_protocol(name), size, str(system.ukey(name))) for name, size in sizes]
 
 
 def open_remote_file(url: str) -> BinaryIO:
@@ -207,9 +201,8 @@ class RemoteStorage:
             except FileNotFoundError:
                 return {}
         sizes = {str(e["name"]).rstrip("/"): _entry_size(e) for e in entries}
-        return {
-            name.rpartition("/")[2]: size for name, size in sizes.items() if name.strip("/") != directory.strip("/")
-        }
+        inside = ((name, size) for name, size in sizes.items() if name.strip("/") != directory.strip("/"))
+        return {name.rpartition("/")[2]: size for name, size in inside}
 
     def read_version(self, path: str) -> str:
         """Return the client library's word for the version of an object of this remote storage."""

@@ -15,7 +15,7 @@ from typing import Any
 from platform.boundary.documents import printable_line
 from platform.boundary.local_files import refuse_full_disk
 from platform.boundary.redaction import strip_url_secrets
-from platform.boundary.refusals import ConfigError, build_command_line, closest_values, format_violation, run_command
+from platform.boundary.refusals import ConfigError, build_command_line, closest_values, run_command
 from platform.boundary.storage import open_storage
 from platform.boundary.terminal import escape_terminal_text, refusal_line
 from platform.checkpoint import catalogue
@@ -113,11 +113,7 @@ def _export_tensors(options: argparse.Namespace) -> int:
     storage, directory, manifest = catalogue.select_checkpoint(options.url)
     names = [n for n in manifest.tensors if n.startswith(options.only)]
     if not names:
-        raise ConfigError(
-            format_violation(
-                "--only", options.only, "begins no name", closest_values(options.only, manifest.tensors)[:3]
-            )
-        )
+        raise ConfigError("--only", options.only, "begins no name", closest_values(options.only, manifest.tensors)[:3])
     with refuse_full_disk("target", strip_url_secrets(options.target)):
         EXPORTERS[options.format](storage, directory, manifest, options.target, names)
     print(escape_terminal_text(f"{directory}: {format_count(len(names), 'tensor')} in {options.target}"))

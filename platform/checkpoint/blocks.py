@@ -121,9 +121,8 @@ def find_tiling_faults(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
     cut_dims = [d for d, size in enumerate(shape) if any(b.extent[d] != size for b in boxes)]
     if (len(boxes) + 1) * len(cut_dims) << len(cut_dims) > COORDINATES:
         return [f"is cut along {len(cut_dims)} dims into {len(boxes)} blocks, more than are ever written"]
-    faulty_cell = _find_faulty_cell(
-        np.array([[(b.offset[d], b.offset[d] + b.extent[d]) for d in cut_dims] for b in (*boxes, whole_box)]), cut_dims
-    )
+    ends = [[(b.offset[d], b.offset[d] + b.extent[d]) for d in cut_dims] for b in (*boxes, whole_box)]
+    faulty_cell = _find_faulty_cell(np.array(ends), cut_dims)
     if faulty_cell is None:
         return []
     spans, covered = faulty_cell
@@ -164,9 +163,8 @@ def _find_faulty_cell(
 
 def _format_box(box: Box) -> str:
     """Return a block of a stored tensor as text; only the numbers of dims if offset and extent have different ones."""
-    return (
-        str(box) if len(box.offset) == len(box.extent) else f"a block of {len(box.offset)} and {len(box.extent)} dims"
-    )
+    starts, sizes = len(box.offset), len(box.extent)
+    return str(box) if starts == sizes else f"a block of {starts} and {sizes} dims"
 
 
 ITEMSIZE = {  # element type, as torch names it -> bytes of an element
@@ -231,17 +229,13 @@ def list_held_tensors(plan: Plan, kind: str, dtype: torch.dtype | str) -> list[H
         layout_key = p.dims, p.role, p.sizes, bucket.parameter_ranges[p.name], bucket.elements, bucket.sharded, before
         key = (*layout_key, *(stage - first for stage in others))
         if key not in known_layouts:
-            stage_ranks = (
-                rank
-                for stage in sorted((first, *others))
-                for rank in range(stage * ranks_per_stage, (stage + 1) * ranks_per_stage)
-            )
+            starts = [stage * ranks_per_stage for stage in sorted((first, *others))]
+            stage_ranks = (rank for start in starts for rank in range(start, start + ranks_per_stage))
             rank_boxes = [(rank, box) for rank in stage_ranks for box in _list_saved_boxes(plan, p, coordinates[rank])]
             known_layouts[key] = first, HeldTensor.group_holders("", dtype, plan.global_shape(p), rank_boxes)
         at, held = known_layouts[key]
-        held_tensors.append(
-            replace(held, name=f"{kind}.{p.name}", holders=_shift_ranks(held.holders, (first - at) * ranks_per_stage))
-        )
+        holders = _shift_ranks(held.holders, (first - at) * ranks_per_stage)
+        held_tensors.append(replace(held, name=f"{kind}.{p.name}", holders=holders))
     return held_tensors
 
 
@@ -258,9 +252,8 @@ def list_held_states(plan: Plan, dtype: torch.dtype | str) -> list[HeldTensor]:
     for p in plan.states:
         whole_box = Box.whole_tensor(plan.global_shape(p))
         ranks = (r for r in range(plan.mesh.world_size) if plan.has_block(p, plan.mesh.rank_coordinates(r)))
-        held_states.append(
-            HeldTensor(state_name(p), str(dtype).removeprefix("torch."), whole_box.extent, {whole_box: tuple(ranks)})
-        )
+        holders, dtype_name = {whole_box: tuple(ranks)}, str(dtype).removeprefix("torch.")
+        held_states.append(HeldTensor(state_name(p), dtype_name, whole_box.extent, holders))
     return held_states
 
 
@@ -352,10 +345,8 @@ class Chain:
         if number == len(self.ends):
             return self.nbytes
         tensor, box = block = self.blocks[number]
-        row, start = (
-            _count_row_elements(box.extent, tensor.itemsize) * tensor.itemsize,
-            self.ends[number] - block.nbytes,
-        )
+        row = _count_row_elements(box.extent, tensor.itemsize) * tensor.itemsize
+        start = self.ends[number] - block.nbytes
         return start + min(round((position - start) / row) * row, block.nbytes)
 
     def replica_byte_range(self, member: int, members: int) -> tuple[int, int]:
@@ -404,9 +395,8 @@ def list_written_parts(state: Iterable[HeldTensor], rank: int) -> list[Share]:
     that it and its n - 1 replicas hold. None is larger than LARGEST_BLOCK and a row."""
     written_parts: list[Share] = []
     for chain in join_chains(state, rank):
-        written_parts += chain.cut_parts(
-            *chain.replica_byte_range(chain.holders.index(rank), len(chain.holders)), most=LARGEST_BLOCK
-        )
+        byte_range = chain.replica_byte_range(chain.holders.index(rank), len(chain.holders))
+        written_parts += chain.cut_parts(*byte_range, most=LARGEST_BLOCK)
     return written_parts
 
 

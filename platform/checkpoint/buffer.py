@@ -144,10 +144,8 @@ class Image:
         with ThreadPoolExecutor(THREADS, "checkpoint-hash") as pool:
             hashes = [pool.submit(hashlib.sha256, view[at:end]) for _, at, end in self._buffer.places]
             try:
-                storage.write(
-                    f"{directory}/{self.file}",
-                    (view[i : i + LARGEST_BLOCK] for i in range(0, len(view), LARGEST_BLOCK)),
-                )
+                parts = (view[i : i + LARGEST_BLOCK] for i in range(0, len(view), LARGEST_BLOCK))
+                storage.write(f"{directory}/{self.file}", parts)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise

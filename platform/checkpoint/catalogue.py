@@ -290,9 +290,8 @@ def _check_files(storage: Storage, directory: str, manifest: Manifest) -> None:
         if file_sizes.get(name) != size:
             if file_sizes.get(name) == UNKNOWN:
                 raise OSError(f"{directory}/{name} cannot be looked at")
-            raise Refused(
-                f"{name} has {file_sizes[name]} bytes instead of {size}" if name in file_sizes else f"{name} is missing"
-            )
+            fault = f"has {file_sizes[name]} bytes instead of {size}" if name in file_sizes else "is missing"
+            raise Refused(f"{name} {fault}")
 
 
 def quarantine_checkpoint(storage: Storage, directory: str, reason: str) -> None:

@@ -21,16 +21,10 @@ from platform.boundary.refusals import walk_causes
 from platform.boundary.schema import Malformed, Many, Span
 from platform.boundary.storage import Storage, open_storage, write_all_or_nothing
 from platform.boundary.terminal import show_phase
+from platform.checkpoint import catalogue
 from platform.checkpoint.blocks import Box, HeldTensor, Piece, S, list_written_parts
 from platform.checkpoint.buffer import DTYPES
-from platform.checkpoint.catalogue import (
-    CarriedFiles,
-    choose_attempt_directory,
-    commit_checkpoint,
-    delete_checkpoint,
-    hash_carried_files,
-    write_carried_files,
-)
+from platform.checkpoint.catalogue import CarriedFiles, commit_checkpoint, delete_checkpoint, hash_carried_files
 from platform.checkpoint.manifest import LARGEST, VALUES, BlockReport, Bytes, FileReport, Manifest, Meta, Name, Refused
 from platform.checkpoint.moves import Fetch, read_tensor
 
@@ -163,9 +157,8 @@ class ForeignTensor:
         data `begin` after the header. Raises Refused if checkpoints cannot hold the element type of the tensor `name`,
         Malformed unless its offsets span exactly its bytes and end within the file."""
         if self.dtype not in _FROM_SAFETENSORS:
-            raise Refused(
-                f"{name}: type {schema.shorten_value(self.dtype)} is not one of {', '.join(_FROM_SAFETENSORS)}"
-            )
+            legal = ", ".join(_FROM_SAFETENSORS)
+            raise Refused(f"{name}: type {schema.shorten_value(self.dtype)} is not one of {legal}")
         start, end = self.data_offsets
         data_bytes, nbytes = size - begin, prod(self.shape) * self.torch_type.itemsize
         if end - start != nbytes or end > data_bytes:
@@ -238,10 +231,8 @@ def store_tensors(storage: Storage, tensors: Tensors, meta: Meta) -> str:
             whole_box = Box.whole_tensor(tensor.shape)
             held = HeldTensor.group_holders(name, tensor.dtype, tensor.shape, [(0, whole_box)])
             shapes[name] = held.shape
-            yield [
-                Piece(name, held.dtype, box, tensor[box.relative_slices(whole_box)])
-                for _, box in list_written_parts([held], 0)
-            ]
+            boxes = [box for _, box in list_written_parts([held], 0)]
+            yield [Piece(name, held.dtype, box, tensor[box.relative_slices(whole_box)]) for box in boxes]
 
     return store_pieces(storage, iterate_files(), _copy_tensors, shapes, meta)
 
@@ -264,17 +255,14 @@ def store_pieces(
     pieces in order), with one piece in memory at a time; return the checkpoint's directory. `fetch`: function that
     reads pieces into memory; `shapes`: shapes of all tensors, by name; `carried`: files that it carries. Partial files
     are deleted after a failure."""
-    directory = choose_attempt_directory(storage, meta.step)
+    directory = catalogue.choose_attempt_directory(storage, meta.step)
     total = sum(piece.nbytes for pieces in files for piece in pieces) if isinstance(files, Sequence) else 0
     try:
         with show_phase("importing", total, "B") as shown:
-            reports = [
-                _write_pieces(storage, directory, number, pieces, fetch, shapes)
-                for number, pieces in enumerate(
-                    shown.iterate_parts(files, lambda pieces: sum(p.nbytes for p in pieces))
-                )
-            ]
-        write_carried_files(storage, directory, carried or {})
+            shown_files = shown.iterate_parts(files, lambda pieces: sum(p.nbytes for p in pieces))
+            numbered = enumerate(shown_files)
+            reports = [_write_pieces(storage, directory, n, pieces, fetch, shapes) for n, pieces in numbered]
+        catalogue.write_carried_files(storage, directory, carried or {})
         meta = replace(meta, values={**meta.values, **hash_carried_files(carried or {})})
         commit_checkpoint(storage, directory, shapes, reports, meta)
     except BaseException:

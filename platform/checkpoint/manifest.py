@@ -124,17 +124,11 @@ class Manifest:
         """Return the faults of a checkpoint with this manifest, one line each: holes and overlaps in a tensor, bytes of
         a file in no block or in two, and blocks larger than any that is ever written, which a reader would have to hold
         as a whole."""
-        lines = [
-            f"{name}: {line}"
-            for name, t in self.tensors.items()
-            for line in find_tiling_faults(t.shape, [b.box for b in t.blocks])
-        ]
+        faults = {name: find_tiling_faults(t.shape, [b.box for b in t.blocks]) for name, t in self.tensors.items()}
+        lines = [f"{name}: {line}" for name, tensor_faults in faults.items() for line in tensor_faults]
         largest = {name: max(map(t.block_bytes, t.blocks), default=0) for name, t in self.tensors.items()}
-        lines += [
-            f"{name}: a block of {size} bytes is too large"
-            for name, size in largest.items()
-            if size > 2 * LARGEST_BLOCK
-        ]
+        too_large = {name: size for name, size in largest.items() if size > 2 * LARGEST_BLOCK}
+        lines += [f"{name}: a block of {size} bytes is too large" for name, size in too_large.items()]
         spans: dict[str, list[tuple[int, int]]] = {name: [] for name in self.files}
         for t in self.tensors.values():
             for b in t.blocks:
@@ -182,9 +176,8 @@ class Manifest:
 def _check_format(version: Any) -> None:
     """Raise OtherFormat for a checkpoint's format that an earlier version wrote or a later one may write."""
     if type(version) is int and version > FORMAT:
-        raise OtherFormat(
-            f"format {schema.shorten_value(version)} is newer than {FORMAT}, the newest that this version reads"
-        )
+        newer = schema.shorten_value(version)
+        raise OtherFormat(f"format {newer} is newer than {FORMAT}, the newest that this version reads")
     if type(version) is int and 0 < version < FORMAT:
         raise OtherFormat(f"format {version} is older than {FORMAT}, the oldest that this version reads")
 
@@ -212,11 +205,9 @@ class _Document:
 
 def check_tensors(manifest: Manifest, tensors: Mapping[str, Sequence[int]]) -> None:
     """Raise Refused if a checkpoint's manifest lacks any of `tensors` (name -> global shape) or has other shapes."""
-    mismatches = [f"has no {n}" for n in tensors if n not in manifest.tensors] + [
-        f"{n} is {list(manifest.tensors[n].shape)} there, {list(shape)} here"
-        for n, shape in tensors.items()
-        if n in manifest.tensors and manifest.tensors[n].shape != tuple(shape)
-    ]
+    mismatches = [f"has no {n}" for n in tensors if n not in manifest.tensors]
+    pairs = [(n, manifest.tensors[n].shape, tuple(shape)) for n, shape in tensors.items() if n in manifest.tensors]
+    mismatches += [f"{n} is {list(saved)} there, {list(shape)} here" for n, saved, shape in pairs if saved != shape]
     refuse_faults(mismatches)
 
 

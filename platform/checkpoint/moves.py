@@ -107,13 +107,11 @@ def assign_readers(
 ) -> Iterator[list[list[Piece[S]]]]:
     """Yield, by turn, the pieces of a checkpoint that each rank reads and passes on; arguments as of `fill_blocks`."""
     itemsize = {piece.name: ITEMSIZE[piece.dtype] for piece in pieces}
-    placed_bytes = sum(
-        box.num_elements * len(ranks) * itemsize[t.name] for t in state for box, ranks in t.holders.items()
-    )
+    placed = ((itemsize[t.name], box, ranks) for t in state for box, ranks in t.holders.items())
+    placed_bytes = sum(box.num_elements * len(ranks) * size for size, box, ranks in placed)
     total = sum(piece.nbytes for piece in pieces)
-    turns = divide_pieces(
-        pieces, -(-total // max(LARGEST_BLOCK, world.budget * world.size * total // max(placed_bytes, 1)))
-    )
+    turn_bytes = max(LARGEST_BLOCK, world.budget * world.size * total // max(placed_bytes, 1))
+    turns = divide_pieces(pieces, -(-total // turn_bytes))
     yield from (divide_pieces(turn, world.size) for turn in turns)
 
 
@@ -180,11 +178,8 @@ def exchange_pieces(
     for senders in turns:
         sent, failure = _build_messages(senders[world.rank], fetch, holders, own_blocks, world)
         _raise_failures(world.all_gather(failure))
-        missing_pieces = {
-            sender: [piece for piece in pieces if world.rank not in piece.had]
-            for sender, pieces in enumerate(senders)
-            if sender != world.rank
-        }
+        others = ((sender, pieces) for sender, pieces in enumerate(senders) if sender != world.rank)
+        missing_pieces = {sender: [p for p in pieces if world.rank not in p.had] for sender, pieces in others}
         sizes = {sender: _count_message_bytes(pieces, own_blocks) for sender, pieces in missing_pieces.items()}
         received = [(sender, torch.empty(n, dtype=torch.uint8)) for sender, n in sizes.items() if n]
         world.exchange(sent, received)
@@ -218,10 +213,8 @@ def _build_messages(
     for region in regions:
         if targets[region.piece] is None and region.part == pieces[region.piece].box:
             targets[region.piece] = region.memory
-    buffers = [
-        torch.empty(piece.nbytes, dtype=torch.uint8) if buffer is None else buffer
-        for piece, buffer in zip(pieces, targets, strict=True)
-    ]
+    pairs = zip(pieces, targets, strict=True)
+    buffers = [torch.empty(p.nbytes, dtype=torch.uint8) if buffer is None else buffer for p, buffer in pairs]
     try:
         fetch(pieces, buffers)
     except FAILURES as error:

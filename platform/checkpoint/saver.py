@@ -13,17 +13,8 @@ from typing import Any
 
 from platform.boundary.documents import error_line
 from platform.boundary.storage import Storage
-from platform.checkpoint.catalogue import (
-    CarriedFiles,
-    Lease,
-    Superseded,
-    choose_attempt_directory,
-    commit_checkpoint,
-    delete_checkpoint,
-    hash_carried_files,
-    prune_checkpoints,
-    write_carried_files,
-)
+from platform.checkpoint import catalogue
+from platform.checkpoint.catalogue import CarriedFiles, Lease, Superseded, delete_checkpoint, prune_checkpoints
 from platform.checkpoint.manifest import FileReport, Meta
 
 Write = Callable[[str], Sequence[FileReport]]
@@ -74,12 +65,12 @@ class Saver:
         assert not self.is_saving, "one save at a time"
         self._cancelled.clear()
         files = files or {}
-        meta = replace(meta, values={**meta.values, **hash_carried_files(files)})
+        meta = replace(meta, values={**meta.values, **catalogue.hash_carried_files(files)})
 
         def write_all(directory: str) -> Sequence[FileReport]:
             """Let the workers write their files of a checkpoint into `directory`, and add the files that it carries."""
             reports = write(directory)
-            write_carried_files(self._storage, directory, files)
+            catalogue.write_carried_files(self._storage, directory, files)
             return reports
 
         self._thread = threading.Thread(
@@ -123,10 +114,10 @@ class Saver:
         directory, start = "", time.monotonic()
         try:
             self._check()
-            directory = choose_attempt_directory(
-                self._storage, meta.step
-            )  # fresh: the remains of a failed attempt do not matter
-            manifest = commit_checkpoint(self._storage, directory, tensors, write(directory), meta, self._check)
+            # fresh: the remains of a failed attempt do not matter
+            directory = catalogue.choose_attempt_directory(self._storage, meta.step)
+            reports = write(directory)
+            manifest = catalogue.commit_checkpoint(self._storage, directory, tensors, reports, meta, self._check)
         except Exception as error:
             if not isinstance(error, Superseded):
                 again = attempt < self._tries and not self._cancelled.is_set()

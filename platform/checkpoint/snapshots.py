@@ -169,11 +169,8 @@ def open_node_memories(
     rank of the job cannot open its node's. All ranks call it together. `nodes`: every rank's node; `all_gather`:
     gathers one value of every rank on all."""
     addresses = all_gather(memory.address)
-    memories = {
-        mate: memory if mate == rank else SharedMemory.open_address(addresses[mate])
-        for mate, node in enumerate(nodes)
-        if node == nodes[rank]
-    }
+    mates = [mate for mate, node in enumerate(nodes) if node == nodes[rank]]
+    memories = {mate: memory if mate == rank else SharedMemory.open_address(addresses[mate]) for mate in mates}
     opened = {mate: mate_memory for mate, mate_memory in memories.items() if mate_memory}
     return opened if all(all_gather(len(opened) == len(memories))) else None
 
@@ -267,12 +264,8 @@ class Snapshot:
     def copies_buffer(self) -> Buffer:
         """Return the buffer of the parts of other ranks' training state that the snapshot keeps copies of."""
         own_parts, copied_parts = self._parts
-        return Buffer(
-            copied_parts,
-            data=_map_tensor(
-                self._memory, self._at + HEADER + _count_page_bytes(own_parts), _count_page_bytes(copied_parts)
-            ),
-        )
+        start = self._at + HEADER + _count_page_bytes(own_parts)
+        return Buffer(copied_parts, data=_map_tensor(self._memory, start, _count_page_bytes(copied_parts)))
 
     @staticmethod
     def count_bytes(own_parts: Sequence[Share], copied_parts: Sequence[Share]) -> int:
@@ -419,12 +412,11 @@ class RankSnapshots:
         """Return the training state after `step` in the memory that this rank shares with its node, without the
         snapshots of `distrusted` ranks. Raises RuntimeError if one of the others has not completed its snapshot."""
         mates = sorted(self._mates.keys() - set(distrusted), key=lambda mate: mate != self._rank)  # its own first
-        snapshots_by_mate = {
-            mate: next((one for one in self._iterate_mate_snapshots(mate) if one.step == step), None) for mate in mates
-        }
-        if lacking := [mate for mate, snapshot in snapshots_by_mate.items() if snapshot is None]:
-            raise RuntimeError(f"rank {lacking[0]} holds no snapshot of step {step}")
-        snapshots = list(filter(None, snapshots_by_mate.values()))
+        snapshots = []
+        for mate in mates:
+            if (snapshot := next((s for s in self._iterate_mate_snapshots(mate) if s.step == step), None)) is None:
+                raise RuntimeError(f"rank {mate} holds no snapshot of step {step}")
+            snapshots.append(snapshot)
         buffers = [*(one.own_buffer for one in snapshots), *(one.copies_buffer for one in snapshots)]
         return NodeSnapshot([self._handed, *buffers], next((one.values for one in snapshots if one.values), {}))
 
@@ -433,10 +425,8 @@ class RankSnapshots:
         if mate == self._rank:
             yield from self._places.values()
             return
-        own_parts, copied_parts = (
-            self.held.own_parts(mate),
-            _flatten_parts(map_exchanged_parts(self.held.copies, mate)[1]),
-        )
+        own_parts = self.held.own_parts(mate)
+        copied_parts = _flatten_parts(map_exchanged_parts(self.held.copies, mate)[1])
         for at in (0, Snapshot.count_bytes(own_parts, copied_parts)):
             yield Snapshot(self._mates[mate], at, own_parts, copied_parts)
 

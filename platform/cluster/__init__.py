@@ -2,5 +2,5 @@
 (`endings.py`). Nothing here computes a tensor.
 
 Its files in reading order: driver, endings, run_directory, origin, resources, shown_commands, callbacks, session,
-asked_model, eval_tasks, harness_tasks, answer_scores, cluster_check, calibration_run.
+asked_model, harness_tasks, answer_scores, cluster_check, calibration_run.
 """

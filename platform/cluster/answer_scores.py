@@ -1,4 +1,4 @@
-"""Table of losses: per token, word and byte of each held-out text, and as perplexities."""
+"""Scores of a model: losses on held-out text, BLEU of translations, lm-eval's tasks; and the files they go to."""
 
 from __future__ import annotations
 
@@ -7,20 +7,27 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from platform.boundary.documents import printable_line
 from platform.boundary.local_files import replace_text
 from platform.boundary.refusals import ConfigError, format_violation
 from platform.boundary.terminal import show_phase
-from platform.cluster.asked_model import Ask, AskedModel
+from platform.cluster.asked_model import AskedModel
 from platform.cluster.crew.crew import Worker
+from platform.cluster.crew.failures import WorkerFailed
+from platform.config.fields import Config
 from platform.data.corpus import Corpus
 from platform.data.streams import PairStream
+from platform.data.tokenizer import Vocabulary
 from platform.train.replies import Choice
+
+if TYPE_CHECKING:
+    from platform.cluster.harness_tasks import HarnessTasks
 
 AT_ONCE = 64  # samples whose text is counted at a time
 
@@ -57,13 +64,12 @@ def _finite_perplexity(nats: float, count: int) -> float | None:
         return None
 
 
-def measure_losses(ask: Ask, corpus: Corpus, splits: Mapping[str, str], max_samples: int) -> list[Measured]:
-    """Measure a trained model's loss on held-out text. `ask`: calls its workers; `splits`: source -> split of the
+def measure_losses(asked: AskedModel, corpus: Corpus, splits: Mapping[str, str], max_samples: int) -> list[Measured]:
+    """Measure a trained model's loss on held-out text. `splits`: source -> split of the
     corpus; `max_samples`: samples of each split to evaluate, 0 for all."""
-    samples = {
-        split: min(available := corpus.count_samples(split), max_samples or available) for split in splits.values()
-    }
-    losses, rows = ask(Worker.evaluate_splits, samples)[0], []
+    counts = {split: corpus.count_samples(split) for split in splits.values()}
+    samples = {split: min(count, max_samples or count) for split, count in counts.items()}
+    losses, rows = asked.ask(Worker.evaluate_splits, samples)[0], []
     for name, split in splits.items():
         tokens = corpus.predicted(split, 0, samples[split])
         units = count_words_and_bytes(corpus, split, samples[split])
@@ -96,9 +102,8 @@ def count_words_and_bytes(corpus: Corpus, split: str, samples: int) -> tuple[int
 
 def print_losses(rows: Sequence[Measured], say: Callable[[str], None]) -> None:
     """Print the table of a model's losses and perplexities per token, word and byte, a row per held-out text."""
-    say(
-        f"{'source':<20} {'tokens':>12} {'loss':>9} {'per token':>11} {'per word':>12} {'per byte':>9} {'bits/byte':>9}"
-    )
+    units = f"{'per token':>11} {'per word':>12} {'per byte':>9} {'bits/byte':>9}"
+    say(f"{'source':<20} {'tokens':>12} {'loss':>9} {units}")
     for row in rows:
         values = row.table_row()
         cells = [values[f"perplexity_per_{unit}"] for unit in ("token", "word", "byte")]
@@ -118,18 +123,14 @@ def measure_bleu(asked: AskedModel, corpus: Corpus, split: str, samples: int, be
     from sacrebleu.metrics import BLEU
 
     if not corpus.vocabulary or not isinstance(next(iter(corpus.parts[0].streams.values())), PairStream):
-        raise ConfigError(
-            format_violation("--bleu", "", "compares translations, and the data are no pairs", ["data=pairs"])
-        )
+        raise ConfigError("--bleu", "", "compares translations, and the data are no pairs", ["data=pairs"])
     batch = corpus.batch(split, 0, samples)
     sources = [row[row >= 0].tolist() for row in batch["source"]]
     references = [_decode_translation(corpus, row[row >= 0].tolist()) for row in batch["labels"]]
     choice = Choice(corpus.vocabulary.size, beams=beams)
     tokens = min(asked.model.length - 1, max((batch["labels"] >= 0).sum(1).max() * 2, 8))
-    translations = [
-        _decode_translation(corpus, answer.ids)
-        for _, answer in asked.continue_prompts(sources, int(tokens), choice, [asked.end])
-    ]
+    answers = asked.continue_prompts(sources, int(tokens), choice, [asked.end])
+    translations = [_decode_translation(corpus, answer.ids) for _, answer in answers]
     metric = BLEU()
     score = metric.corpus_score(translations, [references])
     return {"bleu": score.score, "signature": str(metric.get_signature()), "pairs": samples}
@@ -138,6 +139,58 @@ def measure_bleu(asked: AskedModel, corpus: Corpus, split: str, samples: int, be
 def _decode_translation(corpus: Corpus, ids: list[int]) -> str:
     """Decode the token ids of a model's translation to text, without the id that ends it."""
     return corpus.decode([i for i in ids if i != corpus.special.end])
+
+
+# Tasks of lm-eval during training (eval.tasks): read before anything starts, asked of the workers at evaluations.
+
+KEY = "eval.tasks"
+
+
+class NotScored(Exception):
+    """Signals that an evaluation gives no scores, and why, in a line; the run goes on."""
+
+
+def violations_of_tasks(config: Config) -> Iterator[str]:
+    """Yield a refusal line if eval.tasks needs lm_eval, not installed, one if eval.task_folder does not exist."""
+    e = config.eval
+    if e.tasks and find_spec("lm_eval") is None:
+        yield f"{KEY}: needs the package lm_eval: pip install 'elastic-platform[eval]'"
+    if e.task_folder and not os.path.isdir(e.task_folder):
+        yield format_violation("eval.task_folder", e.task_folder, "there is no such folder")
+
+
+def open_tasks(config: Config) -> RunTasks | None:
+    """Load the lm-eval tasks of a run (eval.tasks), None without any. Raises ConfigError if that fails."""
+    if not config.eval.tasks:
+        return None
+    os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's progress bars would run into the console's lines
+    from platform.cluster.harness_tasks import HarnessTasks
+
+    return RunTasks(config, HarnessTasks(config.eval.tasks, config.eval.task_folder, key=KEY))
+
+
+class RunTasks:
+    """Tasks that a run scores its model by."""
+
+    def __init__(self, config: Config, tasks: HarnessTasks):
+        """Prepare to score a run's model by lm-eval's `tasks`, on at most eval.task_samples documents of each."""
+        self._limit, self._tasks, self._named = config.eval.task_samples, tasks, config.eval.tasks[0]
+
+    def check_vocabulary(self, vocabulary: Vocabulary | None) -> None:
+        """Raise ConfigError if the run's data has no tokenizer, which the lm-eval tasks of eval.tasks need."""
+        if vocabulary is None:
+            raise ConfigError(KEY, self._named, "tasks are texts, and the data has no tokenizer", [[]])
+
+    def score_model(self, asked: AskedModel) -> dict[str, float]:
+        """Return the scores of a model by eval.tasks, TASK/METRIC -> value. Raises WorkerFailed; NotScored if a task
+        fails."""
+        try:
+            task_metrics = self._tasks.score_model(asked, self._limit)
+        except (WorkerFailed, NotScored):
+            raise
+        except Exception as error:  # of a task's own code: no reason to end a run of weeks
+            raise NotScored(printable_line(f"{type(error).__name__}: {error}")) from error
+        return {f"{task}/{metric}": value for task, values in task_metrics.items() for metric, value in values.items()}
 
 
 # Files for the results of a command: refused before a model is loaded if they cannot be written, and never left with
@@ -215,6 +268,4 @@ def _refuse_unwritable(flag: str, path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(
-            format_violation(flag, path, f"cannot be written: {printable_line(error.strerror or error)}")
-        ) from None
+        raise ConfigError(flag, path, f"cannot be written: {printable_line(error.strerror or error)}") from None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from platform.boundary import documents
-from platform.boundary.refusals import ConfigError, format_violation, refuse_failures
+from platform.boundary.refusals import ConfigError, format_violation, refuse_all, refuse_failures
 from platform.boundary.schema import Malformed
 from platform.cluster.crew.crew import Worker
 from platform.cluster.crew.job import gpu_count
@@ -48,12 +48,10 @@ def read_prompts(path: str) -> list[Prompt]:
     try:
         text = documents.read_bytes(Path(path), LARGEST).decode()
     except (OSError, Malformed, UnicodeDecodeError) as error:
-        raise ConfigError(
-            format_violation("--prompts", path, f"cannot be read: {documents.printable_line(error)}")
-        ) from None
+        raise ConfigError("--prompts", path, f"cannot be read: {documents.printable_line(error)}") from None
     lines = [(n, line.removesuffix("\r")) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
-        raise ConfigError(format_violation("--prompts", path, "holds no prompt"))
+        raise ConfigError("--prompts", path, "holds no prompt")
     if not path.endswith(".jsonl"):
         return [Prompt({"prompt": line}, f"{path}:{n}") for n, line in lines]
     return [Prompt(_parse_prompt_object(line, f"{path}:{n}"), f"{path}:{n}") for n, line in lines]
@@ -65,7 +63,7 @@ def _parse_prompt_object(line: str, where: str) -> dict[str, Any]:
         prompt_object = documents.parse_json(line.encode())
     kinds = [kind for kind in KINDS if isinstance(prompt_object, dict) and kind in prompt_object]
     if len(kinds) != 1:
-        raise ConfigError(format_violation("--prompts", where, f"an object with one of {', '.join(KINDS)} is needed"))
+        raise ConfigError("--prompts", where, f"an object with one of {', '.join(KINDS)} is needed")
     return prompt_object
 
 
@@ -101,20 +99,16 @@ def violations_of_length(
         if model.kind == "encoder_decoder":
             most = model.source_length or model.length
             if len(ids) > most:
-                yield format_violation(
-                    "prompt", prompt.where, f"has {format_count(len(ids), 'token')}, and its encoder reads {most}"
-                )
+                why = f"has {format_count(len(ids), 'token')}, and its encoder reads {most}"
+                yield format_violation("prompt", prompt.where, why)
         elif len(ids) + tokens > model.length:
             room = model.length - len(ids)
-            why = (
-                f"has {format_count(len(ids), 'token')}, and with --tokens={tokens} "
-                f"more than model.length={model.length}"
-            )
+            size, limit = format_count(len(ids), "token"), f"model.length={model.length}"
+            why = f"has {size}, and with --tokens={tokens} more than {limit}"
             yield format_violation("prompt", prompt.where, why, [f"--tokens={room}"] if room > 0 else [])
     if model.kind == "encoder_decoder" and tokens + 1 > model.length:
-        yield format_violation(
-            "--tokens", tokens, f"is more than model.length={model.length} has room for", [model.length - 1]
-        )
+        why = f"is more than model.length={model.length} has room for"
+        yield format_violation("--tokens", tokens, why, [model.length - 1])
 
 
 T = TypeVar("T")
@@ -132,15 +126,30 @@ class Reader:
     chat: bool = False
     bare: bool = False
 
+    def encode_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Return the token ids of each prompt for a trained model. Raises ConfigError with the mistakes of all."""
+        rows, mistakes = [], list[str]()
+        for prompt in prompts:
+            try:
+                rows.append(self.encode_prompt(prompt))
+            except ConfigError as error:
+                mistakes += error.violations
+        refuse_all(mistakes)
+        return rows
+
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt for a trained model. Raises ConfigError if the model cannot read it."""
         kind = next(kind for kind in KINDS if kind in prompt.given)
         value = prompt.given[kind]
-        token_ids = (
-            self._check_ids(value, prompt.where) if kind == "ids" else self._tokenize_prompt(kind, value, prompt.where)
-        )
+        where, most = prompt.where, self.model.vocab
+        if kind != "ids":
+            token_ids = self._tokenize_prompt(kind, value, where)
+        elif isinstance(value, list) and all(type(i) is int and 0 <= i < most for i in value):
+            token_ids = value
+        else:
+            raise ConfigError("prompt", where, f"ids are a list of integers from 0 to {most - 1}")
         if not token_ids:
-            raise ConfigError(format_violation("prompt", prompt.where, "is empty"))
+            raise ConfigError("prompt", where, "is empty")
         return token_ids
 
     def _encode_text(self, text: str, where: str) -> list[int]:
@@ -148,30 +157,21 @@ class Reader:
         assert self.vocabulary
         return self.vocabulary.encode(_check_text(text, where))
 
-    def _check_ids(self, value: Any, where: str) -> list[int]:
-        """Return a prompt given as token ids unchanged. Raises ConfigError unless all are ids of the vocabulary."""
-        most = self.model.vocab
-        if not isinstance(value, list) or not all(type(i) is int and 0 <= i < most for i in value):
-            raise ConfigError(format_violation("prompt", where, f"ids are a list of integers from 0 to {most - 1}"))
-        return value
-
     def _tokenize_prompt(self, kind: str, value: Any, where: str) -> list[int]:
         """Return the token ids of a prompt. `kind`: "prompt" if `value` is a text, "messages" if it is a conversation.
         Raises ConfigError, naming `where` the prompt is from, if it cannot be tokenised."""
         vocabulary = self.vocabulary
         if vocabulary is None:
             reason = "there is none beside the model, and a text needs one"
-            raise ConfigError(
-                format_violation("data.tokenizer", "", reason, ["data.tokenizer=PATH", "a prompt of ids"])
-            )
+            raise ConfigError("data.tokenizer", "", reason, ["data.tokenizer=PATH", "a prompt of ids"])
         if kind == "prompt" and not isinstance(value, str):
-            raise ConfigError(format_violation("prompt", where, "is no text"))
+            raise ConfigError("prompt", where, "is no text")
         messages = value if kind == "messages" else [{"role": "user", "content": value}] if self.chat else None
         if messages is None:
             ids = self._encode_text(value, where)
             return ids if self.bare else add_boundary_token(ids, self.model, vocabulary.special)
         if (talk := parse_conversation(messages)) is None:
-            raise ConfigError(format_violation("prompt", where, "messages are a list of objects with a role"))
+            raise ConfigError("prompt", where, "messages are a list of objects with a role")
         for text in _iterate_strings(talk):
             _check_text(text, where)
         token_ids: list[int] = []
@@ -192,7 +192,7 @@ def add_boundary_token(ids: Ids, model: Model, special: SpecialIds) -> list[int]
 def _check_text(text: str, where: str) -> str:
     """Return a prompt's text unchanged. Raises ConfigError if it has half a character, which no tokenizer reads."""
     if half := documents.find_half_character(text):
-        raise ConfigError(format_violation("prompt", where, f"is no text: it has {half}"))
+        raise ConfigError("prompt", where, f"is no text: it has {half}")
     return text
 
 
@@ -212,7 +212,7 @@ class AskedModel:
 
     def __init__(self, ask: Ask, model: Model, vocabulary: Vocabulary | None, batch: int = 16, special: Any = None):
         """Prepare to ask a trained model's workers, by calls of `ask`, in batches of `batch` texts."""
-        self._ask, self._batch, self.model, self.vocabulary = ask, batch, model, vocabulary
+        self.ask, self._batch, self.model, self.vocabulary = ask, batch, model, vocabulary
         self.pairs = self.model.kind == "encoder_decoder"
         special = special or (vocabulary.special if vocabulary else SpecialIds())
         self.start, self.begin, self.end = special.start, special.begin, special.end
@@ -228,27 +228,22 @@ class AskedModel:
         order. `prompts`: token ids; `choice`: rule by which tokens are chosen; `ends`: ids that end a continuation.
         Prompts and texts may be longer than the model: a text that has filled its length goes on from its last half,
         and an encoder reads the end of its prompt."""
-        most, read, unfinished = (
-            self.model.length,
-            self.model.source_length or self.model.length,
-            dict(enumerate(prompts)),
-        )
+        most, unfinished = self.model.length, dict(enumerate(prompts))
+        read = self.model.source_length or most
         written: dict[int, list[int]] = {n: [] for n in unfinished}
         for turn in range(tokens):
-            rows_by_room: dict[int, list[tuple[int, list[int]]]] = defaultdict(
-                list
-            )  # by the tokens that fit behind them
+            # by the tokens that fit behind them
+            rows_by_room: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)
             for n, prompt in unfinished.items():
                 row = [*([self.start] if self.pairs else prompt), *written[n]]
                 row = row if len(row) <= most else row[-max(1, most // 2) :]
                 rows_by_room[min(tokens - len(written[n]), most + 1 - len(row))].append((n, row))
-            for room, batch in [
-                (room, batch) for room, rows in rows_by_room.items() for batch in self._split_batches(rows)
-            ]:
+            batches = ((room, batch) for room, rows in rows_by_room.items() for batch in self._split_batches(rows))
+            for room, batch in batches:
                 sources = [list(prompts[n][-read:]) for n, _ in batch] if self.pairs else []
                 numbers = [n + (turn << 32) for n, _ in batch]  # draws of another turn are others
                 texts = AskedTexts([row for _, row in batch], sources, numbers)
-                answers = self._ask(Worker.continue_texts, texts, room, choice, list(ends))[0]
+                answers = self.ask(Worker.continue_texts, texts, room, choice, list(ends))[0]
                 for (n, _), answer in zip(batch, answers, strict=True):
                     written[n] += answer.ids
                     if answer.ended or len(written[n]) == tokens:
@@ -264,7 +259,7 @@ class AskedModel:
         for numbers in self._split_batches(sorted(range(len(rows)), key=lambda n: -len(rows[n][0]))):
             ids, starts, sources = (list(column) for column in zip(*(rows[n] for n in numbers), strict=True))
             texts = AskedTexts(ids, sources if self.pairs else [])
-            for number, scored in zip(numbers, self._ask(Worker.score_texts, texts, starts)[0], strict=True):
+            for number, scored in zip(numbers, self.ask(Worker.score_texts, texts, starts)[0], strict=True):
                 scores[number] = scored
         return [scored for scored in scores if scored]
 
@@ -275,8 +270,7 @@ class AskedModel:
         if self.pairs:
             read = self.model.source_length or self.model.length
             return [self.start, *text][:most], 1, [*context[-(read - 1) :], self.end]
-        ids = [*(context or [self.begin]), *text]
-        ids = ids[-most:]
+        ids = [*(context or [self.begin]), *text][-most:]
         return ids, max(1, len(ids) - len(text)), []
 
     def score_full_texts(self, texts: Sequence[Ids]) -> list[float]:

@@ -17,14 +17,8 @@ from platform.cluster.crew.launchers import open_crew
 from platform.cluster.driver import relay_log
 from platform.config.fields import Config
 from platform.plan.layout import format_count
-from platform.predict.calibration import (
-    Round,
-    Seen,
-    Timings,
-    format_hardware_file,
-    hardware_of_rounds,
-    plan_calibration_rounds,
-)
+from platform.predict import calibration
+from platform.predict.calibration import Round, Seen, Timings, format_hardware_file, hardware_of_rounds
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import make_plan
 from platform.predict.search import choose_pricing_hardware
@@ -48,11 +42,9 @@ def run_calibration(config: Config, workers: int, folder: Path, like: Hardware |
     with relay_log("platform.cluster", print_line), open_crew(kind, job) as crew:
         nodes = [crew.members[number].node.partition("/")[0] for number in sorted(crew.members)]
         round_replies = []
-        for number, one in enumerate(plan_calibration_rounds(nodes)):
-            print_line(
-                f"  {one.tier}: {format_count(one.group_shape[1], 'group')} of "
-                f"{format_count(one.group_shape[0], 'worker')}"
-            )
+        for number, one in enumerate(calibration.plan_calibration_rounds(nodes)):
+            workers_each, groups = one.group_shape[:2]
+            print_line(f"  {one.tier}: {format_count(groups, 'group')} of {format_count(workers_each, 'worker')}")
             round_replies.append((one, _measure_round(crew, job, one, str(number), tiny)))
     device, memory, processors = round_replies[0][1][0]
     if like is None:

@@ -47,9 +47,8 @@ def _judge_joined_workers(workers: Sequence[Mapping[str, Any]], expected_workers
     node."""
     nodes = Counter(str(worker.get("node", "?")).partition("/")[0] for worker in workers)
     each = ", ".join(f"{node} {count}" for node, count in sorted(nodes.items()))
-    text = (
-        f"{len(workers)} of {format_count(expected_workers, 'worker')}, on {format_count(len(nodes), 'node')}: {each}"
-    )
+    expected, places = format_count(expected_workers, "worker"), format_count(len(nodes), "node")
+    text = f"{len(workers)} of {expected}, on {places}: {each}"
     return Finding("all joined", len(workers) == expected_workers > 0, text)
 
 
@@ -91,10 +90,8 @@ def _judge_checkpoints(journal: Sequence[JournalEvent], verified: str) -> Findin
         return Finding("checkpoints", False, verified or "none was saved")
     newest = saved[-1]
     rate = newest.bytes / newest.seconds if newest.seconds else 0.0
-    text = (
-        f"{len(saved)} saved, the last in {newest.seconds:.2g} s "
-        f"({format_number(rate).strip()}B/s); all of it read back"
-    )
+    speed = f"{format_number(rate).strip()}B/s"
+    text = f"{len(saved)} saved, the last in {newest.seconds:.2g} s ({speed}); all of it read back"
     return Finding("checkpoints", True, text)
 
 

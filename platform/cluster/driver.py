@@ -17,6 +17,7 @@ from platform.boundary.redaction import known_secrets, strip_url_secrets
 from platform.boundary.refusals import ConfigError, format_violation, refuse_all, refuse_failures
 from platform.boundary.terminal import show_phase
 from platform.cluster import resources
+from platform.cluster.answer_scores import RunTasks, open_tasks, violations_of_tasks
 from platform.cluster.callbacks import CallbackGuard, Callbacks, demonstration_warning, seconds_left
 from platform.cluster.control.pulse import Pulse
 from platform.cluster.control.run_context import RunContext
@@ -25,7 +26,6 @@ from platform.cluster.crew.job import WORKER, Job, gpu_count
 from platform.cluster.crew.launchers import open_crew
 from platform.cluster.crew.signals import Stopped, StopSignals
 from platform.cluster.endings import DONE, FAILED, DriverState, Unsaved, report_end
-from platform.cluster.eval_tasks import RunTasks, open_tasks, violations_of_tasks
 from platform.cluster.run_directory import RunDirectory
 from platform.cluster.shown_commands import Command, Phases
 from platform.config.extensions import flatten_own_settings

@@ -106,10 +106,8 @@ def _describe_done(error: None, state: DriverState) -> Ending:
 
 def _describe_unsaved(error: Unsaved, state: DriverState) -> Ending:
     """Describe, for journal and user, the end of a run whose last step is done and could not be saved."""
-    return (
-        events.Unsaved(),
-        f"step {state.steps_done} could not be saved: {state.resume_sentence}:{state.resume_command}",
-    )
+    text = f"step {state.steps_done} could not be saved: {state.resume_sentence}"
+    return events.Unsaved(), f"{text}:{state.resume_command}"
 
 
 def _describe_stop(error: Stopped, state: DriverState) -> Ending:
@@ -127,9 +125,8 @@ def _describe_stop(error: Stopped, state: DriverState) -> Ending:
 
 def _describe_no_places(error: NoPlaces, state: DriverState) -> Ending:
     """Describe, for journal and user, the end of a run for whose workers the cluster had no room."""
-    return events.NoPlaces(
-        cause=str(error)
-    ), f"{error}; {state.resume_sentence if state.checkpoints else 'the same command tries again'}"
+    hint = state.resume_sentence if state.checkpoints else "the same command tries again"
+    return events.NoPlaces(cause=str(error)), f"{error}; {hint}"
 
 
 def _describe_give_up(error: GaveUp | WorkerFailed, state: DriverState) -> Ending:
@@ -142,11 +139,8 @@ def _describe_unexpected(error: BaseException, state: DriverState) -> Ending:
     """Describe, for journal and user, a run's end by an unforeseen exception; write its traceback to a log."""
     cause = error_line(error)
     where = _log_traceback(error, state)
-    text = (
-        f"unexpected: {cause} (where it happened: {where})\nstopped after step "
-        f"{state.steps_done}: {state.resume_sentence}"
-    )
-    return events.GaveUp(cause=cause), f"{text}:{state.resume_command}"
+    stopped = f"stopped after step {state.steps_done}: {state.resume_sentence}:{state.resume_command}"
+    return events.GaveUp(cause=cause), f"unexpected: {cause} (where it happened: {where})\n{stopped}"
 
 
 ENDINGS: tuple[tuple[type, Callable[[Any, DriverState], Ending]], ...] = (  # the first whose type matches ends the run
@@ -187,9 +181,8 @@ def _progress_fields(error: BaseException | None, state: DriverState) -> dict[st
     useful = {"useful_seconds": controller.take_useful_seconds()} if controller else {}
     if error is None:
         return {"step": state.steps_done, **useful}
-    lost = (
-        dict(zip(("steps_lost", "lost_seconds"), controller.discard_unsaved_steps(), strict=True)) if controller else {}
-    )
+    discarded = controller.discard_unsaved_steps() if controller else ()
+    lost = dict(zip(("steps_lost", "lost_seconds"), discarded, strict=False))
     return {"step": state.steps_done, "saved": state.newest_saved_step, **lost, **useful}
 
 

@@ -59,8 +59,7 @@ class HarnessModel(TemplateLM):
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Return the log-probability of each continuation that lm-eval asks about, and if it is the likeliest."""
-        likelihoods: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
-        return likelihoods
+        return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
         """Return the log-probability of each continuation, as token ids, for lm-eval, and if it is the likeliest."""
@@ -92,12 +91,9 @@ class HarnessModel(TemplateLM):
         most = self._asked.model.length
         tokens = max(1, min(int(options.get("max_gen_toks") or WRITTEN), most - 1))
         drawn = bool(options.get("do_sample")) or float(options.get("temperature") or 0) > 0
-        how = Choice(
-            self._vocabulary.size,
-            float(options.get("temperature") or 1) if drawn else 0.0,
-            int(options.get("top_k") or 0),
-            float(options.get("top_p") or 1),
-        )
+        temperature = float(options.get("temperature") or 1) if drawn else 0.0
+        limits = int(options.get("top_k") or 0), float(options.get("top_p") or 1)
+        how = Choice(self._vocabulary.size, temperature, *limits)
         room = (self._asked.model.source_length or most) - 1 if self._asked.pairs else most - tokens
         ids = [*self.tok_encode(text)[-room:], *([self._asked.end] if self._asked.pairs else [])]
         return Question(ids, how, tokens, [stops] if isinstance(stops, str) else stops)
@@ -150,10 +146,8 @@ class HarnessTasks:
         for task in self._loaded["tasks"].values():
             task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
         with _fix_random_seeds():
-            evaluation: Any = evaluate(
-                HarnessModel(asked), self._loaded, limit=limit or None, bootstrap_iters=0, log_samples=False
-            )
-        task_results = evaluation["results"]
+            model, options = HarnessModel(asked), {"bootstrap_iters": 0, "log_samples": False}
+            task_results = evaluate(model, self._loaded, limit=limit or None, **options)["results"]
         order = dict.fromkeys([*self._names, *task_results])
         return {name: _numeric_metrics(task_results[name]) for name in order if name in task_results}
 
@@ -161,11 +155,9 @@ class HarnessTasks:
 def _open_task_manager(names: set[str], folder: str) -> TaskManager:
     """Return lm-eval's TaskManager of the user's `folder` alone if that has all tasks `names`, else of both."""
     user_manager = TaskManager(include_path=folder, include_defaults=False) if folder else None
-    return (
-        user_manager
-        if user_manager and names <= {*user_manager.all_subtasks}
-        else TaskManager(include_path=folder or None)
-    )
+    if user_manager and names <= {*user_manager.all_subtasks}:
+        return user_manager
+    return TaskManager(include_path=folder or None)
 
 
 def _why_unsupported(task: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from platform.boundary.local_files import LocalStorage, list_missing_directories, remove_empty_directories
 from platform.boundary.redaction import redact_secrets, strip_url_secrets
-from platform.boundary.refusals import ConfigError, format_violation, refuse_all, refuse_failures
+from platform.boundary.refusals import ConfigError, refuse_all, refuse_failures
 from platform.boundary.schema import Malformed
 from platform.boundary.storage import Storage, open_storage
 from platform.checkpoint.catalogue import Selection, find_newest_checkpoint, load_manifest
@@ -54,7 +54,7 @@ def find_resume_checkpoint(config: Config, *, held: bool = False, over: bool = F
         if done:
             reasons = f", though step {done} was done in run.dir={config.run.dir}{reasons}"
             legal = [*legal, "run.dir=DIRECTORY", "checkpoint.resume=CHECKPOINT"]
-        raise ConfigError(format_violation(key, where, f"holds no checkpoint to resume from{reasons}", legal))
+        raise ConfigError(key, where, f"holds no checkpoint to resume from{reasons}", legal)
     if selection.manifest:
         what = f"{selection.directory} is of another run; name another"
         refuse_all(violations_of_identity(selection.manifest.meta.identity, config, key, where, what))
@@ -108,7 +108,7 @@ def open_answering_storage(url: str, key: str) -> Storage:
         raise outcome
     if isinstance(outcome, BaseException):
         reason = f"cannot be reached: {outcome}"
-        raise ConfigError(format_violation(key, strip_url_secrets(url), reason, ["a path"])) from None
+        raise ConfigError(key, strip_url_secrets(url), reason, ["a path"]) from None
     return outcome
 
 

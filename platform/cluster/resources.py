@@ -145,19 +145,16 @@ def _refuse_impossible(kind: str, world_size: int, spares: int) -> None:
     the run waited, and for too low a limit on open files."""
     if kind == "inline" and world_size != 1:
         constraint = f"trains a world of one, and this plan has {format_count(world_size, 'worker')}"
-        raise ConfigError(format_violation("cluster", kind, constraint, ["cluster=processes", "cluster=local"]))
+        raise ConfigError("cluster", kind, constraint, ["cluster=processes", "cluster=local"])
     if kind == "torchrun" and world_size != (started := int(os.environ["WORLD_SIZE"])):
-        raise ConfigError(
-            f"torchrun: this plan has {format_count(world_size, 'worker')}, and torchrun has started {started}"
-        )
+        needed_text = format_count(world_size, "worker")
+        raise ConfigError(f"torchrun: this plan has {needed_text}, and torchrun has started {started}")
     if kind == "torchrun":
         torchrun.read_environment_key()
     if reason := lack_of_files(world_size + spares):
-        raise ConfigError(format_violation("cluster", kind, reason))
+        raise ConfigError("cluster", kind, reason)
     if kind == "torchrun" and spares:
-        raise ConfigError(
-            format_violation("elastic.spares", spares, "torchrun starts a process per worker and no others", [0])
-        )
+        raise ConfigError("elastic.spares", spares, "torchrun starts a process per worker and no others", [0])
 
 
 def _await_supply(
@@ -251,9 +248,8 @@ def _find_smallest_gpu() -> Device | None:
     except (OSError, subprocess.SubprocessError):
         return None
     rows = [line.rpartition(",") for line in shown.splitlines()]
-    devices = [
-        Device(int(mebibytes) * 2**20, name.strip()) for name, _, mebibytes in rows if mebibytes.strip().isdigit()
-    ]
+    sizes = ((name.strip(), mebibytes) for name, _, mebibytes in rows if mebibytes.strip().isdigit())
+    devices = [Device(int(mebibytes) * 2**20, name) for name, mebibytes in sizes]
     return min(devices, key=lambda device: device.memory, default=None)
 
 
@@ -324,9 +320,8 @@ def reserve_or_suggest(config: Config, command: Command, size: int, say: Callabl
         *lines, last = error.violations
         workers = count_available_workers(config.cluster)
         device = find_worker_device(config, "cuda", workers) if workers > 0 else None
-        raise ConfigError(
-            [*lines, last + (_suggest_best_plan(config, command, workers, device) if device else "")]
-        ) from None
+        hint = _suggest_best_plan(config, command, workers, device) if device else ""
+        raise ConfigError([*lines, last + hint]) from None
 
 
 def refuse_lack_of_memory(config: Config, plan: Plan, device: Device, command: Command) -> None:
@@ -341,13 +336,11 @@ def _suggest_best_plan(config: Config, command: Command, workers: int, device: D
     from platform.predict.step_price import choose_pricing_hardware
 
     other = deepcopy(config)
-    other.plan.search = [
-        key for key in OPEN if key not in ("parallel.context", "tensor" if config.tensor.layout else "")
-    ]
+    fixed = ("parallel.context", "tensor" if config.tensor.layout else "")
+    other.plan.search = [key for key in OPEN if key not in fixed]
     with suppress(ConfigError):
-        if (
-            plan_choice := choose_plan(other, workers, device.memory, choose_pricing_hardware(config, device.name))
-        ) and plan_choice.best_finalist:
+        plan_choice = choose_plan(other, workers, device.memory, choose_pricing_hardware(config, device.name))
+        if plan_choice and plan_choice.best_finalist:
             typed = plan_choice.space.format_overrides(plan_choice.best_finalist.choice)
             kind = "GPU" if device_kind(config) == "cuda" else "worker"
             return f"; the best plan for {format_count(workers, kind)}: {command.line_with_values(typed)}"

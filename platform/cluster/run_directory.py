@@ -44,10 +44,8 @@ def read_configuration(directory: Path) -> Config | None:
 def find_faults(directory: Path) -> list[str]:
     """Return one line for each file of a run directory (configuration, plan, journal, metrics, lock) that cannot be
     read or is not what a run writes there."""
-    readers: dict[str, Callable[[Path], Any]] = {
-        JOURNAL: lambda path: list(events.read_events(path)),
-        METRICS: _read_last_rows,
-    }
+    readers: dict[str, Callable[[Path], Any]] = {METRICS: _read_last_rows}
+    readers[JOURNAL] = lambda path: list(events.read_events(path))
     lines = []
     for name in (CONFIG, PLAN, JOURNAL, METRICS, LOCK):
         try:
@@ -105,9 +103,8 @@ def has_lost_worker(directory: Path) -> bool:
 
 def has_nothing_saved(directory: Path) -> bool:
     """Return True if a run directory shows steps, and no checkpoint saved or restored. Raises Malformed, OSError."""
-    has_checkpoint = any(
-        isinstance(e, events.Checkpoint) or getattr(e, "directory", None) for e in read_journal(directory)
-    )
+    journal = read_journal(directory)
+    has_checkpoint = any(isinstance(e, events.Checkpoint) or getattr(e, "directory", None) for e in journal)
     return not has_checkpoint and find_last_step(directory) > 0
 
 
@@ -195,13 +192,10 @@ class RunDirectory:
             raise
         try:
             self._lock_or_refuse(lock)
-            previous_config = self.check_identity(
-                config
-            )  # again: another driver may have written since the first check
-            with (
-                self._clean_up_if_refused(missing_folders, had_logs),
-                _restore_files_if_refused(self._config, self._plan),
-            ):
+            # again: another driver may have written since the first check
+            previous_config = self.check_identity(config)
+            restored = _restore_files_if_refused(self._config, self._plan)
+            with self._clean_up_if_refused(missing_folders, had_logs), restored:
                 with self.refuse_unusable():
                     replace_text(self._config, yaml.safe_dump(redact_secrets(config.to_dict()), sort_keys=False))
                     self.write_plan(plan)
@@ -238,7 +232,7 @@ class RunDirectory:
             owner = lock_or_owner(lock)
         if owner:
             constraint = f"in use by {owner}; wait for it, stop it, or name another directory"
-            raise ConfigError(format_violation("run.dir", self.path, constraint))
+            raise ConfigError("run.dir", self.path, constraint)
 
     def refuse_unusable(self) -> AbstractContextManager[None]:
         """Raise ConfigError, for the user, where the run directory cannot be used inside the block."""

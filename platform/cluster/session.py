@@ -55,13 +55,14 @@ def open_session(
                   secrets=known_secrets())  # fmt: skip
         with open_crew(resources.crew_kind(config.cluster), job) as crew:
             crew.seat_members(job, list(range(size)))
-            seating = size, config, crew.store, 1, list(schedule.placement), plan_digest(plan)
+            stage_of = list(schedule.placement)
+            seating = size, config, crew.store, 1, stage_of, plan_digest(plan)
             crew.call_ranks(Worker.join_mesh, ByRank(range(size)), *seating)
-            stage_actions = [stage.encode_rows() for stage in stage_rows([schedule])]
-            rows = ByRank(stage_actions[c["stage"]] for c in coordinates)
-            crew.call_ranks(Worker.build_trainer, rows, None, corpus, None, False)
+            rows = [stage.encode_rows() for stage in stage_rows([schedule])]
+            ranks_rows = ByRank(rows[c["stage"]] for c in coordinates)
+            crew.call_ranks(Worker.build_trainer, ranks_rows, None, corpus, None, False)
             if failure := crew.call_ranks(Worker.load_initial_weights)[0]:
-                raise ConfigError(format_violation("CHECKPOINT", config.train.init, failure.reason))
+                raise ConfigError("CHECKPOINT", config.train.init, failure.reason)
             yield crew
 
 
@@ -101,7 +102,7 @@ def find_trained_model(location: str) -> TrainedModel:
         entries = open_storage(url, NAME).list_sizes("")
     if not entries:
         legal = ["a run directory", "a checkpoint's URL", "a folder that transformers saved"]
-        raise ConfigError(format_violation(NAME, strip_url_secrets(location), "there is nothing", legal))
+        raise ConfigError(NAME, strip_url_secrets(location), "there is nothing", legal)
     return _read_saved_model(url) if CONFIG in entries else _read_checkpoint_model(url)
 
 
@@ -134,6 +135,5 @@ def _read_checkpoint_model(url: str) -> TrainedModel:
         model = parse_stored_model(identity)
     data_keys = identity.get("data")
     data = Config.from_dict({"data": data_keys}).data if isinstance(data_keys, dict) else None
-    return TrainedModel(
-        url if url.rstrip("/").endswith(name) else f"{url.rstrip('/')}/{name}", model, data, manifest.meta.seed, files
-    )
+    url = url if url.rstrip("/").endswith(name) else f"{url.rstrip('/')}/{name}"
+    return TrainedModel(url, model, data, manifest.meta.seed, files)

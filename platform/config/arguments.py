@@ -151,7 +151,7 @@ def expand_sweep_jobs(overrides: Sequence[str], multirun: bool) -> list[list[str
             key, values = parsed.get_key_element(), list(parsed.sweep_string_iterator())
             if not values:
                 reason = "a sweep over no value; glob(...) takes the files of a group"
-                raise ConfigError(format_violation(key, override.partition("=")[2], reason, ["a,b", "range(1,4)"]))
+                raise ConfigError(key, override.partition("=")[2], reason, ["a,b", "range(1,4)"])
             choices.append([f"{key}={value}" for value in values])
         else:
             choices.append([override])

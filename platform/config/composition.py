@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from platform.boundary.redaction import register_secrets, register_url_secrets
-from platform.boundary.refusals import ConfigError, format_violation
+from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import iterate_texts
 from platform.config.arguments import (
     NOT_OURS,
@@ -211,7 +211,7 @@ def open_composer(config_dir: str | None, stored: Mapping[str, Any] | None = Non
     from hydra.core.config_store import ConfigStore
 
     if config_dir is not None and not os.path.isdir(config_dir):
-        raise ConfigError(format_violation("--config-dir", config_dir, "no such directory", ["an existing directory"]))
+        raise ConfigError("--config-dir", config_dir, "no such directory", ["an existing directory"])
     store = ConfigStore.instance()
     if "schema.yaml" not in store.repo:
         store.store(name="schema", node=Config)

@@ -85,13 +85,11 @@ def register_own_function(key: str, name: str, settings: type | None, *functions
     if settings is None:
         return
     if not (isinstance(settings, type) and is_dataclass(settings)):
-        raise ConfigError(
-            format_violation(key, name, f"its settings are {describe_value(settings)}, where a dataclass is needed")
-        )
+        raise ConfigError(key, name, f"its settings are {describe_value(settings)}, where a dataclass is needed")
     for field, setting in _read_declared_settings(settings).items():
         if not _is_plain_type(setting.hint):
             constraint = "no type of a setting: text, numbers, true or false, choices, lists and maps of texts are"
-            raise ConfigError(format_violation(f"{settings_key(key)}.{field}", setting.hint, constraint))
+            raise ConfigError(f"{settings_key(key)}.{field}", setting.hint, constraint)
     OWN_SETTINGS[key, name] = settings
 
 

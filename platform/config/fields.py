@@ -208,13 +208,13 @@ def allow_choice(key: str, value: Any, *functions: Any) -> None:
     user's module (named in `extend`) registers it with some `functions`. Raises ConfigError for a value that is no
     name, for a name of ours, and for a function that cannot be called."""
     if not isinstance(value, str) or not re.fullmatch(_NAME, value):
-        raise ConfigError(format_violation(key, value, "no name to register: letters, digits, _, - and . are legal"))
+        raise ConfigError(key, value, "no name to register: letters, digits, _, - and . are legal")
     if value in _OURS[key]:
-        raise ConfigError(format_violation(key, value, "is built in; register another name", [f"own_{value}"]))
+        raise ConfigError(key, value, "is built in; register another name", [f"own_{value}"])
     for function in functions:
         if not callable(function):
             reason = f"is registered with a {type(function).__name__}, where a function or a class is needed"
-            raise ConfigError(format_violation(key, value, reason))
+            raise ConfigError(key, value, reason)
     KEYS[key] = replace(KEYS[key], choices=tuple(dict.fromkeys((*KEYS[key].choices, value))))
 
 

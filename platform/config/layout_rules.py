@@ -56,9 +56,7 @@ def parse_layout(layout: str | Mapping[str, Any], axes: Iterable[str]) -> tuple[
     """
     table = _read_layout(layout)
     if not isinstance(table, Mapping):
-        raise ConfigError(
-            format_violation("tensor.layout", layout, "must be dim:axis, or a map", ["batch:rows;heads:cols"])
-        )
+        raise ConfigError("tensor.layout", layout, "must be dim:axis, or a map", ["batch:rows;heads:cols"])
     named = table if any(isinstance(v, Mapping) for v in table.values()) else dict.fromkeys(_REGIONS, table)
     known = list(axes)
     rules: Rules = {}
@@ -87,9 +85,7 @@ def _read_layout(layout: str | Mapping[str, Any]) -> Mapping[str, Any]:
         try:
             layout = yaml.load(layout, _Strict)  # noqa: S506
         except yaml.YAMLError as error:
-            raise ConfigError(
-                format_violation("tensor.layout", layout, f"not YAML ({str(error).splitlines()[0]})")
-            ) from None
+            raise ConfigError("tensor.layout", layout, f"not YAML ({str(error).splitlines()[0]})") from None
     if not isinstance(layout, str):
         return layout
     words = re.sub(r"\s*([:+])\s*", r"\1", layout).replace(";", " ").replace(",", " ").replace("|", " ").split()
@@ -110,9 +106,7 @@ def _parse_axis_list(dim: str, value: Any) -> list[str]:
     "a+b", a list, or None. Raises ConfigError for anything else."""
     names = value.split("+") if isinstance(value, str) else [] if value is None else value
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(
-            format_violation("tensor.layout", f"{dim}:{value}", "must be the name of an axis, or a list of names")
-        )
+        raise ConfigError("tensor.layout", f"{dim}:{value}", "must be the name of an axis, or a list of names")
     return list(names)
 
 

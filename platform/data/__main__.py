@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from platform.boundary.local_files import refuse_full_disk, replace_text
-from platform.boundary.refusals import DONE, CommandLine, ConfigError, build_command_line, format_violation, run_command
+from platform.boundary.refusals import DONE, CommandLine, ConfigError, build_command_line, run_command
 from platform.boundary.terminal import print_line, write_text
 from platform.config.fields import Config
 from platform.config.ramps import count_earlier_samples
@@ -76,20 +76,17 @@ def _show_step(arguments: argparse.Namespace) -> None:
     """Print, or write as a page, what a step of a configuration or of a run learns from."""
     words, step = _split_off_step(arguments.words)
     if arguments.html and not arguments.html.parent.is_dir():
-        raise ConfigError(format_violation("--html", arguments.html, f"there is no folder {arguments.html.parent}"))
+        raise ConfigError("--html", arguments.html, f"there is no folder {arguments.html.parent}")
     shown_step = _resolve_shown_step(words, step, arguments.config_dir)
     corpus = open_run_corpus(shown_step.config)
     if shown_step.corpus and shown_step.corpus != corpus.digest:
-        reason = (
-            f"its corpus is {corpus.digest} now, and the run trained on {shown_step.corpus}: the files have changed"
-        )
-        raise ConfigError(format_violation("data", shown_step.config.data.kind, reason, ["the data as it was"]))
+        trained = f"the run trained on {shown_step.corpus}: the files have changed"
+        reason = f"its corpus is {corpus.digest} now, and {trained}"
+        raise ConfigError("data", shown_step.config.data.kind, reason, ["the data as it was"])
     view = StepView(shown_step, corpus)
     if arguments.sample is not None and not 0 <= arguments.sample < view.num_sequences:
         near = min(max(0, arguments.sample), view.num_sequences - 1)
-        raise ConfigError(
-            format_violation("--sample", arguments.sample, f"must be from 0 to {view.num_sequences - 1}", [near])
-        )
+        raise ConfigError("--sample", arguments.sample, f"must be from 0 to {view.num_sequences - 1}", [near])
     first = arguments.sample or 0
     if arguments.html:
         with refuse_full_disk("--html", arguments.html):
@@ -108,7 +105,7 @@ def _split_off_step(words: Sequence[str]) -> tuple[list[str], int | None]:
     step_texts = [word.removeprefix("step=") for word in words if word.startswith("step=")]
     for text in step_texts:
         if not re.fullmatch(r"-?\d{1,15}", text):
-            raise ConfigError(format_violation("step", text, "must be the number of a training step", [1]))
+            raise ConfigError("step", text, "must be the number of a training step", [1])
     return [word for word in words if not word.startswith("step=")], int(step_texts[-1]) if step_texts else None
 
 
@@ -121,7 +118,7 @@ def _resolve_shown_step(words: Sequence[str], step: int | None, config_dir: str 
     if len(words) > 1:
         extra_word = next(word for word in words if word != directories[0])
         reason = f"{directories[0]} says all but the step"
-        raise ConfigError(format_violation("argument", extra_word, reason, [f"{directories[0]} step=N"]))
+        raise ConfigError("argument", extra_word, reason, [f"{directories[0]} step=N"])
     with open_run_directory(words[0]) as directory:
         return step_of_run(directory, step, words[0])
 
@@ -134,10 +131,8 @@ def _print_sample_counts(arguments: argparse.Namespace, config: Config, corpus: 
         name = f"{part.name}: " if part.name else ""
         if isinstance(streamed := part.streams["train"], StreamedTokens):
             first = corpus.objective.samples(streamed.open_first_block())
-            print_line(
-                f"{name}read and tokenised while it is trained on: "
-                f"{format_count(first, 'sample', ',')} in the first block"
-            )
+            samples = format_count(first, "sample", ",")
+            print_line(f"{name}read and tokenised while it is trained on: {samples} in the first block")
             continue
         sample_counts = {split: max(0, corpus.objective.samples(stream)) for split, stream in part.streams.items()}
         epochs_read = needed * share / sum(corpus.shares) / max(1, sample_counts["train"])
@@ -152,11 +147,11 @@ def _write_bin_files(arguments: argparse.Namespace, config: Config, corpus: Corp
     pairs or a streamed source."""
     prefix: Path = arguments.prefix
     if config.data.kind == "synthetic":
-        raise ConfigError(format_violation("data", "synthetic", "its tokens have no end", ["data=stdlib"]))
+        raise ConfigError("data", "synthetic", "its tokens have no end", ["data=stdlib"])
     if any(isinstance(stream, PairStream) for part in corpus.parts for stream in part.streams.values()):
-        raise ConfigError(format_violation("data", config.data.kind, "pairs are no stream of tokens", ["data=text"]))
+        raise ConfigError("data", config.data.kind, "pairs are no stream of tokens", ["data=text"])
     if any(isinstance(stream, StreamedTokens) for part in corpus.parts for stream in part.streams.values()):
-        raise ConfigError(format_violation("data.streaming", True, "its tokens are never there as a whole", [False]))
+        raise ConfigError("data.streaming", True, "its tokens are never there as a whole", [False])
     if not prefix.parent.is_dir():
         raise ConfigError(f"{prefix}: there is no folder {prefix.parent}")
     written = []

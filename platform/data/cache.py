@@ -128,15 +128,10 @@ def _seal_entry(folder: Path, description: dict[str, Any]) -> None:
     hashed_ranges = [*whole_files, *_cut_into_blocks(sizes, BLOCK)]
     with show_phase("hashing the tokens", sum(block.size for block in hashed_ranges), "B") as shown:
         counted_ranges = shown.iterate_parts(hashed_ranges, lambda block: block.size)
-        hashes = [
-            digest
-            for _, digest in zip(
-                counted_ranges, hash_blocks(LocalStorage(folder), hashed_ranges, threads=THREADS), strict=True
-            )
-        ]
-    files = {
-        name: {"bytes": size, "sha256": digest} for (name, size), digest in zip(sizes.items(), hashes, strict=False)
-    }
+        block_hashes = hash_blocks(LocalStorage(folder), hashed_ranges, threads=THREADS)
+        hashes = [digest for _, digest in zip(counted_ranges, block_hashes, strict=True)]
+    hashed_files = zip(sizes.items(), hashes, strict=False)
+    files = {name: {"bytes": size, "sha256": digest} for (name, size), digest in hashed_files}
     blocks = BLOCK.to_bytes(8, "little") + bytes.fromhex("".join(hashes[len(files) :]))
     (folder / _BLOCKS).write_bytes(blocks)
     files[_BLOCKS] = {"bytes": len(blocks), "sha256": hashlib.sha256(blocks).hexdigest()}

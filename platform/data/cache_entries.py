@@ -21,20 +21,11 @@ from platform.boundary import schema
 from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed, Many, OneOf, Span, Text
 from platform.config.fields import Data, hash_values
-from platform.data import cache
+from platform.data import cache, source_kind
 from platform.data import text_sources as text_sources  # its import registers the kinds of sources
 from platform.data.data_files import DataFile
 from platform.data.mixture import DataSource, hash_integers, name_source_in_errors, permute_indices
-from platform.data.source_kind import (
-    BEGIN,
-    BlockReader,
-    PiecePlace,
-    SourceKind,
-    Texts,
-    find_source_kind,
-    train_vocabulary,
-    training_options,
-)
+from platform.data.source_kind import BEGIN, PiecePlace, SourceKind, Texts, find_source_kind, training_options
 from platform.data.streams import DocumentStream, Ints, JoinedTokens, PairStream, map_array
 from platform.data.token_files import CheckedTokens
 from platform.data.tokenizer import Vocabulary, open_vocabulary
@@ -116,9 +107,8 @@ def _name_entry(
 ) -> str:
     """Return the name of a data source's entry in the token cache: a hash of all options that decide its tokens."""
     decisive = [*kind.decisive_values(data, files), data.validation, vocab]
-    return cache.hash_cache_key(
-        [FORMAT, *decisive, *([existing_vocabulary.digest] if existing_vocabulary else training_options(data))]
-    )
+    vocabulary_values = [existing_vocabulary.digest] if existing_vocabulary else training_options(data)
+    return cache.hash_cache_key([FORMAT, *decisive, *vocabulary_values])
 
 
 def open_token_streams(folder: Path, entry: TokenFiles, vocab: int) -> dict[str, Any]:
@@ -134,9 +124,8 @@ def open_token_streams(folder: Path, entry: TokenFiles, vocab: int) -> dict[str,
         streams[split] = tokens
         if document_starts is not None and len(document_starts):
             split_mask = None if loss_mask is None else loss_mask[start:end]
-            streams[split] = DocumentStream(
-                tokens, document_starts[(document_starts >= start) & (document_starts < end)] - start, split_mask
-            )
+            split_starts = document_starts[(document_starts >= start) & (document_starts < end)] - start
+            streams[split] = DocumentStream(tokens, split_starts, split_mask)
     return streams
 
 
@@ -231,24 +220,15 @@ def open_common_entry(
             kind = find_source_kind(source.data)
             sources_with_files.append((source, kind, kind.find(source.data)))
     textual = [(source, kind, files) for source, kind, files in sources_with_files if kind.texts and source.is_trained]
-    if (
-        textual
-        and not existing_vocabulary
-        and (tokenised_source := next((source for source, kind, _ in sources_with_files if not kind.texts), None))
-    ):
+    tokenised = [source for source, kind, _ in sources_with_files if not kind.texts]
+    if textual and tokenised and not existing_vocabulary:
         reason = "a tokenizer that is trained on text would not be that of these tokens"
-        raise ConfigError(
-            f"{tokenised_source.config_key}.kind={tokenised_source.data.kind}: "
-            f"beside {textual[0][0].config_key}: {reason}"
-        )
-    decisive = [
-        [*kind.decisive_values(source.data, files), source.data.validation]
-        for source, kind, files in sources_with_files
-    ]
+        key = f"{tokenised[0].config_key}.kind={tokenised[0].data.kind}"
+        raise ConfigError(f"{key}: beside {textual[0][0].config_key}: {reason}")
+    decisive = [[*kind.decisive_values(s.data, files), s.data.validation] for s, kind, files in sources_with_files]
     options = [existing_vocabulary.digest] if existing_vocabulary else training_options(sources[0].data)
-    entry_folder = cache.cache_root(sources[0].data.cache) / cache.hash_cache_key(
-        [FORMAT, "common", decisive, vocab, *options]
-    )
+    entry_name = cache.hash_cache_key([FORMAT, "common", decisive, vocab, *options])
+    entry_folder = cache.cache_root(sources[0].data.cache) / entry_name
 
     def build_common_entry(folder: Path) -> dict[str, Any]:
         """Save the data sources' common tokenizer in `folder`, trained on texts if none is given; return their entries'
@@ -258,15 +238,11 @@ def open_common_entry(
             existing_vocabulary.save(folder)
         elif textual:
             texts_by_source = [_read_training_texts(*part) for part in textual]
-            texts = Texts(
-                chain.from_iterable(t.pieces for t in texts_by_source), sum(t.characters for t in texts_by_source)
-            )
-            vocabulary = train_vocabulary(folder, texts, vocab, sources[0].data)
-        return {
-            "entries": [
-                _name_entry(source.data, kind, files, vocab, vocabulary) for source, kind, files in sources_with_files
-            ]
-        }
+            characters = sum(t.characters for t in texts_by_source)
+            texts = Texts(chain.from_iterable(t.pieces for t in texts_by_source), characters)
+            vocabulary = source_kind.train_vocabulary(folder, texts, vocab, sources[0].data)
+        names = [_name_entry(s.data, kind, files, vocab, vocabulary) for s, kind, files in sources_with_files]
+        return {"entries": names}
 
     if shared:
         folder, common = cache.fetch_shared_entry(entry_folder, shared, build_common_entry, read_common_entry)
@@ -349,7 +325,7 @@ class StreamedTokens:
     `count` says how many samples that has."""
 
     folder: Path
-    reader: BlockReader
+    reader: source_kind.BlockReader
     write: Callable[[Path, list[tuple[int, Any]]], dict[str, Any]]
     read: Callable[[Path, dict[str, Any]], TokenFiles]
     cut: Callable[[Path, TokenFiles], Any]
@@ -385,9 +361,8 @@ class StreamedTokens:
         """Return the number of the block that has been yielded as `stream`, and where its documents begin."""
         block = next(number for number, opened in self._opened.items() if opened is stream)
         end = self._find_block_end(block)
-        return block, self.reader.find_document_starts(
-            self._find_block_start(block), None if end.is_last else PiecePlace(end.file, end.piece)
-        )
+        stop = None if end.is_last else PiecePlace(end.file, end.piece)
+        return block, self.reader.find_document_starts(self._find_block_start(block), stop)
 
     def _locate_sample(self, number: int) -> _Located:
         """Find the block of this streamed data source that has training sample `number`; blocks up to it are tokenised
@@ -416,10 +391,8 @@ class StreamedTokens:
         if block not in self._ends:
             entry = self.folder / _END.format(block)
             if not (block_end := cache.read_verified_entry(entry, _read_block_end)):
-                start, before = (
-                    self._find_block_start(block),
-                    self._samples_before_block(block),
-                )  # not while others wait for us
+                start = self._find_block_start(block)  # not while others wait for us
+                before = self._samples_before_block(block)
 
                 def tokenize_block(_: Path) -> dict[str, Any]:
                     """Tokenize the block; return the description of its end: place in the source, samples so far."""

@@ -75,9 +75,8 @@ class ConfinedTokenizer:
         self._parser: Parser = borrow_parser(_PARSER)
         finalize(self, release_parser, self._parser)
         bounds = _parsing_limits(len(self._raw))
-        reply = parse_json(
-            self._parser.request_answer({"do": "open"}, self._raw, bounds), bounds.output, _VALUES, strict=False
-        )
+        answer = self._parser.request_answer({"do": "open"}, self._raw, bounds)
+        reply = parse_json(answer, bounds.output, _VALUES, strict=False)
         try:
             self._ids = {text: int(i) for text, i in reply["vocab"].items()}
             self._added = {int(i): AddedToken(str(text), special is True) for i, text, special in reply["added"]}
@@ -121,9 +120,8 @@ class ConfinedTokenizer:
         body = json.dumps(list(texts), ensure_ascii=False).encode()
         max_bytes = (_TOKENS * len(body) + (1 << 14)) * 4 * (1 + ends) + 4 * len(texts)
         memory = _MEMORY + _PER_FILE * len(self._raw) + _PER_TEXT * len(body)
-        reply = self._ask_parser(
-            {"do": "encode", "ends": ends}, body, compute_limits(memory, _SECONDS + len(body) / _ENCODED, max_bytes)
-        )
+        bounds = compute_limits(memory, _SECONDS + len(body) / _ENCODED, max_bytes)
+        reply = self._ask_parser({"do": "encode", "ends": ends}, body, bounds)
         numbers = np.frombuffer(reply, np.uint32, len(reply) // 4)
         cuts = [0, *np.cumsum(numbers[: len(texts)], dtype=np.int64).tolist()]
         ids, token_ends = numbers[len(texts) :][: cuts[-1]], numbers[len(texts) + cuts[-1] :]

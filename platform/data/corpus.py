@@ -10,23 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.boundary.refusals import ConfigError, format_violation, refuse_all
+from platform.boundary.refusals import ConfigError, refuse_all
 from platform.boundary.schema import Malformed
 from platform.config.fields import Config, Data, hash_values, training_objective_name
-from platform.data import cache, cache_entries, packing
+from platform.data import cache, cache_entries, mixture, packing
 from platform.data import streams as synthetic
 from platform.data import text_sources as text_sources  # its import registers the kinds of sources
 from platform.data.cache_entries import FORMAT, StreamedTokens, TokenFiles
 from platform.data.data_checks import violations_of_small_splits, violations_of_sources, violations_of_unlabelled_splits
-from platform.data.mixture import (
-    DataSource,
-    compute_shares,
-    deal_samples_to_sources,
-    hash_integers,
-    list_sources,
-    name_source_in_errors,
-    permute_indices,
-)
+from platform.data.mixture import DataSource, compute_shares, hash_integers, list_sources, name_source_in_errors
 from platform.data.objectives import Objective, SampleShape, build_objective, word_of_objective
 from platform.data.source_kind import find_source_kind, is_streamed
 from platform.data.special_tokens import SpecialIds
@@ -102,11 +94,8 @@ class Corpus:
     @property
     def validation_splits(self) -> dict[str, tuple[str, int]]:
         """Return the corpus's validation splits that have samples: source name -> (split to evaluate, share)."""
-        held = {
-            p.name: share
-            for p, share in zip(self.parts, self.shares, strict=True)
-            if self._count_source_samples(p, VALIDATION)
-        }
+        shares = zip(self.parts, self.shares, strict=True)
+        held = {p.name: share for p, share in shares if self._count_source_samples(p, VALIDATION)}
         alike = not any(held.values())  # of sources that are held out as a whole, none has a share
         return {name: (f"{VALIDATION}/{name}".rstrip("/"), share or int(alike)) for name, share in held.items()}
 
@@ -154,7 +143,7 @@ class Corpus:
         for each stream that has any."""
         split, _, name = split.partition("/")
         if split == TRAIN:
-            source, count = deal_samples_to_sources(self.shares, numbers)
+            source, count = mixture.deal_samples_to_sources(self.shares, numbers)
         else:
             source = np.full(len(numbers), [part.name for part in self.parts].index(name))
             count = numbers
@@ -166,7 +155,7 @@ class Corpus:
                     yield SamplePlaces(part, block, rows[block_rows], index)
                 continue
             epoch, index = np.divmod(count[rows], samples := self._count_source_samples(part, split))
-            stream_index = permute_indices(self.seed, epoch, samples, index) if split == TRAIN else index
+            stream_index = mixture.permute_indices(self.seed, epoch, samples, index) if split == TRAIN else index
             yield SamplePlaces(part, stream, rows, stream_index)
 
     def _count_source_samples(self, part: SourceTokens, split: str) -> int:
@@ -299,9 +288,9 @@ class _Opening:
         read = partial(cache_entries.read_entry, vocab=self.vocab, deep=False)
         with _report_changed_entry(folder):
             several = len(self.sources) > 1
-            names = (
-                cache.open_trusted_entry(folder, cache_entries.read_common_entry).entries if several else [folder.name]
-            )
+            names = [folder.name]
+            if several:
+                names = cache.open_trusted_entry(folder, cache_entries.read_common_entry).entries
             if len(names) != len(self.sources):
                 raise Malformed(f"has {len(names)} sources, not {len(self.sources)}")
             places = [folder.parent / name for name in names]
@@ -373,7 +362,7 @@ class _Opening:
         if begin < 0 and any(known_document_starts(stream) is None and len(stream) for stream in streams.values()):
             for key in (key for key, is_wanted in apart.items() if is_wanted):
                 reason = f"{key} needs documents: a token must tell where documents begin, as no index does"
-                raise ConfigError(format_violation("data.separator", begin, reason, ["a token"]))
+                raise ConfigError("data.separator", begin, reason, ["a token"])
         if data.packing == "cut":
             return streams
         packing_options = {"apart": data.document_mask, "trusted": trusted}

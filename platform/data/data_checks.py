@@ -50,9 +50,8 @@ def _violations_of_tokenizer(data: Data, vocab: int, reserved: int, textual: boo
         reason = f"has {vocabulary.size} tokens, and the model has model.vocab={vocab}"
         if reserved:
             reason += f"; {reserved} more must be free, as none of its tokens stands for what is hidden, like [MASK]"
-        return [
-            format_violation("data.tokenizer", data.tokenizer, reason, [f"model.vocab={vocabulary.size + reserved}"])
-        ]
+        legal = [f"model.vocab={vocabulary.size + reserved}"]
+        return [format_violation("data.tokenizer", data.tokenizer, reason, legal)]
     least = tokenizer.SMALLEST + len(extra_special_tokens(data)) + reserved
     if textual and not vocabulary and vocab < least:
         hidden = f", {reserved} of them for what is hidden" if reserved else ""
@@ -113,17 +112,15 @@ def check_sample(name: str, batch: Callable[[], Mapping[str, Any]], lengths: Map
         tensors = dict(batch())
     names_made = ", ".join(tensors) or "none"
     if missing := [tensor_name for tensor_name in lengths if tensor_name not in tensors]:
-        raise ConfigError(
-            f"data.objective={name}: makes no data tensor {missing[0]!r}, which the model reads: {names_made}"
-        )
+        reason = f"makes no data tensor {missing[0]!r}, which the model reads: {names_made}"
+        raise ConfigError(f"data.objective={name}: {reason}")
     for tensor_name, length in lengths.items():
         shape, dtype = np.shape(tensors[tensor_name]), np.asarray(tensors[tensor_name]).dtype
         kind = np.dtype(np.float64 if tensor_name == LABEL_WEIGHTS else np.int64)
         if shape != (1, length) or dtype != kind:
             description = f"makes {tensor_name!r} as {dtype} of shape {list(shape)}"
-            raise ConfigError(
-                f"data.objective={name}: {description} for one sample; the model reads {kind} [1, {length}]"
-            )
+            reads = f"the model reads {kind} [1, {length}]"
+            raise ConfigError(f"data.objective={name}: {description} for one sample; {reads}")
         if not np.isfinite(tensors[tensor_name]).all():
             raise ConfigError(f"data.objective={name}: makes {tensor_name!r} with a weight that is no finite number")
 
@@ -140,7 +137,6 @@ def violations_of_unlabelled_splits(source: DataSource, streams: Mapping[str, An
         if samples and not any(objective.predicted(stream, index) for index in parts) and looked == samples:
             of = f"path={source.data.path}" if source.data.path else f"kind={source.data.kind}"
             reason = f"of the {samples} samples of its {split} split none has a label that counts"
-            violations.append(
-                f"{source.config_key}.{of}: {reason}: nothing would be learned; nearest legal: other data"
-            )
+            hint = "nothing would be learned; nearest legal: other data"
+            violations.append(f"{source.config_key}.{of}: {reason}: {hint}")
     return violations

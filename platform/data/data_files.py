@@ -259,9 +259,8 @@ def find_files_in_folder(folder: Path, endings: list[str], skip: set[str]) -> li
     for parent, folders, names in os.walk(folder, onerror=raise_error):
         looking.count_names(len(folders) + len(names))
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
-        files += [
-            Path(parent, name) for name in names if not name.startswith(".") and format_suffix(Path(name)) in endings
-        ]
+        visible = (Path(parent, name) for name in names if not name.startswith("."))
+        files += [path for path in visible if format_suffix(path) in endings]
     return sorted(file for file in files if file.is_file())
 
 
@@ -273,13 +272,11 @@ def _find_remote_files(key: str, url: str, endings: list[str]) -> list[DataFile]
     except FileNotFoundError:
         raise ConfigError(f"{key}={strip_url_secrets(url)}: no such file") from None
     except Exception as error:  # a client library may raise anything
-        raise ConfigError(
-            f"{key}={strip_url_secrets(url)}: cannot be read: {error_reason(error)}{suggest_remedy(url, error)}"
-        ) from None
+        reason = f"{error_reason(error)}{suggest_remedy(url, error)}"
+        raise ConfigError(f"{key}={strip_url_secrets(url)}: cannot be read: {reason}") from None
     if not files:
-        raise ConfigError(
-            f"{key}={strip_url_secrets(url)}: no file there, or none ends with any of {' '.join(endings)}"
-        )
+        reason = f"no file there, or none ends with any of {' '.join(endings)}"
+        raise ConfigError(f"{key}={strip_url_secrets(url)}: {reason}")
     return list(files)
 
 
@@ -288,9 +285,8 @@ def _find_saved_dataset(folder: Path) -> list[Path]:
     Raises ConfigError for several datasets in one folder, and for a dataset whose rows are chosen by an index."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
-        raise ConfigError(
-            f"holds several splits; nearest: {', '.join(str(folder / name) for name in splits) or 'none'}"
-        )
+        nearest = ", ".join(str(folder / name) for name in splits) or "none"
+        raise ConfigError(f"holds several splits; nearest: {nearest}")
     if not (folder / "state.json").is_file():
         return []
     try:

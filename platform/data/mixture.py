@@ -75,10 +75,8 @@ def list_sources(data: Data) -> list[DataSource]:
             without = next(source for source in trained if not source.weight)
             lines = [f"{without.config_key}.weight: must be given, as {weighted[0].config_key}.weight is"]
         elif len(trained) > 1 and not weighted and (streamed := [s for s in trained if s.data.streaming]):
-            lines = [
-                f"{source.config_key}.weight: must be given, as {streamed[0].config_key} is streamed"
-                for source in trained
-            ]
+            reason = f"must be given, as {streamed[0].config_key} is streamed"
+            lines = [f"{source.config_key}.weight: {reason}" for source in trained]
     refuse_all(lines)
     return sources
 
@@ -112,17 +110,15 @@ def _violations_of_source(name: str, options: Any) -> list[str]:
         elif not fits_type(value, types[option]):
             lines.append(format_violation(option_key, value, f"must be {describe_type(types[option])}"))
         elif option != "validation" or value != 1:
-            lines += [
-                f"{option_key}{line.removeprefix(f'data.{option}')}"
-                for line in violations_of_value(f"data.{option}", value, KEYS[f"data.{option}"])
-            ]
+            usual_key = f"data.{option}"
+            violations = violations_of_value(usual_key, value, KEYS[usual_key])
+            lines += [f"{option_key}{line.removeprefix(usual_key)}" for line in violations]
     if {"weight", "epochs"} <= options.keys():
         lines.append(format_violation(f"{key}.epochs", options["epochs"], f"{key}.weight says how much of it is read"))
     if options.get("validation") == 1:
         read = (name for name in ("weight", "epochs") if name in options)
-        lines += [
-            format_violation(f"{key}.{n}", options[n], f"{key}.validation=1: all of it is held out") for n in read
-        ]
+        reason = f"{key}.validation=1: all of it is held out"
+        lines += [format_violation(f"{key}.{n}", options[n], reason) for n in read]
     return lines
 
 

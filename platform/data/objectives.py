@@ -15,21 +15,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.boundary.refusals import ConfigError, OwnCodeError, format_violation, guard_own_code
+from platform.boundary.refusals import ConfigError, OwnCodeError, guard_own_code
 from platform.config.extensions import bind_settings, register_own_function
 from platform.config.fields import LOSS_OF, WEIGHTED, allow_objective
+from platform.data import streams
 from platform.data.mixture import hash_integers
 from platform.data.special_tokens import SpecialIds
-from platform.data.streams import (
-    PADDING,
-    Ints,
-    PackedStream,
-    document_start_mask,
-    known_document_starts,
-    membership_mask,
-    read_padded_ids,
-    token_loss_mask,
-)
+from platform.data.streams import PADDING, Ints, PackedStream, known_document_starts, read_padded_ids, token_loss_mask
 from platform.plan.layout import format_count
 from platform.plan.model_types import CROSS_ENTROPY
 
@@ -113,15 +105,13 @@ class Causal:
         `positions`, how far from there the token is. Each is int64 [len(index), length]."""
         place = self.places(stream, index)
         if isinstance(stream, PackedStream):
-            tokens, labels = (
-                read_padded_ids(stream, place),
-                read_padded_ids(stream, np.where(place < 0, PADDING, place + 1)),
-            )
+            tokens = read_padded_ids(stream, place)
+            labels = read_padded_ids(stream, np.where(place < 0, PADDING, place + 1))
         else:
             rows = _gather_token_ids(stream, np.concatenate([place, place[:, -1:] + 1], 1))
             tokens, labels = rows[:, :-1], rows[:, 1:]
         column = np.arange(self.length)
-        first = document_start_mask(stream, place, tokens, self.special.begin)
+        first = streams.document_start_mask(stream, place, tokens, self.special.begin)
         begins = np.maximum.accumulate(np.where(first, column, 0), 1)
         if self._can_ignore_labels(stream):
             labels = np.where(self._mask_learned_labels(stream, place, labels), labels, PADDING)
@@ -147,7 +137,7 @@ class Causal:
             mask &= learned[np.clip(after, 0, len(learned) - 1)]
         if self.within or isinstance(stream, PackedStream):
             starts, begin = known_document_starts(stream), self.special.begin
-            begins = labels == begin if starts is None else membership_mask(starts, after)
+            begins = labels == begin if starts is None else streams.membership_mask(starts, after)
             mask &= ~begins | (labels == self.special.end)
         return mask
 
@@ -284,9 +274,8 @@ class SpanDenoising:
         noise, spans = _count_noise_and_spans(n)
         rows = _gather_token_ids(stream, self.places(stream, index))
         # lengths of kept and missing stretches in turn, a kept one first
-        stretches = np.stack(
-            [_draw_span_lengths(keys, 0, n - noise, spans), _draw_span_lengths(keys, 1, noise, spans)], -1
-        )
+        lengths = [_draw_span_lengths(keys, number, total, spans) for number, total in enumerate((n - noise, noise))]
+        stretches = np.stack(lengths, -1)
         starts = np.cumsum(stretches.reshape(len(rows), -1), 1)[:, :-1]
         first = np.zeros_like(rows)
         np.put_along_axis(first, starts, 1, 1)
@@ -359,7 +348,7 @@ def register_objective(
     register_own_function("data.objective", name, settings, make)
     if isinstance(models, str) or not all(isinstance(kind, str) for kind in models):
         reason = f"is registered for models={models!r}, which is no list of kinds of models"
-        raise ConfigError(format_violation("data.objective", name, reason, ['("decoder",)']))
+        raise ConfigError("data.objective", name, reason, ['("decoder",)'])
     OBJECTIVES[name] = make
     (WEIGHTED.add if weighted else WEIGHTED.discard)(name)
     LOSS_OF[name] = loss or CROSS_ENTROPY
@@ -475,10 +464,8 @@ class OwnObjective:
         config_key = f"data.objective={self.name}: "
         if rows.dtype.kind not in "iu" or rows.ndim != 2 or len(rows) != len(index):
             description = f"makes {name!r} as {rows.dtype} of shape {list(rows.shape)}"
-            raise ConfigError(
-                f"{config_key}{description} for {format_count(len(index), 'sample')}: "
-                "rows of integers are needed, one for each"
-            )
+            samples = format_count(len(index), "sample")
+            raise ConfigError(f"{config_key}{description} for {samples}: rows of integers are needed, one for each")
         if rows.size and (rows.min() < PADDING or rows.max() >= most):
             row, column = np.argwhere((rows < PADDING) | (rows >= most))[0]
             where = f"sample {index[row]} has {rows[row, column]} in {name!r}, at place {column}"
@@ -491,17 +478,11 @@ class OwnObjective:
             return
         said_counts = [self.predicted(stream, index[i : i + 1]) for i in range(len(index))]
         mismatches = [i for i, said_count in enumerate(said_counts) if said_count != labels[i]]
-        sample_range, actual_count, said_count = (
-            f"samples {index[0]} to {index[-1]}",
-            labels.sum(),
-            self.predicted(stream, index),
-        )
+        sample_range = f"samples {index[0]} to {index[-1]}"
+        actual_count, said_count = labels.sum(), self.predicted(stream, index)
         if mismatches:
-            sample_range, actual_count, said_count = (
-                f"sample {index[mismatches[0]]}",
-                labels[mismatches[0]],
-                said_counts[mismatches[0]],
-            )
+            first = mismatches[0]
+            sample_range, actual_count, said_count = f"sample {index[first]}", labels[first], said_counts[first]
         reason = f"{sample_range}: {format_count(actual_count, 'label')}, and predicted says {said_count}"
         raise ConfigError(f"data.objective={self.name}: {reason}; -1 is a label that is not predicted")
 
@@ -512,9 +493,8 @@ class OwnObjective:
             value = getattr(self.made, attribute)
             value = value(*call_arguments) if call_arguments else value
             if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
-                raise ConfigError(
-                    f"data.objective={self.name}: says {attribute}={value!r}; an integer >= {least} is needed"
-                )
+                reason = f"says {attribute}={value!r}; an integer >= {least} is needed"
+                raise ConfigError(f"data.objective={self.name}: {reason}")
             return int(value)
 
 

@@ -59,9 +59,8 @@ def _choose_even_order(pieces: Ints, length: int, ranks: Floats) -> Ints:
     best, order = work_imbalance(sizes, length, ranks), np.tile(np.arange(keys.shape[1]), (len(keys), 1))
     for first in range(0, TRIES, TOGETHER):
         left = np.flatnonzero(best > EVEN)
-        tries = np.argsort(
-            _draw_integers(keys[left, None], np.arange(first, first + TOGETHER)[:, None]), 2, kind="stable"
-        )
+        drawn = _draw_integers(keys[left, None], np.arange(first, first + TOGETHER)[:, None])
+        tries = np.argsort(drawn, 2, kind="stable")
         work = work_imbalance(np.take_along_axis(sizes[left, None], tries, 2), length, ranks)
         least = np.arange(len(left)), work.argmin(1)
         better = work[least] < best[left]
@@ -204,11 +203,10 @@ def best_fit(bounds: Ints, length: int, overlong: str = "split") -> tuple[Ints, 
     longer is split after every `length` tokens, or cut after so many, or dropped, as `overlong` says."""
     pieces = _cut_documents(bounds, length)
     if overlong != "split":
-        first = (
-            np.isin(pieces[:, 0], bounds)
-            if overlong == "cut"
-            else np.diff(bounds)[_document_numbers(pieces, bounds)] <= length
-        )
+        if overlong == "cut":
+            first = np.isin(pieces[:, 0], bounds)
+        else:
+            first = np.diff(bounds)[_document_numbers(pieces, bounds)] <= length
         pieces = pieces[first]
     row = np.empty(len(pieces), np.int64)
     rooms: list[list[int]] = [[] for _ in range(length + 1)]  # by the tokens that still fit: the rows with such room

@@ -127,12 +127,9 @@ def answer_template(request: dict[str, Any], body: bytes, read: Read) -> bytes:
         return b""
     payload = json.loads(body)
     messages, named = payload["messages"], payload["named"]
-    return json.dumps(
-        [
-            template.render(messages=messages[:number], add_generation_prompt=prompt, **named)
-            for number, prompt in payload["wanted"]
-        ]
-    ).encode()
+    wanted = payload["wanted"]
+    texts = [template.render(messages=messages[:n], add_generation_prompt=prompt, **named) for n, prompt in wanted]
+    return json.dumps(texts).encode()
 
 
 def _compile_template(text: str) -> Any:
@@ -141,9 +138,8 @@ def _compile_template(text: str) -> Any:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         _templates.clear()
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_build_generation_extension(), "jinja2.ext.loopcontrols"]
-        )
+        extensions = [_build_generation_extension(), "jinja2.ext.loopcontrols"]
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = _dump_json
         environment.globals["raise_exception"] = _raise_template_error
         del environment.globals["lipsum"], environment.filters["random"]  # one conversation is always one text

@@ -18,17 +18,8 @@ from numpy.typing import NDArray
 from platform.boundary.refusals import ConfigError
 from platform.boundary.terminal import show_phase
 from platform.config.fields import Data
-from platform.data import tokenizer
-from platform.data.data_files import (
-    ENDINGS,
-    ROWS,
-    DataFile,
-    content_hash,
-    content_stamp,
-    file_size,
-    find_files,
-    format_suffix,
-)
+from platform.data import data_files, tokenizer
+from platform.data.data_files import ENDINGS, ROWS, DataFile, content_hash, file_size, find_files, format_suffix
 from platform.data.mixture import permute_indices
 from platform.data.tokenizer import Vocabulary, extra_special_tokens, open_vocabulary, read_chat_template
 from platform.data.tokenizer_files import JSON, TEMPLATE
@@ -192,10 +183,8 @@ class SourceKind:
         with _collect_violations(lines, data):
             held_out_files = self.find_held_out_files(data)
         file_groups = [("data.path", file_group) for file_group in self.group_files(files)[:_SNIFFED]]
-        for key, file_group in [
-            *file_groups,
-            *(("data.validation_path", [file]) for file in held_out_files[:_SNIFFED]),
-        ]:
+        held_out_groups = (("data.validation_path", [file]) for file in held_out_files[:_SNIFFED])
+        for key, file_group in [*file_groups, *held_out_groups]:
             with _collect_violations(lines, data):
                 next(self.read(file_group, data, key), None)
         return lines
@@ -209,7 +198,7 @@ class SourceKind:
         digest = hashlib.sha256()
         for _, document in [] if files else self._read_first_block(files, data):
             digest.update(document.encode() if isinstance(document, str) else document.astype("<i8").tobytes())
-        stamps = [[format_suffix(file), *content_stamp(file)] for file in files] or [[digest.hexdigest()]]
+        stamps = [[format_suffix(file), *data_files.content_stamp(file)] for file in files] or [[digest.hexdigest()]]
         held = [content_hash(file) for file in self.find_held_out_files(data)]
         return ["stream", FORMAT, data.kind, stamps, held, data.field, *extra_fields(data), data.block]
 
@@ -249,16 +238,12 @@ class SourceKind:
             """Return the documents for validation if `held`, else the documents for training, of this data source."""
             if held_out_files and held:
                 return held_documents()
-            return (
-                numbered_document
-                for numbered_document in self.read(files, data, "data.path")
-                if (numbered_document[0] in chosen) == held
-            )
+            documents = self.read(files, data, "data.path")
+            return (numbered_document for numbered_document in documents if (numbered_document[0] in chosen) == held)
 
         tail = 0.0 if held_out_files or chosen else data.validation
-        return Splits(
-            read_split, lambda: self._gather_texts(read_split(False), sum(sizes)), len(sizes), sum(sizes), tail
-        )
+        size = sum(sizes)
+        return Splits(read_split, lambda: self._gather_texts(read_split(False), size), len(sizes), size, tail)
 
     def read_training_texts(self, files: Sequence[DataFile], data: Data) -> Texts:
         """Return the texts of a data source, in pieces, for a tokenizer to be trained on. Raises ConfigError."""
@@ -426,10 +411,8 @@ def hash_file_contents(files: Sequence[DataFile]) -> list[list[Any]]:
     the suffix of a table."""
     formats = {end: end if end != ".jsonl" else True for end in ROWS}
     with show_phase("hashing files", sum(map(file_size, files)), "B") as shown:
-        return [
-            [formats.get(format_suffix(file), False), content_hash(file)]
-            for file in shown.iterate_parts(files, file_size)
-        ]
+        shown_files = shown.iterate_parts(files, file_size)
+        return [[formats.get(format_suffix(file), False), content_hash(file)] for file in shown_files]
 
 
 def check_largest_id(largest: int, vocab: int) -> None:

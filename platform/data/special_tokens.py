@@ -83,12 +83,8 @@ def find_special_ids(tokenizer: Tokenizer | ConfinedTokenizer, named: Mapping[st
         names = [named[r] for r in (role, _ALSO.get(role, "")) if r in named]
         return next((i for name in names if (i := tokenizer.token_to_id(name)) is not None), None)
 
-    end, begin, pad, first = (
-        find_role_id("eos"),
-        find_role_id("bos"),
-        find_role_id("pad"),
-        tokenizer.token_to_id(SENTINEL.format(0)),
-    )
+    end, begin, pad = map(find_role_id, ("eos", "bos", "pad"))
+    first = tokenizer.token_to_id(SENTINEL.format(0))
     if end is None:
         return None
     front = (end,) if begin in (None, end) else (end, begin)

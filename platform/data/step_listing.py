@@ -84,11 +84,8 @@ def _mark_document_borders(tensors: Mapping[str, Any], begin: int) -> list[bool]
 def _merge_following_labels(tensors: Mapping[str, Any], begin: int) -> Iterator[_Token]:
     """Yield the tokens of a sequence whose labels are the tokens that follow: both are one text. A label that is not
     the next token, as at the end, stands between the two."""
-    labels, weights, borders = (
-        tensors["labels"].tolist(),
-        _label_weights(tensors),
-        _mark_document_borders(tensors, begin),
-    )
+    labels, weights = tensors["labels"].tolist(), _label_weights(tensors)
+    borders = _mark_document_borders(tensors, begin)
     ends = begin if "source" not in tensors else PADDING
     next_label = PADDING
     for i, token in enumerate(tensors["tokens"].tolist()):
@@ -102,12 +99,8 @@ def _merge_following_labels(tensors: Mapping[str, Any], begin: int) -> Iterator[
 
 def _merge_aligned_labels(tensors: Mapping[str, Any], begin: int) -> Iterator[_Token]:
     """Yield the tokens of a sequence whose labels belong in the places of the tokens that are read there."""
-    values = (
-        tensors["tokens"].tolist(),
-        tensors["labels"].tolist(),
-        _label_weights(tensors),
-        _mark_document_borders(tensors, begin),
-    )
+    ids = tensors["tokens"].tolist(), tensors["labels"].tolist()
+    values = (*ids, _label_weights(tensors), _mark_document_borders(tensors, begin))
     rows = zip(*values, strict=True)
     for token, label, weight, begins in rows:
         if weight is None:
@@ -183,10 +176,8 @@ def sequence_title(sequence: StepSequence, length: int, most: int | None = None)
     """Return the line that says which sequence of a step it is, of which documents (at most `most`), and which ranks
     read it."""
     sample = f"sample {sequence.sample:,}" + (f", piece {sequence.piece + 1}" if sequence.piece else "")
-    named = [
-        *sequence.documents[:most],
-        *([f"{more} more"] if (more := len(sequence.documents[most:])) and most else []),
-    ]
+    more = len(sequence.documents[most:])
+    named = [*sequence.documents[:most], *([f"{more} more"] if more and most else [])]
     parts = [sequence.source, sample, *named]
     if sequence.microbatch is not None:
         reader_names = ", ".join(describe_reader(reader, length) for reader in sequence.readers)
@@ -201,9 +192,8 @@ def list_sequences(view: StepView, stream: TextIO, whole: bool = False, only: in
     console = _open_memory_console(stream, width)
     coloured = console.color_system is not None
     head = [*heading_lines(view), _LEGEND[coloured]]
-    room = max(
-        _LEAST, height - sum(_count_screen_lines(line, width) for line in head) - 2
-    )  # and the last line, and the prompt
+    head_height = sum(_count_screen_lines(line, width) for line in head)
+    room = max(_LEAST, height - head_height - 2)  # and the last line, and the prompt
     shown = range(view.num_sequences) if only is None else range(only, only + 1)
     if not (whole := whole or only is not None):
         shown = shown[: max(1, room // _LEAST)]
@@ -376,10 +366,8 @@ def render_step_page(view: StepView, whole: bool = False) -> Iterator[str]:
                 yield f"<pre>{label}{''.join(_render_spans(pieces))}</pre>\n"
             yield "</article>\n"
     if shown < view.num_sequences:
-        yield (
-            f"<p>{format_count(view.num_sequences - shown, 'more sequence', ',')} "
-            "of this step: --all puts them here.</p>\n"
-        )
+        others = format_count(view.num_sequences - shown, "more sequence", ",")
+        yield f"<p>{others} of this step: --all puts them here.</p>\n"
     yield "</html>\n"
 
 

@@ -15,20 +15,14 @@ from numpy.typing import NDArray
 
 from platform.boundary.terminal import escape_unprintable
 from platform.config.fields import Config, Data
+from platform.data import streams
 from platform.data import text_sources as text_sources  # its import registers the kinds of sources
 from platform.data.cache_entries import StreamedTokens
 from platform.data.corpus import TRAIN, Corpus, SourceTokens
 from platform.data.data_files import DataFile, file_size
 from platform.data.mixture import list_sources
 from platform.data.source_kind import Documents, SourceKind, find_source_kind
-from platform.data.streams import (
-    JoinedTokens,
-    PairStream,
-    bare_tokens,
-    find_document_starts,
-    known_document_starts,
-    read_sequence_batch,
-)
+from platform.data.streams import JoinedTokens, PairStream, bare_tokens, find_document_starts, read_sequence_batch
 from platform.plan.layout import Layout
 from platform.plan.plan import Plan
 from platform.plan.plan_summary import coordinates_of_context
@@ -68,9 +62,8 @@ def _read_document_names(data: Data) -> list[str]:
         if key != "data.path":
             yield from kind.read(some, data, key)
             return
-        for number, name, document in _read_named_documents(
-            kind, kind.group_files(some) if some else [some], data, key
-        ):
+        groups = kind.group_files(some) if some else [some]
+        for number, name, document in _read_named_documents(kind, groups, data, key):
             if number == len(document_names):
                 document_names.append(name)
             yield number, document
@@ -214,18 +207,12 @@ class StepView:
         plan = self.taken.plan and self.taken.plan.plan_of_length(self.taken.length)
         if not (plan and plan.scheme.context and self.taken.config.data.document_mask):
             return 0.0
-        out, first, parts = (
-            plan.attention_operations[0].operation.outputs[0],
-            self.taken.samples[0] * self.pieces_per_sample,
-            [],
-        )
+        out, parts = plan.attention_operations[0].operation.outputs[0], []
+        first = self.taken.samples[0] * self.pieces_per_sample
         for start in range(first, first + self.num_sequences, _AT_ONCE):
             end = min(start + _AT_ONCE, first + self.num_sequences)
-            parts.append(
-                count_attention_scores(
-                    plan, read_sequence_batch(self.corpus, TRAIN, start, end, self.pieces_per_sample)["begins"]
-                )
-            )
+            batch = read_sequence_batch(self.corpus, TRAIN, start, end, self.pieces_per_sample)
+            parts.append(count_attention_scores(plan, batch["begins"]))
         return busiest_rank_ratio(np.concatenate(parts, 1), plan.local_shape(out)[out.dims.index("batch")])
 
     @cached_property
@@ -269,7 +256,7 @@ class StepView:
             yield self._document_namer(part, stream)(sample, 0)
             return
         places, begin = getattr(self.corpus.objective, "places", None), self.corpus.special.begin
-        if not places or (known_document_starts(stream) is None and (begin < 0 or len(stream) > _SEARCHED)):
+        if not places or (streams.known_document_starts(stream) is None and (begin < 0 or len(stream) > _SEARCHED)):
             return
         of_sample = places(stream, np.array([sample]))[0]
         if self.pieces_per_sample > 1:
@@ -304,14 +291,11 @@ def find_reading_ranks(plan: Plan) -> list[ReadingRanks]:
         stage, rank_parts = stages[coordinates["stage"]], {}
         for layout in layouts[coordinates["stage"]]:
             if layout.has_block(coordinates):
-                (first, count), tokens = (
-                    _list_read_stretches(stage, "batch", layout, coordinates)[0],
-                    _list_read_stretches(stage, "length", layout, coordinates),
-                )
+                (first, count), *_ = _list_read_stretches(stage, "batch", layout, coordinates)
+                tokens = _list_read_stretches(stage, "length", layout, coordinates)
                 axes = plan.mesh.order_axes([*layout["batch"], *layout["length"]])
-                rank_parts[_ReadPart((first, first + count), tokens)] = " ".join(
-                    f"{axis} {coordinates[axis]}" for axis in axes
-                )
+                part = _ReadPart((first, first + count), tokens)
+                rank_parts[part] = " ".join(f"{axis} {coordinates[axis]}" for axis in axes)
         for part in rank_parts:
             if not any(part is not other and part.is_inside(other) for other in rank_parts):
                 ranks.setdefault(part, []).append(rank)

@@ -242,6 +242,5 @@ def read_sequence_batch(corpus: Any, split: str, start: int, end: int, pieces: i
         return corpus.batch(split, start, end)
     first = start // pieces
     samples = corpus.batch(split, first, -(-end // pieces))
-    return {
-        name: rows[start - first * pieces : end - first * pieces] for name, rows in cut_samples(samples, pieces).items()
-    }
+    wanted = slice(start - first * pieces, end - first * pieces)
+    return {name: rows[wanted] for name, rows in cut_samples(samples, pieces).items()}

@@ -19,47 +19,14 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.boundary.refusals import (
-    READING,
-    ConfigError,
-    OwnCodeError,
-    format_violation,
-    guard_own_code,
-    rephrase_refusals,
-)
+from platform.boundary.refusals import READING, ConfigError, OwnCodeError, guard_own_code, rephrase_refusals
 from platform.boundary.schema import map_nested_values
 from platform.config.extensions import bind_settings, register_own_function
 from platform.config.fields import Data
-from platform.data import tokenizer
+from platform.data import data_files, source_kind, tokenizer
 from platform.data.chat_templates import ANSWERS, Conversation, Parts, parse_conversation
-from platform.data.data_files import (
-    ROWS,
-    Bounded,
-    DataFile,
-    RemoteFile,
-    content_hash,
-    find_files,
-    find_files_in_folder,
-    format_suffix,
-    name_file_in_errors,
-    open_unpacked,
-    read_field_text,
-    replace_surrogates,
-)
-from platform.data.source_kind import (
-    KINDS,
-    UNREAD,
-    Documents,
-    Encoded,
-    SourceKind,
-    Splits,
-    extra_fields,
-    find_validation_files,
-    hash_file_contents,
-    is_streamed,
-    source_setting,
-    token_dtype,
-)
+from platform.data.data_files import ROWS, DataFile, find_files, format_suffix, name_file_in_errors, replace_surrogates
+from platform.data.source_kind import KINDS, UNREAD, Documents, Encoded, SourceKind, Splits, hash_file_contents
 from platform.data.token_files import encode_tokens
 from platform.data.tokenizer import Vocabulary
 from platform.plan.layout import format_count
@@ -124,10 +91,8 @@ def _parse_instruction(values: dict[str, Any], data: Data, where: str, place: st
     if isinstance(field_value, str) and isinstance(answer, str):
         if not field_value.strip() or not answer.strip():
             return None
-        pair = [
-            ("user", replace_surrogates(field_value + _read_prompt_addition(values, data, place))),
-            (ANSWERS, replace_surrogates(answer)),
-        ]
+        prompt = field_value + _read_prompt_addition(values, data, place)
+        pair = [("user", replace_surrogates(prompt)), (ANSWERS, replace_surrogates(answer))]
         return Instruction([{"role": role, "content": text} for role, text in pair], True, where)
     messages = parse_conversation(_convert_roles(map_nested_values(field_value, str, replace_surrogates)))
     if not messages:
@@ -220,7 +185,7 @@ KINDS["instructions"] = SourceKind(
     find_instruction_files,
     read_instructions,
     encode_instructions,
-    content=lambda data, files: ["instructions", *deciding_values(data, files), *extra_fields(data)],
+    content=lambda data, files: ["instructions", *deciding_values(data, files), *source_kind.extra_fields(data)],
     texts=lambda instruction: instruction.message_texts,
     size=lambda instruction: sum(map(len, instruction.message_texts)),
     endings=ENDINGS,
@@ -238,7 +203,7 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "li
 
 def find_stdlib_files(data: Data) -> list[Path]:
     """Find the files of data=stdlib: Python sources of the running interpreter's standard library (about 9 MB)."""
-    return find_files_in_folder(Path(sysconfig.get_path("stdlib")), [".py"], skip=_NOT_STDLIB)
+    return data_files.find_files_in_folder(Path(sysconfig.get_path("stdlib")), [".py"], skip=_NOT_STDLIB)
 
 
 def stdlib_bytes(data: Data) -> int:
@@ -269,13 +234,14 @@ def find_registered_files(find: Callable[..., object], data: Data) -> list[DataF
     try:
         with guard_own_code(f"data.kind={data.kind}", (ConfigError, OSError), READING):
             returned = bind_settings(find, "data.kind", data.kind, data.settings)(data)
-            files = [file if isinstance(file, RemoteFile) else Path(file) for file in cast(Iterable[Any], returned)]
+            entries = cast(Iterable[Any], returned)
+            files = [file if isinstance(file, data_files.RemoteFile) else Path(file) for file in entries]
     except OwnCodeError as error:
         type_phrase = "" if returned is None else f" gives {type(returned).__name__}, not paths of files:"
         reason = str(error).removeprefix("raises ")
         raise ConfigError(f"data.kind={data.kind}: its source{type_phrase} {reason}") from error
     if not files:
-        raise ConfigError(f"{source_setting(data)}: no file in it")
+        raise ConfigError(f"{source_kind.source_setting(data)}: no file in it")
     return files
 
 
@@ -299,7 +265,7 @@ def _read_text_pieces(file: DataFile, data: Data) -> Iterator[tuple[bool, str]]:
     first, ended by a line end if one is near. Raises ConfigError for a NUL byte or text that is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     begins = True
-    with open_unpacked(file) as stream:
+    with data_files.open_unpacked(file) as stream:
         while True:
             start = stream.tell()
             block = stream.read(_READ_AT_ONCE) + stream.readline(_READ_AT_ONCE)
@@ -311,7 +277,7 @@ def _read_text_pieces(file: DataFile, data: Data) -> Iterator[tuple[bool, str]]:
                 return
 
 
-def _decode_block(decoder: codecs.IncrementalDecoder, block: bytes, start: int, stream: Bounded) -> str:
+def _decode_block(decoder: codecs.IncrementalDecoder, block: bytes, start: int, stream: data_files.Bounded) -> str:
     """Decode the next block of a text file from UTF-8; `start`: its first byte's number. Raises ConfigError for a NUL
     byte, or bytes that are not UTF-8."""
     if (nul := block.find(0)) >= 0:
@@ -326,7 +292,7 @@ def _decode_block(decoder: codecs.IncrementalDecoder, block: bytes, start: int, 
 def _read_record_texts(file: DataFile, data: Data) -> Iterator[tuple[bool, str]]:
     """Yield (True, text of field `data.field`) of each record in a data file, a document each; skip empty texts."""
     for record in ROWS[format_suffix(file)](file, [data.field]):
-        if text := read_field_text(record, data.field):
+        if text := data_files.read_field_text(record, data.field):
             yield True, text
 
 
@@ -338,7 +304,7 @@ def encode_texts(vocabulary: Vocabulary | None, pieces: Documents, characters: i
 
 def deciding_values(data: Data, files: Sequence[DataFile]) -> list[Any]:
     """Return formats, content hashes and field of text files, which decide their documents and name a cache entry."""
-    others = find_validation_files(data)
+    others = source_kind.find_validation_files(data)
     return [hash_file_contents(files), data.field, *([hash_file_contents(others)] if others else [])]
 
 
@@ -441,7 +407,7 @@ class OwnKind(SourceKind):
         """Return no files to hold out, as the user's data source has none. Raises ConfigError if some are named."""
         if data.validation_path:
             reason = f"data.kind={data.kind} reads no files"
-            raise ConfigError(format_violation("data.validation_path", data.validation_path, reason, ['""']))
+            raise ConfigError("data.validation_path", data.validation_path, reason, ['""'])
         return []
 
     def write_entry(
@@ -449,7 +415,7 @@ class OwnKind(SourceKind):
     ) -> dict[str, Any]:
         """Build the cache entry of the documents that the user's function gives; return its description. Raises
         ConfigError if two passes over the documents differ."""
-        whole = not is_streamed(data)
+        whole = not source_kind.is_streamed(data)
         content_before = whole and self.content(data, files)
         description = super().write_entry(folder, files, data, vocab, existing_vocabulary)
         if (whole and self.content(data, files)) != content_before:
@@ -467,9 +433,8 @@ def find_pair_files(data: Data) -> list[DataFile]:
         return list(find_stdlib_files(data))
     named = {"data.path": data.path, "data.target_path": data.target_path}
     file_groups = [find_files(key, path) for key, path in named.items() if path]
-    if [len(f) for f in file_groups] == [1, 1] or (
-        len(file_groups) == 1 and all(format_suffix(file) in ROWS for file in file_groups[0])
-    ):
+    of_rows = len(file_groups) == 1 and all(format_suffix(file) in ROWS for file in file_groups[0])
+    if of_rows or [len(f) for f in file_groups] == [1, 1]:
         return [file for part in file_groups for file in part]
     raise ConfigError(f"data.path={data.path}: data=pairs needs .jsonl files, or one file and data.target_path=FILE")
 
@@ -495,14 +460,13 @@ def _read_line_pairs(source: DataFile, target: DataFile) -> Iterator[tuple[str, 
         if None not in pair:
             yield pair
     if lines[0] != lines[1]:
-        raise ConfigError(
-            f"data.target_path={target}: {format_count(lines[1], 'line')} beside the {lines[0]} of data.path={source}"
-        )
+        beside = f"beside the {lines[0]} of data.path={source}"
+        raise ConfigError(f"data.target_path={target}: {format_count(lines[1], 'line')} {beside}")
 
 
 def _read_text_lines(file: DataFile, key: str) -> Iterator[str]:
     """Yield the lines of a data file of UTF-8 text, perhaps compressed. Raises ConfigError, which names `key`."""
-    with name_file_in_errors(file, key), open_unpacked(file) as stream:
+    with name_file_in_errors(file, key), data_files.open_unpacked(file) as stream:
         for line in stream:
             yield line.decode().removesuffix("\n").removesuffix("\r")  # other line ends belong to the text
 
@@ -570,7 +534,7 @@ class PairKind(SourceKind):
     ) -> dict[str, Any]:
         """Tokenize pairs of texts into the cache entry `folder`: tokens.bin, and ends.bin (int64, the position in its
         split where each text ends). Return their description: of each split the numbers of tokens and pairs."""
-        dtype, written = token_dtype(vocab), []
+        dtype, written = source_kind.token_dtype(vocab), []
         with (folder / "tokens.bin").open("wb") as tokens, (folder / "ends.bin").open("wb") as ends:
             for pairs, characters in parts:
                 place = texts = 0
@@ -586,7 +550,7 @@ KINDS["pairs"] = PairKind(
     find_pair_files,
     lambda files, data, key: enumerate(read_pairs(files, data)),
     encode_pairs,
-    content=lambda data, files: [[deciding_options(data), *map(content_hash, files)]],
+    content=lambda data, files: [[deciding_options(data), *map(data_files.content_hash, files)]],
     texts=lambda pair: pair,
     size=lambda pair: sum(map(len, pair)),
     blockwise=False,

@@ -15,29 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.boundary.documents import open_regular_file
-from platform.boundary.refusals import ConfigError, format_violation
+from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
-from platform.data.data_files import (
-    ROWS,
-    DataFile,
-    RemoteFile,
-    content_hash,
-    content_stamp,
-    file_size,
-    find_files,
-    format_suffix,
-    name_file_in_errors,
-)
-from platform.data.source_kind import (
-    KINDS,
-    Documents,
-    Encoded,
-    SourceKind,
-    check_largest_id,
-    describe_splits,
-    find_validation_files,
-    is_streamed,
-)
+from platform.data import data_files, source_kind
+from platform.data.data_files import ROWS, DataFile, content_hash, file_size, format_suffix, name_file_in_errors
+from platform.data.source_kind import KINDS, Documents, Encoded, SourceKind, describe_splits, is_streamed
 from platform.data.tokenizer import Vocabulary
 from platform.plan.layout import format_count
 
@@ -124,10 +106,10 @@ def find_token_files(data: Data) -> list[DataFile]:
     """Find the files of data=tokens: .bin, or records with lists of tokens in `data.field`. Raises ConfigError."""
     if not data.path:
         raise ConfigError("data.path: data=tokens needs a file, a folder or a glob")
-    files = [file for file in find_files("data.path", data.path, ENDINGS) if not file.name.endswith(".idx")]
+    files = [file for file in data_files.find_files("data.path", data.path, ENDINGS) if not file.name.endswith(".idx")]
     if is_streamed(data) and not all(format_suffix(file) in ROWS for file in files):
         reason = ".bin files are read where they lie, without a copy"
-        raise ConfigError(format_violation("data.streaming", True, reason, [False]))
+        raise ConfigError("data.streaming", True, reason, [False])
     return files
 
 
@@ -141,7 +123,7 @@ def locate_tokens(file: DataFile, data: Data) -> TokenFile:
     """Find where the tokens in a .bin file are: their type, offset and number. Raises ConfigError, naming the file, if
     it is no such file, or not whole."""
     with name_file_in_errors(file):
-        if isinstance(file, RemoteFile):
+        if isinstance(file, data_files.RemoteFile):
             raise ConfigError("a .bin is read in place: copy it to a path, or mount its storage")
         size, head = _size_and_head(file)
     if index := find_index(file):
@@ -188,10 +170,8 @@ def _locate_megatron_tokens(file: Path, index: Path, size: int) -> TokenFile:
         raise ConfigError(f"version {version} and type {code} of Megatron-LM's format are not known")
     itemsize, ends = np.dtype(_CODES[code]).itemsize, _COUNTS.size + 12 * sequences + 8 * documents
     if index_size not in (ends, ends + sequences):  # the last part, of one byte each, is that of other modes
-        raise ConfigError(
-            f"{index_size} bytes, where {format_count(sequences, 'sequence')} and "
-            f"{format_count(documents, 'document')} take {ends}"
-        )
+        counts = f"{format_count(sequences, 'sequence')} and {format_count(documents, 'document')}"
+        raise ConfigError(f"{index_size} bytes, where {counts} take {ends}")
     lengths = np.memmap(index, "<i4", "r", _COUNTS.size, (sequences,)) if sequences else np.empty(0, "<i4")
     pointers, bounds = (
         np.memmap(index, "<i8", "r", start, (n,)) if n else np.empty(0, "<i8")
@@ -253,13 +233,13 @@ Ids = NDArray[np.int64]
 def _deciding_values(data: Data, files: Sequence[DataFile]) -> list[Any]:
     """Return the values that name the cache entry of files of tokens: hashes of the files and of their indices, and how
     they are read. Of .bin files too long to be read as a whole, sizes and samples are hashed."""
-    reads_whole = _is_read_whole([*files, *(held_out_files := find_validation_files(data, ENDINGS))])
+    reads_whole = _is_read_whole([*files, *(held_out_files := source_kind.find_validation_files(data, ENDINGS))])
 
     def hash_files(some: Sequence[DataFile]) -> list[list[Any]]:
         """Return, for each file of tokens, its format and the hash of its content (or of samples), and its index's."""
         each = [(file, [index] if isinstance(file, Path) and (index := find_index(file)) else []) for file in some]
         content = {
-            file: content_hash(file) if reads_whole or format_suffix(file) in ROWS else content_stamp(file)
+            file: content_hash(file) if reads_whole or format_suffix(file) in ROWS else data_files.content_stamp(file)
             for file in some
         }
         return [[*map(format_suffix, [file, *index]), content[file], *map(content_hash, index)] for file, index in each]
@@ -321,7 +301,7 @@ def read_tokens(
                 if len(ids) and int(ids.min()) < 0:
                     raise ConfigError(f"data.field={data.field} has token {ids.min()} in {place}")
                 if len(ids):
-                    check_largest_id(int(ids.max()), vocab)
+                    source_kind.check_largest_id(int(ids.max()), vocab)
                     yield number, ids
                     number += 1
 

@@ -17,32 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.boundary import documents
-from platform.boundary.refusals import ConfigError, format_violation
+from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed
 from platform.boundary.terminal import show_phase
 from platform.config.fields import Data
-from platform.data.chat_templates import (
-    CHATML,
-    CHATML_TOKENS,
-    ChatTemplate,
-    ConfinedTokenizer,
-    Parts,
-    add_tokens_to_json,
-)
+from platform.data import chat_templates, tokenizer_files
+from platform.data.chat_templates import CHATML, CHATML_TOKENS, ChatTemplate, ConfinedTokenizer, Parts
 from platform.data.special_tokens import SpecialIds, add_usual_tokens, collect_named_tokens, find_special_ids
-from platform.data.tokenizer_files import (
-    CONFIG,
-    JSON,
-    KEY,
-    NAMES,
-    TEMPLATE,
-    TokenizerFiles,
-    add_config_keys,
-    chat_template,
-    parse_tokenizer,
-    read_token_settings,
-    read_tokenizer_files,
-)
+from platform.data.tokenizer_files import CONFIG, JSON, KEY, NAMES, TokenizerFiles, add_config_keys, chat_template
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -98,9 +80,8 @@ class Vocabulary:
         if not self._cut_pattern:
             return [e.ids for e in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
         parts = [self._cut_pattern.split(text) for text in texts]
-        encodings = self.tokenizer.encode_batch_fast(
-            [part for some in parts for part in some], add_special_tokens=False
-        )
+        flat_parts = [part for some in parts for part in some]
+        encodings = self.tokenizer.encode_batch_fast(flat_parts, add_special_tokens=False)
         ids = iter(e.ids for e in encodings)
         return [[i for _ in some for i in next(ids)] for some in parts]
 
@@ -172,17 +153,15 @@ class Vocabulary:
         """Return the tokenizer's chat template. Raises ConfigError if it has none."""
         text = chat_template(self.files)
         if not text:
-            raise ConfigError(
-                format_violation("data.chat_template", "", "the tokenizer has none", ["chatml", "a file"])
-            )
+            raise ConfigError("data.chat_template", "", "the tokenizer has none", ["chatml", "a file"])
         return ChatTemplate(text, self.named, self.special_tokens)
 
 
 def build_vocabulary(files: TokenizerFiles, given: bool = True) -> Vocabulary:
     """Construct a vocabulary from a tokenizer's files, name -> bytes. `given`: False if it was trained here. Raises
     Malformed for files of no tokenizer, and if no special token ends documents."""
-    tokenizer = ConfinedTokenizer(files[JSON]) if given else parse_tokenizer(files[JSON])
-    named = add_usual_tokens(tokenizer, collect_named_tokens(read_token_settings(files)))
+    tokenizer = ConfinedTokenizer(files[JSON]) if given else tokenizer_files.parse_tokenizer(files[JSON])
+    named = add_usual_tokens(tokenizer, collect_named_tokens(tokenizer_files.read_token_settings(files)))
     for role, token in named.items():
         if half := documents.find_half_character(token):
             raise Malformed(f"{role}_token is no text: it has {half}")
@@ -209,27 +188,26 @@ def load_named_vocabulary(data: Data) -> Vocabulary | None:
     `data`; None if one is to be trained on the corpus. Raises ConfigError."""
     if data.tokenizer in ("", TRAIN):
         return None
-    files = read_tokenizer_files(data.tokenizer, data.tokenizer_words)
+    files = tokenizer_files.read_tokenizer_files(data.tokenizer, data.tokenizer_words)
     roles = {"eos_token": data.end_token, "bos_token": data.begin_token}
     if named_ends := {name: token for name, token in roles.items() if token}:
         files = add_config_keys(files, named_ends)
     template, added = read_chat_template(data), extra_special_tokens(data)
     try:
         tokenizer = ConfinedTokenizer(files[JSON])
-        if lacking := [
-            token for token in named_ends.values() if tokenizer.token_to_id(token) is None and token not in added
-        ]:
+        unknown = (token for token in named_ends.values() if tokenizer.token_to_id(token) is None)
+        if lacking := [token for token in unknown if token not in added]:
             raise Malformed(f"has no token {lacking[0]!r}")
         if new := [token for token in added if tokenizer.token_to_id(token) is None]:
-            files = {**files, JSON: add_tokens_to_json(files[JSON], new)}
+            files = {**files, JSON: chat_templates.add_tokens_to_json(files[JSON], new)}
         del tokenizer  # its child is free for the next
         vocabulary = build_vocabulary(files)
     except Malformed as error:
-        raise ConfigError(format_violation(KEY, data.tokenizer, str(error), [TRAIN])) from None
+        raise ConfigError(KEY, data.tokenizer, str(error), [TRAIN]) from None
     if CONFIG not in files:
         named = {f"{role}_token": token for role, token in vocabulary.named.items()}
         files = add_config_keys(files, {"tokenizer_class": OWN["tokenizer_class"], **named})
-    return replace(vocabulary, files={**files, TEMPLATE: template.encode()} if template else files)
+    return replace(vocabulary, files={**files, tokenizer_files.TEMPLATE: template.encode()} if template else files)
 
 
 def extra_special_tokens(data: Data) -> list[str]:
@@ -245,7 +223,7 @@ def read_chat_template(data: Data) -> str:
         text = documents.read_bytes(data.chat_template, _LARGEST_TEMPLATE).decode()
     except (Malformed, OSError, UnicodeDecodeError) as error:
         line = documents.printable_line(error)
-        raise ConfigError(format_violation("data.chat_template", data.chat_template, line, ["chatml"])) from None
+        raise ConfigError("data.chat_template", data.chat_template, line, ["chatml"]) from None
     ChatTemplate(text, {}, [])
     return text
 
@@ -268,11 +246,9 @@ def train_tokenizer(texts: Iterable[str], vocab: int, special: Sequence[str] = (
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokens, alphabet = list(dict.fromkeys([END, *special])), pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab,
-        special_tokens=list(dict.fromkeys([END, *special])),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocab, special_tokens=tokens, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator((part for text in texts for part in _cut_long_runs(text)), trainer)
     tokenizer.encode_special_tokens = True

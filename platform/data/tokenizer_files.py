@@ -22,7 +22,7 @@ import fsspec
 from platform.boundary import documents
 from platform.boundary.local_files import find_protocol_fault
 from platform.boundary.redaction import register_url_secrets, strip_url_secrets
-from platform.boundary.refusals import ConfigError, format_violation
+from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed, shorten_value
 from platform.data.chat_templates import build_tokenizer_json
 
@@ -140,9 +140,8 @@ def build_ranks_tokenizer(tokens: Mapping[bytes, int], encoding: Encoding) -> To
         words: Any = pre_tokenizers.Split(Regex(WORDS.get(encoding.words, encoding.words)), "isolated")
     except Exception as error:  # the library raises its own
         raise Malformed(f"data.tokenizer_words is no regular expression: {error}") from None
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     order = sorted(encoding.special, key=encoding.special.__getitem__)
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in order])
@@ -208,9 +207,8 @@ def build_sentencepiece_tokenizer(model: Any) -> Tokenizer:
         parts = {p.piece: vocab[p.piece] for p in pieces if p.type in (p.NORMAL, p.USER_DEFINED)}
         unknown = pieces[trainer.unk_id].piece if 0 <= trainer.unk_id < len(pieces) else None
         more = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": trainer.byte_fallback}
-        core_model = models.BPE(
-            vocab, [*derive_merges((p.piece for p in merged), parts)], ignore_merges=bool(user_pieces), **more
-        )
+        merges = [*derive_merges((p.piece for p in merged), parts)]
+        core_model = models.BPE(vocab, merges, ignore_merges=bool(user_pieces), **more)
     tokenizer = Tokenizer(core_model)
     charsmap = normalizer.precompiled_charsmap
     steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
@@ -259,9 +257,7 @@ def read_tokenizer_files(source: str, words: str = "", key: str = KEY) -> dict[s
         return files if JSON in files else {**files, JSON: build_tokenizer_json(files, words)}
     except (Malformed, OSError, ValueError) as error:
         line = documents.printable_line(getattr(error, "strerror", None) or error)
-        raise ConfigError(
-            format_violation(key, strip_url_secrets(source), line, ["train"] if key == KEY else [])
-        ) from None
+        raise ConfigError(key, strip_url_secrets(source), line, ["train"] if key == KEY else []) from None
 
 
 def has_tokenizer(folder: str) -> bool:
@@ -286,20 +282,16 @@ def _gather_files(source: str) -> dict[str, bytes]:
         tiktoken = [name for name in entries if name.endswith(".tiktoken")]
         known_names = [JSON, *MERGES, WORD_PIECES, *MODELS, *BESIDE, *tiktoken]
         names = [name for name in known_names if name in entries and entries[name]["type"] == "file"]
-        return {
-            _usual_file_name(name): _read_tokenizer_file(storage, entries[name]["name"])
-            for name in dict.fromkeys(names)
-        }
+        paths = {name: entries[name]["name"] for name in names}
+        return {_usual_file_name(name): _read_tokenizer_file(storage, path) for name, path in paths.items()}
     if not storage.isfile(path):
         raise Malformed("no such file or folder")
     folder, name = str(PurePosixPath(path).parent), PurePosixPath(path).name
     if name in MERGES or name == WORD_PIECES:
         raise Malformed(f"{name} is one of several files; name their folder")
     beside = [other for other in BESIDE if storage.isfile(f"{folder}/{other}")]
-    return {
-        _usual_file_name(name): _read_tokenizer_file(storage, path),
-        **{other: _read_tokenizer_file(storage, f"{folder}/{other}") for other in beside},
-    }
+    first = {_usual_file_name(name): _read_tokenizer_file(storage, path)}
+    return first | {other: _read_tokenizer_file(storage, f"{folder}/{other}") for other in beside}
 
 
 def _usual_file_name(name: str) -> str:
@@ -372,11 +364,9 @@ def _build_word_piece_tokenizer(files: TokenizerFiles) -> Tokenizer:
     unknown = "[UNK]"
     tokenizer = Tokenizer(_build_or_refuse(lambda: models.WordPiece(vocab, unk_token=unknown)))
     chinese = settings.get("tokenize_chinese_chars", True) is True
+    strips = accents if isinstance(accents, bool) else None
     tokenizer.normalizer = normalizers.BertNormalizer(
-        clean_text=True,
-        handle_chinese_chars=chinese,
-        strip_accents=accents if isinstance(accents, bool) else None,
-        lowercase=lower,
+        clean_text=True, handle_chinese_chars=chinese, strip_accents=strips, lowercase=lower
     )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
@@ -391,9 +381,8 @@ def _add_listed_tokens(tokenizer: Tokenizer, files: TokenizerFiles) -> None:
 
     listed_tokens: dict[int, tuple[str, bool]] = {}
     if "added_tokens.json" in files:
-        listed_tokens |= {
-            i: (text, True) for text, i in read_json_map(files, "added_tokens.json").items() if type(i) is int
-        }
+        added = read_json_map(files, "added_tokens.json")
+        listed_tokens |= {i: (text, True) for text, i in added.items() if type(i) is int}
     described = read_token_settings(files)[0].get("added_tokens_decoder")
     for number, token in (described if isinstance(described, dict) else {}).items():
         if number.isdecimal() and isinstance(token, dict) and isinstance(token.get("content"), str):

@@ -15,22 +15,15 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from platform.boundary.refusals import (
-    DONE,
-    ConfigError,
-    build_command_line,
-    format_violation,
-    refuse_failures,
-    report_refusal,
-    run_command,
-)
+from platform.boundary import refusals
+from platform.boundary.refusals import DONE, ConfigError, refuse_failures, report_refusal, run_command
 from platform.boundary.terminal import print_line
 from platform.config.key import SECONDS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `python -m platform.jobs`; return its exit status."""
-    parser = build_command_line("jobs", __doc__)
+    parser = refusals.build_command_line("jobs", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (run, purpose, names) in _COMMANDS.items():
         command = commands.add_parser(name, help=purpose)
@@ -77,7 +70,7 @@ def _write_job(arguments: argparse.Namespace) -> int:
     claim = render_kubernetes_claim(arguments.overrides, arguments.config_dir) if kubernetes else None
     if claim and not arguments.output:
         constraint = "the claim is written to a file of its own, beside --output"
-        raise ConfigError(format_violation("job.storage", claim[2], constraint, ["--output job.yaml"]))
+        raise ConfigError("job.storage", claim[2], constraint, ["--output job.yaml"])
     if not arguments.output:
         print(text, end="")
         return DONE
@@ -148,9 +141,8 @@ def _run_pod(arguments: argparse.Namespace) -> int:
     from platform.jobs.pods import PodOptions, run_pod
     from platform.jobs.supervisor import Supervision
 
-    return run_pod(
-        _build_options(PodOptions, arguments), _build_options(Supervision, arguments, launch=arguments.launch or [])
-    )
+    supervision = _build_options(Supervision, arguments, launch=arguments.launch or [])
+    return run_pod(_build_options(PodOptions, arguments), supervision)
 
 
 _WRITTEN = "overrides --config-dir --output --options"

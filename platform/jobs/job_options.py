@@ -150,12 +150,10 @@ def take_options(kind: type[Options], arguments: Sequence[str]) -> tuple[Options
             try:
                 option_values[field.name] = _parse_option(text, hints[field.name])
             except ValueError:
-                lines.append(
-                    format_violation(name, text, f"must be {describe_type(hints[field.name])}", [field.default])
-                )
-    lines += [
-        line for name, value in option_values.items() for line in _violations_of_option(known[f"{PREFIX}{name}"], value)
-    ]
+                constraint = f"must be {describe_type(hints[field.name])}"
+                lines.append(format_violation(name, text, constraint, [field.default]))
+    for name, value in option_values.items():
+        lines += _violations_of_option(known[f"{PREFIX}{name}"], value)
     return kind(**(option_values if not lines else {})), other_arguments, lines
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from platform.boundary import documents
-from platform.boundary.refusals import ConfigError, format_violation, refuse_failures, typed_command
+from platform.boundary.refusals import ConfigError, refuse_failures, typed_command
 from platform.boundary.schema import Malformed
 from platform.cluster import run_directory
 from platform.config.key import format_hms
@@ -55,7 +55,7 @@ def read_log_lines(run_dir: Path, name: str = "", count: int = 20) -> Iterator[s
     if not log_paths:
         existing_names = [path.name for path in list_log_files(run_dir)][-3:]
         constraint = f"has no log with {name!r} in its name" if existing_names else "has no logs"
-        raise ConfigError(format_violation("run.dir", run_dir, constraint, existing_names))
+        raise ConfigError("run.dir", run_dir, constraint, existing_names)
     for path in log_paths:
         yield f"==> {path} <=="
         yield from read_last_log_lines(path, count)
@@ -86,9 +86,8 @@ def keep_ray_logs(run_dir: Path | None, directory: str, ray_output: str) -> None
         return
     host = socket.gethostname()
     parts = [("ray start", ray_output.splitlines())]
-    parts += [
-        (name, read_last_log_lines(Path(directory, "ray", "session_latest", "logs", name), _KEPT)) for name in _RAY
-    ]
+    logs = Path(directory, "ray", "session_latest", "logs")
+    parts += [(name, read_last_log_lines(logs / name, _KEPT)) for name in _RAY]
     text = "".join(f"-- {name}\n" + "".join(f"{line}\n" for line in lines) for name, lines in parts if lines)
     NodeLog(run_dir).append_text(f"== {time.strftime('%Y-%m-%d %H:%M:%S')} Ray has ended on {host}\n{text}".encode())
 
@@ -133,7 +132,7 @@ def describe_status(run_dir: Path) -> Iterator[str]:
         journal, drivers = list(run_directory.read_journal(run_dir)), read_drivers(run_dir)
         step = run_directory.find_last_step(run_dir)
     if config is None and not journal and not drivers:
-        raise ConfigError(format_violation("run.dir", run_dir, "holds no run", ["what run.dir= said in the job"]))
+        raise ConfigError("run.dir", run_dir, "holds no run", ["what run.dir= said in the job"])
     lives = run_directory.split_by_driver(journal)
     yield f"run directory: {run_dir}"
     yield f"state: {_describe_state(run_dir, lives, drivers)}"
@@ -171,9 +170,8 @@ def _describe_state(run_dir: Path, lives: Sequence[Sequence[JournalEvent]], driv
     """Return in words whether a driver trains the run now and, if not, how the last one ended."""
     last = drivers[-1] if drivers else {}
     if last.get("event") == CLOSED and "status" in last:
-        return (
-            f"ended with status {last['status']} ({_ENDS.get(last['status'], 'lost')}), {_describe_age(last['time'])}"
-        )
+        status = last["status"]
+        return f"ended with status {status} ({_ENDS.get(status, 'lost')}), {_describe_age(last['time'])}"
     if last.get("event") == ENDED:
         return f"between two lives: a driver ended with status {last.get('status')} {_describe_age(last['time'])}"
     ended, end = _find_end(lives[-1]) if lives else (None, "")
@@ -215,8 +213,5 @@ def _describe_last_failure(journal: Sequence[JournalEvent]) -> Iterator[str]:
     if failures:
         last = failures[-1]
         log_note = f"; {last.log}" if last.log else ""
-        cause = documents.printable_line(last.cause)
-        yield (
-            f"last failure: worker {last.number} on {last.node}, {_describe_age(last.time)}: "
-            f"{last.kind}: {cause}{log_note}"
-        )
+        cause = f"{last.kind}: {documents.printable_line(last.cause)}{log_note}"
+        yield f"last failure: worker {last.number} on {last.node}, {_describe_age(last.time)}: {cause}"

@@ -11,18 +11,9 @@ import yaml
 from platform.boundary.refusals import format_violation, refuse_all
 from platform.config.groups import Monitor
 from platform.config.key import parse_job_limit
+from platform.jobs import planned_run
 from platform.jobs.job_options import KubernetesOptions, take_options
-from platform.jobs.planned_run import (
-    GIB,
-    TEMPLATES,
-    JobSize,
-    PlannedRun,
-    fill_template,
-    fold_words,
-    plan_job,
-    quote_typed_words,
-    refuse_outside_paths,
-)
+from platform.jobs.planned_run import GIB, TEMPLATES, JobSize, PlannedRun, fill_template, fold_words, plan_job
 from platform.monitor.sinks.sink_process import secrets_of_sinks
 from platform.plan.layout import format_count
 
@@ -41,7 +32,7 @@ _OF_RAY = ("head_select", "head_tolerate", "wait")  # options that an Indexed Jo
 def render_kubernetes_job(typed: Sequence[str], config_dir: str | None = None) -> str:
     """Write the manifest of a run from arguments and options job.KEY=VALUE (KubernetesOptions). Raises ConfigError."""
     run = plan_job(KubernetesOptions, typed, config_dir, lambda o: f"{o.mount}/runs/{o.name}")
-    refuse_outside_paths(run.config, run.options.mount)
+    planned_run.refuse_outside_paths(run.config, run.options.mount)
     _check_launcher(run)
     values = _template_values(run)
     parts = [fill_template((TEMPLATES / name).read_text(), values) for name in _KINDS[run.options.launcher][1]]
@@ -55,7 +46,7 @@ def render_kubernetes_claim(typed: Sequence[str], config_dir: str | None = None)
     o, _, _ = take_options(KubernetesOptions, typed)
     if not o.storage:
         return None
-    command = quote_typed_words([*(["--config-dir", config_dir] if config_dir else []), *typed])
+    command = planned_run.quote_typed_words([*(["--config-dir", config_dir] if config_dir else []), *typed])
     text = fill_template((TEMPLATES / "claim.yaml").read_text(), {**_format_values(vars(o)), "command": command})
     return f"claim-{o.claim}.yaml", text, o.storage
 
@@ -66,40 +57,30 @@ def _check_launcher(run: PlannedRun) -> None:
     o, elastic = run.options, run.config.elastic
     if o.launcher == "ray":
         return
-    lines = [
-        format_violation(
-            f"job.{name}", value, "is for job.launcher=ray", [f"job.{name}={'' if name == 'wait' else '[]'}"]
-        )
-        for name in _OF_RAY
-        if (value := getattr(o, name))
-    ]
+    lines = []
+    for name in _OF_RAY:
+        if value := getattr(o, name):
+            default = f"job.{name}={'' if name == 'wait' else '[]'}"
+            lines.append(format_violation(f"job.{name}", value, "is for job.launcher=ray", [default]))
     world, node_workers = run.world, run.size.workers
     if elastic.spares:
-        lines.append(
-            format_violation("elastic.spares", elastic.spares, "torchrun starts the plan's workers and no others", [0])
-        )
+        why = "torchrun starts the plan's workers and no others"
+        lines.append(format_violation("elastic.spares", elastic.spares, why, [0]))
     if elastic.max_workers > world:
-        lines.append(
-            format_violation("elastic.max_workers", elastic.max_workers, "torchrun starts no more", [world, 0])
-        )
+        why = "torchrun starts no more"
+        lines.append(format_violation("elastic.max_workers", elastic.max_workers, why, [world, 0]))
     if world % node_workers:
         legal = [n for n in range(node_workers, 0, -1) if world % n == 0]
-        lines.append(
-            format_violation(
-                "job.workers", node_workers, f"torchrun starts as many on each node, {world} in all", legal[:1]
-            )
-        )
+        why = f"torchrun starts as many on each node, {world} in all"
+        lines.append(format_violation("job.workers", node_workers, why, legal[:1]))
     refuse_all(lines)
 
 
 def _describe_nodes(run: PlannedRun) -> str:
     """Return in words how many nodes a Kubernetes job has, and how many GPUs or workers each of them."""
     size = run.size
-    node_content = (
-        format_count(size.workers, "GPU")
-        if size.device == "cuda"
-        else f"{format_count(size.workers, 'worker')} on CPUs"
-    )
+    unit, suffix = ("GPU", "") if size.device == "cuda" else ("worker", " on CPUs")
+    node_content = format_count(size.workers, unit) + suffix
     can_start_smaller = size.least < size.total_nodes and run.options.launcher == "ray"
     nodes = f"{size.least} to {size.total_nodes} nodes" if can_start_smaller else format_count(size.total_nodes, "node")
     return f"{nodes} of {node_content}"
@@ -192,11 +173,9 @@ def _secret_variable(text: str) -> dict[str, Any]:
 
 def _service_variables(monitor: Monitor, named: Collection[str]) -> list[dict[str, Any]]:
     """Return the variables with address and token of a run's services, but for `named` ones, each from a Secret."""
-    return [
-        {"name": variable, "valueFrom": {"secretKeyRef": {"name": service, "key": key, "optional": True}}}
-        for variable, service, key in secrets_of_sinks(monitor)
-        if variable not in named
-    ]
+    unnamed = [secret for secret in secrets_of_sinks(monitor) if secret[0] not in named]
+    refs = {variable: {"name": service, "key": key, "optional": True} for variable, service, key in unnamed}
+    return [{"name": variable, "valueFrom": {"secretKeyRef": ref}} for variable, ref in refs.items()]
 
 
 def _parse_labels(pairs: Sequence[str]) -> dict[str, str]:

@@ -83,14 +83,12 @@ def compute_job_size(config: Config, plan: Plan, options: JobOptions) -> JobSize
     workers = workers_per_node(options, plan.mesh.world_size)
     nodes = _ceil_divide(plan.mesh.world_size, workers)
     most = max(nodes + _ceil_divide(config.elastic.spares, workers), _ceil_divide(config.elastic.max_workers, workers))
-    least = _ceil_divide(config.elastic.min_workers, workers) or (
-        nodes if config.cluster.check else _ceil_divide(nodes, 2)
-    )
+    enough = nodes if config.cluster.check else _ceil_divide(nodes, 2)
+    least = _ceil_divide(config.elastic.min_workers, workers) or enough
     worker_state = _worker_state_bytes(config, plan)
     state = _checkpoint_bytes(config, plan)
-    worker_bytes = (
-        _PROCESS[device] + (_COPIES * worker_state if config.elastic.snapshot_every else 0) + _SAVED * worker_state
-    )
+    copies = _COPIES if config.elastic.snapshot_every else 0
+    worker_bytes = _PROCESS[device] + (copies + _SAVED) * worker_state
     worker_bytes += predict_peak_bytes(config, plan) if device == "cpu" else predict_host_bytes(config, plan)
     shm = _round_to_gib(workers * _SHARED[device] + GIB)
     memory = options.memory * GIB or _round_to_gib(int(_ROOM * (workers * worker_bytes + _NODE[device])) + shm)
@@ -163,13 +161,9 @@ def plan_job(
     """
     register_url_secrets(list(typed))
     options, words, lines = take_options(kind, typed)
-    lines += [
-        format_violation(
-            word.partition("=")[0], REDACTED, "a secret, which the file would show: refer to it", ["${oc.env:NAME}"]
-        )
-        for word in words
-        if redact_secrets(word) != word
-    ]
+    secret_keys = [word.partition("=")[0] for word in words if redact_secrets(word) != word]
+    why, legal = "a secret, which the file would show: refer to it", ["${oc.env:NAME}"]
+    lines += [format_violation(key, REDACTED, why, legal) for key in secret_keys]
     try:
         config = compose_config(words, config_dir)
     except ConfigError as error:
@@ -178,7 +172,7 @@ def plan_job(
     with open_composer(config_dir):  # which knows the groups
         typed_keys, experiment = parse_typed_values(words), find_experiment_name(words)
     if experiment is None:
-        raise ConfigError(format_violation("experiment", "", "must be given", ["+experiment=NAME"]))
+        raise ConfigError("experiment", "", "must be given", ["+experiment=NAME"])
     refuse_missing_options(_list_needed_keys(config, options, typed_keys))
     options = replace(options, name=options.name or re.sub(r"[^a-z0-9]+", "-", experiment.lower()).strip("-"))
     plan, words = _settle_plan(config, options, words)
@@ -192,7 +186,7 @@ def plan_job(
         raise ConfigError(line)
     if options.time and parse_job_limit(options.time) < (least := size.margin + _START):
         rule = f"its end, {size.margin} s before which the run saves, and its start take {least} s"
-        raise ConfigError(format_violation("job.time", options.time, rule, [format_hms(least)]))
+        raise ConfigError("job.time", options.time, rule, [format_hms(least)])
     directory = run_dir(options)
     by_ray = getattr(options, "launcher", "ray") == "ray"
     # by the autoscaler: it must know for what
@@ -229,10 +223,8 @@ def _list_needed_keys(config: Config, options: JobOptions, typed_keys: Mapping[s
     """Return the keys that any job of this run must have set, such as the data's path, with their values, "" if unset.
     The demonstration text counts as data if the user names it, or checks a cluster."""
     lacks_data = config.data.kind == "stdlib" and "data" not in typed_keys and not config.cluster.check
-    needed = {
-        "data.path": "" if lacks_data else config.data.path or config.data.kind,
-        "checkpoint.url": config.checkpoint.url,
-    }
+    path = "" if lacks_data else config.data.path or config.data.kind
+    needed = {"data.path": path, "checkpoint.url": config.checkpoint.url}
     if config.parallel.data == -1 or config.plan.search:
         needed["job.nodes"] = str(options.nodes or "")
     for name in ("image", "claim"):

@@ -261,11 +261,8 @@ class _Lives:
             heartbeat = self._board.read_heartbeat(index)
             if heartbeat and heartbeat.leaving:
                 return f"pod {index} is told to go"
-            if (
-                heartbeat
-                and self.now
-                and (heartbeat.token != self.now.members[index] or self._has_left(heartbeat, self.now))
-            ):
+            life = self.now
+            if heartbeat and life and (heartbeat.token != life.members[index] or self._has_left(heartbeat, life)):
                 return f"pod {index} is there again"
         return ""
 

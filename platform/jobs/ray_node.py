@@ -28,7 +28,7 @@ from socket import gethostname
 
 from platform.boundary import documents
 from platform.boundary.local_files import replace_text
-from platform.boundary.refusals import ConfigError, format_violation
+from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed
 from platform.boundary.terminal import print_line
 from platform.cluster.crew import leftovers
@@ -89,9 +89,7 @@ def find_own_address(interface: str = "", peer: str = "", version: int = 4) -> s
         address_by_name = {name: address for name, address in list_addresses(version)}
         if interface not in address_by_name:
             constraint = f"has no IPv{version} address on node {socket.gethostname()}"
-            raise ConfigError(
-                format_violation("job.interface", interface, constraint, [*address_by_name] or ["job.ip=6"])
-            )
+            raise ConfigError("job.interface", interface, constraint, [*address_by_name] or ["job.ip=6"])
         return address_by_name[interface]
     family = _FAMILIES[version]
     try:
@@ -103,12 +101,10 @@ def find_own_address(interface: str = "", peer: str = "", version: int = 4) -> s
         if not peer:
             return {4: "127.0.0.1", 6: "::1"}[version]
         reason = f"no route over IPv{version} to node {peer} ({error})"
-        raise ConfigError(
-            format_violation("job.interface", "", reason, [name for name, _ in list_addresses(version)])
-        ) from None
+        raise ConfigError("job.interface", "", reason, [name for name, _ in list_addresses(version)]) from None
     if peer and (address.startswith("127.") or address == "::1"):
         reason = f"{peer} is reached by loopback ({address}), which other nodes cannot reach"
-        raise ConfigError(format_violation("job.interface", "", reason, [name for name, _ in list_addresses(version)]))
+        raise ConfigError("job.interface", "", reason, [name for name, _ in list_addresses(version)])
     return address
 
 
@@ -215,9 +211,8 @@ class RayNode(leftovers.Marked):
             open(self._output_path, "wb") as output_file,
             block_sigterm(),
         ):  # pages of advice, such as to end it by `ray stop`
-            self.start_main_program(
-                command, build_ray_environment(address, os.environ), stdout=output_file, stderr=output_file
-            )
+            environment = build_ray_environment(address, os.environ)
+            self.start_main_program(command, environment, stdout=output_file, stderr=output_file)
 
     @property
     def _output_path(self) -> Path:
@@ -237,9 +232,8 @@ class RayNode(leftovers.Marked):
         if not (node := self._find_node_id()):
             return False
         with open(self._output_path, "ab") as output_file, block_sigterm():
-            self.start_program(
-                build_drain_command(head, node, self._options.drain), os.environ, stdout=output_file, stderr=output_file
-            )
+            command = build_drain_command(head, node, self._options.drain)
+            self.start_program(command, os.environ, stdout=output_file, stderr=output_file)
         return True
 
     def _find_node_id(self) -> str:
@@ -279,20 +273,16 @@ class _Head:
             self._node.end()
             self._node.keep_logs(o.run_dir)
             tried = f"attempt {attempt + 1} of {_ATTEMPTS}"
-            print_line(
-                f"{self._node.read_last_output()}\nnode: {gethostname()}: Ray's head did not start, {tried}", sys.stderr
-            )
+            host = gethostname()
+            print_line(f"{self._node.read_last_output()}\nnode: {host}: Ray's head did not start, {tried}", sys.stderr)
         raise ConfigError("node: Ray's head does not start on this node; what it says is above")
 
     def prepare_environment(self) -> dict[str, str]:
         """Return the environment of a driver, with the address of Ray's head; start the head again if it has ended.
         Raises ConfigError if it does not start."""
         if not self._node.is_running:
-            why = (
-                f"{self._node.read_last_output()}\nnode: {gethostname()}: Ray's head "
-                "has ended, as above: it is started again"
-            )
-            print_line(why, sys.stderr)
+            why = f"node: {gethostname()}: Ray's head has ended, as above: it is started again"
+            print_line(f"{self._node.read_last_output()}\n{why}", sys.stderr)
             self._node.end()
             self._node.keep_logs(self._options.run_dir)
             self.start_head()
@@ -344,9 +334,8 @@ def run_follower(options: NodeOptions) -> int:
             if going.is_set() and node.is_running and node.announce_departure(address):
                 wait_until(lambda: over() or not node.is_running, options.drain)
             if not (node.is_running or ends()):
-                print_line(
-                    f"{node.read_last_output()}\nnode: {gethostname()}: Ray has ended here; it joins again", sys.stderr
-                )
+                why = f"node: {gethostname()}: Ray has ended here; it joins again"
+                print_line(f"{node.read_last_output()}\n{why}", sys.stderr)
                 run_dir = _read_head_value(shared, "run_dir")
                 node.keep_logs(Path(run_dir) if run_dir else None)
             node.end()

@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from platform.boundary.refusals import ConfigError, format_violation
+from platform.boundary.refusals import ConfigError
 from platform.jobs.job_options import SlurmOptions, refuse_missing_options
 from platform.jobs.planned_run import GIB, TEMPLATES, PlannedRun, fill_template, fold_words, plan_job
 from platform.monitor.sinks.sink_process import secrets_of_sinks
@@ -21,7 +21,7 @@ def render_slurm_job(typed: Sequence[str], config_dir: str | None = None) -> str
         refuse_missing_options({"job.image": run.options.image})
     elif run.options.image:
         legal = ["job.runtime=pyxis", "job.runtime=apptainer"]
-        raise ConfigError(format_violation("job.image", run.options.image, "needs job.runtime", legal))
+        raise ConfigError("job.image", run.options.image, "needs job.runtime", legal)
     return fill_template((TEMPLATES / "train.sbatch").read_text(), _template_values(run))
 
 
@@ -29,6 +29,7 @@ def _template_values(run: PlannedRun) -> dict[str, str | None]:
     """Return template place -> text for the sbatch script of a Slurm job, quoted as Slurm or bash reads it; None for a
     place that this job does not have."""
     o, size, gpu = run.options, run.size, run.size.device == "cuda"
+    unit = "GPU" if gpu else "CPU worker"
     count = f"{o.gpu_type}:{size.workers}" if o.gpu_type else f"{size.workers}"
     typed = dict(word.partition("=")[::2] for word in run.arguments)  # as the job's own folder resolves them
     srun, prefix = _container_commands(run)
@@ -37,9 +38,7 @@ def _template_values(run: PlannedRun) -> dict[str, str | None]:
     return {
         **{name: str(value) or None for name, value in vars(o).items()},
         "command": run.command,
-        "what": (
-            f"{format_count(size.total_nodes, 'node')} of {format_count(size.workers, 'GPU' if gpu else 'CPU worker')}"
-        ),
+        "what": f"{format_count(size.total_nodes, 'node')} of {format_count(size.workers, unit)}",
         "nodes": f"{size.total_nodes}",
         "gpus": (f"gpus-per-node={count}" if o.request == "gpus-per-node" else f"gres=gpu:{count}") if gpu else None,
         "cpus": f"{size.cpus}",

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 from platform.boundary import schema
 from platform.boundary.interrupts import restore_handlers
-from platform.boundary.refusals import ConfigError, format_violation, refuse_failures
+from platform.boundary.refusals import ConfigError, refuse_failures
 from platform.boundary.schema import Malformed, OpenMap, Span, Text
 from platform.boundary.terminal import print_line
 from platform.cluster import run_directory
@@ -146,9 +146,7 @@ class Supervision:
         """Return the run directory, which the next driver must find. Raises ConfigError if no argument names it."""
         named = [word.partition("=")[2] for word in self.launch if word.lstrip("+").startswith("run.dir=")]
         if not named or not named[-1]:
-            raise ConfigError(
-                format_violation("run.dir", "", "must be given to a supervised run", ["run.dir=DIRECTORY"])
-            )
+            raise ConfigError("run.dir", "", "must be given to a supervised run", ["run.dir=DIRECTORY"])
         return Path(named[-1].strip("'\"")).expanduser()
 
 
@@ -199,15 +197,14 @@ class Supervisor:
             self._reason = Path(opened.enter_context(TemporaryDirectory(prefix="supervisor-")), "reason")
             os.environ[REASON] = str(self._reason)  # which the driver inherits, however it is started
             opened.callback(os.environ.pop, REASON, None)
-            opened.callback(
-                restore_handlers, {number: signal.signal(number, self.note_stop_signal) for number in SIGNALS}
-            )
+            old_handlers: dict[int, Any] = {n: signal.signal(n, self.note_stop_signal) for n in SIGNALS}
+            opened.callback(restore_handlers, old_handlers)
             with refuse_failures("run.dir", run_dir, OSError, Malformed, why="cannot be used ({})"):
                 run_dir.mkdir(0o700, parents=True, exist_ok=True)
                 lock = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
                 opened.callback(os.close, lock)
                 if owner := lock_or_owner(lock):  # before anything is counted: its driver is not lost
-                    raise ConfigError(format_violation("run.dir", run_dir, f"has a job already, supervised by {owner}"))
+                    raise ConfigError("run.dir", run_dir, f"has a job already, supervised by {owner}")
                 record = JsonLines(run_dir / DRIVERS)
                 opened.callback(record.close)
                 used = count_spent_retries(read_drivers(run_dir))
@@ -248,10 +245,8 @@ class Supervisor:
             before = read_or_default(run_directory.find_last_step, run_dir, 0)
             record.append({"event": STARTED, "time": time.time(), "step": before})
             status = self._run_one_driver()
-            after, over = (
-                read_or_default(run_directory.find_last_step, run_dir, 0),
-                self._end is not None and time.monotonic() >= self._end,
-            )
+            after = read_or_default(run_directory.find_last_step, run_dir, 0)
+            over = self._end is not None and time.monotonic() >= self._end
             recorded = read_or_default(run_directory.find_orphan_step, run_dir, None) is None
             end = DriverEnd(status, recorded, after > before, self._asked, over)
             used += end.costs_retry
@@ -261,13 +256,10 @@ class Supervisor:
             if final is not None:
                 return self._report_spent_retries(used) if used > self._o.retries and end.costs_retry else final
             ending = "was lost" if end.is_lost else "stopped"
-            print_line(
-                f"supervisor: the driver {ending} with status {status} after step {after}: the same command again"
-                f" ({used} of {self._o.retries} retries spent)"
-            )
-            if self._pause_drivers(
-                max(min(_LONGEST_PAUSE, self._pause * used), self._departure_seconds(run_dir, status))
-            ):
+            again = f"the same command again ({used} of {self._o.retries} retries spent)"
+            print_line(f"supervisor: the driver {ending} with status {status} after step {after}: {again}")
+            pause = max(min(_LONGEST_PAUSE, self._pause * used), self._departure_seconds(run_dir, status))
+            if self._pause_drivers(pause):
                 return STOPPED if self._asked == signal.SIGUSR1 else TERMINATED
 
     def _run_one_driver(self) -> int:
@@ -285,20 +277,14 @@ class Supervisor:
 
     def _departure_seconds(self, run_dir: Path, status: int) -> float:
         """Return the seconds to wait until leaving nodes are gone, as another driver on them would stop too."""
-        return (
-            self._o.notice
-            if status == STOPPED and read_or_default(run_directory.is_ended_by_notice, run_dir, False)
-            else 0.0
-        )
+        is_leaving = status == STOPPED and read_or_default(run_directory.is_ended_by_notice, run_dir, False)
+        return self._o.notice if is_leaving else 0.0
 
     def _resume_override(self, run_dir: Path) -> list[str]:
         """Return ["checkpoint.resume=never"] if the last driver was lost before its first checkpoint, else []."""
         chosen = any(word.lstrip("+").startswith("checkpoint.resume=") for word in self._o.launch)
-        return (
-            ["checkpoint.resume=never"]
-            if not chosen and read_or_default(run_directory.has_nothing_saved, run_dir, False)
-            else []
-        )
+        starts_over = not chosen and read_or_default(run_directory.has_nothing_saved, run_dir, False)
+        return ["checkpoint.resume=never"] if starts_over else []
 
     def _pause_drivers(self, seconds: float) -> bool:
         """Wait before the job's next driver is started; return True if the job was asked to stop meanwhile."""

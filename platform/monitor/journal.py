@@ -45,9 +45,8 @@ class Journal:
 
     def write(self, event: JournalEvent) -> None:
         """Write an event that happens now to the journal, with the time and the workers' present generation."""
-        stamped = replace(
-            event, **redact_secrets(dict(vars(event)) | {"time": time.time(), "generation": self.generation})
-        )
+        stamp = {"time": time.time(), "generation": self.generation}
+        stamped = replace(event, **redact_secrets(dict(vars(event)) | stamp))
         self._lines.append(redact_secrets(events.event_to_plain(stamped)) | {"event": event.word})
         self._on_event(stamped)  # it sees what was recorded, without secrets
 

@@ -75,10 +75,8 @@ def read_last_lines(path: Path | str, read: Callable[[dict[str, Any]], T]) -> li
         file.seek(start)
         tail = file.read(_TAIL + 1) or b""
     whole_lines = tail.split(b"\n")[bool(start) : -1]  # the first may be only a part of a line
-    return [
-        _parse_line(line, read, f"line {number} of the last {len(whole_lines)}")
-        for number, line in enumerate(whole_lines, 1)
-    ]
+    places = (f"line {number} of the last {len(whole_lines)}" for number in range(1, len(whole_lines) + 1))
+    return [_parse_line(line, read, place) for line, place in zip(whole_lines, places, strict=True)]
 
 
 def _parse_line(line: bytes, read: Callable[[dict[str, Any]], T], place: str) -> T:
@@ -200,9 +198,8 @@ def _strict_json(value: dict[str, Any]) -> str:
     try:  # they are rare
         return json.dumps(value, allow_nan=False)
     except ValueError:
-        return json.dumps(
-            schema.map_nested_values(value, float, lambda x: x if isfinite(x) else json.dumps(x)), allow_nan=False
-        )
+        finite = schema.map_nested_values(value, float, lambda x: x if isfinite(x) else json.dumps(x))
+        return json.dumps(finite, allow_nan=False)
 
 
 def _end_of_last_line(file: int, block: int = 1 << 16) -> int:

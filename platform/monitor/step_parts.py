@@ -70,9 +70,8 @@ def replanning_line(event: Replanning) -> str:
     """Return the line that says what a run does whose steps left their prediction, and why."""
     times = {name: n for name, n in event.times.items() if abs(n - 1) >= NEAR}
     parts = [f"{name} {n:,.0f}" if n >= 10 else f"{name} {n:.2g}" for name, n in times.items()]
-    told = (
-        f"step {event.step}: steps take {format_seconds(event.measured)}, predicted {format_seconds(event.predicted)}"
-    )
+    measured, predicted = format_seconds(event.measured), format_seconds(event.predicted)
+    told = f"step {event.step}: steps take {measured}, predicted {predicted}"
     why = f"times as long as described: {', '.join(parts) or 'nothing'}"
     if event.now <= event.then:
         return f"{told} ({why}); no other plan is quicker"

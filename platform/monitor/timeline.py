@@ -94,9 +94,8 @@ class Timeline:
 
     def _collect_actions(self, ranks: Sequence[RankRecord]) -> list[list[TimedAction]]:
         """Return, per rank, the pipeline actions measured in a step, with their times, for the run's timeline."""
-        return [
-            extract_actions(s, self._actions[s], record.sections) for s, record in zip(self._stages, ranks, strict=True)
-        ]
+        staged = zip(self._stages, ranks, strict=True)
+        return [extract_actions(stage, self._actions[stage], record.sections) for stage, record in staged]
 
     def _simulate_step(self, ran: Sequence[Sequence[TimedAction]]) -> Simulation:
         """Simulate a step's pipeline with each kind of action's mean time in the timeline; `ran`: actions per rank."""
@@ -121,10 +120,8 @@ class Timeline:
         if self.forecast:
             on = self.forecast.simulated(self._schedules[-1])
             panels[f"predicted on {self.forecast.hardware}: bubble {on.bubble:.1%}"] = on.timeline
-        return draw_gantt_svg(
-            {**panels, title: measured},
-            beneath={title: {stage: list(_picture_rows(ranks[rank], zero)) for stage, rank in enumerate(first)}},
-        )
+        rows = {stage: list(_picture_rows(ranks[rank], zero)) for stage, rank in enumerate(first)}
+        return draw_gantt_svg({**panels, title: measured}, beneath={title: rows})
 
     def _trace_events(self) -> Iterator[dict[str, Any]]:
         """Yield the trace events of what the ranks did in the kept steps, times in microseconds since the first of

@@ -25,7 +25,6 @@ from platform.boundary.refusals import (
     FAILED,
     ConfigError,
     build_command_line,
-    format_violation,
     refuse_all,
     refuse_failures,
     run_command,
@@ -179,7 +178,7 @@ def _write_hardware(arguments: argparse.Namespace) -> int:
     config = compose_config([*calibration_run.TINY, *arguments.overrides], arguments.config_dir)
     workers = max(1, count_available_workers(config.cluster)) if arguments.workers is None else arguments.workers
     if workers < 1:
-        raise ConfigError(format_violation("--workers", workers, "must be at least 1"))
+        raise ConfigError("--workers", workers, "must be at least 1")
     config.parallel.data, config.train.global_batch = workers, workers
     if torchrun.is_follower():
         torchrun.follow_driver(Path(config.run.dir) / CALIBRATION)
@@ -205,13 +204,13 @@ def _write_hardware(arguments: argparse.Namespace) -> int:
 def _refuse_output(output: Path, overwrite: bool) -> None:
     """Raise ConfigError for a file that cannot be written, or is not to be, before anything is measured."""
     if output.suffix not in (".yaml", ".yml"):
-        raise ConfigError(format_violation("--output", output, f"must end in .yaml, as {output.stem}.yaml"))
+        raise ConfigError("--output", output, f"must end in .yaml, as {output.stem}.yaml")
     if output.exists() and not overwrite:
-        raise ConfigError(format_violation("--output", output, "exists; --overwrite replaces it"))
+        raise ConfigError("--output", output, "exists; --overwrite replaces it")
     target = output if output.exists() else output.parent
     if not os.access(target, os.W_OK):
         why = "is not writable" if target.exists() else f"the folder {target} does not exist"
-        raise ConfigError(format_violation("--output", output, why))
+        raise ConfigError("--output", output, why)
 
 
 def _hardware_unless_guessed(hardware: Hardware, arguments: argparse.Namespace, config: Config) -> Hardware | None:
@@ -306,9 +305,7 @@ def _print_plan_differences(arguments: argparse.Namespace) -> int:
     try:
         differences = plan_differences(one, other)
     except NoExplanation as error:
-        raise ConfigError(
-            format_violation("--diff", " ".join(arguments.diff), f"{error}, which --json writes")
-        ) from None
+        raise ConfigError("--diff", " ".join(arguments.diff), f"{error}, which --json writes") from None
     titles = [f"{name}  {argument or 'as it is'}" for name, argument in zip("AB", arguments.diff, strict=True)]
     print(
         json.dumps(differences)
@@ -330,9 +327,9 @@ def _explain_diff_argument(arguments: argparse.Namespace, argument: str) -> Any:
     try:
         return parse_json(read_bytes(argument, MOST), MOST, VALUES)
     except OSError as error:
-        raise ConfigError(format_violation("--diff", argument, f"cannot be read: {error.strerror}")) from None
+        raise ConfigError("--diff", argument, f"cannot be read: {error.strerror}") from None
     except Malformed as error:
-        raise ConfigError(format_violation("--diff", argument, f"is no JSON: {error}")) from None
+        raise ConfigError("--diff", argument, f"is no JSON: {error}") from None
 
 
 def _choose_open_keys(config: Config, arguments: argparse.Namespace) -> None:
@@ -341,9 +338,7 @@ def _choose_open_keys(config: Config, arguments: argparse.Namespace) -> None:
     from platform.predict.search import choose_plan, format_choice, format_ranking
 
     if not arguments.workers:
-        raise ConfigError(
-            format_violation("--workers", "", "must be given, for the planner to choose for", ["--workers=8"])
-        )
+        raise ConfigError("--workers", "", "must be given, for the planner to choose for", ["--workers=8"])
     hardware = read_hardware(arguments.hardware) if arguments.hardware else None
     standings = choose_plan(config, arguments.workers, hardware=hardware)
     for line in (
@@ -376,7 +371,7 @@ def _choose_hardware(name: str | None, config: Config) -> Hardware:
     hardware = read_hardware(name)
     if config.precision not in hardware.peaks:
         constraint = f"its peaks lack {config.precision}, in which the run computes"
-        raise ConfigError(format_violation("--hardware", name, constraint))
+        raise ConfigError("--hardware", name, constraint)
     return hardware
 
 
@@ -385,7 +380,7 @@ def _write_picture(path: Path, image: str) -> None:
     try:
         path.write_text(image)
     except OSError as error:
-        raise ConfigError(format_violation("--svg", path, f"cannot be written: {error.strerror}")) from None
+        raise ConfigError("--svg", path, f"cannot be written: {error.strerror}") from None
 
 
 def _shrink_lines(config: Config, memory: float, as_json: bool) -> Iterator[str]:

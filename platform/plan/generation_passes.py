@@ -15,7 +15,7 @@ from math import lcm
 from typing import Any
 
 from platform.plan.chunks import Chunk, RecordableModel, Recorded
-from platform.plan.layout import Layout, Mesh
+from platform.plan.layout import Layout, Mesh, pad_to_multiple
 from platform.plan.model_types import NO_RECOMPUTATION, Parameter, Spec
 from platform.plan.operations.attention import KeyValueCache
 from platform.plan.operations.recorder import Recorder, Symbol
@@ -58,13 +58,12 @@ def generation_scheme(scheme: Scheme, shared: bool = False, split: bool = False)
         rules["batch"] = [*layout["batch"], *(a for a in layout["length"] if a not in shared_axes)]
         if region == "core":
             rules["memory_length"] = [*shared_axes, *layout["memory_length"]]
-        return Layout.build_canonical(
-            rules if region == "core" or not split else {**rules, "length": shared_axes}, layout.only
-        )
+        elif split:
+            rules["length"] = shared_axes
+        return Layout.build_canonical(rules, layout.only)
 
-    return replace(
-        scheme, regions={r: generation_layout(r, layout) for r, layout in scheme.regions.items()}, zigzag="", rounds=1
-    )
+    regions = {r: generation_layout(r, layout) for r, layout in scheme.regions.items()}
+    return replace(scheme, regions=regions, zigzag="", rounds=1)
 
 
 def batch_unit(scheme: Scheme, mesh: Mesh, shared: bool = False) -> int:
@@ -76,18 +75,26 @@ def batch_unit(scheme: Scheme, mesh: Mesh, shared: bool = False) -> int:
 
 def cache_unit(scheme: Scheme, mesh: Mesh, shared: bool = False) -> int:
     """Return the number of which a key-value cache's tokens must be a multiple, so that mesh axes divide them."""
-    return lcm(
-        *(mesh.count_ranks(layout["memory_length"]) for layout in generation_scheme(scheme, shared).regions.values())
-    )
+    regions = generation_scheme(scheme, shared).regions.values()
+    return lcm(*(mesh.count_ranks(layout["memory_length"]) for layout in regions))
+
+
+def cache_capacity(plan: Plan, tokens: int, shared: bool = False) -> int:
+    """Return the tokens of each text that a key-value cache for `tokens` of it has room for in passes of generation."""
+    return pad_to_multiple(tokens, lcm(ROOM, cache_unit(plan.scheme, plan.mesh, shared)))
+
+
+def batch_rows(plan: Plan) -> int:
+    """Return how many texts a generation pass takes, as many as a training pass has sequences."""
+    return pad_to_multiple(plan.sizes["batch"], batch_unit(plan.scheme, plan.mesh))
 
 
 def ranks_per_text(plan: Plan, texts: int, tokens: int) -> int:
     """Return how many ranks share each of so many `texts` of up to so many `tokens` in passes of generation."""
     # a short text, and one of as many as there are ranks, is a single rank's
     is_shared = texts < batch_unit(plan.scheme, plan.mesh) and tokens > PIECE
-    return (
-        plan.mesh.count_ranks([axis for axis, _ in plan.scheme.context]) if is_shared and _can_share_texts(plan) else 1
-    )
+    shared_axes = [axis for axis, _ in plan.scheme.context] if is_shared and _can_share_texts(plan) else []
+    return plan.mesh.count_ranks(shared_axes)
 
 
 def _can_share_texts(plan: Plan) -> bool:
@@ -118,7 +125,7 @@ class PlannedPass:
     """Pass, as the ranks of one pipeline stage execute it or of all stages together: the `body` up to the head, and the
     `head` on the tokens that are asked. `placement`: number -> stage of the chunks that take part. `logits`: type of
     the logits; `missing`: activations that chunks read and none makes, where an encoder reads nothing: name -> None.
-    `joins`: conversion of the stream from body to head."""
+    `joins`: conversion of the stream from body to head; `gathers`: of the logits, to the whole vocabulary."""
 
     body: Plan
     head: Plan
@@ -126,6 +133,7 @@ class PlannedPass:
     logits: Spec
     missing: Mapping[str, None]
     joins: Conversion
+    gathers: Conversion
 
 
 def plan_pass(plan: Plan, model: RecordableModel, shape: PassShape, stage: int) -> PlannedPass:
@@ -134,9 +142,8 @@ def plan_pass(plan: Plan, model: RecordableModel, shape: PassShape, stage: int) 
     that are looked up. Raises ModelMistake for a model that does not give logits part by part, IllegalPlan if axes do
     not divide heads or the sizes of the pass."""
     whole_pass = _plan_all_stages(plan, model, shape)
-    return replace(
-        whole_pass, body=whole_pass.body.stage_part(stage), head=whole_pass.head.stage_part(plan.chunks[-1].stage)
-    )
+    head = whole_pass.head.stage_part(plan.chunks[-1].stage)
+    return replace(whole_pass, body=whole_pass.body.stage_part(stage), head=head)
 
 
 def _plan_all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> PlannedPass:
@@ -157,18 +164,9 @@ def _plan_all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> Pl
         pass_sizes |= {"slots": tokens} if "slots" in pass_sizes else {}  # whatever tokens it has, a pass drops none
         planner = PassPlanner(plan.mesh, scheme, {**pass_sizes, "vocab": plan.planner.sizes["vocab"]}, {}, lying=lying)
         chunks = tuple(_plan_chunk(planner, model, shape, flow, *part) for part in parts)
-        return replace(
-            plan,
-            planner=planner,
-            microbatches=1,
-            sequences=shape.batch,
-            sizes=pass_sizes,
-            parameters=parameters,
-            chunks=chunks,
-            recompute=NO_RECOMPUTATION,
-            mlp_chunks=1,
-            warnings=(),
-        )
+        fields: dict[str, Any] = {"planner": planner, "microbatches": 1, "sequences": shape.batch, "sizes": pass_sizes}
+        fields |= {"parameters": parameters, "chunks": chunks, "mlp_chunks": 1, "warnings": ()}
+        return replace(plan, recompute=NO_RECOMPUTATION, **fields)
 
     # only a pass that reads a source runs the units of an encoder
     left_out = [u for c in plan.chunks for u in c.units if u == HEAD or (u.startswith("encoder.") and not shape.reads)]
@@ -182,9 +180,16 @@ def _plan_all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> Pl
     *others, end = body.chunks
     body = replace(body, chunks=(*others, replace(end, sends=())))
     placement = {number: stage for number, stage, _ in parts}
-    ends = [part.planner.layout(spec) for part in (body, head)]
-    joins = body.planner.fill_shapes(Conversion(relayout_steps(spec.dims, *ends), ()), spec, *ends)
-    return PlannedPass(body, head, placement, dict(head.chunks[-1].sends)["logits"], missing, joins)
+
+    def plan_relayout(planner: Planner, spec: Spec, *layouts: Layout) -> Conversion:
+        """Plan the conversion of an activation of a generation pass between two layouts."""
+        return planner.fill_shapes(Conversion(relayout_steps(spec.dims, *layouts), ()), spec, *layouts)
+
+    joins = plan_relayout(body.planner, spec, *(part.planner.layout(spec) for part in (body, head)))
+    logits = dict(head.chunks[-1].sends)["logits"]
+    split = head.planner.layout(logits)
+    gathers = plan_relayout(head.planner, logits, split, Layout.build_canonical({"batch": split["batch"]}))
+    return PlannedPass(body, head, placement, logits, missing, joins, gathers)
 
 
 def generation_groups(plan: Plan, model: RecordableModel) -> set[tuple[str, ...]]:

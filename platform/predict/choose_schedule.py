@@ -12,20 +12,9 @@ from platform.config.fields import Config, Pipeline
 from platform.config.layout_rules import legal_context_rounds
 from platform.config.ramps import list_batch_sizes
 from platform.model import build_model
+from platform.plan import generators
 from platform.plan.generation_passes import HEAD, generation_groups
-from platform.plan.generators import (
-    MOST_PASSES,
-    NO_TABLE,
-    ONE_CHUNK,
-    SCHEDULES,
-    SHIPPED,
-    Generator,
-    generate,
-    least_microbatches,
-    nearest_legal_microbatches,
-    read_schedule_csv,
-    representative_microbatches,
-)
+from platform.plan.generators import MOST_PASSES, NO_TABLE, SCHEDULES, SHIPPED, Generator, generate, least_microbatches
 from platform.plan.layout import LEAST_PIECE, MOST_ROUNDS, format_count
 from platform.plan.model_types import AUTO, KERNELS, MATH, reason_against_kernel
 from platform.plan.operations.recorder import IllegalPlan
@@ -83,14 +72,14 @@ def count_microbatches(config: Config, data: int) -> int:
             f" schedule may have {MOST_PASSES}"
         )
         legal = [n for n in range(1, stages) if count_forward_passes(n, needed) <= MOST_PASSES]
-        raise ConfigError(format_violation("pipeline.stages", stages, constraint, legal[-1:]))
+        raise ConfigError("pipeline.stages", stages, constraint, legal[-1:])
     if (passes := count_forward_passes(stages, needed)) > MOST_PASSES:
         constraint = (
             f"is {format_count(needed, 'microbatch')} on pipeline.stages={stages} x pipeline.chunks={chunks}:"
             f" {passes} passes, of which a schedule may have {MOST_PASSES}; more sequences per microbatch make fewer"
         )
         legal = [MOST_PASSES // (stages * chunks) * unit]
-        raise ConfigError(format_violation("train.global_batch", config.train.global_batch, constraint, legal))
+        raise ConfigError("train.global_batch", config.train.global_batch, constraint, legal)
     if kind == "none":
         return needed
     return least_microbatches(kind, stages, chunks, needed, find_generator(pipeline))
@@ -113,11 +102,11 @@ def build_schedule(config: Config, data: int) -> Schedule:
     try:
         return generate(kind, pipeline.stages, pipeline.chunks, microbatches, generator)
     except ScheduleError as error:
-        legal = nearest_legal_microbatches(kind, pipeline.stages, pipeline.chunks, microbatches, generator)
+        legal = generators.nearest_legal_microbatches(kind, pipeline.stages, pipeline.chunks, microbatches, generator)
         if not legal:  # no number of microbatches helps
             raise ConfigError([format_violation("pipeline", kind, line) for line in error.violations]) from None
         reason = f"is {format_count(microbatches, 'microbatch')}; {'; '.join(error.violations)}"
-        raise ConfigError(format_violation("train.global_batch", batch, reason, [m * unit for m in legal])) from None
+        raise ConfigError("train.global_batch", batch, reason, [m * unit for m in legal]) from None
 
 
 def build_short_schedule(config: Config, data: int, microbatches: int) -> Schedule:
@@ -126,7 +115,7 @@ def build_short_schedule(config: Config, data: int, microbatches: int) -> Schedu
     if pipeline.kind == "file":
         return build_schedule(config, data)
     kind = "1f1b" if pipeline.kind == "none" else pipeline.kind
-    few = representative_microbatches(kind, pipeline.stages, pipeline.chunks, microbatches)
+    few = generators.representative_microbatches(kind, pipeline.stages, pipeline.chunks, microbatches)
     return generate(kind, pipeline.stages, pipeline.chunks, few, find_generator(pipeline))
 
 
@@ -134,7 +123,7 @@ def place_chunks(config: Config, data: int) -> tuple[int, ...]:
     """Return the pipeline stage of every chunk of a configured run, or refuse its schedule as `build_schedule` does."""
     pipeline, microbatches = config.pipeline, count_microbatches(config, data)
     stages, chunks = pipeline.stages, pipeline.chunks
-    taken = chunks == 1 or (pipeline.kind not in (*ONE_CHUNK, "none") and microbatches >= stages)
+    taken = chunks == 1 or (pipeline.kind not in (*generators.ONE_CHUNK, "none") and microbatches >= stages)
     if pipeline.kind in ("none", *SHIPPED) and taken:
         return tuple(chunk % stages for chunk in range(stages * chunks))  # as their generators deal them
     return build_schedule(config, data).placement  # or says what is wrong
@@ -145,9 +134,8 @@ def build_schedules(config: Config, data: int) -> list[Schedule]:
     for each size of a batch that grows (`config.ramps.batch_ramp`); the last is `build_schedule`'s. Raises ConfigError
     as `build_schedule` does."""
     sizes = list_batch_sizes(config.train)
-    schedules = [
-        build_schedule(replace(config, train=replace(config.train, global_batch=size)), data) for size in sizes
-    ]
+    configs = (replace(config, train=replace(config.train, global_batch=size)) for size in sizes)
+    schedules = [build_schedule(sized_config, data) for sized_config in configs]
     return list({schedule.microbatches: schedule for schedule in schedules}.values())
 
 
@@ -157,9 +145,9 @@ def _read_schedule_file(config: Config, microbatches: int, unit: int) -> Schedul
     microbatch of all replicas."""
     path = config.pipeline.file
     if not path:
-        raise ConfigError(format_violation("pipeline.file", "", NO_TABLE, ["pipeline.file=FILE"]))
+        raise ConfigError("pipeline.file", "", NO_TABLE, ["pipeline.file=FILE"])
     try:
-        schedule = read_schedule_csv(path)
+        schedule = generators.read_schedule_csv(path)
     except ScheduleError as error:
         more = len(error.violations) - MISTAKES_SHOWN
         shown = [
@@ -182,9 +170,8 @@ def _violations_of_table(config: Config, schedule: Schedule, microbatches: int, 
         if configured != tabulated:
             yield format_violation(key, configured, f"the table in pipeline.file has {tabulated}", [tabulated])
     if microbatches != schedule.microbatches:
-        reason = (
-            f"is {format_count(microbatches, 'microbatch')}; the table in pipeline.file has {schedule.microbatches}"
-        )
+        configured_text = format_count(microbatches, "microbatch")
+        reason = f"is {configured_text}; the table in pipeline.file has {schedule.microbatches}"
         yield format_violation("train.global_batch", config.train.global_batch, reason, [schedule.microbatches * unit])
 
 
@@ -208,7 +195,7 @@ def build_answering_model(config: Config, source: int = 0) -> Any:
     model = build_model(replace(c, within_documents=True, source_length=length, capacity_factor=capacity))
     if HEAD in getattr(model, "units", ()) and getattr(model, "causal", True):
         return model
-    raise ConfigError(format_violation("model.kind", c.kind, "generates no text", ["decoder", "encoder_decoder"]))
+    raise ConfigError("model.kind", c.kind, "generates no text", ["decoder", "encoder_decoder"])
 
 
 def list_process_groups(config: Config, plan: Plan) -> list[tuple[str, ...]]:
@@ -249,9 +236,8 @@ def violations_of_kernel(config: Config, plan: Plan) -> Iterator[str]:
     if kernel in (AUTO, MATH):
         return
     rate = config.model.dropout
-    traits = dict.fromkeys(
-        attention_traits(plan, o, rate, config.train.deterministic) for o in find_fused_attentions(plan)
-    )
+    deterministic = config.train.deterministic
+    traits = dict.fromkeys(attention_traits(plan, o, rate, deterministic) for o in find_fused_attentions(plan))
     if not traits:
         yield format_violation(
             key, kernel, f"no attention of this plan is computed by one kernel{_dropout_remark(rate)}", [AUTO, MATH]

@@ -5,30 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import lcm, prod
+from math import prod
 
 from platform.config.fields import Config
 from platform.config.ramps import fix_sequence_length
 from platform.model import build_model
 from platform.optimizer.optimizers import OPTIMIZERS, Update, count_state_numbers, iterate_updated_parts
+from platform.plan import generation_passes
 from platform.plan.accelerators import overhead_bytes
 from platform.plan.chunks import Chunk, RecordableModel
-from platform.plan.generation_passes import (
-    HEAD,
-    PIECE,
-    ROOM,
-    SCORED,
-    PassShape,
-    PlannedPass,
-    batch_unit,
-    cache_unit,
-    plan_pass,
-)
-from platform.plan.layout import Layout, pad_to_multiple
+from platform.plan.generation_passes import HEAD, PIECE, SCORED, PassShape, PlannedPass, batch_rows, plan_pass
 from platform.plan.operations.attention import KeyValueCache
 from platform.plan.operations.op import Value
 from platform.plan.plan import Plan
-from platform.plan.rule import Conversion, relayout_steps
 from platform.plan.schedule import Action
 from platform.plan.simulate import lower_schedule
 from platform.plan.step_collectives import count_communicators, settle_kernels
@@ -43,15 +32,9 @@ from platform.predict.meter import Meter
 def scoring_shape(plan: Plan, length: int, source: int) -> PassShape:
     """Return the shape of the passes that score texts of `length` tokens, as many as a pass of training has sequences.
     `source`: tokens that an encoder reads, 0 without."""
-    capacity = pad_to_multiple(length + 1, lcm(ROOM, cache_unit(plan.scheme, plan.mesh)))
-    rows = pad_to_multiple(plan.sizes["batch"], batch_unit(plan.scheme, plan.mesh))
     tokens = min(SCORED, length)
-    return PassShape(tokens, rows, capacity, tokens, reads=source > 0)
-
-
-def reading_shape(scored: PassShape, length: int) -> PassShape:
-    """Return the shape of the passes that read prompts, with the batch and capacity of the passes of shape `scored`."""
-    return PassShape(min(PIECE, length), scored.batch, scored.capacity, 1, scored.reads)
+    capacity = generation_passes.cache_capacity(plan, length + 1)
+    return PassShape(tokens, batch_rows(plan), capacity, tokens, reads=source > 0)
 
 
 def answer_bytes(plan: Plan, model: RecordableModel, shape: PassShape, stage: int, device: str) -> int:
@@ -83,10 +66,8 @@ def _count_pass(meter: Meter, model: RecordableModel, planned_pass: PlannedPass,
         head = _build_meter(planned_pass.head, meter.at, meter.device)
         head.ledger = meter.ledger
         stream = meter.forward(outputs["stream"], planned_pass.joins)
-        asked = Value(
-            stream.storage, stream.elements // planned_pass.body.sizes["length"] * planned_pass.head.sizes["length"]
-        )
-        flow = {"memory": None, "stream": asked}  # type: ignore[dict-item]
+        read, asked = (part.sizes["length"] for part in (planned_pass.body, planned_pass.head))
+        flow = {"memory": None, "stream": Value(stream.storage, stream.elements // read * asked)}  # type: ignore[dict-item]
         _count_probabilities(head, planned_pass, model.part(head, {}, flow, (HEAD,))["logits"])  # type: ignore[attr-defined]
     meter.end_pass()
     del tokens
@@ -94,11 +75,8 @@ def _count_pass(meter: Meter, model: RecordableModel, planned_pass: PlannedPass,
 
 def _count_probabilities(meter: Meter, planned_pass: PlannedPass, logits: Value) -> None:
     """Count the memory of turning logits into probabilities, in the type of statistics, for which vocab is gathered."""
-    planner, spec = planned_pass.head.planner, planned_pass.logits
-    layouts = planner.layout(spec), Layout.build_canonical({"batch": planner.layout(spec)["batch"]})
-    steps = Conversion(relayout_steps(spec.dims, *layouts), ())
-    gathered = meter.forward(logits, planner.fill_shapes(steps, spec, *layouts))
-    n = prod(planned_pass.head.local_shape(spec)) and gathered.elements
+    gathered = meter.forward(logits, planned_pass.gathers)
+    n = prod(planned_pass.head.local_shape(planned_pass.logits)) and gathered.elements
     wide = meter.widened(gathered.storage, n)
     del logits
     probabilities = meter.new(n, meter.wide)
@@ -130,16 +108,11 @@ class MemoryForecast:
         if stage not in self._found:
             stage_footprint = self.training_forecast.predict_stage(stage)
             if self.config.eval.tasks:
-                stage_footprint = max(
-                    stage_footprint,
-                    _predict_stage_answering(self.config, self.plan, stage, stage_footprint),
-                    key=lambda f: f.total_bytes,
-                )
+                answering = _predict_stage_answering(self.config, self.plan, stage, stage_footprint)
+                stage_footprint = max(stage_footprint, answering, key=lambda f: f.total_bytes)
             if self.training_forecast.device == "cuda":
-                stage_footprint = replace(
-                    stage_footprint,
-                    reserved=overhead_bytes(*self._communicators_by_stage[stage], stage_footprint.total_bytes),
-                )
+                reserved = overhead_bytes(*self._communicators_by_stage[stage], stage_footprint.total_bytes)
+                stage_footprint = replace(stage_footprint, reserved=reserved)
             self._found[stage] = stage_footprint
         return self._found[stage]
 
@@ -155,11 +128,9 @@ class MemoryForecast:
 
     def exceeds_memory(self, memory: float) -> bool:
         """Return True if some worker needs more than so many bytes; the outer stages, which need most, come first."""
-        stages = range(self.plan.num_stages)
-        return any(
-            self.predict_stage(stage).total_bytes > memory
-            for stage in sorted(stages, key=lambda s: s not in (0, stages[-1]))
-        )
+        last = self.plan.num_stages - 1
+        stages = sorted(range(last + 1), key=lambda stage: stage not in (0, last))
+        return any(self.predict_stage(stage).total_bytes > memory for stage in stages)
 
 
 @dataclass
@@ -184,12 +155,10 @@ class TrainingForecast:
     def _plans_by_length(self) -> list[tuple[Plan, RecordableModel, Measured]]:
         """Return for each length the plan as its device runs it, the model, and the passes that were measured."""
         dropout, lengths = self.config.model.dropout, self.plan.plans_of_lengths
-        models = (
-            build_model(fix_sequence_length(self.config, of_length.sizes["length"]).model) for of_length in lengths
-        )
+        configs = (fix_sequence_length(self.config, length_plan.sizes["length"]) for length_plan in lengths)
+        plans = [settle_kernels(length_plan, self.device, dropout) for length_plan in lengths]
         return [
-            (settle_kernels(length_plan, self.device, dropout), model, {})
-            for length_plan, model in zip(lengths, models, strict=True)
+            (length_plan, build_model(config.model), {}) for length_plan, config in zip(plans, configs, strict=True)
         ]
 
     def predict_stage(self, stage: int) -> Footprint:
@@ -228,8 +197,8 @@ def _predict_stage_answering(config: Config, plan: Plan, stage: int, training: F
     m = config.model
     source = (m.source_length or m.length) if m.kind == "encoder_decoder" else 0
     model, scored = build_answering_model(config, source), scoring_shape(plan, m.length, source)
-    shapes = (scored, reading_shape(scored, m.length))
-    most = max(answer_bytes(plan, model, shape, stage, device) for shape in shapes)
+    reading = replace(scored, tokens=min(PIECE, m.length), asked=1)  # a prompt, as many at a time
+    most = max(answer_bytes(plan, model, shape, stage, device) for shape in (scored, reading))
     stays = training.host if device == "cpu" else 0
     return replace(training, gradients=0, in_flight=0, activations=stays, working=most)
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import yaml
 
-from platform.boundary.refusals import ConfigError, closest_values, format_violation
+from platform.boundary.refusals import ConfigError, closest_values
 from platform.config.composition import CONF
 from platform.config.fields import Config
 from platform.config.groups import AUTO
@@ -76,12 +76,10 @@ def read_chosen_hardware(config: Config) -> Hardware | None:
     key = "cluster.hardware"
     if not file_of_hardware(name).is_file():
         legal = [*closest_values(name, [AUTO, *names_of_hardware()])[:3], "the path of a FILE.yaml"]
-        raise ConfigError(format_violation(key, name, "there is no such file", legal))
+        raise ConfigError(key, name, "there is no such file", legal)
     hardware = read_hardware(name)
     if config.precision not in hardware.peaks:
-        raise ConfigError(
-            format_violation(key, name, f"its peaks lack {config.precision}, in which the run computes", [AUTO])
-        )
+        raise ConfigError(key, name, f"its peaks lack {config.precision}, in which the run computes", [AUTO])
     return hardware
 
 

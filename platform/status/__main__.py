@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from platform.boundary.refusals import ConfigError, build_command_line, format_violation, run_command
+from platform.boundary.refusals import ConfigError, build_command_line, run_command
 from platform.boundary.terminal import escape_terminal_text
 from platform.status.run_facts import ago_text, clock_text, collect_facts, list_status_rows
 from platform.status.seen_run import RUNS, Look, list_newest_runs, look_into_run, open_run_directory
@@ -39,7 +39,7 @@ def _print_status(arguments: argparse.Namespace) -> int:
     """Print, for the command line, how the run is; return the exit status."""
     place = arguments.run or next(iter(list_newest_runs()), "")
     if not place:
-        raise ConfigError(format_violation("RUN_DIR", RUNS, "there is no run in it", ["the directory of a run"]))
+        raise ConfigError("RUN_DIR", RUNS, "there is no run in it", ["the directory of a run"])
     while True:
         with open_run_directory(place) as directory:
             current_look = look_into_run(directory, place)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from platform.boundary import documents, schema
-from platform.boundary.refusals import ConfigError, format_violation, refuse_failures
+from platform.boundary.refusals import ConfigError, refuse_failures
 from platform.boundary.schema import Malformed
 from platform.cluster import run_directory as traces
 from platform.cluster.run_directory import LOCK
@@ -85,7 +85,7 @@ def look_into_run(directory: Path, name: str = "") -> Look:
         journal = _read_journal_events(directory, torn)
         rows = _read_or_note(torn, METRICS, lambda: _read_metrics_rows(directory), [])
     if config is None and not journal:
-        raise ConfigError(format_violation("run.dir", name or directory, "holds no run", list_newest_runs()[:3]))
+        raise ConfigError("run.dir", name or directory, "holds no run", list_newest_runs()[:3])
     owner, driver = read_owner(directory)
     steps = (config.train.stop_at or config.train.steps) if config else None
     live = _read_or_note(torn, LIVE, lambda: read_live(directory), None)
@@ -113,7 +113,7 @@ def open_run_directory(place: str) -> Iterator[Path]:
                     raw = bytes(storage.read(name, start))
                     (folder / name).write_bytes(raw.partition(b"\n")[2] if start else raw)
         if not {traces.CONFIG, JOURNAL} & sizes.keys():
-            raise ConfigError(format_violation("run.dir", storage.url, "holds no run"))
+            raise ConfigError("run.dir", storage.url, "holds no run")
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

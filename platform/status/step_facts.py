@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from platform.boundary import schema
-from platform.boundary.refusals import ConfigError, format_violation, refuse_all
+from platform.boundary.refusals import ConfigError, refuse_all
 from platform.boundary.schema import Malformed, OpenMap, Span
 from platform.boundary.storage import open_storage
 from platform.checkpoint.catalogue import find_newest_checkpoint
@@ -47,9 +47,7 @@ def step_of_configuration(config: Config, step: int, why: str = "") -> TakenStep
 def check_step(step: int, steps: int) -> None:
     """Raise ConfigError, with the nearest legal one, if a run of so many `steps` has no such training step."""
     if not 1 <= step <= steps:
-        raise ConfigError(
-            format_violation("step", step, f"must be from 1 to train.steps={steps}", [min(max(1, step), steps)])
-        )
+        raise ConfigError("step", step, f"must be from 1 to train.steps={steps}", [min(max(1, step), steps)])
 
 
 def step_of_run(directory: Path, step: int | None, name: str = "") -> TakenStep:
@@ -59,7 +57,7 @@ def step_of_run(directory: Path, step: int | None, name: str = "") -> TakenStep:
     try:
         config = run_directory.read_configuration(directory)
         if config is None:
-            raise ConfigError(format_violation("run.dir", run_name, "holds no run", list_newest_runs()[:3]))
+            raise ConfigError("run.dir", run_name, "holds no run", list_newest_runs()[:3])
         refuse_all(load_extensions(config.extend))
         rows: list[dict[str, Any]] = []
         with suppress(FileNotFoundError):
@@ -77,9 +75,9 @@ def step_of_run(directory: Path, step: int | None, name: str = "") -> TakenStep:
         length = recorded.get("length") or find_step_length(config, step)
         return TakenStep(config, step, recorded["samples"], length, plan, why, _read_corpus_digest(config, directory))
     except Malformed as error:
-        raise ConfigError(format_violation("run.dir", run_name, f"is not a run's ({error})")) from None
+        raise ConfigError("run.dir", run_name, f"is not a run's ({error})") from None
     except OSError as error:
-        raise ConfigError(format_violation("run.dir", run_name, f"cannot be read ({error.strerror})")) from None
+        raise ConfigError("run.dir", run_name, f"cannot be read ({error.strerror})") from None
 
 
 def _read_corpus_digest(config: Config, directory: Path) -> str:

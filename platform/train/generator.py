@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import inf, lcm
+from math import inf
 from typing import Any
 
 import torch
@@ -13,23 +13,12 @@ from torch import Tensor
 
 from platform.config.fields import Config
 from platform.model.layers import Activations
+from platform.plan import generation_passes
 from platform.plan.chunks import Chunk, common_name
-from platform.plan.generation_passes import (
-    HEAD,
-    PIECE,
-    ROOM,
-    SCORED,
-    PassShape,
-    batch_unit,
-    cache_unit,
-    pass_row,
-    plan_pass,
-    ranks_per_text,
-)
-from platform.plan.layout import Layout, pad_to_multiple
+from platform.plan.generation_passes import HEAD, PIECE, SCORED, PassShape, batch_unit, pass_row, plan_pass
+from platform.plan.layout import pad_to_multiple
 from platform.plan.operations.attention import KeyValueCache
 from platform.plan.plan import Plan
-from platform.plan.rule import Conversion, relayout_steps
 from platform.predict.choose_schedule import build_answering_model
 from platform.runtime import residual
 from platform.runtime.communicator import Communicator
@@ -55,17 +44,7 @@ class Batch:
     tokens of an encoder's row, 0 without; `most`: limit of tokens of a text that is scored; `ranks` that share each
     text, where a pass reads a `piece` of it."""
 
-    def __init__(
-        self,
-        texts: AskedTexts,
-        unit: int,
-        *,
-        left: bool = True,
-        copies: int = 1,
-        source: int = 0,
-        most: int = 0,
-        ranks: int = 1,
-    ):
+    def __init__(self, texts: AskedTexts, unit: int, *, left: bool, copies: int, source: int, most: int, ranks: int):
         """Pad texts, given as token ids, to a batch int64 [rows, tokens] that generation passes read. `unit`: number of
         which the number of texts is made a multiple; `left`: pad in front, for texts to be continued; `copies`: rows
         per text, for beams; `source`: tokens of an encoder's row, 0 without an encoder; `most`: limit of tokens of a
@@ -89,18 +68,13 @@ class Batch:
         self.ids, self.begins = (t.repeat_interleave(copies, 0) for t in (ids, begins))
         numbers = [*(texts.numbers or range(count)), *[0] * more]
         self.numbers = torch.tensor(numbers).repeat_interleave(copies, 0)
-        self.source = (
-            self._pad_sources(texts.sources, len(rows), source).repeat_interleave(copies, 0) if source else None
-        )
-
-    @staticmethod
-    def _pad_sources(sources: Sequence[Sequence[int]], rows: int, length: int) -> Tensor:
-        """Return the encoder's token ids, int64 [rows, length], padded with -1; a row without a text has a single 0."""
-        source_ids = torch.full((rows, length), -1)
-        source_ids[:, 0] = 0
-        for row, text in zip(source_ids, sources, strict=False):
-            row[: len(text)] = torch.tensor(text)
-        return source_ids
+        self.source: Tensor | None = None
+        if source:  # padded with -1; a row without a text has a single 0
+            source_ids = torch.full((len(rows), source), -1)
+            source_ids[:, 0] = 0
+            for row, text in zip(source_ids, texts.sources, strict=False):
+                row[: len(text)] = torch.tensor(text)
+            self.source = source_ids.repeat_interleave(copies, 0)
 
     def build_data(self, tokens: Tensor, offset: int) -> dict[str, Tensor]:
         """Return the data tensors, by name, of a generation pass that reads `tokens` [rows, n] from `offset` on."""
@@ -193,11 +167,8 @@ class RankPass:
         self._stage = communicator.coordinates["stage"]
         self._planned = pass_plan = plan_pass(plan, model, shape, self._stage)
         self._last = plan.chunks[-1].number
-        passes = (
-            ParallelOps(p, communicator, weights.readable_tensors, ahead=False)
-            for p in (pass_plan.body, pass_plan.head)
-        )
-        self._body, self._head = passes
+        parts = pass_plan.body, pass_plan.head
+        self._body, self._head = (ParallelOps(p, communicator, weights.readable_tensors, ahead=False) for p in parts)
         if plan.sharded:
             residency = self._build_residency(weights, frees=plan.zero == 3)
             self._body.residency = self._head.residency = residency
@@ -214,10 +185,9 @@ class RankPass:
         spans = {}
         for c in self._planned.body.chunks:
             names = [*c.spans[:-1], (*c.spans[-1], *(head if c.number == self._last else ()))]
-            buckets = [list({id(flats[n]): flats[n] for n in some}.values()) for some in names]
-            pairs = zip(names, buckets, strict=True)
             spans[c.number] = [
-                ResidentSpan(common_name(some) if frees else "", flat_buckets) for some, flat_buckets in pairs
+                ResidentSpan(common_name(some) if frees else "", list({id(flats[n]): flats[n] for n in some}.values()))
+                for some in names
             ]
         return Residency(self._communicator, spans, frees=frees, turns=False, ahead=True)
 
@@ -255,27 +225,21 @@ class RankPass:
             if not is_absent(stream):
                 stream = convert(self._communicator, stream, self._planned.joins.forward).wait()
             last = {"memory": None, "stream": stream if is_absent(stream) else stream[-self._shape.asked :]}
-            logits.append(self._gather_vocabulary(self._model.part(self._head, {}, last, (HEAD,))["logits"]))
+            split_logits = self._model.part(self._head, {}, last, (HEAD,))["logits"]
+            whole_logits = convert(self._communicator, split_logits, self._planned.gathers.forward).wait()
+            logits.append(whole_logits[..., : self._planned.head.sizes["vocab"]])
         if residency:
             residency.end_pass()
         return {name: x for name, x in outputs.items() if x is not None}
 
-    def _gather_vocabulary(self, logits: Tensor) -> Tensor:
-        """Gather the logits' vocabulary, split over ranks: return [tokens, this rank's sequences, vocab]."""
-        planner, spec = self._planned.head.planner, self._planned.logits
-        source = planner.layout(spec)
-        target = Layout.build_canonical({"batch": source["batch"]})
-        steps = Conversion(relayout_steps(spec.dims, source, target), ())
-        gathered = convert(self._communicator, logits, planner.fill_shapes(steps, spec, source, target).forward).wait()
-        return gathered[..., : self._planned.head.sizes["vocab"]]
-
     @property
-    def sequence_span(self) -> tuple[int, int]:
-        """Return which of the batch's texts this rank has logits of after a generation pass: (first, count)."""
+    def sequence_span(self) -> slice:
+        """Return the slice of the batch's texts that this rank has logits of after a generation pass."""
         plan = self._planned.head
         axes = plan.layout(self._planned.logits)["batch"]
         count = self._shape.batch // plan.mesh.count_ranks(axes)
-        return self._communicator.group_index(axes) * count, count
+        first = self._communicator.group_index(axes) * count
+        return slice(first, first + count)
 
     @property
     def is_source_rank(self) -> bool:
@@ -301,8 +265,8 @@ class Generator:
         which each next token is chosen from its logits; `ends`: token ids that end a text."""
         if rule.beams > 1:
             return self._search_beams(texts, tokens, rule, ends)
-        batch = self._build_batch(texts)
-        cache, stops = self._build_cache(batch, tokens), torch.tensor(list(ends), dtype=torch.int64)
+        batch, cache = self._build_batch(texts, tokens)
+        stops = torch.tensor(list(ends), dtype=torch.int64)
         generated = torch.full((batch.rows, tokens), -1)
         going = torch.arange(batch.rows) < batch.texts
         run, logits = self._read_batch(batch, cache)
@@ -320,8 +284,8 @@ class Generator:
         """Continue each text by the best continuation that a beam search finds, with the arguments and result of
         `continue_texts`. The beams of a text are adjacent rows of the batch, on the same ranks, so that they may go on
         from each other's key-value cache."""
-        batch = self._build_batch(texts, copies=rule.beams)
-        cache, rows = self._build_cache(batch, tokens), torch.arange(batch.rows).view(-1, rule.beams)
+        batch, cache = self._build_batch(texts, tokens, copies=rule.beams)
+        rows = torch.arange(batch.rows).view(-1, rule.beams)
         beams = [Beams(rule, ends) for _ in rows]
         run, logits = self._read_batch(batch, cache)
         for i in range(tokens):
@@ -329,9 +293,8 @@ class Generator:
             next_tokens = self._share_numbers(run, logits, empty, lambda x, _: find_candidates(x[-1], rule))
             going = [b for b in range(batch.texts) if not beams[b].done]
             for b in going:
-                rows[b] = b * rule.beams + torch.tensor(
-                    beams[b].extend_beams(next_tokens[b * rule.beams : (b + 1) * rule.beams])
-                )
+                first = b * rule.beams
+                rows[b] = first + torch.tensor(beams[b].extend_beams(next_tokens[first : first + rule.beams]))
             if i + 1 == tokens or all(b.done for b in beams[: batch.texts]):
                 break
             cache.reorder_sequences(rows.flatten())
@@ -342,8 +305,7 @@ class Generator:
     def score_texts(self, texts: AskedTexts, starts: Sequence[int]) -> list[Scored]:
         """Score texts under the model, all ranks together: return, for each, the log-probability of its tokens from
         number `starts[i]` (1 or more) to its end, in nats, and whether each of these is the likeliest at its place."""
-        batch = self._build_batch(texts, left=False)
-        cache = self._build_cache(batch, 0)
+        batch, cache = self._build_batch(texts, 0, left=False)
         positions = torch.arange(1, batch.longest).expand(batch.rows, -1)
         ends = torch.tensor([len(ids) for ids in texts.ids] + [0] * (batch.rows - batch.texts))
         begins = torch.tensor([*starts, *[0] * (batch.rows - batch.texts)])
@@ -351,12 +313,8 @@ class Generator:
         total = torch.zeros(batch.rows, 2, dtype=torch.float64)
         for first in range(0, batch.longest - 1, SCORED):
             piece = slice(first, min(first + SCORED, batch.longest - 1))
-            tokens, labels, counted = (
-                batch.ids[:, piece],
-                batch.ids[:, piece.start + 1 : piece.stop + 1],
-                counts[:, piece],
-            )
-            run, logits = self._run_pass(batch, tokens, first, cache, asked=piece.stop - first)
+            labels, counted = batch.ids[:, first + 1 : piece.stop + 1], counts[:, piece]
+            run, logits = self._run_pass(batch, batch.ids[:, piece], first, cache, asked=piece.stop - first)
 
             def sum_scores(x: Tensor, own_rows: slice, labels: Tensor = labels, counted: Tensor = counted) -> Tensor:
                 """Return `_score_labels` of a piece of the texts in the rows `own_rows`, fp64 [rows, 2], from logits
@@ -366,29 +324,26 @@ class Generator:
             total += self._share_numbers(run, logits, torch.zeros_like(total), sum_scores)
         return [Scored(log_probability, misses == 0) for log_probability, misses in total[: batch.texts].tolist()]
 
-    def _build_batch(self, texts: AskedTexts, *, left: bool = True, copies: int = 1) -> Batch:
-        """Pad texts to a batch that generation passes of this plan can read. `left`, `copies`: arguments of `Batch`."""
+    def _build_batch(
+        self, texts: AskedTexts, tokens: int, *, left: bool = True, copies: int = 1
+    ) -> tuple[Batch, KeyValueCache]:
+        """Pad texts to a batch that generation passes of this plan can read, and return it with an empty key-value
+        cache that has room for each text and `tokens` more. `left`, `copies`: arguments of `Batch`."""
         plan = self._plan
-        ranks = ranks_per_text(plan, len(texts.ids), max(map(len, texts.ids)))
+        ranks = generation_passes.ranks_per_text(plan, len(texts.ids), max(map(len, texts.ids)))
         unit = batch_unit(plan.scheme, plan.mesh, ranks > 1)
         sizes = {"source": self._encoder_length(texts), "most": self._config.model.length + 1, "ranks": ranks}
-        return Batch(texts, unit, left=left, copies=copies, **sizes)
+        batch = Batch(texts, unit, left=left, copies=copies, **sizes)
+        return batch, KeyValueCache(generation_passes.cache_capacity(plan, batch.longest + tokens, ranks > 1))
 
     def _encoder_length(self, texts: AskedTexts) -> int:
         """Return the tokens of the encoder's input of these texts: as configured where positions are learned, else as
         many as the longest text has, rounded up to 16; 0 without an encoder."""
         m = self._config.model
         most = (m.source_length or m.length) if m.kind == "encoder_decoder" else 0
-        return (
-            most
-            if m.positions == "learned" or not most
-            else min(most, pad_to_multiple(max(map(len, texts.sources)), 16))
-        )
-
-    def _build_cache(self, batch: Batch, tokens: int) -> KeyValueCache:
-        """Return an empty key-value cache with room for each text of a batch and `tokens` more, rounded up."""
-        room = lcm(ROOM, cache_unit(self._plan.scheme, self._plan.mesh, batch.ranks > 1))
-        return KeyValueCache(pad_to_multiple(batch.longest + tokens, room))
+        if m.positions == "learned" or not most:
+            return most
+        return min(most, pad_to_multiple(max(map(len, texts.sources)), 16))
 
     def _read_batch(self, batch: Batch, cache: KeyValueCache) -> tuple[RankPass, Tensor | None]:
         """Read a batch of texts into the key-value `cache`, pass by pass; return the last pass, with its logits."""
@@ -408,11 +363,11 @@ class Generator:
         shape = PassShape(tokens.shape[1], batch.rows, cache.capacity, asked, reads, shared)
         if any((s.batch, s.capacity) != (shape.batch, shape.capacity) or n != source for s, n in self._passes):
             self._passes.clear()
-        if (shape, source) not in self._passes:
+        run = self._passes.get((shape, source))
+        if run is None:
             model = self._models.setdefault(source, build_answering_model(self._config, source))
-            rank_pass = RankPass(self._plan, self._communicator, self._weights, model, shape)
-            self._passes[shape, source] = rank_pass
-        run = self._passes[shape, source]
+            run = RankPass(self._plan, self._communicator, self._weights, model, shape)
+            self._passes[shape, source] = run
         with self._communicator.clock.time_section("forward"):
             return run, run.run_pass(batch.build_data(tokens, offset), offset, cache)
 
@@ -422,8 +377,7 @@ class Generator:
         pass that gave `logits`, None on ranks of other pipeline stages."""
         communicator = self._communicator
         if logits is not None and run.is_source_rank:
-            first, count = run.sequence_span
-            own_rows = slice(first, first + count)
+            own_rows = run.sequence_span
             own_numbers = numbers(logits, own_rows)
             with communicator.clock.waiting_for_device():
                 out[own_rows] = own_numbers.to(out)
@@ -458,9 +412,8 @@ def choose_tokens(logits: Tensor, rule: Choice, sequences: Tensor, position: int
     if not rule.temperature:
         return logits.argmax(-1)
     p = torch.softmax(restrict_logits(logits / rule.temperature, rule), -1)
-    drawn = (
-        residual.random_bits(residual.derive_key(rule.seed, "answer", position), sequences.to(p.device)) & 0xFFFFFFFF
-    )
+    key = residual.derive_key(rule.seed, "answer", position)
+    drawn = residual.random_bits(key, sequences.to(p.device)) & 0xFFFFFFFF
     total = p.cumsum(-1)
     tokens = torch.searchsorted(total, (drawn.double() * _DRAW * total[:, -1]).unsqueeze(-1), right=True).squeeze(-1)
     tokens = tokens.clamp_max(p.shape[-1] - 1)

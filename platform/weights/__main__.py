@@ -14,21 +14,17 @@ from typing import Any
 
 from platform.boundary.local_files import list_missing_directories, refuse_full_disk, remove_empty_directories
 from platform.boundary.redaction import strip_url_secrets
-from platform.boundary.refusals import ConfigError, build_command_line, format_violation, run_command
+from platform.boundary.refusals import ConfigError, build_command_line, run_command
 from platform.boundary.storage import open_storage
 from platform.boundary.terminal import escape_terminal_text
 from platform.checkpoint import catalogue
 from platform.checkpoint.manifest import Refused
 from platform.data.tokenizer_files import has_tokenizer
+from platform.weights import model_folder
 from platform.weights.exporting import SHARD, TYPES, export_model, open_exportable
 from platform.weights.families import FAMILIES
 from platform.weights.importing import import_model, open_importable, swap_in_averages
-from platform.weights.model_folder import (
-    SavedModel,
-    build_vocabulary_if_readable,
-    read_companion_files,
-    read_export_files,
-)
+from platform.weights.model_folder import SavedModel, read_companion_files, read_export_files
 from platform.weights.tensor_names import parse_stored_model
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -90,10 +86,9 @@ def _export_weights(arguments: argparse.Namespace) -> int:
     length = parse_stored_model(manifest.meta.identity).length
     like_its = arguments.like if has_tokenizer(arguments.like) else ""
     companion_files = read_export_files(arguments.tokenizer or like_its, storage, directory, manifest, length)
-    vocabulary = build_vocabulary_if_readable(companion_files)
-    export = open_exportable(
-        storage, directory, manifest, arguments.family, arguments.dtype, like, vocabulary, arguments.fused
-    )
+    vocabulary = model_folder.build_vocabulary_if_readable(companion_files)
+    form = arguments.family, arguments.dtype, like, vocabulary, arguments.fused
+    export = open_exportable(storage, directory, manifest, *form)
     folder = open_storage(arguments.folder, "folder")
     new_folders = [] if "://" in arguments.folder else list_missing_directories(Path(arguments.folder).absolute())
     try:
@@ -104,11 +99,8 @@ def _export_weights(arguments: argparse.Namespace) -> int:
         raise
     if not vocabulary:
         print("without a tokenizer: --tokenizer PATH or --like FOLDER takes one along")
-    print(
-        escape_terminal_text(
-            f"{directory}: {export.family.architecture} in {strip_url_secrets(arguments.folder)}: {', '.join(names)}"
-        )
-    )
+    place = f"{export.family.architecture} in {strip_url_secrets(arguments.folder)}"
+    print(escape_terminal_text(f"{directory}: {place}: {', '.join(names)}"))
     return 0
 
 
@@ -116,9 +108,7 @@ def _parse_byte_size(text: str) -> int:
     """Convert a size such as 5GB, of a file of exported weights, to bytes. Raises ConfigError."""
     size_match = re.fullmatch(r"(\d{1,15})(|KB|MB|GB)", text, re.ASCII)
     if not size_match or not int(size_match[1]):
-        raise ConfigError(
-            format_violation("--shard", text, "must be a number of bytes, KB, MB or GB", ["5GB", "500MB"])
-        )
+        raise ConfigError("--shard", text, "must be a number of bytes, KB, MB or GB", ["5GB", "500MB"])
     return int(size_match[1]) * _UNITS[size_match[2]]
 
 

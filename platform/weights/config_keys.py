@@ -215,14 +215,12 @@ class Rotary(Rule):
         model_keys["rope_scaling"] = "none" if kind == "default" else kind
         defaults = {"original_max_position_embeddings": config_json.get("max_position_embeddings"), **_DEFAULTS}
         for name, ours in _SCALINGS[kind].items():
-            value, kind_of = scaling.pop(name, None), type(getattr(Model(), ours))
+            key, value, kind_of = f"{scaling_key}.{name}", scaling.pop(name, None), type(getattr(Model(), ours))
             value = defaults.get(name) if value is None else value
             if kind_of is bool:
-                model_keys[ours] = read_value(
-                    {f"{scaling_key}.{name}": value}, f"{scaling_key}.{name}", NEEDED, (bool,)
-                )
+                model_keys[ours] = read_value({key: value}, key, NEEDED, (bool,))
             else:
-                model_keys[ours] = kind_of(_check_not_negative(f"{scaling_key}.{name}", value))
+                model_keys[ours] = kind_of(_check_not_negative(key, value))
         for name, value in scaling.items():
             if (name, value) not in _NEUTRAL and not (value is None and name in ("mscale", "mscale_all_dim")):
                 raise Inexpressible(f"{scaling_key}.{name}", value, f"our rope_scaling={kind} has no such number")

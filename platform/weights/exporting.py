@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from platform.boundary.refusals import ConfigError, format_violation, refuse_all
+from platform.boundary.refusals import ConfigError, refuse_all
 from platform.boundary.storage import Storage, write_all_or_nothing
 from platform.boundary.terminal import show_phase
 from platform.checkpoint.buffer import DTYPES
@@ -21,20 +21,11 @@ from platform.checkpoint.manifest import Manifest
 from platform.checkpoint.moves import read_tensor
 from platform.config.fields import Model
 from platform.data.tokenizer import Vocabulary
+from platform.weights import tensor_names
 from platform.weights.config_keys import ConfigJson, Family, Free
 from platform.weights.importing import SOURCE
 from platform.weights.model_folder import CONFIG, INDEX, SINGLE, special_token_ids
-from platform.weights.tensor_names import (
-    Stored,
-    build_config_json,
-    choose_family,
-    find_family,
-    functional_keys,
-    list_parameters,
-    list_stored_tensors,
-    parse_stored_model,
-    translate_config_json,
-)
+from platform.weights.tensor_names import Stored, choose_family, find_family, functional_keys, list_parameters
 
 METADATA = {"format": "pt"}
 TYPES = ("float64", "float32", "bfloat16", "float16")
@@ -59,7 +50,7 @@ class Exportable:
     @cached_property
     def tensors(self) -> list[Stored]:
         """List the tensors of a model to export, named and ordered as transformers stores them."""
-        return list_stored_tensors(self.model, self.family, self.fused)
+        return tensor_names.list_stored_tensors(self.model, self.family, self.fused)
 
     @cached_property
     def _state_names(self) -> set[str]:
@@ -74,10 +65,8 @@ class Exportable:
 
     def read_stored_tensor(self, stored: Stored) -> Tensor:
         """Read a tensor in transformers' form and the exported type from the checkpoint. Raises Refused or OSError."""
-        blocks = [
-            read_tensor(self.storage, self.directory, self.manifest, f"model.{part.name}", part.box)
-            for part in stored.parts
-        ]
+        checkpoint = self.storage, self.directory, self.manifest
+        blocks = [read_tensor(*checkpoint, f"model.{part.name}", part.box) for part in stored.parts]
         return stored.join_blocks(blocks).to(DTYPES[self.element_type(stored)]).contiguous()
 
 
@@ -95,10 +84,10 @@ def open_exportable(
     the first that expresses it; `dtype`: the element type of all tensors, "" for the checkpoint's; `like`: a
     config.json for keys that ours do not express; `vocabulary`: the checkpoint's tokenizer, with the ids of special
     tokens; `fused`: stack the experts of a layer. Raises ConfigError with a line for each mistake."""
-    model = parse_stored_model(manifest.meta.identity)
+    model = tensor_names.parse_stored_model(manifest.meta.identity)
     source = like if like is not None else manifest.meta.values.get(SOURCE)
     if source is not None and not isinstance(source, dict):
-        raise ConfigError(format_violation("checkpoint", directory, f"its {SOURCE} is no config.json"))
+        raise ConfigError("checkpoint", directory, f"its {SOURCE} is no config.json")
     config = _choose_config(model, family, source, special_token_ids(vocabulary, model))
     chosen_family = find_family(config)
     if fused and not chosen_family.fused:
@@ -116,7 +105,7 @@ def _choose_config(model: Model, family: str, source: ConfigJson | None, ids: Co
     if source is not None and (not family or source.get("model_type") == family) and _is_config_of_model(source, model):
         return dict(source)
     chosen = choose_family(model, family)
-    config = build_config_json(model, chosen)
+    config = tensor_names.build_config_json(model, chosen)
     free = dict(ids)
     if source is not None:
         free = {key: value for key, value in source.items() if _is_free(chosen, key)}
@@ -127,7 +116,7 @@ def _is_config_of_model(source: ConfigJson, model: Model) -> bool:
     """Return True if a config.json of transformers describes the model to export, `model`."""
     names = () if model.tied else ("lm_head.weight",)
     with suppress(ConfigError):
-        return functional_keys(Model(**translate_config_json(source, names))) == functional_keys(model)
+        return functional_keys(Model(**tensor_names.translate_config_json(source, names))) == functional_keys(model)
     return False
 
 
@@ -182,11 +171,8 @@ def export_model(
     kinds = {name: export.element_type(stored) for name, stored in tensors.items()}
     sizes = {name: prod(t.shape) * DTYPES[kinds[name]].itemsize for name, t in tensors.items()}
     shards = divide_into_shards(sizes, most)
-    files = (
-        [SINGLE]
-        if len(shards) == 1
-        else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    )
+    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    files = [SINGLE] if len(shards) == 1 else files
     documents = dict(more or {})
     if len(shards) > 1:
         where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
@@ -196,10 +182,8 @@ def export_model(
     names = [*files, *documents]
     if taken_names := sorted({*names} & folder.list_sizes("").keys()):
         raise FileExistsError(f"{folder.url} has {', '.join(taken_names)} already; name another folder")
-    with (
-        write_all_or_nothing(folder, names) as draft_storage,
-        show_phase("exporting", sum(sizes.values()), "B") as shown,
-    ):
+    phase = show_phase("exporting", sum(sizes.values()), "B")
+    with write_all_or_nothing(folder, names) as draft_storage, phase as shown:
         for file, shard in zip(files, shards, strict=True):
             order = sorted(shard, key=lambda name: (-DTYPES[kinds[name]].itemsize, name))  # as safetensors orders them
             descriptions = {name: (kinds[name], tensors[name].shape) for name in order}

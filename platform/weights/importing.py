@@ -28,18 +28,9 @@ from platform.checkpoint.moves import Fetch, build_block_fetch
 from platform.config.fields import Config, Model
 from platform.data.tokenizer_files import has_tokenizer
 from platform.optimizer.optimizers import AVERAGE
-from platform.weights import FROM_HF
+from platform.weights import FROM_HF, tensor_names
 from platform.weights.model_folder import CONFIG, Place, SavedModel
-from platform.weights.tensor_names import (
-    Stored,
-    find_family,
-    functional_keys,
-    list_parameters,
-    list_stored_tensors,
-    match_tensor_names,
-    parse_stored_model,
-    translate_config_json,
-)
+from platform.weights.tensor_names import Stored, find_family, functional_keys, list_parameters, parse_stored_model
 
 # Import of a model that transformers saved: what it is, as our keys and in a configuration, whether all of it is
 # there, and a checkpoint of it.
@@ -70,7 +61,7 @@ def source_keys(source: str, key: str) -> dict[str, Any]:
 def keys_of_saved_model(saved: SavedModel) -> dict[str, Any]:
     """Return the configuration keys, without `model.`, of a model that transformers saved. Raises ConfigError."""
     with _name_model_in_errors(saved):
-        return translate_config_json(saved.config, saved.tensors)
+        return tensor_names.translate_config_json(saved.config, saved.tensors)
 
 
 def complete_model(config: Config, typed: Mapping[str, Any]) -> list[str]:
@@ -121,9 +112,11 @@ def _match_weight_names(saved: SavedModel, model: Model, drop: Sequence[str]) ->
     """Return the tensors of a model that transformers saved, each with its name in the files, for `open_importable`."""
     family = find_family(saved.config)
     names = [name for name in saved.tensors if not any(fnmatchcase(name, pattern) for pattern in drop)]
-    forms = [list_stored_tensors(model, family, fused) for fused in ((False, True) if family.fused else (False,))]
+    kinds = (False, True) if family.fused else (False,)
+    forms = [tensor_names.list_stored_tensors(model, family, fused) for fused in kinds]
     candidates = [
-        (expected_tensors, *match_tensor_names(names, expected_tensors, model, family)) for expected_tensors in forms
+        (expected_tensors, *tensor_names.match_tensor_names(names, expected_tensors, model, family))
+        for expected_tensors in forms
     ]
     expected_tensors, match, violations = min(candidates, key=lambda one: len(one[0]) - len(one[1].there))
     tensors = [(stored, match.there[stored.name]) for stored in expected_tensors if stored.name in match.there]
@@ -140,11 +133,8 @@ def _name_model_in_errors(saved: SavedModel) -> AbstractContextManager[None]:
 def _violations_of_shapes(saved: SavedModel, tensors: Sequence[tuple[Stored, str]]) -> Iterator[str]:
     """Yield one line for all saved tensors of another shape than the model's, and one for tensors that hold no
     floating-point numbers. `tensors`: (tensor expected, its name in the files)."""
-    shapes = [
-        f"{name} is {list(saved_shape)}, not {list(stored.shape)}"
-        for stored, name in tensors
-        if (saved_shape := saved.tensors[name][1].shape) != stored.shape
-    ]
+    unequal = [(s, name) for s, name in tensors if saved.tensors[name][1].shape != s.shape]
+    shapes = [f"{name} is {list(saved.tensors[name][1].shape)}, not {list(s.shape)}" for s, name in unequal]
     if shapes:
         yield f"shapes: {', '.join(shapes)}"
     kinds = [
@@ -181,9 +171,8 @@ def import_model(import_source: Importable, storage: Storage, carried: CarriedFi
         plan={},
         values={SOURCE: import_source.saved.config},
     )
-    return store_pieces(
-        storage, import_source.pieces_by_tensor, import_source.saved.fetch_pieces, shapes, meta, carried
-    )
+    pieces, fetch = import_source.pieces_by_tensor, import_source.saved.fetch_pieces
+    return store_pieces(storage, pieces, fetch, shapes, meta, carried)
 
 
 # Averaged weights of a checkpoint (train.ema) in the place of the trained ones.
@@ -221,20 +210,14 @@ def open_initial_weights(config: Config) -> InitialWeights:
     url = config.train.init
     if url.rstrip("/").endswith(".safetensors") or CONFIG in _list_source_files(url):
         if config.train.init_averaged:
-            raise ConfigError(
-                format_violation(
-                    "train.init_averaged", True, f"{strip_url_secrets(url)} is no checkpoint of a run", [False]
-                )
-            )
+            reason = f"{strip_url_secrets(url)} is no checkpoint of a run"
+            raise ConfigError("train.init_averaged", True, reason, [False])
         source_model = Model(**source_keys(url, KEY))
         saved_weights = open_importable(url, KEY, _limit_vocabulary(config.model, source_model))
         pieces = [piece for some in saved_weights.pieces_by_tensor for piece in some]
         notes = _describe_differences(source_model, config.model)
-        return _extend_vocabulary(
-            InitialWeights(strip_url_secrets(url), pieces, saved_weights.saved.fetch_pieces, notes),
-            config.model,
-            source_model,
-        )
+        weights = InitialWeights(strip_url_secrets(url), pieces, saved_weights.saved.fetch_pieces, notes)
+        return _extend_vocabulary(weights, config.model, source_model)
     return _open_checkpoint_weights(url, config.model, config.train.init_averaged)
 
 
@@ -247,16 +230,15 @@ def _list_source_files(url: str) -> dict[str, int]:
         why = "there is nothing"
     except OSError as error:
         why = f"cannot be read: {error}"
-    raise ConfigError(format_violation(KEY, strip_url_secrets(url), why))
+    raise ConfigError(KEY, strip_url_secrets(url), why)
 
 
 def _open_checkpoint_weights(url: str, model: Model, averaged: bool) -> InitialWeights:
     """Open the initial weights of a run, or the averages of them (`averaged`), from the checkpoint that a URL names, or
     the newest good one in the storage. Raises ConfigError unless they fit `model`."""
     with refuse_failures(KEY, strip_url_secrets(url), Refused, OSError):
-        storage, name, manifest = catalogue.select_checkpoint(
-            url, KEY, none=f"holds neither a checkpoint nor a {CONFIG}"
-        )
+        lack = f"holds neither a checkpoint nor a {CONFIG}"
+        storage, name, manifest = catalogue.select_checkpoint(url, KEY, none=lack)
         manifest = swap_in_averages(manifest) if averaged else manifest
     source, notes = model, []
     with suppress(ConfigError):  # of an earlier or later version, which says nothing of what it lacks
@@ -264,26 +246,16 @@ def _open_checkpoint_weights(url: str, model: Model, averaged: bool) -> InitialW
         notes = _describe_differences(source, model)
     stored_shapes = {n.removeprefix("model."): t.shape for n, t in manifest.tensors.items() if n.startswith("model.")}
     shapes = {n: shape for n, (_, shape) in list_parameters(_limit_vocabulary(model, source)).items()}
+    unequal_names = [n for n, shape in shapes.items() if stored_shapes.get(n, shape) != shape]
     mismatches = {
         "names: missing": [n for n in shapes if n not in stored_shapes],
         "names: no part of this model": [n for n in stored_shapes if n not in shapes],
-        "shapes": [
-            f"{n} is {list(stored_shapes[n])}, not {list(s)}"
-            for n, s in shapes.items()
-            if n in stored_shapes and stored_shapes[n] != s
-        ],
+        "shapes": [f"{n} is {list(stored_shapes[n])}, not {list(shapes[n])}" for n in unequal_names],
     }
-    refuse_all(
-        [
-            format_violation(KEY, strip_url_secrets(url), f"{fault}: {', '.join(sorted(n))}")
-            for fault, n in mismatches.items()
-            if n
-        ]
-    )
-    pieces, checkpoint_url = (
-        list_stored_pieces(manifest, [f"model.{n}" for n in shapes]),
-        strip_url_secrets(f"{storage.url}/{name}"),
-    )
+    faults = [f"{fault}: {', '.join(sorted(names))}" for fault, names in mismatches.items() if names]
+    refuse_all(format_violation(KEY, strip_url_secrets(url), fault) for fault in faults)
+    pieces = list_stored_pieces(manifest, [f"model.{n}" for n in shapes])
+    checkpoint_url = strip_url_secrets(f"{storage.url}/{name}")
     weights = InitialWeights(checkpoint_url, pieces, build_block_fetch(storage, name), notes)
     return _extend_vocabulary(weights, model, source)
 
@@ -309,11 +281,8 @@ def _extend_vocabulary(weights: InitialWeights, model: Model, source_model: Mode
     for piece in weights.pieces:
         old[piece.name].append(piece)
     tables = {f"model.{n}": shape for n, (p, shape) in list_parameters(model).items() if p.dims[:1] == ("vocab",)}
-    new = [
-        piece
-        for name, shape in tables.items()
-        for piece in _new_rows(name, shape, source_model.vocab, old[name][0].dtype)
-    ]
+    first = source_model.vocab
+    new = [piece for name, shape in tables.items() for piece in _new_rows(name, shape, first, old[name][0].dtype)]
 
     @cache
     def compute_mean_row(name: str) -> Tensor:
@@ -337,10 +306,7 @@ def _extend_vocabulary(weights: InitialWeights, model: Model, source_model: Mode
                 memory.view(DTYPES[piece.dtype]).view(piece.box.extent).copy_(compute_mean_row(piece.name))
 
     names = ", ".join(name.removeprefix("model.") for name in tables)
-    note = (
-        f"{model.vocab - source_model.vocab} new rows of {names}: each the mean "
-        f"of the {source_model.vocab} that are there"
-    )
+    note = f"{model.vocab - first} new rows of {names}: each the mean of the {first} that are there"
     return replace(weights, pieces=[*weights.pieces, *new], fetch=fetch_or_fill, notes=[*weights.notes, note])
 
 
@@ -357,8 +323,6 @@ def _describe_differences(source_model: Model, model: Model) -> list[str]:
     mine, theirs = (
         {**functional_keys(m), "capacity_factor": m.capacity_factor * (m.experts > 0)} for m in (model, source_model)
     )
-    return [
-        f"model.{key}={getattr(model, key)} here, {getattr(source_model, key)} where the weights come from"
-        for key in vars(model)
-        if mine.get(key) != theirs.get(key)
-    ]
+    keys = [key for key in vars(model) if mine.get(key) != theirs.get(key)]
+    values = [(key, getattr(model, key), getattr(source_model, key)) for key in keys]
+    return [f"model.{key}={ours} here, {other} where the weights come from" for key, ours, other in values]

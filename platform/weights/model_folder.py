@@ -13,7 +13,7 @@ from torch import Tensor
 
 from platform.boundary import documents, schema
 from platform.boundary.redaction import strip_url_secrets
-from platform.boundary.refusals import ConfigError, format_violation, refuse_failures
+from platform.boundary.refusals import ConfigError, refuse_failures
 from platform.boundary.schema import Malformed, OpenMap, Text
 from platform.boundary.sealed_blocks import LARGEST_BLOCK, THREADS
 from platform.boundary.storage import Storage, open_storage
@@ -85,7 +85,7 @@ class SavedModel:
 
     def build_refusal(self, why: str) -> ConfigError:
         """Return the ConfigError that refuses this saved model for the reason `why`."""
-        return ConfigError(format_violation(self._key, self.url, why))
+        return ConfigError(self._key, self.url, why)
 
     def _read_config(self, file_sizes: dict[str, int]) -> dict[str, Any]:
         """Read config.json of the saved model as a map; raises Refused if it is missing or malformed. `file_sizes`:
@@ -118,9 +118,8 @@ class SavedModel:
 
     def _find_tensors(self, files: dict[str, int | None]) -> dict[str, tuple[str, ForeignTensor]]:
         """Return the saved model's tensors, name -> (file, description), from its files; cached until one changes."""
-        versions = [
-            f"{file} {size} {self._folder.read_version(file)}" for file, size in files.items() if size is not None
-        ]
+        sizes = {file: size for file, size in files.items() if size is not None}
+        versions = [f"{file} {size} {self._folder.read_version(file)}" for file, size in sizes.items()]
         key = self._folder.url, *versions
         if len(versions) < len(files) or key not in _HEADERS:
             _HEADERS.clear()
@@ -223,9 +222,8 @@ def _cut_turned_matrix(
         start, end = (begin.start + at * width * size for at in (a, b))
         for number, part in enumerate(parts):
             rows = (number, width, len(parts)) if alternate else (row, row + part.rows, 1)
-            yield Piece(
-                f"model.{part.name}", dtype, _box_of_columns(part, a, b), Place(begin.file, start, end, width, *rows)
-            )
+            place = Place(begin.file, start, end, width, *rows)
+            yield Piece(f"model.{part.name}", dtype, _box_of_columns(part, a, b), place)
             row += part.rows
 
 
@@ -332,12 +330,10 @@ def check_tokenizer(data: Data, vocabulary: Vocabulary | None, place: str, files
         return
     others, count = _count_other_ids(known, vocabulary.tokenizer)
     if others:
-        reason = (
-            f"is not that of the weights in {strip_url_secrets(place)}: {others} "
-            f"of its {count} tokens have other ids here"
-        )
-        legal = [f"data.tokenizer={strip_url_secrets(place)}", "data.foreign_tokenizer=true"]
-        raise ConfigError(format_violation("data.tokenizer", strip_url_secrets(data.tokenizer), reason, legal))
+        place = strip_url_secrets(place)
+        reason = f"is not that of the weights in {place}: {others} of its {count} tokens have other ids here"
+        legal = [f"data.tokenizer={place}", "data.foreign_tokenizer=true"]
+        raise ConfigError("data.tokenizer", strip_url_secrets(data.tokenizer), reason, legal)
 
 
 def _count_other_ids(known: ConfinedTokenizer, data_tokenizer: Tokenizer | ConfinedTokenizer) -> tuple[int, int]:

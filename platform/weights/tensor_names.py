@@ -97,9 +97,8 @@ def list_stored_tensors(m: Model, family: Family, fused: bool = False) -> list[S
             tensors.append(Stored(name, tuple(chain.from_iterable(each)), row.turned))
             continue
         if not _is_per_expert(row_parameters[0][0]):
-            tensors.append(
-                Stored(name, tuple(_describe_matrix(*one, vector) for one in row_parameters), row.turned, vector)
-            )
+            matrices = tuple(_describe_matrix(*one, vector) for one in row_parameters)
+            tensors.append(Stored(name, matrices, row.turned, vector))
             continue
         each = [tuple(_describe_one_matrix(*one, e) for one in row_parameters) for e in range(m.experts)]
         if "{e}" in name:
@@ -166,18 +165,15 @@ def match_tensor_names(
         file_by_name |= {name: name for name in names if name in known}
     buffers = {name.replace("{i}", str(i)) for name in family.buffers for i in range(m.layers)}
     names_in_files = {name: file for name, file in file_by_name.items() if name in known}
-    repeated = tuple(
-        (file, family.same[name]) for name, file in file_by_name.items() if name not in known and name in family.same
-    )
+    others = ((name, file) for name, file in file_by_name.items() if name not in known)
+    repeated = tuple((file, family.same[name]) for name, file in others if name in family.same)
     foreign_names = file_by_name.keys() - known - family.same.keys() - buffers
     lines = []
     if missing := [name for name in known if name not in names_in_files]:
         lines.append(f"names: {_join_names(missing)}: missing")
     if foreign_names:
-        lines.append(
-            f"names: {_join_names(file_by_name[name] for name in foreign_names)}: no part "
-            f"of {family.architecture} with this config.json"
-        )
+        foreign = _join_names(file_by_name[name] for name in foreign_names)
+        lines.append(f"names: {foreign}: no part of {family.architecture} with this config.json")
     return Matched(names_in_files, repeated), lines
 
 
@@ -208,12 +204,10 @@ def find_family(config_json: ConfigJson) -> Family:
     has other parts than a language model."""
     kind, classes = config_json.get("model_type"), config_json.get("architectures")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ConfigError(format_violation("model_type", json_excerpt(kind), "no family that is known", FAMILIES))
+        raise ConfigError("model_type", json_excerpt(kind), "no family that is known", FAMILIES)
     family = FAMILIES[kind]
     if classes is not None and not (isinstance(classes, list) and len(classes) == 1 and classes[0] in family.read):
-        raise ConfigError(
-            format_violation("architectures", json_excerpt(classes), f"model_type={kind} is known as", family.read)
-        )
+        raise ConfigError("architectures", json_excerpt(classes), f"model_type={kind} is known as", family.read)
     return family
 
 
@@ -233,11 +227,8 @@ def translate_config_json(config_json: ConfigJson, names: Iterable[str] = ()) ->
         except Inexpressible as error:
             violations.append(str(error))
     known = {name for rule in rules for name in rule.key_names}
-    violations += [
-        f"{key}={json_excerpt(value)}: our words do not express this key"
-        for key, value in config_json.items()
-        if key not in known
-    ]
+    unknown = ((key, value) for key, value in config_json.items() if key not in known)
+    violations += [f"{key}={json_excerpt(value)}: our words do not express this key" for key, value in unknown]
     if "tied" not in model_values:
         model_values["tied"] = "lm_head.weight" not in names
     refuse_all(violations or _violations_of_model(Model(**model_values)))

@@ -32,7 +32,7 @@ class Watched(Generator):
 
     def _share_numbers(self, run, logits, out, numbers):
         if logits is not None and run.is_source_rank:
-            self.seen.append((run.sequence_span[0], logits[-1].double().clone()))
+            self.seen.append((run.sequence_span.start, logits[-1].double().clone()))
         return super()._share_numbers(run, logits, out, numbers)
 
 

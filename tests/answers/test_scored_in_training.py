@@ -87,7 +87,7 @@ def test_scores_are_those_of_one_process(how):
 def test_texts_of_like_length_share_their_passes():
     """Each new length of a pass is planned anew; none is longer than the model and the token that it predicts."""
     asked = [AskedTexts([[1] * length, [2]]) for length in range(2, 34)]
-    assert {Batch(texts, 1, left=False, most=33).longest for texts in asked} == {17, 33}
+    assert {Batch(texts, 1, left=False, copies=1, source=0, most=33, ranks=1).longest for texts in asked} == {17, 33}
 
 
 def test_negative_control_other_weights_score_otherwise(monkeypatch):

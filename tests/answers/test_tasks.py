@@ -177,7 +177,7 @@ def test_bleu_of_learned_translations(learned, tmp_path):
 
 
 def test_without_lm_eval_a_run_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("platform.cluster.eval_tasks.find_spec", lambda name: None)
+    monkeypatch.setattr("platform.cluster.answer_scores.find_spec", lambda name: None)
     lines = refused("data=synthetic", "eval.tasks=[x,y]", "eval.every=1", "eval.task_folder=nowhere", cwd=tmp_path)
     assert lines[0] == "config: eval.tasks: needs the package lm_eval: pip install 'elastic-platform[eval]'"
     assert lines[1].startswith("config: eval.task_folder=") and lines[1].endswith("/nowhere: there is no such folder")

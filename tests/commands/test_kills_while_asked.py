@@ -26,7 +26,7 @@ COMMAND = (
 LAUNCH = """
 import sys
 from platform.cluster import driver
-from platform.cluster.eval_tasks import RunTasks
+from platform.cluster.answer_scores import RunTasks
 from platform.launch import main
 from platform.train.replies import Choice
 class Questions:

@@ -18,6 +18,7 @@ from platform.boundary import refusals
 PACKAGE = Path(refusals.__file__).parents[1]
 WORDS = re.compile("nearest legal: |or go on with ")  # of a hint, where no function writes it
 LONGEST = 90  # characters of a constraint in a site's name
+CALLS = ("format_violation", "ConfigError")
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def _sites_of(path: Path) -> Iterator[Site]:
     tree = ast.parse(path.read_text())
     inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "format_violation" and len(node.args) > 3:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in CALLS and len(node.args) > 3:
             what = f"{ast.unparse(node.args[0])}: {ast.unparse(node.args[2])}"
             yield Site(_short(name, what), str(path), node.lineno, node.end_lineno or node.lineno)
         elif (
@@ -74,6 +75,8 @@ def reached() -> Iterator[set[tuple[str, int]]]:
 
     def recorded(*given: Any, **named: Any) -> str:
         frame: FrameType | None = sys._getframe(1)
+        if frame and frame.f_code.co_name == "__init__":
+            frame = frame.f_back
         while frame and frame.f_code.co_name.startswith("<"):  # a comprehension's, in Python 3.11
             found.add((frame.f_code.co_filename, frame.f_lineno))
             frame = frame.f_back

@@ -12,20 +12,11 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from platform.boundary.redaction import redact_secrets
-from platform.boundary.refusals import ConfigError, format_violation
+from platform.boundary.refusals import ConfigError
 from platform.boundary.storage import open_storage
 from platform.boundary.terminal import show_phase
-from platform.checkpoint.catalogue import (
-    CarriedFiles,
-    Lease,
-    Selection,
-    find_newest_checkpoint,
-    list_attempts,
-    load_manifest,
-    quarantine_checkpoint,
-    select_lowest_loss,
-    verify_checkpoint,
-)
+from platform.checkpoint import catalogue
+from platform.checkpoint.catalogue import CarriedFiles, Lease, Selection, find_newest_checkpoint, load_manifest
 from platform.checkpoint.manifest import FileReport, Meta, Refused
 from platform.checkpoint.saver import Saver
 from platform.cluster.crew.crew import Crew, Worker
@@ -116,9 +107,8 @@ class Checkpoints:
         self._why = ""  # reason of the last failed save
         self._useful: float | None = None  # useful seconds, for the next event of the save under way
         if self._leased and selection:
-            self._origin = find_resume_checkpoint(
-                config, held=True
-            )  # again, under the lease: an older driver could save and delete
+            # again, under the lease: an older driver could save and delete
+            self._origin = find_resume_checkpoint(config, held=True)
         self.step = self._origin.step if self._origin else 0
 
     def is_save_due(self, step: int, last: bool, stopping: bool) -> bool:
@@ -141,13 +131,13 @@ class Checkpoints:
         storage does not answer."""
         losses, complete = self._saver.losses, []
         with suppress(OSError):
-            for attempt in list_attempts(self._storage) if losses else []:
+            for attempt in catalogue.list_attempts(self._storage) if losses else []:
                 with suppress(Refused):
                     load_manifest(self._storage, attempt.directory_name)
                     complete.append(attempt)
         return "".join(
             f"lowest val loss {losses[a.step]:.4f}, after step {a.step}: {self._storage.url}/{a.directory_name}"
-            for a in select_lowest_loss(complete, losses)
+            for a in catalogue.select_lowest_loss(complete, losses)
         )
 
     def check_save_failures(self) -> None:
@@ -170,7 +160,7 @@ class Checkpoints:
         try:
             newest = find_newest_checkpoint(self._storage, deep=False, mark=False).directory
             if newest:
-                verify_checkpoint(self._storage, newest)
+                catalogue.verify_checkpoint(self._storage, newest)
             return "" if newest else "none was saved"
         except (Refused, OSError) as error:
             return f"the newest cannot be read back: {error}"
@@ -209,14 +199,13 @@ class Checkpoints:
             why = changed or "the files have changed"
             reason = f"its corpus is {corpus} now, and was {trained_corpus} for {where}: {why}"
             legal = ["the data as it was", f"a run of its own from these weights, run.dir=DIRECTORY train.init={where}"]
-            raise ConfigError(format_violation("data", self._config.data.kind, reason, legal))
+            raise ConfigError("data", self._config.data.kind, reason, legal)
 
     def _find_changed_data(self) -> dict[str, tuple[Any, Any]]:
         """Return the keys of data whose values differ from the resumed checkpoint's: key -> (there, here)."""
         assert self._origin and self._origin.manifest
-        changed_keys = find_differences(
-            complete_identity(self._origin.manifest.meta.identity), run_identity(self._config)
-        )
+        saved_identity = complete_identity(self._origin.manifest.meta.identity)
+        changed_keys = find_differences(saved_identity, run_identity(self._config))
         return {key: pair for key, pair in changed_keys.items() if key.startswith("data.")}
 
     def _report_refused(self, directory: str, reason: str) -> None:
@@ -240,10 +229,8 @@ class Checkpoints:
             self._say(f"continues after step {self.step}: {selection.url}")
             return True
         if failure.fault != "corrupt":
-            raise ConfigError(
-                format_violation("checkpoint.resume", selection.url, f"cannot be resumed from: {failure.reason}")
-            )
-        quarantine_checkpoint(selection.storage, selection.directory, failure.reason)
+            raise ConfigError("checkpoint.resume", selection.url, f"cannot be resumed from: {failure.reason}")
+        catalogue.quarantine_checkpoint(selection.storage, selection.directory, failure.reason)
         self._report_refused(selection.directory, failure.reason)
         self.select_newest_again()
         return False

@@ -242,9 +242,8 @@ class Controller:
             report = reports[0]
             bubble = losses = scores = None
             if generation.timeline:
-                bubble = generation.timeline.add_step(
-                    step, start, [report.timeline for report in reports], report.parts
-                )
+                timelines = [report.timeline for report in reports]
+                bubble = generation.timeline.add_step(step, start, timelines, report.parts)
             if every and step % every == 0:
                 within = self._step_deadline(generation)  # per clock section, of which an evaluation may have many
                 losses, scores = self._evaluations.evaluate_model(crew, generation.plan, step, within)
@@ -444,9 +443,8 @@ class Controller:
         if culprit.refusal and self.state is RunState.RUNNING:
             raise GaveUp(culprit.refusal)
         self._failed = self._failed or perf_counter()
-        self._journal.write(
-            events.Failure(**culprit.event_fields(), step=step, useful_seconds=self.take_useful_seconds())
-        )
+        useful = self.take_useful_seconds()
+        self._journal.write(events.Failure(**culprit.event_fields(), step=step, useful_seconds=useful))
         self._monitor.say(str(failure))
         self._failures[step] += 1
         count = self._failures[step]

@@ -10,18 +10,18 @@ from math import inf, log
 from typing import Any
 
 from platform.boundary.documents import error_line
+from platform.cluster.answer_scores import NotScored
 from platform.cluster.asked_model import Ask, AskedModel, add_boundary_token
 from platform.cluster.control.recruiter import Recruiter, ReformProposal
 from platform.cluster.control.run_context import Generation, RunContext
 from platform.cluster.crew.crew import Crew, T, Worker
-from platform.cluster.eval_tasks import NotScored
 from platform.config.fields import Config
 from platform.config.ramps import find_step_length
 from platform.monitor import MetricsRow, events
 from platform.monitor.step_parts import average_parts, parts_table, replanning_line
 from platform.monitor.timeline import StepForecast
-from platform.plan.generation_passes import batch_unit
-from platform.plan.layout import format_count, pad_to_multiple
+from platform.plan.generation_passes import batch_rows
+from platform.plan.layout import format_count
 from platform.plan.plan import Plan
 from platform.plan.plan_summary import REST, fold_into_measured_parts
 from platform.predict.calibration import fit_slowdowns
@@ -173,9 +173,8 @@ class Evaluations:
         samples = {split: count for split, _ in validations.values()}
         by_split = crew.call_ranks(Worker.evaluate_splits, samples, within=within)[0]
         losses = {name: by_split[split] for name, (split, _) in validations.items()}
-        mean = sum(losses[name] * share for name, (_, share) in validations.items()) / sum(
-            share for _, share in validations.values()
-        )
+        total = sum(share for _, share in validations.values())
+        mean = sum(losses[name] * share for name, (_, share) in validations.items()) / total
         return {**losses, "": mean}
 
     def show_sample(self, crew: Crew, plan: Plan, step: int) -> None:
@@ -193,17 +192,14 @@ class Evaluations:
         asked = self._wrap_model(partial(crew.call_ranks, within=within), plan)
         ids = [corpus.encode(prompt) for prompt in prompts]
         prompt_ids = [add_boundary_token(token_ids, config.model, corpus.special) for token_ids in ids]
-        answers = dict(
-            asked.continue_prompts(prompt_ids, tokens, Choice(corpus.vocab, TEMPERATURE, seed=config.seed), [])
-        )
-        return [
-            corpus.decode([*([] if asked.pairs else token_ids), *answers[n].ids]) for n, token_ids in enumerate(ids)
-        ]
+        choice = Choice(corpus.vocab, TEMPERATURE, seed=config.seed)
+        answers = dict(asked.continue_prompts(prompt_ids, tokens, choice, []))
+        shown = [[] if asked.pairs else token_ids for token_ids in ids]
+        return [corpus.decode([*token_ids, *answers[n].ids]) for n, token_ids in enumerate(shown)]
 
     def _wrap_model(self, ask: Ask, plan: Plan) -> AskedModel:
         """Wrap the run's model, asked by `ask`, a call of the crew, to write and score texts in batches."""
-        batch = pad_to_multiple(plan.sizes["batch"], batch_unit(plan.scheme, plan.mesh))
-        return AskedModel(ask, self._config.model, self._corpus.vocabulary, batch, self._corpus.special)
+        return AskedModel(ask, self._config.model, self._corpus.vocabulary, batch_rows(plan), self._corpus.special)
 
     def _score_tasks(self, crew: Crew, plan: Plan, step: int, within: float) -> dict[str, float] | None:
         """Return the scores of the model by eval.tasks after a training step, TASK/METRIC -> value; None without tasks,
@@ -298,10 +294,8 @@ def _parts_of_step(report: StepReport, generation: Generation, wall_seconds: flo
     first, end = report.samples
     full = end - first == config.train.global_batch and find_step_length(config, report.step) == config.model.length
     rest = wall_seconds - sum(report.parts.values())
-    return {
-        "parts": {**report.parts, REST: rest},
-        "predicted_seconds": generation.predicted_seconds if full else None,
-    }
+    predicted = generation.predicted_seconds if full else None
+    return {"parts": {**report.parts, REST: rest}, "predicted_seconds": predicted}
 
 
 def _worker_spreads(workers: Mapping[str, RankRange]) -> dict[str, Any]:

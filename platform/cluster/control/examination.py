@@ -58,9 +58,8 @@ def examine_members(crew: Crew, job: Job, numbers: Sequence[int], *, thorough: b
         together = _examine_together(crew, job, numbers, thorough, partners) if thorough or job.device == "cuda" else {}
         for number in numbers:
             one = _merge_findings(alone[number], together.get(number, {}))
-            findings_by_member[number] = (
-                merge_findings(findings_by_member[number], one) if number in findings_by_member else one
-            )
+            before = findings_by_member.get(number)
+            findings_by_member[number] = merge_findings(before, one) if before else one
         bad, shared = judge_workers(findings_by_member, job.device)
         if not any(bad.values()) and not shared:
             break
@@ -141,18 +140,12 @@ class Doctor:
         start, crew_members = time.perf_counter(), crew.members
         outcome = examine_members(crew, self._job, members, thorough=self._asked == "full")
         self._known.update(new)
-        bad = {
-            n: f"worker {n} on {crew_members[n].node}: {outcome.describe_symptoms(n)}" for n in new if n in outcome.bad
-        }
-        self._journal.write(
-            events.Examined(
-                numbers=new,
-                unsound=list(bad),
-                reasons=list(bad.values()),
-                shared=[f"{check}: {why}" for check, why in outcome.shared.items()],
-                seconds=time.perf_counter() - start,
-            )
-        )
+        names = {n: f"worker {n} on {crew_members[n].node}" for n in new if n in outcome.bad}
+        bad = {n: f"{name}: {outcome.describe_symptoms(n)}" for n, name in names.items()}
+        shared, reasons = [f"{check}: {why}" for check, why in outcome.shared.items()], list(bad.values())
+        seconds = time.perf_counter() - start
+        event = events.Examined(numbers=new, unsound=list(bad), reasons=reasons, shared=shared, seconds=seconds)
+        self._journal.write(event)
         for line in bad.values():
             self._say(f"doctor  {line}: it gets no seat")
         for check, why in outcome.shared.items():
@@ -181,11 +174,8 @@ def violations_of_workers(crew: Crew, config: Config, run_dir: Path) -> dict[int
     with _write_probe_files(storages) as name:
         driver_proof = describe_environment(config, run_dir, name)
         worker_proofs = crew.call_ranks(Worker.prove_environment, name)
-    return {
-        rank: lines
-        for rank, worker_proof in enumerate(worker_proofs)
-        if (lines := list_disagreements(driver_proof, worker_proof, config))
-    }
+    lines_by_rank = {rank: list_disagreements(driver_proof, proof, config) for rank, proof in enumerate(worker_proofs)}
+    return {rank: lines for rank, lines in lines_by_rank.items() if lines}
 
 
 @contextmanager
@@ -214,9 +204,8 @@ def list_disagreements(driver_proof: Proof, worker_proof: Proof, config: Config)
         "checkpoint.resume": redact_secrets(config.checkpoint.resume),
     }
     lines = []
-    for kind, name, value in (
-        (k, n, v) for k in ("sees", "code", "versions") for n, v in getattr(driver_proof, k).items()
-    ):
+    kinds = ("sees", "code", "versions")
+    for kind, name, value in ((k, n, v) for k in kinds for n, v in getattr(driver_proof, k).items()):
         if (worker_value := getattr(worker_proof, kind).get(name)) != value:
             how = f"{worker_value} on node {worker_proof.node}, {value} at the driver"
             if kind == "sees":
@@ -225,7 +214,6 @@ def list_disagreements(driver_proof: Proof, worker_proof: Proof, config: Config)
                 lines.append(f"cluster: {kind} of {name}: {how}; all nodes must run the same")
     for key, legal in _ALWAYS.items():
         if why := worker_proof.lacks.get(key):
-            lines.append(
-                format_violation(key, flatten_config(config)[key], f"{why} on node {worker_proof.node}", legal)
-            )
+            why += f" on node {worker_proof.node}"
+            lines.append(format_violation(key, flatten_config(config)[key], why, legal))
     return lines

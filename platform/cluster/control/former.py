@@ -8,7 +8,7 @@ from math import inf
 from time import perf_counter
 from typing import Any
 
-from platform.boundary.refusals import ConfigError, format_violation
+from platform.boundary.refusals import ConfigError
 from platform.boundary.terminal import show_phase, tolerate_write_error
 from platform.cluster.control import examination
 from platform.cluster.control.recruiter import Recruiter, arrange_seats, find_rank_tiers, member_paths
@@ -157,9 +157,8 @@ class Former:
         if not seated_source:  # what they hold is worth more than to be near each other
             others = [number for number in members if number not in member_of_rank.values()]
             seatable = [*member_of_rank.values(), *others][: mesh.world_size]
-            seated_source = take_seats(
-                source, arrange_seats({number: paths[number] for number in seatable}, mesh, member_of_rank)
-            )
+            seatable_paths = {number: paths[number] for number in seatable}
+            seated_source = take_seats(source, arrange_seats(seatable_paths, mesh, member_of_rank))
         assert seated_source
         return seated_source.seats, seated_source
 
@@ -220,7 +219,7 @@ class Former:
             weights = open_initial_weights(self._config)
             failure = crew.call_ranks(Worker.load_initial_weights)[0]
             if failure:
-                raise ConfigError(format_violation("train.init", weights.url, failure.reason))
+                raise ConfigError("train.init", weights.url, failure.reason)
         except ConfigError as error:
             if not self._formed:
                 raise

@@ -155,9 +155,8 @@ def measure_clock_shifts(
     lags = {}
     for (generation, node_name), barrier_times in left.items():
         base = left[generation, first[generation]]
-        lags[generation, node_name] = round(
-            median([base[step] - barrier_times[step] for step in barrier_times if step in base] or [0])
-        )
+        step_lags = [base[step] - barrier_times[step] for step in barrier_times if step in base]
+        lags[generation, node_name] = round(median(step_lags or [0]))
     return {name: lags[name.generation, node[name]] for name in heads}
 
 
@@ -235,9 +234,8 @@ class _Trace:
         for (step, generation), note in self._notes.items():
             first = min(name for name in self._heads if name[:2] == (step, generation))
             begin = self._heads[first].left + self._shifts[first]
-            for thread, (row, part_seconds) in enumerate(
-                (("predicted", note.predicted), ("measured", note.measured)), 1
-            ):
+            rows = ("predicted", note.predicted), ("measured", note.measured)
+            for thread, (row, part_seconds) in enumerate(rows, 1):
                 time = begin
                 for part, seconds in part_seconds.items():
                     if (length := round(seconds * 1e9)) > 0:
@@ -368,9 +366,8 @@ class Profiles:
             return self._say(f"WARNING: no step of monitor.profile={[*self._run.config.monitor.profile]} was done here")
         missing = [step for step in self._steps if step not in merged.steps]
         self._merged = merged.steps
-        self._run.journal.write(
-            Profiled(file=str(self.path), steps=merged.steps, ranks=merged.ranks, bytes=merged.bytes)
-        )
+        event = Profiled(file=str(self.path), steps=merged.steps, ranks=merged.ranks, bytes=merged.bytes)
+        self._run.journal.write(event)
         lacks = f"; steps {', '.join(map(str, missing))} are not in it" if missing else ""
         cut = f"; the {merged.cut} shortest events are left out" if merged.cut else ""
         size, ranks = f"{merged.bytes / 1e6:.1f} MB", format_count(merged.ranks, "rank")

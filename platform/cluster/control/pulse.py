@@ -45,9 +45,8 @@ class Pulse(AbstractContextManager["Pulse"]):
         """Write live.json every PULSE_SECONDS until the context ends; an error there is no reason for a run to end."""
         while not self._ended.wait(PULSE_SECONDS):
             with suppress(Exception):
-                text = json.dumps(
-                    redact_secrets(self.describe_driver().plain_fields()), allow_nan=False, separators=(",", ":")
-                )
+                fields = redact_secrets(self.describe_driver().plain_fields())
+                text = json.dumps(fields, allow_nan=False, separators=(",", ":"))
                 replace_text(self.directory / LIVE, text + "\n")
 
     def describe_driver(self) -> Live:

@@ -37,9 +37,8 @@ class Recruiter:
         self._journal, self._say, self._signals = run.journal, run.monitor.say, run.signals
         self._most = max(run.plan.mesh.world_size, most_workers(run.config))
         self._limit = run.places.limit
-        self._least = (
-            run.config.elastic.min_workers or run.plan.mesh.world_size
-        )  # workers that the first generation needs
+        # workers that the first generation needs
+        self._least = run.config.elastic.min_workers or run.plan.mesh.world_size
         self._plans: dict[tuple[int, float], Replanned | None] = {}
         self._hire_from = -inf  # time from which to hire again
         self._doctor = Doctor(run)
@@ -183,9 +182,8 @@ class ReformAdvisor:
         larger_plan = self._recruiter.choose_best_plan(alive) if alive > generation.size else None
         if larger_plan is None or larger_plan.plan.mesh.world_size <= generation.size:
             return None
-        return ReformProposal(
-            f"{alive} workers are there: the mesh grows from {generation.size} to {larger_plan.plan.mesh.world_size}"
-        )
+        size = larger_plan.plan.mesh.world_size
+        return ReformProposal(f"{alive} workers are there: the mesh grows from {generation.size} to {size}")
 
     def _find_slow_members(self, generation: Generation, report: StepReport) -> list[int]:
         """Return the numbers of the workers that `report` and the SLOW_STEPS - 1 reports before it all show as slow;
@@ -260,9 +258,8 @@ class _Seating:
                 self._seat_block(level - 1, tier)
             return
         [rank] = ranks
-        member = min(
-            (m for m in self._here[tier] if m not in self._taken), key=lambda m: (self._seat_mismatch(m, rank), m)
-        )
+        free = (m for m in self._here[tier] if m not in self._taken)
+        member = min(free, key=lambda m: (self._seat_mismatch(m, rank), m))
         self._taken.add(member)
         self.seats.append(member)
         for depth in range(len(self._paths[member]) + 1):

@@ -14,8 +14,8 @@ from platform.plan.plan import Plan
 from platform.predict.tier_traffic import Tiers
 
 if TYPE_CHECKING:
+    from platform.cluster.answer_scores import RunTasks
     from platform.cluster.control.checkpoints import Checkpoints
-    from platform.cluster.eval_tasks import RunTasks
     from platform.cluster.resources import Places
     from platform.cluster.run_directory import RunDirectory
     from platform.train.state_recovery import Formation

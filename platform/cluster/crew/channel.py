@@ -307,9 +307,8 @@ class Line:
 
     def receive_messages(self) -> Iterator[dict[str, Any]]:
         """Yield the driver's messages to its worker, unvalidated JSON, until it hangs up. Raises OSError, Garbled."""
-        yield from self._frames.split_messages(
-            b""
-        )  # what came in one read with the message that was the last to be taken
+        # what came in one read with the message that was the last to be taken
+        yield from self._frames.split_messages(b"")
         while data := self._connection.recv(READ_BYTES):
             yield from self._frames.split_messages(data)
 
@@ -386,14 +385,8 @@ _SCOPES = ("00", "10")  # there: of global addresses and of loopback; addresses 
 def find_interface(address: str) -> str:
     """Return this machine's network interface with the IPv4 or IPv6 `address`, for workers to use; "" for none."""
     plain_address = address.rpartition(":")[2] if "." in address else address  # an IPv4 address in IPv6's form
-    return next(
-        (
-            name
-            for name, interface_address in [*list_addresses(4), *list_addresses(6)]
-            if interface_address == plain_address
-        ),
-        "",
-    )
+    names = {known: name for name, known in reversed([*list_addresses(4), *list_addresses(6)])}
+    return names.get(plain_address, "")
 
 
 def list_addresses(version: int) -> list[tuple[str, str]]:

@@ -38,12 +38,8 @@ class ForkServer:
         """Start the fork server, a process that imports the module of the worker that `assignment` describes."""
         self._control, theirs = socket.socketpair()
         with theirs:
-            arguments = [
-                json.dumps(sys.path),
-                str(theirs.fileno()),
-                str(os.getpid()),
-                assignment.worker.partition(":")[0],
-            ]
+            arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
+            arguments.append(assignment.worker.partition(":")[0])
             # One thread: what is forked must have no other, and a worker sets its own number of them.
             environment = os.environ | assignment.unset_defaults(os.environ) | {"OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(

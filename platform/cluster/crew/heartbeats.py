@@ -128,9 +128,8 @@ class Outlook:
 
     def _call_progress(self, method: str) -> tuple[float, float]:
         """Return how much of a call of a method is done, and of how much: bytes of all, or sequences of each."""
-        beats = [beat for beat, _ in list(self._beats.values()) if beat.total] or [
-            PROGRESS.current_activity()
-        ]  # of this process
+        beats = [beat for beat, _ in list(self._beats.values()) if beat.total]
+        beats = beats or [PROGRESS.current_activity()]  # of this process
         done, total = sum(beat.done for beat in beats), sum(beat.total for beat in beats)
         each = 1 if _FAR[method] == "B" else len(beats)
         return done / each, total / each
@@ -322,9 +321,8 @@ class Watch:
             return {}, set()
         beats = {number: self._beats[number] for number in pending}
         busy = {number: beat for number, beat in beats.items() if not beat.waiting}
-        stuck = {
-            n: _describe_place(b) for n, b in busy.items() if b.call and b.seconds >= NEARLY * self._hang_seconds(b)
-        }
+        in_calls = ((n, b) for n, b in busy.items() if b.call)
+        stuck = {n: _describe_place(b) for n, b in in_calls if b.seconds >= NEARLY * self._hang_seconds(b)}
         if stuck:
             return stuck, set(stuck)
         if not busy and now - self._moved >= self._within:
@@ -332,9 +330,8 @@ class Watch:
             if 0 < len(working) < len(beats):
                 return working, set(working)
             if now - self._moved >= self._calm:
-                return {
-                    n: f"all pending ranks wait for each other: {_describe_place(b)}" for n, b in beats.items()
-                }, set()
+                places = {n: _describe_place(b) for n, b in beats.items()}
+                return {n: f"all pending ranks wait for each other: {place}" for n, place in places.items()}, set()
         return {}, set()
 
     def _hang_seconds(self, beat: Activity) -> float:

@@ -212,9 +212,8 @@ class RayActors(Launcher):
         """Start or join the crew's Ray cluster; return the address of this machine that its nodes can reach."""
         if self._embedded:
             growth = max(0, job.config.elastic.max_workers - job.world_size)
-            self._forks = ForkServer(
-                assign_worker(job, -1, local_rank=0, local_world_size=job.world_size, group_rank=0)
-            )
+            assignment = assign_worker(job, -1, local_rank=0, local_world_size=job.world_size, group_rank=0)
+            self._forks = ForkServer(assignment)
             self._ray = Embedded(max(size, job.world_size) + growth, gpus=job.device == "cuda")
             self._path = f"{self._ray.directory}/forks"
             self._forks.listen_for_orders(self._path)
@@ -261,9 +260,8 @@ class RayActors(Launcher):
         location_refs = [actor.locate.remote() for actor in actors]
         rendezvous.preload_torch()  # while the actors start
         _await_workers(job, lambda seconds: len(ray.wait(location_refs, num_returns=size, timeout=seconds)[0]), size)
-        locations = [
-            _resolve_location(number, location_ref) for number, location_ref in zip(numbers, location_refs, strict=True)
-        ]
+        refs_by_number = zip(numbers, location_refs, strict=True)
+        locations = [_resolve_location(number, location_ref) for number, location_ref in refs_by_number]
         machines = list(dict.fromkeys(where.machine for where in locations))
         order = sorted(range(size), key=lambda i: (machines.index(locations[i].machine), locations[i].gpu))
         crowds = [[i for i in order if locations[i].machine == machine] for machine in machines]
@@ -377,11 +375,7 @@ def _choose_nodes(job: Job, size: int) -> list[str]:
     bundle, strategy = _job_bundle(job), job.config.cluster.placement.upper()
     labels = bundle.labels
     if strategy == "PACK":
-        nodes = [
-            (node_labels, places)
-            for node_labels, places in free_nodes(bundle.needs)
-            if matches_labels(labels, node_labels)
-        ]
+        nodes = [node for node in free_nodes(bundle.needs) if matches_labels(labels, node[0])]
         labels = find_smallest_tier(job.config.cluster.tiers, nodes, size) | labels
     chosen: dict[str, Any] = {"bundle_label_selector": [labels] * size} if labels else {}
     group = placement_group([bundle.needs] * size, strategy=strategy, **chosen)

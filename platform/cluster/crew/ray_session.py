@@ -157,9 +157,8 @@ def join_cluster(cluster: Cluster) -> None:
     if ray.is_initialized():
         return
     address = os.environ.get("RAY_ADDRESS", "auto")
-    environment = build_runtime_env(
-        cluster.runtime_env, job_config().get("runtime_env") or {}, installed=_is_installed()
-    )
+    job_environment = job_config().get("runtime_env") or {}
+    environment = build_runtime_env(cluster.runtime_env, job_environment, installed=_is_installed())
     try:
         ray.runtime_env.RuntimeEnv(**environment)
     except (TypeError, ValueError) as error:
@@ -172,15 +171,14 @@ def join_cluster(cluster: Cluster) -> None:
             raise _environment_refusal(error) from None
         reason = str(error).strip().partition("\n")[0]
         constraint = f"no Ray cluster at RAY_ADDRESS={address} ({reason}); start one with `ray start --head`"
-        raise ConfigError(format_violation("cluster", "ray", constraint, ["cluster=local"])) from None
+        raise ConfigError("cluster", "ray", constraint, ["cluster=local"]) from None
 
 
 def _environment_refusal(error: Exception) -> ConfigError:
     """Return the ConfigError for a runtime environment that Ray has refused with `error`, without its values, which may
     be secrets."""
-    return ConfigError(
-        f"cluster.runtime_env: Ray refuses it: {escape_unprintable(' '.join(str(error).split())[:SHOWN])}"
-    )
+    reason = escape_unprintable(" ".join(str(error).split())[:SHOWN])
+    return ConfigError(f"cluster.runtime_env: Ray refuses it: {reason}")
 
 
 def _check_listening(address: str) -> None:
@@ -198,9 +196,8 @@ def free_resources(labels: Mapping[str, str]) -> dict[str, float]:
     free = ray.available_resources()
     if not labels:
         return free
-    fitting = [
-        node["Resources"] for node in ray.nodes() if node["Alive"] and matches_labels(labels, node.get("Labels", {}))
-    ]
+    alive = (node for node in ray.nodes() if node["Alive"])
+    fitting = [node["Resources"] for node in alive if matches_labels(labels, node.get("Labels", {}))]
     return {name: min(amount, sum(node.get(name, 0.0) for node in fitting)) for name, amount in free.items()}
 
 
@@ -230,11 +227,9 @@ def free_nodes(needs: Mapping[str, float]) -> list[tuple[dict[str, str], int]]:
     except (AttributeError, ImportError):
         return []
     labels = {node["NodeID"]: dict(node["Labels"] or {}) for node in ray.nodes() if node["Alive"]}
-    return [
-        (labels[node], int(min(free_amounts.get(name, 0.0) // amount for name, amount in needs.items())))
-        for node, free_amounts in free.items()
-        if node in labels
-    ]
+    known = {node: amounts for node, amounts in free.items() if node in labels}
+    rooms = {node: min(amounts.get(n, 0.0) // need for n, need in needs.items()) for node, amounts in known.items()}
+    return [(labels[node], int(room)) for node, room in rooms.items()]
 
 
 def list_accelerators() -> list[str]:

@@ -12,22 +12,8 @@ from typing import Any
 
 from platform.boundary.schema import Malformed
 from platform.boundary.terminal import show_phase
-from platform.cluster.crew import job
-from platform.cluster.crew.channel import (
-    Abort,
-    Answer,
-    Ask,
-    Beat,
-    Call,
-    Dump,
-    Dumped,
-    Hello,
-    Raised,
-    Said,
-    encode_json,
-    encode_message,
-    frame_payload,
-)
+from platform.cluster.crew import channel, job
+from platform.cluster.crew.channel import Abort, Answer, Ask, Beat, Call, Dump, Dumped, Hello, Raised, Said, encode_json
 from platform.cluster.crew.crew import ByRank, Crew, Launcher, T, Worker, arguments_of_rank, call_text
 from platform.cluster.crew.failures import Failure, Member, WorkerFailed
 from platform.cluster.crew.heartbeats import BEAT_SECONDS, CALM_SECONDS, Outlook, Watch
@@ -92,7 +78,7 @@ class Roster:
     def send_message(self, numbers: Collection[int], message: object) -> None:
         """Send one message from the driver to the workers `numbers`, encoded once for all."""
         if numbers:
-            frame = encode_message(message)
+            frame = channel.encode_message(message)
             for number in numbers:
                 self.board.send_frame(number, frame)
 
@@ -286,20 +272,16 @@ class RemoteCrew(Crew):
             for number in left - self._dead_workers.keys():
                 answer = answered.get(number)
                 if answer is None:
-                    lost.append(
-                        self._build_failure(number, "hung", "leave()", f"it has not left in {LEAVE_SECONDS:.0f} s")
-                    )
+                    why = f"it has not left in {LEAVE_SECONDS:.0f} s"
+                    lost.append(self._build_failure(number, "hung", "leave()", why))
                 elif isinstance(answer, Raised):
                     lost.append(self._build_failure(number, "failed", "leave()", answer.error))
                 else:
                     continue
                 self._roster.dispose_member(number)
             known = {failure.member.number for failure in lost}
-            lost += [
-                self._build_failure(n, "died", "release()", why)
-                for n, why in self._dead_workers.items()
-                if n not in known
-            ]
+            dead = ((n, why) for n, why in self._dead_workers.items() if n not in known)
+            lost += [self._build_failure(n, "died", "release()", why) for n, why in dead]
             self._ranks, self._hung, self._failures, self._unread = {}, set(), {}, []
         return lost
 
@@ -344,9 +326,8 @@ class RemoteCrew(Crew):
             for value in rank_arguments:
                 if id(value) not in texts:
                     texts[id(value)] = encode_json(value)
-            self._roster.board.send_frame(
-                number, frame_payload(head + b",".join(texts[id(value)] for value in rank_arguments) + b"]}")
-            )
+            arguments_text = b",".join(texts[id(value)] for value in rank_arguments)
+            self._roster.board.send_frame(number, channel.frame_payload(head + arguments_text + b"]}"))
 
     def _gather_results(self, method: str, call: str, within: float, answering: Collection[int]) -> dict[int, Any]:
         """Collect the results of the call just sent from the members `answering`, by number. `call`: the call as
@@ -370,17 +351,15 @@ class RemoteCrew(Crew):
                     raise WorkerFailed(list(failures.values()))
                 roster.send_message(watch.workers_to_ask(pending, monotonic()), Ask(self._call))
                 roster.send_message(self.outlook.workers_to_ask(pending, now := monotonic()), Ask(self._call))
-                for number, message in self._receive_messages(
-                    min(watch.seconds_to_wait(now), self.outlook.seconds_to_wait(now), deadline - now)
-                ):
+                seconds = min(watch.seconds_to_wait(now), self.outlook.seconds_to_wait(now), deadline - now)
+                for number, message in self._receive_messages(seconds):
                     match message:
                         case Beat():
                             self._note_heartbeat(number, message, watch)
                         case Raised(answer=known) if number in pending and known >= self._oldest:
-                            failures[number] = self._build_failure(
-                                number, "failed", call, message.error, message.refusal
-                            )
-                            deadline = min(deadline, monotonic() + SUSPENSE_SECONDS[failures[number].innocence])
+                            failure = self._build_failure(number, "failed", call, message.error, message.refusal)
+                            failures[number] = failure
+                            deadline = min(deadline, monotonic() + SUSPENSE_SECONDS[failure.innocence])
                             pending.remove(number)
                         case Answer(answer=self._call) if number in pending:
                             try:
@@ -459,6 +438,5 @@ class RemoteCrew(Crew):
                         left.discard(number)
                     case _:
                         self._unread.append((number, message))
-        return (
-            folder if write_summary(folder, {rank: self.job.rank_name(rank) for rank in self._ranks.values()}) else None
-        )
+        names = {rank: self.job.rank_name(rank) for rank in self._ranks.values()}
+        return folder if write_summary(folder, names) else None

@@ -14,20 +14,7 @@ from time import monotonic
 from typing import Any
 
 from platform.cluster.crew import channel
-from platform.cluster.crew.channel import (
-    LIMIT,
-    READ_BYTES,
-    Challenge,
-    Garbled,
-    Greeting,
-    Hello,
-    Said,
-    Unframer,
-    Welcome,
-    encode_message,
-    parse_message,
-    tune_connection,
-)
+from platform.cluster.crew.channel import LIMIT, Garbled, Hello, Said, Unframer, Welcome, encode_message, parse_message
 
 # File descriptor limit of a process, which bounds the number of workers that a driver can have and that a worker can
 # be connected to.
@@ -182,13 +169,13 @@ class Switchboard:
             connection = _Connection(accepted)
             try:
                 accepted.setblocking(False)
-                tune_connection(accepted)
+                channel.tune_connection(accepted)
                 self._selector.register(accepted, selectors.EVENT_READ, connection)
             except OSError:  # the peer has disconnected, or the kernel lacks memory
                 accepted.close()
                 continue
             self._strangers[connection] = monotonic()
-            connection.outgoing.append(memoryview(encode_message(Challenge(connection.challenge))))
+            connection.outgoing.append(memoryview(encode_message(channel.Challenge(connection.challenge))))
             self._write_queued(connection)
             if len(self._strangers) > self._most_strangers():
                 self._drop_oldest_stranger()
@@ -224,7 +211,7 @@ class Switchboard:
         if connection.closed:  # while an earlier event of this turn was handled
             return
         try:
-            data = connection.socket.recv(_GREETING_BYTES if connection.number is None else READ_BYTES)
+            data = connection.socket.recv(_GREETING_BYTES if connection.number is None else channel.READ_BYTES)
             self.received += len(data)
             for message in connection.frames.split_messages(data):
                 self._take_message(connection, message)
@@ -250,7 +237,7 @@ class Switchboard:
     def _admit_member(self, connection: _Connection, message: dict[str, Any]) -> None:
         """Accept the peer of a connection as a member if its greeting proves that it holds the token of an expected
         one, and send it the driver's welcome. Raises Garbled for any other peer."""
-        hello: Hello = parse_message(Greeting, message).hello
+        hello: Hello = parse_message(channel.Greeting, message).hello
         number, token, nonces = hello.number, self.member_token(hello.number), (connection.challenge, hello.nonce)
         if number not in self.expected or not channel.is_same_proof(
             hello.proof, channel.compute_proof(token, channel.MEMBER, *nonces)
@@ -261,9 +248,8 @@ class Switchboard:
         connection.number, connection.frames.limit = number, LIMIT
         self._members[number] = connection
         self._events.append((number, hello))
-        self.send_frame(
-            number, encode_message(Welcome(channel.compute_proof(token, channel.DRIVER, *nonces), self.payload))
-        )
+        proof = channel.compute_proof(token, channel.DRIVER, *nonces)
+        self.send_frame(number, encode_message(Welcome(proof, self.payload)))
 
     def _write_queued(self, connection: _Connection) -> None:
         """Write the queued messages to a worker's connection until its socket takes no more; `poll_events` continues

@@ -25,7 +25,7 @@ from time import monotonic, sleep
 from typing import Annotated, Any
 
 from platform.boundary import documents, schema
-from platform.boundary.refusals import ConfigError, format_violation
+from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed, Span
 from platform.cluster.crew import channel
 from platform.cluster.crew.channel import dial_driver, encode_json
@@ -70,9 +70,8 @@ def follow_driver(run_dir: Path) -> None:
     for number in STOPPING:  # torchrun signals all processes; the driver decides, and needs its workers to save
         signal.signal(number, signal.SIG_IGN)
     rank = int(os.environ["RANK"])
-    _serve_member(
-        driver.address, channel.member_token(_find_key(run_dir), driver.session, rank), rank, own_process=True
-    )
+    token = channel.member_token(_find_key(run_dir), driver.session, rank)
+    _serve_member(driver.address, token, rank, own_process=True)
 
 
 def release_followers() -> None:
@@ -195,9 +194,7 @@ def _find_key(run_dir: Path) -> str:
         except (OSError, ValueError) as error:
             if monotonic() > deadline:
                 constraint = f"the driver's secret cannot be read there ({error}); all nodes must see the same"
-                raise ConfigError(
-                    format_violation("run.dir", run_dir, constraint, [f"{SECRET} in the environment of all"])
-                ) from None
+                raise ConfigError("run.dir", run_dir, constraint, [f"{SECRET} in the environment of all"]) from None
         sleep(0.2)
 
 

@@ -25,23 +25,8 @@ from platform.boundary.documents import error_line
 from platform.boundary.redaction import Shield, register_secrets
 from platform.boundary.refusals import find_refusal, is_stop_signal
 from platform.boundary.terminal import escape_terminal_text
-from platform.cluster.crew.channel import (
-    Abort,
-    Answer,
-    Ask,
-    Beat,
-    Call,
-    Dump,
-    Dumped,
-    Garbled,
-    Line,
-    Order,
-    Raised,
-    dial_driver,
-    encode_message,
-    find_interface,
-    parse_message,
-)
+from platform.cluster.crew import channel
+from platform.cluster.crew.channel import Abort, Ask, Beat, Call, Dump, Dumped, Line, Order, Raised, encode_message
 from platform.cluster.crew.crew import call_text
 from platform.cluster.crew.job import START, Assignment
 from platform.cluster.crew.switchboard import allow_many_files
@@ -105,11 +90,8 @@ def serve_worker(assignment: Assignment, address: tuple[str, int], token: str, *
         bind_near_gpu()  # before there are threads, which inherit it
     if assignment.log:
         _redirect_output(assignment.log, f"[worker{assignment.number} {gethostname()}] ")
-    serve_connection(
-        assignment,
-        dial_driver(address, token, assignment.number, assignment.node, assignment.tiers),
-        own_process=own_process,
-    )
+    line = channel.dial_driver(address, token, assignment.number, assignment.node, assignment.tiers)
+    serve_connection(assignment, line, own_process=own_process)
 
 
 def serve_connection(assignment: Assignment, line: Line, *, own_process: bool) -> None:
@@ -119,9 +101,8 @@ def serve_connection(assignment: Assignment, line: Line, *, own_process: bool) -
     register_secrets(assignment.secrets)
     if own_process:
         allow_many_files()  # connections to other ranks: to hundreds in a restore, to all of them with gloo alone
-    if interface := find_interface(
-        line.local_address
-    ):  # gloo would take the one of the machine's name, which may be loopback
+    # gloo would take the one of the machine's name, which may be loopback
+    if interface := channel.find_interface(line.local_address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if own_process and assignment.device == "cpu":
         _keep_freed_memory()
@@ -175,7 +156,7 @@ class _Host:
         PROGRESS.begin_call(call)
         cause = refusal = ""
         try:
-            frame = encode_message(Answer(number, function()))
+            frame = encode_message(channel.Answer(number, function()))
         except BaseException as error:  # code of the user's own may raise anything, SystemExit too
             if is_stop_signal(error):
                 raise
@@ -214,7 +195,7 @@ class _Host:
         even if a call still runs."""
         try:
             for message in self._line.receive_messages():
-                match parse_message(Order, message):
+                match channel.parse_message(Order, message):
                     case Call() as call:
                         self._calls.put(call)
                     case Ask(beat=number):
@@ -223,7 +204,7 @@ class _Host:
                         threading.Thread(target=self._dump_worker, args=[name], name="dump", daemon=True).start()
                     case Abort() if self._worker is not None:
                         threading.Thread(target=self._worker.abort, name="abort", daemon=True).start()
-        except (OSError, Garbled):
+        except (OSError, channel.Garbled):
             pass
         self._calls.put(None)
         if self._own_process:

@@ -22,16 +22,9 @@ from typing import Any
 
 import yaml
 
+from platform.boundary import refusals
 from platform.boundary.redaction import register_environment
-from platform.boundary.refusals import (
-    DONE,
-    ConfigError,
-    build_command_line,
-    closest_values,
-    format_violation,
-    refuse_all,
-    run_command,
-)
+from platform.boundary.refusals import DONE, ConfigError, closest_values, format_violation, refuse_all, run_command
 from platform.monitor.json_records import METRICS
 from platform.monitor.sinks.alerts import SinkRun
 from platform.monitor.sinks.follower import Follower, lock_service
@@ -50,7 +43,7 @@ class ServiceFailed(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `python -m platform.monitor.sinks` (default: this process's own); return its exit status."""
-    parser = build_command_line("monitor.sinks", __doc__)
+    parser = refusals.build_command_line("monitor.sinks", __doc__)
     parser.add_argument("run", help="run directory")
     parser.add_argument("sinks", nargs="+", metavar="SERVICE", help=", ".join(BY_HAND))
     parser.add_argument("--all", action="store_true", help="also the steps after the newest checkpoint")
@@ -65,11 +58,8 @@ def _send_numbers(arguments: argparse.Namespace) -> int:
     if arguments.follow:
         [name] = arguments.sinks
         return _follow_run(directory, name)
-    lines = [
-        format_violation("SERVICE", name, "unknown", closest_values(name, BY_HAND))
-        for name in arguments.sinks
-        if name not in BY_HAND
-    ]
+    unknown = [name for name in arguments.sinks if name not in BY_HAND]
+    lines = [format_violation("SERVICE", name, "unknown", closest_values(name, BY_HAND)) for name in unknown]
     known = [name for name in arguments.sinks if name in BY_HAND]
     lines += [f"{name}: {line}" for name in known if (line := lack_of_package(name))]
     if not (directory / METRICS).exists():
@@ -117,14 +107,10 @@ def _read_configuration(directory: Path) -> dict[str, Any]:
     try:
         stored_config = yaml.safe_load((directory / "config.yaml").read_text())
         defaults: dict[str, Any] = Config().to_dict()
-        return {
-            k: defaults[k] | stored_config.get(k, {}) if isinstance(defaults[k], dict) else stored_config.get(k)
-            for k in defaults
-        }
+        groups = {k: default for k, default in defaults.items() if isinstance(default, dict)}
+        return {k: groups[k] | stored_config.get(k, {}) if k in groups else stored_config.get(k) for k in defaults}
     except (OSError, ValueError, AttributeError, TypeError, yaml.YAMLError) as error:
-        raise ConfigError(
-            format_violation("RUN_DIR", str(directory), f"its config.yaml cannot be read ({error})")
-        ) from None
+        raise ConfigError("RUN_DIR", str(directory), f"its config.yaml cannot be read ({error})") from None
 
 
 def _follow_run(directory: Path, name: str) -> int:

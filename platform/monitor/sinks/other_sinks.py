@@ -42,12 +42,9 @@ class MlflowSink(Sink):
 
         self._of, self._client, monitor = run, MlflowClient(), run.monitor
         if "run" not in run.state:
-            known_experiment = self._client.get_experiment_by_name(monitor["project"])
-            experiment = (
-                known_experiment.experiment_id
-                if known_experiment
-                else self._client.create_experiment(monitor["project"])
-            )
+            project = monitor["project"]
+            known = self._client.get_experiment_by_name(project)
+            experiment = known.experiment_id if known else self._client.create_experiment(project)
             tags = dict.fromkeys(monitor.get("tags") or [], "true") | {"directory": str(run.directory)}
             tags |= {"mlflow.note.content": monitor["notes"]} if monitor.get("notes") else {}
             tags |= {"group": monitor["group"]} if monitor.get("group") else {}
@@ -63,9 +60,8 @@ class MlflowSink(Sink):
         """Log the run's configuration as the parameters of the MLflow run, which cannot change any more."""
         from mlflow.entities import Param
 
-        parameters = [
-            Param(_mlflow_name(key), str(value)[:_LONGEST_PARAM]) for key, value in _flatten_parameters(self._of.config)
-        ]
+        pairs = _flatten_parameters(self._of.config)
+        parameters = [Param(_mlflow_name(key), str(value)[:_LONGEST_PARAM]) for key, value in pairs]
         for first in range(0, len(parameters), _PARAMS_AT_ONCE):
             self._client.log_batch(self._of.state["run"], params=parameters[first : first + _PARAMS_AT_ONCE])
 
@@ -199,9 +195,8 @@ class TensorboardSink(Sink):
             if step < self._next or not self._next:
                 self._curves.add_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
             self._next = step + 1
-            self._add_values(
-                self._curves, [self._build_value(name, x) for name, x in row.items() if name != "step"], step
-            )
+            values = [self._build_value(name, x) for name, x in row.items() if name != "step"]
+            self._add_values(self._curves, values, step)
 
     def _add_values(self, writer: Any, values: list[Any], step: int, time: float | None = None) -> None:
         """Write values of one step of the run into a file of TensorBoard."""

@@ -90,9 +90,8 @@ class WandbSink(Sink):
         if isinstance(event, events.Sampled):
             self._rows["samples"].append([event.step, event.prompt, event.text])
         else:
-            details = json.dumps(
-                {name: value for name, value in event.own_fields().items() if name != "step"}, default=str
-            )
+            fields = {name: value for name, value in event.own_fields().items() if name != "step"}
+            details = json.dumps(fields, default=str)
             self._rows["journal"].append([event.time, event.generation, event.word, self._step, details])
         self._new = True
 

@@ -145,9 +145,8 @@ def _judge_drain(evidence: Evidence, end: events.Drained) -> Verdict:
     notice = evidence.last_event(events.Notice)
     leaving_workers = f": {_name_workers(evidence, notice.numbers)}" if notice else ""
     line = f"drained by {end.signal} after step {end.step}{leaving_workers}; the same command goes on"
-    return Verdict(
-        "drained", line, attention=False, step=end.step, since=end.time, details=_newest_checkpoint_line(evidence)
-    )
+    details = _newest_checkpoint_line(evidence)
+    return Verdict("drained", line, attention=False, step=end.step, since=end.time, details=details)
 
 
 def _name_workers(evidence: Evidence, numbers: list[int]) -> str:

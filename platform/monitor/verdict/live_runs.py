@@ -11,15 +11,7 @@ from typing import Any
 from platform.monitor import events
 from platform.monitor.journal import Live, SeenWorker
 from platform.monitor.verdict import ended_runs
-from platform.monitor.verdict.ended_runs import (
-    judge_cut_link,
-    judge_failure,
-    judge_slow_link,
-    judge_slowest_link,
-    judge_spike,
-    judge_storage,
-    last_failure_clause,
-)
+from platform.monitor.verdict.ended_runs import judge_cut_link, judge_slow_link, judge_spike, judge_storage
 from platform.monitor.verdict.evidence import ALIVE, CERTAIN, GUESS, LIKELY, Evidence, Verdict, doings_text, wait_text
 from platform.plan.layout import format_count
 
@@ -77,13 +69,8 @@ def judge_call(evidence: Evidence) -> Verdict | None:
         return None
     workers = [worker for worker in live.workers if not worker.answered]
     first = live.call.startswith("step(") and live.usual is None and live.time - live.called >= LEAST_SECONDS
-    judges = (
-        (_judge_silent, _judge_blocked, _judge_busy, _judge_all_waiting)
-        if is_late(live)
-        else (_judge_silent, _judge_blocked)
-        if first
-        else ()
-    )
+    judges = [_judge_silent, _judge_blocked, _judge_busy, _judge_all_waiting]
+    judges = judges if is_late(live) else judges[:2] if first else []
     return next(filter(None, (judged(evidence, live, workers) for judged in judges)), None)
 
 
@@ -164,7 +151,7 @@ def _judge_busy(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -
 
 def _judge_all_waiting(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> Verdict | None:
     """Return the verdict on workers that all wait for each other: a link, or ranks that wait for different things."""
-    if link := judge_cut_link(live) or judge_slow_link(live) or judge_slowest_link(live):
+    if link := judge_cut_link(live) or judge_slow_link(live) or ended_runs.judge_slowest_link(live):
         return link
     beats = [(worker, worker.activity) for worker in workers if worker.activity]
     if len(beats) < len(workers) or any((worker.owes or 0.0) >= ANSWER_SECONDS for worker in workers):
@@ -181,9 +168,8 @@ def _judge_all_waiting(evidence: Evidence, live: Live, workers: Sequence[SeenWor
     line = f"{live.call}: all {len(beats)} workers wait for each other, in {' and '.join(sorted(waits)[:3])}"
     details = [f"seen: {text}" for text in doings_text((worker.rank, beat) for worker, beat in beats)]
     stack = beats[0][1].stack
-    return Verdict(
-        "link", line, step=live.step + 1, since=live.time - seconds, sure=GUESS, details=details, stack=stack
-    )
+    since = live.time - seconds
+    return Verdict("link", line, step=live.step + 1, since=since, sure=GUESS, details=details, stack=stack)
 
 
 def judge_idle_driver(evidence: Evidence) -> Verdict | None:
@@ -246,7 +232,8 @@ def judge_waiting(evidence: Evidence) -> Verdict | None:
     if not isinstance(evidence.phase_event, events.Waiting):
         return None
     waiting = evidence.phase_event
-    line = f"waits for workers, {waiting.alive} of which are there: {waiting.reason}{last_failure_clause(evidence)}"
+    failure = ended_runs.last_failure_clause(evidence)
+    line = f"waits for workers, {waiting.alive} of which are there: {waiting.reason}{failure}"
     lost = evidence.last_event(events.NotStarted)
     details = [f"worker {lost.number} did not start: {lost.cause}"] if lost else []
     details += [f"gets no seat: {line}" for line in _list_seat_refusals(evidence)]
@@ -264,7 +251,7 @@ def judge_recovery(evidence: Evidence) -> Verdict | None:
     failure, first = evidence.last_event(events.Failure), evidence.last_event(events.FirstStep)
     if failure is None or (first and first.time >= failure.time):
         return None
-    verdict = judge_failure(evidence, failure)
+    verdict = ended_runs.judge_failure(evidence, failure)
     return Verdict(**vars(verdict) | {"line": f"{verdict.line}; the others re-form"})
 
 
@@ -317,9 +304,8 @@ def judge_slow_steps(evidence: Evidence) -> Verdict | None:
         return None
     last, before = rows[-_FEW:], rows[-_USUAL:-_FEW]
     now, then = (median(row["step_seconds"] for row in some) for some in (last, before))
-    grown = {
-        part: _median_part_seconds(last, part) - _median_part_seconds(before, part) for part in last[-1]["seconds"]
-    }
+    parts = last[-1]["seconds"]
+    grown = {part: _median_part_seconds(last, part) - _median_part_seconds(before, part) for part in parts}
     part = max(grown, key=lambda name: grown[name])
     if now < _SLOWER * then:
         part = max(("data", "checkpoint"), key=lambda name: _median_part_seconds(last, name))

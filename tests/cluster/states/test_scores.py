@@ -8,7 +8,7 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.cluster import driver
-from platform.cluster.eval_tasks import RunTasks
+from platform.cluster.answer_scores import RunTasks
 from platform.monitor import MetricsLog
 from tests.doubles.fake_crew import Dead
 from tests.harness.scripted_run import events, once_each

@@ -7,7 +7,7 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
-from platform.data import chat_templates, tokenizer
+from platform.data import chat_templates, tokenizer, tokenizer_files
 from platform.data.chat_templates import ConfinedTokenizer
 from tests.data.tokenizers import texts
 
@@ -130,7 +130,7 @@ def test_it_does_as_the_library(tmp_path):
     made.train_from_iterator(given, trainer)
     made.add_tokens(["plain"])
     raw = made.to_str().encode()
-    theirs, ours = tokenizer.parse_tokenizer(raw), ConfinedTokenizer(raw)
+    theirs, ours = tokenizer_files.parse_tokenizer(raw), ConfinedTokenizer(raw)
     for _ in range(2):
         some = [*given, "", "</s> plain \U0001f600"]
         wanted, found = theirs.encode_batch(some, add_special_tokens=False), ours.encode_batch(some)
