@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -40,14 +40,13 @@ from platform.config.arguments import (
 )
 from platform.config.composition import CONF, Composer, open_composer
 from platform.config.extensions import complete_settings, load_extensions, refuse_exits
-from platform.config.fields import Config, flatten_config, list_value_violations, set_value, violations_of_values
-from platform.config.groups import ON_RAY, RESUME
+from platform.config.fields import KEYS, Config, flatten_config, list_value_violations, set_value, violations_of_values
+from platform.config.groups import RESUME
 from platform.config.identity import find_default_directory
 from platform.config.layout_rules import (
     list_tensor_axes,
     mark_open_keys,
     parse_layout,
-    slices_heads,
     violations_of_worker_count,
 )
 from platform.config.run_rules import (
@@ -57,7 +56,6 @@ from platform.config.run_rules import (
     violations_of_surroundings,
 )
 from platform.config.validation import violations_of_configuration
-from platform.plan.generators import ONE_CHUNK
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -68,20 +66,6 @@ from platform.predict.make_plan import Plan
 from platform.weights import FROM_HF
 
 SEVERITY = (DONE, STOPPED, REFUSED, FAILED)  # least to most severe: a sweep exits with the worst status of its jobs
-# Keys that planning reads. If one has an illegal value, planning could run for ever, so no plan is made to look for
-# further mistakes.
-PLANNED = tuple("model. tensor. branch. pipeline. parallel. train.global_batch train.microbatch recompute".split())
-
-# Keys that nothing reads in such configurations: unless they are typed, they are at their defaults there.
-UNREAD: dict[str, Callable[[Config], bool]] = {
-    "tensor.layout": lambda c: c.tensor.scheme != "layout" or not c.tensor.layout,
-    "branch.slice_via": lambda c: not slices_heads(c.branch),
-    "parallel.zero": lambda c: c.branch.kind == "dsp_csub",  # not built beside it
-    "pipeline.stages": lambda c: c.pipeline.kind == "none",
-    "pipeline.chunks": lambda c: c.pipeline.kind in ("none", *ONE_CHUNK),
-    "pipeline.file": lambda c: c.pipeline.kind != "file",
-    **dict.fromkeys((f"cluster.{name}" for name in ON_RAY), lambda c: c.cluster.kind != "ray"),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -185,9 +169,10 @@ def _complete_config(config: Config, arguments: Sequence[str]) -> list[str]:
     tensor.axes = _select_axes("tensor", tensor.axes, declared, typed)
     tensor.order = list(dict.fromkeys([*tensor.order, *tensor.axes])) if tensor.scheme == "layout" else declared
     branch.axes = _select_axes("branch", branch.axes, [] if branch.kind == "none" else list(branch.axes), typed)
-    for key, unread in UNREAD.items():
-        if unread(config) and not any(f"{name}.".startswith(f"{key}.") for name in typed):
-            set_value(config, key, flatten_config(Config())[key])
+    defaults = flatten_config(Config())
+    for key, legal in KEYS.items():  # what nothing reads is at its default, unless it is typed
+        if legal.read_if and not legal.read_if(config) and not any(f"{name}.".startswith(f"{key}.") for name in typed):
+            set_value(config, key, defaults[key])
     warmup, steps = config.optimizer.warmup_steps, config.train.steps
     if "optimizer.warmup_steps" in typed and warmup > steps >= 1:  # untyped it is legal: the run was shortened
         lines.append(format_violation("optimizer.warmup_steps", warmup, f"must be <= train.steps={steps}", [steps]))
@@ -214,24 +199,13 @@ def _select_axes(
     return {name: n for name, n in axes.items() if name in declared or (name in typed_axes and n != 1)}
 
 
-# Keys that hold a path or URL, and the words that may stand there instead.
-PATHS: dict[str, Sequence[str]] = {
-    **dict.fromkeys(("run.dir", "data.cache", "pipeline.file", "checkpoint.url", "model.source"), ()),
-    "eval.task_folder": (),
-    "checkpoint.resume": RESUME,
-    "train.init": ("random",),
-    "data.tokenizer": ("train",),
-    "data.chat_template": ("chatml",),
-}
-
-
 def _complete_paths(config: Config) -> list[str]:
     """Make every path in a configuration absolute, in place, as workers have other working directories. Return one
     refusal line per path that begins with ~USER of a user that does not exist."""
     from platform.data.mixture import paths_by_key
 
     lines, values = [], flatten_config(config)
-    path_values = {key: values[key] for key, words in PATHS.items() if values[key] not in words}
+    path_values = {key: values[key] for key, k in KEYS.items() if k.path is not None and values[key] not in k.path}
     for key, typed_path in {**paths_by_key(config.data), **path_values}.items():
         path, path_violations = expand_path(key, typed_path)
         set_value(config, key, path)
@@ -321,7 +295,9 @@ def prepare_plan(config: Config, mistakes: Sequence[str]) -> tuple[Plan | None, 
         *violations_of_sources(config.data, vocab=config.model.vocab),
         *violations_of_hardware(config),
     ]
-    if any(key.startswith(PLANNED) for key in violations_of_values(config)) or [*violations_of_worker_count(config)]:
+    # if a key that planning reads is illegal, planning could run for ever: none looks for further mistakes
+    is_plannable = not any(key in KEYS and KEYS[key].planned for key in violations_of_values(config))
+    if not is_plannable or [*violations_of_worker_count(config)]:
         return None, lines
     if lines and config.plan.search:
         return None, lines

@@ -21,7 +21,7 @@ from platform.cluster.crew.switchboard import lack_of_files
 from platform.cluster.shown_commands import Command
 from platform.config.fields import Config
 from platform.config.groups import AUTO, Cluster
-from platform.config.layout_rules import OPEN
+from platform.config.layout_rules import OPEN_KEYS
 from platform.plan.accelerators import nominal_memory
 from platform.plan.layout import format_count
 from platform.plan.plan import Plan
@@ -337,7 +337,7 @@ def _suggest_best_plan(config: Config, command: Command, workers: int, device: D
 
     other = deepcopy(config)
     fixed = ("parallel.context", "tensor" if config.tensor.layout else "")
-    other.plan.search = [key for key in OPEN if key not in fixed]
+    other.plan.search = [key for key in OPEN_KEYS if key not in fixed]
     with suppress(ConfigError):
         plan_choice = choose_plan(other, workers, device.memory, choose_pricing_hardware(config, device.name))
         if plan_choice and plan_choice.best_finalist:

@@ -60,23 +60,23 @@ class Config:
     seed: int = key(0, "seed of all that is random: weights, data order, dropout, samples", ">= 0", most=2**63 - 1)
     precision: str = key("fp32", "type to compute in; fp16 scales the loss", ("fp64", "fp32", "bf16", "fp16"))
     recompute: str = key(
-        "none",
-        "recomputed in backward: nothing, the inside of attention, or blocks; auto: the planner chooses",
-        ("none", "selective", "full"),
-    )
-    recompute_every: int = key(1, "recompute=full: blocks recomputed at a time", ">= 1", most=10_000)
+        "none", "recomputed in backward: nothing, the inside of attention, or blocks; auto: the planner chooses",
+        ("none", "selective", "full"), planned=True, left_open=10,
+    )  # fmt: skip
+    recompute_every: int = key(1, "recompute=full: blocks recomputed at a time", ">= 1", most=10_000, planned=True)
     recompute_offload: bool = key(
-        False, "recompute=full: keep the inputs of blocks in host memory (on CPUs, a copy that saves nothing)"
-    )
+        False, "recompute=full: keep the inputs of blocks in host memory (on CPUs, a copy that saves nothing)",
+        planned=True,
+    )  # fmt: skip
     loss_scale: LossScaling = field(default_factory=LossScaling)
     train: Train = field(default_factory=Train)
-    model: Model = field(default_factory=Model)
+    model: Model = field(default_factory=Model, metadata={"planned": True})
     data: Data = field(default_factory=Data)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    parallel: Parallel = field(default_factory=Parallel)
-    tensor: Tensor = field(default_factory=Tensor)
-    branch: Branch = field(default_factory=Branch)
-    pipeline: Pipeline = field(default_factory=Pipeline)
+    optimizer: Optimizer = field(default_factory=Optimizer, metadata={"identity": "free"})
+    parallel: Parallel = field(default_factory=Parallel, metadata={"planned": True})
+    tensor: Tensor = field(default_factory=Tensor, metadata={"planned": True})
+    branch: Branch = field(default_factory=Branch, metadata={"planned": True})
+    pipeline: Pipeline = field(default_factory=Pipeline, metadata={"planned": True})
     plan: Planning = field(default_factory=Planning)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     resume: Resume = field(default_factory=Resume)
@@ -197,7 +197,12 @@ def describe_value(value: Any) -> str:
 
 # Legal values of each key by itself, as its field declares them, and the names that a user's module registers.
 
-KEYS: dict[str, Key] = {name: f.metadata["key"] for name, f in list_key_fields().items()}
+_SHARED = {f.name: f.metadata for f in fields(Config) if is_dataclass(f.default_factory)}  # by the keys of a group
+KEYS: dict[str, Key] = {
+    name: replace(legal, **{fact: value for fact, value in _SHARED.get(group, {}).items() if not getattr(legal, fact)})
+    for name, f in list_key_fields().items()
+    for group, legal in [(name.rpartition(".")[0], f.metadata["key"])]
+}
 _OURS = {name: legal.choices for name, legal in KEYS.items()}
 _NAME = r"\w[\w.-]*"  # of what a user's module registers
 LONGEST = 10_000  # most characters in one text
@@ -224,11 +229,11 @@ def flatten_config(config: Config) -> dict[str, Any]:
 
 
 def set_value(config: Config, key: str, value: Any) -> None:
-    """Set the value of a key of a configuration's group, or of a mixture's source, data.sources.NAME.KEY, in place."""
+    """Set the value of a key of a configuration, or of a mixture's source, data.sources.NAME.KEY, in place."""
     group, _, name = key.rpartition(".")
     source = group.removeprefix("data.sources.")
-    group_values = vars(getattr(config, group)) if source == group else config.data.sources[source]
-    group_values[name] = value
+    values = vars(getattr(config, group) if group else config) if source == group else config.data.sources[source]
+    values[name] = value
 
 
 def violations_of_values(config: Config) -> dict[str, list[str]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from platform.config.key import RHYTHM, SECONDS, WORKERS, declare_own_settings, key
+from platform.plan.generators import ONE_CHUNK
 from platform.plan.model_types import AUTO as TRAIN_GROUP_AUTO
 from platform.plan.model_types import CROSS_ENTROPY, KERNELS
 from platform.plan.scheme import CONTEXT_KINDS, GATHERED, SLICE_VIA, TENSOR_EXPERTS
@@ -16,25 +17,25 @@ class Data:
     """Training data, and what the model predicts in it."""
 
     kind: str = key(
-        "stdlib",
-        "source of the data",
-        ("stdlib", "text", "instructions", "pairs", "tokens", "synthetic", "mixture"),
-        open=True,
+        "stdlib", "source of the data", ("stdlib", "text", "instructions", "pairs", "tokens", "synthetic", "mixture"),
+        open=True, identity="free",
+    )  # fmt: skip
+    path: str = key("", "files of data: a file, a folder, a glob, or a URL of any of these", path=(), identity="free")
+    sources: dict[str, Any] = key(
+        {}, "data=mixture: source -> its keys of this group, and weight or epochs", identity="free"
     )
-    path: str = key("", "files of data: a file, a folder, a glob, or a URL of any of these")
-    sources: dict[str, Any] = key({}, "data=mixture: source -> its keys of this group, and weight or epochs")
     field: str = key("text", ".jsonl, .parquet, .arrow: name of the field that holds the text, messages or tokens")
-    target_path: str = key("", "data=pairs: file whose lines translate the lines of data.path")
+    target_path: str = key(
+        "", "data=pairs: file whose lines translate the lines of data.path", path=(), identity="free"
+    )
     target_field: str = key("target", "name of the field that translates (data=pairs) or answers data.field")
     input_field: str = key(
         "", "data=instructions: name of the field that goes on a prompt in data.field, behind a line end; none = unread"
     )
     objective: str = key(
-        "",
-        'what is predicted; "" = the default for model.kind and the data',
-        ("", "causal", "masked", "span_denoising", "pairs"),
-        open=True,
-    )
+        "", 'what is predicted; "" = the default for model.kind and the data',
+        ("", "causal", "masked", "span_denoising", "pairs"), open=True,
+    )  # fmt: skip
     document_mask: bool = key(
         False, "decoder: attention and positions restart at documents, whose beginnings are not predicted"
     )
@@ -46,29 +47,40 @@ class Data:
         "data.packing=best_fit: a document longer than a row is split over rows, cut at the end of one, or dropped",
         ("split", "cut", "drop"),
     )
-    tokenizer: str = key("train", "tokenizer.json, a folder, a tiktoken or sentencepiece file; train = its own BPE")
+    tokenizer: str = key(
+        "train", "tokenizer.json, a folder, a tiktoken or sentencepiece file; train = its own BPE", path=("train",),
+        identity="free",
+    )  # fmt: skip
     tokenizer_words: str = key("", "tiktoken: gpt2, cl100k_base, qwen, o200k_base or a regular expression of words")
     foreign_tokenizer: bool = key(
-        False, "the tokenizer may be another than that of the weights of train.init, which then read other tokens"
-    )
+        False, "the tokenizer may be another than that of the weights of train.init, which then read other tokens",
+        identity="none",
+    )  # fmt: skip
     special_tokens: list[str] = key([], "special tokens that the tokenizer gets beside its own")
     end_token: str = key("", 'special token that ends documents; "" = as the tokenizer says')
     begin_token: str = key("", 'special token that begins documents; "" = as the tokenizer says')
-    chat_template: str = key("", 'how conversations are written: chatml or a file; "" = as the tokenizer says')
+    chat_template: str = key(
+        "", 'how conversations are written: chatml or a file; "" = as the tokenizer says', path=("chatml",),
+        identity="free",
+    )  # fmt: skip
     dtype: str = key(
         "uint16", "data=tokens: type of a .bin without an index", ("uint8", "uint16", "uint32", "int32", "int64")
     )
     separator: int = key(
         -1, "data=tokens: the token with which a document begins; -1 = none, or an index says", ">= -1", most=2**24
     )
-    streaming: bool = key(False, "tokenise a source while it is trained on, block by block, and keep the newest blocks")
+    streaming: bool = key(
+        False, "tokenise a source while it is trained on, block by block, and keep the newest blocks", identity="share"
+    )
     block: int = key(
         16_000_000, "data.streaming: characters of a block, of which samples are shuffled", ">= 100", most=10**9
     )
-    validation_path: str = key("", 'files that are held out for validation; "" = a part of data.path')
-    validation: float = key(0.05, "fraction of the documents held out for validation; 0 = none", ">= 0 and < 1")
-    cache: str = key("", 'folder for tokenised corpora; "" = ~/.cache/elastic-platform')
-    settings: dict[str, Any] = declare_own_settings("source")
+    validation_path: str = key("", 'files that are held out for validation; "" = a part of data.path', path=())
+    validation: float = key(
+        0.05, "fraction of the documents held out for validation; 0 = none", ">= 0 and < 1", identity="share"
+    )
+    cache: str = key("", 'folder for tokenised corpora; "" = ~/.cache/elastic-platform', path=(), identity="none")
+    settings: dict[str, Any] = declare_own_settings("source", identity="free")
     objective_settings: dict[str, Any] = declare_own_settings("objective")
 
 
@@ -78,19 +90,21 @@ RESUME = ("auto", "never", "must")  # checkpoint.resume; anything else is a path
 
 AUTO = "auto"  # elastic.snapshot_every, checkpoint.every: until the plan settles them; cluster.hardware: by the device
 
-ON_RAY = ("placement", "labels", "runtime_env", "autoscale")  # keys of Cluster that only cluster=ray reads
+
+def _is_on_ray(config: Any) -> bool:
+    """Return True if a configuration starts its workers on Ray, which alone reads some keys of Cluster."""
+    return config.cluster.kind == "ray"
 
 
 @dataclass
 class Run:
     """Place and time limit of a run."""
 
-    dir: str = key("", 'the run directory; "" = runs/EXPERIMENT-HASH')
+    dir: str = key("", 'the run directory; "" = runs/EXPERIMENT-HASH', path=())
     time_limit: str = key(
-        "",
-        'stop as by a signal after; "" = at the end of the Slurm allocation, 0 = never',
+        "", 'stop as by a signal after; "" = at the end of the Slurm allocation, 0 = never',
         constraint="must be seconds or H:MM:SS",
-    )
+    )  # fmt: skip
     time_margin: float = key(120.0, "seconds reserved before the limit for the last checkpoint", ">= 0", most=SECONDS)
 
 
@@ -98,7 +112,7 @@ class Run:
 class Checkpoint:
     """Place and time of checkpoints, and which of them a run goes on from."""
 
-    url: str = key("", 'a path or any fsspec URL; "" = checkpoints/ in the run directory')
+    url: str = key("", 'a path or any fsspec URL; "" = checkpoints/ in the run directory', path=())
     every: int | str = key(
         0, "time between checkpoints; also one at the end; 0 = neither", constraint=f"must be {RHYTHM}, or auto"
     )
@@ -107,7 +121,9 @@ class Checkpoint:
     best: bool = key(False, "save after the evaluation with the lowest validation loss, and keep that checkpoint too")
     keep_every: int = key(0, "keep checkpoints at multiples of this many steps for good; 0 = none", ">= 0")
     timeout: float = key(3600.0, "seconds that a save may take before the run ends; 0 = no limit", ">= 0", most=SECONDS)
-    resume: str = key("auto", "checkpoint to go on from", constraint=f"{', '.join(RESUME)}, or a path or URL")
+    resume: str = key(
+        "auto", "checkpoint to go on from", constraint=f"{', '.join(RESUME)}, or a path or URL", path=RESUME
+    )
 
 
 @dataclass
@@ -136,17 +152,14 @@ class Elastic:
     snapshot_every: int | str = key(
         1,
         "steps between snapshots of the state in host memory; 0 = none; auto = as few as cluster.network has time for,"
-        " or as elastic.mean_hours_between_failures makes best",
-        ">= 0",
+        " or as elastic.mean_hours_between_failures makes best", ">= 0",
         constraint="must be a number of steps >= 0, or auto",
-    )
+    )  # fmt: skip
     mean_hours_between_failures: float = key(
         0.0,
         "hours between failures of any of the run's workers, for snapshot_every=auto and checkpoint.every=auto; 0 = not"
-        " known: the latter then reckons with 50,000 for each worker",
-        ">= 0",
-        most=10**6,
-    )
+        " known: the latter then reckons with 50,000 for each worker", ">= 0", most=10**6,
+    )  # fmt: skip
     slow: float = key(1.5, "report a worker that takes this factor times its stage's median; 0 = never", ">= 0")
     replace_slow: bool = key(False, "replace a slow worker if a spare is ready")
     replan: bool = key(
@@ -169,22 +182,22 @@ class Cluster:
     kind: str = key("local", "how workers are started", ("local", "ray", "processes", "inline"))
     device: str = key("auto", "auto takes GPUs if there is one per worker", ("auto", "cpu", "cuda"))
     placement: str = key(
-        "pack", "cluster=ray: workers on few nodes, all on one, or on many", ("pack", "strict_pack", "spread")
-    )
+        "pack", "cluster=ray: workers on few nodes, all on one, or on many", ("pack", "strict_pack", "spread"),
+        read_if=_is_on_ray,
+    )  # fmt: skip
     labels: dict[str, str] = key(
-        {},
-        "cluster=ray: label selectors of the workers' nodes",
-        pattern=r"!?[\w./-]{1,128}|!?in\([\w. ,-]{1,500}\)",
-        constraint="must be name: value, !value, in(a,b) or !in(a,b)",
+        {}, "cluster=ray: label selectors of the workers' nodes", pattern=r"!?[\w./-]{1,128}|!?in\([\w. ,-]{1,500}\)",
+        constraint="must be name: value, !value, in(a,b) or !in(a,b)", read_if=_is_on_ray,
+    )  # fmt: skip
+    runtime_env: dict[str, Any] = key({}, "cluster=ray: Ray's runtime_env of the workers", read_if=_is_on_ray)
+    autoscale: bool = key(
+        False, "cluster=ray: ask Ray's autoscaler for the workers, up to elastic.max_workers", read_if=_is_on_ray
     )
-    runtime_env: dict[str, Any] = key({}, "cluster=ray: Ray's runtime_env of the workers")
-    autoscale: bool = key(False, "cluster=ray: ask Ray's autoscaler for the workers, up to elastic.max_workers")
     wait: float = key(0.0, "seconds to wait at the start for places; 0 = refuse at once", ">= 0", most=SECONDS)
     doctor: str = key(
-        "auto",
-        "examine workers before they get a seat; bad ones get none; auto = quick, on GPUs or several nodes",
+        "auto", "examine workers before they get a seat; bad ones get none; auto = quick, on GPUs or several nodes",
         ("auto", "quick", "full", "off"),
-    )
+    )  # fmt: skip
     tiers: list[str] = key(
         ["ray.io/region", "ray.io/availability-zone", "rack"],
         "Ray node labels that tell what a node is in, outer to inner; in Slurm also its switches",
@@ -242,11 +255,9 @@ class Monitor:
     log_launches: bool = key(False, "write every collective that every worker launches to logs/")
     prometheus: bool = key(True, "cluster=ray: offer all metrics to Prometheus, by way of Ray")
     project: str = key(
-        "elastic-platform",
-        "name of the project at W&B and trackio, of the experiment at MLflow",
-        pattern=r"[^\\/#?%:]{1,128}",
-        constraint="W&B takes 1 to 128 characters, none of them \\ / # ? % :",
-    )
+        "elastic-platform", "name of the project at W&B and trackio, of the experiment at MLflow",
+        pattern=r"[^\\/#?%:]{1,128}", constraint="W&B takes 1 to 128 characters, none of them \\ / # ? % :",
+    )  # fmt: skip
     tags: list[str] = key(
         [], "tags of the run at W&B and MLflow", pattern=r".{1,64}", constraint="W&B takes 1 to 64 characters"
     )
@@ -270,42 +281,32 @@ class Parallel:
     """Data parallelism and ZeRO."""
 
     data: int = key(
-        1, "data-parallel replicas", most=WORKERS, constraint="must be >= 1, or -1 for as many as the workers give"
-    )
+        1, "data-parallel replicas", most=WORKERS, constraint="must be >= 1, or -1 for as many as the workers give",
+        left_open=12,
+    )  # fmt: skip
     zero: int = key(
-        0,
-        "ZeRO shards over replicas: 1 = optimizer state, 2 = also gradients, 3 = also parameters; -1: the planner"
-        " chooses",
-        (0, 1, 2, 3),
-    )
+        0, "ZeRO shards over replicas: 1 = optimizer state, 2 = also gradients, 3 = also parameters; -1: the planner"
+        " chooses", (0, 1, 2, 3), left_open=8,
+        read_if=lambda c: c.branch.kind != "dsp_csub",  # not built beside it
+    )  # fmt: skip
     zero_group: int = key(
-        0,
-        "replicas that share what ZeRO shards, such as all of a node: the largest divisor of parallel.data up to"
-        " this; 0 = all replicas",
-        ">= 0",
-        most=WORKERS,
-    )
+        0, "replicas that share what ZeRO shards, such as all of a node: the largest divisor of parallel.data up to"
+        " this; 0 = all replicas", ">= 0", most=WORKERS,
+    )  # fmt: skip
     experts: int = key(
-        1,
-        "replicas that share the experts, next to each other; a run that re-forms takes the largest divisor of its"
-        " replicas and of model.experts up to this; -1: the planner chooses",
-        ">= 1",
-        most=WORKERS,
-    )
+        1, "replicas that share the experts, next to each other; a run that re-forms takes the largest divisor of its"
+        " replicas and of model.experts up to this; -1: the planner chooses", ">= 1", most=WORKERS, left_open=7,
+    )  # fmt: skip
     context: int = key(
         1,
         "ranks that share each sequence, whose length they split, in attention too; a run that re-forms may take fewer;"
-        " -1: the planner chooses",
-        ">= 1",
-        most=WORKERS,
-    )
+        " -1: the planner chooses", ">= 1", most=WORKERS, left_open=6,
+    )  # fmt: skip
     context_kind: str = key("auto", "how attention sees keys and values of all of them", tuple(CONTEXT_KINDS))
     context_heads: int = key(
-        0,
-        "context_kind=nested, nested_ring: ranks of parallel.context, next to each other, that exchange heads",
-        ">= 0",
-        most=WORKERS,
-    )
+        0, "context_kind=nested, nested_ring: ranks of parallel.context, next to each other, that exchange heads",
+        ">= 0", most=WORKERS,
+    )  # fmt: skip
     context_balance: bool = key(
         True,
         "deal each sequence to ranks of parallel.context in pieces, of its beginning and of its end, so that causal"
@@ -314,27 +315,21 @@ class Parallel:
     context_pieces: int = key(
         0,
         "pieces that each rank gets, an even number; 0: two, and more where windows make work uneven (up to 32, of at"
-        " least 128 tokens), or documents that are kept apart (up to 16, of at least 256)",
-        ">= 0",
-        most=1024,
-    )
+        " least 128 tokens), or documents that are kept apart (up to 16, of at least 256)", ">= 0", most=1024,
+    )  # fmt: skip
     tensor_experts: str = key(
-        "split", "what tensor ranks do with experts; auto: the planner chooses", tuple(TENSOR_EXPERTS)
+        "split", "what tensor ranks do with experts; auto: the planner chooses", tuple(TENSOR_EXPERTS), left_open=11
     )
     lent_experts: int = key(
-        0,
-        "experts of others that each of parallel.experts computes too, the busiest of the step before",
-        ">= 0",
+        0, "experts of others that each of parallel.experts computes too, the busiest of the step before", ">= 0",
         most=2**16,
-    )
+    )  # fmt: skip
     bucket_mib: int | str = key(
         "auto",
         "MiB of gradients that are summed over replicas at once, of whole blocks; 0 = each block by itself; auto = by"
-        " the links, if cluster.hardware or cluster.gpu names them, else 25, and with zero=3 0",
-        ">= 0",
-        most=2**20,
+        " the links, if cluster.hardware or cluster.gpu names them, else 25, and with zero=3 0", ">= 0", most=2**20,
         constraint="must be a number of MiB >= 0, or auto",
-    )
+    )  # fmt: skip
     overlap: bool = key(
         True, "reduce gradients under backward passes, gather shards a block and weights a matrix ahead"
     )
@@ -344,16 +339,20 @@ class Parallel:
 class Tensor:
     """Tensor parallelism: a table from tensor dims to mesh axes."""
 
-    scheme: str = key("serial", "name of the scheme: set by tensor=NAME; tensor=auto: the planner chooses")
+    scheme: str = key("serial", "name of the scheme: set by tensor=NAME; tensor=auto: the planner chooses", left_open=1)
     order: list[str] = key([], "axes of the scheme, outer to inner; [] = in order of mention")
     axes: dict[str, int] = key(
-        {}, "size of each axis; an axis not given has size 1; -1: the planner chooses", ">= 1", most=WORKERS
-    )
+        {}, "size of each axis; an axis not given has size 1; -1: the planner chooses", ">= 1", most=WORKERS,
+        left_open=2,
+    )  # fmt: skip
     regions: Rules = key({}, "activations: region -> dim -> axes")
     parameters: Rules = key({}, "parameters: role (all, in, out, vector) -> dim -> axes")
     gathered: str = key("keep", "gathered operands: keep, gather again in backward, or SUMMA's panels", tuple(GATHERED))
     uneven: bool = key(False, "dims that axes do not divide are cut into blocks that differ by one")
-    layout: Any = key(None, "tensor=layout: your own map from dims to axes, one line or YAML")
+    layout: Any = key(
+        None, "tensor=layout: your own map from dims to axes, one line or YAML",
+        read_if=lambda c: c.tensor.scheme == "layout" and c.tensor.layout,
+    )  # fmt: skip
 
 
 @dataclass
@@ -367,8 +366,15 @@ class Branch:
     prepend: dict[str, list[str]] = key({}, "region -> dims split by the branch axes first")
     only: list[str] = key([], "regions (and `parameters`) that exist on sub-grid 0 alone")
     slice_via: str = key(
-        "all_to_all", "collective that slices heads; all_gather = as in SUPER (Jain et al.)", tuple(SLICE_VIA)
-    )
+        "all_to_all", "collective that slices heads; all_gather = as in SUPER (Jain et al.)", tuple(SLICE_VIA),
+        read_if=lambda c: c.branch.slices_heads,
+    )  # fmt: skip
+
+    @property
+    def slices_heads(self) -> bool:
+        """Return True if a branch scheme splits the batch in region `attention` and other dims in `core`, the attention
+        itself: it then slices heads by all-to-all, the collective that `branch.slice_via` may replace."""
+        return "core" in self.append and "batch" in self.append.get("attention", ())
 
 
 @dataclass
@@ -376,14 +382,21 @@ class Pipeline:
     """Stages of the model, and the schedule of their microbatches."""
 
     kind: str = key(
-        "none",
-        "the schedule; pipeline=auto: the planner chooses",
-        ("none", "gpipe", "1f1b", "interleaved", "zb_h1", "file"),
-        open=True,
-    )
-    stages: int = key(1, "pipeline stages; -1: the planner chooses", ">= 1", most=1000)
-    chunks: int = key(1, "model chunks per stage; -1: the planner chooses", ">= 1", most=1000)
-    file: str = key("", "pipeline=file: path of the schedule's table, one line of actions per stage")
+        "none", "the schedule; pipeline=auto: the planner chooses",
+        ("none", "gpipe", "1f1b", "interleaved", "zb_h1", "file"), open=True, left_open=3,
+    )  # fmt: skip
+    stages: int = key(
+        1, "pipeline stages; -1: the planner chooses", ">= 1", most=1000, read_if=lambda c: c.pipeline.kind != "none",
+        left_open=4,
+    )  # fmt: skip
+    chunks: int = key(
+        1, "model chunks per stage; -1: the planner chooses", ">= 1", most=1000,
+        read_if=lambda c: c.pipeline.kind not in ("none", *ONE_CHUNK), left_open=5,
+    )  # fmt: skip
+    file: str = key(
+        "", "pipeline=file: path of the schedule's table, one line of actions per stage", path=(),
+        read_if=lambda c: c.pipeline.kind == "file",
+    )  # fmt: skip
     scatter_gather: bool = key(True, "send 1/n of a tensor that n ranks replicate, and gather it after")
     settings: dict[str, Any] = declare_own_settings("pipeline schedule")
 
@@ -395,7 +408,9 @@ class Pipeline:
 class Model:
     """Kind, sizes and parts of the model."""
 
-    source: str = key("", "model=from_hf: the folder that transformers saved, or its URL; keys are read from it")
+    source: str = key(
+        "", "model=from_hf: the folder that transformers saved, or its URL; keys are read from it", path=()
+    )
     kind: str = key("decoder", "the model", ("decoder", "encoder", "encoder_decoder", "two_layer"), open=True)
     layers: int = key(2, "Transformer layers; encoder_decoder: in each of its two stacks", ">= 1", most=1000)
     d_model: int = key(64, "width of the residual stream", ">= 1", most=2**20)
@@ -417,8 +432,9 @@ class Model:
     expert_bias: bool = key(False, "experts, and the scores of experts, have biases")
     shared_experts: int = key(0, "further experts that compute every token", ">= 0", most=1000)
     capacity_factor: float = key(
-        1.25, "tokens of a sequence that an expert takes, over its even share; 0 = all that come", ">= 0", most=1e6
-    )
+        1.25, "tokens of a sequence that an expert takes, over its even share; 0 = all that come", ">= 0", most=1e6,
+        identity="free",
+    )  # fmt: skip
     router: str = key("softmax", "what makes probabilities of the experts' scores", ("softmax", "sigmoid"))
     router_normalised: bool = key(True, "the weights of a token's experts are divided by their sum")
     router_scale: float = key(1.0, "factor on the weights of a token's experts", "> 0", most=1e6)
@@ -428,24 +444,32 @@ class Model:
         1, "largest probabilities of a group, the sum of which decides whether it is kept", ">= 1", most=2**16
     )
     router_jitter: float = key(
-        0.0, "training: what a router reads is multiplied by uniform numbers in 1 -+ this", ">= 0 and < 1"
-    )
+        0.0, "training: what a router reads is multiplied by uniform numbers in 1 -+ this", ">= 0 and < 1",
+        identity="free",
+    )  # fmt: skip
     router_bias: bool = key(False, "the choice of experts, not their weights, adds a bias to each probability")
     balance_rate: float = key(
-        0.001, "router_bias: what a step adds to the bias of experts below the mean load, and takes from others", ">= 0"
-    )
-    balance_loss: float = key(0.01, "factor of the loss of experts' uneven load", ">= 0")
+        0.001, "router_bias: what a step adds to the bias of experts below the mean load, and takes from others",
+        ">= 0", identity="free",
+    )  # fmt: skip
+    balance_loss: float = key(0.01, "factor of the loss of experts' uneven load", ">= 0", identity="free")
     balance_over: str = key(
         "sequence", "load in the balance loss: of the sequence, or of the step before", ("sequence", "batch")
     )
-    z_loss: float = key(0.0, "factor of the loss of large scores: of the square of their log-sum-exp", ">= 0")
+    z_loss: float = key(
+        0.0, "factor of the loss of large scores: of the square of their log-sum-exp", ">= 0", identity="free"
+    )
     length: int = key(64, "tokens per sequence", ">= 1", most=2**24)
     source_length: int = key(0, "encoder_decoder: tokens per encoder sequence; 0 = model.length", ">= 0", most=2**24)
     vocab: int = key(512, "rows of the embedding, before any padding", ">= 1", most=2**24)
     io: int = key(64, "two_layer: width of its input and output", ">= 1", most=2**24)
     hidden: int = key(256, "two_layer: width between its layers", ">= 1", most=2**24)
-    dropout: float = key(0.0, "probability that an activation is set to 0; 0 = no dropout", ">= 0 and < 1")
-    fused_dropout: bool = key(False, "attention's masks are drawn inside its kernel, per rank: not as other plans do")
+    dropout: float = key(
+        0.0, "probability that an activation is set to 0; 0 = no dropout", ">= 0 and < 1", identity="free"
+    )
+    fused_dropout: bool = key(
+        False, "attention's masks are drawn inside its kernel, per rank: not as other plans do", identity="free"
+    )
     norm: str = key("layernorm", "normalisation", ("layernorm", "rmsnorm"))
     norm_eps: float = key(1e-5, "what norms add to the variance", "> 0 and < 1")
     post_norm: bool = key(False, "normalise after the residual connection, as in the original Transformer")
@@ -477,8 +501,9 @@ class Model:
     window_layers: list[int] = key([], "layers, from 0, with model.window; [] = all", ">= 0", most=1000)
     within_documents: bool = key(False, "no token sees a document before its own: set by data.document_mask")
     position_rows: int = key(
-        0, "positions=learned: rows of the table, if sequences are also shorter: set by train.length_ramp", ">= 0"
-    )
+        0, "positions=learned: rows of the table, if sequences are also shorter: set by train.length_ramp", ">= 0",
+        identity="free",
+    )  # fmt: skip
     attention_scale: float = key(0.0, "factor on attention's scores; 0 = 1 / sqrt(d_kv)", ">= 0", most=1e6)
     attention_sinks: bool = key(False, "each head may attend to nothing, by a learned score of its own")
     query_key_norm: bool = key(False, "RMSNorm of queries and keys")
@@ -494,7 +519,9 @@ class Model:
     head_transform: bool = key(False, "a layer, activation and norm before the output projection, as in BERT")
     head_bias: bool = key(False, "the output projection has a bias")
     logit_scale: float = key(1.0, "factor on the logits", "> 0", most=1e6)
-    label_smoothing: float = key(0.0, "share of the target probability spread over the vocabulary", ">= 0 and < 1")
+    label_smoothing: float = key(
+        0.0, "share of the target probability spread over the vocabulary", ">= 0 and < 1", identity="free"
+    )
     settings: dict[str, Any] = declare_own_settings("model")
 
 
@@ -505,14 +532,18 @@ class Model:
 class Optimizer:
     """Update rule, and the schedule of its learning rate."""
 
-    kind: str = key("adamw", "the optimizer", ("adamw", "sgd", "lion", "muon", "adafactor"), open=True)
+    kind: str = key(
+        "adamw", "the optimizer", ("adamw", "sgd", "lion", "muon", "adafactor"), open=True, identity="fixed"
+    )
     lr: float = key(1e-3, "peak learning rate, reached after warm-up", ">= 0 and < inf", most=1e6)
     betas: list[float] = key(
         [0.9, 0.95], "decay rates of Adam's two moments; of Lion's update and its momentum", ">= 0 and < 1"
     )
-    momentum: float = key(0.9, "sgd, muon: decay rate of the momentum; 0 = none", ">= 0 and < 1")
+    momentum: float = key(0.9, "sgd, muon: decay rate of the momentum; 0 = none", ">= 0 and < 1", identity="fixed")
     nesterov: bool = key(False, "sgd, muon: Nesterov's momentum, which looks one update ahead")
-    matrices: str = key("", 'muon: regular expression of its parameters; "" = weights of hidden layers')
+    matrices: str = key(
+        "", 'muon: regular expression of its parameters; "" = weights of hidden layers', identity="fixed"
+    )
     newton_schulz: int = key(5, "muon: iterations that make a matrix orthogonal", ">= 1", most=99)
     matrix_lr: str = key(
         "match_rms_adamw", "muon: how optimizer.lr is scaled by a matrix's shape", ("match_rms_adamw", "original")
@@ -538,11 +569,9 @@ class Optimizer:
     )
     clip: float = key(1.0, "largest global gradient norm; 0 = no clipping", ">= 0")
     schedule: str = key(
-        "cosine",
-        "learning rate after warm-up",
-        ("constant", "cosine", "cosine_restarts", "inverse_sqrt", "linear", "wsd"),
-        open=True,
-    )
+        "cosine", "learning rate after warm-up",
+        ("constant", "cosine", "cosine_restarts", "inverse_sqrt", "linear", "wsd"), open=True,
+    )  # fmt: skip
     warmup_steps: int = key(0, "updates of linear warm-up from 0 to optimizer.lr", ">= 0")
     min_lr: float = key(0.1, "the cosines, linear and wsd end at this fraction of optimizer.lr", ">= 0 and <= 1")
     cycles: int = key(2, "cosine_restarts: falls from optimizer.lr, of equal length", ">= 1", most=10**6)
@@ -560,28 +589,35 @@ class Train:
 
     steps: int = key(100, "updates; the learning-rate schedule spans them", ">= 1")
     stop_at: int = key(0, "end after this step, with a checkpoint; 0 = run to train.steps", ">= 0")
-    global_batch: int = key(16, "sequences per update, over all replicas", ">= 1", most=10**8)
+    global_batch: int = key(
+        16, "sequences per update, over all replicas", ">= 1", most=10**8, identity="fixed", planned=True
+    )
     ramp_from: int = key(
-        0, "sequences of the first updates, of a batch that grows; 0 = it does not", ">= 0", most=10**8
+        0, "sequences of the first updates, of a batch that grows; 0 = it does not", ">= 0", most=10**8,
+        identity="fixed",
+    )  # fmt: skip
+    ramp_by: int = key(
+        1, "train.ramp_from: sequences by which the batch grows, up to train.global_batch", ">= 1", identity="fixed"
     )
-    ramp_by: int = key(1, "train.ramp_from: sequences by which the batch grows, up to train.global_batch", ">= 1")
-    ramp_samples: int = key(0, "train.ramp_from: sequences over which the batch grows", ">= 0")
+    ramp_samples: int = key(0, "train.ramp_from: sequences over which the batch grows", ">= 0", identity="fixed")
     length_ramp: list[str] = key(
-        [],
-        "STEP:LENGTH, ...: after STEP updates, sequences of LENGTH tokens, up to model.length; [] = always these",
-        pattern=r"\d{1,12}:\d{1,12}",
-        constraint="must be STEP:LENGTH, such as 200:512",
-    )
+        [], "STEP:LENGTH, ...: after STEP updates, sequences of LENGTH tokens, up to model.length; [] = always these",
+        pattern=r"\d{1,12}:\d{1,12}", constraint="must be STEP:LENGTH, such as 200:512", identity="free",
+    )  # fmt: skip
     microbatch: int = key(
-        4, "sequences per microbatch of one data-parallel replica; -1: the planner chooses", ">= 1", most=10**6
-    )
+        4, "sequences per microbatch of one data-parallel replica; -1: the planner chooses", ">= 1", most=10**6,
+        planned=True, left_open=9,
+    )  # fmt: skip
     init: str = key(
-        "",
-        "start from these weights: a checkpoint's URL, or a folder that transformers saved; random = from none;"
-        ' "" = from model.source, if there is one',
+        "", "start from these weights: a checkpoint's URL, or a folder that transformers saved; random = from none;"
+        ' "" = from model.source, if there is one', path=("random",), identity="free",
+    )  # fmt: skip
+    loss: str = key(
+        "", 'what a label costs; "" = as the objective says', ("", CROSS_ENTROPY), open=True, identity="free"
     )
-    loss: str = key("", 'what a label costs; "" = as the objective says', ("", CROSS_ENTROPY), open=True)
-    init_averaged: bool = key(False, "train.init: take the averages that train.ema kept of that run's weights")
+    init_averaged: bool = key(
+        False, "train.init: take the averages that train.ema kept of that run's weights", identity="free"
+    )
     spike: float = key(0.0, "a loss above this factor times the median of the last 32 is a spike; 0 = never", ">= 0")
     verify_every: int = key(0, "steps between comparisons of the replicas' weights and moments; 0 = never", ">= 0")
     compile: str = key("auto", "compile what lies between collectives; auto: on GPUs", ("auto", "on", "off"))
@@ -593,14 +629,15 @@ class Train:
         ">= 1", most=10**6,
     )  # fmt: skip
     freeze: list[str] = key(
-        [],
-        "patterns of parameters that no update changes, such as embedding or layers.[0-3].*",
-        pattern=r"[\w.*?\[\]!-]+",
-        constraint="must be the name of a parameter, or a pattern with *, ? or [...]",
+        [], "patterns of parameters that no update changes, such as embedding or layers.[0-3].*",
+        pattern=r"[\w.*?\[\]!-]+", constraint="must be the name of a parameter, or a pattern with *, ? or [...]",
+        identity="fixed",
+    )  # fmt: skip
+    ema: float = key(
+        0.0, "decay of averaged weights, such as 0.999; 0 = none are kept", ">= 0 and < 1", identity="fixed"
     )
-    ema: float = key(0.0, "decay of averaged weights, such as 0.999; 0 = none are kept", ">= 0 and < 1")
     deterministic: bool = key(False, "a step done again is equal in every bit; what cannot be is refused")
-    loss_settings: dict[str, Any] = declare_own_settings("loss")
+    loss_settings: dict[str, Any] = declare_own_settings("loss", identity="free")
     on_spike: str = key("rollback", "at a spike or non-finite number: redo, skip or stop", ("rollback", "skip", "stop"))
 
 
@@ -629,5 +666,5 @@ class Eval:
         32, "eval.prompts: tokens of each continuation, each a pass of the model", ">= 1", most=10**4
     )
     tasks: list[str] = key([], "tasks of lm-eval, such as [lambada_openai], that score the model at each evaluation")
-    task_folder: str = key("", "eval.tasks: a folder with task files of your own")
+    task_folder: str = key("", "eval.tasks: a folder with task files of your own", path=())
     task_samples: int = key(0, "eval.tasks: documents of each task; 0 = all", ">= 0")

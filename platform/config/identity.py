@@ -11,19 +11,14 @@ import yaml
 
 from platform.boundary.redaction import redact_secrets
 from platform.boundary.refusals import closest_values, format_violation
-from platform.config.fields import Config, hash_values, training_loss_name
+from platform.config.fields import KEYS, Config, hash_values, training_loss_name
 
 # Keys of the identity that `resume.allow` can free: changing them leaves the saved tensors, the samples and their order
-# as they are. The corpus itself is always compared by its hash.
-MAY_CHANGE = {
-    "optimizer": "lr betas eps nesterov newton_schulz matrix_lr beta2_decay update_clip relative_step scale_by_weight"
-    " least_scale groups weight_decay clip schedule warmup_steps min_lr cycles decay_steps settings schedule_settings",
-    "model": "dropout fused_dropout label_smoothing capacity_factor balance_loss balance_rate z_loss router_jitter"
-    " position_rows",
-    "data": "kind path target_path sources tokenizer chat_template settings",
-    "train": "init init_averaged length_ramp loss loss_settings",
-}
-FREE = [f"{group}.{name}" for group, names in MAY_CHANGE.items() for name in names.split()]
+# as they are. The corpus itself is always compared by its hash. Of group optimizer, all that are not declared fixed.
+FREE = [key for key, legal in KEYS.items() if legal.identity == "free"]
+FREE_GROUPS = sorted({key.partition(".")[0] for key in FREE}, reverse=True)
+# keys of a mixture's source that say which samples it has
+_OF_SHARES = ["weight", "epochs", *(key.removeprefix("data.") for key in KEYS if KEYS[key].identity == "share")]
 _ORDER = "samples or their order would be others: some would come twice, some never"
 _BECAUSE = (  # (prefix of a key, why it is fixed); the first prefix that matches counts
     ("optimizer.", "the saved moments are another optimizer's"),
@@ -34,12 +29,6 @@ _BECAUSE = (  # (prefix of a key, why it is fixed); the first prefix that matche
     ("train.ema", "the saved averages are others"),
     ("", _ORDER),
 )
-_NOT_OF_DATA = ("cache", "foreign_tokenizer")  # where tokens lie, and a word about how a run began
-_OF_TRAIN = (
-    *("global_batch", "ramp_from", "ramp_by", "ramp_samples", "length_ramp"),
-    *("loss", "loss_settings", "init", "init_averaged", "freeze", "ema"),
-)
-_OF_SHARES = ("weight", "epochs", "validation", "streaming")  # keys of a mixture's source that say which samples it has
 _MOST = 100  # directories of one experiment to search for a run
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -47,14 +36,15 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 def run_identity(config: Config) -> dict[str, Any]:
     """Return the configuration's values by which a run is the same run (docs/contract.md), nested, without secrets."""
     values = config.to_dict()
-    data = {k: v for k, v in values["data"].items() if k not in _NOT_OF_DATA}
+    data = {k: v for k, v in values["data"].items() if KEYS[f"data.{k}"].identity != "none"}
     data["input_field"] = "" if data["input_field"] == "none" else data["input_field"]  # the same prompts
-    train = {f"train.{name}": values["train"][name] for name in _OF_TRAIN} | {"train.loss": training_loss_name(config)}
+    train = {f"train.{k}": v for k, v in values["train"].items() if KEYS[f"train.{k}"].identity}
     identity_values = {
         "model": values["model"],
         "data": data,
         "seed": config.seed,
         **train,
+        "train.loss": training_loss_name(config),
         "optimizer": values["optimizer"],
     }
     return redact_secrets(identity_values)
@@ -115,13 +105,13 @@ def violations_of_identity(
 
 def violations_of_allowances(config: Config) -> Iterator[str]:
     """Yield a refusal line for each entry of the user's list `resume.allow` that names no key, and no group of
-    keys, which may differ when a run is resumed (`MAY_CHANGE`)."""
+    keys, which may differ when a run is resumed."""
     known = find_differences({}, run_identity(config))
     for key in config.resume.allow:
-        if key in FREE or key in MAY_CHANGE:
+        if key in FREE or key in FREE_GROUPS:
             continue
         reason = _explain_fixed_key(key) if key in known else "no key of a run's identity; others may change without it"
-        legal = closest_values(key, [*FREE, *MAY_CHANGE])[:3]
+        legal = closest_values(key, [*FREE, *FREE_GROUPS])[:3]
         yield format_violation("resume.allow", key, reason, legal)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
 from types import NoneType
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from platform.boundary.refusals import format_value, format_violation
 from platform.boundary.schema import LARGEST
@@ -33,6 +33,12 @@ class Key:
     open: bool = False  # a module named in `extend` may register another choice
     pattern: str = ""  # regular expression that all of a text must match
     constraint: str = ""  # pattern, or rule of `platform.config`, in words
+    path: tuple[str, ...] | None = None  # words that may stand in place of the path or URL that it is; None: it is none
+    planned: bool = False  # planning reads it
+    read_if: Callable[[Any], Any] | None = None  # whether anything reads it, by the configuration; None: always
+    left_open: int = 0  # place in `plan.search` of a key that the planner may choose; 0 = it never does
+    # on resume: "fixed", in a mixture's source too if "share"; "free" if `resume.allow` says so; "" or "none": always
+    identity: Literal["", "fixed", "share", "free", "none"] = ""
 
     def describe_legal_values(self) -> str:
         """Describe the legal values of a configuration key to a user, such as "1 to 1,000" or "adamw, or a registered
@@ -65,10 +71,10 @@ def violation_of_key(config: Any, key: str, constraint: str, legal: Iterable[Any
     return format_violation(key, attrgetter(key)(config), constraint, legal)
 
 
-def declare_own_settings(what: str) -> Any:
-    """Make the field of the key that configures a user's `what`: see `platform.config.extensions`."""
+def declare_own_settings(what: str, **more: Any) -> Any:
+    """Make the field of the key that configures a user's `what`: see `platform.config.extensions`, and `key`."""
     constraint = "what its dataclass declares"
-    return key({}, f"settings of a {what} of your own, by name", most=LARGEST, constraint=constraint)
+    return key({}, f"settings of a {what} of your own, by name", most=LARGEST, constraint=constraint, **more)
 
 
 WORDS = {  # type of a scalar -> it in words

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import gcd, prod
+from operator import attrgetter
 from typing import Any
 
 import yaml
@@ -198,25 +199,15 @@ class _Strict(yaml.SafeLoader):
 # legal values until a plan is chosen.
 
 AUTO, ALL = "auto", "all"
-# key that may be left open -> what stands there until the planner has chosen
-OPEN = {
-    "tensor": "serial",
-    "tensor.axes": 1,
-    "pipeline": "none",
-    "pipeline.stages": 1,
-    "pipeline.chunks": 1,
-    "parallel.data": -1,
-    "parallel.context": 1,
-    "parallel.experts": 1,
-    "parallel.zero": 0,
-    "parallel.tensor_experts": "split",
-    "train.microbatch": 1,
-    "recompute": "none",
-}
+# in the order of `plan.search`; tensor and pipeline stand for what their schemes and schedules bring
+OPEN_KEYS = [
+    key.removesuffix(".scheme").removesuffix(".kind")
+    for key in sorted((key for key in KEYS if KEYS[key].left_open), key=lambda key: KEYS[key].left_open)
+]
 
 
 def is_open_key(config: Config, key: str) -> bool:
-    """Return True if the planner chooses a configuration's key of OPEN, or the size `tensor.axes.NAME` of an axis."""
+    """Return True if the planner chooses a key of OPEN_KEYS, or the size `tensor.axes.NAME` of an axis."""
     named = config.plan.search
     group = key.rpartition(".")[0]
     return ALL in named or key in named or group == "tensor.axes" and bool({"tensor", group} & {*named})
@@ -227,7 +218,7 @@ def mark_open_keys(config: Config, typed: Collection[str] = ()) -> None:
     pipeline=auto stages and chunks are open too, unless they are among the keys that the user has `typed`.
     parallel.data=-1, by itself as many replicas as the workers give, is open beside another open key."""
     named = dict.fromkeys(config.plan.search)
-    tensor, pipeline, parallel = config.tensor, config.pipeline, config.parallel
+    tensor, pipeline = config.tensor, config.pipeline
     if tensor.scheme == AUTO:
         named["tensor"] = None
         tensor.scheme = "serial"
@@ -235,29 +226,20 @@ def mark_open_keys(config: Config, typed: Collection[str] = ()) -> None:
         if tensor.axes.get(axis) == -1:
             named[f"tensor.axes.{axis}"] = None
             tensor.axes[axis] = 1
-    if pipeline.kind == AUTO or (pipeline.kind == "none" and pipeline.stages == -1):
+    if (is_auto := pipeline.kind == AUTO) or (pipeline.kind == "none" and pipeline.stages == -1):
         named["pipeline"] = None
     for name in ("stages", "chunks"):
-        if pipeline.kind == AUTO and f"pipeline.{name}" not in typed:
+        if is_auto and f"pipeline.{name}" not in typed:
             setattr(pipeline, name, -1)
-    open_values = {
-        "pipeline.stages": pipeline.stages, "pipeline.chunks": pipeline.chunks, "parallel.context": parallel.context,
-        "parallel.experts": parallel.experts, "parallel.zero": parallel.zero,
-        "train.microbatch": config.train.microbatch,
-    }  # fmt: skip
-    for key in (key for key, value in open_values.items() if value == -1):
-        named[key] = None
-        set_value(config, key, OPEN[key])
-    if config.recompute == AUTO:
-        named["recompute"] = None
-        config.recompute = "none"
-    if parallel.tensor_experts == AUTO:
-        named["parallel.tensor_experts"] = None
-        parallel.tensor_experts = "split"
-    if pipeline.kind == AUTO:
+    for key in (key for key in OPEN_KEYS if key in KEYS and key != "parallel.data"):
+        least = KEYS[key].choices[0] if KEYS[key].choices else 1
+        if attrgetter(key)(config) == (AUTO if isinstance(least, str) else -1):
+            named[key] = None
+            set_value(config, key, least)
+    if is_auto:
         stages = "none" if pipeline.stages == 1 else "1f1b"
         pipeline.kind = stages if pipeline.chunks == 1 else "interleaved"
-    if named and parallel.data == -1:
+    if named and config.parallel.data == -1:
         named["parallel.data"] = None
     config.plan.search = [*named]
 
@@ -265,9 +247,9 @@ def mark_open_keys(config: Config, typed: Collection[str] = ()) -> None:
 def violations_of_search(config: Config) -> Iterator[str]:
     """Yield a refusal line for each name in `plan.search` that is no key which may be left to the planner."""
     for name in config.plan.search:
-        if name not in (ALL, *OPEN) and not name.startswith("tensor.axes."):
+        if name not in (ALL, *OPEN_KEYS) and not name.startswith("tensor.axes."):
             yield format_violation(
-                "plan.search", name, "no key that the planner chooses", closest_values(name, (*OPEN, ALL))[:3]
+                "plan.search", name, "no key that the planner chooses", closest_values(name, (*OPEN_KEYS, ALL))[:3]
             )
 
 
@@ -467,15 +449,9 @@ def _violations_of_branch(config: Config) -> Iterator[str]:
 
 def _violations_of_slice_via(config: Config) -> Iterator[str]:
     """Yield a refusal line if branch.slice_via is to replace the all-to-all of a branch that has none."""
-    if config.branch.slice_via != "all_to_all" and not slices_heads(config.branch):
+    if config.branch.slice_via != "all_to_all" and not config.branch.slices_heads:
         constraint = f"branch={config.branch.kind} has no all-to-all that it would replace"
         yield violation_of_key(config, "branch.slice_via", constraint, ["all_to_all"])
-
-
-def slices_heads(branch: Branch) -> bool:
-    """Return True if a configured branch scheme splits the batch in region `attention` and other dims in `core`, the
-    attention itself: it then slices heads by all-to-all, the collective that `branch.slice_via` may replace."""
-    return "core" in branch.append and "batch" in branch.append.get("attention", ())
 
 
 def _violations_of_axis_names(config: Config) -> Iterator[str]:

@@ -10,7 +10,7 @@ from platform.boundary.local_files import find_protocol_fault
 from platform.boundary.redaction import strip_url_secrets
 from platform.boundary.refusals import closest_values, format_violation
 from platform.config.fields import KEYS, Config
-from platform.config.groups import AUTO, ON_RAY, RESUME, Cluster
+from platform.config.groups import AUTO, RESUME, Cluster
 from platform.config.key import SECONDS, parse_duration, parse_rhythm, suggest_rhythms, violation_of_key
 from platform.plan.accelerators import ACCELERATORS, nominal_memory
 
@@ -185,10 +185,11 @@ def _violations_of_ray(config: Config) -> Iterator[str]:
     """Yield a refusal line for each key that only cluster=ray reads under another cluster, each unknown field of the
     runtime environment, and a request to the autoscaler that would ask for nothing in particular or not be waited
     for."""
-    c, default = config.cluster, Cluster()
-    for name in ON_RAY:
-        if c.kind != "ray" and getattr(c, name) != getattr(default, name):
-            yield violation_of_key(config, f"cluster.{name}", "only cluster=ray reads it", [getattr(default, name)])
+    c = config.cluster
+    for name, default in vars(Cluster()).items():
+        read_if = KEYS[f"cluster.{name}"].read_if
+        if read_if and not read_if(config) and getattr(c, name) != default:
+            yield violation_of_key(config, f"cluster.{name}", "only cluster=ray reads it", [default])
     for name, value in c.runtime_env.items():
         if name not in RUNTIME_ENV:
             legal = [f"cluster.runtime_env.{near}" for near in closest_values(name, RUNTIME_ENV)[:3]]

@@ -11,7 +11,7 @@ from platform.boundary.refusals import ConfigError, format_violation
 from platform.config.fields import Data
 from platform.data import text_sources as text_sources  # its import registers the kinds of sources
 from platform.data import tokenizer
-from platform.data.mixture import PATHS, DataSource, list_sources, name_source_in_line
+from platform.data.mixture import PATH_OPTIONS, DataSource, list_sources, name_source_in_line
 from platform.data.objectives import Objective, name_objective_in_errors
 from platform.data.source_kind import KINDS, find_source_kind, is_streamed
 from platform.data.tokenizer import extra_special_tokens, load_named_vocabulary, read_chat_template
@@ -69,7 +69,7 @@ def _violations_of_source(source: DataSource) -> list[str]:
     if data.path and data.kind in ("stdlib", "synthetic"):
         lines.append(format_violation("data.path", data.path, f"data={data.kind} reads no path", ["data=text", '""']))
     elif data.kind != "synthetic":
-        urls = {f"data.{name}": getattr(data, name) for name in PATHS}
+        urls = {f"data.{name}": getattr(data, name) for name in PATH_OPTIONS}
         remote = {key: url for key, url in urls.items() if "://" in url}  # what is there shows when it is read
         reasons = {key: find_protocol_fault(url, writing=False) for key, url in remote.items()}
         lines += [format_violation(key, remote[key], reason, ["a path"]) for key, reason in reasons.items() if reason]

@@ -30,7 +30,7 @@ OWN = (
     *("kind", "path", "field", "target_path", "target_field", "input_field"),
     *("dtype", "validation", "validation_path", "streaming", "settings"),
 )
-PATHS = ("path", "target_path", "validation_path")
+PATH_OPTIONS = [name for name in OWN if KEYS[f"data.{name}"].path is not None]
 Ints = NDArray[np.int64]
 
 
@@ -134,10 +134,10 @@ def name_source_in_errors(source: DataSource) -> AbstractContextManager[None]:
 
 def paths_by_key(data: Data) -> dict[str, str]:
     """Return the paths and URLs in a data configuration: full key, such as "data.path" -> path, "" if unset."""
-    paths = {f"data.{name}": getattr(data, name) for name in PATHS}
+    paths = {f"data.{name}": getattr(data, name) for name in PATH_OPTIONS}
     for source, options in data.sources.items():
         if isinstance(options, Mapping) and not _violations_of_name(source):
-            paths |= {f"data.sources.{source}.{name}": str(options[name]) for name in PATHS if name in options}
+            paths |= {f"data.sources.{source}.{name}": str(options[name]) for name in PATH_OPTIONS if name in options}
     return paths
 
 

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, lru_cache
 from math import gcd, prod
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import yaml
 
 from platform.config.composition import CONF
-from platform.config.fields import Config, Tensor
+from platform.config.fields import Config, Tensor, set_value
 from platform.config.layout_rules import is_open_key, list_tensor_axes
 from platform.plan.generators import ONE_CHUNK
 from platform.plan.layout import find_divisors
@@ -25,23 +26,29 @@ MOST_CHUNKS = 16
 MOST_SEQUENCES = 64  # of a microbatch on a replica
 RECOMPUTE = ("none", "selective", "full")
 ZERO = (0, 1, 2, 3)
+# part of a Contender -> the key whose value it is, as it is typed after the tensor scheme and the sizes of its axes
+CHOOSABLE = {
+    "kind": "pipeline.kind", "stages": "pipeline.stages", "chunks": "pipeline.chunks", "data": "parallel.data",
+    "context": "parallel.context", "experts": "parallel.experts", "tensor_experts": "parallel.tensor_experts",
+    "zero": "parallel.zero", "microbatch": "train.microbatch", "recompute": "recompute",
+}  # fmt: skip
 
 
 class Contender(NamedTuple):
     """Contender of a search: a tensor `scheme` with the sizes of its axes in order, a pipeline schedule `kind`, and
-    the values of other keys."""
+    the values of the other keys of CHOOSABLE."""
 
     scheme: str
     axes: tuple[int, ...]
-    kind: str
-    stages: int
-    chunks: int
-    data: int
-    context: int
-    experts: int
-    microbatch: int
-    recompute: str
-    zero: int
+    kind: str = "none"
+    stages: int = 1
+    chunks: int = 1
+    data: int = 1
+    context: int = 1
+    experts: int = 1
+    microbatch: int = 1
+    recompute: str = "none"
+    zero: int = 0
     tensor_experts: str = "split"
 
     @property
@@ -81,7 +88,7 @@ class Space:
         table = self.config.tensor
         if not is_open_key(self.config, "tensor"):
             return {table.scheme: table}
-        redundant = () if self.num_replicas else ("2p5d",)  # its depth is a number of replicas
+        redundant = () if self.read_set_size("data") else ("2p5d",)  # its depth is a number of replicas
         return {n: replace(t, uneven=table.uneven) for n, t in load_shipped_schemes().items() if n not in redundant}
 
     def axis_sizes(self, scheme: str) -> dict[str, int]:
@@ -97,40 +104,31 @@ class Space:
         """Return the number of workers along the branch axes, which are never left open."""
         return prod(self.config.branch.axes.values())
 
-    @property
-    def num_stages(self) -> int:
-        """Return the number of stages, 0 if it is left open."""
-        return 0 if is_open_key(self.config, "pipeline.stages") else self.config.pipeline.stages
+    def list_set_values(self, part: str) -> list[Any]:
+        """Return the one value of a part of CHOOSABLE, none if it is left open."""
+        key = CHOOSABLE[part]
+        return [] if is_open_key(self.config, key.removesuffix(".kind")) else [attrgetter(key)(self.config)]
 
-    @property
-    def num_replicas(self) -> int:
-        """Return the number of replicas, 0 if it is left open."""
-        return 0 if is_open_key(self.config, "parallel.data") else self.config.parallel.data
-
-    @property
-    def context_ranks(self) -> int:
-        """Return the number of ranks of a context, 0 if it is left open."""
-        return 0 if is_open_key(self.config, "parallel.context") else self.config.parallel.context
+    def read_set_size(self, part: str) -> int:
+        """Return the number of ranks that a part of CHOOSABLE is, 0 if it is left open."""
+        return (self.list_set_values(part) or [0])[0]
 
     @property
     def has_fixed_workers(self) -> bool:
         """Return True if the number of workers is not left open."""
         sizes = [n for scheme in self.scheme_tables for n in self.axis_sizes(scheme).values()]
-        return (
-            0 not in (*sizes, self.num_stages, self.num_replicas, self.context_ranks) and len(self.scheme_tables) == 1
-        )
+        sizes += [self.read_set_size(part) for part in ("stages", "data", "context")]
+        return 0 not in sizes and len(self.scheme_tables) == 1
 
     def expert_choices(self, data: int) -> list[int]:
         """Return the numbers of `data` replicas that may share the experts."""
-        if not is_open_key(self.config, "parallel.experts"):
-            return [self.config.parallel.experts]
-        return find_divisors(gcd(data, self.config.model.experts)) if self.config.model.experts else [1]
+        experts = self.config.model.experts
+        return self.list_set_values("experts") or (find_divisors(gcd(data, experts)) if experts else [1])
 
     def tensor_expert_choices(self, scheme: str) -> Sequence[str]:
         """Return what ranks of a tensor scheme may do with experts, to choose among."""
-        if not is_open_key(self.config, "parallel.tensor_experts"):
-            return [self.config.parallel.tensor_experts]
-        return [*TENSOR_EXPERTS] if self.config.model.experts and self.expert_dividing_axes(scheme) else ["split"]
+        is_choosable = self.config.model.experts and self.expert_dividing_axes(scheme)
+        return self.list_set_values("tensor_experts") or ([*TENSOR_EXPERTS] if is_choosable else ["split"])
 
     def expert_dividing_axes(self, scheme: str) -> list[str]:
         """Return the axes of a tensor scheme that may divide whole experts."""
@@ -139,38 +137,31 @@ class Space:
     @cached_property
     def schedule_choices(self) -> list[tuple[str, int]]:
         """Return the (schedule, chunks per stage) to choose among for several stages."""
-        p, most = self.config.pipeline, max(1, min(MOST_CHUNKS, self.config.model.layers))
-        kinds: Sequence[str] = SCHEDULES[1:] if is_open_key(self.config, "pipeline") else [p.kind]
-        every = range(1, most + 1) if is_open_key(self.config, "pipeline.chunks") else [p.chunks]
-        pairs = [(kind, n) for kind in kinds for n in every]
+        most = max(1, min(MOST_CHUNKS, self.config.model.layers))
+        kinds = self.list_set_values("kind") or SCHEDULES[1:]
+        pairs = [(kind, n) for kind in kinds for n in self.list_set_values("chunks") or range(1, most + 1)]
         return [(kind, n) for kind, n in pairs if n == 1 or kind not in ONE_CHUNK if (kind, n) != ("interleaved", 1)]
 
     @property
     def single_stage_schedules(self) -> list[tuple[str, int]]:
         """Return the (schedule, chunks per stage) to choose among for a single stage."""
-        if is_open_key(self.config, "pipeline") or self.config.pipeline.kind == "none":
-            return [("none", 1)]
-        return self.schedule_choices
+        return [("none", 1)] if self.list_set_values("kind") in ([], ["none"]) else self.schedule_choices
 
     @cached_property
     def microbatch_choices(self) -> list[int]:
         """Return the sequences of a microbatch on a replica to choose among."""
-        if not is_open_key(self.config, "train.microbatch"):
-            return [self.config.train.microbatch]
-        batch = self.config.train.global_batch
-        return sorted({n for n in find_divisors(batch) if n <= MOST_SEQUENCES} | {1})
+        sizes = find_divisors(self.config.train.global_batch)
+        return self.list_set_values("microbatch") or sorted({n for n in sizes if n <= MOST_SEQUENCES} | {1})
 
     @property
     def recompute_choices(self) -> Sequence[str]:
         """Return what may be recomputed, to choose among."""
-        return RECOMPUTE if is_open_key(self.config, "recompute") else [self.config.recompute]
+        return self.list_set_values("recompute") or RECOMPUTE
 
     @property
     def zero_choices(self) -> Sequence[int]:
         """Return the stages of ZeRO to choose among: none beside branches that only some ranks have."""
-        if not is_open_key(self.config, "parallel.zero"):
-            return [self.config.parallel.zero]
-        return ZERO[:1] if self.config.branch.only else ZERO
+        return self.list_set_values("zero") or (ZERO[:1] if self.config.branch.only else ZERO)
 
     def build_config(self, choice: Contender) -> Config:
         """Return the configuration of a contender."""
@@ -178,30 +169,26 @@ class Space:
         kind, inner = c.parallel.context_kind, c.parallel.context_heads
         if kind == "nested" and (inner >= choice.context or choice.context % inner):
             kind, inner = "auto", 0
-        parallel = replace(
-            c.parallel, data=choice.data, context=choice.context, context_kind=kind, context_heads=inner,
-            experts=choice.experts, zero=choice.zero, tensor_experts=choice.tensor_experts,
-        )  # fmt: skip
-        file = c.pipeline.file if choice.kind == "file" else ""
-        return replace(
+        axes = dict(zip(list_tensor_axes(tensor), choice.axes, strict=True))
+        config = replace(
             c,
-            recompute=choice.recompute,
-            tensor=replace(tensor, axes=dict(zip(list_tensor_axes(tensor), choice.axes, strict=True))),
-            parallel=parallel,
-            pipeline=replace(c.pipeline, kind=choice.kind, stages=choice.stages, chunks=choice.chunks, file=file),
-            train=replace(c.train, microbatch=choice.microbatch),
+            tensor=replace(tensor, axes=axes),
+            parallel=replace(c.parallel, context_kind=kind, context_heads=inner),
+            pipeline=replace(c.pipeline, file=c.pipeline.file if choice.kind == "file" else ""),
+            train=replace(c.train),
         )
+        for part, key in CHOOSABLE.items():
+            set_value(config, key, getattr(choice, part))
+        return config
 
     def key_values(self, choice: Contender) -> dict[str, Any]:
         """Return the values of a contender by configuration key."""
         names = list_tensor_axes(self.scheme_tables[choice.scheme])
         return {
-            "tensor": choice.scheme, **{f"tensor.axes.{a}": n for a, n in zip(names, choice.axes, strict=True)},
-            "pipeline": choice.kind, "pipeline.stages": choice.stages, "pipeline.chunks": choice.chunks,
-            "parallel.data": choice.data, "parallel.context": choice.context, "parallel.experts": choice.experts,
-            "parallel.tensor_experts": choice.tensor_experts, "parallel.zero": choice.zero,
-            "train.microbatch": choice.microbatch, "recompute": choice.recompute,
-        }  # fmt: skip
+            "tensor": choice.scheme,
+            **{f"tensor.axes.{axis}": n for axis, n in zip(names, choice.axes, strict=True)},
+            **{key.removesuffix(".kind"): getattr(choice, part) for part, key in CHOOSABLE.items()},
+        }
 
     def format_overrides(self, choice: Contender) -> list[str]:
         """Return the arguments by which a user types the parts of a contender that the configuration leaves open."""

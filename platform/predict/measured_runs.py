@@ -28,7 +28,7 @@ from platform.boundary.refusals import (
 from platform.boundary.schema import Malformed, parse_value
 from platform.config.arguments import quote_value
 from platform.config.composition import CONF
-from platform.config.fields import Compose, Config, flatten_config
+from platform.config.fields import KEYS, Compose, Config, flatten_config
 from platform.monitor import events, json_records
 from platform.monitor.json_records import JOURNAL, METRICS
 from platform.monitor.metrics import MetricsLog
@@ -42,37 +42,16 @@ from platform.predict.step_price import build_step_work, find_gpu_hardware, read
 from platform.predict.work import EVEN, StepWork, System
 
 # column -> key that its cells set; a column with a key's own name, such as model.kv_heads, sets that key
-KEYS = {
-    "model": "model",
-    "layers": "model.layers",
-    "d_model": "model.d_model",
-    "heads": "model.heads",
-    "length": "model.length",
-    "vocab": "model.vocab",
-    "microbatch": "train.microbatch",
-    "global_batch": "train.global_batch",
-    "tensor": "tensor",
-    "branch": "branch",
-    "stages": "pipeline.stages",
-    "chunks": "pipeline.chunks",
-    "data": "parallel.data",
-    "context": "parallel.context",
-    "experts": "parallel.experts",
-    "tensor_experts": "parallel.tensor_experts",
-    "recompute": "recompute",
-    "zero": "parallel.zero",
-    "precision": "precision",
-    "overlap": "parallel.overlap",
-    "dropout": "model.dropout",
-    "kv_heads": "model.kv_heads",
-    "d_ff": "model.d_ff",
-    "activation": "model.activation",
-    "model_experts": "model.experts",
-    "experts_per_token": "model.experts_per_token",
-    "expert_d_ff": "model.expert_d_ff",
-    "shared_experts": "model.shared_experts",
-    "capacity_factor": "model.capacity_factor",
-}
+COLUMNS = {
+    key.rpartition(".")[2]: key
+    for key in (
+        "model model.layers model.d_model model.heads model.length model.vocab train.microbatch train.global_batch"
+        " tensor branch pipeline.stages pipeline.chunks parallel.data parallel.context parallel.experts"
+        " parallel.tensor_experts recompute parallel.zero precision parallel.overlap model.dropout model.kv_heads"
+        " model.d_ff model.activation model.experts_per_token model.expert_d_ff model.shared_experts"
+        " model.capacity_factor"
+    ).split()
+} | {"model_experts": "model.experts"}
 SHAPE = ("layers", "d_model", "heads", "length", "vocab")  # of a model that is no preset
 NEEDED = ("gpus", *SHAPE, "microbatch", "global_batch")
 INTEGERS = (*NEEDED, "stages", "chunks", "data", "context", "experts", "zero", "kv_heads", "d_ff")
@@ -160,7 +139,7 @@ def _column_name(title: str) -> str:
 
 def _violations_of_columns(path: str, columns: Sequence[str], hardware: str, mark: str) -> Iterator[str]:
     """Yield a line per column that is unknown or given twice, and per column that is needed and missing."""
-    known = (*KEYS, *NEEDED, *OTHERS, mark)
+    known = (*COLUMNS, *NEEDED, *OTHERS, mark)
     yield from (f"{path}, column {column}: is given twice" for column, n in Counter(columns).items() if n > 1)
     for column in columns:
         if column not in known and "." not in column:
@@ -237,14 +216,14 @@ def count_step_flops(plan: Plan, recomputed: bool) -> float:
 def iterate_overrides(cells: Mapping[str, str]) -> Iterator[str]:
     """Yield the arguments of the configuration that a row describes; what it leaves open is as it is by default."""
     defaults = {"cluster.device": "cuda", "train.steps": "1", "parallel.data": "-1", "model.capacity_factor": "0"}
-    keys_present = {KEYS.get(column, column) for column, text in cells.items() if text}
+    keys_present = {COLUMNS.get(column, column) for column, text in cells.items() if text}
     yield from (f"{key}={value}" for key, value in defaults.items() if key not in keys_present)
     stages, chunks = cells.get("stages") or "1", cells.get("chunks") or "1"
     usual = "none" if stages == "1" else "interleaved" if chunks != "1" else "1f1b"
     yield f"pipeline={cells.get('schedule') or usual}"
     skipped = {"stages": "1", "chunks": "1"}
     for column, text in cells.items():
-        key = KEYS.get(column, column if "." in column else "")
+        key = COLUMNS.get(column, column if "." in column else "")
         if key and text and skipped.get(column) != text:
             yield f"{key}={'bf16' if text == NARROW and key == 'precision' else text}"
     axes = cells.get("axes", "")
@@ -415,9 +394,7 @@ def format_comparison(c: Comparison) -> Sequence[str]:
 
 # Table of runs as they were measured: from a row, `python -m platform.plan compare` makes the run's plan again.
 
-# Keys that a plan or its price depends on, by how they begin; GIVEN: keys among them that a scheme's file gives.
-PRICED = ("model.", "tensor.", "branch.", "pipeline.", "parallel.", "recompute", "precision", "optimizer.kind",
-          "train.global_batch", "train.microbatch")  # fmt: skip
+# Keys that a scheme's file gives, by how they begin.
 GIVEN = ("tensor.axes", "tensor.order", "tensor.regions", "tensor.parameters", "tensor.scheme", "pipeline.kind")
 WARM_UP = 3  # first steps of a generation, which are slower
 
@@ -471,13 +448,13 @@ def build_table_row(run: TrainedRun, seconds: float, compose: Compose) -> dict[s
     is by default not as the run has it."""
     config, device = run.config, run.device
     hardware = find_gpu_hardware(config.cluster.gpu) if device == "cuda" else None
-    values, columns = flatten_config(config), {key: column for column, key in KEYS.items()}
+    values, columns = flatten_config(config), {key: column for column, key in COLUMNS.items()}
     cells = {
         "name": " ".join(run.arguments),
         "hardware": "cpu" if device == "cpu" else hardware.name if hardware else "",
         "cluster.device": device,
         "gpus": str(run.workers),
-        **{column: str(values[KEYS[column]]) for column in NEEDED if column in KEYS},
+        **{column: str(values[COLUMNS[column]]) for column in NEEDED if column in COLUMNS},
         "tensor": config.tensor.scheme,
         "axes": " ".join(f"{name}={size}" for name, size in config.tensor.axes.items()),
         "schedule": config.pipeline.kind,
@@ -488,15 +465,16 @@ def build_table_row(run: TrainedRun, seconds: float, compose: Compose) -> dict[s
     }
     cells |= {f"branch.axes.{name}": str(size) for name, size in config.branch.axes.items()}
     rebuilt_values = flatten_config(compose(list(iterate_overrides(cells))))
-    for key in _iterate_priced_keys(values):
+    for key in _iterate_priced_keys():
         if values[key] != rebuilt_values[key]:
             cells[columns.get(key, key)] = _format_value(values[key])
     return {**cells, "seconds": f"{seconds:.6g}"}
 
 
-def _iterate_priced_keys(values: Mapping[str, Any]) -> Iterator[str]:
+def _iterate_priced_keys() -> Iterator[str]:
     """Yield the keys on which a plan or its price depends, beside what every row has."""
-    return (key for key in values if key.startswith(PRICED) and not key.startswith((*GIVEN, "branch.axes")))
+    priced = (key for key, k in KEYS.items() if k.planned or key in ("precision", "optimizer.kind"))
+    return (key for key in priced if not key.startswith((*GIVEN, "branch.axes")))
 
 
 def _format_value(value: Any) -> str:

@@ -8,17 +8,19 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import gcd, inf
+from operator import attrgetter
 from typing import Any
 
 from platform.boundary.refusals import NEAREST, ConfigError, format_violation
 from platform.config.fields import Compose, Config
-from platform.config.layout_rules import OPEN, list_tensor_axes
+from platform.config.layout_rules import OPEN_KEYS, list_tensor_axes
 from platform.plan.generators import ONE_CHUNK
 from platform.plan.layout import find_divisors
 from platform.plan.plan import Plan
 from platform.plan.plan_summary import format_number
 from platform.plan.scheme import TENSOR_EXPERTS
 from platform.predict.contenders import (
+    CHOOSABLE,
     MOST_CHUNKS,
     MOST_SEQUENCES,
     RECOMPUTE,
@@ -107,18 +109,15 @@ def _open_keys(config: Config) -> Config:
     """Return the configuration with all keys open that a change may set."""
     opened = deepcopy(config)
     is_known_scheme = config.tensor.scheme in SCHEMES
-    opened.plan.search = [key for key in OPEN if key != "tensor" or is_known_scheme]
+    opened.plan.search = [key for key in OPEN_KEYS if key != "tensor" or is_known_scheme]
     return opened
 
 
 def _build_contender(config: Config) -> Contender:
     """Return the contender that a configuration is."""
-    t, p, q = config.tensor, config.pipeline, config.parallel
-    axes = tuple(t.axes.get(axis, 1) for axis in list_tensor_axes(t))
-    return Contender(
-        t.scheme, axes, p.kind, p.stages, p.chunks, q.data, q.context, q.experts, config.train.microbatch,
-        config.recompute, q.zero, q.tensor_experts,
-    )  # fmt: skip
+    axes = tuple(config.tensor.axes.get(axis, 1) for axis in list_tensor_axes(config.tensor))
+    values = {part: attrgetter(key)(config) for part, key in CHOOSABLE.items()}
+    return Contender(config.tensor.scheme, axes, **values)
 
 
 def _iterate_neighbours(current: Contender, config: Config) -> Iterator[Contender]:

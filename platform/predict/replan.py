@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from math import inf, prod
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from platform.config.fields import Config
@@ -18,6 +19,7 @@ from platform.config.layout_rules import list_tensor_axes
 from platform.optimizer.optimizers import count_state_numbers
 from platform.plan.plan import Plan
 from platform.plan.step_collectives import communication
+from platform.predict.contenders import CHOOSABLE
 from platform.predict.footprint import state_elements
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import has_legal_plan, make_plan, plan_quickly
@@ -310,19 +312,14 @@ def _replace_size(sizes: tuple[int, ...], i: int, n: int) -> tuple[int, ...]:
 def _explain_replan(before: Config, after: Config, plan: Plan, workers: int) -> str:
     """Return the line that explains a re-planned run: the sizes that differ between the configurations `before` and
     `after`, and how many of its `workers` stay idle."""
+    values = {part: (attrgetter(key)(before), attrgetter(key)(after)) for part, key in CHOOSABLE.items()}
+    sizes = [(part, *values.pop(part)) for part in ("data", "stages", "context")]
     pairs = [
         ("tensor", before.tensor.scheme, after.tensor.scheme),
-        ("data", before.parallel.data, after.parallel.data),
-        ("stages", before.pipeline.stages, after.pipeline.stages),
-        ("context", before.parallel.context, after.parallel.context),
+        *sizes,
         *((a, before.tensor.axes.get(a, 1), n) for a, n in after.tensor.axes.items()),
         *((a, before.branch.axes[a], n) for a, n in after.branch.axes.items()),
-        ("pipeline", before.pipeline.kind, after.pipeline.kind),
-        ("experts", before.parallel.experts, after.parallel.experts),
-        ("tensor_experts", before.parallel.tensor_experts, after.parallel.tensor_experts),
-        ("zero", before.parallel.zero, after.parallel.zero),
-        ("microbatch", before.train.microbatch, after.train.microbatch),
-        ("recompute", before.recompute, after.recompute),
+        *(("pipeline" if part == "kind" else part, a, b) for part, (a, b) in values.items() if part != "chunks"),
     ]
     parts = [f"{name} {a} -> {b}" for name, a, b in pairs if a != b] or ["as configured"]
     if idle := workers - plan.mesh.world_size:

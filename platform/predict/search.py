@@ -131,7 +131,7 @@ def _numbers_of_workers(space: Space, workers: int) -> Iterator[int]:
     c = space.config
     yield (
         prod((*space.axis_sizes(c.tensor.scheme).values(), space.branch_workers, c.pipeline.stages, c.parallel.context))
-        * space.num_replicas
+        * space.read_set_size("data")
     )
 
 
@@ -244,7 +244,8 @@ class Field:
         """Return the contenders of a scheme as rows: sizes of its axes, ranks of a context, stages, replicas, and
         EXPERTS."""
         space = self.space
-        set_sizes = [*space.axis_sizes(scheme).values(), space.context_ranks, space.num_stages, space.num_replicas]
+        parts = ("context", "stages", "data")
+        set_sizes = [*space.axis_sizes(scheme).values(), *map(space.read_set_size, parts)]
         free, fixed = (
             [i for i, n in enumerate(set_sizes) if not n],
             prod(n for n in set_sizes if n) * space.branch_workers,
@@ -342,18 +343,19 @@ class Field:
         sizes = {name: int(column[i]) for name, column in columns.items()}
         axes = tuple(sizes.get(axis, 1) for axis in self.space.axis_sizes(scheme))
         return Contender(
-            scheme, axes, mode.kind, sizes["stage"], mode.chunks, sizes["replicas"], sizes["contexts"],
-            sizes.get("expert", 1), sizes["microbatch"], mode.recompute, mode.zero, WAYS[sizes["tensor_experts"]],
+            scheme, axes, stages=sizes["stage"], data=sizes["replicas"], context=sizes["contexts"],
+            experts=sizes.get("expert", 1), microbatch=sizes["microbatch"],
+            tensor_experts=WAYS[sizes["tensor_experts"]], **mode._asdict(),
         )  # fmt: skip
 
     def _find_sketch(self, scheme: str, several: dict[str, int]) -> tuple[tuple[str, ...], Sketch | None]:
         """Return the mesh axes and the sketch of the model under a scheme where axes with a 1 in `several` have more
         than one rank."""
         space, c = self.space, self.space.config
-        names = list(space.axis_sizes(scheme))
         choice = Contender(
-            scheme, tuple(2 if several[a] else 1 for a in names), "none", 1, 1, 4, 2 if several["context"] else 1,
-            2 if several["experts"] else 1, 1, "none", 0, WAYS[1 + several["tensor_experts"]],
+            scheme, tuple(1 + several[axis] for axis in space.axis_sizes(scheme)), data=4,
+            context=1 + several["context"], experts=1 + several["experts"],
+            tensor_experts=WAYS[1 + several["tensor_experts"]],
         )  # fmt: skip
         config = space.build_config(choice)
         kind = CHOICES.get(config.parallel.context_kind, (config.parallel.context_kind,))[0]

@@ -14,6 +14,7 @@ from torch import Tensor
 from platform.boundary.refusals import ConfigError, closest_values, format_value, format_violation, refuse_all
 from platform.checkpoint.blocks import Box
 from platform.config.fields import Config, Data, Model, violations_of_values
+from platform.config.identity import FREE
 from platform.config.validation import violations_of_configuration
 from platform.model import build_model
 from platform.plan.model_types import STATES, Parameter
@@ -184,12 +185,13 @@ def _join_names(names: Iterable[str]) -> str:
 
 # Translation of a config.json of transformers to our model keys, and back.
 
-# model keys that say nothing about a trained model's function: how it is trained, and sizes of other kinds of models
-_OF_TRAINING = ("source", "dropout", "fused_dropout", "label_smoothing", "within_documents", "source_length",
-                "position_rows", "capacity_factor", "balance_loss", "balance_over", "balance_rate", "z_loss",
-                "router_jitter")  # fmt: skip
-_OF_OTHERS = ("io", "hidden")
-_OWN = (*_OF_TRAINING, *_OF_OTHERS, "settings", "length", "tied")  # not at a default where config.json says nothing
+# model keys that say nothing about a trained model's function: all that may change on resume, and more of how it is
+# trained; sizes of other kinds of models
+_NOT_OF_FUNCTION = (
+    *(key.removeprefix("model.") for key in FREE if key.startswith("model.")),
+    *("source", "within_documents", "source_length", "balance_over", "io", "hidden"),
+)
+_OWN = (*_NOT_OF_FUNCTION, "settings", "length", "tied")  # not at a default where config.json says nothing
 _OF_EXPERTS = (
     *("experts_per_token", "experts_every", "dense_layers", "expert_d_ff", "expert_bias", "shared_experts"),
     *("router", "router_normalised", "router_scale", "router_bias"),
@@ -255,7 +257,7 @@ def parse_stored_model(identity: Mapping[str, Any]) -> Model:
 def functional_keys(m: Model) -> dict[str, Any]:
     """Return the keys of a model that determine its function, in one form, to compare a model at transformers with
     ours: sizes in place of zeros, and no key that others make meaningless."""
-    keys = {key: value for key, value in vars(m).items() if key not in (*_OF_TRAINING, *_OF_OTHERS)}
+    keys = {key: value for key, value in vars(m).items() if key not in _NOT_OF_FUNCTION}
     keys |= resolve_sizes(m)
     attention = m.attention_bias or ("all" if m.bias else "none")
     keys["attention_bias"] = attention

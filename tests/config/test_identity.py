@@ -5,7 +5,7 @@ import json
 import pytest
 
 from platform.config.fields import Config, flatten_config
-from platform.config.identity import FREE, MAY_CHANGE, find_differences, run_identity, violations_of_identity
+from platform.config.identity import FREE, FREE_GROUPS, find_differences, run_identity, violations_of_identity
 from platform.config.validation import violations_of_configuration
 
 
@@ -78,7 +78,7 @@ def test_what_may_change_exists_and_is_of_the_identity():
     config.optimizer.settings = config.optimizer.schedule_settings = {"x": 1}
     keys = {key.removesuffix(".web.path").removesuffix(".x") for key in find_differences({}, run_identity(config))}
     assert {*FREE} < keys <= flatten_config(config).keys()
-    config.resume.allow, config.data.sources = [*FREE, *MAY_CHANGE], {}
+    config.resume.allow, config.data.sources = [*FREE, *FREE_GROUPS], {}
     config.data.settings = config.train.loss_settings = {}  # of nothing that is registered
     config.optimizer.settings = config.optimizer.schedule_settings = {}
     assert violations_of_configuration(config) == []

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from platform.config.fields import Branch, Config, Parallel, Pipeline, Tensor
-from platform.config.layout_rules import expert_axis_sizes, legal_context_rounds, slices_heads
+from platform.config.layout_rules import expert_axis_sizes, legal_context_rounds
 from platform.plan.layout import find_divisors
 from platform.plan.scheme import NESTED, ROLES, compose_scheme
 from platform.predict.choose_schedule import count_microbatches
@@ -97,7 +97,7 @@ def _branched(r: Random, ranks: int) -> tuple[Tensor, Branch]:
     own = [factors.pop(0) for _ in range(r.choice((1, 1, 2)) if len(factors) > 1 else 1)]
     axes = dict(zip("gh", own, strict=False))
     branch = Branch(**read("branch", kind), axes=axes, order=r.choice(("inner", "outer")))
-    if slices_heads(branch):
+    if branch.slices_heads:
         branch.slice_via = r.choice(("all_to_all", "all_gather"))
     tensor, _ = _shipped(r, prod(factors), ("serial", *SHIPPED) if prod(factors) > 1 else ("serial",))
     return tensor, branch
