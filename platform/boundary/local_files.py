@@ -1,4 +1,9 @@
-"""Files of this machine and of network file systems: replaced in one step, so that no reader finds half of one."""
+"""Files of this machine and of network file systems: replaced in one step, so that no reader finds half of one.
+
+`find_protocol_fault` judges the protocol of a URL at which files may lie, without connecting to anything.
+`remove_empty_directories` and `remove_files` remove all that was made for a run which is then refused: it leaves
+nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -188,8 +193,6 @@ def _synchronise_directory(directory: Path) -> None:
         os.close(handle)
 
 
-# Protocols of the URLs at which files may lie, judged without connecting to anything.
-
 # fsspec protocols under which a file appears only when it is committed, as checkpoints need.
 WRITABLE = tuple("file local memory s3 s3a gs gcs abfs abfss az adl sftp ssh oci oss obs cos tos hf dbfs".split())
 
@@ -233,9 +236,6 @@ def _find_special_file(url: str) -> str:
                 if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                     return path
     return ""
-
-
-# Removal of directories and files that were made for a run which is then refused, so that it leaves nothing behind.
 
 
 def list_missing_directories(path: Path) -> list[Path]:

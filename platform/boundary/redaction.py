@@ -89,8 +89,7 @@ def _mask_references(text: str) -> tuple[str, dict[int, str]]:
 
 
 def _is_reference(text: str) -> bool:
-    """Return True if a part of a URL consists of the characters that `_mask_references` put in the place of
-    references."""
+    """Return True if a part of a URL consists of the characters by which `_mask_references` masks."""
     return bool(text) and all(_PRIVATE <= ord(c) < _PRIVATE + 256 for c in text)
 
 

@@ -1,4 +1,10 @@
-"""Refusals of a user's mistakes: one line each, with key, value, constraint and the nearest legal values."""
+"""Refusals of a user's mistakes: one line each, with key, value, constraint and the nearest legal values; and the two
+places where mistakes surface, command lines and the user's own code.
+
+`run_command` is what every command does before and after its own part: it knows the secrets in its arguments and prints
+none; a mistake or a failure is one line, and each has its exit status. `guard_own_code` calls the user's own code,
+which may raise anything, exit, or never come back.
+"""
 
 from __future__ import annotations
 
@@ -110,11 +116,6 @@ def closest_values(value: Any, legal: Iterable[Any]) -> list[Any]:
     return [names[n] for n in dict.fromkeys([*similar, *names])]
 
 
-# Command lines of the platform's commands: what every command does before and after its own part.
-#
-# It knows the secrets in its arguments and prints none; a mistake or a failure is one line, and each has its exit
-# status.
-
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # exit status; after STOPPED the same command resumes the run
 
 
@@ -205,8 +206,6 @@ def run_command(
     with shield_arguments(arguments) as command_arguments:
         return terminal.run_printing_command(parse_and_run)
 
-
-# Calls of the user's own code, which may raise anything, exit, or never come back.
 
 REPORT_AFTER = 10.0  # seconds of one call after which a warning says that it still runs
 QUICK = 300.0  # seconds that an import, or a function that computes, may take

@@ -2,12 +2,12 @@
 
 A worker describes its own blocks as `Block`s, and the blocks of all ranks as `HeldTensor`s, the same list on every
 rank. It makes an `Image` of its `shares`, fills it at a step, and writes it in the background; the driver's `Saver`
-collects the workers' reports and commits the checkpoint. `find` returns the newest checkpoint that can be trusted,
-`restore` fills the blocks of any plan from it. If `restore` raises Corrupt, `quarantine` that checkpoint and `find`
-again.
+collects the workers' reports and commits the checkpoint. `find_newest_checkpoint` returns the newest one that can be
+trusted, `restore_checkpoint` fills the blocks of any plan from it. If that raises Corrupt, `quarantine_checkpoint`
+takes the checkpoint away, and the next one is sought.
 
-`RankSnapshots` keeps snapshots of the last two steps in host memory, with `copies` at peers; `recover` fills the blocks
-of any plan from what survivors hold.
+`RankSnapshots` keeps snapshots of the last two steps in host memory, with copies at peers (`assign_copies`);
+`recover_state` fills the blocks of any plan from the survivors' memory.
 
 Its files in reading order: blocks, buffer, snapshots, memory_recovery, manifest, catalogue, saver, moves,
 interchange.

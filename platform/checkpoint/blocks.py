@@ -1,4 +1,8 @@
-"""The state of a job as named global tensors, and which ranks hold which block of them."""
+"""The state of a job as named global tensors, and which ranks hold which block of them.
+
+A `Box` is a block as index ranges; `find_tiling_faults` checks that a set of them tiles a tensor. A `Chain` is the
+blocks that the same ranks hold, laid end to end, so that a part of them is two positions.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +25,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-
-# Boxes: blocks of a global tensor as index ranges, and the check that a set of them tiles it.
 
 FAULTS = 100  # reported for one tensor at most
 COORDINATES = 1 << 24  # of corners, compared at most: of 700,000 blocks of a tensor that is cut along three dims
@@ -316,8 +318,6 @@ class Share(NamedTuple):
         """Return the bytes of this block of a global tensor, or part of a block, that a rank stores."""
         return self.box.num_elements * self.tensor.itemsize
 
-
-# Chains: the blocks that the same ranks hold, laid end to end, so that a part of them is two positions.
 
 LARGEST_ROW = 64 << 10  # bytes: blocks are cut at the start of rows no larger than this
 

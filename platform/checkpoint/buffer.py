@@ -1,4 +1,5 @@
-"""A buffer of host memory that holds parts of global tensors."""
+"""Buffer of host memory that holds parts of global tensors, and a worker's file of a checkpoint (`Image`): copied into
+such a buffer, then hashed while it is written."""
 
 from __future__ import annotations
 
@@ -115,9 +116,6 @@ class Buffer:
 def _stream_of_copies() -> torch.cuda.Stream:
     """Return this process's CUDA stream in which buffers of checkpoints and snapshots are filled."""
     return torch.cuda.Stream()  # torch hands out 32 in turn: of many, some would be the streams of collectives
-
-
-# A worker's file of a checkpoint: copied into host memory, then hashed while it is written.
 
 
 class Image:

@@ -1,4 +1,11 @@
-"""The checkpoints on a storage: making new ones, finding the newest that can be trusted, and deleting old ones."""
+"""The checkpoints on a storage: making new ones, finding the newest that can be trusted, and deleting old ones.
+
+- `Lease`: only the newest driver of a run may write.
+- `read_pieces`: stored blocks, each verified by its SHA-256, read in large contiguous ranges.
+- `write_carried_files`: files that a checkpoint carries beside its tensors, such as the tokenizer of its model. They
+  lie in its directory, and its manifest has their hashes among the values that are no tensors. A run goes on without
+  them, so that damage to them does not make a checkpoint corrupt; a reader of them gets Refused.
+"""
 
 from __future__ import annotations
 
@@ -81,11 +88,6 @@ def _match_lease_files(storage: Storage) -> list[re.Match[str]]:
     return [match for match in matches if match and match[1] == f"{int(match[1]):06d}"]
 
 
-# Files that a checkpoint carries beside its tensors, such as the tokenizer of its model.
-#
-# They lie in its directory, and its manifest has their hashes among the values that are no tensors. A run goes on
-# without them, so that damage to them does not make a checkpoint corrupt; a reader of them gets Refused.
-
 VALUE = "files"  # of `Meta.values`: name of a file -> its SHA-256
 _LARGEST = 1 << 30  # bytes of a file that is read
 _File = Annotated[str, Text(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", "the name of a carried file")]
@@ -120,9 +122,6 @@ def read_carried_files(storage: Storage, directory: str, manifest: Manifest) -> 
         if sha256(contents[name]).hexdigest() != digest:
             raise Refused(f"{directory}/{name} is not what was written")
     return contents
-
-
-# Reading stored blocks, each verified by its SHA-256, in large contiguous ranges.
 
 
 def list_stored_pieces(manifest: Manifest, names: Iterable[str] | None = None) -> list[Piece[StoredBlock]]:

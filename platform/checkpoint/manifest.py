@@ -1,4 +1,5 @@
-"""The manifest: a checkpoint's contents as one JSON document whose last line is the SHA-256 of the lines before it."""
+"""The manifest: a checkpoint's contents as one JSON document whose last line is the SHA-256 of the lines before it.
+`FileReport` is a worker's report on its file; nothing here imports torch, as the driver reads it."""
 
 from __future__ import annotations
 
@@ -215,9 +216,6 @@ def refuse_faults(faults: Sequence[str]) -> None:
     """Raise Refused with the first of a checkpoint's faults and the number of further ones, if there is any."""
     if faults:
         raise Refused(faults[0] + (f", and {len(faults) - 1} more" if faults[1:] else ""))
-
-
-# Report of a worker on the file of a checkpoint that it has written. Imports no torch, because the driver reads it.
 
 
 class BlockReport(NamedTuple):

@@ -69,8 +69,7 @@ def map_keepers(held: MemoryMap, distrusted: Collection[int] = ()) -> Keepers:
 
 
 def is_recoverable(keepers: Keepers, alive: Set[object]) -> bool:
-    """Return True if the memories `alive`, of nodes or ranks, have all training state; `keepers`: result of
-    `map_keepers`."""
+    """Return True if memories `alive`, of nodes or ranks, have all state; `keepers`: result of `map_keepers`."""
     return all(not alive.isdisjoint(places) or (having and having <= alive) for places, having in keepers.items())
 
 

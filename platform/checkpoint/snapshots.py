@@ -1,5 +1,10 @@
 """Snapshots of a rank's last two steps in host memory, which its node's other ranks share, and copies for other
-domains."""
+domains.
+
+`assign_copies`: parts that only one failure domain holds are kept by ranks of other domains too. `SharedMemory` can be
+mapped by other processes of the machine, and kept when its own has died. `MemoryMap`: the parts of the state in each
+rank's memory, and their readers.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +25,6 @@ from platform.checkpoint.blocks import Block, Box, Chain, HeldTensor, Share, joi
 from platform.checkpoint.buffer import Buffer
 from platform.runtime.pinned_memory import lock_pages
 from platform.runtime.progress import PROGRESS
-
-# Assignment of in-memory copies: what only one failure domain holds is kept by ranks of other domains too.
 
 
 class Copy(NamedTuple):
@@ -103,8 +106,6 @@ def map_exchanged_parts(copies: Iterable[Copy], rank: int) -> tuple[dict[int, li
     return sent, kept
 
 
-# Memory of one process that other processes of its machine can map, and keep when that one has died.
-
 PAGE = max(mmap.ALLOCATIONGRANULARITY, mmap.PAGESIZE)
 
 
@@ -173,9 +174,6 @@ def open_node_memories(
     memories = {mate: memory if mate == rank else SharedMemory.open_address(addresses[mate]) for mate in mates}
     opened = {mate: mate_memory for mate, mate_memory in memories.items() if mate_memory}
     return opened if all(all_gather(len(opened) == len(memories))) else None
-
-
-# The map of a generation's snapshots: which rank's memory has which part of the state, and who can read it.
 
 
 class MemoryMap:

@@ -1,4 +1,6 @@
-"""Scores of a model: losses on held-out text, BLEU of translations, lm-eval's tasks; and the files they go to."""
+"""Scores of a model: losses on held-out text, BLEU of translations as sacrebleu computes it, lm-eval's tasks; and the
+files they go to (`Lines`, `WholeFile`), which are refused before a model is loaded if they cannot be written, and never
+left with half a line."""
 
 from __future__ import annotations
 
@@ -113,9 +115,6 @@ def print_losses(rows: Sequence[Measured], say: Callable[[str], None]) -> None:
         say(f"{head} {token:>11} {word:>12} {byte:>9} {bits:>9}")
 
 
-# Translations of held-out pairs, compared with the given ones: BLEU, as sacrebleu computes it.
-
-
 def measure_bleu(asked: AskedModel, corpus: Corpus, split: str, samples: int, beams: int) -> dict[str, Any]:
     """Let a trained model translate the first `samples` texts of a split of pairs, by a beam search, and return the
     BLEU of the translations: "bleu", its "signature" as sacrebleu gives it, and "pairs", their number. `beams`: texts
@@ -191,10 +190,6 @@ class RunTasks:
         except Exception as error:  # of a task's own code: no reason to end a run of weeks
             raise NotScored(printable_line(f"{type(error).__name__}: {error}")) from error
         return {f"{task}/{metric}": value for task, values in task_metrics.items() for metric, value in values.items()}
-
-
-# Files for the results of a command: refused before a model is loaded if they cannot be written, and never left with
-# half a line.
 
 
 class Lines:

@@ -1,4 +1,9 @@
-"""Model that is asked: prompts as token ids, texts in batches of like length, and the workers' answers on them."""
+"""Model that is asked: prompts as token ids (texts, conversations or ids: `read_prompts`), texts in batches of like
+length, and the workers' answers on them.
+
+`violations_of_memory` compares the memory that answers need at least, by the plan, with the memory that there is: a
+request that cannot be served is refused before a model is loaded.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +29,6 @@ from platform.plan.generation_passes import ROOM
 from platform.plan.layout import format_count, pad_to_multiple
 from platform.plan.plan import Plan
 from platform.train.replies import AskedTexts, Choice, Scored, Written
-
-# Prompts: texts, conversations or token ids that a model is to continue, as it reads them.
 
 LARGEST = 1 << 28  # bytes of a file of prompts
 KINDS = ("prompt", "messages", "ids")  # fields of a line of .jsonl, one of which says what is to be continued
@@ -290,9 +293,6 @@ class AskedModel:
             totals[number] += scored.log_probability
         return totals
 
-
-# Memory that answers need at least, by the plan, and the memory that there is: a request that cannot be served is
-# refused before a model is loaded.
 
 _LOGIT = 8  # bytes: tokens are chosen in double precision
 

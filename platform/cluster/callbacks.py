@@ -1,4 +1,8 @@
-"""Callbacks of a run that Python code starts: the user's functions, called with the run's own records."""
+"""Callbacks of a run that Python code starts: the user's functions, called with the run's own records.
+
+`seconds_left` knows the time at which a run has to end by itself: `run.time_limit`, or the end of the Slurm allocation.
+`demonstration_warning` is for a long run that would train on the demonstration text alone.
+"""
 
 from __future__ import annotations
 
@@ -67,9 +71,6 @@ class CallbackGuard:
             self.stop(f"{name}, which raised {type(error).__name__}")
 
 
-# The time at which a run has to end by itself: `run.time_limit`, or the end of the Slurm allocation.
-
-
 def seconds_left(run: Run, environment: Mapping[str, str] = os.environ, now: float | None = None) -> float | None:
     """Return the seconds from now until the run should begin to stop by itself, so that `run.time_margin` seconds are
     left for the last checkpoint; None if the run has no time limit. `now`: seconds since the epoch, None for the
@@ -87,8 +88,6 @@ def seconds_left(run: Run, environment: Mapping[str, str] = os.environ, now: flo
     left = int(end) - run.time_margin - (time.time() if now is None else now)
     return min(max(0.0, left), SECONDS)  # what a timer can wait for
 
-
-# Warning for a long run that would train on the demonstration text alone.
 
 _DAY = 86400.0
 _CORE = 1e11  # FLOP/s of a CPU worker, at most

@@ -43,8 +43,7 @@ def proofs_of_cluster(
 
 
 def _judge_joined_workers(workers: Sequence[Mapping[str, Any]], expected_workers: int) -> Finding:
-    """Return the finding of a cluster check that all `expected_workers` workers joined, with their number on each
-    node."""
+    """Return the finding that all `expected_workers` workers joined, with their number on each node."""
     nodes = Counter(str(worker.get("node", "?")).partition("/")[0] for worker in workers)
     each = ", ".join(f"{node} {count}" for node, count in sorted(nodes.items()))
     expected, places = format_count(expected_workers, "worker"), format_count(len(nodes), "node")

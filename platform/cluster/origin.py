@@ -1,4 +1,6 @@
-"""The checkpoint that a run resumes from, and the check that it can save; both happen before any worker starts."""
+"""The checkpoint that a run resumes from, and the check that it can save; both happen before any worker starts.
+`find_changed_keys` compares a resumed run's configuration with the last one: differences go to the journal and to the
+user."""
 
 from __future__ import annotations
 
@@ -112,8 +114,6 @@ def open_answering_storage(url: str, key: str) -> Storage:
     return outcome
 
 
-# Comparison of a resumed run's configuration with the last one: differences go to the journal and to the user.
-
 # Key -> prefixes of the keys that are composed along with it: once the key itself differs, their differences are noise.
 _TABLES = {
     "tensor.scheme": ("tensor.order", "tensor.regions.", "tensor.parameters."),
@@ -156,8 +156,7 @@ def report_code_changes(now: Mapping[str, str], journal: Journal, say: Callable[
 def report_changed_keys(
     changed_keys: Mapping[str, tuple[Any, Any]], journal: Journal, say: Callable[[str], None]
 ) -> None:
-    """Report a resumed run's changed configuration keys, which `find_changed_keys` returns, in the journal and to the
-    user."""
+    """Report a resumed run's changes of keys, from `find_changed_keys`, in the journal and to the user."""
     if changed_keys:
         journal.write(events.Changed(keys=dict(changed_keys)))
     for key, (old_value, new_value) in changed_keys.items():

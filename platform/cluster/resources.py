@@ -1,4 +1,5 @@
-"""Resources for a run's workers: on which device they run, and how many of them there is room for."""
+"""Resources for a run's workers: on which device they run, how many of them there is room for, and a plan for the
+memory of their devices, as far as the driver can know it before any worker starts."""
 
 from __future__ import annotations
 
@@ -214,8 +215,6 @@ def _describe_lack(device: str, world_size: int, supply: Supply) -> str:
         return format_violation("cluster", "ray", constraint)
     return ""
 
-
-# Memory of a worker's device, as far as the driver can know it before any worker starts, and a plan for it.
 
 _QUERY = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
 _SECONDS = 10.0  # for it to answer

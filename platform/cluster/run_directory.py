@@ -1,4 +1,8 @@
-"""The run directory: it holds one run of one identity, driven by one driver at a time; foreign files are left alone."""
+"""The run directory: it holds one run of one identity, driven by one driver at a time; foreign files are left alone.
+
+Its configuration, journal and metrics are read as untrusted files: each one is validated and a fault is reported in one
+line.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,6 @@ from platform.monitor import events, json_records, metrics
 from platform.monitor.goodput import check_early_stop
 from platform.monitor.journal import LIVE
 from platform.monitor.json_records import JOURNAL, METRICS
-
-# Reading of a run directory: its configuration, journal and metrics. The files are untrusted, so each one is validated
-# and a fault is reported in one line.
 
 NOTICE = "a notice that all workers are about to be taken away"
 CONFIG, PLAN, LOCK = "config.yaml", "plan.json", "driver.lock"
@@ -94,8 +95,7 @@ def is_ended_by_notice(directory: Path) -> bool:
 
 
 def has_lost_worker(directory: Path) -> bool:
-    """Return True if a run directory's last driver gave up because a worker's process died. Raises Malformed,
-    OSError."""
+    """Return True if a run's last driver gave up as a worker's process died. Raises Malformed, OSError."""
     life = events.last_driver_events([*read_journal(directory)])
     failures = [event for event in life if isinstance(event, events.Failure)]
     return any(isinstance(event, events.GaveUp) for event in life) and bool(failures) and failures[-1].kind == "died"

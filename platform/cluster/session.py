@@ -1,5 +1,5 @@
-"""Session with the workers of a trained model: a crew that has formed and has its weights, for as long as it is
-asked."""
+"""Session with the workers of a trained model: a crew that has formed and has its weights, for as long as it is asked.
+`TrainedModel` is the model that a command names: its weights, configuration and tokenizer."""
 
 from __future__ import annotations
 
@@ -65,8 +65,6 @@ def open_session(
                 raise ConfigError("CHECKPOINT", config.train.init, failure.reason)
             yield crew
 
-
-# Trained model that a command names: its weights, configuration and tokenizer.
 
 NAME = "CHECKPOINT"
 

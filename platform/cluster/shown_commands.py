@@ -1,4 +1,5 @@
-"""Command lines that a run prints for the user; each works when pasted into the shell of the same directory."""
+"""Lines that a run prints for the user: command lines, each of which works when pasted into the shell of the same
+directory; and the phases of its start and end with their times, the breakdown that `monitor.timing` asks for."""
 
 from __future__ import annotations
 
@@ -106,8 +107,6 @@ def _axis_size_overrides(axes: str, workers: int) -> Iterator[list[str]]:
         if axes and prod(sizes) == workers:
             yield [f"tensor.axes.{axis}={size}" for axis, size in zip(axes, sizes, strict=True)]
 
-
-# Phases of a run's start and end, and when each was reached: the breakdown that `monitor.timing` asks for.
 
 PHASES = {  # in the order in which a run reaches them -> what is done then
     "composed": "the configuration is composed and checked",

@@ -1,4 +1,8 @@
-"""Composition with Hydra: first the chosen files, then one value at a time, so that each mistake has its argument."""
+"""Composition with Hydra: first the chosen files, then one value at a time, so that each mistake has its argument.
+
+The user's own YAML files are read within bounds, as YAML can contain itself, or grow a billion-fold in a few lines
+(`find_yaml_fault`). Values that `${oc.env:NAME}` and other resolvers read become secrets (`resolve_references`).
+"""
 
 from __future__ import annotations
 
@@ -28,8 +32,6 @@ from platform.config.fields import KEYS, Config
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-
-# Bounded reading of the user's own YAML files: YAML can contain itself, or grow a billion-fold in a few lines.
 
 SCHEME = "own"
 LARGEST = 64 << 10  # bytes of a file: about a second of parsing
@@ -114,8 +116,6 @@ def _find_extent_fault(values: Any) -> str:
             pending += [(part, depth + 1) for part in value]
     return ""
 
-
-# Resolution of references in a configuration: what `${oc.env:NAME}` and other resolvers read becomes a secret.
 
 # Resolvers of OmegaConf and Hydra that read only the configuration, the clock or the interpreter: no secrets.
 _HARMLESS = {

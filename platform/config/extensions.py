@@ -1,8 +1,12 @@
-"""Settings of the user's own code: the fields of a dataclass that is registered beside a function are keys of a run.
+"""The user's own code: modules that are loaded, and settings of the functions that they register.
 
-They are set in a map beside the key that names the function: `optimizer.settings` beside `optimizer.kind`, and
-`optimizer.schedule_settings` beside `optimizer.schedule`. A field may be declared by `platform.config.key.key`, which
-gives it bounds or choices; its type alone is checked otherwise.
+The driver and every worker import the modules named in `extend=[my_module]`. While it is imported, such a module may
+call the `register_*` functions of `platform.api`. Tensor schemes are configuration files, which `--config-dir` adds.
+
+The fields of a dataclass that is registered beside a function are keys of a run. They are set in a map beside the key
+that names the function: `optimizer.settings` beside `optimizer.kind`, and `optimizer.schedule_settings` beside
+`optimizer.schedule`. A field may be declared by `platform.config.key.key`, which gives it bounds or choices; its type
+alone is checked otherwise.
 """
 
 from __future__ import annotations
@@ -238,12 +242,6 @@ def _construct_settings(kind: type, values: Mapping[str, Any]) -> Any:
     """Construct the user's dataclass of settings from the values of a configuration."""
     known = _read_declared_settings(kind)
     return kind(**{name: _convert_value(known[name].hint, value) for name, value in values.items()})
-
-
-# Loading of the user's own code: the driver and every worker import the modules named in `extend=[my_module]`.
-#
-# While it is imported, such a module may call the `register_*` functions of `platform.api`. Tensor schemes are
-# configuration files, which `--config-dir` adds.
 
 
 def load_extensions(modules: Sequence[str]) -> list[str]:

@@ -4,8 +4,9 @@ A key is said once, at its field: type, default, legal values and a line of guid
 `docs/configuration.md` and `--help` are made of them, and values are checked against them.
 
 Mistakes are found in three steps, all before any process starts: unknown keys and wrong types while the configuration
-is composed, illegal values by `platform.config.validation`, and all that needs the whole plan (divisibility by axes,
-legal layouts) by `platform.predict.make_plan`.
+is composed, illegal values by `violations_of_values`, which looks at each key by itself, and by
+`platform.config.validation`, and all that needs the whole plan (divisibility by axes, legal layouts) by
+`platform.predict.make_plan`.
 """
 
 from __future__ import annotations
@@ -194,8 +195,6 @@ def describe_value(value: Any) -> str:
     """Return a configuration's value, of any type, as a refusal shows it: by its type, unless that is plain."""
     return format_value(value) if fits_type(value, Any) else f"a {type(value).__name__}"
 
-
-# Legal values of each key by itself, as its field declares them, and the names that a user's module registers.
 
 _SHARED = {f.name: f.metadata for f in fields(Config) if is_dataclass(f.default_factory)}  # by the keys of a group
 KEYS: dict[str, Key] = {

@@ -1,4 +1,5 @@
-"""Keys of group data: which data a run trains on, and what the model predicts in it."""
+"""Groups of keys, one dataclass each: data, execution (run, checkpoint, resume, elastic, cluster, plan, monitor), mesh
+(parallel, tensor, branch, pipeline), model, optimizer, and training (train, loss_scale, eval)."""
 
 from __future__ import annotations
 
@@ -271,8 +272,6 @@ class Monitor:
     )
 
 
-# Keys of groups parallel, tensor, branch and pipeline: the axes of the mesh, and what they split.
-
 Rules = dict[str, dict[str, list[str]]]  # region or parameter role -> tensor dim -> mesh axes, major to minor
 
 
@@ -401,9 +400,6 @@ class Pipeline:
     settings: dict[str, Any] = declare_own_settings("pipeline schedule")
 
 
-# Keys of group model: kind, sizes and parts of the model.
-
-
 @dataclass
 class Model:
     """Kind, sizes and parts of the model."""
@@ -525,9 +521,6 @@ class Model:
     settings: dict[str, Any] = declare_own_settings("model")
 
 
-# Keys of group optimizer: update rule, and the schedule of its learning rate.
-
-
 @dataclass
 class Optimizer:
     """Update rule, and the schedule of its learning rate."""
@@ -578,9 +571,6 @@ class Optimizer:
     decay_steps: int = key(0, "wsd: updates of the last, linear fall; 0 = a tenth of train.steps", ">= 0")
     settings: dict[str, Any] = declare_own_settings("optimizer")
     schedule_settings: dict[str, Any] = declare_own_settings("learning-rate schedule")
-
-
-# Keys of groups train, loss_scale and eval: steps, batches, which weights are trained, and how they are evaluated.
 
 
 @dataclass

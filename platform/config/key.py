@@ -1,4 +1,5 @@
-"""Declaration of a key at its field: type, default, legal values and one line of guidance, each said there alone."""
+"""Declaration of a key at its field: type, default, legal values and one line of guidance, each said there alone; and
+the parsers for durations that users type: `checkpoint.every=30m`, `run.time_limit=1:30:00`."""
 
 from __future__ import annotations
 
@@ -95,8 +96,6 @@ def describe_type(hint: Any) -> str:
         return "keys with values"
     return WORDS.get(hint) or " or ".join(map(describe_type, get_args(hint)))
 
-
-# Parsers for durations that users type: `checkpoint.every=30m`, `run.time_limit=1:30:00`.
 
 RHYTHM = "a number of steps, or a duration like 45s, 30m or 1h30m"
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}  # seconds

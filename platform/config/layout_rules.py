@@ -1,4 +1,8 @@
-"""Rules that refuse the keys of groups parallel, tensor, branch and pipeline."""
+"""Rules that refuse the keys of groups parallel, tensor, branch and pipeline.
+
+`parse_layout` reads a map from tensor dims to mesh axes (`tensor.layout`), and `violations_of_tables` checks scheme
+tables (conf/tensor, conf/branch and the user's own files) as strictly as typed arguments.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +24,6 @@ from platform.plan.chunks import BUCKET_MIB
 from platform.plan.generators import NO_TABLE, ONE_CHUNK
 from platform.plan.layout import DIMS, find_divisors
 from platform.plan.scheme import NESTED, REGIONS, RESERVED, ROLES, axes_of_experts
-
-# Maps from tensor dims to mesh axes: the parser of `tensor.layout`, the axes that a scheme declares, and validation of
-# scheme tables (conf/tensor, conf/branch and the user's own files), as strict as for typed arguments.
 
 KNOWN_DIMS = list(DIMS)  # tensor dims that tensor.layout may name
 _REGIONS = (*REGIONS, "parameters")  # regions of tensor.layout and of branches
@@ -171,8 +172,7 @@ def _violations_of_scheme_names(tensor: Tensor, branch: Branch) -> Iterator[str]
 def _violations_of_unknown_names(
     key: str, names: Iterable[str], entry_name: str, legal: Sequence[str]
 ) -> Iterator[str]:
-    """Yield a refusal line for each of configuration key `key`'s names not in `legal`; `entry_name`: such as
-    "region"."""
+    """Yield a refusal line for each of key `key`'s names not in `legal`; `entry_name`: such as "region"."""
     for name in names:
         if name not in legal:
             yield format_violation(key, name, f"no such {entry_name}", closest_values(name, legal))

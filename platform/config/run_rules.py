@@ -1,4 +1,9 @@
-"""Rules that refuse the keys that say how a run executes: groups run, checkpoint, elastic, cluster and monitor."""
+"""Rules that refuse the keys that say how a run executes: groups run, checkpoint, elastic, cluster and monitor, with a
+profile of steps or ranks that a run lacks, or that would be too large.
+
+`violations_of_surroundings` checks what a configuration needs on this machine: directories, storages, environment
+variables; read-only.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +18,6 @@ from platform.config.fields import KEYS, Config
 from platform.config.groups import AUTO, RESUME, Cluster
 from platform.config.key import SECONDS, parse_duration, parse_rhythm, suggest_rhythms, violation_of_key
 from platform.plan.accelerators import ACCELERATORS, nominal_memory
-
-# Rules that refuse a profile of steps or ranks that a run lacks, or that would be too large.
 
 EVERY = "all"  # monitor.profile_ranks
 MOST_STEPS, MOST_RANKS = 10, 64  # of a profile, each with up to some 10 MB
@@ -224,8 +227,6 @@ RULES = (
     _violations_of_ray,
 )
 
-
-# Checks of what a configuration needs on this machine: directories, storages, environment variables; read-only.
 
 Variable = tuple[str, str, tuple[str, ...]]  # (pattern of its value, constraint in words, examples)
 _NUMBER: Variable = (r"\d{1,9}", "must be an integer", ("0",))

@@ -1,4 +1,4 @@
-"""Rules that refuse the keys of group model."""
+"""Rules that refuse the keys of groups model, train, loss_scale, eval, optimizer and data."""
 
 from __future__ import annotations
 
@@ -193,9 +193,6 @@ MODEL_RULES = (
 )
 
 
-# Rules that refuse the keys of groups train, loss_scale and eval.
-
-
 def _violations_of_batch_ramp(config: Config) -> Iterator[str]:
     """Yield a refusal line for each mistake in the configuration of a growing batch (`ramps.batch_ramp`)."""
     t = config.train
@@ -338,9 +335,6 @@ TRAIN_RULES = (
 )
 
 
-# Rules that refuse the keys of group optimizer.
-
-
 def _violations_of_optimizer(config: Config) -> Iterator[str]:
     """Yield a refusal line for each mistake in the optimizer's configuration: numbers, patterns, parameter groups."""
     o = config.optimizer
@@ -382,8 +376,6 @@ def _violations_of_pattern(key: str, pattern: object) -> Iterator[str]:
 
 OPTIMIZER_RULES = (_violations_of_optimizer,)
 
-
-# Rules that refuse the keys of group data, and keys of the model that do not go with it.
 
 WHOLE = ("masked", "span_denoising", "pairs")  # objectives that read no documents apart, and learn of all tokens
 

@@ -43,8 +43,7 @@ class _SoundConfig:
     """A configuration, or a group of its keys, as rules read it: raises _WrongByItself at the keys `wrong`."""
 
     def __init__(self, keys: Any, refused_keys: Collection[str], prefix: str = ""):
-        """Wrap a configuration, or a group of its keys, so that reading a key that is already `refused_keys` ends a
-        rule."""
+        """Wrap a configuration or group of keys: a rule that reads one of `refused_keys` ends there."""
         self._part, self._wrong, self._prefix = keys, refused_keys, prefix
 
     def __getattr__(self, name: str) -> Any:

@@ -258,8 +258,7 @@ class ChatTemplate:
 
     @staticmethod
     def _remove_marks(text: str) -> str:
-        """Remove the marks of special tokens' spellings, which `_mark_special_tokens` has set, from a message's
-        text."""
+        """Remove from a message's text the marks that `_mark_special_tokens` has set in special tokens' spellings."""
         return text.replace(_HIDDEN, "")
 
 

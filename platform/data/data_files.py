@@ -1,4 +1,9 @@
-"""Files of data: opened within bounds, hashed, and named in refusals."""
+"""Files of data: found by a path, a glob, a folder or a URL, of which a bounded number of names is looked at; opened
+within bounds, hashed, and named in refusals.
+
+Files of records have one JSON object per line, or one row of a table, by the ending of the file's name. `ROWS` is the
+table of formats; each reader yields (place in the file, record) and reads within bounds.
+"""
 
 import glob
 import gzip
@@ -166,8 +171,6 @@ def replace_surrogates(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-# Files of data, found by a path, a glob, a folder or a URL, of which a bounded number of names is looked at.
-
 # A folder is searched for these endings; a file or glob that the user names may have any.
 ENDINGS = ".txt .md .rst .tex .html .py .c .h .cc .cpp .rs .go .java .js .ts .sh .jsonl .parquet .arrow".split()
 MOST = 1_000_000  # names of files and folders that are looked at; links may lead in circles
@@ -309,10 +312,6 @@ def _suggest_nearest_paths(path: Path) -> str:
     close = get_close_matches(path.name, beside, cutoff=0.5)
     return f"; nearest: {', '.join(str(path.parent / name) for name in close)}" if close else ""
 
-
-# Files of records: one JSON object per line, or one row of a table, by the ending of the file's name.
-#
-# `ROWS` is the table of formats; each reader yields (place in the file, record) and reads within bounds.
 
 Record = tuple[str, dict[str, Any]]  # (place in the file, for a refusal: "line 3", values by field)
 _MEMORY = 512 << 20  # bytes that parsing a small table takes; a larger one takes up to 4 times its size more

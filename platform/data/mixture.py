@@ -1,7 +1,8 @@
 """Mixtures: several sources of data in one global order of samples, each with its share of them.
 
 A share is an integer; of every sum of the shares' worth of samples in a row, each source has as many as its share says.
-The samples of a source come in the order that they would have without the others.
+The samples of a source come in the order that they would have without the others. The global order is a pure function
+of (seed, epoch, index), with random access and no stored state (`permute_indices`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -198,8 +199,6 @@ def deal_samples_to_sources(parts: Sequence[int], index: ArrayLike) -> tuple[Int
         before, after, total = before - due, after - then, total - share
     return source.reshape(shape), count.reshape(shape)
 
-
-# The global order of samples: a pure function of (seed, epoch, index), with random access and no stored state.
 
 _PERMUTATION_GOLDEN, _MULTIPLY_1, _MULTIPLY_2 = (
     np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

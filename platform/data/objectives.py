@@ -4,7 +4,7 @@ tokens.
 An objective returns sample `index` of a stream as int64 rows of fixed lengths, where -1 is padding: nothing to read in
 `tokens` and `source`, nothing to predict in `labels`; `label_weights` are fp64 rows. Its randomness is a function of
 the sample's key alone. Where a sample may span documents, `begins` or `segments` distinguish them. `register_objective`
-adds one.
+adds one of the user's own, every sample of which is checked (`OwnObjective`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -393,8 +393,6 @@ def _draw_span_lengths(keys: Keys, salt: int, total: int, parts: int) -> Ints:
     ends = np.nonzero(cuts)[1].reshape(len(keys), parts - 1) + 1
     return np.diff(ends, axis=1, prepend=0, append=total)
 
-
-# Objectives of the user's own: made, and every sample of theirs checked.
 
 # Words in the keys of cache entries: another name of a class changes none.
 _WORDS: dict[type, str] = {Causal: "Causal", Masked: "Masked", SpanDenoising: "SpanDenoising", Pairs: "Pairs"}

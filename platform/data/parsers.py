@@ -1,4 +1,10 @@
-"""Parser of Parquet and of Arrow's IPC formats: rows of a table as lines of JSON, of the columns that are asked for."""
+"""Parsers of foreign formats, each of which answers a request: tables, chat templates and tokenizers.
+
+- `answer_table`: rows of a Parquet or Arrow table as lines of JSON, of the columns that are asked for.
+- `answer_template`: conversations by a chat template, which is compiled and run in the sandbox of Jinja.
+- `answer_tokenizer`: tokenizer.json, made of the other forms in which tokenizers are published, and texts encoded by
+  it. Only here is a foreign tokenizer run.
+"""
 
 from __future__ import annotations
 
@@ -113,8 +119,6 @@ def _replace_unknown_value(value: Any) -> Any:
     return [type(value).__name__]
 
 
-# Parser of chat templates, which compiles one of Jinja and writes conversations by it, in the sandbox of Jinja.
-
 _templates: dict[str, Any] = {}  # the last one, by its text
 
 
@@ -178,9 +182,6 @@ def _build_generation_extension() -> type:
 
     return Generation
 
-
-# Parser of tokenizers: makes tokenizer.json of the other forms in which they are published, and encodes texts by it.
-# Only here is a foreign tokenizer run.
 
 _opened: list[Tokenizer] = []  # the last one
 

@@ -1,5 +1,6 @@
-"""Kinds of sources: what each says of itself, and what follows for all of them: the check of their files, documents in
-two splits, a tokenizer trained on them, and an entry of the cache."""
+"""Kinds of sources: each one's description of itself, and what follows for all of them: the check of their files,
+documents in two splits, a tokenizer trained on them, and an entry of the cache. A streamed source is read block by
+block (`BlockReader`; see `platform.data.cache_entries`)."""
 
 from __future__ import annotations
 
@@ -24,8 +25,6 @@ from platform.data.mixture import permute_indices
 from platform.data.tokenizer import Vocabulary, extra_special_tokens, open_vocabulary, read_chat_template
 from platform.data.tokenizer_files import JSON, TEMPLATE
 from platform.plan.layout import format_count
-
-# Blocks of a streamed source: the reader of its documents, block by block. See `platform.data.cache_entries`.
 
 Documents = Iterator[tuple[int, Any]]  # (number of the document, it or its next piece)
 

@@ -1,4 +1,6 @@
-"""Listing of a step's sequences for a terminal or a pipe, folded to a screen unless all is wanted."""
+"""Listing of a step's sequences: for a terminal or a pipe, folded to a screen unless all is wanted (`list_sequences`);
+as a table of one token a line, with all that a rank gets of each (`table_of_tokens`); or as a page of HTML that loads
+nothing and runs nothing (`render_step_page`). A `Fragment` is a piece of text, read alone or learned."""
 
 from __future__ import annotations
 
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-
-# Pieces of text that show a sequence: its tokens in order, and which of them are read alone and which are learned.
 
 LEARNED, READ, HIDDEN, BORDER, NOTE = "learned", "read", "hidden", "border", "note"
 TOKENS = (LEARNED, READ)  # kinds of a piece that is a token
@@ -290,8 +290,6 @@ def _wrap_fragments(pieces: Sequence[Fragment], width: Callable[[int], int]) -> 
     yield line, tokens
 
 
-# Table of a sequence's tokens, one a line, with all that a rank gets of each.
-
 _NAMES = {"labels": "learned", "label_weights": "weight"}
 
 
@@ -321,8 +319,6 @@ def _format_table_rows(sequence: StepSequence, texts: TokenTexts) -> Iterator[st
             yield "  ".join(cell.ljust(n) if cell.startswith("'") or cell == "text" else cell.rjust(n)
                             for cell, n in zip(row, widths, strict=True)).rstrip()  # fmt: skip
 
-
-# Page of a step's sequences: one file that loads nothing and runs nothing.
 
 MOST = 300_000  # tokens on a page, unless all are wanted
 _STYLE = """

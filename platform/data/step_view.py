@@ -1,4 +1,9 @@
-"""View of a training step, as data: the sequences that it learns from, their origins, and the ranks that read them."""
+"""View of a training step, as data: the sequences that it learns from, their origins, and the ranks that read them.
+
+`build_document_namer` names the file and record that a document was read from; `count_attention_scores` is the work of
+attention on the ranks that share sequences, with the keys that their documents hide; `TokenTexts` are texts of single
+tokens, which joined end to end are the text of the whole.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +31,6 @@ from platform.data.streams import JoinedTokens, PairStream, bare_tokens, find_do
 from platform.plan.layout import Layout
 from platform.plan.plan import Plan
 from platform.plan.plan_summary import coordinates_of_context
-
-# Names of documents: the file and record that a document of a token stream was read from.
 
 MOST = 1 << 28  # bytes of a source that is read again to find the files of its documents
 NameOf = Callable[[int, int], str]  # number of a document in its stream, position of a token in it -> its name
@@ -105,9 +108,6 @@ def _common_folder(files: Sequence[DataFile]) -> str:
     """Return the innermost folder that has all the files of a source; "" for URLs."""
     paths = [file.parent for file in files if isinstance(file, Path)]
     return commonpath(paths) if paths else ""
-
-
-# Work of attention on the ranks that share the sequences of a step, with what their documents hide counted.
 
 
 def count_attention_scores(plan: Plan, begins: NDArray[Any]) -> NDArray[np.int64]:
@@ -340,8 +340,6 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
         runs.append(f"{some[0]}-{some[-1]}" if len(some) > 1 else str(some[0]))
     return f"rank{'s' if len(ranks) > 1 else ''} {','.join(runs)}"
 
-
-# Texts of single tokens, which joined end to end are the text of the whole.
 
 _HALF = "\ufffd"  # of a character whose bytes are in several tokens
 _SIGNS = {"\n": "⏎", "\t": "⇥", "\r": "␍"}

@@ -1,4 +1,8 @@
-"""Streams of tokens, from which objectives make samples: an array of ids, or one of the classes here."""
+"""Streams of tokens, from which objectives make samples: an array of ids, or one of the classes here.
+
+`RandomTokens` are for benchmarks: token t of a stream is a hash of (seed, stream, t). `cut_samples` cuts samples into
+pieces, for steps whose sequences are shorter than model.length.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -187,9 +191,6 @@ class DocumentStream:
         return np.asarray(self.tokens[index])
 
 
-# Synthetic tokens, for benchmarks: token t of a stream is a hash of (seed, stream, t).
-
-
 @dataclass(frozen=True)
 class RandomTokens:
     """Endless stream of uniform random tokens in [0, vocab), chosen by `seed` and `number`; indexed like an array."""
@@ -215,9 +216,6 @@ def encode_bytes(text: str, vocab: int) -> list[int]:
 def show_ids(ids: Sequence[int]) -> str:
     """Return synthetic token ids, which stand for no text, as printable placeholders: "<5> <17>"."""
     return " ".join(f"<{i}>" for i in ids)
-
-
-# Pieces: samples cut into shorter sequences, for steps whose sequences are shorter than model.length.
 
 
 def cut_samples(samples: Mapping[str, Ints], pieces: int) -> dict[str, Ints]:

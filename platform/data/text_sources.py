@@ -1,4 +1,10 @@
-"""Source of instructions: conversations, or prompts with answers, of which only the answers are learned."""
+"""Sources of documents by kind: instructions, texts, iterables of the user's own, and pairs of texts.
+
+- Instructions: conversations, or prompts with answers, of which only the answers are learned.
+- Texts: files of text or of records, the standard library's, or files that a user's function finds.
+- Iterables: texts, or lists of tokens, that a function of the user's own yields.
+- Pairs: two texts, line by line, from fields of records, or from docstrings.
+"""
 
 from __future__ import annotations
 
@@ -194,8 +200,6 @@ KINDS["instructions"] = SourceKind(
 )
 
 
-# Source of text: files of text or of records, the standard library's, or files that a user's function finds.
-
 _READ_AT_ONCE = 64 * 1024  # bytes of a long document that are read at once
 # Third-party packages, and parts of the standard library that are tests, tables or second copies.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "encodings"}
@@ -312,8 +316,6 @@ KINDS["text"] = SourceKind(find_text_files, read_documents, encode_texts, decidi
 KINDS["stdlib"] = replace(KINDS["text"], find=find_stdlib_files)
 
 
-# Source of documents that a function of the user's own yields: texts, or lists of tokens.
-
 _NO_MORE = object()
 
 
@@ -421,9 +423,6 @@ class OwnKind(SourceKind):
         if (whole and self.content(data, files)) != content_before:
             raise ConfigError(f"data.kind={data.kind}: gives other documents every time; give the same, in one order")
         return description
-
-
-# Source of pairs of texts, line by line, from fields of records, or from docstrings.
 
 
 def find_pair_files(data: Data) -> list[DataFile]:

@@ -1,4 +1,8 @@
-"""The vocabulary of a corpus: its tokenizer with its special tokens, trained on the corpus or given by its files."""
+"""The vocabulary of a corpus: its tokenizer with its special tokens, trained on the corpus or given by its files.
+
+`train_tokenizer` trains byte-level BPE, so that every text round-trips and none is unknown. `encode_documents` encodes
+by any tokenizer, in time linear in the text, on all cores, with word of how far it is.
+"""
 
 from __future__ import annotations
 
@@ -227,9 +231,6 @@ def read_chat_template(data: Data) -> str:
     ChatTemplate(text, {}, [])
     return text
 
-
-# A byte-level BPE tokenizer that is trained on the corpus, so that every text round-trips and none is unknown; and the
-# encoding of documents, by any tokenizer, in time linear in their text, on all cores, with word of how far it is.
 
 SMALLEST = 257  # entries: one per byte, and END, whose id is 0
 _LONGEST = 4096  # characters: longer words are cut for training

@@ -1,8 +1,9 @@
 """Files of a tokenizer, in any of the forms in which tokenizers are published, and tokenizer.json made of them.
 
 They travel together, from a source into the cache, checkpoints and exports: tokenizer.json, which says how a text is
-encoded; tokenizer_config.json and its like, which name special tokens and hold the chat template; and what they were
-made of.
+encoded; tokenizer_config.json and its like, which name special tokens and hold the chat template; and the files that
+they were made of. Merges of BPE are derived for vocabularies that are published as tokens in their order alone
+(`derive_merges`).
 """
 
 from __future__ import annotations
@@ -28,9 +29,6 @@ from platform.data.chat_templates import build_tokenizer_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-
-# Merges of BPE, for vocabularies that are published as tokens in their order, without the pairs that make them.
 
 
 def derive_merges(tokens: Iterable[str], known: Mapping[str, int]) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,5 @@
-"""State of a job as its run directory has it: whether it runs, which lives it had, its last step, what happened last.
+"""State of a job as its run directory has it: whether it runs, which lives it had, its last step, its last events; and
+its logs there, which outlive the nodes: of workers, of the driver, of Ray on every node.
 
 The run directory is all that a job's lives have in common, under any scheduler; so nothing is asked of Slurm or
 Kubernetes, and a job of last year is shown as one of today.
@@ -27,8 +28,6 @@ from platform.monitor.events import End, JournalEvent
 from platform.monitor.verdict.evidence import ALIVE, GONE, STOPPED, UNKNOWN
 from platform.plan.layout import format_count
 from platform.status.seen_run import last_write_time, owner_state
-
-# Logs of a job in its run directory, which outlive the nodes: of workers, of the driver, of Ray on every node.
 
 LOGS = "logs"  # in the run directory
 _RAY = ("raylet.err", "raylet.out", "gcs_server.err", "gcs_server.out", "monitor.err")

@@ -1,4 +1,5 @@
-"""A job of a run, from its arguments: composed and planned, sized, completed with what a job adds; and templates."""
+"""A job of a run, from its arguments: composed and planned, sized, completed with what a job adds; and templates.
+`compute_job_size` is pure: what a run's plan asks of a cluster, as nodes, CPUs, memory and seconds."""
 
 from __future__ import annotations
 
@@ -26,8 +27,6 @@ from platform.predict.make_plan import make_plan
 from platform.predict.memory_budget import predict_host_bytes, predict_peak_bytes
 from platform.predict.remedies import Device, violation_of_host_memory, violation_of_memory
 from platform.predict.search import choose_plan
-
-# Size of a job: what a run's plan asks of a cluster, as nodes, CPUs, memory and seconds. Pure.
 
 GIB = 1 << 30
 _PER_NODE = 8  # workers of a node, unless job.workers says otherwise

@@ -1,9 +1,10 @@
 """Pod of an Indexed Job: `python -m platform.jobs pod`, which every index of the job runs on a node of its own.
 
 The first pod has the supervisor of the run. For each driver it waits until all pods are there, announces a life of the
-run, and all start torchrun for it. A pod that was lost comes back as the Job starts it again, under the same index; the
-driver, which has gone on without it, saves then and makes way for a life with all. So every pod stays until the run is
-over, and ends with the run's own exit status: what ends with 0 before, a Job never starts again.
+run on the `Board`, and all start torchrun for it (`TorchNode`), whose output is kept in the run directory. A pod that
+was lost comes back as the Job starts it again, under the same index; the driver, which has gone on without it, saves
+then and makes way for a life with all. So every pod stays until the run is over, and ends with the run's own exit
+status: what ends with 0 before, a Job never starts again.
 """
 
 from __future__ import annotations
@@ -125,9 +126,6 @@ class Board:
             return schema.parse_value(kind, documents.read_json_file(self._folder / name))
         except (OSError, Malformed):
             return None
-
-
-# torchrun on the node of one pod: its command and its processes; what they say is kept in the run directory.
 
 
 @dataclass(frozen=True)

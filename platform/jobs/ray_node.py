@@ -6,6 +6,9 @@ another address, until the job is over: the script that started it leaves a file
 files of Ray are in a directory of this job's own on the node, all ports are free ones, and processes are ended by what
 they inherited, never by `ray stop`: a node may run other jobs. Ray does not hear SIGTERM, which Slurm may send to every
 process of a job: without Ray no run could save.
+
+A node's GPUs, CPUs and address are read from Slurm's variables and from the machine, whichever of them a site's
+configuration sets (`count_gpus`, `count_cpus`, `find_own_address`).
 """
 
 from __future__ import annotations
@@ -37,9 +40,6 @@ from platform.cluster.crew.leftovers import block_sigterm
 from platform.jobs.job_state import keep_ray_logs, read_last_log_lines
 from platform.jobs.supervisor import Supervision, Supervisor, wait_until
 from platform.launch import FAILED
-
-# Resources of a node of a Slurm allocation, and how others reach it: read from Slurm's variables and from the machine,
-# whichever of them a site's configuration sets.
 
 _FAMILIES = {4: socket.AF_INET, 6: socket.AF_INET6}
 _ANYWHERE = {4: "192.0.2.1", 6: "2001:db8::1"}  # reserved for documentation: a route to it is the default route

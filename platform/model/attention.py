@@ -1,4 +1,5 @@
-"""Attention, and stacks of Transformer blocks, written in named dims.
+"""Attention, multi-head latent attention (keys and values, and perhaps queries, made from narrow latents), and stacks
+of Transformer blocks, written in named dims.
 
 They are written against `Ops` and name neither collectives nor ranks.
 """
@@ -15,8 +16,6 @@ from platform.model.feed_forward import Experts, FeedForward
 from platform.model.layers import STD, Layer, Norm, Residual, StackSpecs, dim_sizes, rotary_scaling
 from platform.plan.model_types import Parameter, resize_dim, scores_spec
 from platform.plan.operations.registry import Ops
-
-# Multi-head latent attention: keys and values, and perhaps queries, are made from narrow latents.
 
 
 class LatentAttention(Residual):

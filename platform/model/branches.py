@@ -4,6 +4,8 @@ Isomorphic branches are stacked: their weights have a dim that enumerates them (
 layout rule splits that dim over any axis that a layout gives it, and joining by sum is a contraction. Branches that
 differ only in their pointwise function stay stacked (`pointwise_per_branch`); branches of other shapes get a `Branches`
 of their own, and the results are added.
+
+`TwoLayer` is the example of Mesh-TensorFlow (Shazeer et al. 2018, section 8): y = relu(x w + bias) v.
 """
 
 from __future__ import annotations
@@ -88,8 +90,6 @@ def pointwise_per_branch(functions: Sequence[str], inner: Spec, dim: str = "bran
     enumerates them."""
     return lambda ops, x: ops.pointwise_each(functions, x, inner, dim)
 
-
-# Example of Mesh-TensorFlow (Shazeer et al. 2018, section 8): y = relu(x w + bias) v, two fully connected layers.
 
 IO = Spec.of("stream", "length batch io")
 HIDDEN = Spec.of("mlp", "length batch hidden")

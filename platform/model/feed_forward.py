@@ -63,8 +63,7 @@ class FeedForward(Residual):
         self.products = Products(name, c, shapes.stream, shapes.hidden, c.bias)
 
     def __call__(self, ops: Ops, x: Any, entered: Any = None, tokens: Any = None) -> tuple[Any, Any]:
-        """Apply norm, feed-forward layer and residual connection to the stream x; return it, and no auxiliary loss.
-        `entered`: see `Attention`."""
+        """Apply norm, layer and residual connection to x; return it, no auxiliary loss. `entered`: see `Attention`."""
         return self.add_to_stream(
             ops, x, self.products(ops, self.prepare_input(ops, x) if entered is None else entered)
         ), None

@@ -1,4 +1,9 @@
-"""Transformers: embedding and head, the base class of all, and the ones with a single stack of blocks."""
+"""Transformers: embedding and head, the base class of all, the ones with a single stack of blocks, and the one with an
+encoder and a decoder.
+
+`EncoderDecoder` is by configuration as in "Attention Is All You Need" (post-norm, sinusoidal positions, ReLU) or T5
+(RMSNorm in front, relative positions, no biases). Each stack has `layers` blocks.
+"""
 
 from __future__ import annotations
 
@@ -197,10 +202,6 @@ class Encoder(SingleStack):
     configuration with its segments and the transform in front of its head, and always without its second objective."""
 
     causal = False
-
-
-# Encoder-decoder Transformer: by configuration as in "Attention Is All You Need" (post-norm, sinusoidal positions,
-# ReLU) or T5 (RMSNorm in front, relative positions, no biases). Each stack has `layers` blocks.
 
 
 class EncoderDecoder(Transformer):

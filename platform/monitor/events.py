@@ -1,6 +1,10 @@
-"""The events of `journal.jsonl`: one class per kind, and their conversion to and from the journal's lines. A field
-that is None by default is left out where it is None. One that a later version adds needs a default, as older journals
-lack it; unknown kinds and fields are passed over."""
+"""The events of `journal.jsonl`: one class per kind, and their conversion to and from the journal's lines. A field that
+is None by default is left out where it is None. One that a later version adds needs a default, as older journals lack
+it; unknown kinds and fields are passed over.
+
+`JournalEvent` enters each kind of event in one table by its word. Words are data that older journals hold: another name
+of a class changes none.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,6 @@ from platform.boundary import schema
 from platform.boundary.schema import OpenMap, Span, Text
 from platform.monitor import json_records
 from platform.monitor.json_records import Number, Seconds, Steps
-
-# Base classes of the journal's events, which enter each kind of event in one table by its word. Words are data that
-# older journals hold: another name of a class changes none.
 
 EVENTS: dict[str, type[JournalEvent]] = {}  # word in the journal -> class
 
@@ -451,10 +452,6 @@ def last_driver_events(journal: Sequence[JournalEvent]) -> Sequence[JournalEvent
 def last_line(error: str) -> str:
     """Return the last line of a failed worker's error, which names it."""
     return error.strip().rpartition("\n")[2].strip()
-
-
-# Events of `journal.jsonl` about the seconds and the spikes of steps, which belong to
-# `platform.monitor.events`.
 
 
 class PredictedStep(JournalEvent, word="predicted_step"):

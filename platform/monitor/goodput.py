@@ -1,5 +1,6 @@
 """Account of the time of a run, from the events in `journal.jsonl`: periods of training, starting, recovery and
-standstill, what each failure cost in seconds of useful work, and goodput."""
+standstill, what each failure cost in seconds of useful work, and goodput; and its summary for people, a few lines with
+times (`tell_story`). `check_early_stop` decides by evaluations that a run learns no more."""
 
 from __future__ import annotations
 
@@ -248,9 +249,6 @@ def cost_line(cost: Goodput) -> str:
     often = f"{format_count(cost.restarts, 'restart')} of the driver"
     restarts = f", {often} ({cost.restart_seconds:.2f} s to the first new step)" if cost.restarts else ""
     return f"{failures}{restarts}, {lost}{recovery}; goodput {cost.goodput:.1%} of {cost.seconds:.1f} s"
-
-
-# Summary of a run for people: its journal as a few lines with times.
 
 
 def _format_mesh(mesh: dict[str, int]) -> str:

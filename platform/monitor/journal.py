@@ -1,4 +1,6 @@
-"""`journal.jsonl`: one line per event of a run, with its time, from which e.g. recovery times are computed."""
+"""`journal.jsonl`: one line per event of a run, with its time, from which e.g. recovery times are computed; and
+`live.json`: the sight of a run's driver at this moment, replaced every second, so that a look at the run directory
+names the culprit of a standstill while it lasts. Runs of earlier versions have no `live.json`."""
 
 from __future__ import annotations
 
@@ -62,9 +64,6 @@ class Journal:
         """Close the journal's file, after a last try to write the events that could not be written."""
         self._lines.close()
 
-
-# `live.json`: the sight of a run's driver at this moment, replaced every second, so that a look at the run directory
-# names the culprit of a standstill while it lasts. Runs of earlier versions have none.
 
 LIVE = "live.json"  # in the run directory
 MOST = 64  # workers and links that are listed, the suspects first

@@ -1,4 +1,5 @@
-"""Append-only files of one JSON object per line, in which every line is whole after any crash."""
+"""Append-only files of one JSON object per line, in which every line is whole after any crash. Anybody may have written
+a file that is read, so each line is validated."""
 
 from __future__ import annotations
 
@@ -23,8 +24,6 @@ from platform.plan.layout import format_count
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-
-# Reading of files of one JSON object per line; anybody may have written them, so each line is validated.
 
 T = TypeVar("T")
 

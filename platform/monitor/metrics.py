@@ -1,4 +1,5 @@
-"""`metrics.jsonl` as columns of numbers by their W&B names, read as far as it is written and read on as it grows."""
+"""`metrics.jsonl`: one row per committed step (docs/run-directory.md), and the W&B names of its keys; and `Columns`,
+its numbers by these names, read as far as it is written and read on as it grows."""
 
 from __future__ import annotations
 
@@ -18,8 +19,6 @@ from platform.boundary import documents, schema
 from platform.boundary.schema import OpenMap
 from platform.monitor import json_records
 from platform.monitor.json_records import LARGEST, NON_FINITE, JsonLines, Steps
-
-# `metrics.jsonl`: one row per committed step (docs/run-directory.md), and the W&B names of its keys.
 
 _ROW = Annotated[dict[str, Any], OpenMap((("step", Steps),), ("step",))]
 

@@ -1,4 +1,8 @@
-"""The driver's single interface to console, metrics.jsonl, Prometheus and the processes that serve W&B and others."""
+"""The driver's single interface to console, metrics.jsonl, Prometheus and the processes that serve W&B and others.
+
+`Console` prints an aligned line every few steps, and on a terminal a status line refreshed in place. `RayGauges` gives
+Prometheus, by way of Ray, all that W&B gets of a step, as gauges of the cluster that a run is in.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +26,6 @@ from platform.monitor.json_records import METRICS
 from platform.monitor.metrics import MetricsLog, MetricsRow, wandb_numbers
 from platform.monitor.sinks.alerts import RESUMABLE
 from platform.monitor.sinks.sink_process import END_SECONDS, STOP_SECONDS, SinkProcess, select_sinks
-
-# Console output of a run: an aligned line every few steps, and on a terminal a status line refreshed in place.
 
 _SCORES = 6  # of tasks that are shown
 _HEADER_EVERY = 25  # lines between headers: about one per screen
@@ -131,8 +133,6 @@ def _format_duration(seconds: float) -> str:
         return f"{days}d{hours:02}h"
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
 
-
-# Metrics for Prometheus, by way of Ray: all that W&B gets of a step, as gauges of the cluster that a run is in.
 
 PREFIX = "platform_"  # Ray puts ray_ before it
 TAG = "run"  # label of every gauge: the name of the run directory, by which runs in one cluster are told apart

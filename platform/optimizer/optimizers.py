@@ -1,4 +1,11 @@
-"""Optimizers by name: how to make one, the state it keeps per parameter, and what it needs whole."""
+"""Optimizers by name: how to make one, the state it keeps per parameter, the memory of its updates, and what it needs
+whole. Forecasts and refusals are pure Python without torch, so that they are quick.
+
+- `muon_scratch_bytes`, `adafactor_scratch_bytes`: the memory that an optimizer allocates, beside its state, while it
+  updates a worker's parameters.
+- `group_parameters`: parameters that are updated alike; `find_matrices`: the ones that are matrices to Muon.
+- `violations_of_splits`: refusals of a plan that splits tensors which the optimizer needs whole.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +25,6 @@ from platform.plan.step_collectives import factor_sum_sizes
 
 if TYPE_CHECKING:
     import torch
-
-
-# Temporary memory of updates: what an optimizer allocates, beside its state, while it updates a worker's parameters.
-# Pure Python, for forecasts.
 
 
 @dataclass(frozen=True)
@@ -265,9 +268,6 @@ def register_optimizer(
     OPTIMIZERS[name] = OptimizerKind(make, moments, needs=needs or probe_granularity)
 
 
-# Parameter groups: which parameters an optimizer updates alike, and which are matrices to Muon. Pure Python.
-
-
 def find_group_factors(o: Optimizer, name: str) -> tuple[float, float]:
     """Return a parameter's factors on (learning rate, weight decay): of the first matching optimizer.groups, else 1."""
     matching_group = next((group for group in o.groups if re.fullmatch(group["match"], name)), {})
@@ -338,10 +338,6 @@ def violations_of_patterns(config: Config, plan: Plan) -> Iterator[str]:
             "matches no matrix that is trained",
             [""] if o.matrices else ["optimizer=adamw"],
         )
-
-
-# Check that a plan does not split tensors that the optimizer needs whole: pure Python without torch, so that refusals
-# are quick.
 
 
 def update_granularity(o: Optimizer) -> str:

@@ -1,4 +1,9 @@
-"""Adafactor ("Adafactor: Adaptive Learning Rates with Sublinear Memory Cost"), with the choices of torch's."""
+"""Update rules that torch lacks, or whose updates need sums or matrices over ranks.
+
+- Adafactor ("Adafactor: Adaptive Learning Rates with Sublinear Memory Cost"), with the choices of torch's.
+- Lion ("Symbolic Discovery of Optimization Algorithms"): the update is the sign of a momentum.
+- Muon ("Muon: An optimizer for hidden layers in neural networks", Jordan et al.): orthogonal updates of matrices.
+"""
 
 from __future__ import annotations
 
@@ -128,9 +133,6 @@ def _sum_squares(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x).square().view(1)
 
 
-# Lion, an optimizer whose update is the sign of a momentum ("Symbolic Discovery of Optimization Algorithms").
-
-
 class Lion(torch.optim.Optimizer):
     """Updates each element by the sign of a mean of its momentum and its gradient, with decoupled weight decay.
 
@@ -176,8 +178,6 @@ def _batch_weights(weights: Sequence[Tensor], most: int) -> Iterator[list[Tensor
     if batch:
         yield batch
 
-
-# Muon ("Muon: An optimizer for hidden layers in neural networks", Jordan et al.): orthogonal updates of matrices.
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the quintic iteration, chosen by the reference for a steep start
 EPS = 1e-7

@@ -1,4 +1,9 @@
-"""Model chunks: recording a model as consecutive parts for pipeline stages, and the activations between them."""
+"""Model chunks: a model recorded as consecutive parts for pipeline stages, the activations between them, and its
+parameters in buckets.
+
+A `Bucket` is parameters whose blocks lie one after another in one flat buffer, to be gathered, reduced and updated
+together (`build_buckets`).
+"""
 
 from __future__ import annotations
 
@@ -175,9 +180,6 @@ def axes_of_replication(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
     Narayanan et al. 2021, section 4.1)."""
     return tuple(a for a in mesh.order_axes(mesh.axes) if a not in ("stage", *layout.axes, *layout.only))
 
-
-# Buckets: parameters whose blocks lie one after another in one flat buffer, to be gathered, reduced and updated
-# together.
 
 _LAYER = re.compile(r"(?:[^.]*\.)*?\d+(?=\.)|[^.]*")  # a parameter's name up to the layer's number, else its first word
 SQUARED_AT_ONCE = 1 << 16  # elements of a reduced bucket that a CPU squares at once in fp64: what fits its cache

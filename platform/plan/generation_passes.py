@@ -125,7 +125,7 @@ class PlannedPass:
     """Pass, as the ranks of one pipeline stage execute it or of all stages together: the `body` up to the head, and the
     `head` on the tokens that are asked. `placement`: number -> stage of the chunks that take part. `logits`: type of
     the logits; `missing`: activations that chunks read and none makes, where an encoder reads nothing: name -> None.
-    `joins`: conversion of the stream from body to head; `gathers`: of the logits, to the whole vocabulary."""
+    `joins`: conversion of the stream from body to head; `gathers`: conversion of the logits to the whole vocabulary."""
 
     body: Plan
     head: Plan

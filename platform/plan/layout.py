@@ -1,4 +1,8 @@
-"""Layouts: which block of a tensor lives on which rank, as a map from tensor dims to mesh axes."""
+"""Layouts: which block of a tensor lives on which rank of a mesh, as a map from tensor dims to mesh axes.
+
+`Mesh`: the ranks of a run along named axes, from outer (slow links) to inner (fast links). `Stretch` and `Pair` are the
+positions that ranks have of a text, and the queries and keys in which an attention computes.
+"""
 
 from __future__ import annotations
 
@@ -225,9 +229,6 @@ def local_shape(
     """Return the shape of the longest block of a tensor of global `sizes`, which is every block's where axes divide all
     dims; arguments as of `block`."""
     return tuple(block_offset(1, sizes[d], mesh.count_ranks(layout[d]), units.get(d, 1)) for d in dims)
-
-
-# The mesh of a run: its ranks arranged along named axes, from outer (slow links) to inner (fast links).
 
 
 @dataclass(frozen=True)
@@ -489,9 +490,6 @@ def _merge_neighbours(pairs: Sequence[Pair]) -> list[Pair]:
 def _can_merge(before: Pair, pair: Pair, ahead: Stretch, behind: Stretch) -> bool:
     """Return True if two pairs of an attention are WHOLE, and the second's stretch follows the first's in a block."""
     return before.relation == pair.relation == WHOLE and ahead.end == behind.first
-
-
-# Divisors and factorizations of whole numbers, in O(sqrt n) rather than O(n), and numbers with their nouns.
 
 
 def find_divisors(n: int) -> list[int]:

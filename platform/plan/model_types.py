@@ -5,8 +5,11 @@ A model's forward is written once against `platform.plan.operations.registry.Ops
 run with `platform.runtime.parallel_ops.ParallelOps` it computes. The type of an activation is its `Spec`: its region
 and dims, from which a scheme derives its layout.
 
-Data tensors (token ids, labels) are named tensors of integers [length, batch] whose negative entries are padding.
-Every rank loads the block that an operation needs, so data never travels between ranks.
+Data tensors (token ids, labels) are named tensors of integers [length, batch] whose negative entries are padding. Every
+rank loads the block that an operation needs, so data never travels between ranks.
+
+Functions that operations apply are data too: pointwise ones by name, `RotaryScaling`, `Router`, `LabelLoss`; and so are
+the kernels of fused attention, of which `choose_kernel` chooses one.
 """
 
 from __future__ import annotations
@@ -163,9 +166,6 @@ def resize_dim(spec: Spec, dim: str, size: int) -> Spec:
     """Return the type of an activation with another size of a dim, such as the length of all keys in a cache."""
     return replace(spec, sizes=(*(pair for pair in spec.sizes if pair[0] != dim), (dim, size)))
 
-
-# Functions that the operations of a model apply, as data: pointwise ones by name, scalings of rotary angles, the
-# epsilon of norms, the loss of labels.
 
 # Pointwise functions by name, and how many activations each takes (platform/plan/operations/pointwise.py).
 # gelu_tanh: GELU by its approximation with tanh (Hendrycks, Gimpel 2016).

@@ -3,6 +3,9 @@
 Every operation computes over a space of dims, like a product: its result is a sum over the dims that the result lacks,
 and the gradient of an operand one over the dims that the operand lacks. Only a dim of statistics is no such sum, as the
 ranks that split it exchange them.
+
+A `Spread` is how a tensor lies along each mesh axis; `apply_step` is the one way in which a step of a conversion
+changes it.
 """
 
 from __future__ import annotations
@@ -18,8 +21,6 @@ from platform.plan.model_types import Parameter, Spec
 from platform.plan.operation_plan import Collective, Panels, PlannedOperation
 from platform.plan.plan import Plan
 from platform.plan.rule import LENDING, Conversion, Step
-
-# Spreads of a tensor along mesh axes, and the one way in which each step of a conversion changes them.
 
 SPLIT, PARTIAL, ALONE, WHOLE = "split", "partial", "at index 0 alone", "whole"
 

@@ -1,4 +1,9 @@
-"""Data types of an operation's plan: collectives, groups of einsums, conversions; and the shapes along their steps."""
+"""Data types of an operation's plan: collectives, groups of einsums, conversions; the shapes along their steps, and the
+bytes that each collective moves, by the counting conventions of docs/contract.md (`traffic_bytes`).
+
+`OffloadedActivation` is in host memory from the forward pass of a block to its backward pass. `loss_chunk_rows` and
+`computes_gradients_at_once` settle how a loss over vocab is computed in chunks of tokens.
+"""
 
 from __future__ import annotations
 
@@ -170,8 +175,6 @@ def shapes_along_steps(
         yield step, before, shape
 
 
-# Bytes that each collective moves, by the counting conventions of docs/contract.md.
-
 # Elements moved by one group of n ranks if one rank's input has e elements. For a scatter e is one rank's output, so
 # that it moves as much as its adjoint, the gather. For an all_to_allv e is the most that a rank can send to others.
 TRAFFIC = {
@@ -206,8 +209,6 @@ def traffic_bytes(c: Collective, mesh: Mesh, itemsize: dict[str, int]) -> int:
     return TRAFFIC[c.op](n, everywhere) * {**EVER, **itemsize}[c.dtype]
 
 
-# Activations that are away: in host memory from the forward pass of a block to its backward pass.
-
 T = TypeVar("T")
 
 
@@ -234,8 +235,6 @@ class OffloadedActivation(Generic[T]):
             self._before = None
         return self._coming.pop()
 
-
-# Chunks of tokens in which a loss over vocab is computed, and whether its gradients are computed with it.
 
 _ELEMENTS = 2**20  # of logits in a chunk: 4 MB in fp32, which a core's caches hold (measured: 2**19 to 2**21 are alike)
 _CHUNKS = 8  # at most: each adds once to the gradient of the whole table, and costs a few dozen launches on a GPU

@@ -1,8 +1,8 @@
-"""Static check of a plan: `unsound` says, without running it, what of it would compute another number or hang.
+"""Static check of a plan: `find_unsoundness` says, without running it, what of it would compute another number or hang.
 
-Every tensor is followed through the steps of every operation, forward and backward, as a spread over the ranks: whole,
-split or partial along each mesh axis (`platform.plan.operation_forms`). At the end of a training step each gradient
-must have been summed once over each axis that left it partial, and each token's loss counted once.
+Every tensor is followed through the steps of every operation, forward and backward (`Walk`), as a spread over the
+ranks: whole, split or partial along each mesh axis (`platform.plan.operation_forms`). At the end of a training step
+each gradient must have been summed once over each axis that left it partial, and each token's loss counted once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from platform.plan.scheme import Scheme
 
 LOSSES = ("cross_entropy", "squared_error")  # kinds of operations that end the forward pass
 
-# Static check of a planned operation: its operands in, its result out, and all gradients back.
 
 FORWARD, BACKWARD = "forward", "backward"
 Tensor = Spec | Parameter

@@ -1,4 +1,9 @@
-"""The short description of a plan: a table of layouts per region and a few lines of totals."""
+"""Summary of a plan: a table of layouts per region and a few lines of totals (`describe`), with the work of attention
+on each rank, and the parts of a training step by name.
+
+`attention_work` counts the keys that a rank's queries see, by causality and windows: documents and padding are not
+known to a plan. `fold_into_measured_parts` turns the parts of a predicted step into the ones that clocks measure.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +16,6 @@ from platform.plan.operation_plan import PlannedOperation
 from platform.plan.operations.registry import OPERATIONS
 from platform.plan.plan import Plan
 from platform.plan.step_collectives import communication, count_kernels
-
-# Work of attention on each rank that shares sequences: how many keys its queries see, by causality and windows.
-# Documents and padding are not known to a plan.
 
 
 def attention_work(plan: Plan) -> list[int]:
@@ -188,8 +190,6 @@ def format_seconds(seconds: float) -> str:
     """Format a duration: "1.23 s", "45.6 ms"."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
-
-# The parts of a training step by name, as one predicts them and as clocks measure them.
 
 COMPUTING, BUBBLE, HOST, OPTIMIZER = "computing", "bubble", "host", "optimizer"
 DATA, SNAPSHOT, REST = "data", "snapshot", "rest"  # measured, and not predicted

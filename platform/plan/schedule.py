@@ -1,6 +1,7 @@
 """Pipeline schedule as data: for each stage, in order, which pass of which chunk on which microbatch it computes.
 
-A table has no communication: `platform.plan.simulate` adds it. See docs/runtime.md.
+A table has no communication: `platform.plan.simulate` adds it. See docs/runtime.md. `place_layers` divides a model's
+units (embedding, blocks, head) into chunks: contiguous ranges, as even in cost as possible.
 """
 
 from __future__ import annotations
@@ -133,9 +134,6 @@ def table(rows: Iterable[Iterable[Action]]) -> str:
     """Format the rows of a pipeline schedule as text, one line per stage, such as `stage 0 | 0F0 0F1 0B0 0B1`; an
     action is written chunk, kind, microbatch."""
     return "\n".join(f"stage {stage} | {' '.join(map(str, row))}" for stage, row in enumerate(rows))
-
-
-# Division of a model's units (embedding, blocks, head) into chunks: contiguous ranges, as even in cost as possible.
 
 
 def place_layers(costs: Sequence[float], chunks: int) -> list[range]:

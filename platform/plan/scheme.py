@@ -1,6 +1,10 @@
 """Schemes: a tensor scheme and a branch splitting, two small tables, composed into one layout per region and role.
 
 The tables are the YAML files of conf/tensor and conf/branch; docs/numerics.md shows them side by side.
+
+`lent_experts` are busy experts that ranks compute for others (redundant experts: DeepSeek-AI 2024, section 3.4), chosen
+between steps by the load of the step before: they change where rows are computed, and no number. A `ModelMistake` in a
+model's declarations is raised while it is recorded, and names the mistake, its place, and the legal choices.
 """
 
 from __future__ import annotations
@@ -253,9 +257,6 @@ def compose_scheme(
     )
 
 
-# Lent experts: busy experts that ranks compute for others (redundant experts: DeepSeek-AI 2024, section 3.4), chosen
-# between steps by the load of the step before. They change where rows are computed, and no number.
-
 Lent = tuple[tuple[int, ...], ...]  # for each rank of a group, the experts of others that it computes too, in order
 
 
@@ -300,9 +301,6 @@ def _next_loan(
             return expert, min(takers, key=lambda rank: (busy[rank], rank))
     return None
 
-
-# Checks of a model's declarations while it is recorded; each error names the mistake, its place, and the legal
-# choices.
 
 INITS = ("normal", "zeros", "ones")
 

@@ -1,4 +1,8 @@
-"""Simulation of a schedule: when each action starts and ends, the bubble, and how many activations are alive."""
+"""Simulation of a schedule: when each action starts and ends, the bubble, and how many activations are alive.
+
+`lower_schedule` adds sends and receives to a schedule's table; `StageRows` is its part for one stage, as the driver
+sends it to workers. `makespan_over_links` is the length of a step where stages share links that are busy.
+"""
 
 from __future__ import annotations
 
@@ -267,8 +271,6 @@ def _pass_violations(positions: dict[Kind, int], chunk: int, m: int, trains: boo
         if first in positions and second in positions and positions[second] < positions[first]:
             yield f"{chunk}{second}{m} stands before {chunk}{first}{m}"
 
-
-# Lowered rows that the driver sends to a stage's workers, and their plain-data form for the wire.
 
 _KINDS = list(Kind)
 

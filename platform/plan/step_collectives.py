@@ -1,4 +1,10 @@
-"""Collectives of one training step: of operations, between stages, of gradient reductions and parameter updates."""
+"""Collectives of one training step: of operations, between stages, of gradient reductions and parameter updates; and
+the kernels of its fused attentions.
+
+- Counting: of ranks that have the same numbers, one counts them in sums over all ranks (`counts_at`).
+- Factored second moments (Adafactor): sums over ranks of squares by row and by column (`factor_collectives`).
+- Fused attentions: which kernels can compute them, and which ones torch chooses itself (`settle_kernels`).
+"""
 
 from __future__ import annotations
 
@@ -12,8 +18,6 @@ from platform.plan.model_types import AttentionTraits, Parameter, Spec, choose_k
 from platform.plan.operation_plan import Collective, PlannedOperation, collective_label
 from platform.plan.operations.registry import OPERATIONS, Ops
 from platform.plan.plan import Plan
-
-# Counting of what several ranks have alike in sums over all ranks: one of them counts it.
 
 Coordinates = Mapping[str, int]  # a rank's place: mesh axis -> index
 
@@ -48,10 +52,6 @@ def grad_norm_slices(plan: Plan, at: Coordinates) -> dict[str, list[slice]]:
                 follows = stretches and stretches[-1].stop == start
                 stretches.append(slice(stretches.pop().start if follows else start, stop))
     return slices
-
-
-# Parameters as matrices, and the sums over ranks of which an optimizer with factored second moments makes its update
-# (Adafactor): squares by row and by column. Pure Python.
 
 
 def factor_sum_sizes(plan: Plan) -> dict[str, tuple[int, ...]]:
@@ -245,9 +245,6 @@ def process_groups(plan: Plan) -> list[tuple[str, ...]]:
         collectives.update(c for _, c, _, _ in _collectives_between_chunks(of_length))
     used = {plan.mesh.order_axes(c.axes) for c in collectives if c.op != "send"}
     return sorted(used, key=lambda axes: (len(axes), axes))
-
-
-# Fused attentions of a plan: what decides which kernels compute them, and the kernels that torch chooses itself.
 
 
 def find_fused_attentions(plan: Plan) -> Iterator[PlannedOperation]:

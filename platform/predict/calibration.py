@@ -1,4 +1,9 @@
-"""Calibration of a cluster, apart from its workers: who measures with whom, and the text of the hardware's file."""
+"""Calibration of a hardware by measurements: who measures with whom, and the text of the hardware's file.
+
+- `calibrate_hardware`: the constants that the formulas of `platform.predict.price` need, by least squares.
+- `fit_constants`: the few constants that no data sheet gives, fitted to measured times.
+- `fit_slowdowns`: a refit to the measured parts of a run's steps.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +21,6 @@ from platform.plan.plan_summary import fold_into_measured_parts
 from platform.predict.hardware import LINK, Hardware, Link
 from platform.predict.price import group_seconds, price_work, tiling_share
 from platform.predict.work import FUSED_BACKWARD, StepWork
-
-# Description of a hardware from measurements: what the formulas of `seconds` need, by their least squares.
 
 TILES = (8, 16, 32, 64, 128, 256)  # longer edges of the largest tile, of which the best is taken
 LEAST = 1e-9  # seconds: of what is too short to be seen in its measurements
@@ -150,8 +153,6 @@ def _fit_kind_links(hardware: Hardware, tier: str, op: str, samples: Sequence[Sa
         hop = 0.0
     return Link(1 / max(per_byte, 1e-15), max(LEAST, latency), max(LEAST, hop))
 
-
-# Fit of the few constants of a hardware that no data sheet gives to measured times.
 
 EXPECTED = 0.03  # usual error of a prediction, as a logarithm
 TRUSTED = 0.5  # by how much a constant's logarithm may leave its first value at the price of such an error
@@ -343,8 +344,6 @@ def _format_link(link: Link) -> list[str]:
     """Return the numbers of a tier's links as they stand in a file."""
     return [f"{key}: {getattr(link, key):.4g}" for key in LINK]
 
-
-# Refit of a hardware to the measured parts of a run's steps.
 
 REFIT_LEAST = 0.01  # of a step: parts and differences below it are noise
 

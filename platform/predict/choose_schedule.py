@@ -1,4 +1,10 @@
-"""Choice of a run's pipeline schedule and number of microbatches from its configuration."""
+"""Choices that a plan makes from its configuration: the pipeline schedule and the number of microbatches, the kernel of
+attention and the pieces of a context's sequences, and the process groups in which a run answers.
+
+`violations_of_kernel` refuses a kernel that cannot compute every attention of a plan. `find_context_rounds` counts the
+pieces of each sequence that each rank of a context gets. `text_request_keys` are the keys by which a run asks its model
+for text.
+"""
 
 from __future__ import annotations
 
@@ -175,9 +181,6 @@ def _violations_of_table(config: Config, schedule: Schedule, microbatches: int, 
         yield format_violation("train.global_batch", config.train.global_batch, reason, [schedule.microbatches * unit])
 
 
-# Text that a run asks of its model: by which keys, of which model, and in which process groups its ranks give it.
-
-
 def text_request_keys(config: Config) -> dict[str, tuple[Any, Any]]:
     """Map each configuration key by which a run asks its model for text to (first request, value that turns it off)."""
     requests: dict[str, tuple[Any, Any]] = {"monitor.sample": (tokens, 0)} if (tokens := config.monitor.sample) else {}
@@ -219,9 +222,6 @@ def violations_of_requests(config: Config, plan: Plan) -> Iterator[str]:
         for key, (value, nothing) in asked.items():
             yield format_violation(key, value, why, [nothing])
 
-
-# Choices of attention: a kernel that can compute every attention of a plan, and how many pieces of each sequence each
-# rank of a context gets.
 
 EVEN = 1.02  # times the mean of attention's work, which the busiest rank may have
 OF_WINDOW = 16, 128  # rounds at most, and tokens of a piece at least, where they make a window's work even

@@ -1,7 +1,9 @@
 """Peak memory of a worker: a walk along its row of the schedule in bytes, then the gradient reduction and the update.
 
-Passes are measured once for all chunks that are alike. The walk adds up passes in flight, buffers of sends and
-receives, and gradients as they come, in the order of `platform.runtime.pipeline`, then `platform.train`.
+Passes are measured on the memory meter (`measure_passes`), once for all chunks that are alike but for the numbers of
+their layers (`chunk_likeness`). The walk adds up passes in flight, buffers of sends and receives, and gradients as they
+come, in the order of `platform.runtime.pipeline`, then `platform.train`. Weights, gradients and optimizer state are
+counted by their sizes (`weight_bytes`).
 """
 
 from __future__ import annotations
@@ -23,9 +25,6 @@ from platform.plan.plan import Plan
 from platform.plan.schedule import SENDS_IN_FLIGHT, Action, Kind, mark_completed_chunks
 from platform.plan.step_collectives import count_factors_of_rank, grad_norm_slices, matrix_sides, settle_kernels
 from platform.predict.meter import Meter, MeteredSums
-
-# Chunks of a model that are alike, but for the numbers of their layers: their passes take the same bytes, so one of
-# them is measured for all.
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -75,8 +74,6 @@ def _bucket_likeness(plan: Plan, b: Bucket, name: _Names) -> tuple:
     parameters = tuple((name(p.name), p.name in plan.multi_use_parameters) for p in b.parameters)
     return b.axes, b.only, parameters, b.sizes, b.elements, b.sharded, b.shards, b.zero, b.held
 
-
-# Sizes on one worker: bytes of parameters, gradients and optimizer state, and elements that autograd saves.
 
 Coordinates = Mapping[str, int]  # a worker's place: mesh axis -> index
 
@@ -153,9 +150,6 @@ def run_chunk(meter: Meter, model: RecordableModel, chunk: Chunk, flow: Mapping[
     if chunk.units:
         return model.part(meter, inputs, flow, chunk.units)  # type: ignore[attr-defined]
     return {"loss": model.forward(meter, inputs)}
-
-
-# Bytes that the passes of one chunk take on a worker, measured by running the model on its memory meter.
 
 
 @dataclass(frozen=True)

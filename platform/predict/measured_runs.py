@@ -1,4 +1,9 @@
-"""Tables of measured runs: each row of a CSV file as a configuration, beside the seconds that its step took."""
+"""Measured runs: tables of them as CSV files, and their steps compared with predicted ones.
+
+In `read_measured_runs` each row is a configuration, beside the seconds that its step took; `compare_runs` fits
+constants on some runs, and gives errors and rankings of the others. `write_run_table` writes runs as measured: from a
+row, `python -m platform.plan compare` makes the run's plan again.
+"""
 
 from __future__ import annotations
 
@@ -231,8 +236,6 @@ def iterate_overrides(cells: Mapping[str, str]) -> Iterator[str]:
         yield f"tensor.axes.{pair}" if "=" in pair else f"tensor.axes.t={pair}"
 
 
-# Comparison of predicted with measured steps: constants fitted on some runs, errors and rankings of the others.
-
 # constants of a hardware that measured steps can settle, and their first values
 CONSTANTS = {"products": 0.8, "memory": 0.8, "attention": 0.5, "interference": 0.4, "node": 0.8, "network": 0.8}
 FITTED = ("products", "memory", "attention", "interference")  # few tables tell more apart
@@ -391,8 +394,6 @@ def format_comparison(c: Comparison) -> Sequence[str]:
         lines.append(f"ranking of {r.runs[0]} ... {r.runs[-1]} ({len(r.runs)}): tau {r.tau:.2f}, regret {r.regret:.2%}")
     return lines
 
-
-# Table of runs as they were measured: from a row, `python -m platform.plan compare` makes the run's plan again.
 
 # Keys that a scheme's file gives, by how they begin.
 GIVEN = ("tensor.axes", "tensor.order", "tensor.regions", "tensor.parameters", "tensor.scheme", "pipeline.kind")

@@ -1,4 +1,8 @@
-"""Memory that a configuration's plan needs per worker."""
+"""Memory that a configuration's plan needs per worker, in training and in answering.
+
+`answer_bytes`: keys and values, passes of generation, and their logits, as a run scores its model by them between steps
+(eval.tasks). Nothing of a training step is there meanwhile but parameters and optimizer state.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,6 @@ from platform.plan.step_collectives import count_communicators, settle_kernels
 from platform.predict.choose_schedule import build_answering_model, build_short_schedule
 from platform.predict.footprint import Footprint, Measured, predict_footprint, weight_bytes
 from platform.predict.meter import Meter
-
-# Memory of answering on one worker: keys and values, passes of generation, and their logits, as a run scores its model
-# by them between steps (eval.tasks). Nothing of a training step is there meanwhile but parameters and optimizer state.
 
 
 def scoring_shape(plan: Plan, length: int, source: int) -> PassShape:

@@ -1,7 +1,8 @@
 """The `Ops` of a memory forecast: a model's forward and backward pass on storages that only count bytes.
 
-Each operation counts in its `meter`, in the same steps as its `run` computes; the numbers follow torch's CPU kernels.
-Their common parts are here.
+Each operation counts in its `meter_bytes`, in the same steps as its `run_on_blocks` computes; the numbers follow
+torch's CPU kernels. Their common parts are here. `MeteredSums` are the sums of gradients that
+`platform.runtime.flat_buffers` allocates as gradients come.
 """
 
 from __future__ import annotations
@@ -113,8 +114,7 @@ class Meter(Ops):
         return self.tensor(elements, self.plan.itemsize[spec.dtype])
 
     def note_operation(self, outs: Sequence[Value], ins: Sequence[Value], saved: Saved, backward: Backward) -> None:
-        """Record an operation on the memory meter's autograd tape, if gradients are wanted; as
-        `Tape.note_operation`."""
+        """Record an operation on the memory meter's tape if gradients are wanted, as `Tape.note_operation`."""
         if self.grad:
             self.tape.note_operation(outs, ins, saved, backward)
 
@@ -377,8 +377,6 @@ class Meter(Ops):
         self._last = OffloadedActivation(lambda: self.new(elements), self._last)
         return self._last
 
-
-# Sums of gradients in the memory meter: what `platform.runtime.flat_buffers` allocates as gradients come.
 
 UNDER_WAY = 2  # reductions of ZeRO-2 and 3 whose buffers are kept
 

@@ -1,4 +1,5 @@
-"""Screen about a plan: what it needs and moves, how long a step takes, what a failure costs, what would gain."""
+"""Screen about a plan: what it needs and moves, how long a step takes, what a failure costs, what would gain
+(`explain_config`); and two plans side by side, with all that differs (`plan_differences`)."""
 
 from __future__ import annotations
 
@@ -157,8 +158,6 @@ def _gain_cells(change: Mapping[str, Any], seconds: float) -> Sequence[str]:
     return f"{abs(1 - change['seconds'] / seconds):.1%} {way}", f"{format_seconds(change['seconds'])} a step{needs}"
 
 
-# Two plans side by side: what of their memory, their bytes, their seconds and their failures differs.
-
 Lines = Callable[[Mapping[str, Any]], Iterator[tuple[str, Any]]]  # explanation -> name and value of each line
 Sides = dict[str, tuple[float, float]]  # name of a line -> its value in one plan and in the other
 KINDS = ("parameters", "optimizer", "gradients", "activations", "working", "reserved", "host", "total")
@@ -233,9 +232,6 @@ DIFFERENCE_PARTS: Mapping[str, Lines] = {
     "a step": _step_seconds,
     "failures": _failure_seconds,
 }
-
-
-# All that is said of a plan before it runs: memory, bytes, seconds, what a failure costs, and which changes gain.
 
 
 def explain_config(

@@ -1,4 +1,9 @@
-"""Price of a training step: the plan's work and collectives in seconds of a hardware, put together by the schedule."""
+"""Price of a training step: the plan's work and collectives in seconds of a hardware, put together by the schedule.
+
+Single operations come first: a matrix product by its shape, kernels by their bytes, a collective by the tier that its
+group spans; `choose_bucket_count` finds the buckets of gradients that cost the fewest seconds. `queueing_seconds` is
+the time by which a step takes longer where messages wait for each other on busy links between stages.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +27,6 @@ from platform.plan.simulate import Simulation, StageMessages, compute_makespan, 
 from platform.plan.step_collectives import bucket_collectives
 from platform.predict.hardware import Hardware
 from platform.predict.work import EVEN, Execution, Launches, Part, PassWork, Product, StepWork
-
-# Seconds of single operations on a hardware: a matrix product by its shape, kernels by their bytes, a collective by
-# the tier that its group spans; and the buckets of gradients that cost the fewest of these.
 
 Number = Any  # a number, or an array of numbers
 Flag = Any  # True or False, or an array of them
@@ -217,8 +219,6 @@ def _price_gradient_sums(plan: Plan, hardware: Hardware) -> _Sums:
         transfer, sum(seconds_by_kind.values()), sum(b.elements for b in plan.buckets) * plan.itemsize["master"]
     )
 
-
-# Links between pipeline stages that are busy: how much longer a step takes where messages wait for each other.
 
 CROWDED = 0.05  # of a chunk's passes: a way there and back that takes less waits for no other one
 ALTERNATING = ("none", "1f1b", "gpipe")  # schedules that a closed form knows with their messages

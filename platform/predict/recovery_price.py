@@ -1,5 +1,9 @@
-"""Prices of a snapshot and of a checkpoint: what they send and for how long they hold up a run, and how often either
-should be made, given the time between failures. Pure."""
+"""Prices of a run's safety, from the time between failures; all of it is pure.
+
+A snapshot and a checkpoint: what they send, for how long they hold up a run, and how often either should be made. A
+failure (`failure_price`): the seconds in which a mesh forms, in which a run goes on after a failure, and the steps that
+it does again.
+"""
 
 from __future__ import annotations
 
@@ -228,9 +232,6 @@ def _reason_of_snapshots(price: SnapshotPrice, costs: OwnCosts) -> str:
         return f"one takes {format_seconds(price.seconds)} to reach other nodes, a step at least {price.step:.3g} s"
     return "there is time for one in every step"
 
-
-# Price of a failure: the seconds in which a mesh forms, in which a run goes on after a failure, and the steps that it
-# does again. Pure.
 
 # Seconds of the driver and its workers beside NCCL, for a mesh and for each worker of it: from a failure to the next
 # step, 0.5 s of 8 workers and 4.5 s of 1,024, measured on one machine (benchmarks/RESULTS.md).

@@ -1,5 +1,9 @@
 """Plans next to a plan: one part of it changed, on as many workers. Which of them would gain most is estimated for all
-in closed form, and the best are planned, measured and priced."""
+in closed form, and the best are planned, measured and priced.
+
+`violation_of_memory` checks that a plan fits the memory of a device; `iterate_fitting_changes` finds the smallest
+changes that make it fit.
+"""
 
 from __future__ import annotations
 
@@ -187,8 +191,6 @@ def _list_overrides(current: Contender, other: Contender, space: Space) -> tuple
     current_values, other_values = space.key_values(current), space.key_values(other)
     return tuple(f"{key}={value}" for key, value in other_values.items() if current_values.get(key) != value)
 
-
-# Check that a plan fits the memory of a device, and the smallest configuration changes that make it fit.
 
 REMEDIES_SHOWN = 2  # fitting changes named to the user
 LESS = 0.9  # of the memory that was not there

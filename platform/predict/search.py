@@ -1,4 +1,5 @@
-"""The search itself: every legal contender estimated, the best planned, measured and priced, one chosen."""
+"""Search for the plan of a configuration's open keys: every legal contender estimated, the best planned, measured and
+priced, one chosen. `choose_plan` fills in the keys, and `format_ranking` shows the plans that were found."""
 
 from __future__ import annotations
 
@@ -394,8 +395,6 @@ def _mask_simpler_elsewhere(scheme: str, grid: NDArray[Any]) -> NDArray[Any]:
     alone = scheme in ("3d", "3d_literal") and (grid[:, 0] == 1) & (grid[:, 2] == 1)  # 1d_sp
     return (grid[:, :axes] == 1).all(axis=1) | alone | ((scheme == "2p5d") & (grid[:, 0] == 1))
 
-
-# Choice of a configuration's open keys by a search, and the table of the plans that it found.
 
 CHOSEN_NEAR = 0.005  # of a step's seconds: finalists so near to the best are equals
 

@@ -1,4 +1,5 @@
-"""Messages and bytes of a plan by tier of the cluster: inside a node, between nodes, between racks, and so on.
+"""Messages and bytes of a plan by tier of the cluster: inside a node, between nodes, between racks, and so on. `Tiers`
+knows which rank sits where.
 
 The messages of a collective follow the transport: all-gathers, reduce-scatters and all-to-alls go from each rank
 directly to each, all-reduces and rotations around a ring in the order of the group, scatters and gathers from and to
@@ -235,9 +236,6 @@ def move_axes(mesh: Mesh, axes: Sequence[str], *, outer: bool) -> Mesh:
     moved = tuple(pair for pair in mesh.shape if pair[0] in axes)
     others = tuple(pair for pair in mesh.shape if pair[0] not in axes)
     return Mesh(moved + others if outer else others + moved)
-
-
-# The tiers that ranks share, such as rack and node: which rank sits where.
 
 
 @dataclass(frozen=True)

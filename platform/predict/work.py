@@ -1,7 +1,8 @@
-"""Work of a plan's chunks on one rank, for any hardware: products by shape, bytes of memory, kernels, collectives.
+"""Work of a plan on one rank, for any hardware: products by shape, bytes of memory, kernels, collectives.
 
 The model's forward pass is recorded once more, as the plan's was; each operation adds its part, as planned, and so do
 the functions element by element of which nothing is planned. Equal parts are counted, as all layers are alike.
+`step_work` adds up a training step: each chunk's passes, and each stage's update.
 """
 
 from __future__ import annotations
@@ -331,8 +332,6 @@ def _group_products(plan: Plan, operation: Operation, group: EinsumGroup) -> lis
         return [products[0]._replace(columns=sum(p.columns for p in products))]
     return products
 
-
-# Work of a training step of a plan, for any hardware: of each chunk's passes, and of each stage's update.
 
 EVEN = ("none", "1f1b", "interleaved", "gpipe")  # schedules whose makespan is known without simulating them
 

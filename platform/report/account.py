@@ -1,4 +1,5 @@
-"""Headline of a page of a run, the news of the run, and the shares of its time."""
+"""Account of a run on its page: the headline (its state in one line, the culprit first, and its most important
+numbers), the news of the run, and the shares of its time."""
 
 from __future__ import annotations
 
@@ -64,8 +65,6 @@ def event_step(event: JournalEvent) -> int | None:
     """Return the step that an event of a run's journal is about, None if it has none."""
     return getattr(event, "step", None)
 
-
-# Headline of a page: the state of a run in one line, the culprit first, and its most important numbers.
 
 _RECENT = 50  # steps whose median speed is shown
 

@@ -1,8 +1,12 @@
-"""Losses over a vocab that may be split over ranks, chunk by chunk of tokens: of logits, or of a product that makes
-them. Logits are never gathered, and are in the type of statistics only one chunk at a time.
+"""Losses and feed-forward layers, chunk by chunk of tokens, so that the widest tensors exist one chunk at a time.
 
-A loss is cross-entropy, or any function of three numbers per label (`Likelihood`), which all ranks have in common. Its
+Losses are over a vocab that may be split over ranks: of given logits (`cross_entropy`), or of a product that makes them
+(`linear_cross_entropy`). Logits are never gathered, and are in the type of statistics only one chunk at a time. A loss
+is cross-entropy, or any function of three numbers per label (`Likelihood`), which all ranks have in common. Its
 gradient by logit y_v is then whole * softmax(y)_v + every, and at the label + label (`LogitDerivatives`).
+
+`HiddenRows` are the two products of a feed-forward layer with a function between them; `compute_by_chunks` computes the
+hidden rows again in the backward pass.
 """
 
 from __future__ import annotations
@@ -407,10 +411,6 @@ def linear_cross_entropy(
         if is_absent(y)
         else compute_loss_and_gradient(y.flatten(0, -2), targets, communicator, classes, False)
     )
-
-
-# Two products with a function between them, chunk by chunk of rows: the hidden rows between are computed again in the
-# backward pass, so that only one chunk's are ever there.
 
 
 @dataclass(frozen=True)

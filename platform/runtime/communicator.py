@@ -1,7 +1,12 @@
 """Communicator interface: one rank's view of the groups along mesh axes. Transport: process_groups.py.
 
-A step's collectives are launched by `platform.runtime.conversion`, the kernels `statistics` and `summa`, and the
+A step's collectives are launched by `platform.runtime.conversion`, the kernels `statistics` and `panels`, and the
 trainer's sum of loss and norm. Every launch is counted by `platform.plan.operation_plan` and optionally logged.
+
+`prepare_buffers` gives a collective contiguous buffers with equal room for the blocks of all ranks, even if these
+differ (`Uneven`). While torch.compile traces a block, `Communicator.launch` emits the opaque operator
+`run_traced_collective`; the compiled graph later launches and waits through the same communicator, including its
+counters and log.
 """
 
 from __future__ import annotations
@@ -28,8 +33,6 @@ from platform.plan.operation_plan import TRAFFIC, collective_label
 from platform.plan.rule import APPEAR, JOIN, SPLIT, VANISH, Step
 from platform.plan.scheme import Lent
 from platform.runtime.clock import Clock, Flight
-
-# Buffers of collectives: contiguous, with equal room for the blocks of all ranks, even if these differ.
 
 
 def prepare_buffers(
@@ -110,11 +113,6 @@ def _pad_zeros(x: Tensor, dim: int, extent: int) -> Tensor:
     missing = extent - x.shape[dim]
     return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing]) if missing else x
 
-
-# Opaque collective operator that lets `torch.compile(fullgraph=True)` trace through a block.
-#
-# While tracing, `Communicator.launch` emits this operator; the compiled graph later launches and waits through the same
-# communicator, including its counters and log.
 
 COMMUNICATORS: WeakValueDictionary[int, object] = WeakValueDictionary()  # number in compiled graphs -> communicator
 

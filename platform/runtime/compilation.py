@@ -1,9 +1,12 @@
-"""Compilation of the runtime's small pure functions of local tensors (regions) by torch.compile: `compile_region` wraps
-one.
+"""Settings of torch by which a rank computes: its compiler, sums in a fixed order, and the kernel of attention.
 
-A region contains no collective, and takes as tensors all that changes between layers, steps and microbatches, so that
-there is one graph per region and shape. Graphs stay in the process from one generation to the next. `Trial` wraps one
-while a generation forms: there a region may fail to compile.
+`compile_region` wraps a small pure function of local tensors (a region) by torch.compile. A region contains no
+collective, and takes as tensors all that changes between layers, steps and microbatches, so that there is one graph per
+region and shape. Graphs stay in the process from one generation to the next. `Trial` wraps one while a generation
+forms: there a region may fail to compile.
+
+`deterministic_kernels` takes every sum in a fixed order, so that a step done again is equal in every bit
+(train.deterministic). `select_attention_kernel` has torch compute attention in the kernel that the plan names.
 """
 
 from __future__ import annotations
@@ -185,8 +188,6 @@ def _probe_function(x: Tensor) -> Tensor:
     return x * 2 + 1
 
 
-# Sums in a fixed order: settings of torch with which a step done again is equal in every bit (train.deterministic).
-
 _SETTINGS: Any = import_module("torch.utils.deterministic")
 
 
@@ -214,8 +215,6 @@ def deterministic_kernels(compiles: bool) -> Iterator[None]:
         torch.set_deterministic_debug_mode(before[0])
         _SETTINGS.fill_uninitialized_memory, torch.backends.cudnn.benchmark = before[1:]
 
-
-# Choice of the kernel in which torch computes attention, as the plan names it.
 
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,

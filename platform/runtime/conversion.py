@@ -3,6 +3,9 @@ differentiably.
 
 If a tensor exists only on some ranks (`Layout.only`), the others hold an empty tensor in its place. Their autograd
 graph is thereby complete, and their backward pass reaches the same collectives in the same order.
+
+`Lending` is the step that exchanges the matrices of experts that ranks compute for others, and their gradients back.
+`keep_part` and `gather_parts` keep or send a tensor that several ranks of a stage replicate as one equal part per rank.
 """
 
 from __future__ import annotations
@@ -18,8 +21,6 @@ from torch import Tensor
 from platform.plan.layout import Parts, block_shape, is_at_index_zero, zigzag_order
 from platform.plan.rule import APPEAR, COLLECTIVES, JOIN, LENDING, SPLIT, Conversion, Step
 from platform.runtime.communicator import Arrived, Communicator, Handle
-
-# Exchange of the matrices of experts that ranks compute for others, and of their gradients back.
 
 
 class Lending(NamedTuple):
@@ -197,8 +198,7 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, communicator, conversions, coming, *tensors):
-        """Return the tensors converted to other layouts by the plan's forward steps; `coming`: see
-        `convert_differentiably`."""
+        """Return the tensors converted by the plan's forward steps; `coming`: see `convert_differentiably`."""
         ctx.communicator, ctx.conversions = communicator, conversions
         ctx.set_materialize_grads(False)  # of a tensor that is only read nothing moves back
         triples = zip(tensors, conversions, coming, strict=True)
@@ -229,10 +229,6 @@ def convert_differentiably(
         for i, out in zip(moved, _Convert.apply(communicator, *moved_arguments[:2], *moved_arguments[2]), strict=True):
             converted[i] = out
     return converted
-
-
-# Tensors that several ranks of a stage replicate, kept or sent as one part per rank and gathered again: equal parts of
-# the flattened local block, padded with zeros.
 
 
 def keep_part(communicator: Communicator, x: Tensor, axes: Sequence[str], elements: int) -> Tensor:

@@ -1,7 +1,12 @@
-"""Rows of tokens at the ranks of their experts, packed expert after expert: copied, sent there, and summed on return.
+"""Rows of tokens at their experts: packed for the ranks that compute them, in slots, and by index of a table.
 
-Only the rows of chosen (token, expert) pairs are there. A rank reads how many once a pass, as messages have sizes in
-host memory; ranks with the same tokens must find the same. No sum depends on the order in which threads add.
+`dispatch_rows` and `combine_rows` pack rows expert after expert, send them, and sum them on return. Only the rows of
+chosen (token, expert) pairs are there. A rank reads how many once a pass, as messages have sizes in host memory; ranks
+with the same tokens must find the same. `route_tokens` chooses experts; `dispatch_slots` and `combine_slots` use a
+fixed number of slots instead. `look_up_rows` reads rows of a parameter, whose gradient is added to few rows of a large
+table, and to no other memory.
+
+No sum depends on the order in which threads add: in `sum_of_rows`, the places of a token come one after the other.
 """
 
 from __future__ import annotations
@@ -44,10 +49,6 @@ class _GatedSilu(torch.autograd.Function):
 def gated_silu(gate: Tensor, x: Tensor) -> Tensor:
     """Multiply x by SiLU of its gate (SwiGLU, Shazeer 2020): of both alone memory is kept for the backward pass."""
     return _GatedSilu.apply(gate, x)
-
-
-# Sums of rows at given indices, with weights, and what the weights' gradients are: a kernel of torch for all places of
-# a token, one pass over the rows. No sum depends on the order in which threads add: a place comes after the other.
 
 
 def sum_of_rows(rows: Tensor, at: Tensor, weights: Tensor) -> Tensor:
@@ -489,9 +490,6 @@ def _slot_experts(lies: Tensor, y: Tensor) -> Tensor:
 def combine_slots(y: Tensor, weights: Tensor, chosen: int) -> Tensor:
     """Return the sum [length, batch, d] of what each token's experts made of it, in slots y, times their `weights`."""
     return _SlotsCombine.apply(y, weights, chosen)
-
-
-# Rows of a parameter by index, whose gradient is added to few rows of a large table, and to no other memory.
 
 
 class _Rows(torch.autograd.Function):

@@ -1,4 +1,8 @@
-"""Flat buffers of a bucket's parameters on one rank: compute copies, master copies and gradients, each block a view."""
+"""Flat buffers of a bucket's parameters on one rank: compute copies, master copies and gradients, each block a view.
+
+`local_squared_norm` and `sum_squares` make the norm of the gradient, of which each rank counts its part. `Neighbours`
+are parameters that lie one after another in a bucket, so that one product computes with all of them.
+"""
 
 from __future__ import annotations
 
@@ -167,8 +171,7 @@ class FlatBucket:
         self._gathering, self.resident = None, True
 
     def release_parameters(self) -> None:
-        """Free the memory of the gathered parameters (ZeRO-3); views of it are readable again after
-        `gather_parameters`."""
+        """Free the memory of gathered parameters (ZeRO-3); `gather_parameters` makes views readable again."""
         if self.bucket.has_sharded_weights:
             self._whole.untyped_storage().resize_(0)
             self.resident = False
@@ -222,8 +225,7 @@ class FlatBucket:
         return self._coming[start:stop], True
 
     def note_added_gradients(self, *names: str) -> None:
-        """Note that a kernel has added the gradients of the parameters `names` to the memory that `gradient_memory`
-        returned."""
+        """Note that a kernel has added gradients of `names` to the memory that `gradient_memory` returned."""
         (self._summed if self._direct else self._held).update(names)
         self._note_computed(names)
 
@@ -403,8 +405,6 @@ def _take_leaf_gradient(leaf: Tensor) -> None:
         bucket.add_gradient(name, gradient)
 
 
-# The norm of the gradient, of which each rank counts its part.
-
 ROW = 256  # elements that are summed in fp32: enough to read fast, few enough to add up accurately
 LEAST = 2.0**-86  # mean square from which on squares that fp32 cannot hold (below 2**-126) do not matter
 
@@ -458,9 +458,6 @@ def _sum_squares_by_rows(x: Tensor) -> Tensor:
     rows = torch.linalg.vector_norm(x[: len(x) // ROW * ROW].view(-1, ROW), dim=1).double()
     remainder = x[len(x) // ROW * ROW :].double()
     return rows.dot(rows) + remainder.dot(remainder)
-
-
-# Parameters that lie one after another in a bucket, so that one product computes with all of them.
 
 
 class Neighbours(NamedTuple):

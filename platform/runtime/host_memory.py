@@ -1,9 +1,9 @@
 """Messages in host memory, by gloo, beside the collectives of a step.
 
 A group of gloo connects each rank to every other: N - 1 sockets in each process, and N^2 reads of the driver's store.
-So the groups here connect lazily: a rank has connections to its relatives in a tree (`host_memory.py`), along which the
-collectives run, and to ranks with which it exchanges bytes. All are opened before they are used, by all ranks at the
-same time: `abort` has to know them, as nothing else ends a wait in one.
+So the groups here connect lazily: a rank has connections to its `Relatives` in a tree of all ranks, BRANCHES + 1 at
+most, along which the collectives run, and to ranks with which it exchanges bytes. All are opened before they are used,
+by all ranks at the same time: `abort` has to know them, as nothing else ends a wait in one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from torch import Tensor
 from platform.plan.layout import Mesh
 from platform.runtime.communicator import Communicator
 from platform.runtime.progress import PROGRESS, Sockets, open_sockets, shut_down
-
-# Tree of all ranks, for collectives in host memory: no rank has more than BRANCHES + 1 connections in it.
 
 BRANCHES = 16  # of a rank: 3 levels below rank 0 for 4,369 ranks
 

@@ -1,4 +1,9 @@
-"""Sums of squares by row and by column of parameters, of which each rank has parts: for factored second moments."""
+"""Parameters as matrices, of which each rank has parts, for optimizers whose updates need whole rows, columns or
+matrices.
+
+`Factors` are sums of squares by row and by column, for factored second moments. `Matrices` gathers whole matrices from
+the blocks and shards of ranks.
+"""
 
 from __future__ import annotations
 
@@ -124,9 +129,6 @@ def _element_numbers(block: Sequence[tuple[int, int]], shape: Sequence[int], dev
     return element_numbers
 
 
-# Whole matrices of parameters whose updates are made of them, gathered from the blocks and shards of ranks.
-
-
 class Matrices:
     """Gathers the plan's `matrices` on the rank of `communicator`, as the plan says, bucket by bucket. `plan`: the plan
     of this rank's stage; `flats`: its buckets. `half`: the model is computed in half precision."""
@@ -168,8 +170,7 @@ class Matrices:
         return flat.own_master_part(p.name, self._cut_block(p, transformed))
 
     def _cut_block(self, p: Parameter, whole_matrix: Tensor) -> Tensor:
-        """Return this rank's block of the tensor `whole_matrix`, a parameter's whole matrices with their padding of
-        vocab."""
+        """Return this rank's block of `whole_matrix`, a parameter's whole matrices with their vocab padding."""
         block = self._plan.locate_block(p, self._communicator.coordinates)
         for dim, (offset, extent) in [*enumerate(block)][p.stack_dims :]:
             whole_matrix = whole_matrix.narrow(dim, offset, extent)

@@ -1,4 +1,8 @@
-"""The `Ops` of run time: a model's forward pass on one rank's blocks, executing the conversions that the plan lists."""
+"""The `Ops` of run time: a model's forward pass on one rank's blocks, executing the conversions that the plan lists.
+
+`Watched` and `gradient_squares` measure activations and gradients by layer, to monitor a run (`monitor.layers`): each
+rank sums the squares of its share, and `platform.train.step_report` adds them up.
+"""
 
 from __future__ import annotations
 
@@ -369,9 +373,6 @@ def initialise(plan: Plan, communicator: Communicator, p: Parameter, seed: int |
         else:
             out.fill_({"zeros": 0.0, "ones": 1.0}[p.init])
 
-
-# Sizes of activations and gradients by layer, to monitor a run (`monitor.layers`): each rank sums the squares of what
-# it counts; `platform.train.step_report` adds them up.
 
 Sums = dict[str, Any]  # name of a layer -> sum of squares that this rank counts, an fp64 scalar
 

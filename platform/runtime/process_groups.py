@@ -1,10 +1,13 @@
-"""Communicator on torch.distributed, where every rank is a process.
+"""Communicator on torch.distributed, where every rank is a process (`ProcessGroups`), and how its groups connect.
 
 NCCL differs from gloo in what its users must do themselves: a group connects in its first call, which all its members
 must make together; a send ends only when it is received; and the operations of a group run on the device in the order
 in which they were issued. So groups are connected while a generation forms, and what one stage sends another has a
 group of its own per direction: a send that is not received yet holds back nothing but later sends of the same pair. To
 make a group is a collective of the whole world, of which all groups that share no rank take one (`_create_groups`).
+
+`Messages` builds the collectives of gloo from its messages between two ranks. `connect_process_groups` meets all ranks
+in the TCPStore of the driver.
 """
 
 from __future__ import annotations
@@ -72,8 +75,7 @@ class Messages:
         return lambda: self._wait_for_works(works)
 
     def all_to_all(self, input_parts: Sequence[Tensor] | Tensor, out: Sequence[Tensor] | Tensor) -> Callable[[], None]:
-        """Start giving part i of `input_parts`, of any size, to member i, for part i of `out` from it; return what
-        waits."""
+        """Start giving part i of `input_parts` to member i, for part i of `out` from it; return what waits."""
         works = self._exchange_tensors(lambda peer: input_parts[peer], lambda peer: out[peer])
         out[self._me].copy_(input_parts[self._me])
         return lambda: self._wait_for_works(works)
@@ -348,8 +350,6 @@ def _line_ranks(mesh: Mesh, sender: int, receiver: int) -> list[tuple[int, int]]
     """Return the pairs of global ranks that exchange messages between the stages `sender` and `receiver`."""
     return [(ranks[sender], ranks[receiver]) for ranks in mesh.list_groups(("stage",))]
 
-
-# Meeting of ranks, each a process, in the TCPStore of the driver; it ends with process groups of all of them.
 
 JOIN_SECONDS = 600.0  # for all ranks to join; the driver ends the wait earlier by closing the store
 

@@ -260,8 +260,7 @@ class _OfRows(torch.autograd.Function):
 
 
 def vectors_of_rows(groups: Groups, vectors: Tensor) -> Tensor:
-    """Compute `repeat_group_vectors` differentiably: for each row of experts, the one of `vectors` that is its
-    expert's."""
+    """Compute `repeat_group_vectors` differentiably: for each row of experts, its expert's of `vectors`."""
     return _OfRows.apply(vectors, groups)
 
 
@@ -287,8 +286,7 @@ class _Split:
         self.index = communicator.group_index(axes)
 
     def own_panel(self, t: int, operand: Tensor) -> Tensor | None:
-        """Return the view of SUMMA panel `t` in `operand`, laid out as this operand; None if another rank owns the
-        panel."""
+        """Return the view of SUMMA panel `t` in `operand`, in its layout; None if another rank owns it."""
         owner, panel_position = divmod(t, self.per_owner)
         return operand.narrow(self.dim, panel_position * self.extent, self.extent) if owner == self.index else None
 

@@ -1,5 +1,5 @@
 """Current activity of this process, readable from another thread (for its heartbeats), to distinguish computing,
-waiting and hanging."""
+waiting and hanging; its connections to other workers (`TcpLink`), and how they are shut down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Activation recomputation: a stretch of the forward pass saves only its arguments and runs again in the backward."""
+"""Activations that do not stay on the device until the backward pass: computed again, or offloaded to host memory.
+
+`run_recomputed` runs a stretch of the forward pass that saves only its arguments and runs again in the backward pass.
+`Offload` copies activations to host memory in a stream beside the computation, and back one block ahead.
+"""
 
 from __future__ import annotations
 
@@ -90,9 +94,6 @@ def run_recomputed(
     """
     return _Recomputed.apply(communicator, function, restore, axes, elements, offload, x, *more)
 
-
-# Offload of activations to host memory, in a stream of copies beside the computation: there in the forward pass, back
-# in the backward pass, one block ahead.
 
 Arriving = Callable[[], Tensor]  # waits for an activation that is under way, and returns it
 

@@ -1,5 +1,8 @@
 """Residency of parameters that are gathered from shards: under ZeRO-3 whole from shortly before a span of the model
-runs, in either direction, until it has run; under ZeRO-1 and 2 from the first span after an update that reads them."""
+runs, in either direction, until it has run; under ZeRO-1 and 2 from the first span after an update that reads them.
+
+`Operands` converts the operands of planned einsums where they are used, or ahead of it.
+"""
 
 from __future__ import annotations
 
@@ -124,9 +127,6 @@ class Residency:
             for bucket in next((span.buckets for span in onwards if span.buckets), ()):
                 bucket.prefetch_parameters()
         clock.begin_span(name and f"{'forward' if way > 0 else 'backward'} {name}")
-
-
-# Operands of planned einsums on their way to the product: started where they are used, or ahead of it.
 
 
 class Operands(NamedTuple):

@@ -1,5 +1,9 @@
-"""Residual connections of local blocks, x + dropout(y), and the norm of the sum, in one function each way, for
-compilation: one kernel reads x and y and writes both results."""
+"""Residual connections, x + dropout(y), with the norm of the sum, and the random numbers of dropout, jitter and initial
+values. One function computes a connection each way, for compilation: one kernel reads x and y and writes both results.
+
+The masks and factors of dropout and jitter are functions of keys and global elements: drawn in the forward pass, and
+again in the backward pass, so that nothing is saved.
+"""
 
 from __future__ import annotations
 
@@ -175,9 +179,6 @@ def fill_normal_(out: Tensor, key_: int, std: float, block: Sequence[tuple[int, 
                 values.narrow(dim, max(size - start, 0), count - max(size - start, 0)).zero_()
         out[first : first + n].copy_(values)
 
-
-# Dropout and jitter, whose masks and factors are functions of keys and global elements: drawn in the forward pass, and
-# again in the backward pass, so that nothing is saved.
 
 DRAWN_AT_ONCE = {"cpu": 1 << 15}  # elements whose integers stay in a core's cache
 _MOST_AT_ONCE = 1 << 25  # on other devices, whose kernels take long to launch: half a GB of integers

@@ -1,5 +1,5 @@
-"""Norms, softmax and maxima over a dim that is split over ranks: only statistics are communicated,
-never the tensor itself."""
+"""Norms, softmax and maxima over a dim that is split over ranks: only statistics are communicated, never the tensor
+itself; and the gradients of parameters that kernels add up themselves (`add_computed_gradient`)."""
 
 from __future__ import annotations
 

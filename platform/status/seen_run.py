@@ -1,6 +1,6 @@
 """A look at a run from outside: what its directory holds now, whether it is being written, torn, ended or of an older
-version, and the verdict on it. Nothing there is changed.
-"""
+version, and the verdict on it. Nothing there is changed. `read_owner` finds the driver that owns the directory, as its
+lock names it, and `owner_state` whether that process lives on this machine."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ from platform.monitor.journal import LIVE, kernel_state, read_live
 from platform.monitor.json_records import JOURNAL, METRICS
 from platform.monitor.verdict import Evidence, Verdict, judge_run
 from platform.monitor.verdict.evidence import ALIVE, GONE, STOPPED, UNKNOWN
-
-# The driver that owns a run directory, as its lock names it, and whether that process lives on this machine.
 
 
 def read_owner(directory: Path) -> tuple[str, str]:

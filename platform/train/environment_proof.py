@@ -1,4 +1,7 @@
-"""Proof of a process's environment: the storage, code and versions that it sees. Workers give it before forming."""
+"""Proof of a process's environment: the storage, code and versions that it sees. Workers give it before forming.
+
+`find_checkpoint_url` and `find_resume_source` name the storage to which a run saves and the one from which it resumes.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,6 @@ from platform.checkpoint.manifest import NAME
 from platform.config.fields import Config
 from platform.config.groups import RESUME
 from platform.train.replies import Proof
-
-# Storage locations of a run's checkpoints: the one it saves to and the one it resumes from.
 
 
 def find_checkpoint_url(config: Config) -> str:

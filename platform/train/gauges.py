@@ -1,5 +1,9 @@
 """Gauges of a worker's process and device, read once a second by a thread beside its steps. The reports of its steps
-carry the readings, so that no message is sent for them. An unreadable gauge is left out, never guessed."""
+carry the readings, so that no message is sent for them. An unreadable gauge is left out, never guessed.
+
+`GpuQuery` asks `nvidia-smi` for the state of a GPU: memory errors, slowdown, version. `read_flight_records` reads
+torch's own records of this process's last collectives (its flight recorder), as JSON, never as pickle.
+"""
 
 from __future__ import annotations
 
@@ -164,8 +168,6 @@ def _read_text(path: Path) -> str:
     return ""
 
 
-# State of a GPU as its driver reports it by `nvidia-smi`: memory errors, slowdown, version.
-
 _OF_GPU = (
     "driver_version",
     "ecc.errors.uncorrected.volatile.total",
@@ -189,8 +191,7 @@ class GpuQuery:
     result. Where the command is missing or does not know, nothing is found."""
 
     def __init__(self) -> None:
-        """Start `nvidia-smi` on this worker's GPU for the doctor, without waiting: `add_answer` takes its output
-        later."""
+        """Start `nvidia-smi` on this worker's GPU, without waiting: `add_answer` takes its output later."""
         self._processes = {query: _start_query(query, fields[0]) for query, fields in FIELDS.items()}
 
     def add_answer(self, findings: Findings) -> None:
@@ -256,8 +257,6 @@ def summarize_gpu(values: Mapping[str, str]) -> tuple[dict[str, float], dict[str
     readings = ({} if ecc is None else {"ecc": ecc}) | ({"rows": sum(rows)} if rows else {})
     return readings, {name: fact for name, fact in facts.items() if fact}
 
-
-# Torch's own records of this process's last collectives (its flight recorder), as JSON, never as pickle.
 
 MOST = 200  # last collectives of a record that are kept
 _DUMPS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}  # backend -> function, where torch has it

@@ -1,5 +1,9 @@
 """Generator: continues the texts of a batch, on all ranks together, by tokens that are chosen alike under every plan,
-and scores given texts."""
+and scores given texts.
+
+`Batch` is the texts as passes read them: token ids padded to one length, and the positions at which the texts begin.
+`Beams` is a beam search: the continuations of each text that are kept step by step, and the best in the end.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +36,6 @@ from platform.train.rank_parameters import DTYPES, Weights
 from platform.train.replies import AskedTexts, Choice, Scored, Written
 from platform.train.stage_passes import place as place_inputs
 from platform.train.stage_passes import stretches
-
-# Batch of texts as passes read it: token ids padded to one length, and the positions at which the texts begin.
 
 ROUND = 16  # shorter texts are padded to a multiple of it, so that batches of like length share their passes
 
@@ -84,9 +86,6 @@ class Batch:
         return tensors if self.source is None else {**tensors, "source": self.source}
 
 
-# Beam search: which continuations of each text are kept, step by step, and which is the best in the end.
-
-
 def find_candidates(logits: Tensor, rule: Choice) -> Tensor:
     """Return the likeliest next tokens of every beam, for a beam search over generated texts: fp64 [rows, count, 2],
     log-probability and token id, from `logits` [rows, vocab]. The count is twice the number of beams, so that enough
@@ -132,8 +131,7 @@ class Beams:
         return [beam for beam, *_ in kept_beams]
 
     def _end_beam(self, ids: list[int], total: float, end_tokens: int) -> None:
-        """Add a text's continuation to the ended beams and keep the best; `end_tokens`: 1 if an end token is not in
-        `ids`."""
+        """Add a text to the ended beams, keep the best; `end_tokens`: 1 if an end token is not in `ids`."""
         self.ended.append((self._score_beam(total, len(ids) + end_tokens), ids, total))
         self.ended = sorted(self.ended, key=lambda found: -found[0])[: self._how.beams]
 

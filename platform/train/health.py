@@ -1,5 +1,9 @@
 """The doctor's checks as data: what each measures on a worker, and what makes a measurement bad, beside the worker's
-peers or by itself."""
+peers or by itself.
+
+`groups_by_check` divides workers for measurements of connections: rounds of pairs in which every worker has a partner,
+on another node where it can, and all workers of each node.
+"""
 
 from __future__ import annotations
 
@@ -209,10 +213,6 @@ def _median_of_others(value: float, ordered: list[float]) -> float:
         return value
     low, high = (ordered[i + (i >= position)] for i in ((others - 1) // 2, others // 2))
     return (low + high) / 2
-
-
-# Groups for measurements of connections: rounds of pairs in which every worker has a partner, on another node where it
-# can, and all workers of each node.
 
 
 def groups_by_check(nodes: Sequence[str], partners: int, gpus: bool) -> list[tuple[str, list[tuple[int, ...]]]]:

@@ -1,4 +1,5 @@
-"""Measurements of the doctor on one worker by itself: products and copies on its device, its GPU, a file on storage."""
+"""Measurements of the doctor on one worker by itself: products and copies on its device, its GPU, a file on storage;
+and of its connections, with one other worker (`measure_link`) and with all of its node at once (`measure_node`)."""
 
 from __future__ import annotations
 
@@ -165,8 +166,6 @@ def measure_worker(config: Config, run_dir: Path, device: str, sizes: Sizes) -> 
         query.add_answer(bench.found)
     return bench.found
 
-
-# Speed of a worker's connections: with one other worker, and with all of its node at once.
 
 TOGETHER = "data"  # axis along which those lie who measure together
 _VALUES = 1 << 10  # whose sums over all GPUs of a node are exact in fp32

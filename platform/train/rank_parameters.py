@@ -1,4 +1,8 @@
-"""Parameters on one rank: master copies, compute copies and gradients of its blocks or shards."""
+"""Parameters on one rank: master copies, compute copies and gradients of its blocks or shards; with the loss scale of
+float16 (`LossScale`).
+
+`compute_rank_ranges` and `Bandwidths` show how far the ranks of a step differ, and which ranks are at the ends.
+"""
 
 from __future__ import annotations
 
@@ -165,8 +169,7 @@ class Weights:
         return {next(iter(flat.compute)): flat.finish_reduction() for flat in local_buckets}
 
     def set_gradients(self, reduced: Mapping[str, Tensor]) -> None:
-        """Set the gradients that the optimizer reads from `reduced`, flat ones by bucket as `finish_reductions` returns
-        them."""
+        """Set the gradients that the optimizer reads from `reduced`, the result of `finish_reductions`."""
         for flat in self.buckets:
             if (gradient := reduced.get(next(iter(flat.compute)))) is not None:
                 flat.assign_gradients(gradient)
@@ -233,8 +236,6 @@ class Weights:
         """Return name -> new compute copy of each block, from master weights, to verify them; on all ranks together."""
         return {name: w for flat in self.buckets if flat.here for name, w in flat.gather_fresh_copies().items()}
 
-
-# Ranges of numbers over the ranks of a step: how far workers differ, and which ranks are at the ends.
 
 LEAST_WAIT = 0.01  # share of a step, below which waiting shows no bandwidth
 

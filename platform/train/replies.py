@@ -1,4 +1,10 @@
-"""Replies of workers to the driver's calls: one dataclass each, which the worker returns and the driver reads."""
+"""Replies of workers to the driver's calls, one dataclass each, which the worker returns and the driver reads; and the
+files that workers write for the driver.
+
+- Texts: `AskedTexts` are continued (`Written`) or scored (`Scored`).
+- Dump of a crew whose call does not go on: a `Stand` of each worker, and a table of all (`write_summary`).
+- Part of a run's profile: written by `write_part`, read by `open_part`.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +28,6 @@ from platform.boundary.schema import Count, Malformed, Many, OneOf, Real, Span
 from platform.checkpoint.manifest import FileReport
 from platform.monitor.verdict.evidence import wait_text
 from platform.runtime.progress import Wait
-
-# Texts that the driver has continued or scored: as token ids, and what the workers say of them.
 
 
 @dataclass(frozen=True)
@@ -365,8 +369,6 @@ def read_reply(word: str, rank: int, value: object) -> Any:
     kind = _CALLS[METHODS[word]][1] if word in METHODS else Any
     return schema.parse_value(StepReport if word == "step" and rank == 0 else kind, value)
 
-
-# Dump of a crew whose call does not go on: where each worker stands, as it writes it, and a table of all.
 
 DUMP = "dump"  # folder in a run directory
 KEPT = 10  # dumps of a run, the newest

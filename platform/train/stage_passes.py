@@ -1,4 +1,5 @@
-"""StagePasses of one rank over sequences of one length: its part of the model, its data, executors of rows."""
+"""Passes of one rank over sequences of one length (`StagePasses`): its part of the model, its data, executors of rows.
+Each rank itself reads the input block that each of its operations needs (`stretches`, `place`)."""
 
 from __future__ import annotations
 
@@ -27,8 +28,6 @@ from platform.runtime.parallel_ops import PassPosition
 from platform.runtime.pipeline import Accumulated, CompiledRows, Forward, PipelineExecutor, StageAlone
 from platform.train.rank_model import Rank
 from platform.train.rank_parameters import DTYPES
-
-# Input blocks: each rank itself reads the block of data that each of its operations needs.
 
 Blocks = dict[str, dict[tuple[str, str], Tensor]]  # data tensor -> operation that reads it -> [length, batch]
 Stretch = tuple[int, int]  # of a microbatch's sequences: the number of the first one, and that behind the last one
@@ -128,8 +127,7 @@ class StagePasses:
     def build_lone_stage(
         self, forward: Forward, accumulated: Accumulated = lambda action, done: None
     ) -> PipelineExecutor:
-        """Construct an executor as `build_pipeline` does, but of this pipeline stage without neighbours, for a
-        rehearsal."""
+        """Construct an executor as `build_pipeline` does, of this stage without neighbours, for a rehearsal."""
         return StageAlone(self.stage, self.communicator, DTYPES[self.stage.precision][0], forward, accumulated)
 
     def run_chunk(self, chunk: Chunk, flow: Activations, split: str, first: int, end: int) -> Activations:

@@ -1,4 +1,8 @@
-"""Choice of the state that a re-formed run continues from: the newest one that is whole in its workers' memory."""
+"""Choice of the state that a re-formed run continues from: the newest one that is whole in its workers' memory.
+
+`compare_replicas` finds corrupted memory before an update: ranks that should hold equal bytes compare checksums, and
+`judge_replicas` names the damaged ones.
+"""
 
 from __future__ import annotations
 
@@ -172,9 +176,6 @@ def _choose_ranks(part_keepers: Keepers, alive: Sequence[int], memories: Sequenc
             ranks_by_memory -= Counter([memory])
     return sorted(chosen)
 
-
-# Comparison of replicas before an update: ranks that should hold equal bytes compare checksums, and damaged ones are
-# named.
 
 # words that are multiplied at once: what fits a cache, or pays a launch
 AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}

@@ -377,8 +377,7 @@ class Worker(Observed):
         self.trainer.clock.read_times()
 
     def continue_texts(self, texts: AskedTexts, tokens: int, rule: Choice, ends: list[int]) -> list[Written]:
-        """Generate a continuation of each text, up to `tokens` tokens, on all ranks together; see
-        `Generator.continue_texts`."""
+        """Continue each text by up to `tokens` tokens, on all ranks together; see `Generator.continue_texts`."""
         with self._use_generator() as generator:
             return generator.continue_texts(texts, tokens, rule, ends)
 

@@ -1,4 +1,8 @@
-"""Records that a worker keeps of itself: profiles of steps, launches of collectives, a dump where it does not go on."""
+"""Records that a worker keeps of itself, with a seat or without one.
+
+`Candidate`: a worker as far as the driver examines it before it gets a seat. `Observed` adds profiles of steps,
+launches of collectives, and a dump where the worker does not go on.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +48,6 @@ from platform.train.replies import (
 )
 from platform.train.step_profile import RankProfile
 from platform.train.trainer import Trainer
-
-# Candidate: a worker as far as the driver examines it before it gets a seat.
 
 
 class Candidate:

@@ -1,4 +1,5 @@
-"""T5 (Raffel et al. 2020), of both versions."""
+"""T5 (Raffel et al. 2020), of both versions, BERT (Devlin et al. 2018) and GPT-2 (Radford et al. 2019), as transformers
+saves them."""
 
 from __future__ import annotations
 
@@ -158,8 +159,6 @@ T5 = Family(
 )  # fmt: skip
 
 
-# BERT (Devlin et al. 2018).
-
 BERT = Family(
     "bert",
     "BertForMaskedLM",
@@ -213,8 +212,6 @@ BERT = Family(
     ("bert.embeddings.position_ids",),
 )  # fmt: skip
 
-
-# GPT-2 (Radford et al. 2019).
 
 GPT2 = Family(
     "gpt2",

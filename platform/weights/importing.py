@@ -1,4 +1,9 @@
-"""Weights that a run starts from (train.init): from a checkpoint, or from a model that transformers saved."""
+"""Weights that a run starts from (train.init): from a checkpoint, or from a model that transformers saved.
+
+`open_importable` says what such a model is, as our keys and in a configuration, and whether all of it is there;
+`import_model` makes a checkpoint of it. `swap_in_averages` puts a checkpoint's averaged weights (train.ema) in the
+place of the trained ones.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +36,6 @@ from platform.optimizer.optimizers import AVERAGE
 from platform.weights import FROM_HF, tensor_names
 from platform.weights.model_folder import CONFIG, Place, SavedModel
 from platform.weights.tensor_names import Stored, find_family, functional_keys, list_parameters, parse_stored_model
-
-# Import of a model that transformers saved: what it is, as our keys and in a configuration, whether all of it is
-# there, and a checkpoint of it.
 
 SOURCE = "source"  # value of an imported checkpoint's metadata: the config.json that it was imported from
 
@@ -173,9 +175,6 @@ def import_model(import_source: Importable, storage: Storage, carried: CarriedFi
     )
     pieces, fetch = import_source.pieces_by_tensor, import_source.saved.fetch_pieces
     return store_pieces(storage, pieces, fetch, shapes, meta, carried)
-
-
-# Averaged weights of a checkpoint (train.ema) in the place of the trained ones.
 
 
 def swap_in_averages(manifest: Manifest) -> Manifest:

@@ -1,4 +1,9 @@
-"""Llama (Touvron et al. 2023), Mistral (Jiang et al. 2023), Qwen2 and Qwen3 (Yang et al. 2024, 2025)."""
+"""Llama (Touvron et al. 2023), Mistral (Jiang et al. 2023), Qwen2 and Qwen3 (Yang et al. 2024, 2025), and their
+relatives with experts, as transformers saves them.
+
+Mixtral (Jiang et al. 2024), Qwen3-MoE (Yang et al. 2025) and OLMoE (Muennighoff et al. 2024) are Llama's layers, with
+experts. GPT-OSS (OpenAI 2025) has experts with biases, windows in every second layer, and sinks of attention.
+"""
 
 from __future__ import annotations
 
@@ -181,9 +186,6 @@ QWEN3 = Family(
 )
 
 
-# Mixtral (Jiang et al. 2024), Qwen3-MoE (Yang et al. 2025), OLMoE (Muennighoff et al. 2024): Llama's layers, with
-# experts.
-
 _LAYER = "model.layers.{i}"
 _GATE, _UP, _DOWN = (f"layers.{{i}}.mlp.experts.{name}" for name in ("gate", "up", "down"))
 FUSED = [  # the names of version 5, which it saves only with save_original_format=False
@@ -283,8 +285,6 @@ OLMOE = Family(
     **llama_names(build_expert_rows("mlp", "gate_proj", "up_proj", "down_proj"), FUSED),
 )
 
-
-# GPT-OSS (OpenAI 2025): experts with biases, windows in every second layer, and sinks of attention.
 
 _GPT_OSS_GATE, _GPT_OSS_UP, _GPT_OSS_DOWN = (f"layers.{{i}}.mlp.experts.{name}" for name in ("gate", "up", "down"))
 _ROWS = [

@@ -1,4 +1,5 @@
-"""A folder of safetensors with a config.json, as transformers saves a model: its headers, and pieces of its tensors."""
+"""A folder of safetensors with a config.json, as transformers saves a model: its headers, pieces of its tensors, and
+the files beside its weights: the tokenizer, which data has to share, and how text is generated from it."""
 
 from __future__ import annotations
 
@@ -246,8 +247,6 @@ def _box_of_columns(part: MatrixPart, a: int, b: int) -> Box:
         offset[first], extent[first] = offset[first] + a // unit, (b - a) // unit
     return Box(tuple(offset), tuple(extent))
 
-
-# Files beside a model's weights: its tokenizer, which data has to share, and how text is generated from it.
 
 GENERATION = "generation_config.json"
 _ROLES = ("bos", "eos", "pad")

@@ -1,4 +1,5 @@
-"""Names of a model's tensors at transformers and here: which of theirs hold which of ours, and in which shape."""
+"""Names of a model's tensors at transformers and here: which of theirs hold which of ours, and in which shape; and the
+translation of a config.json of transformers to our model keys, and back."""
 
 from __future__ import annotations
 
@@ -182,8 +183,6 @@ def _join_names(names: Iterable[str]) -> str:
     """Return names of tensors of saved weights as text: sorted, with commas in between."""
     return ", ".join(sorted(names))
 
-
-# Translation of a config.json of transformers to our model keys, and back.
 
 # model keys that say nothing about a trained model's function: all that may change on resume, and more of how it is
 # trained; sizes of other kinds of models

@@ -74,19 +74,19 @@ def wrong() -> None:
 
 
 HOW = {  # name -> where it strikes, and what
-    "memory": (Trainer, "_forward_backward", no_memory),
-    "toil": (Trainer, "_forward_backward", toil),
-    "lag": (StagePasses, "part", lag),
-    "lag in a step": (Trainer, "_forward_backward", lag),
-    "lag between steps": (Worker, "_noted", lambda: time.sleep(LAZY)),
+    "memory": (Trainer, "_run_forward_backward", no_memory),
+    "toil": (Trainer, "_run_forward_backward", toil),
+    "lag": (StagePasses, "run_chunk", lag),
+    "lag in a step": (Trainer, "_run_forward_backward", lag),
+    "lag between steps": (Worker, "_move_timeline", lambda: time.sleep(LAZY)),
     "lag before a step": (Worker, "step", lambda: time.sleep(LAZY)),
-    "sleep": (Trainer, "_forward_backward", lambda: time.sleep(LONG)),
+    "sleep": (Trainer, "_run_forward_backward", lambda: time.sleep(LONG)),
     "data": (Corpus, "batch", lambda: time.sleep(LONG)),
     "lazy data": (Corpus, "batch", lambda: time.sleep(LAZY)),
     "full": (LocalStorage, "write", full),
     "slow disk": (LocalStorage, "write", lambda: time.sleep(LONG)),
-    "error": (controller, "metrics_row", wrong),
-    "dead disk": (MetricsLog, "write", lambda: time.sleep(LONG)),
+    "error": (controller, "build_metrics_row", wrong),
+    "dead disk": (MetricsLog, "write_row", lambda: time.sleep(LONG)),
 }
 
 

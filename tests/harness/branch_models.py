@@ -3,7 +3,7 @@
 resnext   cardinality branches of bottleneck projections, summed, with a residual connection (Xie et al. 2017)
 mixed     the same with a function of its own in every branch
 grouped   branches that read slices of x and are concatenated: a grouped projection
-heads     multi-head attention as branches over the dim `project_heads`: equal to platform.model.attention.Attention
+heads     multi-head attention as branches over the dim `heads`: equal to platform.model.attention.Attention
 summed    a linear layer cut into slices and summed: the SUMMA remark of paper 002
 """
 
@@ -96,7 +96,7 @@ class Heads(Branched):
 
 
 class Plain(Branched):
-    """What `project_heads` is equal to: the attention of platform.model.attention, alone."""
+    """What `heads` is equal to: the attention of platform.model.attention, alone."""
 
     def block(self, c):
         return Attention("layers.0.attention", c, StackSpecs(), causal=True)
@@ -107,7 +107,7 @@ class Plain(Branched):
 
     def branched(self, ops, x):
         block = self.branches
-        block.enter, block.leave = (lambda ops, x: x), (lambda ops, x, y, following: y)
+        block.prepare_input, block.add_to_stream = (lambda ops, x: x), (lambda ops, x, y, following: y)
         return block(ops, x)
 
 

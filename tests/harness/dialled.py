@@ -1,4 +1,4 @@
-"""A member in this process: `dial` waits for its welcome, so the switchboard is polled meanwhile."""
+"""A member in this process: `dial_driver` waits for its welcome, so the switchboard is polled meanwhile."""
 
 import json
 import socket

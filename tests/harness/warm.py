@@ -111,7 +111,7 @@ def run_module(module: str, *arguments: str, cwd: Path, timeout: float) -> subpr
 
 def _serve(place: Assignment, control: socket.socket) -> None:
     """Be the shared fork server, in a process just forked: one that ends with what it is forked from."""
-    os.environ.update(place.unset(os.environ) | {"OMP_NUM_THREADS": "1"})
+    os.environ.update(place.unset_defaults(os.environ) | {"OMP_NUM_THREADS": "1"})
     fork_server.main(control.detach(), os.getppid(), place.worker.partition(":")[0])
 
 

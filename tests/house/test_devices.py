@@ -45,7 +45,6 @@ MAY_MAKE = {
     "runtime/pinned_memory.py:allocate_pinned_bytes": "host memory",
     "train/rank_parameters.py:__init__": "host memory",
     "train/generator.py:__init__": "rows of tokens, placed later",
-    "train/generator.py:_pad_sources": "rows of tokens, placed later",
     "train/generator.py:build_data": "rows of tokens, placed later",
     "train/generator.py:extend_beams": "beams are chosen on the host",
     "train/generator.py:_search_beams": "beams are chosen on the host",

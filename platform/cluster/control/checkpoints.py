@@ -1,4 +1,4 @@
-"""The driver's side of checkpoints: when and how a run saves, and which checkpoint it restores."""
+"""The driver's side of checkpoints: when a run saves (`Cadence`), how it saves, and which checkpoint it restores."""
 
 from __future__ import annotations
 
@@ -34,8 +34,6 @@ from platform.plan.plan_data import plan_digest as plan_digest
 from platform.train import environment_proof
 from platform.train.environment_proof import list_versions
 from platform.train.replies import Unwritten
-
-# Schedule of the checkpoints that a run saves while it trains.
 
 
 class Cadence:

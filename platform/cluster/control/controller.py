@@ -1,4 +1,9 @@
-"""Controller of a run: its states, the work done in each, and the transitions between them."""
+"""Controller of a run: its states, the work done in each, and the transitions between them.
+
+It watches the steps: `check_replicas` finds damaged memory of workers, which fail and recover from the others; `Pace`
+knows the usual time of a step, and the time lost when steps are taken back; `Spikes` detects loss spikes
+(`train.spike`), once for all ranks, and `train.on_spike` says what follows.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +35,6 @@ from platform.predict.remedies import describe_memory_remedies
 from platform.predict.tier_traffic import format_traffic, tier_traffic
 from platform.train.faults import Faults
 from platform.train.replies import StepReport
-
-# Damaged memory of workers, which their replicas show: those ranks fail, and recover from the others.
 
 
 def check_replicas(
@@ -66,8 +69,6 @@ def _build_damage_failure(crew: Crew, generation: Generation, step: int, rank: i
     member = crew.members.get(number, Member(number, "", 0))
     return Failure(member, "damaged", f"step({step})", cause, rank, job.rank_name(rank), job.coordinates[rank])
 
-
-# Durations of committed steps: the usual time of a step, and the time lost when steps are taken back.
 
 USUAL_STEPS = 32  # steps that `Pace.usual_seconds` takes the median over
 
@@ -104,8 +105,6 @@ class Pace:
         known = self._seconds[max(0, since - self._before) :][-USUAL_STEPS:]
         return median(known) if known else None
 
-
-# Detection of loss spikes (`train.spike`), by the driver once for all ranks; `train.on_spike` says what follows.
 
 RECENT_LOSSES = 32  # losses that the median is taken over
 _FEWEST = 8  # fewer losses than this: nothing is a spike, as a run's first losses say little
@@ -399,8 +398,7 @@ class Controller:
         return bool(self.done) and self._checkpoints.is_save_due(self.done, last=False, stopping=True)
 
     def _save_now(self, crew: Crew) -> bool:
-        """Save a checkpoint of the run's last committed step, if `_has_unsaved_step`; return True if storage holds it
-        now."""
+        """Save the last committed step's checkpoint if it is unsaved; return True if storage holds it now."""
         self._checkpoints.finish_save(crew)
         if self._has_unsaved_step:
             self._checkpoints.begin_save(crew, self.done, self.take_useful_seconds())

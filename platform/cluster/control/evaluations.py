@@ -1,4 +1,9 @@
-"""Forecast of a run's training steps: the parts of a step in predicted seconds, beside the measured ones."""
+"""Numbers that the driver adds to a run's steps: its forecast of their seconds, and evaluations of the model.
+
+`Forecast`: the parts of a step in predicted seconds, beside the measured ones. `Evaluations`: losses on held-out data,
+texts that the model makes of prompts, scores by tasks. `build_metrics_row` makes a row of metrics.jsonl of a step's
+report (docs/run-directory.md).
+"""
 
 from __future__ import annotations
 
@@ -140,8 +145,6 @@ class Forecast:
         self._run.monitor.say("\n".join(parts_table(self.parts, measured, self._hardware.name, count)))
 
 
-# Evaluations of a run: losses on held-out data, texts that the model makes of prompts, scores by tasks.
-
 PROMPT = "def "  # that the sample at the end of a run continues
 TEMPERATURE = 0.8  # of the texts that a run shows, which `platform.generate` gives too, with the run's seed
 
@@ -220,9 +223,6 @@ class Evaluations:
             self._journal.write(events.NotScored(step=step, reason=str(missing)))
             self._monitor.say(f"after step {step}: eval.tasks gives no scores: {missing}")
             return None
-
-
-# Conversion of a step's report into a row of metrics.jsonl (docs/run-directory.md).
 
 
 def build_metrics_row(

@@ -1,4 +1,8 @@
-"""Examination of members of a crew by the doctor: each by itself, then with partners, then all beside each other."""
+"""Examination of members of a crew by the doctor: each by itself, then with partners, then all beside each other.
+
+`violations_of_workers` checks, before a run forms, that every worker sees the driver's run directory and storage, and
+runs the same code.
+"""
 
 from __future__ import annotations
 
@@ -158,8 +162,6 @@ class Doctor:
             return self._asked != "off"
         return self._job.device == "cuda" or len({member.node for member in crew.members.values()}) > 1
 
-
-# Checks before a run forms: every worker sees the driver's run directory and storage, and runs the same code.
 
 _ALWAYS = {"train.compile": ["auto", "off"], "train.attention_kernel": ["auto", "math"]}  # what every worker can do
 

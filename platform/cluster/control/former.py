@@ -1,4 +1,5 @@
-"""The FORMING state: makes the live workers a mesh that continues from the run's newest state."""
+"""The FORMING state: makes the live workers a mesh that continues from the run's newest state. `SnapshotLedger` is the
+driver's record of the state that members hold in memory, kept from their answers."""
 
 from __future__ import annotations
 
@@ -28,8 +29,6 @@ from platform.predict.tier_traffic import farthest_tiers
 from platform.runtime.compilation import may_compile
 from platform.train.state_recovery import Formation, Source, find_source, take_seats
 from platform.weights.importing import open_initial_weights
-
-# The driver's record of the run state that crew members hold in memory, kept from their answers.
 
 
 class SnapshotLedger:

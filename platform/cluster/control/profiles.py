@@ -1,6 +1,7 @@
-"""Trace of a run's profiled steps: its workers' parts, merged into one file for Perfetto, beside the predicted step.
+"""Profile of the steps that monitor.profile names: `Profiles` has the workers record them, and `merge_parts` merges
+their parts into one file for Perfetto, beside the predicted step.
 
-It depends on the files alone, so that a later driver can go on where an earlier one ended.
+Merging depends on the files alone, so that a later driver can go on where an earlier one ended.
 
 Clocks of machines are compared by the barrier with which each profiled step begins, which all ranks leave together: it
 is as exact as that barrier is. Ranks on one machine share its clock.
@@ -285,9 +286,6 @@ def _compress_pieces(pieces: Iterator[str]) -> Iterator[bytes]:
         if raw := packer.compress(piece.encode()):
             yield raw
     yield packer.flush()
-
-
-# Profile of the steps that monitor.profile names: has the workers record them, and merges their parts.
 
 
 class Profiles:

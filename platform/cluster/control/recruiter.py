@@ -1,4 +1,8 @@
-"""Choice of the members and the plan of the next generation, and hiring of missing workers."""
+"""Choice of the members and the plan of the next generation, and hiring of missing workers.
+
+`ReformAdvisor` checks between steps for reasons to re-form the mesh: workers leaving, slow workers, new workers.
+`arrange_seats` chooses the members that sit at the ranks, such that ranks that communicate most are nearest.
+"""
 
 from __future__ import annotations
 
@@ -136,8 +140,6 @@ class Recruiter:
         return member_limit - coming - len(crew.members.keys() - crew.leaving_members)
 
 
-# Reasons to re-form the mesh that are checked between steps: workers leaving, slow workers, new workers.
-
 SLOW_STEPS = 5  # consecutive steps in which a worker must be slow to be reported
 
 
@@ -197,8 +199,6 @@ class ReformAdvisor:
             self._say(f"rank {rank} on {node} is slow: {ratio:.1f} times its stage's median")
         return [number for number, steps in self._slow.items() if steps >= SLOW_STEPS]
 
-
-# Choice of the members that sit at the ranks of a mesh, such that ranks that communicate most are nearest.
 
 Path = tuple[str, ...]  # from the outermost tier to the node
 

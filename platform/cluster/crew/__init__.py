@@ -1,5 +1,5 @@
-"""Crew: the worker processes of a run behind one interface (`base`), started by any of several launchers
-(`launchers`); `launchers.py` chooses the launcher. Nothing here knows about steps, plans or checkpoints.
+"""Crew: the worker processes of a run behind one interface (`Crew`), started by any of several launchers;
+`launchers.py` chooses the launcher. Nothing here knows about steps, plans or checkpoints.
 
 Its files in reading order: crew, failures, signals, remote_crew, heartbeats, job, launchers, worker_host,
 fork_server, forked_workers, ray_actors, ray_session, torchrun, inline_crew, leftovers, channel, switchboard.

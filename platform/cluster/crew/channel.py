@@ -1,5 +1,7 @@
-"""Protocol between the driver and a worker process: length-prefixed JSON over TCP, never pickle. Encoding, decoding,
-and the worker's end of the connection.
+"""Protocol between the driver and a worker process: length-prefixed JSON over TCP, never pickle. Its messages, their
+encoding and decoding, the worker's end of the connection, and the addresses of this machine (`find_interface`).
+
+On the wire each message is the map of its fields, whose names identify its kind; any other message is garbled.
 """
 
 from __future__ import annotations
@@ -23,9 +25,6 @@ from typing import Annotated, Any, NamedTuple
 from platform.boundary import schema
 from platform.boundary.schema import Count, Malformed, Span, Text, shorten_value
 from platform.runtime.progress import Activity
-
-# Messages of the control channel. On the wire each one is the map of its fields, whose names identify its kind; any
-# other message is garbled.
 
 _PROCESSES = 1 << 22  # upper bound of Linux process ids
 
@@ -300,8 +299,7 @@ class Line:
         self.payload: Any = None
 
     def send_frame(self, frame: bytes) -> None:
-        """Send the driver one frame, as `encode_message` makes it. Raises OSError if the driver has closed the
-        connection."""
+        """Send the driver a frame that `encode_message` made. Raises OSError if the driver has hung up."""
         with self._lock:
             self._connection.sendall(frame)
 
@@ -374,8 +372,6 @@ def _receive_greeting(line: Line, kind: Any) -> Any:
     except Malformed:
         raise PermissionError(_NOT_THE_DRIVER) from None
 
-
-# Addresses of this machine, and the network interfaces that have them.
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _INET6 = Path("/proc/net/if_inet6")

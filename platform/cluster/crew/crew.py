@@ -1,5 +1,5 @@
 """Interface of a crew, the workers of a run: `seat_members` gives members their ranks, `call_ranks` runs a method on
-every rank."""
+every rank. `Launcher` is the interface of a way to start a crew's worker processes."""
 
 from __future__ import annotations
 
@@ -81,8 +81,7 @@ class Crew(AbstractContextManager["Crew"]):
         """
 
     def lead_step(self, step: int, *args: Any, within: float = inf) -> Any:
-        """Run `worker.step(step, *args)` on all ranks as `call_ranks` does; return rank 0's result, which speaks for
-        all."""
+        """Run `worker.step(step, *args)` on all ranks by `call_ranks`; return rank 0's result, for all."""
         return self.call_ranks(Worker.step, step, *args, within=within)[0]
 
     @abstractmethod
@@ -108,19 +107,14 @@ class Crew(AbstractContextManager["Crew"]):
 
 
 def arguments_of_rank(args: Iterable[Any], rank: int) -> list[Any]:
-    """Return the arguments of a `Crew.call_ranks` as `rank` gets them: each `ByRank` replaced by its value for that
-    rank."""
+    """Return the arguments of a `Crew.call_ranks` as `rank` gets them: each `ByRank` by its value there."""
     return [a[rank] if isinstance(a, ByRank) else a for a in args]
 
 
 def call_text(method: str, args: Iterable[Any]) -> str:
-    """Format a `Crew.call_ranks` for the user, as step(3): method and first argument ("..." unless a string or
-    integer)."""
+    """Format a `Crew.call_ranks` for the user: step(3), or "..." for an argument of another type."""
     first = next(iter(args), "")
     return f"{method}({first if isinstance(first, str | int) else '...'})"
-
-
-# Interface of a launcher, a way to start the worker processes of a crew.
 
 
 class Launcher(ABC):

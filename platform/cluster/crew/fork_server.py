@@ -1,8 +1,8 @@
 """Fork server: a process that imports once what workers need (torch above all, seconds of CPU) and forks them all.
 
-`forks` has the other end: the process that starts this one, which is its parent and ends it by ending, passes it a
-connection per worker. A connection carries first a worker's order, pickled, then, from this process, the worker's exit
-code as text, -N after signal N. Closing its other end kills the worker.
+`forked_workers` has the other end: the process that starts this one, which is its parent and ends it by ending, passes
+it a connection per worker. A connection carries first a worker's order, pickled, then, from this process, the worker's
+exit code as text, -N after signal N. Closing its other end kills the worker.
 
 Nothing here may start a thread or touch a device before the last worker is forked, and no worker may outlive this
 process, nor this process its parent, even if they are stopped: the kernel kills them (PR_SET_PDEATHSIG, Linux only).

@@ -1,4 +1,5 @@
-"""Workers forked by a fork server (`fork_server`), seen from the process that starts it, or orders a worker from it."""
+"""Workers forked by a fork server (`fork_server`), seen from the process that starts it, or orders a worker from it;
+`Processes` launches a crew of them on this machine, without Ray."""
 
 from __future__ import annotations
 
@@ -78,8 +79,7 @@ class ForkServer:
 
 
 def order_worker(path: str, assignment: Assignment, address: tuple[str, int], token: str) -> Forked:
-    """Order a worker process, as `ForkServer.fork_worker` does, of the fork server listening at `path`. Raises
-    OSError."""
+    """Order a worker process of the fork server at `path`, as `ForkServer.fork_worker`. Raises OSError."""
     line = socket.socket(socket.AF_UNIX)
     line.connect(path)
     return Forked(line, assignment, address, token)
@@ -97,8 +97,7 @@ class Forked:
     worker dies when it is closed."""
 
     def __init__(self, line: socket.socket, assignment: Assignment, address: tuple[str, int], token: str):
-        """Order a worker from the fork server over `line`: send it the environment, `assignment`, `address` and
-        `token`."""
+        """Order a worker over `line`: send its environment, `assignment`, `address` and `token`."""
         self._line, self._how = line, ""
         order = pickle.dumps((dict(os.environ), sys.path, pickle.dumps((assignment, address, token))))
         with suppress(OSError):  # as in `ForkServer.fork_worker`
@@ -126,8 +125,6 @@ def _describe_exit_code(code: bytes) -> str:
         return f"the process was killed by {signal.Signals(-int(code)).name}"
     return f"its exit status is {int(code)}"
 
-
-# Launcher of plain processes on this machine, without Ray.
 
 _JOIN_SECONDS = 3.0  # for a process to exit after it was asked to close
 

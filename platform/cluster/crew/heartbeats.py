@@ -1,5 +1,9 @@
-"""Outlook of the driver on its workers: the call under way, and their heartbeats, which it asks for once a call takes
-long, and now and then. A thread of the driver writes it to live.json (`platform.cluster.control.pulse`)."""
+"""Heartbeats of workers, as the driver sees them: the call under way, and who hangs in it.
+
+`Outlook` asks for heartbeats once a call takes long, and now and then; a thread of the driver writes it to live.json
+(`platform.cluster.control.pulse`). `Watch` detects members that hang in a call: a hung process does not report itself,
+so the driver asks for heartbeats (beats) and judges by the answers.
+"""
 
 from __future__ import annotations
 
@@ -215,9 +219,6 @@ def _read_process_state(member: Member | None) -> str:
     is_local = member is not None and member.pid and member.host == socket.gethostname()
     return kernel_state(member.pid) if member and is_local else ""
 
-
-# Detection of members that hang in a call. A hung process does not report itself, so the driver asks for heartbeats
-# (beats) and judges by the answers.
 
 SOON = 0.98  # fraction of `within` after which hung members are looked for, so that the finding is in time
 NEARLY = 0.9  # fraction of `within` that counts as hung: a hang from soon after the start is found at the deadline

@@ -1,4 +1,8 @@
-"""Instructions for workers: the job that all of them share, and each one's assignment on its machine."""
+"""Instructions for workers: the job that all of them share, and each one's assignment on its machine.
+
+`open_store` opens the TCPStore in which the workers of a generation meet. `local_tiers` are the tiers of the cluster
+that a node is in, such as zone, rack and switch, as its Ray labels and Slurm report them.
+"""
 
 from __future__ import annotations
 
@@ -168,8 +172,6 @@ def single_gpu_environment(local_rank: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": visible[local_rank] if visible else str(local_rank)}
 
 
-# Rendezvous of the workers of a generation: a TCPStore in the driver.
-
 _LEVEL = "TORCH_CPP_LOG_LEVEL"
 _ERROR = 2  # of torch's C++ log
 
@@ -206,8 +208,6 @@ def _keep_backtraces_out_of_logs() -> None:
             library = CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
             c_int.in_dll(library, "FLAGS_caffe2_log_level").value = _ERROR
 
-
-# Tiers of the cluster that a node is in, such as zone, rack and switch, as its Ray labels and Slurm report them.
 
 _ADDRESS, _PATTERN = "SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN"
 LONGEST = 100  # characters of a tier: names of switches may be lists

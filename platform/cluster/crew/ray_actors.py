@@ -1,6 +1,6 @@
 """Launcher of Ray actors, one per worker, in an embedded Ray on this machine or in the cluster at RAY_ADDRESS.
 
-In a cluster an actor's process is the worker. On this machine it has the worker forked (`forks`), because four
+In a cluster an actor's process is the worker. On this machine it has the worker forked (`forked_workers`), because four
 processes that import torch take seconds longer than one.
 """
 
@@ -94,8 +94,7 @@ class Desk:
         threading.Thread(target=self._drop_expired_demands, daemon=True).start()
 
     def book(self, run: str, count: int, bundle: Bundle) -> int:
-        """Record a run's demand for `count` workers by `DemandLedger.book_demand`; return the number of all runs'
-        bundles."""
+        """Record a run's demand for `count` workers by `DemandLedger.book_demand`; return all runs' bundles."""
         with self._lock:
             self._ledger.book_demand(run, count, bundle, monotonic())
         return self._request_total()

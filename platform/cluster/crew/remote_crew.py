@@ -1,4 +1,5 @@
-"""Crew whose members are other processes: ranks, calls, collected answers, and recovery after a member fails."""
+"""Crew whose members are other processes: ranks, calls, collected answers, and recovery after a member fails. `Roster`
+keeps who has started, dialled in, is ready, has ended."""
 
 from __future__ import annotations
 
@@ -21,8 +22,6 @@ from platform.cluster.crew.job import START, Job, open_store
 from platform.cluster.crew.switchboard import Switchboard
 from platform.train import replies
 from platform.train.replies import prepare_dump_folder, write_summary
-
-# Roster of a crew's member processes: started, dialled in, ready, ended.
 
 _CUT_OFF = "its connection is closed"
 _ENDING_SECONDS = 2.0  # for a process to end after its connection has closed
@@ -149,8 +148,7 @@ class Roster:
         return self._launcher.log_path(self.job, number)
 
     def close(self, polite: bool) -> None:
-        """Close all connections to a crew's workers, which ends idle ones; end all processes by
-        `Launcher.end_workers`."""
+        """Close all workers' connections, which ends idle ones; end all processes by `Launcher.end_workers`."""
         self._opened.close()
         self._launcher.end_workers(polite)
 

@@ -52,8 +52,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def defer_stop(self) -> None:
-        """Hold the run's first stop signal from now on, as work could be lost, until the next `raise_if_requested`
-        raises it."""
+        """Hold the first stop signal from now on, so no work is lost, until `raise_if_requested` raises it."""
         self._deferred = True
 
     def note_end_status(self, status: int) -> None:

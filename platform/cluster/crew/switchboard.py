@@ -1,4 +1,5 @@
-"""Driver's end of the control channel: one thread, one selector, and a connection to every worker process."""
+"""Driver's end of the control channel: one thread, one selector, and a connection to every worker process.
+`allow_many_files` raises the file descriptor limit of a process, which bounds the number of these connections."""
 
 from __future__ import annotations
 
@@ -15,9 +16,6 @@ from typing import Any
 
 from platform.cluster.crew import channel
 from platform.cluster.crew.channel import LIMIT, Garbled, Hello, Said, Unframer, Welcome, encode_message, parse_message
-
-# File descriptor limit of a process, which bounds the number of workers that a driver can have and that a worker can
-# be connected to.
 
 MANY = 65536  # descriptors: the limit asked for
 PER_MEMBER = 3  # descriptors: its control connection, its connection to the TCPStore, and one that watches its process
@@ -227,8 +225,7 @@ class Switchboard:
             self._lose_connection(connection)
 
     def _take_message(self, connection: _Connection, message: dict[str, Any]) -> None:
-        """Admit a peer of the driver by its first message; queue a worker's message for `poll_events`. Raises
-        Garbled."""
+        """Admit a peer by its first message; queue a worker's message for `poll_events`. Raises Garbled."""
         if connection.number is None:
             self._admit_member(connection, message)
         else:

@@ -127,8 +127,7 @@ class _Host:
     and handles heartbeat requests and aborts at once."""
 
     def __init__(self, assignment: Assignment, line: Line, own_process: bool):
-        """Prepare to run the worker that `assignment` describes by the driver's calls, which come on connection
-        `line`."""
+        """Prepare to run the worker of `assignment` by the driver's calls, which come on connection `line`."""
         self._place, self._line, self._own_process = assignment, line, own_process
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self._worker: Any = None

@@ -1,4 +1,5 @@
-"""Alerts on a run: made of events in its journal, for people to know at once."""
+"""Alerts on a run: made of events in its journal, for people to know at once; and `Sink`, the interface of every
+service that gets a run's numbers: each does its part of it, and leaves out the rest."""
 
 from __future__ import annotations
 
@@ -72,8 +73,6 @@ class Alerts:
         """Make an alert of the run on its event."""
         return Alert(kind=kind, title=title, level=level, text=text, time=event.time, step=self.step)
 
-
-# Interface of every service that gets a run's numbers; each does its part of it, and leaves out the rest.
 
 RESUMABLE = 75  # the launcher's exit status of a run that will be continued
 

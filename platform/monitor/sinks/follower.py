@@ -1,4 +1,5 @@
-"""Follows a run's files and sends what they get to one service, each thing once, also over several processes."""
+"""Follows a run's files, which may be in use, and sends their new lines to one service, each thing once, also over
+several processes."""
 
 from __future__ import annotations
 
@@ -20,8 +21,6 @@ from platform.monitor import events, json_records
 from platform.monitor.json_records import JOURNAL, METRICS
 from platform.monitor.metrics import numbers_by_name, read_row
 from platform.monitor.sinks.alerts import RESUMABLE, Alerts, Numbers, Sink, SinkRun
-
-# The lines that a run's metrics or journal got since they were last read, while they may be in use.
 
 _BLOCK = 4 << 20  # bytes that are read at once
 

@@ -1,4 +1,12 @@
-"""MLflow: at MLFLOW_TRACKING_URI, or where MLflow keeps its data by default."""
+"""Services for a run's numbers besides W&B: MLflow, TensorBoard, Trackio, and the user's own command for alerts.
+
+- MLflow: at MLFLOW_TRACKING_URI, or where MLflow keeps its data by default.
+- TensorBoard: files of events in the run directory; `tensorboard --logdir runs` shows all runs.
+- Command: each alert starts it, with the alert as JSON at its input.
+- Trackio: on this machine, at TRACKIO_SERVER_URL, or in the Space that TRACKIO_SPACE_ID names.
+
+`bin_counts` makes histograms for services that show them with fewer bins than a run has counts.
+"""
 
 from __future__ import annotations
 
@@ -146,9 +154,6 @@ def _flatten_parameters(values: dict[str, Any], prefix: str = "") -> Iterator[tu
             yield f"{prefix}{key}", value
 
 
-# TensorBoard: files of events in the run directory; `tensorboard --logdir runs` shows all runs.
-
-
 class TensorboardSink(Sink):
     """TensorBoard files of a run. Text goes to a separate writer: replaying a step purges everything later in the
     scalar writer."""
@@ -244,8 +249,6 @@ def _build_histogram(name: str, value: list[int]) -> Any:
     return Summary.Value(tag=name, histo=HistogramProto(**shape, bucket_limit=edges, bucket=value))
 
 
-# A command of the user's that each alert starts, with the alert as JSON at its input.
-
 SECONDS = 60.0  # that a command may take
 
 
@@ -267,9 +270,6 @@ class CommandSink(Sink):
             subprocess.run(command, input=text, text=True, timeout=SECONDS, cwd=place)
 
 
-# Histograms for services that show them with fewer bins than a run has counts.
-
-
 def bin_counts(counts: list[int], most: int) -> tuple[Any, Any]:
     """Return `counts` as a histogram of at most `most` bins, for services such as W&B, and the edges of its bins."""
     import numpy as np
@@ -277,9 +277,6 @@ def bin_counts(counts: list[int], most: int) -> tuple[Any, Any]:
     each = -(-len(counts) // most)
     bins = [sum(counts[i : i + each]) for i in range(0, len(counts), each)]
     return np.array(bins), np.array([*range(0, len(counts), each), len(counts)])
-
-
-# Trackio: on this machine, at TRACKIO_SERVER_URL, or in the Space that TRACKIO_SPACE_ID names.
 
 
 class TrackioSink(Sink):

@@ -1,4 +1,5 @@
-"""The process beside the driver that sends a run's numbers to one service."""
+"""The process beside the driver that sends a run's numbers to one service; and the table of services: the ones that are
+asked for, and what each needs (`SinkKind`)."""
 
 from __future__ import annotations
 
@@ -25,8 +26,6 @@ from platform.config.groups import Monitor
 from platform.monitor.sinks.alerts import Sink, SinkRun
 from platform.monitor.sinks.other_sinks import CommandSink, MlflowSink, TensorboardSink, TrackioSink
 from platform.monitor.sinks.wandb_sink import WandbSink
-
-# The services that a run's numbers can be sent to: which are asked for, and what each needs.
 
 
 class SinkKind(NamedTuple):

@@ -1,4 +1,5 @@
-"""Verdicts on a run that has ended, and on the failures of its workers, from its journal alone."""
+"""Verdicts on a run that has ended, and on the failures of its workers, from its journal alone; and on the network
+between workers, from the kernel's counters of their connections, as the driver saw them."""
 
 from __future__ import annotations
 
@@ -205,8 +206,6 @@ def judge_driver(evidence: Evidence) -> Verdict | None:
         return Verdict("driver", line, step=step, since=evidence.wrote, details=["kill -CONT lets it go on"])
     return None
 
-
-# Verdicts on the network between workers, from the kernel's counters of their connections, as the driver saw them.
 
 QUIET_SECONDS = 1.5  # without an acknowledgement of bytes that were sent
 _SLOWER = 4.0  # times slower than the link was before, or than most others are

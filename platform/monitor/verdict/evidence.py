@@ -1,4 +1,6 @@
-"""Evidence for the verdict on a run: its journal, its last rows of metrics, and whether its driver lives."""
+"""Evidence for the verdict on a run: its journal, its last rows of metrics, and whether its driver lives; causes of
+failures as errors' texts show them; and words for the doings of workers. `Verdict` is one line that names the culprit,
+and what it follows from."""
 
 from __future__ import annotations
 
@@ -116,8 +118,6 @@ PHASES: dict[type[JournalEvent], str] = {
 _DONE = (events.FirstStep, events.Checkpoint, events.Restored, events.RolledBack, End)
 
 
-# Causes of failures as errors' texts show them.
-
 _MEMORY = re.compile(r"OutOfMemoryError|out of memory|t allocate memory|\bMemoryError\b")
 _OTHERS = re.compile(r"DistBackendError|DistNetworkError|DistStoreError|/gloo/|by peer")
 _TOO_FEW = re.compile(r"workers? there, and elastic\.min_workers|^there is no legal plan for")
@@ -144,9 +144,6 @@ def innermost_frames(error: str) -> list[str]:
     """Return the innermost frames of the traceback in a failed worker's error, the innermost last."""
     matches = [match for line in error.splitlines() if (match := _FRAME.match(line))]
     return [f"{match[1]}:{match[2]} in {match[3]}" for match in matches][-_KEPT:]
-
-
-# Words for what workers are seen to do, in the verdict on a run.
 
 
 def activity_text(beat: Activity) -> str:
@@ -183,8 +180,6 @@ def ranks_text(ranks: Iterable[int]) -> str:
     first = rank_texts[:3] if len(rank_texts) > 4 else rank_texts[:-1]
     return f"ranks {', '.join(first)} and {more[0]}"
 
-
-# The verdict on a run: one line that names the culprit, and what it follows from.
 
 # how sure a verdict is, by its evidence
 CERTAIN = "certain"  # the run itself recorded it

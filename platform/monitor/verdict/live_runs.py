@@ -1,5 +1,8 @@
-"""Verdicts on a standstill while it lasts, from what the driver sees of its workers (live.json): who keeps the others
-waiting in the call under way, in which collective or part of the code, and why.
+"""Verdicts on a run while it goes on; `judge_run` asks the judges of any run, most certain first, and the first that
+finds a culprit speaks.
+
+A standstill is judged by what the driver sees of its workers (live.json): who keeps the others waiting in the call
+under way, in which collective or part of the code, and why. All else is judged by journal and metrics.
 """
 
 from __future__ import annotations
@@ -199,8 +202,6 @@ def judge_saving(evidence: Evidence) -> Verdict | None:
     return Verdict("storage", line, step=live.saving, since=live.saving_since, sure=LIKELY)
 
 
-# Verdicts on a run that goes on, from its journal and metrics.
-
 _USUAL = 32  # steps that are compared with those before
 _FEW = 4  # the last steps, which are slow if
 _SLOWER = 2.0  # times the median of those before
@@ -332,8 +333,6 @@ def _median_part_seconds(rows: Sequence[Mapping[str, Any]], part: str) -> float:
     """Return the median seconds that steps spent in a part, of rows of metrics."""
     return median(row["seconds"].get(part, 0.0) for row in rows)
 
-
-# The judges of a run, most certain first: the first that finds a culprit speaks.
 
 JUDGES: tuple[Callable[[Evidence], Verdict | None], ...] = (
     ended_runs.judge_end,

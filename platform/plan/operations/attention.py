@@ -1,4 +1,6 @@
-"""Attention, in whichever operations the scheme allows."""
+"""Attention, in whichever operations the scheme allows: its cache of keys and values where a text is written in several
+passes (`KeyValueCache`), the data that hides scores (`hiding_attributes`: causality, a window, padding, borders of
+documents), softmax over any dim, and its memory by kernel."""
 
 from __future__ import annotations
 
@@ -81,9 +83,6 @@ class AttentionOp(Op):
             return ops.einsum(f"{name}.context", p, scores, v, of_values, out)
 
         return ops.recomputed("selective", name, compute_core_attention, spec, q, k, v, bias)
-
-
-# Keys and values from one pass to the next, where a text is written in several passes.
 
 
 @dataclass
@@ -173,9 +172,6 @@ def _first_sequence(ops, kv) -> int:
     return ops.blocks[kv][1][0]
 
 
-# Attributes and data of an attention that hide scores: causality, a window, padding, the borders of documents.
-
-
 def hiding_attributes(name: str, causal: bool, window: int, mask: str | None, begins: str | None) -> dict[str, Any]:
     """Return the attributes of the attention `name` on its mask. Raises ModelMistake for a window or
     beginnings without causality, and for two data tensors."""
@@ -197,8 +193,6 @@ def hiding_token_fields(
     mask = Layout.build_canonical({"batch": layout["batch"], "length": layout["memory_length"]}, layout.only)
     return token_fields(planner, memory, mask, length)
 
-
-# Softmax, of attention scores or over any dim.
 
 _PHASES = "forward", "backward"
 

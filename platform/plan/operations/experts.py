@@ -1,4 +1,9 @@
-"""The way of tokens to the experts that they choose, all of them and no others, as packed rows, and back."""
+"""Experts: the choice of each token's experts and its share of the loss (`RouteOp`: Shazeer et al. 2017; Fedus et al.
+2021), and the way of tokens to them and back.
+
+Tokens go to all the experts that they choose, as packed rows (`DispatchRowsOp`, `CombineRowsOp`), or to slots, of which
+each expert has a fixed number (`DispatchOp`, `CombineOp`).
+"""
 
 from __future__ import annotations
 
@@ -15,8 +20,6 @@ from platform.plan.operations.op import BlockOp, Gradients, MeteredStorage, Op, 
 from platform.plan.planner import Planner
 from platform.plan.rule import Conversion, Step
 from platform.plan.scheme import ModelMistake
-
-# Choice of the experts of each token, and what it adds to the loss (Shazeer et al. 2017; Fedus et al. 2021).
 
 TOKENS = ("length", "batch")
 
@@ -299,8 +302,6 @@ def _meter_row_places(ops, rows: Conversion, tokens: int, experts: int, chosen: 
         ops.integers(tokens * (2 * experts + 8 * chosen))
     return ops.integers(2 * tokens * chosen + rows.before[0] + (2 * rows.after[0] if rows.forward else 0))
 
-
-# The way of tokens to the slots of their experts, and back.
 
 PLACES = ("experts", "batch", "slots")
 SUMMED = 3  # integers that a sum of rows takes for each: its index, where sums begin, and how many rows they have

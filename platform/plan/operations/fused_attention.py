@@ -1,4 +1,5 @@
-"""Attention in one fused kernel."""
+"""Attention in one fused kernel: of keys and values gathered before (`FusedAttentionOp`), or of ones that go around the
+ranks that split length, or lie on one (`RingAttentionOp`)."""
 
 from __future__ import annotations
 
@@ -158,9 +159,6 @@ class FusedAttentionOp(BlockOp):
         if kernel == MATH:
             return meter_math_path(ops, block, (q, k, v), added, ops.dropout_rate)
         return meter_one_kernel(ops, block, ops.block(out), (q, k, v), added)
-
-
-# Attention whose keys and values go around the ranks that split length, or lie on one.
 
 
 def ring_message_elements(planner: Planner, operation: Operation) -> int:

@@ -1,4 +1,5 @@
-"""Lookup of a table's rows by token ids, as an embedding does."""
+"""Activations and biases that are made of ids or positions: a table's rows by token ids, as an embedding looks them up;
+one-hot vectors and features of ids; learned biases of relative positions (T5)."""
 
 from __future__ import annotations
 
@@ -115,9 +116,6 @@ def _compute_from_ids(ops, ids, out, compute):
     if not ops.absent(ids):
         ids = compute(ids.unsqueeze(-1), ops.global_positions(out, out.dims[-1], ids.device))
     return ids.to(dtype).requires_grad_()
-
-
-# Learned biases of relative positions (T5).
 
 
 class RelativeBiasOp(BlockOp):

@@ -1,4 +1,5 @@
-"""Product with a table and the cross-entropy of its result, as one."""
+"""Losses: cross-entropy of logits, or what a run names in its place; a product with a table and its loss, as one; the
+squared distance to a target; and losses of tokens, such as of experts' uneven load."""
 
 from __future__ import annotations
 
@@ -9,8 +10,6 @@ from platform.plan.model_types import CROSS_ENTROPY, LABEL_WEIGHTS
 from platform.plan.operation_plan import PlannedOperation, computes_gradients_at_once, loss_chunk_rows
 from platform.plan.operations.einsums import meter_converted_group
 from platform.plan.operations.op import Gradients, Op, Saved, Value, assemble_plan, token_fields
-
-# Cross-entropy of logits, or what a run names in its place.
 
 
 class CrossEntropyOp(Op):
@@ -147,9 +146,6 @@ def _meter_kept_logits(
     return loss
 
 
-# Squared distance to a target.
-
-
 class SquaredErrorOp(Op):
     """Loss half the sum of (y - target)^2 over this rank's elements; the target takes no gradient. Positions at which
     the data tensor `ids` is padding do not count."""
@@ -184,9 +180,6 @@ class SquaredErrorOp(Op):
         ops.new(n, 8)  # the squares, as they are summed
         del square
         return ops.plain(ops.tensor(1), [y], (error,), 3 * n, ops.wide)
-
-
-# Losses of tokens, such as of experts' uneven load, added to the loss of their labels.
 
 
 class TokenLossOp(Op):

@@ -1,4 +1,9 @@
-"""Functions element by element. They are not recorded: nothing of them is planned."""
+"""Operations on rows of an activation: functions element by element, scaling, dropout and jitter, residual connections,
+feed-forward layers, norms, rotary and sinusoidal positions, and sums with a parameter.
+
+Functions element by element are not recorded: nothing of them is planned. `MlpOp` computes whole or chunk by chunk of
+rows.
+"""
 
 from __future__ import annotations
 
@@ -156,8 +161,6 @@ def _check_function(function: str, arguments: int) -> None:
         raise ModelMistake(function, f"takes {POINTWISE[function]} activations, not {arguments}")
 
 
-# Dropout, jitter, and residual connections with dropout of the added activation.
-
 _PIECE = 1 << 15  # elements whose mask is drawn at once, as platform.runtime.residual.DRAWN_AT_ONCE
 
 
@@ -252,9 +255,6 @@ class ResidualNormOp(Op):
         return ops.kernels.residual.apply_residual_norm(x, y, first, last, kind, eps, drawing, ops.compile_function)
 
 
-# Feed-forward layer, whole or chunk by chunk of rows.
-
-
 class MlpOp(Op):
     """`down` of `function` of the products of x with the weights `inner` (their gate last): as type `spec` -> `hidden`
     -> `out`. It is planned as these products. On a rank it is computed in as many chunks of rows as the plan says
@@ -333,9 +333,6 @@ def _meter_hidden_rows(ops, function: str, count: int, elements: int) -> Value:
     return ops.pointwise(function, *[ops.tensor(elements) for _ in range(count)])
 
 
-# Normalisation over the last dim, or the last dims together.
-
-
 class NormOp(BlockOp):
     """Normalisation `kind`, LayerNorm or RMSNorm, of an activation over the dims of the parameters `gain` and `bias`,
     its last: d_model, d_kv, or the heads and d_kv of a token's query together. `eps` is added to the variance."""
@@ -390,9 +387,6 @@ class NormOp(BlockOp):
         return ops.plain(out, [x, *vectors], (normal, rstd, gain.storage), 3 * n, ops.wide)
 
 
-# Rotary position embedding.
-
-
 class RotateOp(BlockOp):
     """Rotary position embedding with base `theta` of queries or keys, over d_kv at global positions along length
     (RoFormer), with angles scaled as `scaling` says. `width`: number of elements that rotate, at the end of d_kv, 0 for
@@ -433,9 +427,6 @@ class RotateOp(BlockOp):
         out = Value(rotated_storage if turned == n else ops.new(n), n)
         del wide, rotated_storage
         return ops.plain(out, [x], (), turned * (turned < n) if same else 2 * turned, ops.wide)
-
-
-# Sums of an activation and a parameter.
 
 
 class ShiftOp(BlockOp):
@@ -481,9 +472,6 @@ class ShiftOp(BlockOp):
         """Count the memory of the sum of an activation and a parameter, of which nothing is kept."""
         vectors = ops.new(x.elements if counts is not None else 0)  # noqa: F841  (until they are added)
         return ops.sum(ops.block(spec), [x, parameter])
-
-
-# Sinusoidal positions.
 
 
 class SinusoidOp(BlockOp):

@@ -1,4 +1,5 @@
-"""The recorder, which turns a model's forward pass into the list of its operations."""
+"""Recorder, which turns a model's forward pass into the list of its operations, and the legality of their plan:
+`violations_of_layouts` has one message per violation, with the nearest legal values."""
 
 from __future__ import annotations
 
@@ -167,8 +168,6 @@ class Recorder(Ops):
         return (self.fused_dropout or not self.dropout_rate) and self.scheme.fuses_attention(spec.region)
 
 
-# Legality of a plan: one message per violation, with the nearest legal values.
-
 _ELSEWHERE = "on another axis, or on none"
 KEYS = {"batch": "train.microbatch", "length": "model.length", "memory_length": "model.length"}
 
@@ -213,8 +212,7 @@ def message_of_illegal_operation(o: Operation, error: ValueError) -> str:
 
 
 def _clash_message(axis: str, first: str, second: str, places: Sequence[str]) -> str:
-    """Return the message that `axis` would split both dims `first` and `second` of the tensors described in
-    `places`."""
+    """Return the message that `axis` would split both dims `first` and `second` of the tensors in `places`."""
     others_note = f" and {len(places) - 1} more" if len(places) > 1 else ""
     return (
         f"tensor: illegal layout: axis {axis} would split both {first} and {second} in {places[0]}{others_note};"

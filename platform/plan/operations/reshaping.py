@@ -1,4 +1,6 @@
-"""Moves of an activation to another region."""
+"""Operations that move or rearrange an activation: to another region, joined with others, split or merged in its dims,
+with heads of keys and values repeated for grouped queries; and reduced over dims, by sum, mean or maximum, or to the
+means of a sequence's tokens, for the tokens of another."""
 
 from __future__ import annotations
 
@@ -80,9 +82,6 @@ def _replace_all_to_all(conversion: Conversion, axes: Sequence[str]) -> Conversi
     return replace(conversion, forward=replace_steps(conversion.forward), backward=replace_steps(conversion.backward))
 
 
-# Concatenation of activations.
-
-
 class ConcatenateOp(Op):
     """Activations joined along `dim`, whose size in `out` is the sum of theirs. A split `dim` is gathered first and the
     result is split again: blocks of the parts are not blocks of the result. A part that lacks dims of the result is
@@ -127,9 +126,6 @@ class ConcatenateOp(Op):
             [joined_value], parts, (), lambda gs, _: [ops.new(n) if summed else gs[0] for summed, n in gradient_sizes]
         )
         return ops.convert_block(joined_value, leave)
-
-
-# Heads of keys and values for grouped queries.
 
 
 class ExpandKvOp(BlockOp):
@@ -180,9 +176,6 @@ class ExpandKvOp(BlockOp):
         return ops.plain(ops.block(out), [x])
 
 
-# Sums, means and maxima over dims.
-
-
 class ReduceOp(BlockOp):
     """Sum, mean or max (`function`) of activation x over the dims that `out`, the result's type, lacks; the other dims
     may be reordered and the region may change. If a reduced dim is split over ranks, their partial results are combined
@@ -229,9 +222,6 @@ class ReduceOp(BlockOp):
         return ops.plain(y, [x], saved)
 
 
-# Splits and merges of dims.
-
-
 class ReshapeOp(BlockOp):
     """Activation with one dim split into two adjacent dims, the major one first, or with two adjacent dims merged into
     one; `out`, its new type, decides which. Axes that cut the major dim into equal blocks need not be gathered, nor the
@@ -276,9 +266,6 @@ class ReshapeOp(BlockOp):
     def meter_bytes(self, ops, planned, name, x, spec, out):
         """Return x: a reshaped activation takes no new memory."""
         return x
-
-
-# Means over the tokens of a sequence, for the tokens of another: of a source, for its target.
 
 
 class SequenceMeanOp(Op):

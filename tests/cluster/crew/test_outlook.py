@@ -16,6 +16,7 @@ from platform.cluster.crew.heartbeats import Outlook
 from platform.monitor.journal import Live, read_live
 from platform.runtime import progress
 from platform.runtime.progress import PROGRESS, Activity, Progress, TcpLink, read_tcp_links
+from platform.train.replies import METHODS
 from platform.train.worker import Worker
 
 RANKS, HOST = {7: 0, 8: 1}, socket.gethostname()
@@ -154,4 +155,4 @@ def test_how_far_a_call_is_by_its_heartbeats():
 
 def test_what_is_shown_are_calls_of_a_worker():
     shown = heartbeats._SHOWN.keys() | heartbeats._FAR.keys()
-    assert [method for method in shown if not callable(getattr(Worker, method, None))] == []
+    assert [word for word in shown if not callable(getattr(Worker, METHODS.get(word, word), None))] == []

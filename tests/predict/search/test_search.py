@@ -37,7 +37,7 @@ def every_choice(space: Space, workers: int):
     for scheme in space.scheme_tables:
         sizes = [range(1, workers + 1) if not n else [n] for n in space.axis_sizes(scheme).values()]
         rest = range(1, workers + 1)
-        stages, data = ([n] if n else rest for n in (space.num_stages, space.num_replicas))
+        stages, data = ([n] if n else rest for n in map(space.read_set_size, ("stages", "data")))
         for *axes, s, d in product(*sizes, stages, data):
             if prod(axes) * s * d != workers:
                 continue

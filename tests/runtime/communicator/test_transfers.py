@@ -89,4 +89,4 @@ def test_an_abort_ends_a_wait(pool):
     c = configure(data=2, microbatch=1, global_batch=2)
     for waited, error, seconds, total in pool.run(interrupted, c, make_plan(c)):
         assert waited and "by peer" in error and seconds < 1
-        assert total == 2, "only what was connected by `connect` is shut down: the pool has formed the other groups"
+        assert total == 2, "only what `connect_peers` connected is shut down: the pool has formed the other groups"

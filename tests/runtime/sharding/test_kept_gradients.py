@@ -90,7 +90,7 @@ def poisoned(trainer) -> SimpleNamespace:
 
     for flat in weights.buckets:
         flat.note_added_gradients, flat.complete = poisoning(flat, flat.note_added_gradients), None
-    weights._reduce_bucket = lambda flat: None  # `finish` does
+    weights._reduce_bucket = lambda flat: None  # `finish_reductions` does
     weights.finish_reductions, trainer.communicator.send = restored, checked_send
     trainer.compute_gradients(1)
     assert sums
