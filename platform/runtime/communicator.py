@@ -150,7 +150,7 @@ def _build_parts(room_and_extents: Sequence[int]) -> Parts | None:
 def _(x, communicator, op, axes, members, dim, joined, reduce, parts, joined_parts):
     """Return an empty tensor of the shape that `run_traced_collective` returns on this rank, for the tracing of a
     graph."""
-    index = COMMUNICATORS[int(communicator)].index(axes.split("+"))  # type: ignore[attr-defined]
+    index = COMMUNICATORS[int(communicator)].group_index(axes.split("+"))  # type: ignore[attr-defined]
     if op in VANISH and index:
         return x.new_empty(0)
     step = Step(op, tuple(axes.split("+")), dim, joined)
