@@ -511,5 +511,5 @@ def name_objective_in_errors(name: str) -> Iterator[None]:
 
 def word_of_objective(objective: Objective) -> str:
     """Return the word for a training objective in the keys of cache entries; of a user's own, the name of its class."""
-    made = objective.made if isinstance(objective, OwnObjective) else objective
-    return _WORDS.get(type(made), type(made).__name__)
+    goal = type(objective.made if isinstance(objective, OwnObjective) else objective)
+    return _WORDS.get(goal, goal.__name__)

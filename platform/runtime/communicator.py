@@ -114,7 +114,7 @@ def _pad_zeros(x: Tensor, dim: int, extent: int) -> Tensor:
     return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing]) if missing else x
 
 
-COMMUNICATORS: WeakValueDictionary[int, object] = WeakValueDictionary()  # number in compiled graphs -> communicator
+COMMUNICATORS: WeakValueDictionary[int, Communicator] = WeakValueDictionary()  # by number in compiled graphs
 
 
 @torch.library.custom_op("platform::collective", mutates_args=())
@@ -132,13 +132,13 @@ def run_traced_collective(
 ) -> Tensor:
     """Run a collective from inside a compiled graph, as `Communicator.launch(...).wait()` would. `communicator`: its
     number in COMMUNICATORS; `axes`: joined by "+"; `members`: size of the group, which gives the shape of the result;
-    `parts`, `joined_parts`: the room of each block and
-    their extents, if they differ; the rest as in `launch`."""
-    launch = COMMUNICATORS[communicator].launch  # type: ignore[attr-defined]
+    `parts`, `joined_parts`: the room of each block and their extents, if they differ; the rest as in `launch`."""
+    launch = COMMUNICATORS[communicator].launch
     if op in APPEAR:  # these write to their input and return it
         x = x.clone()
-    cut = {"parts": _build_parts(parts), "joined_parts": _build_parts(joined_parts)}
-    return launch(op, x, axes.split("+"), dim, joined, reduce=reduce, **cut).wait()
+    blocks, joined_blocks = _build_parts(parts), _build_parts(joined_parts)
+    handle = launch(op, x, axes.split("+"), dim, joined, reduce=reduce, parts=blocks, joined_parts=joined_blocks)
+    return handle.wait()
 
 
 def _build_parts(room_and_extents: Sequence[int]) -> Parts | None:
@@ -150,7 +150,7 @@ def _build_parts(room_and_extents: Sequence[int]) -> Parts | None:
 def _(x, communicator, op, axes, members, dim, joined, reduce, parts, joined_parts):
     """Return an empty tensor of the shape that `run_traced_collective` returns on this rank, for the tracing of a
     graph."""
-    index = COMMUNICATORS[int(communicator)].group_index(axes.split("+"))  # type: ignore[attr-defined]
+    index = COMMUNICATORS[int(communicator)].group_index(axes.split("+"))
     if op in VANISH and index:
         return x.new_empty(0)
     step = Step(op, tuple(axes.split("+")), dim, joined)

@@ -136,8 +136,8 @@ class Former:
             timeline = Timeline(schedules, [stage.steps for stage in of_stage], names, stages)
         peak = dense_bf16_peak(built[0].device)
         formed = Formation(replanned.config, stage_of, domains, seats, built[0].moments, built[0].shared)
-        state = step, built[0].device, peak, timeline, job
-        generation = Generation(number, plan, formed, tiers, *state, perf_counter() - start)
+        seconds = perf_counter() - start
+        generation = Generation(number, plan, formed, tiers, step, built[0].device, peak, timeline, job, seconds)
         if source or (step and self._config.elastic.snapshot_interval):
             self.ledger.record_snapshot(generation, step)
         return generation
