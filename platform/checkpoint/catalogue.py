@@ -358,7 +358,7 @@ def _select_first_trusted(storage: Storage, candidates: Sequence[Attempt], deep:
     return Selection(storage, None, None, tuple(refused), tuple(sound))
 
 
-def select_lowest_loss(complete: Sequence[Attempt], losses: Mapping[int, float]) -> list[Attempt]:
+def find_lowest_loss(complete: Sequence[Attempt], losses: Mapping[int, float]) -> list[Attempt]:
     """Return the complete checkpoint at the lowest validation loss, as a list; `losses`: step -> loss; [] for none."""
     evaluated = [attempt for attempt in complete if attempt.step in losses]
     return sorted(evaluated, key=lambda attempt: (losses[attempt.step], attempt.step))[:1]
@@ -368,10 +368,10 @@ def list_dispensable(
     complete: Sequence[Attempt], last: int, every: int, losses: Mapping[int, float] | None = None
 ) -> list[Attempt]:
     """Return the complete checkpoints (newest first) that may be deleted: all but the `last` newest (at least one), the
-    newest at every step that is a multiple of `every` (0: none), and the checkpoint that is the `select_lowest_loss` by
+    newest at every step that is a multiple of `every` (0: none), and the checkpoint that is the `find_lowest_loss` by
     `losses`.
     """
-    keep = {*complete[: max(1, last)], *select_lowest_loss(complete, losses or {})}
+    keep = {*complete[: max(1, last)], *find_lowest_loss(complete, losses or {})}
     if every:
         keep |= set({a.step: a for a in reversed(complete) if a.step % every == 0}.values())
     return [a for a in complete if a not in keep]
@@ -381,7 +381,7 @@ def prune_checkpoints(
     storage: Storage, last: int, every: int = 0, losses: Mapping[int, float] | None = None
 ) -> list[str]:
     """Delete the storage's checkpoints that are neither among the newest `last` nor at a step that is a multiple of
-    `every` (0: no such step) nor the `select_lowest_loss` by `losses`, and the remains of attempts that never became
+    `every` (0: no such step) nor the `find_lowest_loss` by `losses`, and the remains of attempts that never became
     one; return their names.
 
     Only checkpoints that `load_manifest` accepts are counted, so that a damaged one never displaces a good one.

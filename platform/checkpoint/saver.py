@@ -67,14 +67,14 @@ class Saver:
         files = files or {}
         meta = replace(meta, values={**meta.values, **catalogue.hash_carried_files(files)})
 
-        def write_all(directory: str) -> Sequence[FileReport]:
+        def write_all_images(directory: str) -> Sequence[FileReport]:
             """Let the workers write their files of a checkpoint into `directory`, and add the files that it carries."""
             reports = write(directory)
             catalogue.write_carried_files(self._storage, directory, files)
             return reports
 
         self._thread = threading.Thread(
-            target=self._save_with_retries, args=(tensors, meta, write_all), name="saver", daemon=True
+            target=self._save_with_retries, args=(tensors, meta, write_all_images), name="saver", daemon=True
         )
         self._thread.start()
 

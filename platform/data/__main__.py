@@ -21,7 +21,7 @@ from platform.config.fields import Config
 from platform.config.ramps import count_earlier_samples
 from platform.data.cache_entries import StreamedTokens
 from platform.data.corpus import Corpus, open_run_corpus
-from platform.data.step_listing import list_sequences, render_step_page, table_of_tokens
+from platform.data.step_listing import format_token_table, list_sequences, render_step_page
 from platform.data.step_view import StepView, TakenStep
 from platform.data.streams import PairStream, split_documents
 from platform.data.token_files import WRITERS
@@ -93,7 +93,7 @@ def _show_step(arguments: argparse.Namespace) -> None:
             replace_text(arguments.html, "".join(render_step_page(view, arguments.all)))
         print_line(str(arguments.html))
     elif arguments.tokens:
-        for line in table_of_tokens(view, range(view.num_sequences) if arguments.all else range(first, first + 1)):
+        for line in format_token_table(view, range(view.num_sequences) if arguments.all else range(first, first + 1)):
             print_line(line)
     else:
         for line in list_sequences(view, sys.stdout, arguments.all, arguments.sample):

@@ -1,6 +1,6 @@
 """Listing of a step's sequences: for a terminal or a pipe, folded to a screen unless all is wanted (`list_sequences`);
-as a table of one token a line, with all that a rank gets of each (`table_of_tokens`); or as a page of HTML that loads
-nothing and runs nothing (`render_step_page`). A `Fragment` is a piece of text, read alone or learned."""
+as a table of one token a line, with all that a rank gets of each (`format_token_table`); or as a page of HTML that
+loads and runs nothing (`render_step_page`). A `Fragment` is a piece of text, read alone or learned."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def _wrap_fragments(pieces: Sequence[Fragment], width: Callable[[int], int]) -> 
 _NAMES = {"labels": "learned", "label_weights": "weight"}
 
 
-def table_of_tokens(view: StepView, positions: range) -> Iterator[str]:
+def format_token_table(view: StepView, positions: range) -> Iterator[str]:
     """Yield the lines of a table of the tokens of a step's sequences at `positions`, a column per data tensor."""
     texts = TokenTexts(view.corpus)
     yield from heading_lines(view)

@@ -77,7 +77,7 @@ def read_last_log_lines(path: Path, count: int) -> list[str]:
     return ["".join(c if c.isprintable() or c == "\t" else " " for c in line) for line in lines][-count:]
 
 
-def keep_ray_logs(run_dir: Path | None, directory: str, ray_output: str) -> None:
+def save_ray_log_ends(run_dir: Path | None, directory: str, ray_output: str) -> None:
     """Append to logs/node-HOST.log of a run directory how Ray ended on this node: the output of its command, and the
     end of its own files below `directory`, which is deleted with the node's part of the job. An error here is no reason
     for a node to stop."""
@@ -92,11 +92,11 @@ def keep_ray_logs(run_dir: Path | None, directory: str, ray_output: str) -> None
 
 
 def keep_logs_at_end(run_dir: Path) -> None:
-    """Wait for SIGTERM or SIGINT, sent to a container beside Ray's when that has ended; then run `keep_ray_logs`."""
+    """Wait for SIGTERM or SIGINT, sent to a container beside Ray's once that ends; then run `save_ray_log_ends`."""
     ends = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     signal.sigwait(ends)
-    keep_ray_logs(run_dir, _RAY_PARENT, "")
+    save_ray_log_ends(run_dir, _RAY_PARENT, "")
 
 
 class NodeLog:

@@ -240,7 +240,7 @@ class _Lives:
         self.now = life = self._announce_life(find_free_port(self._o.address), members)
         return life
 
-    def end_life(self) -> None:
+    def announce_end_of_life(self) -> None:
         """Announce that torchrun's present life is over, by one without members, so that other pods end it."""
         self.now = None
         self._announce_life(1, [])
@@ -297,7 +297,7 @@ class _TorchrunDriver:
             self._attend_driver()
         status, begun = self._node.read_number(STATUS), self._node.read_number(PID) is not None
         self._node.end()
-        self._lives.end_life()
+        self._lives.announce_end_of_life()
         if status is None:
             status = -signal.SIGKILL if begun else STOPPED
         if status == FAILED and read_or_default(run_directory.has_lost_worker, self._run_dir, False):

@@ -37,7 +37,7 @@ from platform.boundary.terminal import print_line
 from platform.cluster.crew import leftovers
 from platform.cluster.crew.channel import find_interface, list_addresses
 from platform.cluster.crew.leftovers import block_sigterm
-from platform.jobs.job_state import keep_ray_logs, read_last_log_lines
+from platform.jobs.job_state import read_last_log_lines, save_ray_log_ends
 from platform.jobs.supervisor import Supervision, Supervisor, wait_until
 from platform.launch import FAILED
 
@@ -224,8 +224,8 @@ class RayNode(leftovers.Marked):
         return "\n".join(read_last_log_lines(self._output_path, _SAID_LINES))
 
     def keep_logs(self, run_dir: Path | None) -> None:
-        """Keep the end of what Ray has written on this node in the run directory, as `keep_ray_logs` says."""
-        keep_ray_logs(run_dir, self.directory, self.read_last_output())
+        """Keep the end of what Ray has written on this node in the run directory, as `save_ray_log_ends` says."""
+        save_ray_log_ends(run_dir, self.directory, self.read_last_output())
 
     def announce_departure(self, head: str) -> bool:
         """Announce to Ray's head that this node leaves: the run saves, Ray ends. Return False if it has not joined."""

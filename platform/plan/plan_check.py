@@ -491,10 +491,10 @@ def _violations_of_flows(plan: Plan) -> Iterator[str]:
                 )
     for p in plan.parameters if plan.matrices else ():
         if p.name in plan.matrices:
-            yield from _violations_of_matrix(plan, p)
+            yield from _violations_of_matrix_gather(plan, p)
 
 
-def _violations_of_matrix(plan: Plan, p: Parameter) -> Iterator[str]:
+def _violations_of_matrix_gather(plan: Plan, p: Parameter) -> Iterator[str]:
     """Yield a line if a parameter that is updated as a whole matrix is not whole then."""
     spread = Spread.apply_layout(p.dims, plan.layout(p))
     try:

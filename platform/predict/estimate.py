@@ -423,7 +423,7 @@ class Estimator:
         return self.numbers[max(candidates, key=lambda i: self.numbers[i].max(initial=0.0))]
 
     @cached_property
-    def _send_seconds(self) -> Column:
+    def _seconds_per_send(self) -> Column:
         """Return the seconds in which a stage sends an activation to the next."""
         return message_seconds(
             self._stream_elements * self.size["compute"], self._ranks_by_axis["stage"][1] > 1, self.setting.hardware
@@ -437,7 +437,7 @@ class Estimator:
 
     def estimate_contenders(self, mode: Mode, rows: NDArray[np.intp]) -> Estimate:
         """Estimate the contenders `rows` in one mode."""
-        s, stages, sent = self.setting, self.stages[rows], self._send_seconds[rows]
+        s, stages, sent = self.setting, self.stages[rows], self._seconds_per_send[rows]
         m = np.maximum(self._num_microbatches[rows], stages if mode.chunks > 1 else 1)
         forward, backward, ends_forward, ends_backward = (part[rows] for part in self._layer_times)
         again = {"full": self._layer_times[0], "selective": self._recompute_seconds}.get(mode.recompute)

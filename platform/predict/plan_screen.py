@@ -35,7 +35,7 @@ def format_screen(plan: Plan, explanation: Mapping[str, Any]) -> str:
     blocks = [
         head_lines(plan, WARNINGS),
         _memory_block(plan, explanation),
-        _tier_block(explanation["tiers"]) if plan.mesh.world_size > 1 else [],
+        _network_tier_block(explanation["tiers"]) if plan.mesh.world_size > 1 else [],
         _time_block(explanation.get("time")),
     ]
     paragraphs = [*("\n".join(block) for block in blocks if block), *closing_blocks(plan, explanation), MORE]
@@ -60,7 +60,7 @@ def _memory_block(plan: Plan, explanation: Mapping[str, Any]) -> list[str]:
     return [f"memory of the worker that needs most{where}", *align_rows(rows)]
 
 
-def _tier_block(tiers: Mapping[str, Any]) -> list[str]:
+def _network_tier_block(tiers: Mapping[str, Any]) -> list[str]:
     """Return the lines on bytes by tier."""
     rows = [
         [

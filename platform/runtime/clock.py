@@ -162,7 +162,7 @@ class Clock:
         """Record that the wait for the collective `flight` ended with the clock's section that has just been closed."""
         flight.waited, flight.held = self._sections[-1][1:], None
 
-    def read_times(self) -> ClockReading:
+    def take_section_times(self) -> ClockReading:
         """Return the times of the step since the clock was last read, and start it anew. A collective that is not
         waited for yet is left to the reading after its wait, from that one's beginning on."""
         assert not self._open, "a clock is read between sections"

@@ -151,13 +151,13 @@ class Matrices:
         for flat, parameters in self._flats:
             blocks = flat.gather_whole_blocks({p.name: parts[p.name] for p in parameters if p.name in parts})
             for p in parameters:
-                computed_parts = [self._compute_part(flat, p, blocks[p.name], function)]
+                computed_parts = [self._apply_to_gathered_matrix(flat, p, blocks[p.name], function)]
                 if p.name in parts:
                     yield p.name, computed_parts.pop()  # so that none is held while the next is made
             del blocks
 
     @torch.no_grad()
-    def _compute_part(
+    def _apply_to_gathered_matrix(
         self, flat: FlatBucket, p: Parameter, block: Tensor, function: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """Return this rank's part of function(whole matrix), of weight matrices gathered from the ranks' blocks."""

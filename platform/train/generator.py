@@ -240,7 +240,7 @@ class RankPass:
         return slice(first, first + count)
 
     @property
-    def is_source_rank(self) -> bool:
+    def is_logits_rank(self) -> bool:
         """Return True if the generator reads this rank's logits: of ranks with equal ones, a single rank's are read."""
         plan, coordinates = self._planned.head, self._communicator.coordinates
         axes = plan.layout(self._planned.logits)["batch"]
@@ -374,7 +374,7 @@ class Generator:
         [rows, ...], filled. `numbers`: function of a rank's logits and the slice of its rows; `run`: the generation
         pass that gave `logits`, None on ranks of other pipeline stages."""
         communicator = self._communicator
-        if logits is not None and run.is_source_rank:
+        if logits is not None and run.is_logits_rank:
             own_rows = run.sequence_span
             own_numbers = numbers(logits, own_rows)
             with communicator.clock.waiting_for_device():

@@ -142,7 +142,7 @@ class Trainer:
                 lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
                 self.weights.drop_gradients() if skipped else self._update_weights(norm, lr)
         scale, overflowed = self.loss_scale, not differences and self._update_loss_scale(loss, norm, skipped)
-        samples, reading = step_sample_range(self.config.train, step), clock.read_times()
+        samples, reading = step_sample_range(self.config.train, step), clock.take_section_times()
         return StepReport(
             step=step,
             loss=loss,
@@ -172,7 +172,7 @@ class Trainer:
             self.communicator.barrier()
             self.left = time.time_ns()
         self.aligning = time.perf_counter() - before
-        self.clock.read_times()
+        self.clock.take_section_times()
 
     def _update_loss_scale(self, loss: float, norm: float, skipped: bool) -> bool:
         """Set the fp16 loss scale for the next training step, if there is one. Return True if it was too large in this

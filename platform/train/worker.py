@@ -374,7 +374,7 @@ class Worker(Observed):
             self._generator = Generator(self.config, self.plan, self.communicator, self.trainer.weights)
         with self.trainer.use_evaluation_weights():
             yield self._generator
-        self.trainer.clock.read_times()
+        self.trainer.clock.take_section_times()
 
     def continue_texts(self, texts: AskedTexts, tokens: int, rule: Choice, ends: list[int]) -> list[Written]:
         """Continue each text by up to `tokens` tokens, on all ranks together; see `Generator.continue_texts`."""

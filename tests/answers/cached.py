@@ -31,7 +31,7 @@ class Watched(Generator):
         self.seen: list[tuple[int, Tensor]] = []
 
     def _share_numbers(self, run, logits, out, numbers):
-        if logits is not None and run.is_source_rank:
+        if logits is not None and run.is_logits_rank:
             self.seen.append((run.sequence_span.start, logits[-1].double().clone()))
         return super()._share_numbers(run, logits, out, numbers)
 

@@ -4,7 +4,7 @@ from math import inf, nan
 
 import pytest
 
-from platform.checkpoint.catalogue import Attempt, list_dispensable, select_lowest_loss
+from platform.checkpoint.catalogue import Attempt, find_lowest_loss, list_dispensable
 from platform.monitor import MetricsLog
 from platform.monitor.goodput import validation_losses
 from tests.harness.commands import in_this_process
@@ -56,9 +56,9 @@ def test_without_evaluations_it_is_refused(place):
 def test_what_is_lowest_of_what_is_there():
     there = [Attempt(number, step, "0" * 6) for number, step in [(5, 4), (4, 6), (3, 4), (2, 2), (1, 1)]]
     losses = {1: 3.0, 2: 2.0, 4: 2.0, 5: 0.1, 8: 0.0}
-    assert select_lowest_loss(there, losses) == [there[3]]  # of equal ones the first step
+    assert find_lowest_loss(there, losses) == [there[3]]  # of equal ones the first step
     assert (
-        select_lowest_loss(there, {4: 1.0}) == [there[0]] and select_lowest_loss(there, {9: 1.0}) == []
+        find_lowest_loss(there, {4: 1.0}) == [there[0]] and find_lowest_loss(there, {9: 1.0}) == []
     )  # of one step the newest attempt
     assert list_dispensable(there, 1, 0, losses) == [there[1], there[2], there[4]]
     assert list_dispensable(there, 1, 0) == there[1:]

@@ -17,7 +17,7 @@ FACTORIES = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "rand
 # file:function -> why it may
 MAY_WAIT = {
     "runtime/communicator.py:read_numbers": "the one place in which a step waits for its device",
-    "runtime/clock.py:read_times": "reads events, after that",
+    "runtime/clock.py:take_section_times": "reads events, after that",
     "runtime/host_memory.py:all_gather_texts": "host memory",
     "runtime/host_memory.py:broadcast_text": "host memory",
     "runtime/compilation.py:_reason_compiler_fails": "tries the compiler, before a generation forms",

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from platform.jobs.__main__ import main
-from platform.jobs.job_state import describe_status, keep_ray_logs, read_log_lines
+from platform.jobs.job_state import describe_status, read_log_lines, save_ray_log_ends
 from platform.monitor import Journal, events
 
 START = {"world_size": 2, "cluster": "ray", "device": "cpu"}
@@ -122,8 +122,8 @@ def test_what_ray_wrote_on_a_node_outlives_it(tmp_path):
     (own / "raylet.out").write_text("".join(f"line {i}\n" for i in range(1000)))
     (own / "gcs_server.out").write_text("gcs: out of disk\n")
     for cause in ("first", "second"):
-        keep_ray_logs(tmp_path / "run", str(tmp_path / "ray-1"), cause)
-    keep_ray_logs(None, str(tmp_path), "nowhere to keep it")
+        save_ray_log_ends(tmp_path / "run", str(tmp_path / "ray-1"), cause)
+    save_ray_log_ends(None, str(tmp_path), "nowhere to keep it")
     text = (tmp_path / "run" / "logs" / f"node-{socket.gethostname()}.log").read_text()
     assert text.count(f"Ray has ended on {socket.gethostname()}") == 2 and "first" in text and "second" in text
     assert "gcs: out of disk" in text and "line 999" in text and "line 800\n" not in text

@@ -129,11 +129,11 @@ def test_a_clock_reads_every_section_and_what_is_inside_it():
             pass
         with clock.time_section("inner"):
             pass
-    seconds, _, (a, b, outer), *_ = clock.read_times()
+    seconds, _, (a, b, outer), *_ = clock.take_section_times()
     assert [name for name, _, _ in (a, b, outer)] == ["inner", "inner", "outer"]
     assert 0.0 == outer[1] <= a[1] <= a[2] <= b[1] <= b[2] <= outer[2]
     assert seconds["outer"] + seconds["inner"] == pytest.approx(outer[2])
-    assert clock.read_times() == ({}, {}, [], [], [])
+    assert clock.take_section_times() == ({}, {}, [], [], [])
 
 
 @pytest.mark.parametrize("kind", ["none", "zb_h1"])

@@ -135,7 +135,7 @@ class Checkpoints:
                     complete.append(attempt)
         return "".join(
             f"lowest val loss {losses[a.step]:.4f}, after step {a.step}: {self._storage.url}/{a.directory_name}"
-            for a in catalogue.select_lowest_loss(complete, losses)
+            for a in catalogue.find_lowest_loss(complete, losses)
         )
 
     def check_save_failures(self) -> None:

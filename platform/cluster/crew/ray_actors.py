@@ -240,9 +240,9 @@ class RayActors(Launcher):
         for number in numbers:
             # Its node is not known yet: threads are sized as if it shared the most crowded initial machine.
             assignment = assign_worker(job, number, local_rank=0, local_world_size=self._crowd, group_rank=0)
-            self._start_serving(_create_actor(job, self._find_shared_node(job)), assignment, board)
+            self._start_serving(_create_actor(job, self._find_required_node(job)), assignment, board)
 
-    def _find_shared_node(self, job: Job) -> str:
+    def _find_required_node(self, job: Job) -> str:
         """Return the Ray node where a hired worker must start: the others' under strict_pack, else "" for any."""
         living = [member.node for number, member in self.greeted.items() if number in self._actors]
         return _node_id(living[0]) if living and job.config.cluster.placement == "strict_pack" else ""

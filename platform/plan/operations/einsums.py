@@ -260,7 +260,7 @@ def meter_converted_group(
         multiple = ops.new(width) if scaled else _meter_cast(ops, group, held[0], width)  # noqa: F841  (until all is reduced)
         # all gradients are there until the first is reduced, but for sums in place
         stays = [not e.operand.backward and ops.adds_in_place(k) for k, e in zip(keys, einsums, strict=False)]
-        products = [None if s else _meter_gradient(ops, group, n) for s, n in zip(stays, sizes, strict=True)]
+        products = [None if s else _count_operand_gradient(ops, group, n) for s, n in zip(stays, sizes, strict=True)]
         steps = [g and ops.backward(g, n, e.operand) for g, n, e in zip(products, sizes, einsums, strict=True)]
         steps += [ops.new(n) for n in added]
         for i, key in enumerate(keys):
@@ -280,7 +280,7 @@ def meter_converted_group(
         ops.ahead.start_next_gathers(use, back=True)
         if joined and JOINS_GRADIENTS.get(ops.device, True):  # what is joined is read until the pass is done
             local = [*(local if deferred is None else ()), ops.new(sum(lengths))]
-        x_gradient = _meter_gradient(ops, group, width)  # until it is reduced, after the operands' gradients
+        x_gradient = _count_operand_gradient(ops, group, width)  # until it is reduced, after the operands' gradients
         dx = ops.backward(x_gradient, width, group.x)
         if deferred is None:
             return [dx, *meter_operand_gradients((x, local))]
@@ -304,7 +304,7 @@ def _meter_cast(ops, group: EinsumGroup, operand: MeteredStorage | None, element
     return ops.widened(operand, elements) if group.has_wide_dtype else operand
 
 
-def _meter_gradient(ops, group: EinsumGroup, elements: int) -> MeteredStorage:
+def _count_operand_gradient(ops, group: EinsumGroup, elements: int) -> MeteredStorage:
     """Count the gradient of an operand of an einsum group, and what it is cast from while that is there."""
     product = _meter_cast(ops, group, None, elements)  # noqa: F841
     return ops.new(elements)

@@ -18,9 +18,9 @@ from platform.data.step_listing import (
     READ,
     TOKENS,
     build_sequence_fragments,
+    format_token_table,
     list_sequences,
     render_step_page,
-    table_of_tokens,
 )
 from platform.data.step_view import StepView, TokenTexts
 from platform.predict.make_plan import make_plan
@@ -146,7 +146,7 @@ def test_nothing_of_a_text_acts(tmp_path, folder, screen):  # noqa: F811
     view = shown(c, make_plan(c), 1)
     assert all(line.isprintable() for line in list_sequences(view, io.StringIO(), whole=True))
     assert all(plain(line).isprintable() for line in list_sequences(view, Terminal(), whole=True))
-    assert all(line.isprintable() for line in table_of_tokens(view, range(2)))
+    assert all(line.isprintable() for line in format_token_table(view, range(2)))
     page = "".join(render_step_page(view))
     assert "default-src 'none'" in page and "bad" in page and "alert" in page
     tags = set(re.findall(r"<(/?\w+)", page))
@@ -165,7 +165,7 @@ def test_a_page_has_all_tokens_of_its_sequences(folder):  # noqa: F811
 
 def test_a_table_has_what_a_rank_gets(folder):  # noqa: F811
     view = view_of(folder, "masked")
-    rows = [line.split() for line in table_of_tokens(view, range(1))][-16:]
+    rows = [line.split() for line in format_token_table(view, range(1))][-16:]
     (sequence,) = view.read_sequences(0, 1)
     assert [int(row[1]) for row in rows] == sequence.tensors["tokens"].tolist()
     assert [row[-2 if row[-1] == "'" else -1] == "-" for row in rows] != [True] * 16

@@ -57,7 +57,7 @@ def test_a_heartbeat_tells_where_the_device_is(clock):
             beats.append(PROGRESS.build_heartbeat())
 
     Event.during = during
-    seconds = clock.read_times().seconds
+    seconds = clock.take_section_times().seconds
     assert [(b.device, b.device_waits, b.completed) for b in beats] == [
         ("other work", False, 0),
         ("step", False, 0),
@@ -102,11 +102,11 @@ def test_a_collective_ends_where_a_stream_beside_has_waited_for_it(clock, monkey
         assert waits == ["beside", "compute"] and flight.held is None
         never = detailed.note_launch("reduce", detailed.record_mark(), wait, held)  # not waited for in this step
         assert Event.reached == 0
-    reading = detailed.read_times()
+    reading = detailed.take_section_times()
     assert reading.collectives == [("gather", 1.0, 4.0, 2.0)], "done before the rank wanted it"
     assert reading.spans == [("layers.0", 3.0, 6.0)] and Event.reached == Event.made
     Handle(detailed, wait, lambda: None, flight=never).wait()
-    assert detailed.read_times().collectives == [("reduce", 0.0, 0.0, 0.0)], (
+    assert detailed.take_section_times().collectives == [("reduce", 0.0, 0.0, 0.0)], (
         "it began and ended before this reading did"
     )
 
@@ -116,13 +116,13 @@ def test_waits_are_booked_by_axes_too(clock):
     with clock.time_section("forward"):
         for along in ("t", "data+t", "t", ""):
             Handle(clock, lambda: None, lambda: None, along=along).wait()
-    reading = clock.read_times()
+    reading = clock.take_section_times()
     assert reading.waits == {"t": 2.0, "data+t": 1.0} and reading.seconds["exposed_comm"] == 4.0
 
 
 def test_a_clock_without_a_timeline_notes_nothing_beside_sections(clock):
     clock.begin_span("layers.0")
-    assert Event.made == 0 and clock.read_times() == ({}, {}, [], [], [])
+    assert Event.made == 0 and clock.take_section_times() == ({}, {}, [], [], [])
 
 
 def test_a_device_that_goes_on_has_moved_and_one_that_stands_has_not(clock):
@@ -141,7 +141,7 @@ def test_a_device_that_goes_on_has_moved_and_one_that_stands_has_not(clock):
         assert PROGRESS.build_heartbeat().seconds < 0.02
 
     Event.during = during
-    clock.read_times()
+    clock.take_section_times()
 
 
 def test_a_broken_device_does_not_end_the_thread_that_answers(clock, monkeypatch):
@@ -154,5 +154,5 @@ def test_a_broken_device_does_not_end_the_thread_that_answers(clock, monkeypatch
     monkeypatch.setattr(Event, "query", broken)
     Event.during = lambda: beats.append(PROGRESS.build_heartbeat())
     beats = []
-    clock.read_times()
+    clock.take_section_times()
     assert [(b.section, b.device) for b in beats] == [(SYNCHRONIZE, "")]
