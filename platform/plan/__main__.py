@@ -111,9 +111,7 @@ def _run_compare_command(argv: Sequence[str]) -> int:
 
     parser = build_command_line("plan compare", COMPARE)
     parser.add_argument("table", metavar="TABLE.csv", help="a row per measured run")
-    parser.add_argument(
-        "calibrate", nargs="?", type=_parse_calibration_argument, help="calibrate=SHARE, calibrate=COLUMN"
-    )
+    parser.add_argument("calibrate", nargs="?", type=_parse_calibration, help="calibrate=SHARE, calibrate=COLUMN")
     parser.add_argument("--constants", default=",".join(FITTED), help=f"which are fitted, of {', '.join(CONSTANTS)}")
     parser.add_argument("--hardware", default="", help="of rows that name none: a name in conf/hardware/, or FILE.yaml")
     parser.add_argument("--leave-one-out", action="store_true", help="score each row by constants fitted on all others")
@@ -130,17 +128,14 @@ def _run_compare_command(argv: Sequence[str]) -> int:
             comparison = leave_one_out(runs, names)
         else:
             comparison = compare_runs(runs, mark_fitted_runs(runs, calibrate), names)
-        print(
-            json.dumps(dump_comparison(comparison))
-            if arguments.json
-            else escape_terminal_text("\n".join(format_comparison(comparison)))
-        )
+        text = json.dumps(dump_comparison(comparison)) if arguments.json else "\n".join(format_comparison(comparison))
+        print(text if arguments.json else escape_terminal_text(text))
         return DONE
 
     return run_command(parser, print_comparison, argv, subject="table")
 
 
-def _parse_calibration_argument(text: str) -> str:
+def _parse_calibration(text: str) -> str:
     """Return the share or column of an argument calibrate=SHARE|COLUMN. Raises ArgumentTypeError for another one."""
     key, _, value = text.partition("=")
     if key != "calibrate" or not value:
@@ -265,16 +260,11 @@ def _print_requested_view(arguments: argparse.Namespace) -> int:
         tokens=arguments.tokens,
         composed=lambda typed: _compose_config(arguments, replace_values(arguments.overrides, typed)),
     )
-    full_report = (
-        "\n\n".join([render_explanation(plan, explanation), *closing_blocks(plan, explanation)])
-        if arguments.all
-        else ""
-    )
-    print(
-        json.dumps(explanation)
-        if arguments.json
-        else escape_terminal_text(full_report or format_screen(plan, explanation))
-    )
+    if arguments.json:
+        print(json.dumps(explanation))
+        return 0
+    blocks = [render_explanation(plan, explanation), *closing_blocks(plan, explanation)] if arguments.all else []
+    print(escape_terminal_text("\n\n".join(blocks) or format_screen(plan, explanation)))
     return 0
 
 
@@ -307,11 +297,8 @@ def _print_plan_differences(arguments: argparse.Namespace) -> int:
     except NoExplanation as error:
         raise ConfigError("--diff", " ".join(arguments.diff), f"{error}, which --json writes") from None
     titles = [f"{name}  {argument or 'as it is'}" for name, argument in zip("AB", arguments.diff, strict=True)]
-    print(
-        json.dumps(differences)
-        if arguments.json
-        else escape_terminal_text("\n".join([*titles, *format_differences(differences)]))
-    )
+    text = json.dumps(differences) if arguments.json else "\n".join([*titles, *format_differences(differences)])
+    print(text if arguments.json else escape_terminal_text(text))
     return DONE
 
 
@@ -341,11 +328,9 @@ def _choose_open_keys(config: Config, arguments: argparse.Namespace) -> None:
         raise ConfigError("--workers", "", "must be given, for the planner to choose for", ["--workers=8"])
     hardware = read_hardware(arguments.hardware) if arguments.hardware else None
     standings = choose_plan(config, arguments.workers, hardware=hardware)
-    for line in (
-        (format_ranking(standings, config.plan.top) if config.plan.top else [format_choice(standings)])
-        if standings
-        else []
-    ):
+    if not standings:
+        return
+    for line in format_ranking(standings, config.plan.top) if config.plan.top else [format_choice(standings)]:
         print(escape_terminal_text(line), file=sys.stderr if arguments.json else sys.stdout)
 
 

@@ -97,15 +97,13 @@ class Recorded(NamedTuple):
 
     def build_chunk(self, number: int, stage: int, operations: Mapping[tuple[str, str], PlannedOperation]) -> Chunk:
         """Return the planned `Chunk` of this recorded part of a model, with its number, stage and own `operations`."""
-        chunk_operations = {(o.kind, o.name): operations[o.kind, o.name] for o in self.ops.operations}
+        planned = {(o.kind, o.name): operations[o.kind, o.name] for o in self.ops.operations}
         spans: list[dict[str, None]] = [{} for _ in range(self.ops.span + 1)]
         for span, operation in zip(self.ops.spans, self.ops.operations, strict=True):
             spans[span].update((p.name, None) for p in operation.parameters)
         names = tuple(tuple(span) for span in spans)
-        functions, kept_specs = tuple(self.ops.functions), tuple(self.ops.kept)
-        return Chunk(
-            number, stage, tuple(self.units), self.receives, self.sends, chunk_operations, functions, kept_specs, names
-        )
+        functions, kept = tuple(self.ops.functions), tuple(self.ops.kept)
+        return Chunk(number, stage, tuple(self.units), self.receives, self.sends, planned, functions, kept, names)
 
 
 def record_chunks(
@@ -129,9 +127,7 @@ def record_chunks(
     units = getattr(model, "units", ("the model",))
     assert count <= len(units), "platform.predict.make_plan refuses it"
 
-    def record_part(
-        flow: Mapping[str, Symbol], part: Sequence[str], ops: Recorder
-    ) -> tuple[Recorder, dict[str, Symbol]]:
+    def record_part(flow: dict[str, Symbol], part: Sequence[str], ops: Recorder) -> tuple[Recorder, dict[str, Symbol]]:
         """Record by `ops` the forward pass of the units `part` on the activations `flow`; return recorder and
         results."""
         recorded, key = find_recordings(model, ops), (tuple(part), flow_specs(flow))
@@ -144,13 +140,11 @@ def record_chunks(
         return tuple((name, x.spec) for name, x in flow.items())
 
     flow: dict[str, Symbol] = {}
-    costs, cost_of_each = [], dict[tuple, float]()  # layers are alike
+    costs, cost_of = [], dict[tuple, float]()  # layers are alike
     for unit in units if not parts else ():
         ops, flow = record_part(flow, [unit], replace(recorder(), recompute=NO_RECOMPUTATION))  # whatever is done again
-        cost_of_each |= {
-            o.nameless_key: forward_cost(o, sizes) for o in ops.operations if o.nameless_key not in cost_of_each
-        }
-        costs.append(sum(cost_of_each[o.nameless_key] for o in ops.operations))
+        cost_of |= {o.nameless_key: forward_cost(o, sizes) for o in ops.operations if o.nameless_key not in cost_of}
+        costs.append(sum(cost_of[o.nameless_key] for o in ops.operations))
     parts = parts or [units[unit_range.start : unit_range.stop] for unit_range in place_layers(costs, count)]
     flow, chunks = {}, []
     for number, part in enumerate(parts, 1):
@@ -320,15 +314,13 @@ def build_buckets(
 
     def close_open_buckets() -> None:
         """Make the buckets of the parameters collected so far, one for each way of reducing their gradients."""
-        for (axes, only), bucket_parameters in open_.items():
-            block_sizes = tuple(sizes[p] for p in bucket_parameters)
+        for (axes, only), members in open_.items():
+            counts = tuple(sizes[p] for p in members)
             sharded = tuple(axis for axis in axes if axis in shards)
             ranks = prod(shards[axis] for axis in sharded)
-            large = ranks > 1 and sum(block_sizes) >= SHARD_UNIT * SHARD_UNIT * ranks
-            size = pad_to_multiple(sum(block_sizes), ranks * (SHARD_UNIT if large else 1))
-            buckets.append(
-                Bucket(axes, only, tuple(bucket_parameters), block_sizes, size, sharded, ranks, zero if sharded else 0)
-            )
+            large = ranks > 1 and sum(counts) >= SHARD_UNIT * SHARD_UNIT * ranks
+            size = pad_to_multiple(sum(counts), ranks * (SHARD_UNIT if large else 1))
+            buckets.append(Bucket(axes, only, tuple(members), counts, size, sharded, ranks, zero if sharded else 0))
         open_.clear()
 
     for key, parameters in groups:

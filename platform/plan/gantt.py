@@ -89,13 +89,10 @@ def _draw_panel(title: str, events: Sequence[TimedAction], rows: Rows, top: int,
     parts = [f'<text x="{LEFT}" y="{top + TITLE - 12}" font-size="14">{escape(title)}</text>']
     y = top + TITLE
     for stage in range(1 + max((e.stage for e in events), default=0)):
-        stage_events = [e for e in events if e.stage == stage]
-        chunks = sorted({e.action.chunk for e in stage_events})
+        lane = [e for e in events if e.stage == stage]
+        chunks = sorted({e.action.chunk for e in lane})
         parts += _draw_lane(f"stage {stage}", y, LANE)
-        parts += [
-            _draw_action(e, y, scale, opacity=1 - 0.6 * chunks.index(e.action.chunk) / len(chunks))
-            for e in stage_events
-        ]
+        parts += [_draw_action(e, y, scale, opacity=1 - 0.6 * chunks.index(e.action.chunk) / len(chunks)) for e in lane]
         y += LANE
         for label, bars in rows.get(stage, ()):
             parts += _draw_lane(label, y, ROW)

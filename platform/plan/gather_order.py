@@ -88,20 +88,17 @@ class ParameterPrefetcher(Generic[T]):
         self._start, self._coming = start, dict[tuple[Use, bool], list[T]]()
         self.again = False
         chunks = [list(find_fetches(chunk)) for chunk in plan.chunks]
-        times = Counter(
-            fetch.use for chunk_fetches in chunks for fetch in chunk_fetches
-        )  # chunks may share one (relative positions)
-        chunks = [[fetch for fetch in chunk_fetches if times[fetch.use] == 1] for chunk_fetches in chunks]
-        self._converted: Mapping[Use, Converted] = {
-            f.use: f.converted for chunk_fetches in chunks for f in chunk_fetches
-        }
+        # chunks may share one (relative positions)
+        times = Counter(fetch.use for fetches in chunks for fetch in fetches)
+        chunks = [[fetch for fetch in fetches if times[fetch.use] == 1] for fetches in chunks]
+        self._converted: Mapping[Use, Converted] = {f.use: f.converted for fetches in chunks for f in fetches}
         stops_at_spans = plan.zero == 3
         self._forward = _Order.plan_order(chunks, within=stops_at_spans, on=on)
         recomputes_blocks = (
             plan.recompute.kind == "full"
         )  # blocks; the inside of attention has no product of a parameter
         self._within = _Order.plan_order(chunks, within=True, on=on and recomputes_blocks)
-        products = [[f for f in reversed(chunk_fetches) if f.again] for chunk_fetches in chunks]
+        products = [[f for f in reversed(fetches) if f.again] for fetches in chunks]
         self._backward = _Order.plan_order(products, within=stops_at_spans or recomputes_blocks, on=on)
 
     def __contains__(self, use: Use) -> bool:

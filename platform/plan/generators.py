@@ -52,10 +52,7 @@ def build_interleaved_table(stages: int, chunks: int, microbatches: int) -> Rows
     """
     order, group = _order_by_groups("interleaved", stages, chunks, microbatches)
     step = 2 if chunks > 1 else 1
-    return [
-        _build_row(stage, stages, chunks, order, warmup=step * (stages - stage - 1) + (chunks - 1) * group)
-        for stage in range(stages)
-    ]
+    return [_build_row(s, stages, chunks, order, step * (stages - s - 1) + (chunks - 1) * group) for s in range(stages)]
 
 
 def build_zb_h1_table(stages: int, chunks: int, microbatches: int) -> Rows:
@@ -66,10 +63,7 @@ def build_zb_h1_table(stages: int, chunks: int, microbatches: int) -> Rows:
     gradient.
     """
     order, group = _order_by_groups("zb_h1", stages, chunks, microbatches)
-    return [
-        _build_row(stage, stages, chunks, order, warmup=stages - stage - 1 + (chunks - 1) * group, delay=stage)
-        for stage in range(stages)
-    ]
+    return [_build_row(s, stages, chunks, order, stages - s - 1 + (chunks - 1) * group, s) for s in range(stages)]
 
 
 def _refuse_several_chunks(name: str, chunks: int) -> None:
@@ -98,9 +92,8 @@ def _order_by_groups(name: str, stages: int, chunks: int, microbatches: int) -> 
     if chunks > 1 and microbatches < stages:
         raise ScheduleError(f"{name} with several chunks needs at least as many microbatches as stages={stages}")
     group = _group_size(stages, microbatches)
-    return [
-        (m, chunk) for low in range(0, microbatches, group) for chunk in range(chunks) for m in range(low, low + group)
-    ], group
+    starts = range(0, microbatches, group)
+    return [(m, chunk) for low in starts for chunk in range(chunks) for m in range(low, low + group)], group
 
 
 def _build_row(
@@ -157,16 +150,13 @@ def _generate_once(kind: str, stages: int, chunks: int, microbatches: int, gener
     return schedule
 
 
-def least_microbatches(
-    kind: str, stages: int, chunks: int, microbatches: int, generator: Generator | None = None
-) -> int:
-    """Return the smallest number of microbatches per step >= `microbatches` that the pipeline schedule `kind` takes,
-    with `chunks` per stage; `microbatches` itself if no number near it is legal. `generator`: its function
-    (`generate`)."""
+def least_microbatches(kind: str, stages: int, chunks: int, least: int, generator: Generator | None = None) -> int:
+    """Return the smallest number of microbatches per step >= `least` that the pipeline schedule `kind` takes, with
+    `chunks` per stage; `least` itself if no number near it is legal. `generator`: its function (`generate`)."""
     if kind in SHIPPED:  # without making the table
-        return max(microbatches, stages) if chunks > 1 else microbatches
-    legal = nearest_legal_microbatches(kind, stages, chunks, microbatches, generator) or ()
-    return next((m for m in legal if m > microbatches), microbatches)
+        return max(least, stages) if chunks > 1 else least
+    legal = nearest_legal_microbatches(kind, stages, chunks, least, generator) or ()
+    return next((m for m in legal if m > least), least)
 
 
 def representative_microbatches(kind: str, stages: int, chunks: int, microbatches: int) -> int:
@@ -249,10 +239,8 @@ def read_schedule_csv(path: str | Path) -> Schedule:
     if chunks % stages:
         raise ScheduleError(f"{chunks} chunks are not a multiple of {stages} stages, one per line")
     microbatches = 1 + max(action.microbatch for action in actions)
-    if chunks * microbatches > min(MOST_PASSES, 1000 + 10 * len(actions)):
-        raise ScheduleError(
-            f"{chunks} chunks x {microbatches} microbatches are far more than its {len(actions)} actions"
-        )
+    if chunks * microbatches > min(MOST_PASSES, 1000 + 10 * (total := len(actions))):
+        raise ScheduleError(f"{chunks} chunks x {microbatches} microbatches are far more than its {total} actions")
     schedule = Schedule(Path(path).stem, stages, chunks // stages, microbatches, rows)
     validate_schedule(schedule)
     return schedule

@@ -170,9 +170,8 @@ class Cut:
     def block_extent(self, mesh: Mesh, coordinates: Mapping[str, int]) -> int:
         """Return the extent of the block of the rank at mesh `coordinates`."""
         i = mesh.index_in_group(coordinates, self.axes)
-        return block_offset(i + 1, self.size, self.blocks, self.unit) - block_offset(
-            i, self.size, self.blocks, self.unit
-        )
+        begin, end = (block_offset(n, self.size, self.blocks, self.unit) for n in (i, i + 1))
+        return end - begin
 
     def parts_of_group(self, mesh: Mesh, coordinates: Mapping[str, int], ranks: int) -> Parts:
         """Return the blocks of the rank at `coordinates` and others of so many `ranks` along the last of the axes."""
@@ -220,11 +219,7 @@ def locate_block(
 
 
 def local_shape(
-    dims: Sequence[str],
-    sizes: Mapping[str, int],
-    layout: Layout,
-    mesh: Mesh,
-    units: Mapping[str, int] = NO_UNITS,
+    dims: Sequence[str], sizes: Mapping[str, int], layout: Layout, mesh: Mesh, units: Mapping[str, int] = NO_UNITS
 ) -> tuple[int, ...]:
     """Return the shape of the longest block of a tensor of global `sizes`, which is every block's where axes divide all
     dims; arguments as of `block`."""
@@ -394,10 +389,8 @@ def pair_queries_with_keys(
     ahead = all(one.end <= other.first for one, other in zip(queries, queries[1:], strict=False))
     if causal and list(queries) == list(keys) and ahead and not (block or window or begins[1]):
         size = sum(q.size for q in queries)  # queries see the keys up to their own places, wherever these lie
-        all_positions = Stretch(0, size)
-        return [
-            *_halve_diagonals(Pair(all_positions, all_positions, DIAGONAL, queries[0].first, queries[0].first), halves)
-        ]
+        whole = Stretch(0, size)
+        return list(_halve_diagonals(Pair(whole, whole, DIAGONAL, queries[0].first, queries[0].first), halves))
     if causal:
         borders = sorted({p for _, s in (*rows, *columns) for p in (s.first, s.end)})
         rows, columns = ([x for x in pieces for x in _cut_at_borders(*x, borders)] for pieces in (rows, columns))
@@ -405,9 +398,8 @@ def pair_queries_with_keys(
         rows, columns = ([x for x in pieces for x in _cut_into_blocks(*x, block)] for pieces in (rows, columns))
     pieces = []
     for row, q in rows:
-        first_seen, common_start = (
-            begins  # the first key that one of the queries sees, and that all see if none lies ahead of them
-        )
+        # the first key that one of the queries sees, and that all see if none lies ahead of them
+        first_seen, common_start = begins
         if window:
             first_seen, common_start = max(first_seen, q.first - window + 1), max(common_start, q.end - window)
         for column, k in columns:

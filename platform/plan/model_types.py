@@ -89,11 +89,8 @@ class Parameter:
 
     def shape_as_matrices(self, shape: Sequence[int]) -> tuple[int, int, int]:
         """Return (number, rows, columns) of the matrices in a block of `shape`: outputs are rows, inputs columns."""
-        return (
-            prod(shape[: self.stack_dims]),
-            prod(shape[self.stack_dims : self.row_dims]),
-            prod(shape[self.row_dims :]),
-        )
+        stack, row = self.stack_dims, self.row_dims
+        return prod(shape[:stack]), prod(shape[stack:row]), prod(shape[row:])
 
     @property
     def is_state(self) -> bool:

@@ -111,17 +111,16 @@ def sort_axes(spread: Spread, dims: Sequence[str] = PACKED) -> Spread:
 def apply_step(spread: Spread, step: Step) -> Spread:
     """Return the spread of a tensor after a step of a conversion. Raises Unsound for a step that takes something else
     than there is, such as a gather of a whole tensor, or that some ranks would take without the others."""
+    move = f"{step.op} over {join_axis_names(step.axes)}"
     if step.op in LENDING:
         if spread.split.get("experts", ()) != step.axes:
-            raise Unsound(
-                f"{step.op} over {join_axis_names(step.axes)} takes experts that {join_axis_names(spread.axes)} splits"
-            )
+            raise Unsound(f"{move} takes experts that {join_axis_names(spread.axes)} splits")
         _check_only(step, spread.only)
         return spread
     axes, (before, becomes) = step.axes, BECOMES[step.op]
     split, partial, only, dims = dict(spread.split), set(spread.partial), set(spread.only), list(spread.split)
     if max(step.dim, step.joined) >= max(1, len(dims)):
-        raise Unsound(f"{step.op} over {join_axis_names(axes)} is of dim {max(step.dim, step.joined)}, of {len(dims)}")
+        raise Unsound(f"{move} is of dim {max(step.dim, step.joined)}, of {len(dims)}")
     for axis in axes:
         if spread.kind_along_axis(axis) != before:
             raise Unsound(f"{step.op} takes what is {before}, and it is {spread.describe_axis(axis)} over {axis}")
@@ -129,12 +128,9 @@ def apply_step(spread: Spread, step: Step) -> Spread:
         dim = dims[step.joined if step.op in ("all_to_all", "all_to_allv") else step.dim]
         axes_of_dim, remaining = ", ".join(split[dim]) or "no axis", tuple(a for a in split[dim] if a not in axes)
         if not axes or not set(axes) <= set(split[dim]):
-            raise Unsound(f"{step.op} over {join_axis_names(axes)} joins {dim}, which is split over {axes_of_dim}")
+            raise Unsound(f"{move} joins {dim}, which is split over {axes_of_dim}")
         if step.op != "all_to_allv" and split[dim] != (*remaining, *axes):
-            raise Unsound(
-                f"{step.op} over {join_axis_names(axes)} joins {dim}, which is "
-                f"split over {axes_of_dim}, the last one first"
-            )
+            raise Unsound(f"{move} joins {dim}, which is split over {axes_of_dim}, the last one first")
         split[dim] = remaining
     partial.difference_update(axes)
     only.difference_update(axes)
@@ -161,9 +157,7 @@ def describe_difference(actual: Spread, expected: Spread) -> str:
     """Return in words the first difference between the spreads of a tensor that is found and that is wanted, or ""."""
     if actual == expected:
         return ""
-    for axis in sorted(
-        {*actual.axes, *expected.axes, *actual.partial, *expected.partial, *actual.only, *expected.only}
-    ):
+    for axis in sorted({a for s in (actual, expected) for a in (*s.axes, *s.partial, *s.only)}):
         if (actual_kind := actual.describe_axis(axis)) != (expected_kind := expected.describe_axis(axis)):
             return f"is {actual_kind} over {axis}, and has to be {expected_kind}"
     dim = next(d for d, axes in expected.split.items() if actual.split[d] != axes)
@@ -258,14 +252,12 @@ def _rowwise_forms(
 def _operands_and_output(planned: PlannedOperation) -> tuple[list[Operand], Conversion]:
     """Return the operands of an operation without einsums, and the conversion of its result: conversions are of its
     parameters or, where it has none, of its activations, then of the result."""
-    operation, conversions = planned.operation, list(planned.conversions)
+    operation, waiting = planned.operation, list(planned.conversions)
     converted = operation.parameters or operation.inputs
-    if len(conversions) > len(converted) + 1:
-        raise Unsound(f"has {len(conversions)} conversions for {len(converted)} tensors and a result")
-    operands = [
-        Operand(t, conversions.pop(0)) if conversions and t in converted else Operand(t) for t in operation.inputs
-    ]
-    return operands, conversions[0] if conversions else STAYS
+    if len(waiting) > len(converted) + 1:
+        raise Unsound(f"has {len(waiting)} conversions for {len(converted)} tensors and a result")
+    operands = [Operand(t, waiting.pop(0)) if waiting and t in converted else Operand(t) for t in operation.inputs]
+    return operands, waiting[0] if waiting else STAYS
 
 
 def _id_activation_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
@@ -278,10 +270,8 @@ def _lookup_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the form of a lookup: an einsum with a one-hot of the ids, which lie as the plan reads them."""
     (table,), (operand,) = planned.operation.parameters, _operands_and_output(planned)[0]
     out, row = planned.operation.outputs[0], table.dims[0]
-    tokens = [d for d in out.dims if d not in table.dims]
-    one_hot = Spread(
-        {**{d: planned.tokens[d] for d in tokens}, row: planned.over}, frozenset(), frozenset(planned.tokens.only)
-    )
+    split = {d: planned.tokens[d] for d in out.dims if d not in table.dims} | {row: planned.over}
+    one_hot = Spread(split, frozenset(), frozenset(planned.tokens.only))
     yield Form((operand,), out, _operands_and_output(planned)[1], [one_hot], merged=(row,))
 
 
@@ -289,11 +279,8 @@ def _position_bias_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form
     """Yield the form of a bias of positions: a sum over batch, though no rank sees it, for its table's gradient."""
     scores, table = planned.operation.inputs
     (conversion,) = planned.conversions
-    yield Form(
-        (Operand(table, conversion),),
-        planned.operation.outputs[0],
-        given=[Spread.apply_layout(scores.dims, plan.layout(scores))],
-    )
+    spread = Spread.apply_layout(scores.dims, plan.layout(scores))
+    yield Form((Operand(table, conversion),), planned.operation.outputs[0], given=[spread])
 
 
 def _reduction_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
@@ -314,9 +301,8 @@ def _expansion_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
         """Return the spread in which each rank has the heads whose KV heads it holds."""
         kv_axes = spread.split["kv_heads"]
         if goal[: len(kv_axes)] != kv_axes:
-            raise Unsound(
-                f"{x.tensor} has kv_heads split over {join_axis_names(kv_axes)}, heads are over {join_axis_names(goal)}"
-            )
+            kv_names = join_axis_names(kv_axes)
+            raise Unsound(f"{x.tensor} has kv_heads split over {kv_names}, heads are over {join_axis_names(goal)}")
         split = {"heads" if d == "kv_heads" else d: axes for d, axes in spread.split.items()}
         return spread._replace(split={**split, "heads": goal})
 
@@ -338,9 +324,8 @@ def _ring_attention_forms(plan: Plan, planned: PlannedOperation) -> Iterator[For
     sinks = [o for o in _operands_and_output(planned)[0] if o.tensor in planned.operation.parameters]
     operands = [Operand(query), *(Operand(m, renamed=memory_of, around=ring_axes) for m in memory), *sinks]
     sent = sum(_count_memory_elements(plan, planned.operation.name, m) for m in memory)
-    hops = ["forward", "backward", "backward"] * (
-        plan.mesh.count_ranks(ring_axes) - 1
-    )  # keys and values twice, gradients once
+    # keys and values twice, gradients once
+    hops = ["forward", "backward", "backward"] * (plan.mesh.count_ranks(ring_axes) - 1)
     of_groups = planned.operation["shared"] and plan.planner.cut_units
     key = replace(memory[0], dims=tuple("kv_heads" if d == "heads" and of_groups else d for d in memory[0].dims))
     cuts = plan.planner.cuts_among_dims(key, plan.layout(key), [d for d in key.dims if d != "length"])
@@ -385,10 +370,8 @@ def _reshape_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
             outer_axes = plan.layout(fine)[major]
             inner_axes = spread.split[merged][len(outer_axes) :]
             if spread.split[merged][: len(outer_axes)] != outer_axes:
-                raise Unsound(
-                    f"{merged} is over {join_axis_names(spread.split[merged])}, its part "
-                    f"{major} over {join_axis_names(outer_axes)}"
-                )
+                places = f"{join_axis_names(spread.split[merged])}, its part {major} over {join_axis_names(outer_axes)}"
+                raise Unsound(f"{merged} is over {places}")
         if inner_axes and plan.mesh.count_ranks(outer_axes) != extent:
             raise Unsound(f"{minor} is split over {'+'.join(inner_axes)} inside of a {major} that is not")
         parts = {merged: (*outer_axes, *inner_axes), major: outer_axes, minor: inner_axes}
@@ -411,9 +394,8 @@ def _dispatch_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     enter, weight_conversion, leave = planned.conversions
     assert isinstance(x, Spec)
     slots = Spread({"slots": ()}, frozenset(), frozenset(planned.only))
-    yield Form(
-        (Operand(x, enter), Operand(weights, weight_conversion, constant=True)), out, leave, [slots], whole=SLOTS
-    )
+    choice = Operand(weights, weight_conversion, constant=True)
+    yield Form((Operand(x, enter), choice), out, leave, [slots], whole=SLOTS)
 
 
 def _combine_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
@@ -430,10 +412,8 @@ def _row_dispatch_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]
     assert isinstance(x, Spec)
     expert_axes = _axes_holding_experts(plan, out, leave)
     experts, lent = plan.sizes["experts"] // plan.mesh.count_ranks(expert_axes), plan.scheme.lent
-    told = [
-        Collective("all_to_all", s.axes, experts + lent * plan.mesh.count_ranks(s.axes), "integers", "forward", s.only)
-        for s in leave.forward
-    ]
+    counts = [(s, experts + lent * plan.mesh.count_ranks(s.axes)) for s in leave.forward]
+    told = [Collective("all_to_all", s.axes, n, "integers", "forward", s.only) for s, n in counts]
     choice = Operand(weights, weight_conversion, constant=True, renamed=_place_on_experts(expert_axes))
     yield Form((Operand(x, enter), choice), out, leave, beside=told)
 
@@ -454,9 +434,8 @@ def _row_combine_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
 
 def _axes_holding_experts(plan: Plan, rows: Spec, exchange: Conversion) -> tuple[str, ...]:
     """Return the axes along which ranks hold experts apart for the same tokens: those over which none are exchanged."""
-    return tuple(
-        a for a in plan.scheme.regions[rows.region]["experts"] if all(a not in s.axes for s in exchange.forward)
-    )
+    exchanged = {a for s in exchange.forward for a in s.axes}
+    return tuple(a for a in plan.scheme.regions[rows.region]["experts"] if a not in exchanged)
 
 
 def _place_on_experts(expert_axes: tuple[str, ...], batch: tuple[str, ...] = ()) -> Callable[[Spread], Spread]:
@@ -468,10 +447,8 @@ def _place_on_experts(expert_axes: tuple[str, ...], batch: tuple[str, ...] = ())
         batch_axes, experts = spread.split["batch"], spread.split["experts"]
         if (batch and sorted(batch_axes) != sorted(batch)) or (experts and sorted(experts) != sorted(expert_axes)):
             places = f"batch over {join_axis_names(batch_axes)} and experts over {join_axis_names(experts)}"
-            raise Unsound(
-                f"rows are back with {places}, their tokens lie over {join_axis_names(batch)}, "
-                f"held over {join_axis_names(expert_axes)}"
-            )
+            tokens = f"their tokens lie over {join_axis_names(batch)}, held over {join_axis_names(expert_axes)}"
+            raise Unsound(f"rows are back with {places}, {tokens}")
         return spread._replace(split={**spread.split, "batch": batch or batch_axes, "experts": expert_axes})
 
     return place_rows
@@ -535,10 +512,8 @@ def describe_misread_data(planned: PlannedOperation, space: Mapping[str, tuple[s
     hides = operation.kind in ("softmax", "fused_attention", "ring_attention") and not operation["begins"]
     names = {"length": "memory_length"} if hides else {}
     for dim in ("batch", "length"):
-        if tokens[dim] != (space_axes := space.get(names.get(dim, dim), ())):
-            return (
-                f"has {dim} split over {join_axis_names(tokens[dim])}, the operation over {join_axis_names(space_axes)}"
-            )
+        if tokens[dim] != (axes := space.get(names.get(dim, dim), ())):
+            return f"has {dim} split over {join_axis_names(tokens[dim])}, the operation over {join_axis_names(axes)}"
     if set(tokens.only) != only:
         return f"exists at index 0 of {join_axis_names(tokens.only)}, the operation at 0 of {join_axis_names(only)}"
     return ""

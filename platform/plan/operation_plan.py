@@ -160,10 +160,8 @@ class PlannedOperation:
     @cached_property
     def _has_plain_products(self) -> bool:
         """Return True if this operation's einsums are plain products in the compute type, not converted by the plan."""
-        outputs = [e.output for g in self.groups for e in g.einsums]
-        return not any(g.panels or g.has_wide_dtype for g in self.groups) and not any(
-            c.forward or c.backward for c in outputs
-        )
+        converts = any(e.output.forward or e.output.backward for g in self.groups for e in g.einsums)
+        return not converts and not any(g.panels or g.has_wide_dtype for g in self.groups)
 
 
 def shapes_along_steps(

@@ -102,9 +102,8 @@ class Plan:
     def _build_stage_part(self, stage: int) -> Plan:
         """Make the part of the plan that one pipeline stage executes."""
         chunks = tuple(c for c in self.chunks if c.stage == stage)
-        parameters, states = (
-            tuple(p for p in tensors if stage in self.stages_of[p.name]) for tensors in (self.parameters, self.states)
-        )
+        parameters = tuple(p for p in self.parameters if stage in self.stages_of[p.name])
+        states = tuple(p for p in self.states if stage in self.stages_of[p.name])
         return replace(self, chunks=chunks, parameters=parameters, states=states, shorter={})
 
     def plan_of_length(self, length: int) -> Plan:
@@ -258,15 +257,11 @@ class Plan:
         used_names = {name for _, names in spans for name in names}
         declared = {p.name: p for p in self.parameters if p.name in used_names}
         uses = [(span, n) for span, names in spans for n in names if n in declared]
-        groups = [
-            (key, [declared[n] for n in names]) for key, names in group_by_span(uses, self.stages_of_tied_parameters)
-        ]
+        groups = [(k, [declared[n] for n in names]) for k, names in group_by_span(uses, self.stages_of_tied_parameters)]
         reduced = {p: (self.reductions[p.name], self.layout(p).only) for p in declared.values()}
         sizes = {p: prod(self.local_shape(p)) for p in declared.values()}
-        max_elements = (self.bucket_mib << 20) // self.itemsize["master"]
-        return build_buckets(
-            groups, reduced, sizes, {a: self.mesh.axes[a] for a in self.sharded}, self.zero, max_elements
-        )
+        limit = (self.bucket_mib << 20) // self.itemsize["master"]
+        return build_buckets(groups, reduced, sizes, {a: self.mesh.axes[a] for a in self.sharded}, self.zero, limit)
 
     @cached_property
     def bucket_by_parameter(self) -> dict[str, Bucket]:
@@ -318,9 +313,8 @@ class Plan:
     @cached_property
     def local_parameter_count(self) -> int:
         """Return the most parameter elements that any worker (on sub-grid 0) keeps between uses."""
-        return max(
-            self.count_parameters_of_rank({**self.mesh.rank_coordinates(0), "stage": c.stage}) for c in self.chunks
-        )
+        at = self.mesh.rank_coordinates(0)
+        return max(self.count_parameters_of_rank({**at, "stage": c.stage}) for c in self.chunks)
 
     def count_parameters_of_rank(self, coordinates: Mapping[str, int]) -> int:
         """Return how many parameter elements the worker at `coordinates` keeps between uses, as compute copies."""

@@ -121,12 +121,10 @@ def _record_model(
     its declared `parameters`."""
     declared = {p.name: p for p in parameters}
     with raise_model_mistakes(model):
-        recorded_chunks = record_chunks(
-            model, partial(recorder, declared=declared), count, recorder.keywords["sizes"], parts
-        )
-    operations = (o for chunk in recorded_chunks for o in chunk.ops.operations)
+        chunks = record_chunks(model, partial(recorder, declared=declared), count, recorder.keywords["sizes"], parts)
+    operations = (o for chunk in chunks for o in chunk.ops.operations)
     check_parameters_used(parameters, (p.name for o in operations for p in (*o.parameters, *o.states)), model)
-    return recorded_chunks
+    return chunks
 
 
 def _stages_by_parameter(parameters: Sequence[Parameter], chunks: Sequence[Chunk]) -> dict[str, tuple[int, ...]]:
@@ -160,9 +158,8 @@ def _plan_model(
     planner = replace(planner, reduced_at_use=reduced_at_use)
     replanned = {(kind, name) for name, kind, _ in reduced_at_use}
     opens = [o for o in operations if any(isinstance(t, Spec) and t.open for t in (*o.inputs, *o.outputs))]
-    while (
-        open_sums := _find_open_sums(planner, planned)
-    ) != planner.open_sums:  # what one leaves, the one before may too
+    # what one leaves, the one before may too
+    while (open_sums := _find_open_sums(planner, planned)) != planner.open_sums:
         planner = replace(planner, open_sums=open_sums)
         planned |= plan_operations(planner, opens, microbatch)
     planned |= plan_operations(planner, [o for o in operations if (o.kind, o.name) in replanned], microbatch)
@@ -175,14 +172,12 @@ def _find_reductions(planner: Planner, operations: Sequence[Operation]) -> tuple
     partial over more axes, the others, over which it is summed at that use."""
     uses: dict[str, list[tuple[Operation, tuple[str, ...]]]] = defaultdict(list)
     partial_of: dict[tuple, list[tuple[str, ...]]] = {}  # by `Operation.nameless_key`: layers are alike
-    for operation in operations:
-        if (alike := operation.nameless_key) not in partial_of:
-            used = zip(
-                operation.parameters, OPERATIONS[operation.kind].parameter_compute_axes(planner, operation), strict=True
-            )
+    for o in operations:
+        if (alike := o.nameless_key) not in partial_of:
+            used = zip(o.parameters, OPERATIONS[o.kind].parameter_compute_axes(planner, o), strict=True)
             partial_of[alike] = [planner.mesh.order_axes(partial_axes(planner.layout(p), axes)) for p, axes in used]
-        for p, axes in zip(operation.parameters, partial_of[alike], strict=True):
-            uses[p.name].append((operation, axes))
+        for p, axes in zip(o.parameters, partial_of[alike], strict=True):
+            uses[p.name].append((o, axes))
     reductions, at_use = {}, {}
     for name, partial_uses in uses.items():
         common = set.intersection(*(set(axes) for _, axes in partial_uses))
@@ -257,9 +252,7 @@ def forget_planned() -> None:
     _operation_table.cache_clear()
 
 
-def _warnings_of_repeated_work(
-    mesh: Mesh, operations: Mapping[tuple[str, str], PlannedOperation], sizes: Mapping[str, int]
-):
+def _warnings_of_repeated_work(mesh: Mesh, operations: PlannedOperations, sizes: Mapping[str, int]) -> Iterator[str]:
     """Yield one warning for the plan per set of mesh axes that splits no dim of some einsums, so that every rank along
     these axes repeats the same work. `operations` by (kind, name); `sizes`: global sizes of dims."""
     names: dict[tuple[str, ...], list[str]] = defaultdict(list)
@@ -268,11 +261,8 @@ def _warnings_of_repeated_work(
             if unused := mesh.order_axes(a for a in mesh.axes if a not in ("stage", *o.compute_axes, *o.only)):
                 names[unused].append(o.operation.name.split(".", 2)[-1])
     for unused, operation_names in names.items():
-        times = mesh.count_ranks(unused)
-        yield (
-            f"axes {'+'.join(unused)} split no dim of {', '.join(dict.fromkeys(operation_names))}: "
-            f"computed {times} times over"
-        )
+        listed = ", ".join(dict.fromkeys(operation_names))
+        yield f"axes {'+'.join(unused)} split no dim of {listed}: computed {mesh.count_ranks(unused)} times over"
 
 
 @contextmanager

@@ -8,7 +8,7 @@ each gradient must have been summed once over each axis that left it partial, an
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -60,23 +60,19 @@ class Walk:
     def check_operation(self, planned: PlannedOperation) -> None:
         """Check one planned operation of the plan. Raises Unsound for the first mistake."""
         self._launches.clear()
-        merging, computed = False, set[str]()
+        merging, split = False, set[str]()
         for form in forms_of_operation(self._plan, planned):
-            computed |= self._check_form(planned, form)
+            split |= self._check_form(planned, form)
             merging |= bool(form.statistics)
             self._launches.update(map(_launch_key, form.beside))
-        if computed != set(planned.compute_axes):
-            raise Unsound(
-                f"computes on {join_axis_names(computed)}, and says on {join_axis_names(planned.compute_axes)}"
-            )
+        if split != set(planned.compute_axes):
+            raise Unsound(f"computes on {join_axis_names(split)}, and says on {join_axis_names(planned.compute_axes)}")
         moved = [c for c in planned.collectives if c.dtype == "compute" or not merging]
         listed = Counter(map(_launch_key, moved))
         if listed != self._launches:
             key = next(k for k in (*listed, *self._launches) if listed[k] != self._launches[k])
             op, axes, elements, share, phase, _, dtype = key
-            size = (
-                f"{elements} elements" if share == 1 else f"{elements} elements at most, {share * elements} on average,"
-            )
+            size = f"{elements} elements" + ("" if share == 1 else f" at most, {share * elements} on average,")
             raise Unsound(
                 f"lists {listed[key]} and takes {self._launches[key]} times {op} of {size} over"
                 f" {join_axis_names(axes)} in its {phase} pass, in the {dtype} type"
@@ -85,14 +81,10 @@ class Walk:
     def _check_form(self, planned: PlannedOperation, form: Form) -> set[str]:
         """Check one form of a planned operation. Return the axes that split what it computes."""
         entered = [self._enter_operand(operand) for operand in form.operands]
-        read = [
-            (operand.renamed(s), tensor_title(operand.tensor))
-            for operand, s in zip(form.operands, entered, strict=True)
-        ]
+        read = [(o.renamed(s), tensor_title(o.tensor)) for o, s in zip(form.operands, entered, strict=True)]
         partial = [spread.partial if form.linear else frozenset[str]() for spread in entered]
-        space, only = _operation_space(
-            [*((spread, "what it makes") for spread in form.given), *_drop_partial_axes(read, partial)]
-        )
+        spreads = [(spread, "what it makes") for spread in form.given]
+        space, only = _operation_space([*spreads, *_drop_partial_axes(read, partial)])
         summed = axes = {a for dim_axes in space.values() for a in dim_axes}
         _check_form_dims(planned, form, space)
         if planned.operation.reads and (misreading := describe_misread_data(planned, space, only)):
@@ -149,23 +141,19 @@ class Walk:
         name, (expected, _) = f"gradient of {tensor_title(tensor)}", self._spread_of_tensor(tensor)
         gradient = self._follow_steps(tensor, gradient, _panel_steps("reduce_scatter", operand, gradient), (), name)
         gradient = self._follow_steps(tensor, gradient, operand.conversion.backward, phases, name)
-        lent, back = (
-            [s.op for s in way if s.op in LENDING] for way in (operand.conversion.forward, operand.conversion.backward)
-        )
+        lent = [s.op for s in operand.conversion.forward if s.op in LENDING]
+        back = [s.op for s in operand.conversion.backward if s.op in LENDING]
         if (lent, back) not in (([], []), (["lend"], ["give_back"])):
-            raise Unsound(
-                f"{tensor_title(tensor)} is taken by {join_axis_names(lent)}, and "
-                f"its gradient by {join_axis_names(back)}"
-            )
+            ways = f"is taken by {join_axis_names(lent)}, and its gradient by {join_axis_names(back)}"
+            raise Unsound(f"{tensor_title(tensor)} {ways}")
         if isinstance(tensor, Parameter):
             summed = frozenset(self._plan.reductions.get(tensor.name, ()))
             if left := gradient.partial - summed:
                 raise Unsound(f"{name} is partial over {join_axis_names(left)}, and never summed there")
             if summed_twice := summed - gradient.partial:
                 axis = min(summed_twice)
-                raise Unsound(
-                    f"{name} is {gradient.describe_axis(axis)} over {axis}, and summed there at the end of the step"
-                )
+                state = f"{gradient.describe_axis(axis)} over {axis}"
+                raise Unsound(f"{name} is {state}, and summed there at the end of the step")
             expected = expected._replace(partial=summed)
         else:
             expected = expected._replace(partial=frozenset(self._plan.layout(tensor).gradient))
@@ -235,9 +223,7 @@ class Walk:
         return of_token * without_experts.count_elements(sizes, self._extents)
 
 
-def _drop_partial_axes(
-    read: Sequence[tuple[Spread, str]], partial: Sequence[frozenset[str]]
-) -> Iterator[tuple[Spread, str]]:
+def _drop_partial_axes(read: Sequence[tuple[Spread, str]], partial: Sequence[Set[str]]) -> Iterator[tuple[Spread, str]]:
     """Yield an operation's spreads and names of operands, each without what it may be `partial` over, not twice."""
     for number, ((spread, name), axes) in enumerate(zip(read, partial, strict=True)):
         if twice := axes & frozenset().union(*partial[:number]):
@@ -269,19 +255,15 @@ def tensor_title(tensor: Tensor) -> str:
 
 def _check_dtype(tensor: Tensor, conversion: Conversion) -> None:
     """Raise Unsound for a conversion that moves a tensor, or computes it, in another type than it has."""
-    if conversion != STAYS and conversion.dtype != tensor_dtype(tensor):
-        raise Unsound(
-            f"{tensor_title(tensor)} moves in the {conversion.dtype} type, and it is of the {tensor_dtype(tensor)} type"
-        )
+    if conversion != STAYS and conversion.dtype != (dtype := tensor_dtype(tensor)):
+        raise Unsound(f"{tensor_title(tensor)} moves in the {conversion.dtype} type, and it is of the {dtype} type")
 
 
 def _check_pieces(tensor: Tensor, conversion: Conversion, scheme: Scheme) -> None:
     """Raise Unsound for a step of a conversion that takes pieces of a length in another order than ranks have them."""
     for step in (*conversion.forward, *conversion.backward):
-        moved = [
-            i for i, d in enumerate(tensor.dims) if d in LENGTHS and step.moves_dim(i) and scheme.zigzag in step.axes
-        ]
-        expected_dealing = (moved[0], scheme.rounds) if moved else (-1, 1)
+        at = [i for i, d in enumerate(tensor.dims) if d in LENGTHS and step.moves_dim(i) and scheme.zigzag in step.axes]
+        expected_dealing = (at[0], scheme.rounds) if at else (-1, 1)
         if (step.zigzag, step.rounds) != expected_dealing:
             taken, expected = (
                 f"dealt in {format_count(rounds, 'round')}" if dim >= 0 else "straight"
@@ -314,16 +296,11 @@ def _operation_space(spreads: Sequence[tuple[Spread, str]]) -> tuple[Space, froz
             raise Unsound(f"{name} is {spread.describe_axis(axis)} over {axis}, {one} is {first.describe_axis(axis)}")
         for dim, axes in spread.split.items():
             if space.setdefault(dim, axes) != axes:
-                raise Unsound(
-                    f"{name} has {dim} split over {join_axis_names(axes)}, {one} over {join_axis_names(space[dim])}"
-                )
+                first_axes = join_axis_names(space[dim])
+                raise Unsound(f"{name} has {dim} split over {join_axis_names(axes)}, {one} over {first_axes}")
     for axis, times in Counter(a for axes in space.values() for a in axes).items():
         if times > 1 or axis in only:
-            names = [
-                f"{name}, which is {spread.describe_axis(axis)}"
-                for spread, name in spreads
-                if spread.kind_along_axis(axis) != WHOLE
-            ]
+            names = [f"{n}, which is {s.describe_axis(axis)}" for s, n in spreads if s.kind_along_axis(axis) != WHOLE]
             raise Unsound(f"reads {' beside '.join(names)} over {axis}")
     return space, only
 
@@ -336,10 +313,8 @@ def _check_form_dims(planned: PlannedOperation, form: Form, space: Space) -> Non
             raise Unsound(f"needs {dim} whole, which is split over {join_axis_names(space[dim])}")
     over = tuple(a for dim in form.merged for a in space[dim])
     if planned.over != over:
-        dims = "+".join(form.merged) or "nothing"
-        raise Unsound(
-            f"merges {dims} over {join_axis_names(planned.over)}, and it is split over {join_axis_names(over)}"
-        )
+        planned_merge = f"{'+'.join(form.merged) or 'nothing'} over {join_axis_names(planned.over)}"
+        raise Unsound(f"merges {planned_merge}, and it is split over {join_axis_names(over)}")
     merges = [c for c in planned.collectives if c.dtype == "accumulate"] if form.statistics else []
     expected_axes = over if form.statistics else ()
     if bool(merges) != bool(expected_axes) or any(c.axes != expected_axes for c in merges):
@@ -384,10 +359,7 @@ def _violations_of_tensors(plan: Plan) -> Iterator[str]:
         for dim, axes in layout.items():
             blocks = plan.mesh.count_ranks(axes)
             if sizes[dim] < blocks or (sizes[dim] % blocks and not plan.planner.can_cut_unevenly(dim)):
-                yield (
-                    f"{tensor_title(tensor)}: {dim} of size {sizes[dim]} is split "
-                    f"over {plan.mesh.count_ranks(axes)} ranks"
-                )
+                yield f"{tensor_title(tensor)}: {dim} of size {sizes[dim]} is split over {blocks} ranks"
 
 
 def _violations_of_losses(plan: Plan) -> Iterator[str]:
@@ -401,12 +373,9 @@ def _violations_of_losses(plan: Plan) -> Iterator[str]:
         for axis in sorted(set(o.tokens.axes) ^ counted):
             parts = "has parts" if axis in o.tokens.axes else "is whole"
             yield f"{name}: the loss {parts} along {axis}, unlike the loss that is summed over the ranks"
-    num_sequences = plan.microbatches * plan.sizes["batch"]
-    if num_sequences < plan.sequences:
-        yield (
-            f"{plan.microbatches} microbatches have {num_sequences} sequences, "
-            f"and the loss is a mean over {plan.sequences}"
-        )
+    total = plan.microbatches * plan.sizes["batch"]
+    if total < plan.sequences:
+        yield f"{plan.microbatches} microbatches have {total} sequences, and the loss is a mean over {plan.sequences}"
 
 
 def _violations_of_parameters(plan: Plan) -> Iterator[str]:
@@ -440,11 +409,8 @@ def _violations_of_buckets(plan: Plan) -> Iterator[str]:
         for p, size in zip(bucket.parameters, bucket.sizes, strict=True):
             layout = plan.layout(p)
             if set(bucket.axes) != set(plan.reductions[p.name]) or set(bucket.only) != set(layout.only):
-                partial = plan.reductions[p.name]
-                yield (
-                    f"{p.name}: its bucket sums over {join_axis_names(bucket.axes)}, and "
-                    f"it is partial over {join_axis_names(partial)}"
-                )
+                partial = join_axis_names(plan.reductions[p.name])
+                yield f"{p.name}: its bucket sums over {join_axis_names(bucket.axes)}, and it is partial over {partial}"
             if size != prod(plan.local_shape(p)):
                 yield f"{p.name}: its block has {prod(plan.local_shape(p))} elements, its place in the bucket {size}"
             if sorted(plan.master_split_axes(p)) != sorted((*layout.axes, *split)):
@@ -485,10 +451,8 @@ def _violations_of_flows(plan: Plan) -> Iterator[str]:
         spread = Spread.apply_layout(spec.dims, plan.layout(spec))
         for axis in axes:
             if spread.kind_along_axis(axis) != WHOLE:
-                yield (
-                    f"{spec}: each rank along {axis} has a part of it for all, and "
-                    f"it is {spread.describe_axis(axis)} there"
-                )
+                state = spread.describe_axis(axis)
+                yield f"{spec}: each rank along {axis} has a part of it for all, and it is {state} there"
     for p in plan.parameters if plan.matrices else ():
         if p.name in plan.matrices:
             yield from _violations_of_matrix_gather(plan, p)

@@ -75,10 +75,7 @@ def _encode_value(value: Any, done: dict[int, Any]) -> Any:
                 encoded[name] = _encode_value(getattr(value, name), done)
         return encoded
     assert isinstance(value, Mapping), f"{kind.__name__} in a plan: one of _CLASSES, if it is a dataclass"
-    return {
-        "is": "map",
-        "items": [[_encode_value(key, done), _encode_value(item, done)] for key, item in value.items()],
-    }
+    return {"is": "map", "items": [[_encode_value(k, done), _encode_value(v, done)] for k, v in value.items()]}
 
 
 def _decode_value(value: Any) -> Any:

@@ -73,9 +73,8 @@ def describe(plan: Plan) -> str:
     regions = _regions_shown(plan)
     split = dict.fromkeys((*DIMS, *(d for r in regions for d in plan.scheme.regions[r])))
     dims = [d for d in split if d in plan.sizes and any(plan.scheme.regions[r][d] for r in regions)]
-    head, *rest = rows = [["region", *dims]] + [
-        [r, *("+".join(plan.scheme.regions[r][d]) or "-" for d in dims)] for r in regions
-    ]
+    rows = [["region", *dims]] + [[r, *("+".join(plan.scheme.regions[r][d]) or "-" for d in dims)] for r in regions]
+    head, *rest = rows
     if zero := "+".join(plan.scheme.sub_grid_zero):
         rows = [[*head, "only at"], *([*row, f"{zero}=0" if plan.scheme.regions[row[0]].only else "-"] for row in rest)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -99,9 +98,8 @@ def describe(plan: Plan) -> str:
 def _lines_of_totals(plan: Plan) -> tuple[str, str, str, str]:
     """Return the lines of a plan's description on its mesh, its parameters, its step and its communication."""
     moved, zero = communication(plan), "+".join(plan.scheme.sub_grid_zero)
-    traffic = (
-        ", ".join(f"{k} {format_number(v)}B" for k, v in sorted(moved.items(), key=lambda kv: -kv[1])[:4]) or "none"
-    )
+    largest = sorted(moved.items(), key=lambda kv: -kv[1])[:4]
+    traffic = ", ".join(f"{k} {format_number(v)}B" for k, v in largest) or "none"
     more = f", and {len(moved) - 4} more" if len(moved) > 4 else ""
     most = "at most " if any(c.rows for o in plan.operations.values() for c in o.collectives) else ""
     elsewhere = ""

@@ -79,10 +79,9 @@ class Planner:
             rules.setdefault("kv_heads", self._kv_axes(heads))
             layout = Layout.build_canonical(rules, layout.only)
         if "rows" in dims:
-            rules = {"rows": (*layout["experts"], *layout["batch"], *layout["length"])}
-            layout = Layout.build_canonical(
-                {**layout.restrict_dims(d for d in dims if d != "rows"), **rules}, layout.only
-            )
+            rules = dict(layout.restrict_dims(d for d in dims if d != "rows"))
+            rules["rows"] = (*layout["experts"], *layout["batch"], *layout["length"])
+            layout = Layout.build_canonical(rules, layout.only)
         if isinstance(tensor, Spec) and (axes := self.open_sums.get(tensor)):
             layout = replace(layout, partial=axes) if tensor.open == "value" else replace(layout, gradient=axes)
         return layout
@@ -170,15 +169,10 @@ class Planner:
         """Apply the communication rule's `contract` to operands and their product `out`, all in their own layouts but
         for the `first` operand, if a layout is given; local shapes are filled in."""
         layouts = [self.layout(t) if i or first is None else first for i, t in enumerate(operands)]
-        operands_with_layouts = [
-            (t.dims, layout, isinstance(t, Parameter)) for t, layout in zip(operands, layouts, strict=True)
-        ]
-        c = contract_layouts(operands_with_layouts, (out.dims, self.layout(out)), self.row_expert_axes(out))
+        terms = [(t.dims, layout, isinstance(t, Parameter)) for t, layout in zip(operands, layouts, strict=True)]
+        c = contract_layouts(terms, (out.dims, self.layout(out)), self.row_expert_axes(out))
         triples = zip(c.inputs, operands, layouts, strict=True)
-        inputs = tuple(
-            self.fill_shapes(conversion, t, layout, c.compute.restrict_dims(t.dims))
-            for conversion, t, layout in triples
-        )
+        inputs = tuple(self.fill_shapes(enter, t, have, c.compute.restrict_dims(t.dims)) for enter, t, have in triples)
         output = self.fill_shapes(c.output, out, c.compute.restrict_dims(out.dims), self.layout(out))
         return replace(c, inputs=inputs, output=output)
 
@@ -195,9 +189,8 @@ class Planner:
     def result_conversion(self, out: Spec, source: Layout) -> Conversion:
         """Return the conversion of an operation's result `out`, in layout `source`, to its own layout, by the
         communication rule's `leave`: it is only split further, and summed where it is partial."""
-        return self.fill_shapes(
-            plan_result_conversion(out.dims, source, self.layout(out), source.partial), out, source, self.layout(out)
-        )
+        target = self.layout(out)
+        return self.fill_shapes(plan_result_conversion(out.dims, source, target, source.partial), out, source, target)
 
     def fill_shapes(
         self, conversion: Conversion, tensor: Spec | Parameter, source: Layout, target: Layout
@@ -262,15 +255,13 @@ class Planner:
         A sum over an axis of blocks padded with zeros along that axis is replaced by an all-gather of the blocks.
         """
         axes = self.reduced_at_use.get((operation.name, operation.kind, p.name), ())
-        backward = [
-            replace(s, op="all_gather") if s.op == "pad" and s.axes[0] in axes else s for s in conversion.backward
-        ]
-        gathered = {s.axes[0] for s, old in zip(backward, conversion.backward, strict=True) if s != old}
+        back = [replace(s, op="all_gather") if s.op == "pad" and s.axes[0] in axes else s for s in conversion.backward]
+        gathered = {s.axes[0] for s, old in zip(back, conversion.backward, strict=True) if s != old}
         if summed := tuple(a for a in axes if a not in gathered):
-            at = next((i for i, s in enumerate(conversion.backward) if s.op == "pad"), len(backward))
-            only = conversion.backward[at].only if at < len(backward) else self.layout(p).only
-            backward.insert(at, Step("all_reduce", summed, only=only))
-        extended = replace(conversion, backward=tuple(backward))
+            at = next((i for i, s in enumerate(conversion.backward) if s.op == "pad"), len(back))
+            only = conversion.backward[at].only if at < len(back) else self.layout(p).only
+            back.insert(at, Step("all_reduce", summed, only=only))
+        extended = replace(conversion, backward=tuple(back))
         layer = dict(operation.attributes).get("layer", "")  # of rows of experts
         return self._add_lending(layer, extended, self.layout(p).only) if layer and self.scheme.lent else extended
 
@@ -330,9 +321,8 @@ class Planner:
                 elements, cut = prod(counted), step.cut_of_dim(step.dim)
                 if cut and step.op in ("reduce_scatter", "all_to_all"):  # each block of what is split has room
                     elements = elements // before[step.dim] * after[step.dim] * self.mesh.count_ranks(step.axes)
-                collectives.append(
-                    Collective(op, step.axes, elements, dtype, phase, step.only, rows, tuple(unmoved_cuts.values()))
-                )
+                room = tuple(unmoved_cuts.values())
+                collectives.append(Collective(op, step.axes, elements, dtype, phase, step.only, rows, room))
             differ = unmoved_cuts | self._cuts_after_step(step)
         return collectives
 

@@ -82,9 +82,7 @@ class Step:
 
     def moves_dim(self, dim: int) -> bool:
         """Return True if this move of a conversion splits or joins the dim at position `dim`."""
-        return self.op in (*SPLIT, *JOIN) and dim in (
-            (self.dim, self.joined) if self.op == "all_to_all" else (self.dim,)
-        )
+        return self.op in (*SPLIT, *JOIN) and dim in (self.dim, self.joined if self.op == "all_to_all" else self.dim)
 
     def apply_to_shape(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
         """Return the local shape of the longest block of local shape `shape` after this move of a conversion; `ranks`:
@@ -250,12 +248,7 @@ def _fill_only(steps: Sequence[Step], only: Sequence[str]) -> tuple[Step, ...]:
 
 
 def plan_operand_conversion(
-    dims: Sequence[str],
-    source: Layout,
-    target: Layout,
-    compute_axes: Sequence[str],
-    *,
-    parameter: bool = False,
+    dims: Sequence[str], source: Layout, target: Layout, compute_axes: Sequence[str], *, parameter: bool = False
 ) -> Conversion:
     """Return the conversion by which an operand with dims `dims` enters an operation that computes on `compute_axes`
     (the communication rule, steps 2 and 3): from its layout `source` to `target`, and its gradient back.
@@ -351,9 +344,8 @@ def contract_layouts(
                 break
             compute[d] += (axis,)
 
-    layout = Layout.build_canonical(
-        compute, out.only
-    )  # computed where the output exists; an axis that splits a dim leaves `only`
+    # computed where the output exists; an axis that splits a dim leaves `only`
+    layout = Layout.build_canonical(compute, out.only)
     if clash := layout.find_conflict():
         raise ValueError(f"axis {clash[0]} would split both {clash[1]} and {clash[2]}")
     axes = tuple(dict.fromkeys(a for d in space for a in compute[d]))

@@ -371,9 +371,7 @@ def raise_model_mistakes(model: Any) -> Iterator[None]:
     except (ModelMistake, MemoryError):
         raise
     except (Exception, SystemExit, GeneratorExit) as error:
-        user_frames = [
-            (frame, line) for frame, line in walk_tb(error.__traceback__) if not _is_ours(_module_of_frame(frame))
-        ]
+        user_frames = [(f, line) for f, line in walk_tb(error.__traceback__) if not _is_ours(_module_of_frame(f))]
         if _is_ours(model.__module__) or not user_frames:
             raise
         try:
@@ -381,9 +379,8 @@ def raise_model_mistakes(model: Any) -> Iterator[None]:
         except Exception:  # it may not even be printable
             text = "its text raises an error too"
         reason = f"{type(error).__name__}{': ' + text if text else ''}"
-        raise ModelMistake(
-            getattr(model, "__name__", type(model).__name__), reason, place=_format_place(*user_frames[-1])
-        ) from error
+        name = getattr(model, "__name__", type(model).__name__)
+        raise ModelMistake(name, reason, place=_format_place(*user_frames[-1])) from error
 
 
 def _module_of_frame(frame: FrameType) -> str:

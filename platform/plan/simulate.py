@@ -67,11 +67,9 @@ def simulate(schedule: Schedule, times: Times = NOMINAL, transfer: float = 0.0) 
     between the end of an action and the start of one on another stage that needs its result; it keeps no stage busy.
     Raises ScheduleError with the stuck actions if stages wait for each other.
     """
-    return (
-        _simulate_nominal(schedule)
-        if times is NOMINAL and not transfer
-        else _simulate_actions(schedule, times, transfer)
-    )
+    if times is NOMINAL and not transfer:
+        return _simulate_nominal(schedule)
+    return _simulate_actions(schedule, times, transfer)
 
 
 @lru_cache(maxsize=4)
@@ -143,16 +141,13 @@ def _waits_by_row(schedule: Schedule) -> list[list[tuple[Action, tuple[int, ...]
     total, n = schedule.total_chunks, schedule.microbatches
     first = {which: i * total for i, which in enumerate(dict.fromkeys(PASS.values()))}
 
-    def number_of_result(tensor: Tensor) -> int:
+    def number_result(tensor: Tensor) -> int:
         """Return the number of a result."""
         which, chunk, microbatch = tensor
         return (first[which] + chunk) * n + microbatch
 
     return [
-        [
-            (a, tuple(map(number_of_result, needs_of_action(a, total))), number_of_result(result_of_action(a)))
-            for a in row
-        ]
+        [(a, tuple(map(number_result, needs_of_action(a, total))), number_result(result_of_action(a))) for a in row]
         for row in schedule.rows
     ]
 
@@ -262,11 +257,9 @@ def _pass_violations(positions: dict[Kind, int], chunk: int, m: int, trains: boo
     this chunk must have its own."""
     split = {Kind.INPUT, Kind.WEIGHT}
     backward = split if split & positions.keys() else {Kind.BACKWARD}
-    expected_kinds = {Kind.FORWARD, *(backward if trains else ())}
-    yield from (f"{chunk}{kind}{m} is missing" for kind in COMPUTE if kind in expected_kinds and kind not in positions)
-    yield from (
-        f"{chunk}{kind}{m} repeats {chunk}I{m} and {chunk}W{m}" for kind in positions if kind not in expected_kinds
-    )
+    expected = {Kind.FORWARD, *(backward if trains else ())}
+    yield from (f"{chunk}{kind}{m} is missing" for kind in COMPUTE if kind in expected and kind not in positions)
+    yield from (f"{chunk}{kind}{m} repeats {chunk}I{m} and {chunk}W{m}" for kind in positions if kind not in expected)
     for first, second in BEFORE:
         if first in positions and second in positions and positions[second] < positions[first]:
             yield f"{chunk}{second}{m} stands before {chunk}{first}{m}"

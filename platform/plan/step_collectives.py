@@ -85,10 +85,8 @@ def factor_collectives(plan: Plan) -> list[Collective]:
 
 def count_factors_of_rank(plan: Plan, at: Mapping[str, int]) -> int:
     """Return how many row and column second moments the worker at mesh coordinates `at` keeps for `Plan.factored`."""
-    local_parameters = [
-        p for p in plan.stage_part(at["stage"]).parameters if p.name in plan.factored and plan.has_block(p, at)
-    ]
-    ranges = [(p, *plan.shard_range(p, at)) for p in local_parameters]
+    factored = [p for p in plan.stage_part(at["stage"]).parameters if p.name in plan.factored and plan.has_block(p, at)]
+    ranges = [(p, *plan.shard_range(p, at)) for p in factored]
     return sum(sum(matrix_sides(plan, p)) for p, start, stop in ranges if start < stop)
 
 
@@ -173,9 +171,7 @@ def bucket_collectives(plan: Plan) -> Iterator[BucketCollective]:
     see `Plan.stage_part`.
     """
     launches = plan.planner.collectives_of_steps
-    passes = Counter(
-        id(b) for spans in plan.buckets_by_chunk_span.values() for b in {id(b): b for s in spans for b in s}.values()
-    )
+    passes = Counter(n for spans in plan.buckets_by_chunk_span.values() for n in {id(b) for s in spans for b in s})
     for b in plan.buckets:
         microbatch_steps, final_steps = plan.reduction_steps(b)
         shape = (b.shards, b.shard_elements)
@@ -208,9 +204,8 @@ def transfer_collectives(
     gradient back, with the gathers of its parts (scatter/gather optimization); and their stages, as
     `collectives_by_stage` does."""
     elements, axes, only = plan.sent_elements(spec), plan.scatter_axes(spec), plan.layout(spec).only
-    cuts = (
-        () if axes else plan.planner.cuts_among_dims(spec, plan.layout(spec), spec.dims)
-    )  # parts have the longest's room
+    # parts have the longest's room
+    cuts = () if axes else plan.planner.cuts_among_dims(spec, plan.layout(spec), spec.dims)
     for phase, (sender, receiver) in (("forward", (source, target)), ("backward", (target, source))):
         yield Collective("send", ("stage",), elements, "compute", phase, only, 0, cuts), (sender, receiver)
         if axes:
@@ -257,12 +252,10 @@ def count_kernels(plan: Plan) -> dict[str, int]:
     return dict(Counter(o.operation["kernel"] for o in find_fused_attentions(plan)))
 
 
-def attention_traits(
-    plan: Plan, planned: PlannedOperation, dropout: float, deterministic: bool = False
-) -> AttentionTraits:
-    """Return the traits of a fused attention of the plan that decide which kernels can compute it. `dropout`: the
-    model's rate; `deterministic`: sums are to be taken in a fixed order."""
-    operation = planned.operation
+def attention_traits(plan: Plan, fused: PlannedOperation, rate: float, deterministic: bool = False) -> AttentionTraits:
+    """Return the traits of a fused attention of the plan that decide which kernels can compute it. `rate`: of the
+    model's dropout; `deterministic`: sums are to be taken in a fixed order."""
+    operation = fused.operation
     query, _, value = operation.inputs[:3]
     d_kv, d_value = (plan.local_shape(t)[t.dims.index("d_kv")] for t in (query, value))
     return AttentionTraits(
@@ -270,7 +263,7 @@ def attention_traits(
         d_kv=d_kv,
         bias=operation["biased"],
         mask=bool(operation.reads) or operation["window"] > 0,
-        dropout=dropout,
+        dropout=rate,
         grouped=_has_grouped_heads(plan, operation.name),
         deterministic=deterministic,
         d_value=0 if d_value == d_kv else d_value,
@@ -293,7 +286,7 @@ def settle_kernels(plan: Plan, device: str, dropout: float) -> Plan:
     """Return the plan as it runs on a kind of device (cpu, cuda): each kernel `auto` is the one that torch chooses.
     `dropout`: the model's rate."""
 
-    def choose_operation_kernel(planned: PlannedOperation) -> PlannedOperation:
+    def settle_kernel(planned: PlannedOperation) -> PlannedOperation:
         """Return the planned operation with the name of the kernel that computes it, if it is a fused attention."""
         operation = planned.operation
         if not OPERATIONS[operation.kind].chooses_kernel:
@@ -302,7 +295,5 @@ def settle_kernels(plan: Plan, device: str, dropout: float) -> Plan:
         attributes = tuple((name, kernel if name == "kernel" else value) for name, value in operation.attributes)
         return replace(planned, operation=replace(operation, attributes=attributes))
 
-    chunks = (
-        replace(c, operations={key: choose_operation_kernel(o) for key, o in c.operations.items()}) for c in plan.chunks
-    )
+    chunks = (replace(c, operations={k: settle_kernel(o) for k, o in c.operations.items()}) for c in plan.chunks)
     return replace(plan, chunks=tuple(chunks))

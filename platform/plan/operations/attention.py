@@ -216,10 +216,8 @@ class SoftmaxOp(BlockOp):
         if causal and ops.cache and dict(spec.sizes).get(dim) != ops.cache.capacity:
             raise ModelMistake(name, "causal attention that is not of Ops.attention does not see the passes before")
         hidden = hiding_attributes(name, causal, window, mask, begins)
-        inputs = [spec] if sink is None else [spec, sink]
-        return ops.record_operation(
-            self.kind, name, [x], inputs, [spec], [mask, begins], dim=dim, scale=scale, **hidden
-        )
+        types = [spec] if sink is None else [spec, sink]
+        return ops.record_operation(self.kind, name, [x], types, [spec], [mask, begins], dim=dim, scale=scale, **hidden)
 
     def plan_operation(self, planner, operation):
         """Plan a softmax's collectives over a split dim: maximum and sum all-reduced forward, one sum backward."""

@@ -119,9 +119,8 @@ class ProjectOp(_Products):
         planned = ops.operation_plan(self.kind, weights[0].name)
         fused = planned.adds_biases(ops.operation_plan("shift", b.name) for b in biases)
         added = [ops.parameter_block(b) for b in biases] if fused else ()
-        results = _execute_by_group(
-            ops, planned, x, [ops.parameter_block(w) for w in weights], outs, added, ops.deferred, counts
-        )
+        operands = [ops.parameter_block(w) for w in weights]
+        results = _execute_by_group(ops, planned, x, operands, outs, added, ops.deferred, counts)
         if fused or not biases:
             return tuple(results)
         return tuple(ops.shift(y, out, b, counts) for y, out, b in zip(results, outs, biases, strict=True))
@@ -135,12 +134,10 @@ def _execute_by_group(ops, planned, x, operands, outs, biases=(), deferred=None,
     `platform.runtime.einsum.compute_einsums`."""
     of_group = _meter_einsum_group if isinstance(x, Value) else _run_einsum_group
     results: dict[int, Any] = {}
-    for number, group in enumerate(planned.groups):
+    for n, group in enumerate(planned.groups):
         indices = [e.index for e in group.einsums]
         mine, types, added = ([tensors[i] for i in indices] if tensors else () for tensors in (operands, outs, biases))
-        results.update(
-            zip(indices, of_group(ops, planned, number, x, mine, types, added, deferred, counts), strict=True)
-        )
+        results.update(zip(indices, of_group(ops, planned, n, x, mine, types, added, deferred, counts), strict=True))
     return tuple(results[i] for i in range(len(operands)))
 
 
@@ -169,11 +166,8 @@ def _split_into_panels(group: EinsumGroup, mesh: Mesh) -> EinsumGroup | None:
     """Return the group of einsums computed by SUMMA, one panel of the contracted dim at a time, or None if it cannot
     be: x and all operands must gather one contracted dim in their last step, and no einsum's output may need a
     conversion, be computed in the type of statistics, or have rows of experts."""
-    if (
-        group.has_wide_dtype
-        or "rows" in group.x_dims
-        or any(e.output.forward or e.output.backward for e in group.einsums)
-    ):
+    converts = any(e.output.forward or e.output.backward for e in group.einsums)
+    if converts or group.has_wide_dtype or "rows" in group.x_dims:
         return None
     for dim in group.x_dims:
         if not all(dim in e.dims and dim not in e.out_dims for e in group.einsums):
@@ -339,10 +333,7 @@ def _meter_panels(ops, group: EinsumGroup, x: Value, operands: Sequence[Value], 
     panel_elements = sum(panels.panel_elements(n, a, mesh) if a else 0 for n, a in pairs)  # no axes: a view
     panel_results = [ops.block(out) for out in outs]
     ops.new(2 * panel_elements + sum(y.elements for y in panel_results))
-    kept_operands = [
-        w if e.regathered else converted_operand
-        for w, converted_operand, e in zip(operands, local, einsums, strict=True)
-    ]
+    kept_operands = [w if e.regathered else moved for w, moved, e in zip(operands, local, einsums, strict=True)]
     width = x.elements
 
     def meter_backward(gs: Gradients, saved: Saved) -> Gradients:

@@ -115,9 +115,8 @@ class Ends(NamedTuple):
                 raise ValueError(f"{dim}={planner.sizes[dim]} would be split over {'+'.join(axes)}")
         exchanged = tuple(a for a in goal["experts"] if a in kept_axes)
         held = tuple(a for a in goal["experts"] if a not in kept_axes)
-        return cls(
-            Layout.build_canonical({"length": goal["length"], "batch": batch, d: goal[d]}, goal.only), held, exchanged
-        )
+        rules = {"length": goal["length"], "batch": batch, d: goal[d]}
+        return cls(Layout.build_canonical(rules, goal.only), held, exchanged)
 
     @property
     def compute_axes(self) -> tuple[str, ...]:
@@ -172,14 +171,12 @@ class DispatchRowsOp(Op):
 
     def plan_operation(self, planner, operation):
         """Plan where tokens become rows, and the largest exchange of rows; weights get no gradient from here."""
-        (spec, of_weights), (out,) = operation.inputs, operation.outputs
+        (spec, weights), (out,) = operation.inputs, operation.outputs
         ends = Ends.find_ends(planner, spec, out)
-        weights_conversion = planner.operand_conversion(
-            of_weights, ends.tokens.restrict_dims(of_weights.dims), ends.compute_axes
-        )
+        enter_weights = planner.operand_conversion(weights, ends.tokens.restrict_dims(weights.dims), ends.compute_axes)
         rows = ends.row_conversion(planner, spec, out, operation["chosen"])
         enter = planner.operand_conversion(spec, ends.tokens, (*ends.compute_axes, *planner.layout(out).gradient))
-        conversions = [enter, replace(weights_conversion, backward=()), rows]
+        conversions = [enter, replace(enter_weights, backward=()), rows]
         counts = ends.collectives_of_row_counts(planner)
         return assemble_plan(planner, operation, ends.tokens, conversions, counts, compute_axes=ends.compute_axes)
 
@@ -237,20 +234,15 @@ class CombineRowsOp(Op):
     def plan_operation(self, planner, operation):
         """Plan the way back of rows to where their tokens were copied, and of sums, which are partial over ranks with
         rows of other experts, to the result's layout."""
-        (spec, of_weights), (out,) = operation.inputs, operation.outputs
+        (spec, weights), (out,) = operation.inputs, operation.outputs
         ends = Ends.find_ends(planner, out, spec)
         sent = ends.row_conversion(planner, out, spec, operation["chosen"])
         rows = replace(sent, forward=sent.backward, backward=sent.forward, before=sent.after, after=sent.before)
         partial = planner.layout(spec).partial
-        weights_conversion = planner.operand_conversion(
-            of_weights, ends.tokens.restrict_dims(of_weights.dims), (*ends.compute_axes, *partial)
-        )
+        axes = (*ends.compute_axes, *partial)
+        enter_weights = planner.operand_conversion(weights, ends.tokens.restrict_dims(weights.dims), axes)
         summands = replace(ends.tokens, partial=(*ends.held, *partial))
-        conversions = [
-            rows,
-            weights_conversion,
-            planner.operand_conversion(out, planner.layout(out), (), source=summands),
-        ]
+        conversions = [rows, enter_weights, planner.operand_conversion(out, planner.layout(out), (), source=summands)]
         return assemble_plan(planner, operation, ends.tokens, conversions, compute_axes=ends.compute_axes)
 
     def run_on_blocks(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
@@ -343,9 +335,8 @@ class DispatchOp(BlockOp):
 
     def run_on_blocks(self, ops, planned, name, x, spec, weights, of_weights, out, chosen):
         """Copy this rank's tokens to the slots of all experts."""
-        return ops.kernels.expert_rows.dispatch_slots(
-            x, weights.detach(), ops.plan.planner.tensor_sizes(out)["slots"], chosen
-        )
+        slots = ops.plan.planner.tensor_sizes(out)["slots"]
+        return ops.kernels.expert_rows.dispatch_slots(x, weights.detach(), slots, chosen)
 
     def meter_bytes(self, ops, planned, name, x, spec, weights, of_weights, out, chosen):
         """Count the memory of the slots, with the numbers of each; where each token lies is kept."""
@@ -379,15 +370,14 @@ class CombineOp(BlockOp):
 
     def plan_operation(self, planner, operation):
         """Plan the sum where the sequences are: the slots of all experts are converted to there."""
-        (spec, of_weights), (out,) = operation.inputs, operation.outputs
+        (spec, weights), (out,) = operation.inputs, operation.outputs
         partial = planner.layout(spec).partial
         layout = planner.layout(out).restrict_dims(out.dims[1:]).drop_axes(partial)
         enter = planner.operand_conversion(spec, replace(layout.restrict_dims(spec.dims), partial=partial), layout.axes)
-        weights_conversion = planner.operand_conversion(
-            of_weights, layout.restrict_dims(of_weights.dims), (*layout.axes, *partial)
-        )
+        axes = (*layout.axes, *partial)
+        enter_weights = planner.operand_conversion(weights, layout.restrict_dims(weights.dims), axes)
         leave = planner.result_conversion(out, replace(layout, partial=partial))
-        return assemble_plan(planner, operation, layout, [enter, weights_conversion, leave])
+        return assemble_plan(planner, operation, layout, [enter, enter_weights, leave])
 
     def run_on_blocks(self, ops, planned, name, y, spec, weights, of_weights, out, chosen):
         """Add up what the experts made of this rank's tokens, in the type of statistics."""

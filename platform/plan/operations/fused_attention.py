@@ -23,7 +23,7 @@ from platform.plan.operations.attention import (
     meter_permuted_operand,
     pair_mask_elements,
 )
-from platform.plan.operations.op import BlockOp, Gradients, Saved, Value, assemble_plan, global_extents
+from platform.plan.operations.op import BlockOp, Gradients, Saved, Value, assemble_plan, enter_vectors, global_extents
 from platform.plan.planner import Planner
 
 
@@ -72,15 +72,10 @@ class FusedAttentionOp(BlockOp):
 
     def plan_operation(self, planner, operation):
         """Plan the attention in the layout of its result, with the data tensor that hides scores laid out alike."""
-        layout, (query, *memory) = planner.layout(operation.outputs[0]), operation.inputs
-        memory_layouts = [planner.layout(t) for t in memory]
-        stays = planner.operand_conversion(query, planner.layout(query), layout.axes)
-        enter = [
-            stays,
-            *(planner.operand_conversion(t, have, layout.axes) for t, have in zip(memory, memory_layouts, strict=True)),
-        ]
-        read = hiding_token_fields(planner, operation, layout, memory[0], length_dim(memory[0]))
-        over, merged = memory_layouts[0]["memory_length"], list[Collective]()
+        layout, memory = planner.layout(operation.outputs[0]), operation.inputs[1]
+        enter = [planner.operand_conversion(t, planner.layout(t), layout.axes) for t in operation.inputs]
+        read = hiding_token_fields(planner, operation, layout, memory, length_dim(memory))
+        over, merged = planner.layout(memory)["memory_length"], list[Collective]()
         if over:
             out = operation.outputs[0]
             elements, width = prod(planner.local_shape(out)), planner.local_shape(out)[out.dims.index("d_kv")]
@@ -128,10 +123,8 @@ class FusedAttentionOp(BlockOp):
             seen, causal = positions.attention_mask(q, behind, padding, bias), False
         rate = ops.dropout_rate if ops.position.training else 0.0
         kernel_options = {"is_causal": causal, "scale": scale, "enable_gqa": k.shape[1] != q.shape[1]}
-        with (
-            ops.use_dropout_key(name, spec, q.device) if rate else nullcontext(),
-            ops.in_kernel(planned.operation["kernel"]),
-        ):
+        dropout = ops.use_dropout_key(name, spec, q.device) if rate else nullcontext()
+        with dropout, ops.in_kernel(planned.operation["kernel"]):
             return scaled_dot_product_attention(q, k, v, seen, rate, **kernel_options).permute(back)
 
     def meter_bytes(
@@ -219,10 +212,7 @@ class RingAttentionOp(BlockOp):
     def plan_operation(self, planner, operation):
         """Plan the attention where its queries lie, with all rotations; a data tensor is read as of softmax."""
         layout = planner.layout(operation.outputs[0])
-        sinks = [planner.operand_conversion(p, layout.restrict_dims(p.dims), layout.axes) for p in operation.parameters]
-        sinks = [
-            planner.parameter_conversion(operation, p, c) for p, c in zip(operation.parameters, sinks, strict=True)
-        ]
+        sinks = enter_vectors(planner, operation, layout, layout.axes)
         read = hiding_token_fields(planner, operation, layout, operation.inputs[1], "length") if operation.reads else {}
         return assemble_plan(planner, operation, layout, sinks, ring_rotations(planner, operation), **read)
 
@@ -240,10 +230,8 @@ class RingAttentionOp(BlockOp):
         panels = ops.kernels.panels
         order = [spec.dims.index(d) for d in ("batch", "heads", "length", "d_kv")]
         back = [("batch", "heads", "length", "d_kv").index(d) for d in spec.dims]
-        over, own_coordinates = ops.plan.layout(spec)["length"], ops.communicator.coordinates
-        ring_coordinates = [
-            {**own_coordinates, **dict.fromkeys(over, i)} for i in range(ops.plan.mesh.count_ranks(over))
-        ]
+        over, at = ops.plan.layout(spec)["length"], ops.communicator.coordinates
+        ring_coordinates = [{**at, **dict.fromkeys(over, i)} for i in range(ops.plan.mesh.count_ranks(over))]
         keys = [ops.plan.stretches_of_rank(kv, "length", coordinates) for coordinates in ring_coordinates]
         queries, kernel = ops.block_stretches(spec, "length"), planned.operation["kernel"]
         plan = panels.PanelAttention(queries, keys, over, kernel, scale, causal, window)

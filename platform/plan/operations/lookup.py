@@ -33,11 +33,8 @@ class LookupOp(BlockOp):
         table, out = operation.parameters[0], operation.outputs[0]
         c = self.one_hot_contraction(planner, operation)
         conversions = planner.parameter_conversion(operation, table, c.inputs[1]), c.output
-        tokens = c.compute.restrict_dims([d for d in out.dims if d not in table.dims])
-        over = c.compute[table.dims[0]]
-        return assemble_plan(
-            planner, operation, c.compute, conversions, over=over, **token_fields(planner, out, tokens)
-        )
+        read = token_fields(planner, out, c.compute.restrict_dims([d for d in out.dims if d not in table.dims]))
+        return assemble_plan(planner, operation, c.compute, conversions, over=c.compute[table.dims[0]], **read)
 
     def parameter_compute_axes(self, planner, operation):
         """Return the mesh axes that split the iteration space of a lookup: the axes of the rows looked up."""
@@ -99,9 +96,7 @@ class FeaturesOp(Op):
         """Draw standard normal features for this rank's token ids, a function of the id alone, alike on all ranks."""
         random = ops.kernels.residual
         size, key = ops.plan.sizes[out.dims[-1]], random.derive_key("features", name)
-        return _compute_from_ids(
-            ops, ids[self.kind, name], out, lambda ids, column: random.draw_normal(key, ids * size + column)
-        )
+        return _compute_from_ids(ops, ids[self.kind, name], out, lambda i, j: random.draw_normal(key, i * size + j))
 
     def meter_bytes(self, ops, name, ids, out):
         """Count the bytes of features drawn for token ids, and of the random integers that they are drawn from."""

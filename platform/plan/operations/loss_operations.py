@@ -109,11 +109,8 @@ class LinearCrossEntropyOp(Op):
         *rows, columns = ops.plan.local_shape(spec)
         n, width = prod(rows), ops.plan.local_shape(x_spec)[-1]
         wide = ops.wide == ops.plan.itemsize["compute"]
-        if not (
-            x.elements
-            and ops.deferred is None
-            and computes_gradients_at_once(planned_product, planned_loss, n, columns, width, wide)
-        ):
+        at_once = computes_gradients_at_once(planned_product, planned_loss, n, columns, width, wide)
+        if not (x.elements and ops.deferred is None and at_once):
             return _meter_kept_logits(ops, planned_product, x, weight, bias_values, spec)
         gradients = ops.new(x.elements), ops.new(weight.elements, ops.wide), *(ops.new(v.elements) for v in bias_values)
         chunk = ops.new(loss_chunk_rows(n, columns) * columns)
@@ -130,19 +127,15 @@ class LinearCrossEntropyOp(Op):
         return loss
 
 
-def _meter_kept_logits(
-    ops, product: PlannedOperation, x: Value, weight: Value, bias_values: Sequence[Value], spec
-) -> Value:
-    """Count the memory of a loss that keeps its logits, whose gradient takes their place; `bias_values`: their bias, if
+def _meter_kept_logits(ops, product: PlannedOperation, x: Value, weight: Value, biases: Sequence[Value], spec) -> Value:
+    """Count the memory of a loss that keeps its logits, whose gradient takes their place; `biases`: their bias, if
     there is one."""
     (logits,) = meter_converted_group(ops, product, 0, x, [weight], (), ops.deferred, scaled=True)
     if logits.elements:
         *rows, columns = ops.plan.local_shape(spec)
         meter_loss_statistics(ops, prod(rows), columns)
-    loss, sizes = ops.tensor(1), [v.elements for v in bias_values]
-    ops.note_operation(
-        [loss], [logits, *bias_values], (logits.storage,), lambda _, saved: [*saved, *map(ops.new, sizes)]
-    )
+    loss, sizes = ops.tensor(1), [v.elements for v in biases]
+    ops.note_operation([loss], [logits, *biases], (logits.storage,), lambda _, saved: [*saved, *map(ops.new, sizes)])
     return loss
 
 

@@ -95,10 +95,8 @@ class Op:
         layout, conversions = planner.layout(out), list[Conversion]()
         if dims:
             layout = layout.restrict_dims([d for d in out.dims if d not in dims])
-            activations = [t for t in operation.inputs if isinstance(t, Spec)]
-            conversions = [
-                planner.operand_conversion(t, layout.restrict_dims(t.dims), layout.axes) for t in activations
-            ]
+            inputs = [t for t in operation.inputs if isinstance(t, Spec)]
+            conversions = [planner.operand_conversion(t, layout.restrict_dims(t.dims), layout.axes) for t in inputs]
             conversions.append(planner.result_conversion(out, layout))
         read = token_fields(planner, out, layout.restrict_dims(("length", "batch"))) if operation.reads else {}
         return assemble_plan(planner, operation, layout, conversions, **read)
@@ -126,11 +124,9 @@ class BlockOp(Op):
     that stays connected to the gradients of all of them."""
 
     def bind_computation(self, ops, compute):
-        return partial(self._run_between_conversions, ops, compute)
+        return partial(self._run_converted, ops, compute)
 
-    def _run_between_conversions(
-        self, ops: Any, compute: Callable[..., Any], first: Any, *more: Any, **options: Any
-    ) -> Any:
+    def _run_converted(self, ops: Any, compute: Callable[..., Any], first: Any, *more: Any, **options: Any) -> Any:
         """Convert an operation's activations and parameters to their planned layouts, call `compute` (its
         `run_on_blocks` or `meter_bytes`) on the blocks, and convert the result. `first`, `more`: its arguments."""
         parameters = [a for a in (first, *more) if isinstance(a, Parameter)]
@@ -148,11 +144,9 @@ class BlockOp(Op):
             vectors = ops.convert_parameters(planned)
             blocks = blocks or vectors[:1]
             arguments = [vectors.pop(0) if isinstance(a, Parameter) else a for a in arguments]
-        block_result = (
-            ops.build_empty_block(blocks) if ops.absent(blocks[0]) else compute(ops, planned, *arguments, **options)
-        )
+        y = ops.build_empty_block(blocks) if ops.absent(blocks[0]) else compute(ops, planned, *arguments, **options)
         leave = conversions[len(parameters) :]
-        return ops.convert_block(block_result, *leave) if leave else block_result
+        return ops.convert_block(y, *leave) if leave else y
 
 
 def assemble_plan(
@@ -166,11 +160,9 @@ def assemble_plan(
     """Assemble the plan of an operation that computes in `layout`: the collectives of its `conversions`, then those
     that merge its `statistics` (such as the maximum of a softmax) over ranks. `more`: values of further fields of
     PlannedOperation, by name."""
-    conversion_collectives = [c for conversion in conversions for c in planner.collectives_of_conversion(conversion)]
+    collectives = [c for conversion in conversions for c in planner.collectives_of_conversion(conversion)]
     placement = {"compute_axes": layout.axes, "only": layout.only, **more}
-    return PlannedOperation(
-        operation, (*conversion_collectives, *statistics), conversions=tuple(conversions), **placement
-    )
+    return PlannedOperation(operation, (*collectives, *statistics), conversions=tuple(conversions), **placement)
 
 
 def plan_with_vectors(
@@ -178,17 +170,16 @@ def plan_with_vectors(
 ) -> Any:
     """Plan an operation in the layout of its activation, to which its parameters, vectors of some of the dims, are
     converted. `statistics` and `more` as in `assemble_plan`."""
-    activation_layout = planner.layout(operation.inputs[0])
-    vector_layout = Layout.build_canonical(
-        {**activation_layout, **planner.row_expert_axes(operation.inputs[0])}, activation_layout.only
-    )
-    conversions = [
-        planner.parameter_conversion(
-            operation, p, planner.operand_conversion(p, vector_layout.restrict_dims(p.dims), activation_layout.axes)
-        )
-        for p in operation.parameters
-    ]
-    return assemble_plan(planner, operation, activation_layout, conversions, statistics, **more)
+    layout = planner.layout(operation.inputs[0])
+    vector_layout = Layout.build_canonical({**layout, **planner.row_expert_axes(operation.inputs[0])}, layout.only)
+    conversions = enter_vectors(planner, operation, vector_layout, layout.axes)
+    return assemble_plan(planner, operation, layout, conversions, statistics, **more)
+
+
+def enter_vectors(planner: Planner, operation: Operation, layout: Layout, axes: Sequence[str]) -> list[Conversion]:
+    """Return the conversions to `layout` of an operation's parameters, vectors of some dims, for use on `axes`."""
+    pairs = [(p, planner.operand_conversion(p, layout.restrict_dims(p.dims), axes)) for p in operation.parameters]
+    return [planner.parameter_conversion(operation, p, conversion) for p, conversion in pairs]
 
 
 def token_fields(planner: Planner, spec: Spec | Parameter, tokens: Layout, length: str = "length") -> dict[str, Any]:

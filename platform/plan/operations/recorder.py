@@ -48,9 +48,8 @@ class Recorder(Ops):
     attention_kernel: str = AUTO
     loss: LabelLoss = PLAIN
     operations: list[Operation] = field(default_factory=list)
-    functions: list[tuple] = field(
-        default_factory=list
-    )  # of which nothing is planned: (operations before it, its words)
+    # of which nothing is planned: (operations before it, its words)
+    functions: list[tuple] = field(default_factory=list)
     kept: list[Spec] = field(default_factory=list)  # type of x of every recomputed function
     sizes: Mapping[str, int] = field(default_factory=dict)  # dim -> size; {}: dims are not checked
     declared: Mapping[str, Parameter] = field(default_factory=dict)  # by name; {}: parameters are not checked
@@ -200,7 +199,7 @@ def violations_of_layouts(planner: Planner, operations: Sequence[Operation], mic
                 splits[d, sizes[d], axes][t.region if isinstance(t, Spec) else "parameters"] = None
     lines = [_clash_message(*clash, list(places)) for clash, places in clashes.items()]
     for (d, size, axes), regions in splits.items():
-        if line := _indivisible_message(planner, d, size, axes, list(regions)):
+        if line := _division_message(planner, d, size, axes, list(regions)):
             lines.append(line)
     return lines
 
@@ -220,9 +219,7 @@ def _clash_message(axis: str, first: str, second: str, places: Sequence[str]) ->
     )
 
 
-def _indivisible_message(
-    planner: Planner, d: str, size: int, axes: Sequence[str], regions: Sequence[str]
-) -> str | None:
+def _division_message(planner: Planner, d: str, size: int, axes: Sequence[str], regions: Sequence[str]) -> str | None:
     """Return the message that `axes` do not divide dim `d` of global size `size` in the regions `regions`, with the
     nearest legal sizes of both, or None if they do or cut it unevenly. Replicas always divide batch; vocab is padded
     where it is not cut unevenly."""
@@ -247,11 +244,9 @@ def _legal_extents(planner: Planner, size: int, axes: Sequence[str]) -> list[str
     divide it beside the others, or the product's extents if a change of one axis cannot."""
     n, hints = planner.mesh.count_ranks(axes), []
     for a in axes:
-        axis_extent = planner.mesh.axes[a]
-        if size % (n // axis_extent) == 0:
-            hints.append(
-                f"{planner.scheme.key_of_axis(a)}={_nearest_divisors(size // (n // axis_extent), axis_extent)}"
-            )
+        extent = planner.mesh.axes[a]
+        if size % (n // extent) == 0:
+            hints.append(f"{planner.scheme.key_of_axis(a)}={_nearest_divisors(size // (n // extent), extent)}")
     product = " x ".join(planner.scheme.key_of_axis(a) for a in axes)
     return hints or [f"{product}={_nearest_divisors(size, n)}"]
 

@@ -58,10 +58,8 @@ class RelayoutEachOp(Op):
     def run_on_blocks(self, ops, *moves):
         """Return the activations, converted together to the layouts of their outputs."""
         names, blocks, _, _ = zip(*moves, strict=True)
-        planned_moves = [ops.plan.operations.get(("relayout", name)) for name in names]
-        return ops.convert_blocks(
-            blocks, [planned_move.conversions[0] if planned_move else Conversion() for planned_move in planned_moves]
-        )
+        plans = [ops.plan.operations.get(("relayout", name)) for name in names]
+        return ops.convert_blocks(blocks, [plan.conversions[0] if plan else Conversion() for plan in plans])
 
 
 def _replace_all_to_all(conversion: Conversion, axes: Sequence[str]) -> Conversion:
@@ -119,13 +117,10 @@ class ConcatenateOp(Op):
         planned = ops.operation_plan(self.kind, name)
         *into, leave = planned.conversions
         parts = ops.convert_blocks(x, into)
-        joined_value, alike = ops.inner(planned, leave), [spec.dims != out.dims for spec in specs]
-        sizes = [part.elements for part in parts]
-        gradient_sizes = list(zip(alike, sizes, strict=True))
-        ops.note_operation(
-            [joined_value], parts, (), lambda gs, _: [ops.new(n) if summed else gs[0] for summed, n in gradient_sizes]
-        )
-        return ops.convert_block(joined_value, leave)
+        joined, alike = ops.inner(planned, leave), [spec.dims != out.dims for spec in specs]
+        sizes = list(zip(alike, [part.elements for part in parts], strict=True))
+        ops.note_operation([joined], parts, (), lambda gs, _: [ops.new(n) if summed else gs[0] for summed, n in sizes])
+        return ops.convert_block(joined, leave)
 
 
 class ExpandKvOp(BlockOp):
@@ -153,9 +148,8 @@ class ExpandKvOp(BlockOp):
         partial = (*goal["heads"][len(have["kv_heads"]) :], *goal.gradient)
         lacking = tuple(a for a in partial if a not in have.gradient)
         backward = (Step("all_reduce", lacking, only=goal.only),) if lacking else ()
-        return assemble_plan(
-            planner, operation, goal, [planner.fill_shapes(Conversion((), backward), spec, have, have)]
-        )
+        conversion = planner.fill_shapes(Conversion((), backward), spec, have, have)
+        return assemble_plan(planner, operation, goal, [conversion])
 
     def run_on_blocks(self, ops, planned, name, x, spec, out, *, grouped=False):
         """Repeat each head of keys or values for its group of queries' heads on this rank."""
@@ -253,9 +247,7 @@ class ReshapeOp(BlockOp):
             steps = (spec, planner.layout(spec), common), (out, joint, planner.layout(out))
         else:
             steps = (spec, planner.layout(spec), joint), (out, common, planner.layout(out))
-        conversions = [
-            planner.operand_conversion(tensor, target, target.axes, source=source) for tensor, source, target in steps
-        ]
+        conversions = [planner.operand_conversion(t, target, target.axes, source=source) for t, source, target in steps]
         return assemble_plan(planner, operation, common, conversions)
 
     def run_on_blocks(self, ops, planned, name, x, spec, out):
