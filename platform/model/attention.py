@@ -34,9 +34,8 @@ class LatentAttention(Residual):
         self.causal, self.window, self.scaling, self.width = causal, window, rotary_scaling(c), c.d_value or d_kv
         self.scale = c.attention_scale or 1 / sqrt(d_kv)
         outer, heads = shapes.stream.dims[:-1], ("heads", "d_kv")
-        self.q_latent, self.kv_latent, shared = (
-            replace(shapes.stream, dims=(*outer, dim)) for dim in ("q_latent", "kv_latent", "d_kv")
-        )
+        latents = (replace(shapes.stream, dims=(*outer, dim)) for dim in ("q_latent", "kv_latent", "d_kv"))
+        self.q_latent, self.kv_latent, shared = latents
         self.shared = resize_dim(shared, "d_kv", c.d_rope)
         self.key, self.value = (resize_dim(shapes.query, "d_kv", n) for n in (d_kv - c.d_rope, self.width))
 
@@ -50,16 +49,12 @@ class LatentAttention(Residual):
             dims = (*heads, dim)
             return Parameter(f"{name}.{part}", dims, "in", std=STD, decay=True, sizes=sizes, turned=True)
 
-        self.kv_down, self.rotary = (
-            down_projection("kv_down", "kv_latent"),
-            down_projection("rotary_key", "d_kv", self.shared.sizes[-1:]),
-        )
+        self.kv_down = down_projection("kv_down", "kv_latent")
+        self.rotary = down_projection("rotary_key", "d_kv", self.shared.sizes[-1:])
         self.query_down = down_projection("query_down", "q_latent") if c.q_latent else None
         self.query = up_projection("query_up", "q_latent") if c.q_latent else up_projection("query", "d_model")
-        self.key_up, self.value_up = (
-            up_projection(part, "kv_latent", spec.sizes[-1:])
-            for part, spec in (("key_up", self.key), ("value_up", self.value))
-        )
+        self.key_up = up_projection("key_up", "kv_latent", self.key.sizes[-1:])
+        self.value_up = up_projection("value_up", "kv_latent", self.value.sizes[-1:])
         out, dims = STD / sqrt(2 * c.layers), ("d_model", *heads)
         self.output = Parameter(f"{name}.output", dims, "out", std=out, decay=True, sizes=self.value.sizes[-1:])
         self.query_norm = Norm.build_latent_norm(f"{name}.q_latent_norm", "q_latent") if c.q_latent else None
@@ -301,13 +296,11 @@ class Stack(Layer):
         for i in range(0, len(blocks), group_size):
             block_group = blocks[i : i + group_size]
 
-            def run_blocks(
-                x: Any, bias: Any, *kv: Any, blocks_in_group: Sequence[TransformerBlock] = block_group
-            ) -> Any:
-                """Run the blocks `blocks_in_group` on the stream x; return it, beside the sum of their auxiliary losses
-                if there are any. `kv`: keys and values of their cross-attention."""
+            def run_blocks(x: Any, bias: Any, *kv: Any, group: Sequence[TransformerBlock] = block_group) -> Any:
+                """Run the blocks of the `group` on the stream x; return it, beside the sum of their auxiliary losses if
+                there are any. `kv`: keys and values of their cross-attention."""
                 total = None
-                for block, pair in zip(blocks_in_group, zip(kv[::2], kv[1::2], strict=True), strict=True):
+                for block, pair in zip(group, zip(kv[::2], kv[1::2], strict=True), strict=True):
                     x, loss = block(
                         ops, x, pair, mask=mask, begins=begins, bias=bias, memory_mask=memory_mask, tokens=tokens
                     )

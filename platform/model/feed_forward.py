@@ -29,13 +29,11 @@ class Products(Layer):
     """Products of a feed-forward layer: down(f(up(x))), or down(f(gate(x)) * up(x)) with a gated activation. Experts
     have these Parameters one after the other, along a first dim experts."""
 
-    def __init__(
-        self, name: str, c: ModelConfig, spec: Spec, hidden: Spec, bias: bool, output_spec: Spec | None = None
-    ):
+    def __init__(self, name: str, c: ModelConfig, spec: Spec, hidden: Spec, bias: bool, output: Spec | None = None):
         """Construct the up, gate (of a gated activation) and down Parameters of products called `name`, of activations
-        of type `spec`, as which they make others of type `output_spec` (None: the same type); `hidden`: the type of
+        of type `spec`, as which they make others of type `output` (None: the same type); `hidden`: the type of
         what lies between up and down."""
-        self.spec, self.hidden, self.made = spec, hidden, output_spec or spec
+        self.spec, self.hidden, self.made = spec, hidden, output or spec
         self.function, gated = ACTIVATIONS[c.activation]
         names, of_experts = ["up", "gate"] if gated else ["up"], ("experts",) if spec.region == "experts" else ()
         more: dict[str, Any] = {"decay": True, "sizes": tuple(pair for pair in hidden.sizes if pair[0] == "d_ff")}
@@ -64,9 +62,8 @@ class FeedForward(Residual):
 
     def __call__(self, ops: Ops, x: Any, entered: Any = None, tokens: Any = None) -> tuple[Any, Any]:
         """Apply norm, layer and residual connection to x; return it, no auxiliary loss. `entered`: see `Attention`."""
-        return self.add_to_stream(
-            ops, x, self.products(ops, self.prepare_input(ops, x) if entered is None else entered)
-        ), None
+        entered = self.prepare_input(ops, x) if entered is None else entered
+        return self.add_to_stream(ops, x, self.products(ops, entered)), None
 
 
 class Experts(Residual):

@@ -156,7 +156,5 @@ class Residual(Layer):
         name, stream, post = f"{self.name}.residual", self.shapes.stream, self.config.post_norm
         if following and not post:
             return following.norm.add_and_normalise(ops, name, x, y, stream)
-        new_stream = (
-            self.norm.add_and_normalise(ops, name, x, y, stream)[1] if post else ops.residual(name, x, y, stream)
-        )
-        return (new_stream, new_stream) if following else new_stream
+        x = self.norm.add_and_normalise(ops, name, x, y, stream)[1] if post else ops.residual(name, x, y, stream)
+        return (x, x) if following else x

@@ -47,15 +47,11 @@ def violations_of_loss(config: Config, plan: Plan) -> Iterator[str]:
     name, objective = training_loss_name(config), training_objective_name(config)
     key, value = ("train.loss", name) if config.train.loss else ("data.objective", objective)
     is_custom, weighted = name != CROSS_ENTROPY, objective in WEIGHTED
+    settings = json.dumps(config.train.loss_settings)
     if name not in LOSSES:
-        yield format_violation(
-            key, value, f"comes with the loss {name}, which nothing registers", ["a name that register_loss has"]
-        )
-    elif (
-        is_custom
-        and (loss := LOSSES[name])
-        and (mistake := _mistake_of_loss(loss, name, json.dumps(config.train.loss_settings)))
-    ):
+        reason = f"comes with the loss {name}, which nothing registers"
+        yield format_violation(key, value, reason, ["a name that register_loss has"])
+    elif is_custom and (loss := LOSSES[name]) and (mistake := _mistake_of_loss(loss, name, settings)):
         yield format_violation(key, value, f"the loss {name} {mistake}")
     others = {kind for kind, _ in plan.operations if OPERATIONS[kind].is_loss} - {CROSS_ENTROPY}
     if others and (is_custom or weighted):

@@ -76,6 +76,5 @@ def warning_of_warmup(o: Optimizer, steps: int) -> str:
         return ""
     highest_rate = o.lr * steps / o.warmup_steps
     reached = f"the learning rate ends at {highest_rate:.3g}, {steps / o.warmup_steps:.0%} of optimizer.lr={o.lr:g}"
-    return (
-        f"optimizer.warmup_steps={o.warmup_steps} is more than the {format_count(steps, 'step')} of this run: {reached}"
-    )
+    length = format_count(steps, "step")
+    return f"optimizer.warmup_steps={o.warmup_steps} is more than the {length} of this run: {reached}"

@@ -180,10 +180,9 @@ def count_state_numbers(config: Config) -> int:
 
 def build_optimizer(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
     """Construct the torch optimizer that config.optimizer `o` names, of parameter groups."""
-    optimizer: torch.optim.Optimizer = bind_settings(OPTIMIZERS[o.kind].make, "optimizer.kind", o.kind, o.settings)(
-        groups, o
-    )
-    return optimizer
+    maker = OPTIMIZERS[o.kind].make
+    make: Callable[..., torch.optim.Optimizer] = bind_settings(maker, "optimizer.kind", o.kind, o.settings)
+    return make(groups, o)
 
 
 def find_optimizer_state(o: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[list[str], dict[str, Any]]:
@@ -320,24 +319,18 @@ def violations_of_patterns(config: Config, plan: Plan) -> Iterator[str]:
     """Yield a refusal line for each pattern in optimizer.groups that matches no parameter of the plan, for groups that
     the optimizer does not keep, and for Adafactor or Muon without a matrix to train."""
     o, names = config.optimizer, [p.name for p in plan.parameters]
-    for i, group in enumerate(o.groups):
-        if not any(re.fullmatch(group["match"], name) for name in names):
-            legal = [re.escape(name) for name in closest_values(group["match"], names)[:3]]
-            yield format_violation(
-                f"optimizer.groups.{i}.match", group["match"], "matches no parameter of the model", legal
-            )
+    for i, pattern in enumerate(group["match"] for group in o.groups):
+        if not any(re.fullmatch(pattern, name) for name in names):
+            legal = [re.escape(name) for name in closest_values(pattern, names)[:3]]
+            yield format_violation(f"optimizer.groups.{i}.match", pattern, "matches no parameter of the model", legal)
     if o.groups and not keeps_groups(o):
         constraint = f"optimizer.kind={o.kind} does not keep the groups of which it is made, and so not their factors"
         yield format_violation("optimizer.groups", o.groups, constraint, [[]])
     if o.kind == "adafactor" and not plan.factored:
         yield format_violation("optimizer.kind", o.kind, "no matrix is trained", ["adamw"])
     if o.kind == "muon" and not plan.matrices:
-        yield format_violation(
-            "optimizer.matrices",
-            o.matrices,
-            "matches no matrix that is trained",
-            [""] if o.matrices else ["optimizer=adamw"],
-        )
+        legal = [""] if o.matrices else ["optimizer=adamw"]
+        yield format_violation("optimizer.matrices", o.matrices, "matches no matrix that is trained", legal)
 
 
 def update_granularity(o: Optimizer) -> str:
@@ -352,11 +345,8 @@ def violations_of_splits(config: Config, plan: Plan) -> Iterator[str]:
     need, kind = update_granularity(config.optimizer), config.optimizer.kind
     if need == ELEMENT:
         return
-    split = {
-        p.name: _splitting_axes(plan, p)
-        for p in plan.parameters
-        if len(p.dims) >= FEWEST_DIMS[need] and _is_split(plan, p)
-    }
+    needing = [p for p in plan.parameters if len(p.dims) >= FEWEST_DIMS[need]]
+    split = {p.name: _splitting_axes(plan, p) for p in needing if _is_split(plan, p)}
     if not split:
         return
     all_axes = {a for split_axes in split.values() for a in split_axes}

@@ -62,11 +62,7 @@ class Adafactor(torch.optim.Optimizer):
             for w in (w for group in self.param_groups for w in group["params"]):
                 self._ensure_state(w, None)["step"] += 1
             return
-        owned = {
-            name: (w, group)
-            for group in self.param_groups
-            for name, w in zip(group.get("names", ()), group["params"], strict=False)
-        }
+        owned = {n: (w, g) for g in self.param_groups for n, w in zip(g.get("names", ()), g["params"], strict=False)}
         local_sums = {name: [*self._sum_sides(name, w), _sum_squares(w)] for name, (w, _) in owned.items()}
         sums = self.factors.sum_over_ranks(local_sums)
         local_sums = {name: [self._divide_gradient(name, w, sums[name][:-1])] for name, (w, _) in owned.items()}
@@ -86,9 +82,7 @@ class Adafactor(torch.optim.Optimizer):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=w.device)
             if shape:
-                state[ROWS], state[COLUMNS] = (
-                    torch.zeros(shape[0] * n, dtype=w.dtype, device=w.device) for n in shape[1:]
-                )
+                state[ROWS], state[COLUMNS] = (w.new_zeros(shape[0] * n) for n in shape[1:])
             else:
                 state[WHOLE] = torch.zeros_like(w, requires_grad=False)
         return state
@@ -113,17 +107,15 @@ class Adafactor(torch.optim.Optimizer):
             moments = state[WHOLE].lerp_(gradient.square(), new_share).clone()
         return _sum_squares(gradient.mul_(moments.clamp_(min=eps * eps).rsqrt_()))
 
-    def _apply_update(
-        self, w: Tensor, group: Mapping[str, Any], elements: int, weights: Tensor, update: Tensor
-    ) -> None:
+    def _apply_update(self, w: Tensor, group: Mapping[str, Any], size: int, weights: Tensor, update: Tensor) -> None:
         """Update a parameter by Adafactor from its gradient as `_divide_gradient` has left it, clipped to a root mean
-        square. `elements`: size of the whole parameter over all ranks; `weights`, `update`: sums of squares of its
+        square. `size`: that of the whole parameter over all ranks; `weights`, `update`: sums of squares of its
         weights and of its divided gradient."""
         o, lr, step = self._o, group["lr"], self.state[w]["step"]
         assert w.grad is not None, "every part has a gradient"
-        scale = (weights / elements).sqrt().clamp(min=o.least_scale) if o.scale_by_weight else torch.ones_like(weights)
+        scale = (weights / size).sqrt().clamp(min=o.least_scale) if o.scale_by_weight else torch.ones_like(weights)
         rate = step.double().rsqrt().clamp(max=lr).to(w.dtype) if o.relative_step else lr
-        clipped = (update.sqrt() / (sqrt(elements) * o.update_clip)).clamp(min=1)
+        clipped = (update.sqrt() / (sqrt(size) * o.update_clip)).clamp(min=1)
         w.mul_(1 - lr * group["weight_decay"])
         w.sub_(w.grad.mul_(rate * scale / clipped))
 

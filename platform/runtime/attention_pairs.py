@@ -9,7 +9,7 @@ P = exp(scores - lse), dS = P (dP - rowsum(dO O)).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 from math import inf
 from typing import Any, NamedTuple
 
@@ -96,18 +96,15 @@ def _additive_mask(q: Tensor, k: Tensor, scores: Scores) -> Tensor | None:
 def _flash_cpu_forward(qkv: QueryKeyValue, scores: Scores) -> Result:
     """Compute a pair by torch's flash kernel of CPUs."""
     added = None if scores.hidden is None else _view_four_dims(additive_mask(scores.hidden, qkv[0].dtype))
-    result = _ATEN._scaled_dot_product_flash_attention_for_cpu(
-        *qkv, 0.0, scores.causal, attn_mask=added, scale=scores.scale
-    )
-    return _blank_unseen_queries(result, scores)
+    attend = _ATEN._scaled_dot_product_flash_attention_for_cpu
+    return _blank_unseen_queries(attend(*qkv, 0.0, scores.causal, attn_mask=added, scale=scores.scale), scores)
 
 
 def _flash_cpu_backward(gradient: Tensor, qkv: QueryKeyValue, result: Result, scores: Scores) -> Gradients:
     """Return the gradients of a pair by torch's flash kernel of CPUs."""
     added = None if scores.hidden is None else _view_four_dims(additive_mask(scores.hidden, qkv[0].dtype))
-    return _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, *qkv, *result, 0.0, scores.causal, attn_mask=added, scale=scores.scale
-    )
+    differentiate = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
+    return differentiate(gradient, *qkv, *result, 0.0, scores.causal, attn_mask=added, scale=scores.scale)
 
 
 def _view_four_dims(x: Tensor) -> Tensor:
@@ -198,9 +195,8 @@ def _rows_by_key_head(x: Tensor, k: Tensor) -> Tensor:
 def _compute_scores(qkv: QueryKeyValue, scores: Scores) -> Tensor:
     """Return the scores of a pair [batch, heads, length, memory_length], in the type of statistics."""
     q, k, _ = qkv
-    score_matrix = (_rows_by_key_head(widen_dtype(q) * scores.scale, k) @ widen_dtype(k).mT).view(
-        *q.shape[:3], k.shape[2]
-    )
+    products = _rows_by_key_head(widen_dtype(q) * scores.scale, k) @ widen_dtype(k).mT
+    score_matrix = products.view(*q.shape[:3], k.shape[2])
     if scores.bias is not None:
         score_matrix += widen_dtype(scores.bias)
     if scores.causal:
@@ -307,9 +303,7 @@ def _cut_sequences(begins: Begins, queries: Sequence[Stretch], short: int) -> It
 
     def cut_sequence(column: Begins) -> list[Cut]:
         """Return the cuts of one sequence."""
-        return list(
-            chain.from_iterable(_cut_at_documents(column, row, q, short) for row, q in place_stretches(queries))
-        )
+        return [cut for row, q in place_stretches(queries) for cut in _cut_at_documents(column, row, q, short)]
 
     def sequence_key(cuts: list[Cut]) -> list[Any]:
         """Return the key of a sequence, by which its neighbours are computed together with it."""

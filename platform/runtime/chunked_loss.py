@@ -147,9 +147,8 @@ def _compute_token_losses(statistics: Tensor, classes: Classes, gradient: bool) 
         if smoothing:
             losses = losses - smoothing / vocab * statistics[2]
         return losses, LogitDerivatives(None, smoothing - 1, -smoothing / vocab if smoothing else None)
-    likelihoods = [
-        x.detach().requires_grad_(gradient) for x in (target - logsumexp, logsumexp, statistics[2] / vocab - logsumexp)
-    ]
+    terms = target - logsumexp, logsumexp, statistics[2] / vocab - logsumexp
+    likelihoods = [x.detach().requires_grad_(gradient) for x in terms]
     with torch.set_grad_enabled(gradient):
         losses = classes.loss(Likelihood(*likelihoods))
     if not gradient:
@@ -172,11 +171,8 @@ def compute_loss_and_gradient(
     column = column.clamp(0, max(real - 1, 0)).unsqueeze(1)
     statistics, differentiate, chunks = _row_statistics, _differentiate_logits, list(_row_chunks(logits))
     if classes.region and real:  # nothing in the type of statistics is kept: all rows at once
-        statistics, differentiate, chunks = (
-            classes.region(_row_statistics),
-            classes.region(_differentiate_compiled),
-            [slice(None)],
-        )
+        statistics, differentiate = classes.region(_row_statistics), classes.region(_differentiate_compiled)
+        chunks = [slice(None)]
     merged_statistics = torch.cat([statistics(known[at], column[at], classes.needs_logit_sums) for at in chunks], 1)
     if classes.over:
         merged_statistics = _merge_statistics(merged_statistics, mine, communicator, classes.over)
@@ -340,10 +336,9 @@ class _Kept(torch.autograd.Function):
         ctx.coming, ctx.deferred = coming, deferred
         ctx.leaf = table if can_accumulate(table) else None
         ctx.save_for_backward(x if group.regathered else converted_x, table if e.regathered else converted_table, y)
-        rows = y if is_absent(y) else y.view(-1, y.shape[-1])
-        return (
-            y.double().sum() if is_absent(y) else compute_loss_and_gradient(rows, targets, communicator, classes, True)
-        )
+        if is_absent(y):
+            return y.double().sum()
+        return compute_loss_and_gradient(y.view(-1, y.shape[-1]), targets, communicator, classes, True)
 
     @staticmethod
     def backward(ctx, dloss):
@@ -406,11 +401,9 @@ def linear_cross_entropy(
     if training:
         return _Kept.apply(x, table, bias, targets, coming, classes, deferred)
     *_, y = _compute_logits(x, table, bias, coming)
-    return (
-        y.double().sum()
-        if is_absent(y)
-        else compute_loss_and_gradient(y.flatten(0, -2), targets, communicator, classes, False)
-    )
+    if is_absent(y):
+        return y.double().sum()
+    return compute_loss_and_gradient(y.flatten(0, -2), targets, communicator, classes, False)
 
 
 @dataclass(frozen=True)
@@ -483,14 +476,12 @@ class _ByChunks(torch.autograd.Function):
         gradient, dx = gradient.contiguous(), torch.empty_like(x)
         with ExitStack() as stack:
             adds = [stack.enter_context(gradient_parts(w)) for w in (*layer.inner, layer.outer)]
-            sums = [torch.zeros_like(b) for b in layer.inner_biases]
+            dbs = [torch.zeros_like(b) for b in layer.inner_biases]
             for at in layer.row_chunks(x):
-                for total, g in zip(
-                    sums, layer.compute_chunk_gradients(x[at], gradient[at], dx[at], adds), strict=False
-                ):
-                    total += g.sum(0)
-        for b, total in zip(layer.inner_biases, sums, strict=True):
-            add_small_gradient(b, lambda dtype, total=total: total.to(dtype))
+                for db, g in zip(dbs, layer.compute_chunk_gradients(x[at], gradient[at], dx[at], adds), strict=False):
+                    db += g.sum(0)
+        for b, db in zip(layer.inner_biases, dbs, strict=True):
+            add_small_gradient(b, lambda dtype, db=db: db.to(dtype))
         if layer.outer_bias is not None:
             add_small_gradient(layer.outer_bias, lambda dtype: gradient.sum(0, dtype=dtype))
         return None, dx, *(None for _ in layer.weights_and_biases)

@@ -316,9 +316,8 @@ class Communicator(ABC):
         if parts or joined_parts:
             finish = partial(uneven.remove_room, finish)
         start = partial(self._start_collective, op, input_buffer, out, axes, group, reduce, root)
-        return self._issue_collective(
-            Launched(name or op, op, axes, moved, -1, self._next_launch_number(axes)), start, input_buffer, finish
-        )
+        what = Launched(name or op, op, axes, moved, -1, self._next_launch_number(axes))
+        return self._issue_collective(what, start, input_buffer, finish)
 
     def launch_all_to_allv(
         self, x: Tensor, sent: Sequence[int], received: Sequence[int], axes: Sequence[str], *, name: str = ""
@@ -335,9 +334,8 @@ class Communicator(ABC):
             self.log.append(Launch(op, axes, group, row))
         out = input_buffer.new_empty((sum(received), *x.shape[1:]))
         start = partial(self._start_all_to_allv, input_buffer, out, sent, received, axes)
-        return self._issue_collective(
-            Launched(name or op, op, axes, moved, -1, self._next_launch_number(axes)), start, input_buffer, lambda: out
-        )
+        what = Launched(name or op, op, axes, moved, -1, self._next_launch_number(axes))
+        return self._issue_collective(what, start, input_buffer, lambda: out)
 
     def _issue_collective(
         self, what: Launched, start: Callable[[], Callable[[], Any]], input_buffer: Tensor, finish: Callable[[], Tensor]
@@ -454,11 +452,9 @@ class Communicator(ABC):
 
     def _receive_rank(self, stage: int) -> None:
         """Receive the number of this rank's peer in pipeline stage `stage`. Raises RuntimeError if it is another's."""
-        [received_rank] = self.read_numbers(self.receive((1,), torch.float32, stage).wait())
-        if received_rank != self._stage_peer(stage):
-            raise RuntimeError(
-                f"rank {received_rank:.0f} is where rank {self._stage_peer(stage)} sends to rank {self.rank}"
-            )
+        [sender] = self.read_numbers(self.receive((1,), torch.float32, stage).wait())
+        if sender != self._stage_peer(stage):
+            raise RuntimeError(f"rank {sender:.0f} is where rank {self._stage_peer(stage)} sends to rank {self.rank}")
 
     def read_numbers(self, x: Tensor) -> list[float]:
         """Read the numbers in `x` [n], a tensor on this rank's device, into host memory: waits for the device, and so

@@ -56,9 +56,7 @@ def compile_region(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     that the rank does not count as hung. A call of a TracedFunction launches its kernels directly, without torch's
     search for a graph that fits the arguments."""
     traced = isinstance(function, TracedFunction)
-    compiled_for = (
-        partial(_compile_graph, function) if isinstance(function, TracedFunction) else _compile_function(function)
-    )
+    build = partial(_compile_graph, function) if isinstance(function, TracedFunction) else _compile_function(function)
     known: dict[object, Callable[..., Tensor]] = {}
 
     @wraps(function)
@@ -71,7 +69,7 @@ def compile_region(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if compiled_function := known.get(signature):
             return compiled_function(*arguments)
         with _LOCK, PROGRESS.mark_preparing(f"compile {function.__name__}"):
-            compiled_function = compiled_for(arguments)
+            compiled_function = build(arguments)
             out = compiled_function(*arguments)
         known[signature] = compiled_function
         return out
@@ -102,9 +100,8 @@ def _compile_graph(function: TracedFunction, arguments: Sequence[Tensor]) -> Cal
         return kernels[-1]
 
     compiled_function = fx.compile_fx(function.graph, list(arguments), inner_compile=keep_kernels)
-    if [_argument_signature(x) for x in compiled_function(*arguments)] != [
-        _argument_signature(x) for x in kernels[-1](list(arguments))
-    ]:
+    signatures = [_argument_signature(x) for x in compiled_function(*arguments)]
+    if signatures != [_argument_signature(x) for x in kernels[-1](list(arguments))]:
         return compiled_function
     # what is around the kernels serves functions that change their arguments or return views of them
     return lambda *tensors: kernels[-1]([*tensors])
@@ -201,9 +198,8 @@ def deterministic_kernels(compiles: bool) -> Iterator[None]:
     """
     before = torch.get_deterministic_debug_mode(), _SETTINGS.fill_uninitialized_memory, torch.backends.cudnn.benchmark
     torch.set_deterministic_debug_mode("error")
-    _SETTINGS.fill_uninitialized_memory = (
-        False  # costs a pass over all memory, and nothing is read before it is written
-    )
+    # filling costs a pass over all memory, and nothing is read before it is written
+    _SETTINGS.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False  # chooses kernels by how fast they happen to be
     if compiles:
         torch.use_deterministic_algorithms(True)  # tells the compiler too, whose import takes seconds

@@ -66,11 +66,8 @@ class CompiledBlock:
             indices = list(group)
             bucket = homes[indices[0]][0]
             names = tuple(name for i in indices for name in homes[i][1])
-            parts = (
-                [(names, indices)]
-                if bucket.bucket.range_of_parameters(names)
-                else [(homes[i][1], [i]) for i in indices]
-            )
+            together = bucket.bucket.range_of_parameters(names)
+            parts = [(names, indices)] if together else [(homes[i][1], [i]) for i in indices]
             destinations += [(bucket, names, its, [self.tensors[i].numel() for i in its]) for names, its in parts]
         return destinations
 
@@ -192,10 +189,8 @@ def _split_graph(code: str, traced: _Graph) -> BlockFunctions:
             decompositions=inductor.select_decomp_table(),
         )(*primals)
         torch.autograd.grad(out, [x for x in primals if x.requires_grad], out.detach())
-    kept_primals = _keep_primals(**graphs)
-    return BlockFunctions(
-        **{name: TracedFunction(graph, f"block_{name}") for name, graph in graphs.items()}, kept=kept_primals
-    )
+    kept = _keep_primals(**graphs)
+    return BlockFunctions(**{name: TracedFunction(graph, f"block_{name}") for name, graph in graphs.items()}, kept=kept)
 
 
 def _keep_primals(forward: GraphModule, backward: GraphModule) -> list[int]:

@@ -58,12 +58,8 @@ def start_lending(communicator: Communicator, step: Step, x: Tensor) -> Lending:
     if step.op == "lend":
         rows = x[lent_experts] if lent_experts else x[:0]
         return Lending(step, x, communicator.launch_all_to_allv(rows, out, into, step.axes, name=name), lent_experts)
-    return Lending(
-        step,
-        x,
-        communicator.launch_all_to_allv(x[each : each + sum(into)], into, out, step.axes, name=name),
-        lent_experts,
-    )
+    rows = x[each : each + sum(into)]
+    return Lending(step, x, communicator.launch_all_to_allv(rows, into, out, step.axes, name=name), lent_experts)
 
 
 class Pending:
@@ -126,13 +122,8 @@ class Pending:
             return x.new_empty(0) if index else x
         if step.op == "slice" and step.zigzag == dim:
             pieces, pieces_per_rank = x.chunk(2 * ranks * step.rounds, dim), 2 * step.rounds
-            return torch.cat(
-                [
-                    pieces[n]
-                    for n in zigzag_order(ranks, step.rounds)[index * pieces_per_rank : (index + 1) * pieces_per_rank]
-                ],
-                dim,
-            )
+            order = zigzag_order(ranks, step.rounds)[index * pieces_per_rank : (index + 1) * pieces_per_rank]
+            return torch.cat([pieces[n] for n in order], dim)
         parts = _step_parts(communicator, step, dim)
         extents = parts.extents if parts else (x.shape[dim] // (ranks if step.op == "slice" else 1),) * ranks
         first = sum(extents[:index])
@@ -159,12 +150,9 @@ class Pending:
 
 def _step_parts(communicator: Communicator, step: Step, dim: int) -> Parts | None:
     """Return the blocks, along the dim at position `dim`, of the ranks that take a step together, if they differ."""
-    cut = step.cut_of_dim(dim) if step.cuts and step.moves_dim(dim) else None
-    return (
-        cut.parts_of_group(communicator.mesh, communicator.coordinates, communicator.mesh.count_ranks(step.axes))
-        if cut
-        else None
-    )
+    if not step.cuts or not step.moves_dim(dim) or not (cut := step.cut_of_dim(dim)):
+        return None
+    return cut.parts_of_group(communicator.mesh, communicator.coordinates, communicator.mesh.count_ranks(step.axes))
 
 
 def convert(

@@ -87,9 +87,8 @@ class _Einsums(torch.autograd.Function):
             return tuple(map(x.new_empty, left_out))
         read, *factors = map(widen_dtype, (x, *local)) if group.has_wide_dtype else (x, *local)
         products = _compute_products(counts, group, read, factors, biases or [None] * len(local))
-        leaving = [
-            convert(communicator, y, e.output.forward, owned=True) for y, e in zip(products, group.einsums, strict=True)
-        ]
+        pairs = zip(products, group.einsums, strict=True)
+        leaving = [convert(communicator, y, e.output.forward, owned=True) for y, e in pairs]
         ctx.save_for_backward(*saved)
         return tuple(c.wait() for c in leaving)
 
@@ -107,10 +106,8 @@ class _Einsums(torch.autograd.Function):
         operands = [c.wait() for c in regathered]
         local = [c.wait().contiguous() for c in coming]  # read twice; that of a query is not in attention's order
         ctx.coming.start_next_conversions(back=True)
-        needed = ctx.needs_input_grad[6:]
-        compute_leaf_gradients = partial(
-            _compute_operand_gradients, communicator, group, ctx.leaves, needed, x, local, ctx.counts
-        )
+        leaves = ctx.leaves, ctx.needs_input_grad[6:]
+        compute_leaf_gradients = partial(_compute_operand_gradients, communicator, group, *leaves, x, local, ctx.counts)
         together = None
         if ctx.joined and JOINS_GRADIENTS.get(x.device.type, True):
             together = torch.cat([g.flatten(x.dim() - 1).flatten(0, -2) for g in local], 1)
@@ -253,9 +250,8 @@ def _compute_products(
     triples = zip(operands, biases, group.einsums, strict=True)
     if counts is None:
         return (local_einsum_function(e.x_dims, e.dims, e.out_dims)(x, w, b) for w, b, e in triples)
-    return compute_in_turn(
-        [einsum_starter_of_groups(counts, e.x_dims, e.dims, e.out_dims)(x, w, b) for w, b, e in triples]
-    )
+    started = [einsum_starter_of_groups(counts, e.x_dims, e.dims, e.out_dims)(x, w, b) for w, b, e in triples]
+    return compute_in_turn(started)
 
 
 def _compute_gradient_of_x(counts: Groups | None, group: EinsumGroup, gradients: Tensors, operands: Tensors) -> Tensor:
@@ -273,13 +269,7 @@ def _compute_gradient_of_x(counts: Groups | None, group: EinsumGroup, gradients:
 
 
 def _add_gradients_of_rows(
-    counts: Groups,
-    group: EinsumGroup,
-    leaves: Tensors,
-    x: Tensor,
-    gradients: Tensors,
-    into: Tensor,
-    fresh: bool,
+    counts: Groups, group: EinsumGroup, leaves: Tensors, x: Tensor, gradients: Tensors, into: Tensor, fresh: bool
 ) -> Tensor:
     """Add the gradients of a group's `leaves`, matrices of experts, to the flat memory `into`, where they lie one after
     another, or overwrite it if `fresh`; return it."""

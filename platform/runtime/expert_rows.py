@@ -170,15 +170,10 @@ def count_rows(communicator: Communicator, weights: Tensor, seats: Seats, chosen
         taken = seats_of_expert[which, 0]
     taken = taken.masked_fill_(order == 0, n * each).flatten()
     _, pair = taken.sort(stable=True)
-    sent_counts = torch.zeros(n * each + 1, dtype=torch.int64, device=device).index_add_(
-        0, taken, torch.ones_like(taken)
-    )
-    sent_counts = sent_counts[:-1].view(n, each)
-    received_counts = (
-        communicator.launch("all_to_all", sent_counts, seats.axes, name="rows of experts").wait()
-        if seats.axes
-        else sent_counts
-    )
+    counts = torch.zeros(n * each + 1, dtype=torch.int64, device=device).index_add_(0, taken, torch.ones_like(taken))
+    sent_counts = received_counts = counts[:-1].view(n, each)
+    if seats.axes:
+        received_counts = communicator.launch("all_to_all", sent_counts, seats.axes, name="rows of experts").wait()
     numbers = [int(number) for number in communicator.read_numbers(torch.cat([sent_counts, received_counts]).flatten())]
     sent, received = ([numbers[i : i + each] for i in range(at, at + n * each, each)] for at in (0, n * each))
     rows, received_rows = sum(numbers[: n * each]), sum(numbers[n * each :])
@@ -229,9 +224,8 @@ def _expert_order(received_counts: Tensor, rows: int) -> Tensor:
 def _send_to_experts(communicator: Communicator, rows: Tensor, counts: Counts) -> Tensor:
     """Send rows from the ranks of tokens to the ranks of experts; return rows in the order of the experts."""
     if counts.axes:
-        rows = communicator.launch_all_to_allv(
-            rows, counts.sent, counts.received, counts.axes, name="rows to experts"
-        ).wait()
+        sizes = counts.sent, counts.received
+        rows = communicator.launch_all_to_allv(rows, *sizes, counts.axes, name="rows to experts").wait()
     return rows if counts.order is None else rows.index_select(0, counts.order)
 
 
@@ -240,9 +234,8 @@ def _send_back(communicator: Communicator, rows: Tensor, counts: Counts) -> Tens
     if counts.back is not None:
         rows = rows.index_select(0, counts.back)
     if counts.axes:
-        rows = communicator.launch_all_to_allv(
-            rows, counts.received, counts.sent, counts.axes, name="rows of tokens"
-        ).wait()
+        sizes = counts.received, counts.sent
+        rows = communicator.launch_all_to_allv(rows, *sizes, counts.axes, name="rows of tokens").wait()
     return rows
 
 
@@ -390,9 +383,8 @@ def _compute_routing(
     loss = router.balance * even
     if router.z:
         loss = loss + router.z * scores.logsumexp(-1).square()
-    counts = torch.stack(
-        [tokens_per_expert.sum(0), tokens_per_expert.sum(0) if accepted is chosen else accepted.sum((0, 1))]
-    )
+    choices = tokens_per_expert.sum(0)
+    counts = torch.stack([choices, choices if accepted is chosen else accepted.sum((0, 1))])
     return weights, loss * real, counts
 
 
@@ -522,8 +514,7 @@ def _scatter_gradient(table: Tensor, ids: Tensor, gradient: Tensor, into: Tensor
 
 def look_up_rows(table: Tensor, ids: Tensor) -> Tensor:
     """Return the rows of an embedding `table` [rows, ...] at the indices `ids`, as a tensor [*ids, ...]."""
-    if (
-        can_accumulate(table) and table.device.type == "cpu"
-    ):  # on a GPU, torch's kernel adds in a fixed order and in fp32
+    # on a GPU, torch's kernel adds in a fixed order and in fp32
+    if can_accumulate(table) and table.device.type == "cpu":
         return _Rows.apply(table, ids)
     return F.embedding(ids, table.reshape(table.shape[0], -1)).view(*ids.shape, *table.shape[1:])

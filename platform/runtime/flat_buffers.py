@@ -52,19 +52,14 @@ class FlatBucket:
         self._elements = bucket.elements if self.here else 0
         self.masters = self._allocate_flat(self._elements // bucket.shards, high)
         is_unsharded = not bucket.sharded
-        is_one_memory = low == high and (
-            is_unsharded or bucket.has_sharded_weights
-        )  # compute and master copies are the same memory
+        # compute and master copies are the same memory
+        is_one_memory = low == high and (is_unsharded or bucket.has_sharded_weights)
         self._whole = self.masters if is_one_memory and is_unsharded else self._allocate_flat(self._elements, low)
         rows = self._whole.view(self.bucket.shards, -1)
         # what is kept of the compute copies: under ZeRO-3 this rank's shard, beside the buffer that it is gathered into
-        self.part = (
-            self.masters
-            if is_one_memory
-            else torch.zeros_like(rows[0])
-            if bucket.has_sharded_weights
-            else rows[self._index]
-        )
+        self.part = self.masters if is_one_memory else rows[self._index]
+        if bucket.has_sharded_weights and not is_one_memory:
+            self.part = torch.zeros_like(rows[0])
         # Written through an alias with a version counter of its own: autograd would take a gather in the backward pass
         # for a change of what the forward pass saved.
         self._written = self._whole.data.view(self.bucket.shards, -1)
@@ -233,9 +228,8 @@ class FlatBucket:
         """Note that the backward pass has produced the gradients of the parameters `names`; when all of the bucket's
         are there, add them to the sums and call `complete`. A parameter with several uses never counts as there: its
         gradient is complete only when the pass ends."""
-        self._came.update(
-            names if self._plan.multi_use_parameters.isdisjoint(names) else set(names) - self._plan.multi_use_parameters
-        )
+        several = self._plan.multi_use_parameters
+        self._came.update(names if several.isdisjoint(names) else set(names) - several)
         if len(self._came) == len(self.compute):
             self.flush_gradients()
             if self.complete:
@@ -276,9 +270,7 @@ class FlatBucket:
             return
         sums, every = self._sum_buffer(), len(self.compute)
         together = len(self._held) == every and len(self._summed) in (0, every)
-        stretches = (
-            [(0, sum(self.bucket.sizes))] if together else [self.bucket.parameter_ranges[name] for name in self._held]
-        )
+        stretches = [(0, sum(self.bucket.sizes))] if together else [self.bucket.parameter_ranges[n] for n in self._held]
         known = [bool(self._summed)] if together else [name in self._summed for name in self._held]
         for (start, stop), summed in zip(stretches, known, strict=True):
             sum_part, pass_part = sums[start:stop], self._coming[start:stop]
@@ -422,11 +414,9 @@ def local_squared_norm(
     by more between two plans, and of one plan all ranks get one and the same number.
     """
     counted_stretches = [flat[stretch] for name, flat in gradients.items() for stretch in counted[name]]
-    return (
-        sum_squares(counted_stretches)
-        if counted_stretches
-        else torch.zeros((), dtype=torch.float64, device=communicator.device)
-    )
+    if not counted_stretches:
+        return torch.zeros((), dtype=torch.float64, device=communicator.device)
+    return sum_squares(counted_stretches)
 
 
 def sum_squares(stretches: Sequence[Tensor]) -> Tensor:

@@ -103,11 +103,9 @@ class HostMemory(Communicator):
         before, group = open_sockets(), self._build_lazy_group(name, timeout) if peers else None
         if self._tree:
             self._broadcast_down_tree(self._gather_up_tree(torch.zeros(1), [1] * self._relatives.subtree_size)[:1])
-        byte_messages = [(peer, torch.zeros(1, dtype=torch.uint8)) for peer in peers]
+        sent, received = ([(peer, torch.zeros(1, dtype=torch.uint8)) for peer in peers] for _ in range(2))
         try:
-            _deliver_tensors(
-                group, byte_messages, [(peer, torch.empty_like(x)) for peer, x in byte_messages], PATIENCE * timeout
-            )
+            _deliver_tensors(group, sent, received, PATIENCE * timeout)
         finally:  # replaced as a whole, as the thread that aborts may be reading it
             self.connections = self.connections | dict(open_sockets().items() - before.items())
         self.confirm_uninterrupted()
@@ -145,18 +143,16 @@ class HostMemory(Communicator):
 
     def broadcast_text(self, text=None):
         """Broadcast a text with its length in one message down the tree, and the rest of a longer one in a second."""
-        text_bytes = (text or "").encode()
+        encoded = (text or "").encode()
         with PROGRESS.mark_waiting("announce"):
             head = torch.zeros(_LENGTH + _ANNOUNCED, dtype=torch.uint8)
             if self.rank == 0:
-                head[:_LENGTH] = _bytes_tensor(len(text_bytes).to_bytes(_LENGTH, "little"))
-                head[_LENGTH : _LENGTH + len(text_bytes)] = _bytes_tensor(text_bytes[:_ANNOUNCED])
+                head[:_LENGTH] = _bytes_tensor(len(encoded).to_bytes(_LENGTH, "little"))
+                head[_LENGTH : _LENGTH + len(encoded)] = _bytes_tensor(encoded[:_ANNOUNCED])
             head_bytes = self._broadcast_down_tree(head).numpy().tobytes()
             size = int.from_bytes(head_bytes[:_LENGTH], "little")
             remainder = torch.empty(max(0, size - _ANNOUNCED), dtype=torch.uint8)
-            remainder = self._broadcast_down_tree(
-                _bytes_tensor(text_bytes[_ANNOUNCED:]) if self.rank == 0 else remainder
-            )
+            remainder = self._broadcast_down_tree(_bytes_tensor(encoded[_ANNOUNCED:]) if self.rank == 0 else remainder)
         return (head_bytes[_LENGTH:][:size] + remainder.numpy().tobytes()).decode()
 
     def all_gather_texts(self, text):

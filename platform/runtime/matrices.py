@@ -21,6 +21,8 @@ from platform.runtime.communicator import Communicator
 from platform.runtime.conversion import convert
 from platform.runtime.flat_buffers import FlatBucket
 
+Transform = Callable[[Tensor], Tensor]  # of a whole matrix
+
 
 class _Part(NamedTuple):
     """Place of this rank's part in the matrices of a parameter: the rows of all matrices that the rows of the part are,
@@ -46,9 +48,8 @@ class Factors:
         by_name = {p.name: p for p in plan.parameters}
         self._shapes = {name: by_name[name].shape_as_matrices(plan.global_shape(by_name[name])) for name in self._sizes}
         self.elements = {name: prod(plan.global_shape(by_name[name])) for name in self._sizes}
-        self._counted = {
-            n for n in self._sizes if counts_at(communicator.coordinates, plan.master_split_axes(by_name[n]))
-        }
+        at = communicator.coordinates
+        self._counted = {n for n in self._sizes if counts_at(at, plan.master_split_axes(by_name[n]))}
         own_parameters = (by_name[name] for name in plan.factored if name in by_name)
         self._parts = {p.name: part for p in own_parameters if (part := self._find_part(p))}
 
@@ -60,9 +61,8 @@ class Factors:
         if not plan.has_block(p, at) or start >= stop:
             return None
         block, shape, cut = plan.locate_block(p, at), plan.global_shape(p), p.row_dims
-        rows, columns = (
-            _element_numbers(block[side], shape[side], device) for side in (slice(0, cut), slice(cut, None))
-        )
+        rows = _element_numbers(block[:cut], shape[:cut], device)
+        columns = _element_numbers(block[cut:], shape[cut:], device)
         first, last = start // len(columns), -(-stop // len(columns))
         each = prod(extent for _, extent in block[p.stack_dims : cut])  # rows of the block in one matrix
         within = range(first // each, -(-last // each))
@@ -88,13 +88,11 @@ class Factors:
     def outer_product_part(self, name: str, rows: Tensor, columns: Tensor, like: Tensor) -> Tensor:
         """Return this rank's part of the outer products of Adafactor's `rows` and `columns`, shaped as `like`."""
         part, (number, _, width) = self._parts[name], self._shapes[name]
-        outer_products = rows.new_empty(len(part.rows), len(part.columns))
+        products = rows.new_empty(len(part.rows), len(part.columns))
         of_parts = columns.view(number, width)[part.of[:, None], part.columns]
-        for out, r, c in zip(
-            outer_products.split(part.counts), rows[part.rows].split(part.counts), of_parts, strict=True
-        ):
+        for out, r, c in zip(products.split(part.counts), rows[part.rows].split(part.counts), of_parts, strict=True):
             torch.outer(r, c, out=out)
-        return outer_products.view(-1)[part.before : part.before + like.numel()].view(like.shape)
+        return products.view(-1)[part.before : part.before + like.numel()].view(like.shape)
 
     def sum_over_ranks(self, squares: Mapping[str, Sequence[Tensor]], totals: bool = False) -> dict[str, list[Tensor]]:
         """Sum over ranks, by one all-reduce, the squares that Adafactor needs of each parameter's gradient: by row and
@@ -137,14 +135,10 @@ class Matrices:
         """Find the flat buckets that hold parts of the weight matrices which Muon updates as wholes."""
         self._plan, self._communicator = plan, communicator
         self.half = plan.itemsize["compute"] == 2
-        flat_parameters = [
-            (flat, [p for p in flat.bucket.parameters if p.name in plan.matrices]) for flat in flats if flat.here
-        ]
-        self._flats = [(flat, parameters) for flat, parameters in flat_parameters if parameters]
+        pairs = [(flat, [p for p in flat.bucket.parameters if p.name in plan.matrices]) for flat in flats if flat.here]
+        self._flats = [(flat, parameters) for flat, parameters in pairs if parameters]
 
-    def map_matrices(
-        self, function: Callable[[Tensor], Tensor], parts: Mapping[str, Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
+    def map_matrices(self, function: Transform, parts: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Apply `function` (Muon's) to each whole weight matrix, gathered from the ranks with the layer's outputs as
         rows; yield the parameter's name and this rank's part of the result. `parts`: parameter name -> this rank's part
         of the matrix, laid out as the master copy. All ranks go through it together."""
@@ -157,16 +151,10 @@ class Matrices:
             del blocks
 
     @torch.no_grad()
-    def _apply_to_gathered_matrix(
-        self, flat: FlatBucket, p: Parameter, block: Tensor, function: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+    def _apply_to_gathered_matrix(self, flat: FlatBucket, p: Parameter, block: Tensor, function: Transform) -> Tensor:
         """Return this rank's part of function(whole matrix), of weight matrices gathered from the ranks' blocks."""
-        whole_matrix = convert(
-            self._communicator, block, self._plan.matrix_gather_steps(p), name=f"join {p.name}"
-        ).wait()
-        transformed = function(whole_matrix.reshape(p.shape_as_matrices(whole_matrix.shape)[not p.stack_dims :])).view(
-            whole_matrix.shape
-        )
+        matrix = convert(self._communicator, block, self._plan.matrix_gather_steps(p), name=f"join {p.name}").wait()
+        transformed = function(matrix.reshape(p.shape_as_matrices(matrix.shape)[not p.stack_dims :])).view(matrix.shape)
         return flat.own_master_part(p.name, self._cut_block(p, transformed))
 
     def _cut_block(self, p: Parameter, whole_matrix: Tensor) -> Tensor:

@@ -225,11 +225,9 @@ class _Reader:
 
 def _pair_operands(pair: Pair, qkv: QueryKeyValue) -> QueryKeyValue:
     """Return the queries, keys and values of a pair as views of their blocks."""
-    q, k, v = (
-        _view_positions(x, pair.sequences, where)
-        for x, where in zip(qkv, (pair.rows, pair.columns, pair.columns), strict=True)
-    )
-    return q, k, v
+    q, k, v = qkv
+    k, v = (_view_positions(x, pair.sequences, pair.columns) for x in (k, v))
+    return _view_positions(q, pair.sequences, pair.rows), k, v
 
 
 def _iterate_panels(
@@ -284,10 +282,8 @@ def _add_pair_gradients(
     gradient of the attention's result, the result, and the log-sum-exp of all its keys; `qkv`: queries, a panel's keys
     and values."""
     for pair in panel_pairs:
-        gradient, *result = [_view_positions(x, pair.sequences, pair.rows) for x in results]
-        parts = reader.kernel.backward(
-            gradient, _pair_operands(pair, qkv), (result[0], result[1]), reader.pair_scores(pair)
-        )
+        gradient, out, lse = (_view_positions(x, pair.sequences, pair.rows) for x in results)
+        parts = reader.kernel.backward(gradient, _pair_operands(pair, qkv), (out, lse), reader.pair_scores(pair))
         for total, where, part in zip(sums, (pair.rows, pair.columns, pair.columns), parts, strict=False):
             total.add_gradient(pair.sequences, where, part)
         if dbias is not None:
@@ -324,9 +320,8 @@ class _Panels(torch.autograd.Function):
         results = gradient, out, finite_log_sum_exp(lse)
         turns = _iterate_panels(communicator, plan, k, v, AGAIN)
         owner, *mine = next(turns)
-        now, later = _halve_pairs(
-            reader.panel_pairs(owner)
-        )  # under the first message of keys, and the last one of gradients
+        # under the first message of keys, and the last one of gradients
+        now, later = _halve_pairs(reader.panel_pairs(owner))
         _add_pair_gradients(reader, now, results, (q, *mine), sums, dbias)
         coming: Handle | Arrived | None = None
         for owner, *panel in turns:
@@ -337,16 +332,14 @@ class _Panels(torch.autograd.Function):
                 message += coming.wait()
             coming = communicator.launch("rotate", message.to(k.dtype), plan.over, name=GRADIENTS)
         _add_pair_gradients(reader, later, results, (q, *mine), sums, dbias)
-        dq, *own_gradients = [x.gradient_sum() for x in sums]
+        dq, *dkv = [x.gradient_sum() for x in sums]
         if coming:
-            own_gradients = [
-                x + part for x, part in zip(own_gradients, _unpack_message(coming.wait(), k, v), strict=True)
-            ]
+            dkv = [x + part for x, part in zip(dkv, _unpack_message(coming.wait(), k, v), strict=True)]
         dsink = None
         if sink is not None:
             share = torch.exp(widen_dtype(sink)[:, None] - lse) * (widen_dtype(gradient) * out).sum(-1)
             dsink = share.sum((0, 2)).neg_().to(sink.dtype)
-        dk, dv = own_gradients
+        dk, dv = dkv
         return None, None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, dbias
 
 

@@ -260,10 +260,8 @@ class ParallelOps(Ops):
         use, parameters = (operation.kind, operation.name, 0), operation.parameters
         ahead = use in self.ahead and not torch.compiler.is_compiling()
         coming = self.ahead.take_parameters(use) if ahead else [None] * len(parameters)
-        tensors = [self.tensors[p.name] for p in parameters]
-        return conversions.convert_differentiably(
-            self.communicator, tensors, planned.conversions[: len(tensors)], coming
-        )
+        blocks = [self.tensors[p.name] for p in parameters]
+        return conversions.convert_differentiably(self.communicator, blocks, planned.conversions[: len(blocks)], coming)
 
     @property
     def compiles_functions(self) -> bool:
@@ -332,10 +330,8 @@ class ParallelOps(Ops):
         key = window, q.shape[2], k.shape[2], q.dtype, q.device, begins if begins is None else id(begins)
         known = self.position.masks if self.offset or begins is not None else self._masks
         if key not in known:
-            positions = kernels.positions
-            known[key] = positions.additive_mask(
-                positions.unseen_mask(*self.query_key_positions(spec, q, k), window, begins), q.dtype
-            )
+            unseen = kernels.positions.unseen_mask(*self.query_key_positions(spec, q, k), window, begins)
+            known[key] = kernels.positions.additive_mask(unseen, q.dtype)
         return known[key]
 
     def query_key_positions(self, spec: Spec, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

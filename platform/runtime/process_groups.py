@@ -34,6 +34,7 @@ from platform.runtime.progress import PROGRESS, open_sockets
 # gloo's all-to-all sends to a peer before or after it receives from the same one: two ranks use half of their link.
 
 TAGS = 1 << 30  # after so many collectives of a group, tags begin anew
+Lines = dict[tuple[int, int], dist.ProcessGroup | None]  # (sending, receiving stage) -> this rank's group, if any
 
 
 class Messages:
@@ -161,7 +162,7 @@ class ProcessGroups(HostMemory):
                 groups_by_members[members] = self._create_groups(members)
             self._groups[tuple(axes)] = groups_by_members[members]
         self._messages: dict[dist.ProcessGroup, Messages] = {}
-        self._lines: dict[tuple[int, int], dist.ProcessGroup | None] = {}  # sending, receiving stage -> group
+        self._lines: Lines = {}
         self._lines |= self._create_nccl_lines(neighbours) if self._nccl else self._find_gloo_lines(list(neighbours))
         for group in self._own_groups():
             dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
@@ -178,12 +179,10 @@ class ProcessGroups(HostMemory):
             return dist.split_group(split_ranks=listed, timeout=timeout)
         return dist.new_subgroups_by_enumeration(listed, timeout=timeout)[0]
 
-    def _create_nccl_lines(
-        self, neighbours: Iterable[tuple[int, int]]
-    ) -> dict[tuple[int, int], dist.ProcessGroup | None]:
+    def _create_nccl_lines(self, neighbours: Iterable[tuple[int, int]]) -> Lines:
         """Make an NCCL group for messages from each pipeline stage to its neighbour, one per direction: (sending,
         receiving stage) -> this rank's group, if any. Pairs that share no stage are made together."""
-        lines: dict[tuple[int, int], dist.ProcessGroup | None] = {}
+        lines: Lines = {}
         own_stage = self.coordinates["stage"]
         for pairs in divide_disjoint_pairs(neighbours):
             for ways in (pairs, [pair[::-1] for pair in pairs]):
@@ -191,9 +190,7 @@ class ProcessGroups(HostMemory):
                 lines |= {way: group if own_stage in way else None for way in ways}
         return lines
 
-    def _find_gloo_lines(
-        self, neighbours: Sequence[tuple[int, int]]
-    ) -> dict[tuple[int, int], dist.ProcessGroup | None]:
+    def _find_gloo_lines(self, neighbours: Sequence[tuple[int, int]]) -> Lines:
         """Return the gloo group for messages from one pipeline stage to its neighbour: (sending, receiving stage) ->
         group, None for the default one. Messages up the stages go in the default group; messages down in one along the
         axis `stage`, since a thread of gloo that finds a connection in use by a sender spins until it is free."""
@@ -209,13 +206,9 @@ class ProcessGroups(HostMemory):
         with self.suspend_counting():
             # NCCL makes one group of all ranks of a split that give one colour, and torch's colours are hashes.
             for axes in self._groups if self._nccl else ():
-                [group_size] = self.read_numbers(
-                    self.launch("all_reduce", torch.ones(1, device=self.device), axes).wait()
-                )
-                if group_size != self.mesh.count_ranks(axes):
-                    raise RuntimeError(
-                        f"{group_size:.0f} ranks are in the group along {axes} of {self.mesh.count_ranks(axes)}"
-                    )
+                [size] = self.read_numbers(self.launch("all_reduce", torch.ones(1, device=self.device), axes).wait())
+                if size != (ranks := self.mesh.count_ranks(axes)):
+                    raise RuntimeError(f"{size:.0f} ranks are in the group along {axes} of {ranks}")
         super().open_stage_connections(neighbours)
 
     def _start_collective(self, op, input_buffer, out, axes, group, reduce, root):
@@ -312,13 +305,11 @@ class ProcessGroups(HostMemory):
             dist.destroy_process_group()
 
 
-def _start_nccl_rotation(
-    input_buffer: Tensor, out: Tensor, members: Sequence[int], me: int, group: Any
-) -> Callable[[], None]:
-    """Start sending `input_buffer` to the next of the `members` of an NCCL `group`, of which this rank is number `me`,
-    and receiving `out` from the one before, as one operation: two would each wait for a peer that has begun with the
-    same. Returns the function that waits."""
-    send_op = dist.P2POp(dist.isend, input_buffer, members[(me + 1) % len(members)], group)
+def _start_nccl_rotation(x: Tensor, out: Tensor, members: Sequence[int], me: int, group: Any) -> Callable[[], None]:
+    """Start sending `x` to the next of the `members` of an NCCL `group`, of which this rank is number `me`, and
+    receiving `out` from the one before, as one operation: two would each wait for a peer that has begun with the same.
+    Returns the function that waits."""
+    send_op = dist.P2POp(dist.isend, x, members[(me + 1) % len(members)], group)
     receive_op = dist.P2POp(dist.irecv, out, members[me - 1], group)
     works = dist.batch_isend_irecv([send_op, receive_op])
 

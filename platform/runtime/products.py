@@ -18,6 +18,7 @@ from platform.runtime.communicator import Communicator
 from platform.runtime.conversion import convert, is_absent
 
 Dims = tuple[str, ...]
+Blocks = Sequence[Tensor]
 ALIGNED = 16  # bytes by which torch's grouped product wants matrices' rows to begin
 
 
@@ -50,12 +51,8 @@ def _product_function(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
     contracted = tuple(d for d in a if d in b)
     rows, columns = tuple(d for d in a if d not in b), tuple(d for d in b if d not in a)
     a_first, b_first = a == rows + contracted, b == contracted + columns
-    simple = (
-        (a_first or a == contracted + rows)
-        and (b_first or b == columns + contracted)
-        and out in (rows + columns, columns + rows)
-        and contracted
-    )
+    are_matrices = (a_first or a == contracted + rows) and (b_first or b == columns + contracted)
+    simple = are_matrices and out in (rows + columns, columns + rows) and contracted
     if batched := _batch_product_function(a, b, out):
         return batched
     if not simple:
@@ -205,16 +202,13 @@ def einsum_starter_of_groups(groups: Groups, a: Dims, b: Dims, out: Dims) -> Cal
         fresh, memory = fresh or into is None, x.new_empty(shape) if into is None else into
         each = list(groups.each)
         left, right = x.split(each, int(matrices)), y.split(each) if matrices else y.unbind()
-        return memory, _multiply_one_by_one(
-            memory.unbind() if matrices else memory.split(each), left, right, bias, fresh
-        )
+        memories = memory.unbind() if matrices else memory.split(each)
+        return memory, _multiply_one_by_one(memories, left, right, bias, fresh)
 
     return start_product
 
 
-def _multiply_one_by_one(
-    memories: Sequence[Tensor], left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None, fresh: bool
-) -> Turns:
+def _multiply_one_by_one(memories: Blocks, left: Blocks, right: Blocks, bias: Tensor | None, fresh: bool) -> Turns:
     """Compute the products of matrices `left` and `right`, and the expert's `bias` added, one in each step."""
     if bias is not None:
         for out, x, y, b in zip(memories, left, right, bias.unbind(), strict=True):
@@ -320,9 +314,7 @@ class _Split:
         return finish_reduction
 
 
-def _split_operands(
-    communicator: Communicator, group: EinsumGroup, x: Tensor, operands: Sequence[Tensor]
-) -> list[_Split]:
+def _split_operands(communicator: Communicator, group: EinsumGroup, x: Tensor, operands: Blocks) -> list[_Split]:
     """Return x and the operands of a SUMMA group, in this order, as `_Split`s along the contracted dim."""
     panels = group.panels
     assert panels is not None
@@ -350,11 +342,8 @@ class _Summa(torch.autograd.Function):
         """Return the products of x with the operands, summed over panels that their owners broadcast in turn."""
         ctx.communicator, ctx.group = communicator, group
         local = _convert_operands(communicator, group.einsums, operands)
-        kept_operands = (
-            w if e.regathered else converted_operand
-            for w, converted_operand, e in zip(operands, local, group.einsums, strict=True)
-        )
-        ctx.save_for_backward(x, *kept_operands)
+        kept = (w if e.regathered else moved for w, moved, e in zip(operands, local, group.einsums, strict=True))
+        ctx.save_for_backward(x, *kept)
         assert group.panels is not None
         out: list[Tensor] = []
         for _, (xt, *ws) in _iterate_panels(_split_operands(communicator, group, x, local), group.panels.count):
@@ -385,17 +374,13 @@ class _Summa(torch.autograd.Function):
         return None, None, dx, *(c.wait() for c in leaving)
 
 
-def _convert_operands(
-    communicator: Communicator, einsums: Sequence[Einsum], operands: Sequence[Tensor]
-) -> Sequence[Tensor]:
+def _convert_operands(communicator: Communicator, einsums: Sequence[Einsum], operands: Blocks) -> Blocks:
     """Convert a SUMMA group's operands to the operation's layout, except along the contracted dim, cut into panels."""
     coming = [convert(communicator, w, e.operand.forward) for w, e in zip(operands, einsums, strict=True)]
     return [c.wait() for c in coming]
 
 
-def compute_by_summa(
-    communicator: Communicator, group: EinsumGroup, x: Tensor, operands: Sequence[Tensor]
-) -> Sequence[Tensor]:
+def compute_by_summa(communicator: Communicator, group: EinsumGroup, x: Tensor, operands: Blocks) -> Blocks:
     """Compute the outputs of a planned group of einsums by SUMMA, panel by panel of the contracted dim, from the local
     block of x (already converted) and the operands as stored. Outputs of an absent (empty) x are absent."""
     if is_absent(x):

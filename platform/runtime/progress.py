@@ -255,19 +255,13 @@ class Progress:
         if device is None:
             return beat
         try:
-            device_position = device()
+            at = device()
         except RuntimeError:  # of a device that no longer works: the main thread gets the same error
             return beat
-        if device_position.passed != self._passed:
-            self._passed, self._moved = device_position.passed, now
+        if at.passed != self._passed:
+            self._passed, self._moved = at.passed, now
         seconds = now - max(since, self._moved)
-        return replace(
-            beat,
-            seconds=seconds,
-            device=device_position.section,
-            device_waits=device_position.waiting,
-            completed=device_position.completed,
-        )
+        return replace(beat, seconds=seconds, device=at.section, device_waits=at.waiting, completed=at.completed)
 
     def _busy_share(self, now: float) -> float:
         """Return the share of time since the last heartbeat that the main thread was active, 1 if not known."""

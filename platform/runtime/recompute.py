@@ -51,28 +51,15 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx, *gradients):
         """Recompute the activations from their saved arguments, now with autograd; return the arguments' gradients."""
         saved = list(ctx.saved_tensors)
-        kept_part = ctx.away.take_back()() if ctx.away else saved.pop(0)
+        part = ctx.away.take_back()() if ctx.away else saved.pop(0)
         other_arguments: list[Any] = [None] * ctx.count
         for i, other in zip(ctx.tensors, saved, strict=True):
             other_arguments[i] = other.detach().requires_grad_(ctx.needs_input_grad[7 + i])
-        x = (
-            gather_parts(ctx.communicator, kept_part, ctx.axes, ctx.shape)
-            .detach()
-            .requires_grad_(ctx.needs_input_grad[6])
-        )
+        x = gather_parts(ctx.communicator, part, ctx.axes, ctx.shape).detach().requires_grad_(ctx.needs_input_grad[6])
         with torch.enable_grad(), ctx.restore():
             out = ctx.function(x, *other_arguments)
         torch.autograd.backward(out, gradients)
-        return (
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-            x.grad,
-            *(other if other is None else other.grad for other in other_arguments),
-        )
+        return None, None, None, None, None, None, x.grad, *(a if a is None else a.grad for a in other_arguments)
 
 
 def run_recomputed(

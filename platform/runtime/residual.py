@@ -193,9 +193,8 @@ class Drawing(NamedTuple):
     rate: float
 
 
-Draw = Callable[
-    [Tensor, Sequence[Tensor], Tensor, float], Tensor
-]  # `drop_elements`, `draw_in_pieces`, or one of them compiled
+# `drop_elements`, `draw_in_pieces`, or one of them compiled
+Draw = Callable[[Tensor, Sequence[Tensor], Tensor, float], Tensor]
 
 
 def drop_elements(x: Tensor, counters: Sequence[Tensor], start: Tensor, rate: float) -> Tensor:

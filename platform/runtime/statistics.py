@@ -174,13 +174,11 @@ class _Softmax(torch.autograd.Function):
         return p * (dp - inner.to(dp.dtype)), dsink, None, None, None
 
 
-def softmax(
-    x: Tensor, position: int, communicator: Communicator, over: Sequence[str], sink: Tensor | None = None
-) -> Tensor:
-    """Compute softmax of the local block x over the dim at `position`, split over the axes `over`, beside a `sink`."""
+def softmax(x: Tensor, dim: int, communicator: Communicator, over: Sequence[str], sink: Tensor | None = None) -> Tensor:
+    """Compute softmax of the local block x over its dim at `dim`, split over the axes `over`, beside a `sink`."""
     if over or sink is not None:
-        return _Softmax.apply(x, sink, position, communicator, over)
-    return torch.softmax(x, position)
+        return _Softmax.apply(x, sink, dim, communicator, over)
+    return torch.softmax(x, dim)
 
 
 class _SplitMaximum(torch.autograd.Function):
