@@ -98,7 +98,10 @@ class Parameter:
         return self.role in STATES
 
 
-def tensor_dtype(tensor: Spec | Parameter) -> str:
+Tensor = Spec | Parameter  # of a plan
+
+
+def tensor_dtype(tensor: Tensor) -> str:
     """Return the dtype (compute, accumulate) of an activation, or of a parameter as the forward pass reads it."""
     return tensor.dtype if isinstance(tensor, Spec) else "compute"
 
@@ -111,7 +114,7 @@ class Operation:
 
     kind: str
     name: str
-    inputs: tuple[Spec | Parameter, ...]
+    inputs: tuple[Tensor, ...]
     outputs: tuple[Spec, ...]
     attributes: tuple[tuple[str, Any], ...] = ()
     reads: tuple[str, ...] = ()

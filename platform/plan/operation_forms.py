@@ -147,10 +147,8 @@ def apply_step(spread: Spread, step: Step) -> Spread:
 def _check_only(step: Step, only: Set[str]) -> None:
     """Raise Unsound for a step that ranks take elsewhere than at index 0 of the axes `only`, where the tensor is."""
     if set(step.only) != only:
-        raise Unsound(
-            f"{step.op} over {join_axis_names(step.axes)} is taken at index 0 of "
-            f"{join_axis_names(step.only)}, not of {join_axis_names(only)}"
-        )
+        move = f"{step.op} over {join_axis_names(step.axes)}"
+        raise Unsound(f"{move} is taken at index 0 of {join_axis_names(step.only)}, not of {join_axis_names(only)}")
 
 
 def describe_difference(actual: Spread, expected: Spread) -> str:

@@ -16,7 +16,7 @@ from math import prod
 
 from platform.plan.chunks import Bucket
 from platform.plan.layout import LENGTHS, Cut, format_count
-from platform.plan.model_types import Parameter, Spec, tensor_dtype
+from platform.plan.model_types import Parameter, Spec, Tensor, tensor_dtype
 from platform.plan.operation_forms import (
     PACKED,
     STAYS,
@@ -40,10 +40,7 @@ from platform.plan.rule import COLLECTIVES, LENDING, Conversion, Step
 from platform.plan.scheme import Scheme
 
 LOSSES = ("cross_entropy", "squared_error")  # kinds of operations that end the forward pass
-
-
 FORWARD, BACKWARD = "forward", "backward"
-Tensor = Spec | Parameter
 Space = dict[str, tuple[str, ...]]  # dim -> the axes that split it for all of an operation
 
 
@@ -73,10 +70,8 @@ class Walk:
             key = next(k for k in (*listed, *self._launches) if listed[k] != self._launches[k])
             op, axes, elements, share, phase, _, dtype = key
             size = f"{elements} elements" + ("" if share == 1 else f" at most, {share * elements} on average,")
-            raise Unsound(
-                f"lists {listed[key]} and takes {self._launches[key]} times {op} of {size} over"
-                f" {join_axis_names(axes)} in its {phase} pass, in the {dtype} type"
-            )
+            launches = f"{op} of {size} over {join_axis_names(axes)} in its {phase} pass, in the {dtype} type"
+            raise Unsound(f"lists {listed[key]} and takes {self._launches[key]} times {launches}")
 
     def _check_form(self, planned: PlannedOperation, form: Form) -> set[str]:
         """Check one form of a planned operation. Return the axes that split what it computes."""
@@ -193,10 +188,8 @@ class Walk:
                 raise Unsound(f"{name}: {step.op} over {join_axis_names(step.axes)} {miscut}")
             if phases and step.op in COLLECTIVES:
                 sides = [before, spread] if step.op == "all_to_allv" else [spread if step.op == "scatter" else before]
-                elements = min(
-                    self._count_row_elements(s, sizes) if rows else s.count_elements(sizes, self._extents)
-                    for s in sides
-                )
+                counts = (s.count_elements(sizes, self._extents) for s in sides)
+                elements = min((self._count_row_elements(s, sizes) for s in sides) if rows else counts)
                 moved = [d for i, d in enumerate(before.split) if taken.moves_dim(i)]
                 share = before.average_share((d for d in before.split if d not in moved), sizes, self._extents)
                 if step.op in ("reduce_scatter", "all_to_all"):  # each block of what is split has room
@@ -265,10 +258,8 @@ def _check_pieces(tensor: Tensor, conversion: Conversion, scheme: Scheme) -> Non
         at = [i for i, d in enumerate(tensor.dims) if d in LENGTHS and step.moves_dim(i) and scheme.zigzag in step.axes]
         expected_dealing = (at[0], scheme.rounds) if at else (-1, 1)
         if (step.zigzag, step.rounds) != expected_dealing:
-            taken, expected = (
-                f"dealt in {format_count(rounds, 'round')}" if dim >= 0 else "straight"
-                for dim, rounds in ((step.zigzag, step.rounds), expected_dealing)
-            )
+            dealings = (step.zigzag, step.rounds), expected_dealing
+            taken, expected = (f"dealt in {format_count(n, 'round')}" if d >= 0 else "straight" for d, n in dealings)
             mistake = f"{step.op} over {join_axis_names(step.axes)} takes pieces as {taken}, and they are {expected}"
             raise Unsound(f"{tensor_title(tensor)}: {mistake}")
 
@@ -326,17 +317,8 @@ def find_unsoundness(plan: Plan) -> list[str]:
     """List what of a plan would compute another number than one process, or hang: a line each, which names the
     operation, the tensor and the axis; [] for a sound plan, which has all stages."""
     lines = [f"at {n} tokens: {line}" for n, shorter in plan.shorter.items() for line in find_unsoundness(shorter)]
-    lines += [
-        line
-        for check in (
-            _violations_of_tensors,
-            _violations_of_losses,
-            _violations_of_parameters,
-            _violations_of_buckets,
-            _violations_of_flows,
-        )
-        for line in check(plan)
-    ]
+    checks = _violations_of_tensors, _violations_of_losses, _violations_of_parameters, _violations_of_buckets
+    lines += [line for check in (*checks, _violations_of_flows) for line in check(plan)]
     walk = Walk(plan)
     for chunk in plan.chunks:
         for (kind, name), planned in chunk.operations.items():
@@ -350,7 +332,7 @@ def find_unsoundness(plan: Plan) -> list[str]:
 def _violations_of_tensors(plan: Plan) -> Iterator[str]:
     """Yield a line per tensor with a dim that its axes do not divide, or an axis that splits two dims."""
     operations = (o.operation for chunk in plan.chunks for o in chunk.operations.values())
-    tensors: dict[Spec | Parameter, None] = dict.fromkeys(t for o in operations for t in (*o.inputs, *o.outputs))
+    tensors: dict[Tensor, None] = dict.fromkeys(t for o in operations for t in (*o.inputs, *o.outputs))
     for tensor in tensors:
         layout, sizes = plan.layout(tensor), plan.planner.tensor_sizes(tensor)
         for axis, times in Counter((*layout.axes, *layout.only)).items():

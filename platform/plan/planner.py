@@ -19,7 +19,7 @@ from platform.plan.layout import (
     local_shape,
     locate_block,
 )
-from platform.plan.model_types import Operation, Parameter, Spec, tensor_dtype
+from platform.plan.model_types import Operation, Parameter, Spec, Tensor, tensor_dtype
 from platform.plan.operation_plan import Collective, shapes_along_steps
 from platform.plan.rule import (
     APPEAR,
@@ -55,7 +55,7 @@ class Planner:
     _layouts: dict[Hashable, Layout] = field(default_factory=dict, init=False, repr=False, compare=False)
     _shapes: dict[Hashable, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def layout(self, tensor: Spec | Parameter) -> Layout:
+    def layout(self, tensor: Tensor) -> Layout:
         """Return the layout that the scheme gives an activation or parameter. If the scheme does not name kv_heads,
         they take the longest prefix of the axes of heads whose product divides their number, or that cuts heads into
         whole groups of theirs. Dim rows is split over the axes of the region's experts and of its batch."""
@@ -64,7 +64,7 @@ class Planner:
             self._layouts[key] = self._compute_layout(tensor)
         return self._layouts[key]
 
-    def _compute_layout(self, tensor: Spec | Parameter) -> Layout:
+    def _compute_layout(self, tensor: Tensor) -> Layout:
         """Compute a layout from the scheme's table of its region or role, without the cache of `layout`."""
         dims = tensor.dims
         layout_dims = (*dims, "heads") if "kv_heads" in dims else dims
@@ -86,7 +86,7 @@ class Planner:
             layout = replace(layout, partial=axes) if tensor.open == "value" else replace(layout, gradient=axes)
         return layout
 
-    def row_expert_axes(self, tensor: Spec | Parameter) -> dict[str, tuple[str, ...]]:
+    def row_expert_axes(self, tensor: Tensor) -> dict[str, tuple[str, ...]]:
         """Return the axes of the experts whose rows an activation has, by dim; {} for a tensor without rows."""
         rows = isinstance(tensor, Spec) and "rows" in tensor.dims
         return {"experts": self.scheme.regions[tensor.region]["experts"]} if rows else {}  # type: ignore[union-attr]
@@ -112,7 +112,7 @@ class Planner:
         """Return the number of data-parallel replicas, over all axes of the mesh that number them."""
         return prod(self.mesh.axes.get(axis, 1) for axis in REPLICAS)
 
-    def tensor_sizes(self, tensor: Spec | Parameter) -> dict[str, int]:
+    def tensor_sizes(self, tensor: Tensor) -> dict[str, int]:
         """Return a tensor's global size of every dim: the model's (vocab padded), overridden by the tensor's own."""
         sizes = {**self.sizes, **dict(tensor.sizes)}
         # the worst routing: a rank has as many rows of each token as this chooses experts, or as the rank has
@@ -122,7 +122,7 @@ class Planner:
             sizes["rows"] = ranks * tokens * min(sizes["rows"], own_experts)
         return sizes
 
-    def local_shape(self, tensor: Spec | Parameter, layout: Layout | None = None) -> tuple[int, ...]:
+    def local_shape(self, tensor: Tensor, layout: Layout | None = None) -> tuple[int, ...]:
         """Return the shape of a rank's block of a tensor in `layout`, by default the layout from the scheme."""
         if layout is not None:
             return local_shape(tensor.dims, self.tensor_sizes(tensor), layout, self.mesh, self.cut_units)
@@ -147,25 +147,23 @@ class Planner:
         """Return True if axes may cut `dim` into blocks that differ: KV heads, if heads are cut by their groups."""
         return self.scheme.uneven and dim in UNEVEN and (dim != "kv_heads" or bool(self.cut_units))
 
-    def find_cuts(self, tensor: Spec | Parameter, layout: Layout) -> Cuts:
+    def find_cuts(self, tensor: Tensor, layout: Layout) -> Cuts:
         """Return how the dims of a tensor are cut in `layout` whose blocks differ."""
         dim_cuts = ((i, self._cut_dim(tensor, d, layout[d])) for i, d in enumerate(tensor.dims))
         return tuple((i, cut) for i, cut in dim_cuts if cut)
 
-    def _cut_dim(self, tensor: Spec | Parameter, dim: str, axes: Sequence[str]) -> Cut | None:
+    def _cut_dim(self, tensor: Tensor, dim: str, axes: Sequence[str]) -> Cut | None:
         """Return how a tensor's `dim` is cut by `axes`, None if into equal blocks."""
         if not self.scheme.uneven:
             return None
         cut = Cut(self.tensor_sizes(tensor)[dim], tuple(axes), self.mesh.count_ranks(axes), self.cut_units.get(dim, 1))
         return cut if cut.size % (cut.blocks * cut.unit) else None
 
-    def cuts_among_dims(self, tensor: Spec | Parameter, layout: Layout, dims: Sequence[str]) -> tuple[Cut, ...]:
+    def cuts_among_dims(self, tensor: Tensor, layout: Layout, dims: Sequence[str]) -> tuple[Cut, ...]:
         """Return how the dims among `dims` whose blocks differ are cut in a tensor's `layout`."""
         return tuple(cut for i, cut in self.find_cuts(tensor, layout) if tensor.dims[i] in dims)
 
-    def plan_contraction(
-        self, operands: Sequence[Spec | Parameter], out: Spec, first: Layout | None = None
-    ) -> Contraction:
+    def plan_contraction(self, operands: Sequence[Tensor], out: Spec, first: Layout | None = None) -> Contraction:
         """Apply the communication rule's `contract` to operands and their product `out`, all in their own layouts but
         for the `first` operand, if a layout is given; local shapes are filled in."""
         layouts = [self.layout(t) if i or first is None else first for i, t in enumerate(operands)]
@@ -177,7 +175,7 @@ class Planner:
         return replace(c, inputs=inputs, output=output)
 
     def operand_conversion(
-        self, tensor: Spec | Parameter, target: Layout, axes: Sequence[str], *, source: Layout | None = None
+        self, tensor: Tensor, target: Layout, axes: Sequence[str], *, source: Layout | None = None
     ) -> Conversion:
         """Return the conversion by which `tensor` enters an operation that computes on `axes` (the communication rule's
         `operand_conversion`), to layout `target` from its own layout or another `source`; local shapes are filled
@@ -192,9 +190,7 @@ class Planner:
         target = self.layout(out)
         return self.fill_shapes(plan_result_conversion(out.dims, source, target, source.partial), out, source, target)
 
-    def fill_shapes(
-        self, conversion: Conversion, tensor: Spec | Parameter, source: Layout, target: Layout
-    ) -> Conversion:
+    def fill_shapes(self, conversion: Conversion, tensor: Tensor, source: Layout, target: Layout) -> Conversion:
         """Fill in the local shapes, cuts and dtype of a conversion of `tensor` from layout `source` to `target`, and of
         steps `Step.shape` where ranks that had nothing get a block, and `Step.zigzag`."""
         before, after = self.local_shape(tensor, source), self.local_shape(tensor, target)
@@ -210,7 +206,7 @@ class Planner:
         cuts = self.find_cuts(tensor, source), self.find_cuts(tensor, target)
         return Conversion(*steps, before, after, tensor_dtype(tensor), ragged, cuts)
 
-    def _fill_cuts(self, steps: Sequence[Step], tensor: Spec | Parameter, layout: Layout) -> tuple[Step, ...]:
+    def _fill_cuts(self, steps: Sequence[Step], tensor: Tensor, layout: Layout) -> tuple[Step, ...]:
         """Return the steps of a conversion of a tensor from `layout`, with `Step.cuts` filled in."""
         if not self.scheme.uneven:
             return tuple(steps)

@@ -283,9 +283,7 @@ def lent_by_layer(layers: Sequence[str], loads: Sequence[float], scheme: Scheme)
     return {name: lent_experts(load, scheme.experts, scheme.lent) for name, load in zip(layers, by_layer, strict=True)}
 
 
-def _next_loan(
-    load: Sequence[int], at: Mapping[int, Sequence[int]], free: Sequence[int], ranks: int
-) -> tuple[int, int] | None:
+def _next_loan(load: Sequence[int], at: dict[int, list[int]], free: list[int], ranks: int) -> tuple[int, int] | None:
     """Return the next expert to lend, and the rank, one of the `free`, that takes it; None if that helps no more.
     `at`: the ranks that compute each expert."""
     busy = [0.0] * ranks

@@ -299,10 +299,7 @@ class StageRows:
         """Rebuild a stage's schedule rows from the lists of numbers made by `encode_rows`. Raises ValueError if
         illegal."""
         forward, *steps = (
-            tuple(
-                Action(_KINDS[kind], microbatch, chunk, None if peer < 0 else peer)
-                for kind, microbatch, chunk, peer in zip(*columns, strict=True)
-            )
+            tuple(Action(_KINDS[kind], m, c, None if p < 0 else p) for kind, m, c, p in zip(*columns, strict=True))
             for columns in rows
         )
         return cls(forward, tuple(steps))

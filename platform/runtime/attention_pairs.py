@@ -153,17 +153,9 @@ def _efficient_backward(gradient: Tensor, qkv: QueryKeyValue, result: Result, sc
     lse = F.pad(lse, (0, -lse.shape[-1] % _ROWS_OF_STATISTICS), value=inf)
     state = [gradient.new_empty((), dtype=torch.int64) for _ in range(2)]  # nothing is drawn
     needs_gradients = [True, True, True, False]
+    added = _additive_mask(*qkv[:2], scores)
     all_gradients = _ATEN._scaled_dot_product_efficient_attention_backward(
-        gradient,
-        *qkv,
-        _additive_mask(*qkv[:2], scores),
-        out,
-        lse,
-        *state,
-        0.0,
-        needs_gradients,
-        scores.causal,
-        scale=scores.scale,
+        gradient, *qkv, added, out, lse, *state, 0.0, needs_gradients, scores.causal, scale=scores.scale
     )
     return all_gradients[:3]
 

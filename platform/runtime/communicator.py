@@ -357,29 +357,22 @@ class Communicator(ABC):
 
     @abstractmethod
     def _start_collective(
-        self,
-        op: str,
-        input_buffer: Tensor,
-        out: Tensor,
-        axes: tuple[str, ...],
-        group: tuple[int, ...],
-        reduce: str,
-        root: int,
+        self, op: str, x: Tensor, out: Tensor, axes: tuple[str, ...], group: tuple[int, ...], reduce: str, root: int
     ) -> Callable[[], Any]:
-        """Start the collective `op` in the transport, from the buffer `input_buffer` into the buffer `out`; the
+        """Start the collective `op` in the transport, from the buffer `x` into the buffer `out`; the
         returned function blocks until it is done. `axes`: the axes, in mesh order, along which the group lies; `group`:
         the global ranks of its n members, in order; `reduce`: sum, or max for all_reduce; `root`: index in `group` of
         the member that broadcasts or scatters, or that alone receives a reduce or gather.
 
-        Shapes `input_buffer` -> `out`: all_gather: [...] -> [n, ...]; reduce_scatter: [n, ...] -> [...]; scatter: the
+        Shapes `x` -> `out`: all_gather: [...] -> [n, ...]; reduce_scatter: [n, ...] -> [...]; scatter: the
         root's [n, ...] -> [...]; gather: [...] -> the root's [n, ...]; all_to_all, rotate: alike; all_reduce,
         broadcast, reduce: in place.
         """
 
     def _start_all_to_allv(
-        self, input_buffer: Tensor, out: Tensor, sent: Sequence[int], received: Sequence[int], axes: tuple[str, ...]
+        self, x: Tensor, out: Tensor, sent: Sequence[int], received: Sequence[int], axes: tuple[str, ...]
     ):
-        """Start `launch_all_to_allv` in the transport, from buffer `input_buffer` into buffer `out`; return a function
+        """Start `launch_all_to_allv` in the transport, from buffer `x` into buffer `out`; return a function
         that waits."""
         raise AssertionError("no rows are exchanged here")
 
@@ -529,7 +522,7 @@ class SingleRank(Communicator):
         """Prepare the communicator of a mesh of one rank, which has no peers."""
         super().__init__(mesh, 0, device)
 
-    def _start_collective(self, op, input_buffer, out, axes, group, reduce, root):
+    def _start_collective(self, op, x, out, axes, group, reduce, root):
         """Raise AssertionError: a mesh of one rank launches no collective."""
         raise AssertionError("a world of one launches no collective")
 

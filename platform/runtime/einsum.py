@@ -275,12 +275,11 @@ def _add_gradients_of_rows(
     another, or overwrite it if `fresh`; return it."""
     shapes = [w.shape for w, _ in zip(leaves, group.einsums, strict=False) if w is not None]
     parts = zip(into.split([shape.numel() for shape in shapes]), shapes, group.einsums, gradients, strict=True)
-    compute_in_turn(
-        [
-            einsum_starter_of_groups(counts, e.x_dims, e.out_dims, e.dims)(x, g, None, part.view(shape), fresh)
-            for part, shape, e, g in parts
-        ]
-    )
+    started = [
+        einsum_starter_of_groups(counts, e.x_dims, e.out_dims, e.dims)(x, g, None, part.view(shape), fresh)
+        for part, shape, e, g in parts
+    ]
+    compute_in_turn(started)
     return into
 
 

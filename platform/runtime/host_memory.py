@@ -92,7 +92,7 @@ class HostMemory(Communicator):
         self._beside: Any = None  # group of what is transferred, beside the collectives of a step
         self._tree = self._connect_group("tree", self._relatives.peer_ranks, connect_timeout(mesh.world_size))
 
-    def _start_collective(self, op, input_buffer, out, axes, group, reduce, root):
+    def _start_collective(self, op, x, out, axes, group, reduce, root):
         """Raise AssertionError: there are no groups along axes."""
         raise AssertionError("no collective along axes runs in host memory")
 

@@ -100,10 +100,8 @@ class Factors:
         parameter name -> the sums of this rank's part. All ranks call it together."""
         sizes = {name: (1,) if totals else each for name, each in self._sizes.items()}
         flat = torch.zeros(sum(map(sum, sizes.values())), dtype=self._sum_dtype, device=self._communicator.device)
-        views = {
-            name: list(piece.split(list(each)))
-            for piece, (name, each) in zip(flat.split([sum(s) for s in sizes.values()]), sizes.items(), strict=True)
-        }
+        pieces = zip(flat.split([sum(s) for s in sizes.values()]), sizes.items(), strict=True)
+        views = {name: list(piece.split(list(each))) for piece, (name, each) in pieces}
         for name in self._counted & squares.keys():
             for sum_view, x in zip(views[name], squares[name], strict=True):
                 sum_view.copy_(x)

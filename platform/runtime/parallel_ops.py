@@ -144,14 +144,12 @@ class ParallelOps(Ops):
 
     def recomputed(self, kind, name, function, spec, x, *more):
         if kind == "full":
-            function = self._compile_whole_block(name, function, x, *more)
+            function = self._compile_block(name, function, x, *more)
         if kind == "full" and self.residency:
             return self.residency.run_block(lambda x: self._run_recomputed(kind, function, spec, x, *more), x)
         return self._run_recomputed(kind, function, spec, x, *more)
 
-    def _compile_whole_block(
-        self, name: str, function: Callable[..., Any], *arguments: Tensor | None
-    ) -> Callable[..., Any]:
+    def _compile_block(self, name: str, function: Callable[..., Any], *arguments: Tensor | None) -> Callable[..., Any]:
         """Return `function`, the model's block that starts at the layer `name`, compiled as one function of its
         `arguments` if every training pass computes it alike; else `function` itself."""
         compiler, wholly = self.compiler, self._wholly and self.position.training

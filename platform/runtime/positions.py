@@ -13,20 +13,15 @@ from platform.runtime.statistics import widen_dtype
 
 
 def rotary_angles(
-    length: Tensor,
-    d_kv: int,
-    theta: float,
-    dtype: torch.dtype,
-    scaling: RotaryScaling | None = None,
-    pairs: str = "halves",
+    at: Tensor, d_kv: int, theta: float, dtype: torch.dtype, scaling: RotaryScaling | None = None, pairs: str = "halves"
 ) -> tuple[Tensor, Tensor]:
     """Return cosine and sine [length, d_kv] of the angles of rotary position embedding (RoFormer; base `theta`) at the
-    global positions `length`, computed in fp64; with `scaling`, of the scaled angles, times its magnitude. `pairs`:
+    global positions `at`, computed in fp64; with `scaling`, of the scaled angles, times its magnitude. `pairs`:
     the two elements of a pair lie in two halves, or are neighbours."""
-    frequency = theta ** (-torch.arange(0, d_kv, 2, device=length.device, dtype=torch.float64) / d_kv)
+    frequency = theta ** (-torch.arange(0, d_kv, 2, device=at.device, dtype=torch.float64) / d_kv)
     if scaling:
         frequency = _scale_frequencies(frequency, theta, scaling)
-    angle, magnitude = length.double().outer(frequency), scaling.magnitude if scaling else 1.0
+    angle, magnitude = at.double().outer(frequency), scaling.magnitude if scaling else 1.0
     angle = angle.repeat(1, 2) if pairs == "halves" else angle.repeat_interleave(2, 1)
     return (angle.cos() * magnitude).to(dtype), (angle.sin() * magnitude).to(dtype)
 

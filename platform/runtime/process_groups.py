@@ -211,39 +211,39 @@ class ProcessGroups(HostMemory):
                     raise RuntimeError(f"{size:.0f} ranks are in the group along {axes} of {ranks}")
         super().open_stage_connections(neighbours)
 
-    def _start_collective(self, op, input_buffer, out, axes, group, reduce, root):
+    def _start_collective(self, op, x, out, axes, group, reduce, root):
         """Start the collective in the group along `axes`; over gloo, as messages for OF_MESSAGES."""
         g = self._groups[axes]
         if not self._nccl and g and op in OF_MESSAGES:
-            return getattr(self._group_messages(g), op)(input_buffer, out)
+            return getattr(self._group_messages(g), op)(x, out)
         if op == "rotate":
-            return _start_nccl_rotation(input_buffer, out, group, group.index(self.rank), g)
+            return _start_nccl_rotation(x, out, group, group.index(self.rank), g)
         if op == "all_gather":
-            work = _all_gather(out.view(-1), input_buffer.view(-1), group=g, async_op=True)
+            work = _all_gather(out.view(-1), x.view(-1), group=g, async_op=True)
         elif op == "reduce_scatter":
-            work = _reduce_scatter(out.view(-1), input_buffer.view(-1), group=g, async_op=True)
+            work = _reduce_scatter(out.view(-1), x.view(-1), group=g, async_op=True)
         elif op == "all_to_all":
-            work = dist.all_to_all_single(out.view(-1), input_buffer.view(-1), group=g, async_op=True)
+            work = dist.all_to_all_single(out.view(-1), x.view(-1), group=g, async_op=True)
         elif op == "broadcast":
             work = dist.broadcast(out, group[root], group=g, async_op=True)
         elif op == "scatter":
-            parts = list(input_buffer.unbind()) if self.rank == group[root] else None
+            parts = list(x.unbind()) if self.rank == group[root] else None
             work = dist.scatter(out, parts, group[root], group=g, async_op=True)
         elif op == "gather":
             parts = list(out.unbind()) if self.rank == group[root] else None
-            work = dist.gather(input_buffer, parts, group[root], group=g, async_op=True)
+            work = dist.gather(x, parts, group[root], group=g, async_op=True)
         elif op == "reduce":
             work = dist.reduce(out, group[root], group=g, async_op=True)
         else:
             work = dist.all_reduce(out, dist.ReduceOp.MAX if reduce == "max" else dist.ReduceOp.SUM, g, async_op=True)
         return work.wait if self._nccl else partial(self._wait_until_aborted, work)
 
-    def _start_all_to_allv(self, input_buffer, out, sent, received, axes):
+    def _start_all_to_allv(self, x, out, sent, received, axes):
         """Start an exchange of rows in the group along `axes`."""
         g = self._groups[axes]
         if not self._nccl and g:
-            return self._group_messages(g).all_to_all(input_buffer.split(list(sent)), out.split(list(received)))
-        work = dist.all_to_all_single(out, input_buffer, list(received), list(sent), group=g, async_op=True)
+            return self._group_messages(g).all_to_all(x.split(list(sent)), out.split(list(received)))
+        work = dist.all_to_all_single(out, x, list(received), list(sent), group=g, async_op=True)
         return work.wait
 
     def _group_messages(self, group: dist.ProcessGroup) -> Messages:

@@ -77,14 +77,8 @@ def read_tcp_links() -> list[TcpLink]:
     with suppress(OSError):
         for link in map(_read_tcp_link, open_sockets()):
             if link and (before := links_by_ends.get(link[:2])):
-                links_by_ends[link[:2]] = TcpLink(
-                    link.here,
-                    link.there,
-                    link.sent + before.sent,
-                    link.busy + before.busy,
-                    link.queued + before.queued,
-                    max(link.quiet, before.quiet),
-                )
+                sums = (a + b for a, b in zip(link[2:5], before[2:5], strict=True))
+                links_by_ends[link[:2]] = TcpLink(*link[:2], *sums, max(link.quiet, before.quiet))
             elif link:
                 links_by_ends[link[:2]] = link
     return sorted(links_by_ends.values(), key=lambda link: (-link.queued, -link.busy))[:MOST_LINKS]
@@ -238,12 +232,11 @@ class Progress:
 
     def current_activity(self) -> Activity:
         """Return the call and section of this process now: a heartbeat without measurements."""
-        (section, waiting, preparing, awaited, since), now = self._now, monotonic()
+        section, waiting, preparing, awaited, since = self._now
+        seconds = monotonic() - since
         wait = awaited and Wait(awaited.op, awaited.name, list(awaited.axes), awaited.peer, awaited.number)
         done, total = self._far
-        return Activity(
-            self._call, section, waiting, now - since, preparing=preparing, wait=wait, done=done, total=total
-        )
+        return Activity(self._call, section, waiting, seconds, preparing=preparing, wait=wait, done=done, total=total)
 
     def build_heartbeat(self) -> Activity:
         """Return the heartbeat of this process: its call, the innermost section, and how long it has been there. Where

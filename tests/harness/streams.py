@@ -493,10 +493,10 @@ class OnStreams(AsOnNccl):
         super().__init__(plan, rank)
         self._recorder = recorder
 
-    def _start_collective(self, op, input_buffer, out, axes, group, reduce, root):
-        super()._start_collective(op, input_buffer, out, axes, group, reduce, root)
+    def _start_collective(self, op, x, out, axes, group, reduce, root):
+        super()._start_collective(op, x, out, axes, group, reduce, root)
         sends = op == "broadcast" and group[root] == self.rank
-        return self._recorder.launch(self._groups[axes], op, [input_buffer], [] if sends else [out])
+        return self._recorder.launch(self._groups[axes], op, [x], [] if sends else [out])
 
     def _start_send(self, x, peer):
         super()._start_send(x, peer)

@@ -71,10 +71,10 @@ class ThreadGroups(Communicator):
         self._world = world
         self._calls: Counter[tuple[int, ...]] = Counter()
 
-    def _start_collective(self, op, input_buffer, out, axes, group, reduce, root):
+    def _start_collective(self, op, x, out, axes, group, reduce, root):
         key = (group, self._calls[group])
         self._calls[group] += 1
-        kind = (op, reduce, root, tuple((out if op == "scatter" else input_buffer).shape), input_buffer.dtype)
+        kind = (op, reduce, root, tuple((out if op == "scatter" else x).shape), x.dtype)
         world = self._world
         with world.lock:
             meeting = world.meetings.setdefault(key, _Meeting(kind))
@@ -82,7 +82,7 @@ class ThreadGroups(Communicator):
                 raise RuntimeError(f"rank {self.rank} calls {kind} where its group {group} calls {meeting.kind}")
             # A copy: once this rank has waited, it may change what it gave, read or not by the others. Gradients do:
             # where the local batch is one sequence, a position table's gradient is a view of its activation's.
-            meeting.given[self.rank] = input_buffer.clone()
+            meeting.given[self.rank] = x.clone()
             if world.failure or len(meeting.given) == len(group):
                 meeting.complete.set()
 
@@ -118,9 +118,9 @@ class ThreadGroups(Communicator):
 
         return wait
 
-    def _start_all_to_allv(self, input_buffer, out, sent, received, axes):
+    def _start_all_to_allv(self, x, out, sent, received, axes):
         group = self.mesh.group_of_rank(self.rank, axes)
-        parts = dict(zip(group, input_buffer.split(list(sent)), strict=True))
+        parts = dict(zip(group, x.split(list(sent)), strict=True))
         places = dict(zip(group, out.split(list(received)), strict=True))
         places.pop(self.rank).copy_(parts.pop(self.rank))
         for peer, part in parts.items():

@@ -60,14 +60,9 @@ class _Products(Op):
         everywhere = not only and not any(planner.layout(out).only for out in operation.outputs)
         once = operation.once and everywhere and not any(group.panels or group.has_wide_dtype for group in groups)
         converted = [c for group in groups for e in group.einsums for c in planner.collectives_of_conversion(e.output)]
+        moves = tuple(c for c in converted if c.phase == "forward" and once)
         return PlannedOperation(
-            operation,
-            tuple(collectives),
-            groups=tuple(groups),
-            compute_axes=axes,
-            only=only,
-            once=once,
-            results=tuple(c for c in converted if c.phase == "forward" and once),
+            operation, tuple(collectives), groups=tuple(groups), compute_axes=axes, only=only, once=once, results=moves
         )
 
     def parameter_compute_axes(self, planner, operation):

@@ -141,11 +141,10 @@ class ExpandKvOp(BlockOp):
         over a prefix of the axes of heads."""
         spec, out = operation.inputs[0], operation.outputs[0]
         have, goal = planner.layout(spec), planner.layout(out)
-        if common_prefix(have["kv_heads"], goal["heads"]) != have["kv_heads"]:
-            raise ValueError(
-                f"kv_heads ({have['kv_heads']}) must be split over a prefix of the axes of heads {goal['heads']}"
-            )
-        partial = (*goal["heads"][len(have["kv_heads"]) :], *goal.gradient)
+        kv_axes, axes = have["kv_heads"], goal["heads"]
+        if common_prefix(kv_axes, axes) != kv_axes:
+            raise ValueError(f"kv_heads ({kv_axes}) must be split over a prefix of the axes of heads {axes}")
+        partial = (*axes[len(kv_axes) :], *goal.gradient)
         lacking = tuple(a for a in partial if a not in have.gradient)
         backward = (Step("all_reduce", lacking, only=goal.only),) if lacking else ()
         conversion = planner.fill_shapes(Conversion((), backward), spec, have, have)
@@ -188,9 +187,8 @@ class ReduceOp(BlockOp):
         if operation["function"] == "max":
             leaving = planner.result_conversion(out, c.compute.restrict_dims(out.dims))
             cuts = planner.cuts_among_dims(out, c.compute.restrict_dims(out.dims), out.dims)
-            statistics = (
-                planner.statistics_collectives(over, c.compute.only, prod(leaving.before), "forward", cuts=cuts) * 2
-            )
+            n = prod(leaving.before)
+            statistics = planner.statistics_collectives(over, c.compute.only, n, "forward", cuts=cuts) * 2
         return assemble_plan(planner, operation, c.compute, (*c.inputs, leaving), statistics, over=over)
 
     def run_on_blocks(self, ops, planned, name, function, x, spec, out):
