@@ -49,8 +49,8 @@ def violations_of_loss(config: Config, plan: Plan) -> Iterator[str]:
     is_custom, weighted = name != CROSS_ENTROPY, objective in WEIGHTED
     settings = json.dumps(config.train.loss_settings)
     if name not in LOSSES:
-        reason = f"comes with the loss {name}, which nothing registers"
-        yield format_violation(key, value, reason, ["a name that register_loss has"])
+        legal = ["a name that register_loss has"]
+        yield format_violation(key, value, f"comes with the loss {name}, which nothing registers", legal)
     elif is_custom and (loss := LOSSES[name]) and (mistake := _mistake_of_loss(loss, name, settings)):
         yield format_violation(key, value, f"the loss {name} {mistake}")
     others = {kind for kind, _ in plan.operations if OPERATIONS[kind].is_loss} - {CROSS_ENTROPY}

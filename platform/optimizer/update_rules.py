@@ -109,7 +109,7 @@ class Adafactor(torch.optim.Optimizer):
 
     def _apply_update(self, w: Tensor, group: Mapping[str, Any], size: int, weights: Tensor, update: Tensor) -> None:
         """Update a parameter by Adafactor from its gradient as `_divide_gradient` has left it, clipped to a root mean
-        square. `size`: that of the whole parameter over all ranks; `weights`, `update`: sums of squares of its
+        square. `size`: elements of the whole parameter over all ranks; `weights`, `update`: sums of squares of its
         weights and of its divided gradient."""
         o, lr, step = self._o, group["lr"], self.state[w]["step"]
         assert w.grad is not None, "every part has a gradient"

@@ -253,8 +253,8 @@ def count_kernels(plan: Plan) -> dict[str, int]:
 
 
 def attention_traits(plan: Plan, fused: PlannedOperation, rate: float, deterministic: bool = False) -> AttentionTraits:
-    """Return the traits of a fused attention of the plan that decide which kernels can compute it. `rate`: of the
-    model's dropout; `deterministic`: sums are to be taken in a fixed order."""
+    """Return the traits of a fused attention of the plan that decide which kernels can compute it. `rate`: the
+    model's dropout rate; `deterministic`: sums are to be taken in a fixed order."""
     operation = fused.operation
     query, _, value = operation.inputs[:3]
     d_kv, d_value = (plan.local_shape(t)[t.dims.index("d_kv")] for t in (query, value))

@@ -77,8 +77,10 @@ def read_tcp_links() -> list[TcpLink]:
     with suppress(OSError):
         for link in map(_read_tcp_link, open_sockets()):
             if link and (before := links_by_ends.get(link[:2])):
-                sums = (a + b for a, b in zip(link[2:5], before[2:5], strict=True))
-                links_by_ends[link[:2]] = TcpLink(*link[:2], *sums, max(link.quiet, before.quiet))
+                _, _, sent, busy, queued, quiet = before
+                links_by_ends[link[:2]] = TcpLink(
+                    *link[:2], link.sent + sent, link.busy + busy, link.queued + queued, max(link.quiet, quiet)
+                )
             elif link:
                 links_by_ends[link[:2]] = link
     return sorted(links_by_ends.values(), key=lambda link: (-link.queued, -link.busy))[:MOST_LINKS]

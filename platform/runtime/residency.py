@@ -54,7 +54,9 @@ class Residency:
     that an update has begun to gather.
     """
 
-    def __init__(self, communicator: Communicator, spans: dict[int, Spans], *, frees: bool, turns: bool, ahead: bool):
+    def __init__(
+        self, communicator: Communicator, spans: Mapping[int, Spans], *, frees: bool, turns: bool, ahead: bool
+    ):
         """Prepare to gather the parameters of the model's `spans`, by pipeline chunk, each before its span runs."""
         self._communicator, self._spans, self._turns, self._ahead = communicator, spans, turns, ahead
         self._frees = frees

@@ -11,6 +11,7 @@ from typing import Any
 
 from platform.plan.layout import BLOCK, Layout, mask_sharing_limit
 from platform.plan.model_types import Operation, Parameter, Spec, resize_dim, scores_spec
+from platform.plan.operation_plan import PlannedOperation
 from platform.plan.operations.op import BlockOp, Gradients, Op, Saved, Value, plan_with_vectors, token_fields
 from platform.plan.planner import Planner
 from platform.plan.scheme import ModelMistake
@@ -130,7 +131,7 @@ class RememberOp(Op):
                 mine[first - begin : end - begin].copy_(new[first - ops.offset : end - ops.offset])
         return pair
 
-    def meter_bytes(self, ops, name, k, v, kv, values):
+    def meter_bytes(self, ops, name, k, v, kv, values) -> tuple[Value, Value]:
         """Count the memory of all keys and values in the cache, allocated by the first use of the attention."""
         if ops.cache is None or ops.absent(k):
             return k, v
@@ -157,7 +158,7 @@ class RecallOp(Op):
             ops.cache.first[name] = _first_sequence(ops, kv)
         return self.meter_bytes(ops, name, k, v, kv)
 
-    def meter_bytes(self, ops, name, k, v, kv):
+    def meter_bytes(self, ops, name, k, v, kv) -> tuple[Value, Value]:
         """Return k and v, cached if they are given, which takes no new memory."""
         if ops.cache is None:
             return k, v
@@ -219,7 +220,7 @@ class SoftmaxOp(BlockOp):
         types = [spec] if sink is None else [spec, sink]
         return ops.record_operation(self.kind, name, [x], types, [spec], [mask, begins], dim=dim, scale=scale, **hidden)
 
-    def plan_operation(self, planner, operation):
+    def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan a softmax's collectives over a split dim: maximum and sum all-reduced forward, one sum backward."""
         spec, dim = operation.inputs[0], operation["dim"]
         layout, shape = planner.layout(spec), planner.local_shape(spec)
@@ -254,7 +255,7 @@ class SoftmaxOp(BlockOp):
     def meter_bytes(
         self, ops, planned, name, x, spec, sink=None, *, dim="memory_length", causal=False, mask=None, begins=None,
         bias=None, **_,
-    ):  # fmt: skip
+    ) -> Value:  # fmt: skip
         """Count the memory of the scores that scaling, bias and masks make, and of the probabilities, which are
         kept."""
         n, shape = x.elements, dict(zip(spec.dims, ops.plan.local_shape(spec), strict=True))

@@ -33,7 +33,7 @@ class _Products(Op):
     wide = ("outputs",)
     open = {"inputs": "gradient", "outputs": "value"}
 
-    def plan_operation(self, planner, operation):
+    def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan compute layouts, conversions and collectives of the einsums; einsums that convert x to the same compute
         layout, for results of one dtype, form a group, which gathers x once."""
         x = operation.inputs[0]
@@ -65,12 +65,12 @@ class _Products(Op):
             operation, tuple(collectives), groups=tuple(groups), compute_axes=axes, only=only, once=once, results=moves
         )
 
-    def parameter_compute_axes(self, planner, operation):
+    def parameter_compute_axes(self, planner, operation) -> list[Sequence[str]]:
         """Return, for each parameter among the operands, the mesh axes that split its einsum's iteration space."""
         x, pairs = operation.inputs[0], zip(operation.inputs[1:], operation.outputs, strict=True)
         return [planner.plan_contraction((x, y), out).axes for y, out in pairs if isinstance(y, Parameter)]
 
-    def count_flops(self, operation, sizes):
+    def count_flops(self, operation, sizes) -> float:
         """Return the forward FLOPs of all of the operation's einsums, on all ranks together."""
         x = global_extents(operation.inputs[0], sizes)
         of_one = {"experts": 1} if "rows" in x else {}  # a row is multiplied by the matrix of one

@@ -15,8 +15,17 @@ from typing import Any, NamedTuple
 
 from platform.plan.layout import Layout
 from platform.plan.model_types import Spec, tensor_dtype
-from platform.plan.operation_plan import Collective
-from platform.plan.operations.op import BlockOp, Gradients, MeteredStorage, Op, Saved, assemble_plan, token_fields
+from platform.plan.operation_plan import Collective, PlannedOperation
+from platform.plan.operations.op import (
+    BlockOp,
+    Gradients,
+    MeteredStorage,
+    Op,
+    Saved,
+    Value,
+    assemble_plan,
+    token_fields,
+)
 from platform.plan.planner import Planner
 from platform.plan.rule import Conversion, Step
 from platform.plan.scheme import ModelMistake
@@ -43,7 +52,7 @@ class RouteOp(Op):
         symbols = ops.record_operation(self.kind, name, [scores], [spec, *states], outs, [tokens], router=router)
         return (symbols, None) if ops.cache else symbols
 
-    def plan_operation(self, planner, operation):
+    def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan the routing of whole sequences to all experts, whose scores are gathered; results are split again."""
         spec = operation.inputs[0]
         layout = planner.layout(spec).restrict_dims(("batch",))
@@ -66,7 +75,7 @@ class RouteOp(Op):
         results = ops.convert_blocks(weights_and_losses[: len(leave)], leave)
         return results[0], results[1] if len(leave) > 1 else None
 
-    def meter_bytes(self, ops, name, scores, spec, tokens, router, states=()):
+    def meter_bytes(self, ops, name, scores, spec, tokens, router, states=()) -> tuple[Value, Value | None]:
         """Count the memory of weights and losses; scores are kept, and the choice, by which the backward pass weighs
         them again."""
         planned = ops.operation_plan(self.kind, name)
@@ -169,7 +178,7 @@ class DispatchRowsOp(Op):
         rows = ops.record_operation(self.kind, name, [x, weights], [spec, of_weights], [out], chosen=chosen)
         return rows, name
 
-    def plan_operation(self, planner, operation):
+    def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan where tokens become rows, and the largest exchange of rows; weights get no gradient from here."""
         (spec, weights), (out,) = operation.inputs, operation.outputs
         ends = Ends.find_ends(planner, spec, out)
@@ -195,7 +204,7 @@ class DispatchRowsOp(Op):
         ops.record_sent_rows(name, zip(seats.seat_experts, counts.given, strict=True))
         return kernel.dispatch_rows(ops.communicator, x, counts), counts
 
-    def meter_bytes(self, ops, name, x, spec, weights, of_weights, out, chosen):
+    def meter_bytes(self, ops, name, x, spec, weights, of_weights, out, chosen) -> tuple[Value, Value]:
         """Count the memory of rows by the worst routing; of their places integers are kept."""
         enter, weights_conversion, rows = ops.operation_plan(self.kind, name).conversions
         x, weights = ops.convert_blocks((x, weights), (enter, weights_conversion))
@@ -231,7 +240,7 @@ class CombineRowsOp(Op):
         _check_row_types(name, out, spec)
         return ops.record_operation(self.kind, name, [y, weights], [spec, of_weights], [out], chosen=chosen)
 
-    def plan_operation(self, planner, operation):
+    def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan the way back of rows to where their tokens were copied, and of sums, which are partial over ranks with
         rows of other experts, to the result's layout."""
         (spec, weights), (out,) = operation.inputs, operation.outputs
@@ -253,7 +262,7 @@ class CombineRowsOp(Op):
             return ops.convert_block(ops.build_empty_block([y, weights]), leave)
         return ops.convert_block(ops.kernels.expert_rows.combine_rows(ops.communicator, y, weights, counts), leave)
 
-    def meter_bytes(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
+    def meter_bytes(self, ops, name, y, spec, counts, weights, of_weights, out, chosen) -> Value:
         """Count the memory of the weighted sum; rows, as they came back, and weights are kept."""
         rows, weights_conversion, leave = ops.operation_plan(self.kind, name).conversions
         weights = ops.convert_block(weights, weights_conversion)
@@ -322,7 +331,7 @@ class DispatchOp(BlockOp):
         _check_slot_types(name, spec, out)
         return ops.record_operation(self.kind, name, [x, weights], [spec, of_weights], [out], chosen=chosen)
 
-    def plan_operation(self, planner, operation):
+    def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan the gathers of whole sequences, and the conversion of the slots; weights get no gradient from here."""
         (spec, of_weights), (out,) = operation.inputs, operation.outputs
         goal = planner.layout(out)
@@ -338,7 +347,7 @@ class DispatchOp(BlockOp):
         slots = ops.plan.planner.tensor_sizes(out)["slots"]
         return ops.kernels.expert_rows.dispatch_slots(x, weights.detach(), slots, chosen)
 
-    def meter_bytes(self, ops, planned, name, x, spec, weights, of_weights, out, chosen):
+    def meter_bytes(self, ops, planned, name, x, spec, weights, of_weights, out, chosen) -> Value:
         """Count the memory of the slots, with the numbers of each; where each token lies is kept."""
         n, leave = x.elements, planned.conversions[-1]
         slots, places = prod(leave.before[:3]), weights.elements // leave.before[0] * chosen
@@ -368,7 +377,7 @@ class CombineOp(BlockOp):
         _check_slot_types(name, out, spec)
         return ops.record_operation(self.kind, name, [y, weights], [spec, of_weights], [out], chosen=chosen)
 
-    def plan_operation(self, planner, operation):
+    def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan the sum where the sequences are: the slots of all experts are converted to there."""
         (spec, weights), (out,) = operation.inputs, operation.outputs
         partial = planner.layout(spec).partial
@@ -383,7 +392,7 @@ class CombineOp(BlockOp):
         """Add up what the experts made of this rank's tokens, in the type of statistics."""
         return ops.kernels.expert_rows.combine_slots(y, weights, chosen)
 
-    def meter_bytes(self, ops, planned, name, y, spec, weights, of_weights, out, chosen):
+    def meter_bytes(self, ops, planned, name, y, spec, weights, of_weights, out, chosen) -> Value:
         """Count the memory of the weighted sum, with the numbers of each slot; slots, weights and places are kept."""
         shape, by_expert, elements = planned.conversions[0].after, weights.elements, y.elements
         slots, places, dtype = prod(shape[:3]), by_expert // shape[0] * chosen, ops.plan.itemsize[of_weights.dtype]

@@ -10,7 +10,7 @@ from typing import Any
 
 from platform.plan.layout import BLOCK, LEAST, Cut, Stretch
 from platform.plan.model_types import MATH, Operation, Spec, scores_spec
-from platform.plan.operation_plan import Collective
+from platform.plan.operation_plan import Collective, PlannedOperation
 from platform.plan.operations.attention import (
     KEEP_ORDER,
     AttentionBlock,
@@ -70,7 +70,7 @@ class FusedAttentionOp(BlockOp):
         attributes |= hiding_attributes(name, causal, window, mask, begins)
         return ops.record_operation(self.kind, name, [q, k, v], [spec, kv, values], [out], [mask, begins], **attributes)
 
-    def plan_operation(self, planner, operation):
+    def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan the attention in the layout of its result, with the data tensor that hides scores laid out alike."""
         layout, memory = planner.layout(operation.outputs[0]), operation.inputs[1]
         enter = [planner.operand_conversion(t, planner.layout(t), layout.axes) for t in operation.inputs]
@@ -84,7 +84,7 @@ class FusedAttentionOp(BlockOp):
                 merged += planner.statistics_collectives(over, layout.only, n, "forward", cuts=cuts)
         return assemble_plan(planner, operation, layout, enter, merged, over=over, **read)
 
-    def count_flops(self, operation, sizes):
+    def count_flops(self, operation, sizes) -> float:
         """Return the FLOPs of attention's two products, of all ranks together."""
         query, key, value = (global_extents(t, sizes) for t in operation.inputs)
         scores = prod(query[d] for d in ("batch", "heads", "length")) * key[length_dim(operation.inputs[1])]
@@ -130,7 +130,7 @@ class FusedAttentionOp(BlockOp):
     def meter_bytes(
         self, ops, planned, name, q, k, v, spec, kv, values, out, *, scale, causal, window=0, mask=None, begins=None,
         bias=None,
-    ):  # fmt: skip
+    ) -> Value:  # fmt: skip
         """Count the memory of attention's mask, and of all that the planned kernel of torch allocates and keeps."""
         query, key, value = (dict(zip(s.dims, ops.plan.local_shape(s), strict=True)) for s in (spec, kv, values))
         documents = begins is not None
@@ -209,14 +209,14 @@ class RingAttentionOp(BlockOp):
         inputs = [spec, kv, values, *([] if sink is None else [sink])]
         return ops.record_operation(self.kind, name, [q, k, v], inputs, [out], [mask, begins], **attributes)
 
-    def plan_operation(self, planner, operation):
+    def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan the attention where its queries lie, with all rotations; a data tensor is read as of softmax."""
         layout = planner.layout(operation.outputs[0])
         sinks = enter_vectors(planner, operation, layout, layout.axes)
         read = hiding_token_fields(planner, operation, layout, operation.inputs[1], "length") if operation.reads else {}
         return assemble_plan(planner, operation, layout, sinks, ring_rotations(planner, operation), **read)
 
-    def count_flops(self, operation, sizes):
+    def count_flops(self, operation, sizes) -> float:
         """Return the FLOPs of attention's two products, of all ranks together."""
         query, key, value = (global_extents(t, sizes) for t in operation.inputs[:3])
         scores = prod(query[d] for d in ("batch", "heads", "length")) * key["length"]
@@ -244,7 +244,7 @@ class RingAttentionOp(BlockOp):
     def meter_bytes(
         self, ops, planned, name, q, k, v, spec, kv, values, out, sink=None, *, scale, causal, shared, window=0,
         mask=None, begins=None, bias=None,
-    ):  # fmt: skip
+    ) -> Value:  # fmt: skip
         """Count the memory of all that is kept, of two panels and, in the backward pass, of their gradients."""
         size, query = k.elements + v.elements, dict(zip(spec.dims, ops.plan.local_shape(spec), strict=True))
         rows = query["batch"] * query["heads"] * query["length"]

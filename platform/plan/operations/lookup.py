@@ -3,11 +3,13 @@ one-hot vectors and features of ids; learned biases of relative positions (T5)."
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 from platform.plan.layout import block_offset
 from platform.plan.model_types import Spec
-from platform.plan.operations.op import BlockOp, Op, assemble_plan, plan_with_vectors, token_fields
+from platform.plan.operation_plan import PlannedOperation
+from platform.plan.operations.op import BlockOp, Op, Value, assemble_plan, plan_with_vectors, token_fields
 from platform.plan.rule import Contraction
 
 
@@ -28,7 +30,7 @@ class LookupOp(BlockOp):
         one_hot = Spec(out.region, (*token_dims, row), (*out.sizes, *table.sizes))
         return planner.plan_contraction((one_hot, table), out, layout.restrict_dims((row,)))
 
-    def plan_operation(self, planner, operation):
+    def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan the conversions of the table and of the result, partial over the axes that split the table's rows."""
         table, out = operation.parameters[0], operation.outputs[0]
         c = self.one_hot_contraction(planner, operation)
@@ -36,7 +38,7 @@ class LookupOp(BlockOp):
         read = token_fields(planner, out, c.compute.restrict_dims([d for d in out.dims if d not in table.dims]))
         return assemble_plan(planner, operation, c.compute, conversions, over=c.compute[table.dims[0]], **read)
 
-    def parameter_compute_axes(self, planner, operation):
+    def parameter_compute_axes(self, planner, operation) -> list[Sequence[str]]:
         """Return the mesh axes that split the iteration space of a lookup: the axes of the rows looked up."""
         return [self.one_hot_contraction(planner, operation).axes]
 
@@ -53,7 +55,7 @@ class LookupOp(BlockOp):
             return x * mine.view(*mine.shape, *(1 for _ in table.shape[1:])).to(table.dtype)
         return rows(table, tokens.clamp_min(0))
 
-    def meter_bytes(self, ops, planned, name, table, tokens, out):
+    def meter_bytes(self, ops, planned, name, table, tokens, out) -> Value:
         """Count the memory of the rows looked up; the ids are kept, and a mask where ranks split the table's rows."""
         leave, count = planned.conversions[-1], planned.token_count
         x = ops.plain(ops.inner(planned, leave), [table], (ops.integers(count),))
@@ -80,7 +82,7 @@ class OneHotOp(Op):
         """Compute the one-hot activation of this rank's token ids: 1 at the index that equals the id."""
         return _compute_from_ids(ops, ids[self.kind, name], out, lambda ids, column: ids == column)
 
-    def meter_bytes(self, ops, name, ids, out):
+    def meter_bytes(self, ops, name, ids, out) -> Value:
         """Count the memory of a one-hot activation of token ids."""
         return ops.block(out)
 
@@ -98,7 +100,7 @@ class FeaturesOp(Op):
         size, key = ops.plan.sizes[out.dims[-1]], random.derive_key("features", name)
         return _compute_from_ids(ops, ids[self.kind, name], out, lambda i, j: random.draw_normal(key, i * size + j))
 
-    def meter_bytes(self, ops, name, ids, out):
+    def meter_bytes(self, ops, name, ids, out) -> Value:
         """Count the bytes of features drawn for token ids, and of the random integers that they are drawn from."""
         ops.integers(prod(ops.plan.local_shape(out)) * ops.plan.has_block(out, ops.at) * _DRAWN)
         return ops.block(out)
@@ -122,7 +124,7 @@ class RelativeBiasOp(BlockOp):
         attributes = {"bidirectional": bidirectional, "distance": distance}
         return ops.record_operation(self.kind, table.name, [], [scores, table], [scores], **attributes)
 
-    def plan_operation(self, planner, operation):
+    def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan the relative position bias in the layout of the attention scores; its table is converted to that."""
         return plan_with_vectors(planner, operation)
 
@@ -135,7 +137,7 @@ class RelativeBiasOp(BlockOp):
         bucket = ops.kernels.positions.relative_bucket(offsets, ops.plan.sizes["buckets"], distance, bidirectional)
         return embedding(bucket, table).permute(2, 0, 1)  # [heads, length, memory_length]
 
-    def meter_bytes(self, ops, planned, table, scores, *, bidirectional, distance):
+    def meter_bytes(self, ops, planned, table, scores, *, bidirectional, distance) -> Value:
         """Count the bytes of the relative position bias of all offsets, whose bucket numbers are kept."""
         shape = dict(zip(scores.dims, ops.plan.local_shape(scores), strict=True))
         positions = shape["length"] * shape["memory_length"]

@@ -25,7 +25,7 @@ class CrossEntropyOp(Op):
         reads, attributes = [labels, LABEL_WEIGHTS if ops.loss.weighted else None], {"loss": ops.loss.name}
         return ops.record_operation(self.kind, name, [logits], [spec], [], reads, smoothing=smoothing, **attributes)
 
-    def plan_operation(self, planner, operation):
+    def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan a loss that, over a split vocab, all-reduces the maximum and then the sums of each row; it reads the
         labels, and their weights if they have any."""
         spec = operation.inputs[0]
@@ -49,7 +49,7 @@ class CrossEntropyOp(Op):
         targets, classes = ops.label_targets(planned, labels), ops.logit_classes(planned, spec, smoothing)
         return ops.kernels.chunked_loss.cross_entropy(logits, targets, ops.communicator, classes)
 
-    def meter_bytes(self, ops, name, logits, spec, labels, smoothing=0.0):
+    def meter_bytes(self, ops, name, logits, spec, labels, smoothing=0.0) -> Value:
         """Count the memory of the logits' gradient, made in the forward pass, and of one chunk's statistics."""
         loss = ops.tensor(1)
         if not logits.elements:
@@ -98,7 +98,7 @@ class LinearCrossEntropyOp(Op):
             deferred=ops.deferred,
         )
 
-    def meter_bytes(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None):
+    def meter_bytes(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None) -> Value:
         """Count the memory of gradients and one chunk of logits, or of all logits where the loss has to keep them."""
         planned_product = ops.operation_plan("project", table.name)
         planned_loss = ops.operation_plan("cross_entropy", name)
@@ -149,7 +149,7 @@ class SquaredErrorOp(Op):
         ops.check_activation(target, spec)
         return ops.record_operation(self.kind, name, [y], [spec], [], [ids])
 
-    def plan_operation(self, planner, operation):
+    def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan the squared-error loss: ranks sum their own elements, and losses add up over axes that split them."""
         spec = operation.inputs[0]
         layout = planner.layout(spec)
@@ -166,7 +166,7 @@ class SquaredErrorOp(Op):
             error = error.masked_fill(rows.reshape([shape[d] if d in token_dims else 1 for d in spec.dims]), 0)
         return error.square().double().sum() / 2
 
-    def meter_bytes(self, ops, name, y, target, spec, ids):
+    def meter_bytes(self, ops, name, y, target, spec, ids) -> Value:
         """Count the bytes of the squared-error loss: the errors, kept for the backward pass, and their squares."""
         n = y.elements
         error, square = ops.new(n, ops.wide), ops.new(n, ops.wide)
@@ -183,7 +183,7 @@ class TokenLossOp(Op):
         reads = [labels, LABEL_WEIGHTS if ops.loss.weighted else None]
         return ops.record_operation(self.kind, name, [x], [spec], [], reads)
 
-    def plan_operation(self, planner, operation):
+    def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan a loss that each rank computes of its own tokens."""
         spec = operation.inputs[0]
         layout = planner.layout(spec)
@@ -199,7 +199,7 @@ class TokenLossOp(Op):
             counts = counts * targets.weights.abs()
         return loss + (x.flatten().to(loss.dtype) * counts).sum()
 
-    def meter_bytes(self, ops, name, loss, x, spec, labels):
+    def meter_bytes(self, ops, name, loss, x, spec, labels) -> Value:
         """Count the memory of what each token counts, which is kept."""
         n = x.elements
         ops.new(2 * n, 8)

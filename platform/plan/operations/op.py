@@ -118,10 +118,10 @@ class Op:
 
 
 class BlockOp(Op):
-    """Operation whose `run_on_blocks` and `meter_bytes` see blocks alone. They take the planned operation `found` (None
-    where nothing of it is planned), then the arguments: activations and parameters as converted for it; their result is
-    converted as planned. A rank without a block of the first activation computes nothing, and passes on an empty one
-    that stays connected to the gradients of all of them."""
+    """Operation whose `run_on_blocks` and `meter_bytes` see blocks alone. They take the planned operation `planned`
+    (None where nothing of it is planned), then the arguments: activations and parameters as converted for it; their
+    result is converted as planned. A rank without a block of the first activation computes nothing, and passes on an
+    empty one that stays connected to the gradients of all of them."""
 
     def bind_computation(self, ops, compute):
         return partial(self._run_converted, ops, compute)

@@ -7,12 +7,13 @@ rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from math import prod
 from typing import Any
 
 from platform.plan.model_types import EPS, POINTWISE
+from platform.plan.operation_plan import PlannedOperation
 from platform.plan.operations.op import INTEGER, BlockOp, Gradients, Op, Saved, Tape, Value, plan_with_vectors
 from platform.plan.scheme import ModelMistake
 
@@ -89,7 +90,7 @@ class PointwiseOp(Op):
             return {"gated_silu": ops.kernels.expert_rows.gated_silu}.get(function, compute)(*x)
         return (compute if ops.absent(x[0]) else pointwise_function(ops, function))(*x)
 
-    def meter_bytes(self, ops, function, *x):
+    def meter_bytes(self, ops, function, *x) -> Value:
         """Count the bytes of a pointwise function's result; the result or the arguments are kept for the backward."""
         if function == "identity":
             return x[0]
@@ -126,7 +127,7 @@ class PointwiseEachOp(BlockOp):
         mine = functions[first : first + n]
         return torch.stack([known[f](part) for f, part in zip(mine, x.unbind(i), strict=True)], i)
 
-    def meter_bytes(self, ops, planned, functions, x, spec, dim):
+    def meter_bytes(self, ops, planned, functions, x, spec, dim) -> Value:
         """Count the memory of pointwise functions per slice, as on the rank whose functions save most."""
         shape = dict(zip(spec.dims, ops.plan.local_shape(spec), strict=True))
         n, slices = shape[dim], range(0, len(functions), shape[dim])
@@ -148,7 +149,7 @@ class ScaleOp(BlockOp):
         """Multiply this rank's block of x by the number `factor`."""
         return x * factor
 
-    def meter_bytes(self, ops, planned, x, spec, factor):
+    def meter_bytes(self, ops, planned, x, spec, factor) -> Value:
         """Count the memory of x times a number, of which nothing is kept for the backward pass."""
         return ops.plain(ops.block(spec), [x])
 
@@ -183,7 +184,7 @@ class DropoutOp(BlockOp):
         draw = ops.compile_function(kernel.drop_elements) if ops.compiles_functions else kernel.draw_in_pieces
         return kernel.apply_dropout(x, drawing, draw) if drawing else x
 
-    def meter_bytes(self, ops, planned, name, x, spec):
+    def meter_bytes(self, ops, planned, name, x, spec) -> Value:
         """Count the bytes of dropout: its result, and the random integers that draw one piece of the mask."""
         if not ops.dropout_rate:
             return x
@@ -210,7 +211,7 @@ class JitterOp(BlockOp):
         drawing = ops.random_drawing(name, spec, x.device, self.kind, rate)
         return ops.kernels.residual.apply_jitter(x, drawing) if drawing else x
 
-    def meter_bytes(self, ops, planned, name, x, spec, rate):
+    def meter_bytes(self, ops, planned, name, x, spec, rate) -> Value:
         """Count the bytes of the product, and of the random numbers that draw one piece of it."""
         if not rate or ops.cache:
             return x
@@ -279,7 +280,7 @@ class MlpOp(Op):
         y = ops.convert_block(of_rows.compute_by_chunks(layer, x), last.groups[0].einsums[0].output)
         return y if added or not bias else ops.shift(y, out, bias[0], None)
 
-    def meter_bytes(self, ops, function, x, spec, inner, hidden, biases, down, out, bias, counts=None):
+    def meter_bytes(self, ops, function, x, spec, inner, hidden, biases, down, out, bias, counts=None) -> Value:
         """Count the memory of a feed-forward layer whose hidden rows are there a chunk at a time."""
         if not self.computes_by_chunks(ops, x, inner, biases, down, counts):
             return self.compose_operation(ops, function, x, spec, inner, hidden, biases, down, out, bias, counts)
@@ -343,7 +344,7 @@ class NormOp(BlockOp):
         parameters = [gain] if bias is None else [gain, bias]
         return ops.record_operation(self.kind, gain.name, [x], [spec, *parameters], [spec], norm=kind, eps=eps)
 
-    def plan_operation(self, planner, operation):
+    def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan LayerNorm or RMSNorm: its statistics are merged by collectives over the axes that split its dims."""
         spec, dims = operation.inputs[0], operation.parameters[0].dims
         have = planner.layout(spec)
@@ -364,7 +365,7 @@ class NormOp(BlockOp):
         widths = ops.row_widths(spec, len(planned.operation.parameters[0].dims), planned.over) if planned.over else ()
         return statistics.apply_norm(x, gain, bias, kind, eps, ops.communicator, planned.over, widths)
 
-    def meter_bytes(self, ops, planned, x, spec, kind, gain, bias, eps=EPS):
+    def meter_bytes(self, ops, planned, x, spec, kind, gain, bias, eps=EPS) -> Value:
         """Count the bytes of LayerNorm or RMSNorm: kept normalised rows and deviations, and temporaries."""
         vectors, dims = [v for v in (gain, bias) if v], planned.operation.parameters[0].dims
         n, rows = x.elements, prod(ops.plan.local_shape(spec)[: -len(dims)])
@@ -398,7 +399,7 @@ class RotateOp(BlockOp):
         attributes = {"theta": theta, "scaling": scaling, "width": width, "pairs": pairs}
         return ops.record_operation(self.kind, name, [x], [spec], [spec], **attributes)
 
-    def whole_dims(self, operation):
+    def whole_dims(self, operation) -> Sequence[str]:
         """Return d_kv, which a rank needs whole, as the two elements of a rotated pair lie half of it apart."""
         return ("d_kv",)
 
@@ -416,7 +417,7 @@ class RotateOp(BlockOp):
         cos, sin = (t.view(shape) for t in ops.angles[key])
         return positions.apply_rotary(x, cos, sin, pairs, ops.compile_function(positions.turn_pairs))
 
-    def meter_bytes(self, ops, planned, name, x, spec, theta, scaling=None, width=0, pairs="halves"):
+    def meter_bytes(self, ops, planned, name, x, spec, theta, scaling=None, width=0, pairs="halves") -> Value:
         """Count the bytes of rotary queries or keys, computed in the type of statistics; nothing is kept."""
         d_kv = ops.plan.local_shape(spec)[spec.dims.index("d_kv")]
         same, n = ops.wide == ops.plan.itemsize["compute"], x.elements
@@ -442,13 +443,13 @@ class ShiftOp(BlockOp):
         of_rows = {} if counts is None else {"layer": counts}
         return ops.record_operation(self.kind, parameter.name, [x], [spec, parameter], [spec], **of_rows)
 
-    def count_accesses(self, operation, operations):
+    def count_accesses(self, operation, operations) -> tuple[float, float]:
         """Return no accesses in the forward pass where the product of the bias's layer adds it itself."""
         product = operations.get(("project", operation.name.removesuffix("_bias")))
         added = product and product.adds_biases([operations[self.kind, operation.name]])
         return (0, 1) if added else self.memory_accesses
 
-    def plan_operation(self, planner, operation):
+    def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan adding a parameter, such as a bias, in its activation's layout, to which it is converted."""
         return plan_with_vectors(planner, operation)
 
@@ -468,7 +469,7 @@ class ShiftOp(BlockOp):
                 parameter = parameter.unsqueeze(i)
         return x + parameter
 
-    def meter_bytes(self, ops, planned, x, spec, parameter, counts=None):
+    def meter_bytes(self, ops, planned, x, spec, parameter, counts=None) -> Value:
         """Count the memory of the sum of an activation and a parameter, of which nothing is kept."""
         vectors = ops.new(x.elements if counts is not None else 0)  # noqa: F841  (until they are added)
         return ops.sum(ops.block(spec), [x, parameter])
@@ -492,7 +493,7 @@ class SinusoidOp(BlockOp):
         table = ops.kernels.positions.sinusoid_table(length.flatten(), d_model, ops.plan.sizes["d_model"])
         return x * scale + table.unflatten(0, length.shape).to(x.dtype)
 
-    def meter_bytes(self, ops, planned, name, x, spec, scale, positions=None):
+    def meter_bytes(self, ops, planned, name, x, spec, scale, positions=None) -> Value:
         """Count the bytes of a scaled activation and of its sum with the sinusoidal position encoding."""
         scaled = ops.new(x.elements)
         out = ops.plain(ops.block(spec), [x])

@@ -155,15 +155,15 @@ class Recorder(Ops):
         if x.spec != spec:
             raise ModelMistake(str(x.spec), f"the model passes it where it declares {spec}", [str(spec)])
 
-    def uses_ring_attention(self, name, spec, kv, sink):
+    def uses_ring_attention(self, name, spec, kv, sink) -> bool:
         alone = sink and self.scheme.fuses_attention(spec.region) and not self.is_dim_split(spec, "length")
         goes_around = alone or self.scheme.has_ring_attention(spec.region, kv.region)
         return not self.cache and not self.dropout_rate and goes_around
 
-    def is_dim_split(self, spec, dim):
+    def is_dim_split(self, spec, dim) -> bool:
         return bool(self.scheme.regions[spec.region][dim])
 
-    def fuses_attention(self, name, spec):
+    def fuses_attention(self, name, spec) -> bool:
         return (self.fused_dropout or not self.dropout_rate) and self.scheme.fuses_attention(spec.region)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -20,7 +21,7 @@ class RecurrenceOp(BlockOp):
             raise ModelMistake(name, "a recurrence does not see the passes before")
         return ops.record_operation(self.kind, name, [gate, x], [spec, spec], [spec])
 
-    def whole_dims(self, operation):
+    def whole_dims(self, operation) -> Sequence[str]:
         """Return length, which a rank needs whole, as each step needs all before it."""
         return ("length",)
 
@@ -29,7 +30,7 @@ class RecurrenceOp(BlockOp):
         widened = ops.kernels.statistics.widen_dtype
         return _scan_function().apply(widened(gate), widened(x), spec.dims.index("length")).to(x.dtype)
 
-    def meter_bytes(self, ops, planned, name, gate, x, spec):
+    def meter_bytes(self, ops, planned, name, gate, x, spec) -> Value:
         """Count the bytes of a gated linear recurrence: it keeps gates and result, in the type of statistics."""
         n, narrow = x.elements, ops.wide != ops.plan.itemsize["compute"]
         wide, kept_result = ops.widened(gate.storage, n), ops.new(n, ops.wide)

@@ -9,7 +9,8 @@ from dataclasses import replace
 from math import inf, prod
 
 from platform.plan.layout import Layout, common_prefix
-from platform.plan.operations.op import BlockOp, Op, Saved, assemble_plan, token_fields
+from platform.plan.operation_plan import PlannedOperation
+from platform.plan.operations.op import BlockOp, Op, Saved, Value, assemble_plan, token_fields
 from platform.plan.rule import Conversion, Step
 from platform.plan.scheme import ModelMistake
 
@@ -28,7 +29,7 @@ class RelayoutOp(BlockOp):
             return x
         return ops.record_operation(self.kind, name, [x], [spec], [out])
 
-    def plan_operation(self, planner, operation):
+    def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan the conversion of an activation from its own layout, its dims renamed, to the output's layout."""
         spec, out = operation.inputs[0], operation.outputs[0]
         renamed = dict(zip(spec.dims, out.dims, strict=True))
@@ -90,7 +91,7 @@ class ConcatenateOp(Op):
             raise ModelMistake(name, f"concatenates {len(x)} activations of {len(specs)} declared types")
         return ops.record_operation(self.kind, name, x, specs, [out], dim=dim)
 
-    def whole_dims(self, operation):
+    def whole_dims(self, operation) -> Sequence[str]:
         """Return the joined dim, which a rank needs whole in all parts and in the result."""
         dim = operation["dim"]
         assert dim != "vocab", "vocab may be padded: its parts would not lie side by side"
@@ -112,7 +113,7 @@ class ConcatenateOp(Op):
             parts[i] = parts[i][where].expand(*joined_shape.values())
         return ops.convert_block(torch.cat(parts, out.dims.index(dim)), leave)
 
-    def meter_bytes(self, ops, name, x, specs, out, dim):
+    def meter_bytes(self, ops, name, x, specs, out, dim) -> Value:
         """Count the bytes of concatenated activations, and of the conversions of the parts between layouts."""
         planned = ops.operation_plan(self.kind, name)
         *into, leave = planned.conversions
@@ -135,7 +136,7 @@ class ExpandKvOp(BlockOp):
     def record_operation(self, ops, name, x, spec, out, *, grouped=False):
         return ops.record_operation(self.kind, name, [x], [spec], [out], grouped=grouped)
 
-    def plan_operation(self, planner, operation):
+    def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan the repetition of key and value heads for query heads, which needs no collective forward; the gradient
         is all-reduced over the mesh axes that split heads but not kv_heads. Raises ValueError if kv_heads are not split
         over a prefix of the axes of heads."""
@@ -160,7 +161,7 @@ class ExpandKvOp(BlockOp):
         have, _ = ops.blocks[spec][dim]
         return x.index_select(dim, ops.global_positions(out, "heads", x.device) // per_group - have)
 
-    def meter_bytes(self, ops, planned, name, x, spec, out, *, grouped=False):
+    def meter_bytes(self, ops, planned, name, x, spec, out, *, grouped=False) -> Value:
         """Count the memory of repeated keys or values; none where they are passed on as they are."""
         dim, per_group = out.dims.index("heads"), ops.plan.sizes["heads"] // ops.plan.sizes["kv_heads"]
         kv_heads, heads = (ops.plan.local_shape(t)[dim] for t in (spec, out))
@@ -177,7 +178,7 @@ class ReduceOp(BlockOp):
     def record_operation(self, ops, name, function, x, spec, out):
         return ops.record_operation(self.kind, name, [x], [spec], [out], function=function)
 
-    def plan_operation(self, planner, operation):
+    def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan an einsum of one operand. A maximum over split dims is all-reduced like a statistic, as is the number of
         elements that share it, which its gradient needs; after that every rank has the result."""
         spec, out = operation.inputs[0], operation.outputs[0]
@@ -204,7 +205,7 @@ class ReduceOp(BlockOp):
             y = y / prod(n for d, n in zip(spec.dims, ops.plan.global_shape(spec), strict=True) if d in reduced_dims)
         return y.permute([remaining_dims.index(d) for d in out.dims])
 
-    def meter_bytes(self, ops, planned, name, function, x, spec, out):
+    def meter_bytes(self, ops, planned, name, function, x, spec, out) -> Value:
         """Count the bytes of a sum, mean or maximum of an activation; a maximum keeps what its gradient needs."""
         y = ops.inner(planned, planned.conversions[-1])
         saved: Saved = ()
@@ -222,7 +223,7 @@ class ReshapeOp(BlockOp):
     def record_operation(self, ops, name, x, spec, out):
         return ops.record_operation(self.kind, name, [x], [spec], [out])
 
-    def plan_operation(self, planner, operation):
+    def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan a layout whose blocks are the same in both shapes, so that reshaping moves nothing: the merged dim is
         split over the major dim's axes, then over the minor's if a block's extent along the major is 1. A conversion
         before and one after it do the rest."""
@@ -253,7 +254,7 @@ class ReshapeOp(BlockOp):
         i = next(i for i, (a, b) in enumerate(zip(spec.dims, out.dims, strict=False)) if a != b)
         return x.flatten(i, i + 1) if len(spec.dims) > len(out.dims) else x.unflatten(i, (ops.blocks[out][i][1], -1))
 
-    def meter_bytes(self, ops, planned, name, x, spec, out):
+    def meter_bytes(self, ops, planned, name, x, spec, out) -> Value:
         """Return x: a reshaped activation takes no new memory."""
         return x
 
@@ -265,7 +266,7 @@ class SequenceMeanOp(Op):
     def record_operation(self, ops, name, x, spec, tokens, out):
         return ops.record_operation(self.kind, name, [x], [spec], [out], [tokens])
 
-    def plan_operation(self, planner, operation):
+    def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan the mean of whole sequences, which is split again along their new length."""
         (spec,), (out,) = operation.inputs, operation.outputs
         layout = planner.layout(spec).restrict_dims(("batch",))
@@ -282,7 +283,7 @@ class SequenceMeanOp(Op):
         mean = (ops.kernels.statistics.widen_dtype(x).sum(0) / count).to(x.dtype)
         return ops.convert_block(mean.expand(ops.shape_before(leave)), leave)
 
-    def meter_bytes(self, ops, name, x, spec, tokens, out):
+    def meter_bytes(self, ops, name, x, spec, tokens, out) -> Value:
         """Count the memory of the means; of the tokens their number is kept."""
         planned = ops.operation_plan(self.kind, name)
         enter, leave = planned.conversions
