@@ -195,12 +195,10 @@ def translate_error(argument: str, error: Exception) -> str:
         registered = [f"{kind}={name} where a module in extend=[MODULE] registers it"]
         legal = [*closest_values(name, legal), *(registered if kind in KEYS and KEYS[kind].open else [])]
         return format_violation(group, name, "unknown", legal)
-    if re.search("Error parsing override|Lexer|mismatched input|extraneous input|no viable", text) or key.startswith(
-        "~"
-    ):
-        return escape_unprintable(
-            f"{argument[:SHOWN]}: must be KEY=VALUE; nearest legal: +experiment=NAME, train.steps=100"
-        )
+    malformed = re.search("Error parsing override|Lexer|mismatched input|extraneous input|no viable", text)
+    if malformed or key.startswith("~"):
+        line = f"{argument[:SHOWN]}: must be KEY=VALUE; nearest legal: +experiment=NAME, train.steps=100"
+        return escape_unprintable(line)
     if "Ambiguous value" in text or "requires --multirun" in text:
         return format_violation(key, value, "several values: a sweep needs -m, a list is written [a,b]")
 
@@ -208,9 +206,8 @@ def translate_error(argument: str, error: Exception) -> str:
         return format_violation(plugin[1], plugin[2], find_plugin_fault(f"{plugin[1]}={plugin[2]}"), ["basic"])
     key_match = re.search(r"(?m)full_key: (\S+)|Could not override '(\S+)'|^([^\s=]+)=.*: unknown key", text)
     refused_key = next(filter(None, key_match.groups()), key) if key_match else key
-    key_prefix = (
-        "" if refused_key.split("[")[0] == key.split("@")[0] else f"{refused_key}: "
-    )  # the chosen file has the mistake
+    # another key: the chosen file has the mistake
+    key_prefix = "" if refused_key.split("[")[0] == key.split("@")[0] else f"{refused_key}: "
     if key == "hardware":
         constraint = f"no key of a run: --hardware {value} of python -m platform.plan, or cluster.hardware={value}"
         return format_violation(key, value, constraint)

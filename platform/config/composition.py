@@ -162,9 +162,8 @@ def resolve_references(composed: Any) -> dict[str, Any]:
             if key in KEYS and text in KEYS[key].choices:
                 continue
             secrets = {secret: shown for secret, shown in _read.items() if secret and secret in text}
-            register_secrets(
-                secrets or ({text: raw} if _has_outside_reference(raw) else {})
-            )  # the whole text if, say, a resolver decoded it
+            # the whole text if, say, a resolver decoded it
+            register_secrets(secrets or ({text: raw} if _has_outside_reference(raw) else {}))
     return {str(key): value for key, value in values.items()}
 
 
@@ -217,11 +216,9 @@ def open_composer(config_dir: str | None, stored: Mapping[str, Any] | None = Non
         store.store(name="schema", node=Config)
     watch_environment()
     scheme = register_own_files()
-    search_path_arguments = (
-        [f"hydra.searchpath=[{quote_value(f'{scheme}://{os.path.abspath(config_dir)}')}]"] if config_dir else []
-    )
+    own_path = quote_value(f"{scheme}://{os.path.abspath(config_dir)}") if config_dir else ""
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        yield Composer(search_path_arguments, stored or {})
+        yield Composer([f"hydra.searchpath=[{own_path}]"] if config_dir else [], stored or {})
 
 
 def list_user_errors() -> tuple[type[Exception], ...]:
@@ -312,11 +309,8 @@ class Composer:
             arguments = tuple(rewrite_argument(a) for a in (*self.own, *choices))
             # The user's own files may change while a process runs, and so may what ${oc.env:X} is.
             changing = self.own or any("${" in argument for argument in arguments)
-            composition, self._swept[key] = (
-                _compose_files(arguments)
-                if changing
-                else deepcopy(_compose_shipped_files(arguments, _read_file_times()))
-            )
+            shipped = None if changing else deepcopy(_compose_shipped_files(arguments, _read_file_times()))
+            composition, self._swept[key] = shipped or _compose_files(arguments)
             chosen = {parse_argument(choice).key_or_group for choice in choices}
             composition.merge_with({group: values for group, values in self.stored.items() if group not in chosen})
             _build_config(composition)

@@ -112,27 +112,15 @@ def complete_settings(config: Config, typed: Mapping[str, Any]) -> None:
     for source in config.data.sources.values():
         if isinstance(source, dict) and ("data.kind", source.get("kind")) in OWN_SETTINGS:
             source.setdefault("settings", {})
-    for chosen_settings in _find_chosen_settings(config):
-        kind, group = OWN_SETTINGS.get((chosen_settings.key, chosen_settings.name)), chosen_settings.key.split(".")[0]
-        is_other_function = typed.keys() & {chosen_settings.key, group} and not any(
-            f"{key}.".startswith(f"{chosen_settings.place}.") for key in typed
-        )
-        if kind is None:
-            complete_values = {} if is_other_function else dict(chosen_settings.values)
-        else:
-            known = _read_declared_settings(kind)
-            default_values = {
-                name: setting.default for name, setting in known.items() if setting.default is not MISSING
-            }
-            complete_values = {
-                name: value for name, value in chosen_settings.values.items() if name in known or not is_other_function
-            }
-            complete_values = {
-                n: _convert_value(known[n].hint, v) if n in known else v
-                for n, v in (default_values | complete_values).items()
-            }
-        chosen_settings.values.clear()
-        chosen_settings.values.update(complete_values)
+    for place, key, name, values in _find_chosen_settings(config):
+        kind = OWN_SETTINGS.get((key, name))
+        known = {} if kind is None else _read_declared_settings(kind)
+        is_placed = any(f"{typed_key}.".startswith(f"{place}.") for typed_key in typed)
+        is_other_function = typed.keys() & {key, key.split(".")[0]} and not is_placed
+        default_values = {n: setting.default for n, setting in known.items() if setting.default is not MISSING}
+        complete_values = default_values | {n: v for n, v in values.items() if n in known or not is_other_function}
+        values.clear()
+        values.update({n: _convert_value(known[n].hint, v) if n in known else v for n, v in complete_values.items()})
 
 
 def violations_of_settings(config: Config) -> Iterator[str]:
@@ -144,11 +132,7 @@ def violations_of_settings(config: Config) -> Iterator[str]:
 
 def flatten_own_settings(config: Config) -> dict[str, Any]:
     """Return the settings of the user's own code that a configuration has, by their keys."""
-    return {
-        f"{chosen_settings.place}.{name}": value
-        for chosen_settings in _find_chosen_settings(config)
-        for name, value in chosen_settings.values.items()
-    }
+    return {f"{part.place}.{n}": v for part in _find_chosen_settings(config) for n, v in part.values.items()}
 
 
 def _find_chosen_settings(config: Config) -> Iterator[_ChosenSettings]:
@@ -169,22 +153,14 @@ def _violations_of_chosen_settings(chosen_settings: _ChosenSettings) -> Iterator
         return
     if (kind := OWN_SETTINGS.get((key, name))) is None:
         for field, value in values.items():
-            legal = [
-                f"{key}={n}"
-                for (k, n), settings_class in OWN_SETTINGS.items()
-                if k == key and field in _read_declared_settings(settings_class)
-            ]
+            own_kinds = {n: own_kind for (k, n), own_kind in OWN_SETTINGS.items() if k == key}
+            legal = [f"{key}={n}" for n, own_kind in own_kinds.items() if field in _read_declared_settings(own_kind)]
             yield format_violation(f"{place}.{field}", value, f"{key}={name} has no settings", legal)
         return
     known = _read_declared_settings(kind)
-    lines = [
-        *(line for field, value in values.items() for line in _violations_of_field(place, field, value, known)),
-        *(
-            format_violation(f"{place}.{field}", "", f"{key}={name} needs it")
-            for field, setting in known.items()
-            if setting.default is MISSING and field not in values
-        ),
-    ]
+    missing = [field for field, setting in known.items() if setting.default is MISSING and field not in values]
+    lines = [line for field, value in values.items() for line in _violations_of_field(place, field, value, known)]
+    lines += [format_violation(f"{place}.{field}", "", f"{key}={name} needs it") for field in missing]
     yield from lines
     if lines:
         return
@@ -199,9 +175,8 @@ def _violations_of_field(place: str, field: str, value: Any, known: Mapping[str,
     """Yield a refusal line per mistake in the value of one setting of the user's own code."""
     where = f"{place}.{field}"
     if (setting := known.get(field)) is None:
-        yield format_violation(
-            where, value, "unknown setting", [f"{place}.{name}" for name in closest_values(field, known)[:3]]
-        )
+        legal = [f"{place}.{name}" for name in closest_values(field, known)[:3]]
+        yield format_violation(where, value, "unknown setting", legal)
     elif not fits_type(value, setting.hint):
         default = [] if setting.default is MISSING else ["null" if setting.default is None else setting.default]
         yield format_violation(where, value, f"must be {describe_type(setting.hint)}", default)

@@ -129,13 +129,10 @@ def read_declared_types(cls: type) -> tuple[dict[str, Any], dict[str, Any]]:
 def violations_of_types(config: Any) -> dict[str, list[str]]:
     """Return key -> [refusal line] for a configuration's unknown keys, and values of another type than declared."""
     if type(config) is not Config:
-        return {
-            "config": [format_violation("config", describe_value(config), "must be a Config, as compose() returns it")]
-        }
-    return {
-        key: [format_violation(key, describe_value(value), why, near)]
-        for key, value, why, near in _find_mistyped_keys(config)
-    }
+        reason = "must be a Config, as compose() returns it"
+        return {"config": [format_violation("config", describe_value(config), reason)]}
+    mistyped = _find_mistyped_keys(config)
+    return {key: [format_violation(key, describe_value(value), why, near)] for key, value, why, near in mistyped}
 
 
 def _find_mistyped_keys(part: Any, prefix: str = "") -> Iterator[tuple[str, Any, str, list[str]]]:
@@ -241,10 +238,8 @@ def violations_of_values(config: Config) -> dict[str, list[str]]:
     type_violations = violations_of_types(config)
     if any(key not in KEYS for key in type_violations):  # groups of keys are missing
         return type_violations
-    lines = {
-        k: type_violations.get(k) or [*violations_of_value(k, attrgetter(k)(config), legal)]
-        for k, legal in KEYS.items()
-    }
+    values = flatten_config(config)
+    lines = {k: type_violations.get(k) or [*violations_of_value(k, values[k], KEYS[k])] for k in KEYS}
     return {key: mistakes for key, mistakes in lines.items() if mistakes}
 
 
@@ -302,9 +297,8 @@ def _violations_of_text(where: str, legal: Key, text: str) -> Iterator[str]:
     or does not match the pattern that its key declares (`legal`); `where` is the key with the text's place in its
     value."""
     if illegal_character := next((c for c in text if category(c) in ("Cc", "Cs", "Zl", "Zp")), None):
-        yield format_violation(
-            where, text, f"has the character U+{ord(illegal_character):04X}, which no text may have; leave it out"
-        )
+        constraint = f"has the character U+{ord(illegal_character):04X}, which no text may have; leave it out"
+        yield format_violation(where, text, constraint)
     elif len(text) > LONGEST:
         yield format_violation(where, text, f"must have at most {LONGEST:,} characters")
     elif legal.pattern and not re.fullmatch(legal.pattern, text):

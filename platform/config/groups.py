@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from platform.config.key import RHYTHM, SECONDS, WORKERS, declare_own_settings, key
+from platform.config.key import RHYTHM, SECONDS, WORKERS, declare_own_settings, fixed_key, free_key, key
 from platform.plan.generators import ONE_CHUNK
 from platform.plan.model_types import AUTO as TRAIN_GROUP_AUTO
 from platform.plan.model_types import CROSS_ENTROPY, KERNELS
@@ -17,18 +17,14 @@ from platform.plan.scheme import CONTEXT_KINDS, GATHERED, SLICE_VIA, TENSOR_EXPE
 class Data:
     """Training data, and what the model predicts in it."""
 
-    kind: str = key(
+    kind: str = free_key(
         "stdlib", "source of the data", ("stdlib", "text", "instructions", "pairs", "tokens", "synthetic", "mixture"),
-        open=True, identity="free",
+        open=True,
     )  # fmt: skip
-    path: str = key("", "files of data: a file, a folder, a glob, or a URL of any of these", path=(), identity="free")
-    sources: dict[str, Any] = key(
-        {}, "data=mixture: source -> its keys of this group, and weight or epochs", identity="free"
-    )
+    path: str = free_key("", "files of data: a file, a folder, a glob, or a URL of any of these", path=())
+    sources: dict[str, Any] = free_key({}, "data=mixture: source -> its keys of this group, and weight or epochs")
     field: str = key("text", ".jsonl, .parquet, .arrow: name of the field that holds the text, messages or tokens")
-    target_path: str = key(
-        "", "data=pairs: file whose lines translate the lines of data.path", path=(), identity="free"
-    )
+    target_path: str = free_key("", "data=pairs: file whose lines translate the lines of data.path", path=())
     target_field: str = key("target", "name of the field that translates (data=pairs) or answers data.field")
     input_field: str = key(
         "", "data=instructions: name of the field that goes on a prompt in data.field, behind a line end; none = unread"
@@ -48,9 +44,8 @@ class Data:
         "data.packing=best_fit: a document longer than a row is split over rows, cut at the end of one, or dropped",
         ("split", "cut", "drop"),
     )
-    tokenizer: str = key(
+    tokenizer: str = free_key(
         "train", "tokenizer.json, a folder, a tiktoken or sentencepiece file; train = its own BPE", path=("train",),
-        identity="free",
     )  # fmt: skip
     tokenizer_words: str = key("", "tiktoken: gpt2, cl100k_base, qwen, o200k_base or a regular expression of words")
     foreign_tokenizer: bool = key(
@@ -60,9 +55,8 @@ class Data:
     special_tokens: list[str] = key([], "special tokens that the tokenizer gets beside its own")
     end_token: str = key("", 'special token that ends documents; "" = as the tokenizer says')
     begin_token: str = key("", 'special token that begins documents; "" = as the tokenizer says')
-    chat_template: str = key(
+    chat_template: str = free_key(
         "", 'how conversations are written: chatml or a file; "" = as the tokenizer says', path=("chatml",),
-        identity="free",
     )  # fmt: skip
     dtype: str = key(
         "uint16", "data=tokens: type of a .bin without an index", ("uint8", "uint16", "uint32", "int32", "int64")
@@ -427,9 +421,8 @@ class Model:
     expert_d_ff: int = key(0, "width of an expert; 0 = as model.d_ff", ">= 0", most=2**24)
     expert_bias: bool = key(False, "experts, and the scores of experts, have biases")
     shared_experts: int = key(0, "further experts that compute every token", ">= 0", most=1000)
-    capacity_factor: float = key(
+    capacity_factor: float = free_key(
         1.25, "tokens of a sequence that an expert takes, over its even share; 0 = all that come", ">= 0", most=1e6,
-        identity="free",
     )  # fmt: skip
     router: str = key("softmax", "what makes probabilities of the experts' scores", ("softmax", "sigmoid"))
     router_normalised: bool = key(True, "the weights of a token's experts are divided by their sum")
@@ -439,32 +432,27 @@ class Model:
     router_group_best: int = key(
         1, "largest probabilities of a group, the sum of which decides whether it is kept", ">= 1", most=2**16
     )
-    router_jitter: float = key(
+    router_jitter: float = free_key(
         0.0, "training: what a router reads is multiplied by uniform numbers in 1 -+ this", ">= 0 and < 1",
-        identity="free",
     )  # fmt: skip
     router_bias: bool = key(False, "the choice of experts, not their weights, adds a bias to each probability")
-    balance_rate: float = key(
+    balance_rate: float = free_key(
         0.001, "router_bias: what a step adds to the bias of experts below the mean load, and takes from others",
-        ">= 0", identity="free",
+        ">= 0",
     )  # fmt: skip
-    balance_loss: float = key(0.01, "factor of the loss of experts' uneven load", ">= 0", identity="free")
+    balance_loss: float = free_key(0.01, "factor of the loss of experts' uneven load", ">= 0")
     balance_over: str = key(
         "sequence", "load in the balance loss: of the sequence, or of the step before", ("sequence", "batch")
     )
-    z_loss: float = key(
-        0.0, "factor of the loss of large scores: of the square of their log-sum-exp", ">= 0", identity="free"
-    )
+    z_loss: float = free_key(0.0, "factor of the loss of large scores: of the square of their log-sum-exp", ">= 0")
     length: int = key(64, "tokens per sequence", ">= 1", most=2**24)
     source_length: int = key(0, "encoder_decoder: tokens per encoder sequence; 0 = model.length", ">= 0", most=2**24)
     vocab: int = key(512, "rows of the embedding, before any padding", ">= 1", most=2**24)
     io: int = key(64, "two_layer: width of its input and output", ">= 1", most=2**24)
     hidden: int = key(256, "two_layer: width between its layers", ">= 1", most=2**24)
-    dropout: float = key(
-        0.0, "probability that an activation is set to 0; 0 = no dropout", ">= 0 and < 1", identity="free"
-    )
-    fused_dropout: bool = key(
-        False, "attention's masks are drawn inside its kernel, per rank: not as other plans do", identity="free"
+    dropout: float = free_key(0.0, "probability that an activation is set to 0; 0 = no dropout", ">= 0 and < 1")
+    fused_dropout: bool = free_key(
+        False, "attention's masks are drawn inside its kernel, per rank: not as other plans do"
     )
     norm: str = key("layernorm", "normalisation", ("layernorm", "rmsnorm"))
     norm_eps: float = key(1e-5, "what norms add to the variance", "> 0 and < 1")
@@ -496,9 +484,8 @@ class Model:
     window: int = key(0, "attention sees so many tokens back, its own among them; 0 = all", ">= 0", most=2**24)
     window_layers: list[int] = key([], "layers, from 0, with model.window; [] = all", ">= 0", most=1000)
     within_documents: bool = key(False, "no token sees a document before its own: set by data.document_mask")
-    position_rows: int = key(
+    position_rows: int = free_key(
         0, "positions=learned: rows of the table, if sequences are also shorter: set by train.length_ramp", ">= 0",
-        identity="free",
     )  # fmt: skip
     attention_scale: float = key(0.0, "factor on attention's scores; 0 = 1 / sqrt(d_kv)", ">= 0", most=1e6)
     attention_sinks: bool = key(False, "each head may attend to nothing, by a learned score of its own")
@@ -515,9 +502,7 @@ class Model:
     head_transform: bool = key(False, "a layer, activation and norm before the output projection, as in BERT")
     head_bias: bool = key(False, "the output projection has a bias")
     logit_scale: float = key(1.0, "factor on the logits", "> 0", most=1e6)
-    label_smoothing: float = key(
-        0.0, "share of the target probability spread over the vocabulary", ">= 0 and < 1", identity="free"
-    )
+    label_smoothing: float = free_key(0.0, "share of the target probability spread over the vocabulary", ">= 0 and < 1")
     settings: dict[str, Any] = declare_own_settings("model")
 
 
@@ -525,18 +510,14 @@ class Model:
 class Optimizer:
     """Update rule, and the schedule of its learning rate."""
 
-    kind: str = key(
-        "adamw", "the optimizer", ("adamw", "sgd", "lion", "muon", "adafactor"), open=True, identity="fixed"
-    )
+    kind: str = fixed_key("adamw", "the optimizer", ("adamw", "sgd", "lion", "muon", "adafactor"), open=True)
     lr: float = key(1e-3, "peak learning rate, reached after warm-up", ">= 0 and < inf", most=1e6)
     betas: list[float] = key(
         [0.9, 0.95], "decay rates of Adam's two moments; of Lion's update and its momentum", ">= 0 and < 1"
     )
-    momentum: float = key(0.9, "sgd, muon: decay rate of the momentum; 0 = none", ">= 0 and < 1", identity="fixed")
+    momentum: float = fixed_key(0.9, "sgd, muon: decay rate of the momentum; 0 = none", ">= 0 and < 1")
     nesterov: bool = key(False, "sgd, muon: Nesterov's momentum, which looks one update ahead")
-    matrices: str = key(
-        "", 'muon: regular expression of its parameters; "" = weights of hidden layers', identity="fixed"
-    )
+    matrices: str = fixed_key("", 'muon: regular expression of its parameters; "" = weights of hidden layers')
     newton_schulz: int = key(5, "muon: iterations that make a matrix orthogonal", ">= 1", most=99)
     matrix_lr: str = key(
         "match_rms_adamw", "muon: how optimizer.lr is scaled by a matrix's shape", ("match_rms_adamw", "original")
@@ -579,35 +560,26 @@ class Train:
 
     steps: int = key(100, "updates; the learning-rate schedule spans them", ">= 1")
     stop_at: int = key(0, "end after this step, with a checkpoint; 0 = run to train.steps", ">= 0")
-    global_batch: int = key(
-        16, "sequences per update, over all replicas", ">= 1", most=10**8, identity="fixed", planned=True
-    )
-    ramp_from: int = key(
+    global_batch: int = fixed_key(16, "sequences per update, over all replicas", ">= 1", most=10**8, planned=True)
+    ramp_from: int = fixed_key(
         0, "sequences of the first updates, of a batch that grows; 0 = it does not", ">= 0", most=10**8,
-        identity="fixed",
     )  # fmt: skip
-    ramp_by: int = key(
-        1, "train.ramp_from: sequences by which the batch grows, up to train.global_batch", ">= 1", identity="fixed"
-    )
-    ramp_samples: int = key(0, "train.ramp_from: sequences over which the batch grows", ">= 0", identity="fixed")
-    length_ramp: list[str] = key(
+    ramp_by: int = fixed_key(1, "train.ramp_from: sequences by which the batch grows, up to train.global_batch", ">= 1")
+    ramp_samples: int = fixed_key(0, "train.ramp_from: sequences over which the batch grows", ">= 0")
+    length_ramp: list[str] = free_key(
         [], "STEP:LENGTH, ...: after STEP updates, sequences of LENGTH tokens, up to model.length; [] = always these",
-        pattern=r"\d{1,12}:\d{1,12}", constraint="must be STEP:LENGTH, such as 200:512", identity="free",
+        pattern=r"\d{1,12}:\d{1,12}", constraint="must be STEP:LENGTH, such as 200:512",
     )  # fmt: skip
     microbatch: int = key(
         4, "sequences per microbatch of one data-parallel replica; -1: the planner chooses", ">= 1", most=10**6,
         planned=True, left_open=9,
     )  # fmt: skip
-    init: str = key(
+    init: str = free_key(
         "", "start from these weights: a checkpoint's URL, or a folder that transformers saved; random = from none;"
-        ' "" = from model.source, if there is one', path=("random",), identity="free",
+        ' "" = from model.source, if there is one', path=("random",),
     )  # fmt: skip
-    loss: str = key(
-        "", 'what a label costs; "" = as the objective says', ("", CROSS_ENTROPY), open=True, identity="free"
-    )
-    init_averaged: bool = key(
-        False, "train.init: take the averages that train.ema kept of that run's weights", identity="free"
-    )
+    loss: str = free_key("", 'what a label costs; "" = as the objective says', ("", CROSS_ENTROPY), open=True)
+    init_averaged: bool = free_key(False, "train.init: take the averages that train.ema kept of that run's weights")
     spike: float = key(0.0, "a loss above this factor times the median of the last 32 is a spike; 0 = never", ">= 0")
     verify_every: int = key(0, "steps between comparisons of the replicas' weights and moments; 0 = never", ">= 0")
     compile: str = key("auto", "compile what lies between collectives; auto: on GPUs", ("auto", "on", "off"))
@@ -618,14 +590,11 @@ class Train:
         1, "feed-forward layers: chunks of tokens, each with its inner activations, computed twice; 1 = whole, once",
         ">= 1", most=10**6,
     )  # fmt: skip
-    freeze: list[str] = key(
+    freeze: list[str] = fixed_key(
         [], "patterns of parameters that no update changes, such as embedding or layers.[0-3].*",
         pattern=r"[\w.*?\[\]!-]+", constraint="must be the name of a parameter, or a pattern with *, ? or [...]",
-        identity="fixed",
     )  # fmt: skip
-    ema: float = key(
-        0.0, "decay of averaged weights, such as 0.999; 0 = none are kept", ">= 0 and < 1", identity="fixed"
-    )
+    ema: float = fixed_key(0.0, "decay of averaged weights, such as 0.999; 0 = none are kept", ">= 0 and < 1")
     deterministic: bool = key(False, "a step done again is equal in every bit; what cannot be is refused")
     loss_settings: dict[str, Any] = declare_own_settings("loss", identity="free")
     on_spike: str = key("rollback", "at a spike or non-finite number: redo, skip or stop", ("rollback", "skip", "stop"))

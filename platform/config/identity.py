@@ -39,15 +39,10 @@ def run_identity(config: Config) -> dict[str, Any]:
     data = {k: v for k, v in values["data"].items() if KEYS[f"data.{k}"].identity != "none"}
     data["input_field"] = "" if data["input_field"] == "none" else data["input_field"]  # the same prompts
     train = {f"train.{k}": v for k, v in values["train"].items() if KEYS[f"train.{k}"].identity}
-    identity_values = {
-        "model": values["model"],
-        "data": data,
-        "seed": config.seed,
-        **train,
-        "train.loss": training_loss_name(config),
-        "optimizer": values["optimizer"],
-    }
-    return redact_secrets(identity_values)
+    first = {"model": values["model"], "data": data, "seed": config.seed}
+    return redact_secrets(
+        {**first, **train, "train.loss": training_loss_name(config), "optimizer": values["optimizer"]}
+    )
 
 
 def complete_identity(stored_identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,20 +81,15 @@ def violations_of_identity(
     one; then comes one line per difference.
     """
     allow = config.resume.allow
-    changes = {
-        k: v
-        for k, v in find_differences(complete_identity(stored_identity), run_identity(config)).items()
-        if not _can_change(k, allow)
-    }
+    differing = find_differences(complete_identity(stored_identity), run_identity(config))
+    changes = {k: v for k, v in differing.items() if not _can_change(k, allow)}
     if not changes:
         return []
     free = [_find_free_entry(key) for key in changes if _is_curable(key)]
     named = ",".join(dict.fromkeys([*allow, *free]))
     cure = f", or go on with resume.allow=[{named}]" if len(free) == len(changes) else ""
-    lines = (
-        f"{k}: {a} there, {b} here" + ("" if _is_curable(k) else f"; fixed: {_explain_fixed_key(k)}")
-        for k, (a, b) in changes.items()
-    )
+    fixed = {k: "" if _is_curable(k) else f"; fixed: {_explain_fixed_key(k)}" for k in changes}
+    lines = (f"{k}: {a} there, {b} here{fixed[k]}" for k, (a, b) in changes.items())
     return [format_violation(key, value, f"{reason}{cure}. What differs:"), *lines]
 
 
@@ -129,9 +119,8 @@ def _find_free_entry(key: str) -> str:
 def _is_curable(key: str) -> bool:
     """Return True if `resume.allow` lets a run go on with another value of a key: it may free a mixture's sources,
     whose files may lie elsewhere, but a source's share decides about the samples."""
-    return bool(_find_free_entry(key)) and not (
-        key.startswith("data.sources.") and key.rpartition(".")[2] in _OF_SHARES
-    )
+    is_share = key.startswith("data.sources.") and key.rpartition(".")[2] in _OF_SHARES
+    return bool(_find_free_entry(key)) and not is_share
 
 
 def _explain_fixed_key(key: str) -> str:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from operator import attrgetter
 from types import NoneType
@@ -65,6 +66,10 @@ def key(default: Any, guidance: str, legal: str | tuple[Any, ...] = "", **more: 
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+free_key = partial(key, identity="free")  # on resume it changes if `resume.allow` says so
+fixed_key = partial(key, identity="fixed")  # on resume it never changes
 
 
 def violation_of_key(config: Any, key: str, constraint: str, legal: Iterable[Any] = ()) -> str:

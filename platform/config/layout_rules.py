@@ -69,10 +69,8 @@ def parse_layout(layout: str | Mapping[str, Any], axes: Iterable[str]) -> tuple[
         for dim, names in rules[region].items():
             lines += _violations_of_unknown_names("tensor.layout", [dim], "dim", KNOWN_DIMS)
             if len(set(names)) < len(names):
-                legal = [f"{dim}:{'+'.join(dict.fromkeys(names))}"]
-                lines.append(
-                    format_violation("tensor.layout", f"{dim}:{'+'.join(names)}", "an axis splits a dim once", legal)
-                )
+                entry, legal = f"{dim}:{'+'.join(names)}", [f"{dim}:{'+'.join(dict.fromkeys(names))}"]
+                lines.append(format_violation("tensor.layout", entry, "an axis splits a dim once", legal))
             for name in (name for name in names if name not in known):
                 legal = closest_values(name, known) or ["tensor.axes.NAME=k makes one"]
                 lines.append(format_violation("tensor.layout", f"{dim}:{name}", "no such axis in tensor.axes", legal))
@@ -94,12 +92,10 @@ def _read_layout(layout: str | Mapping[str, Any]) -> Mapping[str, Any]:
     malformed_words = [word for word in words if not re.fullmatch(r"\w+:\w+(\+\w+)*", word)]
     refuse_all(format_violation("tensor.layout", word, "must be dim:axis or dim:axis+axis") for word in malformed_words)
     dims = [word.partition(":")[0] for word in words]
-    if repeated_dims := [dim for dim in dict.fromkeys(dims) if dims.count(dim) > 1]:
-        axes = {dim: [a for d, _, a in (w.partition(":") for w in words) if d == dim] for dim in repeated_dims}
-        legal = {dim: [f"{dim}:{'+'.join(dict.fromkeys(axis_names))}"] for dim, axis_names in axes.items()}
-        raise ConfigError(
-            [format_violation("tensor.layout", dim, "is given twice", legal[dim]) for dim in repeated_dims]
-        )
+    repeated_dims = [dim for dim in dict.fromkeys(dims) if dims.count(dim) > 1]
+    axes = {dim: [a for d, _, a in (w.partition(":") for w in words) if d == dim] for dim in repeated_dims}
+    legal = {dim: [f"{dim}:{'+'.join(dict.fromkeys(axis_names))}"] for dim, axis_names in axes.items()}
+    refuse_all(format_violation("tensor.layout", dim, "is given twice", legal[dim]) for dim in repeated_dims)
     return dict(word.split(":") for word in words)
 
 
@@ -142,17 +138,13 @@ def _violations_of_order(tensor: Tensor) -> Iterator[str]:
             for dim, axes in rules.items():
                 for axis in axes:
                     keys_by_axis.setdefault(axis, []).append(f"tensor.{key}.{part}.{dim}")
-    complete_order = [
-        *(a for a in tensor.order if a in keys_by_axis),
-        *(a for a in keys_by_axis if a not in tensor.order),
-    ]
+    complete_order = dict.fromkeys([*(a for a in tensor.order if a in keys_by_axis), *keys_by_axis])
     for axis, keys in keys_by_axis.items() if tensor.order else ():
         if axis not in tensor.order:
             correction = [f"{keys[0]}=[{closest_values(axis, tensor.order)[0]}]"] if len(keys) == 1 else []
             constraint = f"lacks {axis}, an axis of {keys[0]}" + (f" and {len(keys) - 1} more" if keys[1:] else "")
-            yield format_violation(
-                "tensor.order", _format_names(tensor.order), constraint, [*correction, _format_names(complete_order)]
-            )
+            legal = [*correction, _format_names(complete_order)]
+            yield format_violation("tensor.order", _format_names(tensor.order), constraint, legal)
 
 
 def _format_names(names: Iterable[str]) -> str:
@@ -169,13 +161,11 @@ def _violations_of_scheme_names(tensor: Tensor, branch: Branch) -> Iterator[str]
         yield format_violation("branch.kind", branch.kind, constraint, ["a line `kind: NAME` in its file"])
 
 
-def _violations_of_unknown_names(
-    key: str, names: Iterable[str], entry_name: str, legal: Sequence[str]
-) -> Iterator[str]:
-    """Yield a refusal line for each of key `key`'s names not in `legal`; `entry_name`: such as "region"."""
+def _violations_of_unknown_names(key: str, names: Iterable[str], entry: str, legal: Sequence[str]) -> Iterator[str]:
+    """Yield a refusal line for each of key `key`'s names not in `legal`; `entry`: what is named, such as "region"."""
     for name in names:
         if name not in legal:
-            yield format_violation(key, name, f"no such {entry_name}", closest_values(name, legal))
+            yield format_violation(key, name, f"no such {entry}", closest_values(name, legal))
 
 
 def _violations_of_repeated_names(key: str, names: Sequence[str]) -> Iterator[str]:
@@ -200,10 +190,8 @@ class _Strict(yaml.SafeLoader):
 
 AUTO, ALL = "auto", "all"
 # in the order of `plan.search`; tensor and pipeline stand for what their schemes and schedules bring
-OPEN_KEYS = [
-    key.removesuffix(".scheme").removesuffix(".kind")
-    for key in sorted((key for key in KEYS if KEYS[key].left_open), key=lambda key: KEYS[key].left_open)
-]
+_LEFT_OPEN = sorted((key for key in KEYS if KEYS[key].left_open), key=lambda key: KEYS[key].left_open)
+OPEN_KEYS = [key.removesuffix(".scheme").removesuffix(".kind") for key in _LEFT_OPEN]
 
 
 def is_open_key(config: Config, key: str) -> bool:
@@ -248,9 +236,8 @@ def violations_of_search(config: Config) -> Iterator[str]:
     """Yield a refusal line for each name in `plan.search` that is no key which may be left to the planner."""
     for name in config.plan.search:
         if name not in (ALL, *OPEN_KEYS) and not name.startswith("tensor.axes."):
-            yield format_violation(
-                "plan.search", name, "no key that the planner chooses", closest_values(name, (*OPEN_KEYS, ALL))[:3]
-            )
+            legal = closest_values(name, (*OPEN_KEYS, ALL))[:3]
+            yield format_violation("plan.search", name, "no key that the planner chooses", legal)
 
 
 def _violations_of_replicas(config: Config) -> Iterator[str]:
@@ -302,9 +289,8 @@ def _violations_of_zero(config: Config) -> Iterator[str]:
         yield violation_of_key(config, "parallel.zero", reason, [0])
     group, experts = config.parallel.zero_group, config.parallel.experts
     if config.parallel.zero and 0 < group < experts:
-        yield violation_of_key(
-            config, "parallel.zero_group", f"must be 0 or at least parallel.experts={experts}", [experts, 0]
-        )
+        constraint = f"must be 0 or at least parallel.experts={experts}"
+        yield violation_of_key(config, "parallel.zero_group", constraint, [experts, 0])
 
 
 def _violations_of_bucket_size(config: Config) -> Iterator[str]:
@@ -335,24 +321,20 @@ def _violations_of_experts(config: Config) -> Iterator[str]:
     keeps_experts_whole, axis_sizes = config.parallel.tensor_experts == "whole", expert_axis_sizes(config)
     ranks, uneven = prod(axis_sizes.values()), has_uneven_experts(config)
     if not experts:
+        constraint = "model.experts=0: the model has no experts"
         if shared > 1:
-            yield violation_of_key(config, "parallel.experts", "model.experts=0: the model has no experts", [1])
+            yield violation_of_key(config, "parallel.experts", constraint, [1])
         if keeps_experts_whole:
-            yield violation_of_key(
-                config, "parallel.tensor_experts", "model.experts=0: the model has no experts", ["split"]
-            )
+            yield violation_of_key(config, "parallel.tensor_experts", constraint, ["split"])
         return
     if keeps_experts_whole and (experts < ranks or experts % ranks and not uneven):
         sizes = " x ".join(f"{axis}={n}" for axis, n in axis_sizes.items())
-        yield violation_of_key(
-            config, "parallel.tensor_experts", f"{sizes} must divide model.experts={experts}", ["split"]
-        )
+        constraint = f"{sizes} must divide model.experts={experts}"
+        yield violation_of_key(config, "parallel.tensor_experts", constraint, ["split"])
         return
     experts_per_rank, divisor_text = experts // ranks, f" / {'+'.join(axis_sizes)}={ranks}" if axis_sizes else ""
-    for key, number, cut in (
-        (f"model.experts={experts}{divisor_text}", experts_per_rank, uneven),
-        (f"parallel.data={data}", data, False),
-    ):
+    experts_key = f"model.experts={experts}{divisor_text}"
+    for key, number, cut in ((experts_key, experts_per_rank, uneven), (f"parallel.data={data}", data, False)):
         even = number % shared == 0 or cut and shared <= number
         if shared > 1 and number > 0 and not even:
             legal = closest_values(shared, find_divisors(gcd(experts_per_rank, data) if data > 0 else experts_per_rank))
@@ -380,9 +362,8 @@ def sequence_lengths_by_key(config: Config) -> dict[str, list[int]]:
 
 def legal_context_rounds(config: Config) -> list[int]:
     """Return in how many rounds sequences can be dealt to a run's ranks of a context; [] if parts lie straight."""
-    quotient, remainder = divmod(
-        gcd(*(n for lengths in sequence_lengths_by_key(config).values() for n in lengths)), 2 * config.parallel.context
-    )
+    lengths = (n for lengths in sequence_lengths_by_key(config).values() for n in lengths)
+    quotient, remainder = divmod(gcd(*lengths), 2 * config.parallel.context)
     return [] if remainder or not config.parallel.context_balance else find_divisors(quotient)
 
 
@@ -399,9 +380,8 @@ def _violations_of_context_pieces(config: Config) -> Iterator[str]:
     elif pieces and ranks > 1 and pieces // 2 not in rounds:
         blocks = pieces * ranks
         name, n = next((k, n) for k, lengths in sequence_lengths_by_key(config).items() for n in lengths if n % blocks)
-        yield violation_of_key(
-            config, key, f"x parallel.context={ranks}, {blocks} pieces, must divide {name}={n}", legal
-        )
+        constraint = f"x parallel.context={ranks}, {blocks} pieces, must divide {name}={n}"
+        yield violation_of_key(config, key, constraint, legal)
 
 
 def _violations_of_lent_experts(config: Config) -> Iterator[str]:

@@ -47,10 +47,8 @@ def _path_now(path: str, moved: dict[str, str]) -> str:
 def _statement(node: ast.Import | ast.ImportFrom, paths: Iterable[str]) -> str:
     """Write the imports of `node`, a statement of the user's own code, with `paths` for the ones that it has, in one
     line: names of the same module together."""
-    parts = [
-        (*path.rpartition(".")[::2], f" as {part.asname}" if part.asname else "")
-        for path, part in zip(paths, node.names, strict=True)
-    ]
+    aliases = (f" as {part.asname}" if part.asname else "" for part in node.names)
+    parts = [(*path.rpartition(".")[::2], alias) for path, alias in zip(paths, aliases, strict=True)]
     if isinstance(node, ast.Import):
         return "import " + ", ".join(f"{module}.{name}{alias}" for module, name, alias in parts)
     modules = dict.fromkeys(module for module, _, _ in parts)

@@ -38,10 +38,8 @@ def violations_of_profile(config: Config) -> Iterator[str]:
         constraint = f"must be [FIRST,LAST] with 1 <= FIRST <= LAST <= train.steps={last}"
         yield violation_of_key(config, key, constraint, [[first, min(max(first, steps[1]), last)]])
     elif steps and steps[1] - steps[0] >= MOST_STEPS:
-        nearest = [steps[0], steps[0] + MOST_STEPS - 1]
-        yield violation_of_key(
-            config, key, f"must be at most {MOST_STEPS} steps, as a trace takes megabytes for each", [nearest]
-        )
+        constraint = f"must be at most {MOST_STEPS} steps, as a trace takes megabytes for each"
+        yield violation_of_key(config, key, constraint, [[steps[0], steps[0] + MOST_STEPS - 1]])
     if EVERY in ranks and len(ranks) > 1:
         yield format_violation("monitor.profile_ranks", shown, "must be ranks, or [all] alone", [f"[{EVERY}]"])
 
@@ -55,10 +53,9 @@ def violations_of_profile_ranks(config: Config, workers: int) -> Iterator[str]:
             yield format_violation(key, rank, f"must be below the {most} ranks that the run has", [most - 1])
     count = most if ranks == [EVERY] else len(set(ranks))
     if count > MOST_RANKS:
+        constraint = f"{count} ranks; at most {MOST_RANKS} can be profiled at once"
         legal = [[*range(0, most, -(-most // 4))], []]
-        yield format_violation(
-            key, f"[{', '.join(ranks)}]", f"{count} ranks; at most {MOST_RANKS} can be profiled at once", legal
-        )
+        yield format_violation(key, f"[{', '.join(ranks)}]", constraint, legal)
 
 
 def _violations_of_time_limit(config: Config) -> Iterator[str]:
@@ -102,9 +99,8 @@ def _violations_of_worker_bounds(config: Config) -> Iterator[str]:
     """Yield a refusal line for each contradiction between the bounds on the number of workers, and of spares."""
     least, most = config.elastic.min_workers, config.elastic.max_workers
     if most and most < least:
-        yield violation_of_key(
-            config, "elastic.max_workers", f"must be 0 or >= elastic.min_workers={least}", [0, least]
-        )
+        constraint = f"must be 0 or >= elastic.min_workers={least}"
+        yield violation_of_key(config, "elastic.max_workers", constraint, [0, least])
     if config.elastic.spares and config.cluster.kind == "inline":
         yield violation_of_key(config, "elastic.spares", "cluster=inline is a world of one in one process", [0])
 
@@ -113,9 +109,8 @@ FAULT_KINDS = ("kill", "stop", "raise", "lock", "gil", "nan", "flip")
 FAULT_SECTIONS = (  # sections of a step, as its clock records them; an action of a pipeline table (0F0) is legal too
     "step", "data", "forward", "backward", "exposed_comm", "bubble", "reduce", "optimizer", "checkpoint",
 )  # fmt: skip
-FAULT = re.compile(
-    rf"(?P<step>\d{{1,12}}):(?P<kind>{'|'.join(FAULT_KINDS)}):(?P<rank>\d{{1,12}})(?::(?P<section>\w+))?", re.ASCII
-)
+_KINDS = "|".join(FAULT_KINDS)
+FAULT = re.compile(rf"(?P<step>\d{{1,12}}):(?P<kind>{_KINDS}):(?P<rank>\d{{1,12}})(?::(?P<section>\w+))?", re.ASCII)
 _ACTION = re.compile(r"\d+[FBIW]\d+", re.ASCII)
 
 
@@ -125,28 +120,17 @@ def _violations_of_faults(config: Config) -> Iterator[str]:
     steps = config.train.steps
     for fault in config.elastic.faults:
         if not (fault_match := FAULT.fullmatch(fault)):
-            kinds = "|".join(FAULT_KINDS)
-            example = "20:kill:3:backward"
-            yield format_violation(
-                "elastic.faults", fault, f"must be STEP:KIND:RANK[:SECTION], KIND {kinds}", [example]
-            )
+            constraint = f"must be STEP:KIND:RANK[:SECTION], KIND {_KINDS}"
+            yield format_violation("elastic.faults", fault, constraint, ["20:kill:3:backward"])
             continue
-        _, kind, rank, *section = fault.split(":")
-        if not 1 <= int(fault_match["step"]) <= steps:
-            nearest = ":".join([str(min(max(1, int(fault_match["step"])), steps)), kind, rank, *section])
-            yield format_violation(
-                "elastic.faults", fault, f"its step must be from 1 to train.steps={steps}", [nearest]
-            )
-        if (
-            fault_match["section"]
-            and fault_match["section"] not in FAULT_SECTIONS
-            and not _ACTION.fullmatch(fault_match["section"])
-        ):
-            legal = [
-                f"{fault_match['step']}:{kind}:{rank}:{name}"
-                for name in closest_values(fault_match["section"], FAULT_SECTIONS)[:3]
-            ]
-            yield format_violation("elastic.faults", fault, f"a step has no section {fault_match['section']}", legal)
+        step, kind, rank, section = fault_match.groups()
+        if not 1 <= int(step) <= steps:
+            nearest = f"{min(max(1, int(step)), steps)}{fault.removeprefix(step)}"
+            constraint = f"its step must be from 1 to train.steps={steps}"
+            yield format_violation("elastic.faults", fault, constraint, [nearest])
+        if section and section not in FAULT_SECTIONS and not _ACTION.fullmatch(section):
+            legal = [f"{step}:{kind}:{rank}:{name}" for name in closest_values(section, FAULT_SECTIONS)[:3]]
+            yield format_violation("elastic.faults", fault, f"a step has no section {section}", legal)
 
 
 def violations_of_fault_ranks(config: Config, workers: int) -> Iterator[str]:
@@ -157,9 +141,8 @@ def violations_of_fault_ranks(config: Config, workers: int) -> Iterator[str]:
         if (fault_match := FAULT.fullmatch(fault)) and int(fault_match["rank"]) >= most:
             step, kind, _, *section = fault.split(":")
             nearest = ":".join([step, kind, str(most - 1), *section])
-            yield format_violation(
-                "elastic.faults", fault, f"its rank must be below the {most} that the run has", [nearest]
-            )
+            constraint = f"its rank must be below the {most} that the run has"
+            yield format_violation("elastic.faults", fault, constraint, [nearest])
 
 
 def _violations_of_determinism(config: Config) -> Iterator[str]:
@@ -198,13 +181,11 @@ def _violations_of_ray(config: Config) -> Iterator[str]:
             legal = [f"cluster.runtime_env.{near}" for near in closest_values(name, RUNTIME_ENV)[:3]]
             yield format_violation(f"cluster.runtime_env.{name}", value, "unknown key", legal)
     if c.autoscale and c.device == "auto":
-        yield violation_of_key(
-            config, "cluster.device", "cluster.autoscale=true must know what to ask for", ["cuda", "cpu"]
-        )
+        constraint = "cluster.autoscale=true must know what to ask for"
+        yield violation_of_key(config, "cluster.device", constraint, ["cuda", "cpu"])
     if c.autoscale and not c.wait:
-        yield violation_of_key(
-            config, "cluster.wait", "cluster.autoscale=true needs time in which machines start", [1800]
-        )
+        constraint = "cluster.autoscale=true needs time in which machines start"
+        yield violation_of_key(config, "cluster.wait", constraint, [1800])
 
 
 def _violations_of_sample(config: Config) -> Iterator[str]:
@@ -263,17 +244,11 @@ def violations_of_surroundings(config: Config) -> list[str]:
             lines.append(format_violation(key, path, reason, ["a directory that you can write to"]))
     for key, url in (("checkpoint.url", checkpoint.url), ("checkpoint.resume", checkpoint.resume)):
         if url not in ("", *RESUME) and (reason := find_protocol_fault(url, key == "checkpoint.url")):
-            lines.append(
-                format_violation(
-                    key, strip_url_secrets(url), reason, ["a path", "s3://BUCKET/PATH", "gs://BUCKET/PATH"]
-                )
-            )
-    for key, path in folders.items():
-        if "://" in path:
-            lines.append(
-                format_violation(key, path, "must be a path; only checkpoints and data may be at a URL", ["a path"])
-            )
-    return lines
+            legal = ["a path", "s3://BUCKET/PATH", "gs://BUCKET/PATH"]
+            lines.append(format_violation(key, strip_url_secrets(url), reason, legal))
+    reason = "must be a path; only checkpoints and data may be at a URL"
+    urls = {key: path for key, path in folders.items() if "://" in path}
+    return lines + [format_violation(key, url, reason, ["a path"]) for key, url in urls.items()]
 
 
 def _violations_of_variables(config: Config) -> Iterator[str]:

@@ -69,16 +69,13 @@ def _violations_of_latent_attention(config: Config) -> Iterator[str]:
 def _violations_of_rotary_positions(config: Config) -> Iterator[str]:
     """Yield a refusal line for each mistake in the configuration of rotary positions, perhaps scaled."""
     m, kind = config.model, f"model.rope_scaling={config.model.rope_scaling}"
+    unrotated = f"model.positions={m.positions} has no rotations"
     if m.rope_pairs != "halves" and m.positions != "rope":
-        yield violation_of_key(
-            config, "model.rope_pairs", f"model.positions={m.positions} has no rotations", ["halves"]
-        )
+        yield violation_of_key(config, "model.rope_pairs", unrotated, ["halves"])
     if m.rope_scaling == "none":
         return
     if m.positions != "rope":
-        yield violation_of_key(
-            config, "model.rope_scaling", f"model.positions={m.positions} has no rotations", ["none"]
-        )
+        yield violation_of_key(config, "model.rope_scaling", unrotated, ["none"])
     if m.rope_scaling == "linear":
         return
     if not m.rope_original_length:
@@ -108,9 +105,8 @@ def _violations_of_head_transform(config: Config) -> Iterator[str]:
     """Yield a refusal line if a gated activation is configured for the transform before the model's output."""
     m, gated = config.model, ("swiglu", "swiglu_clamped", "geglu", "geglu_tanh", "reglu")
     if m.head_transform and m.activation in gated:
-        yield violation_of_key(
-            config, "model.activation", "model.head_transform=true has no gate", ["gelu", "gelu_tanh"]
-        )
+        constraint = "model.head_transform=true has no gate"
+        yield violation_of_key(config, "model.activation", constraint, ["gelu", "gelu_tanh"])
 
 
 def _violations_of_position_buckets(config: Config) -> Iterator[str]:
@@ -160,20 +156,16 @@ def _violations_of_router_groups(config: Config) -> Iterator[str]:
     if not m.experts:
         return
     if m.experts % m.router_groups:
-        constraint = f"must divide model.experts={m.experts}"
-        yield violation_of_key(
-            config, "model.router_groups", constraint, closest_values(m.router_groups, find_divisors(m.experts))
-        )
+        legal = closest_values(m.router_groups, find_divisors(m.experts))
+        yield violation_of_key(config, "model.router_groups", f"must divide model.experts={m.experts}", legal)
         return
-    experts_per_group = m.experts // m.router_groups
+    experts_per_group, kept = m.experts // m.router_groups, m.router_groups_kept
     least = -(-m.experts_per_token // experts_per_group)
-    if m.router_groups_kept > m.router_groups:
+    if kept > m.router_groups:
         constraint = f"must be <= model.router_groups={m.router_groups}"
         yield violation_of_key(config, "model.router_groups_kept", constraint, [m.router_groups])
-    elif least > m.router_groups_kept and m.experts_per_token <= m.experts:
-        constraint = (
-            f"has {m.router_groups_kept * experts_per_group} experts, model.experts_per_token={m.experts_per_token}"
-        )
+    elif least > kept and m.experts_per_token <= m.experts:
+        constraint = f"has {kept * experts_per_group} experts, model.experts_per_token={m.experts_per_token}"
         yield violation_of_key(config, "model.router_groups_kept", constraint, [least])
     if m.router_group_best > experts_per_group:
         constraint = f"must be <= {experts_per_group}, the experts of each of model.router_groups={m.router_groups}"
@@ -198,9 +190,7 @@ def _violations_of_batch_ramp(config: Config) -> Iterator[str]:
     t = config.train
     if not t.ramp_from:
         if t.ramp_samples:
-            yield format_violation(
-                "train.ramp_samples", t.ramp_samples, "train.ramp_from=0: the batch does not grow", [0]
-            )
+            yield violation_of_key(config, "train.ramp_samples", "train.ramp_from=0: the batch does not grow", [0])
         return
     if t.ramp_from >= t.global_batch:
         constraint = f"must be < train.global_batch={t.global_batch}"
@@ -209,13 +199,11 @@ def _violations_of_batch_ramp(config: Config) -> Iterator[str]:
         constraint = f"must divide train.global_batch - train.ramp_from = {grows}"
         yield format_violation("train.ramp_by", t.ramp_by, constraint, closest_values(t.ramp_by, find_divisors(grows)))
     elif not t.ramp_samples:
-        yield format_violation(
-            "train.ramp_samples", 0, "train.ramp_from needs the samples over which it grows", [grows]
-        )
+        constraint = "train.ramp_from needs the samples over which it grows"
+        yield format_violation("train.ramp_samples", 0, constraint, [grows])
     if config.pipeline.kind == "file":
-        yield format_violation(
-            "train.ramp_from", t.ramp_from, "a schedule from a file has one number of microbatches", [0]
-        )
+        constraint = "a schedule from a file has one number of microbatches"
+        yield format_violation("train.ramp_from", t.ramp_from, constraint, [0])
 
 
 CUT = ("causal", "masked")  # objectives whose samples can be cut: each token has its own place in all data tensors
@@ -244,9 +232,8 @@ def _violations_of_length_ramp(config: Config) -> Iterator[str]:
             constraint = f"the last length must be model.length={most}"
             yield format_violation(key, entry, constraint, [f"{step - 1}:{most}", f"model.length={length}"])
     if ramp and config.model.kind == "encoder_decoder":
-        yield format_violation(
-            key, config.train.length_ramp[0], "an encoder-decoder has two lengths, which do not grow", [[]]
-        )
+        constraint = "an encoder-decoder has two lengths, which do not grow"
+        yield format_violation(key, config.train.length_ramp[0], constraint, [[]])
     elif ramp and (objective := training_objective_name(config)) not in CUT:
         constraint = f"samples of data.objective={objective} cannot be cut into shorter ones"
         yield format_violation(key, config.train.length_ramp[0], constraint, [[]])
@@ -265,9 +252,8 @@ def _violations_of_position_rows(config: Config) -> Iterator[str]:
 def _violations_of_init_averaged(config: Config) -> Iterator[str]:
     """Yield a refusal line if averaged weights of no saved model are configured to begin with (train.init_averaged)."""
     if config.train.init_averaged and config.train.init in ("", "random"):
-        yield format_violation(
-            "train.init_averaged", True, "train.init names no run whose averages could be taken", [False]
-        )
+        constraint = "train.init names no run whose averages could be taken"
+        yield format_violation("train.init_averaged", True, constraint, [False])
 
 
 def _violations_of_evaluation(config: Config) -> Iterator[str]:
@@ -277,14 +263,11 @@ def _violations_of_evaluation(config: Config) -> Iterator[str]:
         yield format_violation("checkpoint.best", True, "eval.every=0: there are no evaluations", [False])
     if e.patience and not e.every:
         yield format_violation("eval.patience", e.patience, "eval.every=0: there are no evaluations", [0])
-    if e.prompts and not e.every:
-        yield format_violation("eval.prompts", e.prompts[0], "eval.every=0: there are no evaluations", [[]])
-    elif e.prompts and config.model.kind in ("encoder", "two_layer"):
-        yield format_violation("eval.prompts", e.prompts[0], f"model.kind={config.model.kind} generates no text", [[]])
-    if e.tasks and not e.every:
-        yield format_violation("eval.tasks", e.tasks[0], "eval.every=0: there are no evaluations", [[]])
-    elif e.tasks and config.model.kind in ("encoder", "two_layer"):
-        yield format_violation("eval.tasks", e.tasks[0], f"model.kind={config.model.kind} answers no texts", [[]])
+    for key, values, fault in (("prompts", e.prompts, "generates no text"), ("tasks", e.tasks, "answers no texts")):
+        if values and not e.every:
+            yield format_violation(f"eval.{key}", values[0], "eval.every=0: there are no evaluations", [[]])
+        elif values and config.model.kind in ("encoder", "two_layer"):
+            yield format_violation(f"eval.{key}", values[0], f"model.kind={config.model.kind} {fault}", [[]])
     for name, value, none in (("task_folder", e.task_folder, ""), ("task_samples", e.task_samples, 0)):
         if value and not e.tasks:
             yield format_violation(f"eval.{name}", value, "only eval.tasks reads it", [none])
@@ -342,22 +325,18 @@ def _violations_of_optimizer(config: Config) -> Iterator[str]:
         yield format_violation("optimizer.betas", o.betas, "must be two numbers", [[0.9, 0.95]])
     if o.kind == "sgd" and o.nesterov and not o.momentum:
         yield format_violation("optimizer.nesterov", True, "optimizer.momentum=0: there is none to look ahead", [False])
-    if o.schedule == "wsd" and o.decay_steps > (most := config.train.steps - o.warmup_steps):
-        yield format_violation(
-            "optimizer.decay_steps", o.decay_steps, f"after warm-up come {format_count(most, 'update')}", [most]
-        )
-    if o.schedule == "cosine_restarts" and o.cycles > (most := max(1, config.train.steps - o.warmup_steps)):
-        yield format_violation(
-            "optimizer.cycles", o.cycles, f"after warm-up come {format_count(most, 'update')}", [most]
-        )
+    left = config.train.steps - o.warmup_steps
+    for schedule, name, most in (("wsd", "decay_steps", left), ("cosine_restarts", "cycles", max(1, left))):
+        if o.schedule == schedule and getattr(o, name) > most:
+            constraint = f"after warm-up come {format_count(most, 'update')}"
+            yield violation_of_key(config, f"optimizer.{name}", constraint, [most])
     yield from _violations_of_pattern("optimizer.matrices", o.matrices)
     for i, group in enumerate(o.groups):
         group_key = f"optimizer.groups.{i}"
         if "match" not in group or (unknown := sorted(group.keys() - {"match", "lr", "weight_decay"})):
             need = f"no {', '.join(unknown)}" if "match" in group else "a regular expression of names"
-            yield format_violation(
-                group_key, group, f"needs match, {need}", ["{match: embedding, lr: 0.1, weight_decay: 0}"]
-            )
+            legal = ["{match: embedding, lr: 0.1, weight_decay: 0}"]
+            yield format_violation(group_key, group, f"needs match, {need}", legal)
             continue
         yield from _violations_of_pattern(f"{group_key}.match", group["match"])
         for name in group.keys() - {"match"}:
@@ -394,12 +373,10 @@ def _violations_of_data(config: Config) -> Iterator[str]:
     if data.input_field and "instructions" not in _list_source_kinds(data):
         yield format_violation("data.input_field", data.input_field, "only data=instructions reads it", ['""'])
     if data.sources and data.kind != "mixture":
-        yield format_violation(
-            "data.sources", ", ".join(data.sources), "only data=mixture reads them", ["data=mixture"]
-        )
-    if config.eval.every and not (
-        data.validation or data.validation_path or any(map(_has_validation_split, data.sources.values()))
-    ):
+        names = ", ".join(data.sources)
+        yield format_violation("data.sources", names, "only data=mixture reads them", ["data=mixture"])
+    is_split = data.validation or data.validation_path or any(map(_has_validation_split, data.sources.values()))
+    if config.eval.every and not is_split:
         reason = f"eval.every={config.eval.every} needs a held-out split"
         held = "data.validation_path=FILE" if data.streaming else 0.05  # a stream has no part to hold out
         yield format_violation("data.validation", 0, reason, [held, "eval.every=0"])
@@ -434,9 +411,8 @@ def _violations_of_objective(config: Config) -> Iterator[str]:
         yield format_violation("model.length", m.length, "span denoising needs at least 3, and a source of 2", [3])
     elif objective in WHOLE and "instructions" in kinds:
         fitting = [o for o in legal if o not in WHOLE and o != "pairs"] or ["data=text"]
-        yield format_violation(
-            "data.objective", objective, "learns of prompts too, which data=instructions has", fitting
-        )
+        constraint = "learns of prompts too, which data=instructions has"
+        yield format_violation("data.objective", objective, constraint, fitting)
     if m.source_length and m.kind != "encoder_decoder":
         yield format_violation("model.source_length", m.source_length, f"model.kind={m.kind} has one length", [0])
 
@@ -447,12 +423,8 @@ def _violations_of_documents(config: Config) -> Iterator[str]:
     data, keeps_within = config.data, config.model.within_documents
     if keeps_within != data.document_mask:
         constraint = f"is what data.document_mask={str(data.document_mask).lower()} says"
-        yield format_violation(
-            "model.within_documents",
-            keeps_within,
-            constraint,
-            [data.document_mask, f"data.document_mask={str(keeps_within).lower()}"],
-        )
+        legal = [data.document_mask, f"data.document_mask={str(keeps_within).lower()}"]
+        yield format_violation("model.within_documents", keeps_within, constraint, legal)
     if data.overlong != "split" and data.packing == "cut":
         constraint = "data.packing=cut cuts rows from the tokens end to end"
         yield format_violation("data.overlong", data.overlong, constraint, ["split", "data.packing=best_fit"])
