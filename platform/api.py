@@ -169,9 +169,8 @@ def plan(config: Config, workers: int | None = None) -> Plan:
     ConfigError."""
     lines = violations_of_configuration(config)
     if workers is not None and not (type(workers) is int and 1 <= workers <= WORKERS):
-        lines.append(
-            format_violation("workers", describe_value(workers), f"must be an integer from 1 to {WORKERS}", [1])
-        )
+        constraint = f"must be an integer from 1 to {WORKERS}"
+        lines.append(format_violation("workers", describe_value(workers), constraint, [1]))
     refuse_all(lines)
     if config.plan.search:
         from platform.predict.search import choose_plan
@@ -191,9 +190,8 @@ def run(config: Config, callbacks: Callbacks | None = None) -> Result:
         raise RuntimeError("run() handles signals: call it from the main thread")
     lines = violations_of_configuration(config) if violations_of_types(config) else []
     if not isinstance(callbacks, Callbacks | None):
-        lines.append(
-            format_violation("callbacks", describe_value(callbacks), "must be Callbacks(on_step=..., on_event=...)")
-        )
+        constraint = "must be Callbacks(on_step=..., on_event=...)"
+        lines.append(format_violation("callbacks", describe_value(callbacks), constraint))
     refuse_all(lines)
     config, guard = deepcopy(config), CallbackGuard(callbacks or Callbacks())
     register_url_secrets(config.to_dict())
@@ -223,13 +221,8 @@ def resume(run_dir: str | os.PathLike[str], *overrides: str, callbacks: Callback
 
 def _check_texts(argument_name: str, values: Sequence[Any]) -> None:
     """Raise ConfigError for arguments of the Python API that are no texts."""
-    refuse_all(
-        [
-            format_violation(argument_name, describe_value(value), "must be text")
-            for value in values
-            if type(value) is not str
-        ]
-    )
+    others = [value for value in values if type(value) is not str]
+    refuse_all(format_violation(argument_name, describe_value(value), "must be text") for value in others)
 
 
 def _read_path_argument(argument_name: str, argument: Any) -> Path:
@@ -252,12 +245,9 @@ def _read_stored_values(directory: Path, overrides: tuple[str, ...]) -> dict[str
     if config is None:
         raise ConfigError("run.dir", directory, "holds no run", ["the run directory of an earlier run"])
     overridden_keys = {override.partition("=")[0].lstrip("+") for override in overrides}
-    hidden = [
-        key for key, value in flatten_config(config).items() if REDACTED in str(value) and key not in overridden_keys
-    ]
-    refuse_all(
-        format_violation(key, REDACTED, "a secret, which config.yaml does not hold: give it again") for key in hidden
-    )
+    hidden = [key for key, value in flatten_config(config).items() if REDACTED in str(value)]
+    reason = "a secret, which config.yaml does not hold: give it again"
+    refuse_all(format_violation(key, REDACTED, reason) for key in hidden if key not in overridden_keys)
     config.run.dir, config.checkpoint.resume = str(directory), "auto"
     return config.to_dict()
 

@@ -80,10 +80,8 @@ def open_worker_folder(config: Config, name: str) -> Iterator[Path]:
     from platform.train import environment_proof
 
     folder, home = Path(config.run.dir) / name, environment_proof.find_checkpoint_url(config)
-    created_directories = {
-        *list_missing_directories(folder.parent),
-        *([] if "://" in home else list_missing_directories(Path(home))),
-    }
+    missing_homes = [] if "://" in home else list_missing_directories(Path(home))
+    created_directories = {*list_missing_directories(folder.parent), *missing_homes}
     with refuse_failures("run.dir", config.run.dir, OSError, why="cannot be used ({.strerror})"):
         folder.mkdir(0o700, parents=True, exist_ok=True)
     keep = False
@@ -122,15 +120,10 @@ def _examine_workers(config: Config, plan: Plan, folder: Path, say: Callable[[st
         bad = {number: dict(why) for number, why in outcome.bad.items()}
         for number, lines in _find_disagreements(crew, job, numbers).items():
             bad.setdefault(number, {})["environment"] = "; ".join(lines)
+        ranks = [rank if rank < size else None for rank in range(len(numbers))]
         rows = [
-            Row(
-                number,
-                rank if rank < size else None,
-                crew.members[number].node,
-                vars(outcome.findings[number]),
-                bad.get(number, {}),
-            )
-            for rank, number in enumerate(numbers)
+            Row(number, rank, crew.members[number].node, vars(outcome.findings[number]), bad.get(number, {}))
+            for rank, number in zip(ranks, numbers, strict=True)
         ]
         return Report(rows, dict(outcome.shared))
 

@@ -45,19 +45,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _build_parser() -> CommandLine:
     """Return the parser of the command line `python -m platform.evaluate`."""
     parser = refusals.build_command_line("evaluate", __doc__)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT")
-    parser.add_argument(
-        "words", nargs="*", metavar="KEY=VALUE", help="as for platform.launch; data=... is what is read"
-    )
-    parser.add_argument("--split", choices=SPLITS, help="of the data; default: what is held out, all of a data.path=")
-    parser.add_argument("--samples", type=int, default=0, help="at most so many of each source; 0 (default): all")
-    parser.add_argument("--bleu", action="store_true", help="data=pairs: BLEU of its translations; needs sacrebleu")
-    parser.add_argument("--beams", type=int, default=4, help="--bleu: beams of the search (4)")
-    parser.add_argument("--tasks", metavar="NAMES", help="tasks of lm-eval, as NAME,NAME, instead of losses")
-    parser.add_argument("--include", metavar="FOLDER", default="", help="--tasks: your own are in it")
-    parser.add_argument("--shots", type=int, help="--tasks: examples in front of each document; default: as it says")
-    parser.add_argument("--json", metavar="FILE", help="write the table to it as well")
-    parser.add_argument("--config-dir", metavar="FOLDER", help="your own configuration files, as for platform.launch")
+    add = parser.add_argument
+    add("checkpoint", metavar="CHECKPOINT")
+    add("words", nargs="*", metavar="KEY=VALUE", help="as for platform.launch; data=... is what is read")
+    add("--split", choices=SPLITS, help="of the data; default: what is held out, all of a data.path=")
+    add("--samples", type=int, default=0, help="at most so many of each source; 0 (default): all")
+    add("--bleu", action="store_true", help="data=pairs: BLEU of its translations; needs sacrebleu")
+    add("--beams", type=int, default=4, help="--bleu: beams of the search (4)")
+    add("--tasks", metavar="NAMES", help="tasks of lm-eval, as NAME,NAME, instead of losses")
+    add("--include", metavar="FOLDER", default="", help="--tasks: your own are in it")
+    add("--shots", type=int, help="--tasks: examples in front of each document; default: as it says")
+    add("--json", metavar="FILE", help="write the table to it as well")
+    add("--config-dir", metavar="FOLDER", help="your own configuration files, as for platform.launch")
     return parser
 
 

@@ -8,12 +8,12 @@ Exit status: 0 done; 1 a worker failed; 2 the command line, the checkpoint or a 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -45,31 +45,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _build_parser() -> CommandLine:
     """Return the parser of the command line `python -m platform.generate`."""
     parser = refusals.build_command_line("generate", __doc__)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT")
-    parser.add_argument("words", nargs="*", metavar="PROMPT | KEY=VALUE")
-    parser.add_argument("--prompts", metavar="FILE", help="a prompt per line; .jsonl: one of prompt, messages and ids")
-    parser.add_argument(
-        "--out", metavar="FILE", help="write answers to it, a line of .jsonl each; else they are printed"
-    )
-    parser.add_argument("--tokens", type=int, help=f"the most of an answer (as many as fit, up to {TOKENS})")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): the likeliest token each time")
-    parser.add_argument("--top-k", type=int, default=0, help="draw among the k likeliest; 0 (default): all")
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, help="draw among the fewest that are so likely together (1)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (0)")
-    parser.add_argument("--beams", type=int, default=1, help="texts that a beam search keeps; 1 (default): no search")
-    parser.add_argument("--length-penalty", type=float, default=1.0, help="beams: log-probability / length^this (1)")
-    parser.add_argument("--batch", type=int, default=16, help="prompts at a time (16)")
-    parser.add_argument("--chat", action="store_true", help="a prompt is a user's message, in the tokenizer's template")
-    parser.add_argument("--bare", action="store_true", help="do not put in front of a prompt what begins a document")
-    parser.add_argument("--config-dir", metavar="FOLDER", help="your own configuration files, as for platform.launch")
+    add = parser.add_argument
+    add("checkpoint", metavar="CHECKPOINT")
+    add("words", nargs="*", metavar="PROMPT | KEY=VALUE")
+    add("--prompts", metavar="FILE", help="a prompt per line; .jsonl: one of prompt, messages and ids")
+    add("--out", metavar="FILE", help="write answers to it, a line of .jsonl each; else they are printed")
+    add("--tokens", type=int, help=f"the most of an answer (as many as fit, up to {TOKENS})")
+    add("--temperature", type=float, default=0.0, help="0 (default): the likeliest token each time")
+    add("--top-k", type=int, default=0, help="draw among the k likeliest; 0 (default): all")
+    add("--top-p", type=float, default=1.0, help="draw among the fewest that are so likely together (1)")
+    add("--seed", type=int, default=0, help="of the draws (0)")
+    add("--beams", type=int, default=1, help="texts that a beam search keeps; 1 (default): no search")
+    add("--length-penalty", type=float, default=1.0, help="beams: log-probability / length^this (1)")
+    add("--batch", type=int, default=16, help="prompts at a time (16)")
+    add("--chat", action="store_true", help="a prompt is a user's message, in the tokenizer's template")
+    add("--bare", action="store_true", help="do not put in front of a prompt what begins a document")
+    add("--config-dir", metavar="FOLDER", help="your own configuration files, as for platform.launch")
     return parser
 
 
-def run_model_command(
-    parser: CommandLine, run: Callable[[argparse.Namespace], int], arguments: Sequence[str] | None
-) -> int:
+def run_model_command(parser: CommandLine, run: Callable[[Namespace], int], arguments: Sequence[str] | None) -> int:
     """Run a command that asks a trained model, such as generate or evaluate; return its exit status."""
     from platform.cluster.crew.failures import NoPlaces, WorkerFailed
 
@@ -86,7 +81,7 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return overrides, [word for word in words if word not in overrides]
 
 
-def _generate_answers(arguments: argparse.Namespace) -> int:
+def _generate_answers(arguments: Namespace) -> int:
     """Continue the prompts of a command line by a trained model, and print the texts; return the exit status."""
     overrides, words = split_words(arguments.words)
     refuse_all(_violations_of_words(arguments, words))
@@ -191,7 +186,7 @@ def _fit_refusal_to_model(line: str, model: Model) -> str:
     return refusal + (f"{legal}{', or '.join(items)}" if legal and items else "")
 
 
-def _violations_of_words(arguments: argparse.Namespace, words: Sequence[str]) -> Iterator[str]:
+def _violations_of_words(arguments: Namespace, words: Sequence[str]) -> Iterator[str]:
     """Yield a refusal line per mistake in the flags of a generate command line, whose prompts are `words`."""
     if bool(words) == bool(arguments.prompts):
         yield 'a prompt is needed: "TEXT" or --prompts FILE, one of them'

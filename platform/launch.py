@@ -14,23 +14,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from platform.boundary import refusals
 from platform.boundary.redaction import isolate_secrets, known_secrets, redact_secrets, register_url_secrets
-from platform.boundary.refusals import (
-    DONE,
-    FAILED,
-    REFUSED,
-    STOPPED,
-    ConfigError,
-    closest_values,
-    format_violation,
-    is_stop_signal,
-    refuse_all,
-    report_refusal,
-    shield_arguments,
-)
+from platform.boundary.refusals import DONE, FAILED, REFUSED, STOPPED, ConfigError, format_violation, refuse_all
 from platform.boundary.terminal import QuickExit, print_line, run_printing_command, show_phase
 from platform.cluster.crew.signals import Stopped, StopSignals
 from platform.cluster.shown_commands import Phases, command_start
+from platform.config import run_rules
 from platform.config.arguments import (
     expand_sweep_jobs,
     find_experiment_name,
@@ -43,18 +33,7 @@ from platform.config.extensions import complete_settings, load_extensions, refus
 from platform.config.fields import KEYS, Config, flatten_config, list_value_violations, set_value, violations_of_values
 from platform.config.groups import RESUME
 from platform.config.identity import find_default_directory
-from platform.config.layout_rules import (
-    list_tensor_axes,
-    mark_open_keys,
-    parse_layout,
-    violations_of_worker_count,
-)
-from platform.config.run_rules import (
-    expand_path,
-    violations_of_fault_ranks,
-    violations_of_profile_ranks,
-    violations_of_surroundings,
-)
+from platform.config.layout_rules import list_tensor_axes, mark_open_keys, parse_layout, violations_of_worker_count
 from platform.config.validation import violations_of_configuration
 
 if TYPE_CHECKING:
@@ -74,14 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = get_args_parser()
     parser.error = _refuse_command_line  # type: ignore[method-assign]
-    with shield_arguments(argv) as command_arguments:
+    with refusals.shield_arguments(argv) as command_arguments:
         if argv is None:
             sys.argv[1:] = redact_secrets(command_arguments)  # libraries such as W&B record sys.argv
         phases = Phases(command_start() if argv is None else None)
         try:
             return _answer_command(command_arguments, parser, phases)
         except ConfigError as error:
-            return report_refusal(error, "config")
+            return refusals.report_refusal(error, "config")
 
 
 def _answer_command(argv: Sequence[str], parser: ArgumentParser, phases: Phases) -> int:
@@ -160,11 +139,8 @@ def _complete_config(config: Config, arguments: Sequence[str]) -> list[str]:
             tensor.regions, tensor.parameters = parse_layout(tensor.layout, tensor.axes)
         except ConfigError as error:  # its lines quote words of the layout; if that holds a secret, quote none
             shown = redact_secrets(tensor.layout)
-            lines += (
-                error.violations
-                if shown == tensor.layout
-                else [format_violation("tensor.layout", shown, "is no layout")]
-            )
+            is_plain = shown == tensor.layout
+            lines += error.violations if is_plain else [format_violation("tensor.layout", shown, "is no layout")]
     declared = list_tensor_axes(tensor)
     tensor.axes = _select_axes("tensor", tensor.axes, declared, typed)
     tensor.order = list(dict.fromkeys([*tensor.order, *tensor.axes])) if tensor.scheme == "layout" else declared
@@ -184,9 +160,7 @@ def _complete_config(config: Config, arguments: Sequence[str]) -> list[str]:
     return lines
 
 
-def _select_axes(
-    group: str, axes: Mapping[str, int], declared: Sequence[str], typed: Mapping[str, Any]
-) -> dict[str, int]:
+def _select_axes(group: str, axes: Mapping[str, int], declared: list[str], typed: Mapping[str, Any]) -> dict[str, int]:
     """Return the sizes in `axes` of the mesh axes that a job keeps for its scheme in `group` (tensor or branch), by
     name; of the axes that the scheme has (`declared`), and of the axes in `typed`, the keys that the user typed, unless
     undeclared and of size 1 (without effect).
@@ -207,7 +181,7 @@ def _complete_paths(config: Config) -> list[str]:
     lines, values = [], flatten_config(config)
     path_values = {key: values[key] for key, k in KEYS.items() if k.path is not None and values[key] not in k.path}
     for key, typed_path in {**paths_by_key(config.data), **path_values}.items():
-        path, path_violations = expand_path(key, typed_path)
+        path, path_violations = run_rules.expand_path(key, typed_path)
         set_value(config, key, path)
         lines += path_violations
     return lines
@@ -290,11 +264,11 @@ def prepare_plan(config: Config, mistakes: Sequence[str]) -> tuple[Plan | None, 
     from platform.predict.make_plan import make_plan
     from platform.predict.step_price import violations_of_hardware
 
-    lines = [*mistakes] or [
-        *violations_of_surroundings(config),
-        *violations_of_sources(config.data, vocab=config.model.vocab),
-        *violations_of_hardware(config),
-    ]
+    lines = [*mistakes]
+    if not lines:
+        lines += run_rules.violations_of_surroundings(config)
+        lines += violations_of_sources(config.data, vocab=config.model.vocab)
+        lines += violations_of_hardware(config)
     # if a key that planning reads is illegal, planning could run for ever: none looks for further mistakes
     is_plannable = not any(key in KEYS and KEYS[key].planned for key in violations_of_values(config))
     if not is_plannable or [*violations_of_worker_count(config)]:
@@ -315,11 +289,9 @@ def prepare_plan(config: Config, mistakes: Sequence[str]) -> tuple[Plan | None, 
         config.parallel.bucket_mib = plan.bucket_mib  # workers may lack the file of cluster.hardware
     if not lines:
         settle_auto_rhythms(config, plan, print_line)
-    return plan, [
-        *lines,
-        *violations_of_fault_ranks(config, size := plan.mesh.world_size),
-        *violations_of_profile_ranks(config, size),
-    ]
+    lines += run_rules.violations_of_fault_ranks(config, plan.mesh.world_size)
+    lines += run_rules.violations_of_profile_ranks(config, plan.mesh.world_size)
+    return plan, lines
 
 
 def _count_workers(config: Config) -> int | None:
@@ -338,9 +310,9 @@ def _train_job(config: Config, plan: Plan, command: Command, phases: Phases) -> 
     try:
         return driver.drive_run(config, plan, command=command, phases=phases)
     except ConfigError as error:
-        return report_refusal(error, "config")
+        return refusals.report_refusal(error, "config")
     except BaseException as error:  # a bug of ours, or of the user's code; the next job of a sweep may still succeed
-        if is_stop_signal(error):
+        if refusals.is_stop_signal(error):
             raise
         print_line(traceback.format_exc().rstrip(), sys.stderr)
         return FAILED
@@ -371,7 +343,7 @@ def _print_configuration(args: Namespace) -> int:
     chosen_part = OmegaConf.select(values, args.package) if args.package else values
     if not OmegaConf.is_config(chosen_part):
         groups = [name for name in values if OmegaConf.is_config(values[name])]
-        raise ConfigError("--package", args.package, "no such part", closest_values(args.package, groups))
+        raise ConfigError("--package", args.package, "no such part", refusals.closest_values(args.package, groups))
     print(OmegaConf.to_yaml(OmegaConf.create(redact_secrets(OmegaConf.to_container(chosen_part)))), end="")
     return DONE
 

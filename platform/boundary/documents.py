@@ -87,12 +87,10 @@ def parse_json(raw: bytes | bytearray, most: int = SMALL, values: int = VALUES, 
         raise Malformed(f"more than {values} values")
     try:
         text = bytes(raw).decode()
-        hooks = {
-            "object_pairs_hook": _build_unique_map,
-            "parse_float": _parse_finite,
-            "parse_constant": _refuse_constant,
-        }
-        return json.loads(text, **(hooks if strict else {}))  # type: ignore[arg-type]
+        if not strict:
+            return json.loads(text)
+        hooks = {"parse_float": _parse_finite, "parse_constant": _refuse_constant}
+        return json.loads(text, object_pairs_hook=_build_unique_map, **hooks)
     except Malformed:
         raise
     except RecursionError:

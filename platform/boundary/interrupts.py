@@ -15,19 +15,7 @@ from types import FrameType
 from typing import Any
 
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 75}  # exit status
-COMMANDS = (
-    "launch",
-    "generate",
-    "evaluate",
-    "doctor",
-    "plan",
-    "checkpoint",
-    "weights",
-    "data",
-    "jobs",
-    "report",
-    "status",
-)
+COMMANDS = tuple("launch generate evaluate doctor plan checkpoint weights data jobs report status".split())
 Handler = Callable[[int, FrameType | None], Any]
 _is_command = False  # this process was started as one of COMMANDS
 

@@ -29,6 +29,7 @@ _BAR = 24  # cells of a bar
 _ERASE = "\r\x1b[2K"
 
 T = TypeVar("T")
+Look = Callable[[], tuple[float, float]]  # says how much of a phase is done, and of what
 
 
 class _TerminalState:
@@ -154,7 +155,7 @@ class LongPhase:
     unit: str = ""
     done: float = 0.0
     began: float = field(default_factory=monotonic)
-    look: Callable[[], tuple[float, float]] | None = None  # says how much is done, and of what, if nobody counts it
+    look: Look | None = None  # if nobody counts it
     _next: float = SILENCE  # seconds of it after which a log has its next line
 
     def count_done(self, count: float = 1.0) -> None:
@@ -191,9 +192,7 @@ class LongPhase:
 
 
 @contextmanager
-def show_phase(
-    what: str, total: float = 0.0, unit: str = "", look: Callable[[], tuple[float, float]] | None = None
-) -> Iterator[LongPhase]:
+def show_phase(what: str, total: float = 0.0, unit: str = "", look: Look | None = None) -> Iterator[LongPhase]:
     """Show a phase of this process's main thread to its user while the context lasts, if it lasts long; phases of other
     threads are not shown. `look` says how much is done, and of what total."""
     long_phase = LongPhase(what, total, unit, look=look)

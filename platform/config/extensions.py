@@ -21,15 +21,8 @@ from operator import attrgetter, or_
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from platform.boundary.refusals import (
-    ConfigError,
-    OwnCodeError,
-    closest_values,
-    format_violation,
-    guard_own_code,
-    refuse_all,
-    refuse_failures,
-)
+from platform.boundary import refusals
+from platform.boundary.refusals import ConfigError, OwnCodeError, format_violation, guard_own_code, refuse_all
 from platform.boundary.schema import LARGEST, fits_type
 from platform.config.fields import (
     KEYS,
@@ -175,7 +168,7 @@ def _violations_of_field(place: str, field: str, value: Any, known: Mapping[str,
     """Yield a refusal line per mistake in the value of one setting of the user's own code."""
     where = f"{place}.{field}"
     if (setting := known.get(field)) is None:
-        legal = [f"{place}.{name}" for name in closest_values(field, known)[:3]]
+        legal = [f"{place}.{name}" for name in refusals.closest_values(field, known)[:3]]
         yield format_violation(where, value, "unknown setting", legal)
     elif not fits_type(value, setting.hint):
         default = [] if setting.default is MISSING else ["null" if setting.default is None else setting.default]
@@ -186,7 +179,7 @@ def _violations_of_field(place: str, field: str, value: Any, known: Mapping[str,
 
 def _read_declared_settings(kind: type) -> dict[str, Setting]:
     """Return the settings that a user's dataclass declares, by name. Raises ConfigError for an unreadable type."""
-    with refuse_failures("settings", kind.__name__, Exception, why="a type cannot be read ({})"):
+    with refusals.refuse_failures("settings", kind.__name__, Exception, why="a type cannot be read ({})"):
         hints = get_type_hints(kind)
     return {f.name: _build_setting(f, hints[f.name]) for f in fields(kind) if f.init}
 

@@ -24,16 +24,9 @@ from platform.plan.plan_builder import ALIGNED
 from platform.plan.planner import Planner
 from platform.plan.rule import partial_axes
 from platform.plan.scheme import CONTEXT, REPLICAS, Scheme
+from platform.predict import price
 from platform.predict.hardware import Hardware
-from platform.predict.price import (
-    MIB,
-    bytes_seconds,
-    choose_bucket_count,
-    group_seconds,
-    message_seconds,
-    overlap_seconds,
-    update_bytes,
-)
+from platform.predict.price import bytes_seconds, group_seconds, message_seconds, overlap_seconds, update_bytes
 from platform.predict.work import FUSED_BACKWARD, share_in_use, share_of_rows, share_sent
 
 # Sketch of a model under a scheme: what a rank computes, moves and keeps, as monomials in the sizes of mesh axes.
@@ -410,10 +403,10 @@ class Estimator:
         """Return in how many buckets all gradients that are summed over some axes are, wherever blocks end."""
         size = self.whole[self._parameter_rows(axes)] @ self.numbers[self._parameter_rows(axes)] * self.size["master"]
         if (mib := self.setting.bucket_mib) is not None:
-            return np.ceil(size / max(1, mib * MIB))
+            return np.ceil(size / max(1, mib * price.MIB))
         latency = self.collective_seconds("all_reduce", axes, np.zeros_like(size))
         transfer = self.collective_seconds("all_reduce", axes, size) - latency
-        return choose_bucket_count(transfer, np.maximum(LEAST, self.setting.hardware.interference * latency))
+        return price.choose_bucket_count(transfer, np.maximum(LEAST, self.setting.hardware.interference * latency))
 
     @cached_property
     def _stream_elements(self) -> Column:

@@ -16,12 +16,8 @@ from platform.config.layout_rules import expert_axis_sizes, has_uneven_experts, 
 from platform.config.ramps import fix_sequence_length, length_phases, parse_length_ramp
 from platform.model import build_model
 from platform.model.losses import violations_of_loss
-from platform.optimizer.optimizers import (
-    find_factored_matrices,
-    find_matrices,
-    violations_of_patterns,
-    violations_of_splits,
-)
+from platform.optimizer import optimizers
+from platform.optimizer.optimizers import find_factored_matrices, find_matrices
 from platform.plan.accelerators import nominal_memory
 from platform.plan.chunks import RecordableModel
 from platform.plan.generators import SHIPPED
@@ -33,13 +29,8 @@ from platform.plan.plan import Plan
 from platform.plan.plan_builder import build_plan
 from platform.plan.scheme import NESTED, RINGS, ModelMistake, Scheme, compose_scheme
 from platform.plan.step_collectives import communication
-from platform.predict.choose_schedule import (
-    count_microbatches,
-    find_context_rounds,
-    find_even_rounds,
-    place_chunks,
-    violations_of_kernel,
-)
+from platform.predict import choose_schedule
+from platform.predict.choose_schedule import count_microbatches, find_context_rounds, find_even_rounds, place_chunks
 from platform.predict.memory_budget import MemoryForecast
 
 CHOICES = {"auto": ("gather", "heads", "ring"), "nested": NESTED}  # kinds of context among which a context_kind chooses
@@ -153,11 +144,8 @@ def _build_kind_plan(config: Config, data: int, kind: str, stage_of: Sequence[in
 
     plan = replace(plan, bucket_mib=choose_bucket_size(config, plan))
     checks = (
-        violations_of_patterns,
-        violations_of_splits,
-        violations_of_kernel,
-        violations_of_loss,
-        _violations_of_documents,
+        *(optimizers.violations_of_patterns, optimizers.violations_of_splits, choose_schedule.violations_of_kernel),
+        *(violations_of_loss, _violations_of_documents),
     )
     if refused := [line for check in checks for line in check(config, plan)]:
         raise ConfigError(refused)

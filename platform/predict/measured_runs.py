@@ -20,16 +20,10 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
+from platform.boundary import refusals
 from platform.boundary.documents import parse_yaml, read_bytes
 from platform.boundary.local_files import replace_text
-from platform.boundary.refusals import (
-    ConfigError,
-    closest_values,
-    format_violation,
-    refuse_all,
-    refuse_failures,
-    typed_command,
-)
+from platform.boundary.refusals import ConfigError, closest_values, format_violation, refuse_all, refuse_failures
 from platform.boundary.schema import Malformed, parse_value
 from platform.config.arguments import quote_value
 from platform.config.composition import CONF
@@ -494,4 +488,4 @@ def write_sweep_table(name: str, runs: Sequence[TrainedRun], compose: Compose) -
             return "no step was measured: there is no table of the sweep"
     except (OSError, Malformed) as error:
         return f"the table of the measured steps cannot be written: {error}"
-    return f"the measured steps, beside the predicted: {typed_command('plan')} compare {path}"
+    return f"the measured steps, beside the predicted: {refusals.typed_command('plan')} compare {path}"
