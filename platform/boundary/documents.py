@@ -90,7 +90,7 @@ def parse_json(raw: bytes | bytearray, most: int = SMALL, values: int = VALUES, 
         if not strict:
             return json.loads(text)
         hooks = {"parse_float": _parse_finite, "parse_constant": _refuse_constant}
-        return json.loads(text, object_pairs_hook=_build_unique_map, **hooks)
+        return json.loads(text, object_pairs_hook=_build_unique_map, **hooks)  # type: ignore[arg-type]
     except Malformed:
         raise
     except RecursionError:

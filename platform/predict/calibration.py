@@ -121,15 +121,10 @@ def _calibrate_products(hardware: Hardware, kernels: Samples, precision: str) ->
 
 def _fit_tier_links(hardware: Hardware, tier: str, samples: Samples) -> Link:
     """Return the links of a tier, node or network, as messages find them, and as each kind of collective does."""
-    kinds = {
-        op: _fit_kind_links(hardware, tier, op, kind_samples)
-        for op, kind_samples in samples.items()
-        if op not in ("send", "beside")
-    }
+    kinds = {op: _fit_kind_links(hardware, tier, op, s) for op, s in samples.items() if op not in ("send", "beside")}
     sent = samples["send"]
-    latency, per_byte = fit_nonnegative_factors(
-        [[1.0] * len(sent), [s.sizes[1] for s in sent]], [s.seconds for s in sent]
-    )
+    columns = [[1.0] * len(sent), [s.sizes[1] for s in sent]]
+    latency, per_byte = fit_nonnegative_factors(columns, [s.seconds for s in sent])
     message = Link(1 / max(per_byte, 1e-15), max(LEAST, latency), max(LEAST, latency))
     return replace(message, kinds=kinds)
 
@@ -174,9 +169,8 @@ def fit_constants(errors: Errors, first: Mapping[str, float]) -> dict[str, float
 
     now = evaluate_point(point)
     for _ in range(TURNS):
-        slopes = np.array(
-            [np.subtract(evaluate_point(_step_coordinate(point, i)), now) / STEP for i in range(len(names))]
-        )
+        shifted = [evaluate_point(_step_coordinate(point, i)) for i in range(len(names))]
+        slopes = np.array([np.subtract(e, now) / STEP for e in shifted])
         step = np.clip(np.linalg.solve(slopes @ slopes.T, -slopes @ now), -0.5, 0.5).tolist()
         scale = 1.0
         while True:
@@ -269,12 +263,8 @@ def hardware_of_rounds(
     long as on the rank that was last."""
     by_tier: dict[str, list[tuple[str, Sequence[float], float]]] = {}
     for measured_round, timings in measured:
-        by_tier.setdefault(measured_round.tier, []).extend(
-            timing for rank_timings in timings for timing in rank_timings
-        )
-    links: Mapping[str, Samples] = {
-        tier: group_samples_by_kind(by_tier[tier], max) for tier in TIERS if tier in by_tier
-    }
+        by_tier.setdefault(measured_round.tier, []).extend(timing for of_rank in timings for timing in of_rank)
+    links = {tier: group_samples_by_kind(by_tier[tier], max) for tier in TIERS if tier in by_tier}
     if len(seen.nodes) > 1:
         first = replace(first, ranks=min(seen.nodes.values()))
     kernels = group_samples_by_kind(by_tier["kernels"])
@@ -287,10 +277,8 @@ def _calibrate_steps(hardware: Hardware, samples: Sequence[Sample], steps: Seque
     share of memory's bandwidth with which a usual step takes as long as it was measured: kernels read and write more in
     a step than alone, into memory that they have not just used. `steps`: the work of the `samples`."""
     seconds = [sample.seconds for sample in sorted(samples)]
-    kernels = [
-        work.plan.microbatches * sum(n * part.kernels for p in (*work.forward, *work.backward) for part, n in p.parts)
-        for work in steps
-    ]
+    passes = ((work.plan.microbatches, (*work.forward, *work.backward)) for work in steps)
+    kernels = [count * sum(n * part.kernels for p in both for part, n in p.parts) for count, both in passes]
     launch, _ = fit_nonnegative_factors([kernels[:-1], [1.0] * (len(kernels) - 1)], seconds[:-1])
     hardware = replace(hardware, launch=max(1e-9, launch))
 
@@ -328,11 +316,12 @@ def format_hardware_file(h: Hardware, tiers: Set[str], seen: Seen) -> str:
         lines += ["  kinds:"] if link.kinds else []
         lines += [f"    {op}: {{{', '.join(_format_link(kind))}}}" for op, kind in link.kinds.items()]
     lines += [f"storage: {h.storage:.4g} # {unmeasured}", "reached:"]
-    for name, how in (
-        ("products", "products by shape"),
-        ("attention", "attention in one kernel"),
-        ("memory", "a step of two layers"),
-    ):
+    reached = {
+        "products": "products by shape",
+        "attention": "attention in one kernel",
+        "memory": "a step of two layers",
+    }
+    for name, how in reached.items():
         lines.append(f"  {name}: {getattr(h.reached, name):.3g} # {measured}: {how}, in {seen.precision}")
     for tier in TIERS:
         text = f"{measured}: in the bandwidths above" if tier in tiers else unmeasured

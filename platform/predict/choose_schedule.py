@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from platform.boundary.refusals import ConfigError, format_violation, refuse_all
@@ -72,11 +73,8 @@ def count_microbatches(config: Config, data: int) -> int:
         return stages * chunks * least
 
     if count_forward_passes(stages, 1) > MOST_PASSES:  # whatever the batch
-        constraint = (
-            f"with pipeline.chunks={chunks}, {format_count(count_forward_passes(stages, 1), 'pass')} "
-            "at least, of which a"
-            f" schedule may have {MOST_PASSES}"
-        )
+        least = format_count(count_forward_passes(stages, 1), "pass")
+        constraint = f"with pipeline.chunks={chunks}, {least} at least, of which a schedule may have {MOST_PASSES}"
         legal = [n for n in range(1, stages) if count_forward_passes(n, needed) <= MOST_PASSES]
         raise ConfigError("pipeline.stages", stages, constraint, legal[-1:])
     if (passes := count_forward_passes(stages, needed)) > MOST_PASSES:
@@ -156,10 +154,8 @@ def _read_schedule_file(config: Config, microbatches: int, unit: int) -> Schedul
         schedule = generators.read_schedule_csv(path)
     except ScheduleError as error:
         more = len(error.violations) - MISTAKES_SHOWN
-        shown = [
-            *error.violations[:MISTAKES_SHOWN],
-            *([f"and {format_count(more, 'more mistake')}"] if more > 0 else []),
-        ]
+        shown = error.violations[:MISTAKES_SHOWN]
+        shown += [f"and {format_count(more, 'more mistake')}"] if more > 0 else []
         lines = [format_violation("pipeline.file", path, line) for line in shown]
         raise ConfigError([*lines, *(table(error.rows).splitlines() if error.rows else [])]) from None
     refuse_all(_violations_of_table(config, schedule, microbatches, unit))
@@ -169,10 +165,9 @@ def _read_schedule_file(config: Config, microbatches: int, unit: int) -> Schedul
 def _violations_of_table(config: Config, schedule: Schedule, microbatches: int, unit: int) -> Iterator[str]:
     """Yield a line per number (stages, chunks, microbatches) of a pipeline schedule from a file that differs from the
     configuration's. `unit`: sequences of one microbatch of all replicas."""
-    for key, configured, tabulated in [
-        ("pipeline.stages", config.pipeline.stages, schedule.stages),
-        ("pipeline.chunks", config.pipeline.chunks, schedule.chunks),
-    ]:
+    p = config.pipeline
+    for name, configured, tabulated in (("stages", p.stages, schedule.stages), ("chunks", p.chunks, schedule.chunks)):
+        key = f"pipeline.{name}"
         if configured != tabulated:
             yield format_violation(key, configured, f"the table in pipeline.file has {tabulated}", [tabulated])
     if microbatches != schedule.microbatches:
@@ -239,20 +234,16 @@ def violations_of_kernel(config: Config, plan: Plan) -> Iterator[str]:
     deterministic = config.train.deterministic
     traits = dict.fromkeys(attention_traits(plan, o, rate, deterministic) for o in find_fused_attentions(plan))
     if not traits:
-        yield format_violation(
-            key, kernel, f"no attention of this plan is computed by one kernel{_dropout_remark(rate)}", [AUTO, MATH]
-        )
+        constraint = f"no attention of this plan is computed by one kernel{_dropout_remark(rate)}"
+        yield format_violation(key, kernel, constraint, [AUTO, MATH])
         return
     device = config.cluster.device
     kinds = {kind: where for kind, where in _WHERE.items() if device in (kind, "auto")}
-    why = {
-        (kind, name): next(filter(None, (reason_against_kernel(name, kind, t) for t in traits)), "")
-        for kind in kinds
-        for name in KERNELS
-    }
-    legal = [name for name in KERNELS if not all(why[kind, name] for kind in kinds)]
+    pairs = product(KERNELS, kinds)
+    why = {pair: next(filter(None, (reason_against_kernel(*pair, t) for t in traits)), "") for pair in pairs}
+    legal = [name for name in KERNELS if not all(why[name, kind] for kind in kinds)]
     if kernel not in legal:
-        reasons = (f"{where} it {why[kind, kernel]}" for kind, where in kinds.items())
+        reasons = (f"{where} it {why[kernel, kind]}" for kind, where in kinds.items())
         yield format_violation(key, kernel, "; ".join(reasons), legal)
 
 

@@ -346,10 +346,10 @@ class Estimator:
         computing, waiting, hidden = (np.tensordot(part, weights, (1, 0)) for part in self._pass_seconds)
         device_seconds = np.maximum(computing, hidden) + waiting
         kernels = float(weights @ [kind.what in ("touched", "flops", "fused") for kind in self.kinds])
-        host = kernels * self.setting.hardware.launch
-        return overlap_seconds(device_seconds[0], host, self.setting.hardware), overlap_seconds(
-            device_seconds[1], 2 * host, self.setting.hardware
-        )
+        hardware = self.setting.hardware
+        host = kernels * hardware.launch
+        backward = overlap_seconds(device_seconds[1], 2 * host, hardware)
+        return overlap_seconds(device_seconds[0], host, hardware), backward
 
     @cached_property
     def _layer_times(self) -> tuple[Column, Column, Column, Column]:
@@ -387,9 +387,8 @@ class Estimator:
             bucket_bytes = elements * master / buckets
             if zero:
                 seconds += buckets * self.collective_seconds("reduce_scatter", axes, bucket_bytes)
-                seconds += buckets * self.collective_seconds(
-                    "all_gather", axes, bucket_bytes * compute / master / shards
-                )
+                gathered_bytes = bucket_bytes * compute / master / shards
+                seconds += buckets * self.collective_seconds("all_gather", axes, gathered_bytes)
             else:
                 seconds += buckets * self.collective_seconds("all_reduce", axes, bucket_bytes)
         return memory, seconds, updated
@@ -418,9 +417,8 @@ class Estimator:
     @cached_property
     def _seconds_per_send(self) -> Column:
         """Return the seconds in which a stage sends an activation to the next."""
-        return message_seconds(
-            self._stream_elements * self.size["compute"], self._ranks_by_axis["stage"][1] > 1, self.setting.hardware
-        )
+        crosses_nodes = self._ranks_by_axis["stage"][1] > 1
+        return message_seconds(self._stream_elements * self.size["compute"], crosses_nodes, self.setting.hardware)
 
     @cached_property
     def _num_microbatches(self) -> Column:

@@ -46,9 +46,8 @@ def chunk_likeness(plan: Plan, chunk: Chunk, buckets: Sequence[Bucket]) -> tuple
     """Return what decides the bytes of a chunk's passes: equal for chunks that are alike. `plan`: the stage's plan;
     `buckets`: the buckets of it with parameters of the chunk."""
     name = _Names()
-    times = Counter(
-        key for stage_chunk in plan.chunks for key in stage_chunk.operations
-    )  # an operation of several is not begun ahead
+    # an operation of several is not begun ahead
+    times = Counter(key for stage_chunk in plan.chunks for key in stage_chunk.operations)
     return (
         tuple((_operation_likeness(plan, o, name), times[key]) for key, o in chunk.operations.items()),
         chunk.functions,
@@ -87,12 +86,10 @@ def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dic
     masters, buckets = plan.count_masters_of_rank(at), plan.buckets_of_rank(at)
     states = sum(prod(plan.global_shape(p)) for p in plan.stage_part(at["stage"]).states)
     compute, master = plan.itemsize["compute"], plan.itemsize["master"]
-    apart = [
-        b for b in buckets if compute != master or (b.sharded and not b.has_sharded_weights)
-    ]  # copies to compute with
-    less = plan.count_masters_of_parameters(plan.frozen, at) * moments + plan.count_masters_of_parameters(
-        (*plan.matrices, *plan.factored), at
-    )
+    # copies to compute with
+    apart = [b for b in buckets if compute != master or (b.sharded and not b.has_sharded_weights)]
+    less = plan.count_masters_of_parameters(plan.frozen, at) * moments
+    less += plan.count_masters_of_parameters((*plan.matrices, *plan.factored), at)
     return {
         "parameters": (masters + states) * master
         + sum(b.shard_elements if b.has_sharded_weights else b.elements for b in apart) * compute,
@@ -180,9 +177,8 @@ class Passes:
 
     def renumber_buckets(self, numbers: Mapping[int, int]) -> Passes:
         """Return the same bytes with the numbers of buckets replaced."""
-        begun, gradients, parts = (
-            {numbers[n]: size for n, size in sizes.items()} for sizes in (self.begun, self.gradients, self.parts)
-        )
+        by_bucket = self.begun, self.gradients, self.parts
+        begun, gradients, parts = ({numbers[n]: size for n, size in sizes.items()} for sizes in by_bucket)
         return replace(self, begun=begun, gradients=gradients, parts=parts)
 
 
@@ -369,26 +365,21 @@ class _Walk:
         """Map the numbers of the buckets with parameters of a chunk to their numbers among these."""
         if chunk not in self._numbers:
             names, buckets = self.chunks[chunk].parameter_names, enumerate(self.plan.buckets)
-            self._numbers[chunk] = {
-                n: i for i, n in enumerate(n for n, b in buckets if not names.isdisjoint(b.parameter_ranges))
-            }
+            of_chunk = (n for n, b in buckets if not names.isdisjoint(b.parameter_ranges))
+            self._numbers[chunk] = {n: i for i, n in enumerate(of_chunk)}
         return self._numbers[chunk]
 
     def _measure_alike(
         self, chunk: int, bucket_numbers: Mapping[int, int], summed: Collection[int], reduced: Collection[int]
     ) -> Passes:
         """Return the bytes that passes of a chunk take, measured on the first chunk that is alike."""
-        chunk_layout = self.chunks[chunk]
+        layout = self.chunks[chunk]
         if chunk not in self._likeness:
-            self._likeness[chunk] = chunk_likeness(
-                self.plan, chunk_layout, [self.plan.buckets[n] for n in bucket_numbers]
-            )
+            self._likeness[chunk] = chunk_likeness(self.plan, layout, [self.plan.buckets[n] for n in bucket_numbers])
         begun = (frozenset(bucket_numbers[n] for n in numbers) for numbers in (summed, reduced))
         if (key := (self._likeness[chunk], self.splits, *begun)) not in self._alike:
             meter = Meter(self.plan, self.dropout, self.at, self.device)
-            measured = measure_passes(
-                meter, self.model, chunk_layout, splits=self.splits, summed=summed, reduced=reduced
-            )
+            measured = measure_passes(meter, self.model, layout, splits=self.splits, summed=summed, reduced=reduced)
             self._alike[key] = measured.renumber_buckets(bucket_numbers)
         return self._alike[key].renumber_buckets({i: n for n, i in bucket_numbers.items()})
 
@@ -476,11 +467,9 @@ class _Walk:
     def count_send(self, a: Action) -> None:
         """Account for the memory of a send: the result of the pass becomes buffers of at most SENDS_IN_FLIGHT sends,
         the oldest of which are freed."""
-        forward = a.kind is Kind.SEND_F
+        forward, chunk = a.kind is Kind.SEND_F, self.chunks[a.chunk]
         key = ("flow", a.chunk + 1, a.microbatch) if forward else ("gradients", a.chunk - 1, a.microbatch)
-        for full_bytes, sent_bytes in self.block_bytes(
-            self.chunks[a.chunk].sends if forward else self.chunks[a.chunk].receives
-        ):
+        for full_bytes, sent_bytes in self.block_bytes(chunk.sends if forward else chunk.receives):
             if sent_bytes:
                 self.note_peak(full_bytes + sent_bytes)  # the padded block, and the part that is sent
             else:

@@ -127,9 +127,8 @@ class _DescriptionReader:
                 return number
         except (TypeError, ValueError):
             pass
-        self.mistakes.append(
-            f"{self.path}{key}={value}: must be a number > 0" + (f" and <= {most:g}" if most < 1e9 else "")
-        )
+        bound = f" and <= {most:g}" if most < 1e9 else ""
+        self.mistakes.append(f"{self.path}{key}={value}: must be a number > 0{bound}")
         return 1.0
 
     def read_flag(self, key: str, default: bool) -> bool:

@@ -128,25 +128,20 @@ def _build_kind_plan(config: Config, data: int, kind: str, stage_of: Sequence[in
         if (rounds := find_even_rounds(config, plan)) != scheme.rounds:
             plan = _build_unchecked_plan(config, model, replace(scheme, rounds=rounds), data, stage_of)
     except ModelMistake as error:
-        line = format_violation(
-            "model.kind", config.model.kind, f"{error.name}: {error.reason}", closest_values(error.name, error.legal)
-        )
-        raise ConfigError(line) from None
+        legal = closest_values(error.name, error.legal)
+        raise ConfigError("model.kind", config.model.kind, f"{error.name}: {error.reason}", legal) from None
     except IllegalPlan as error:
         *lines, last = error.violations
         meshes = [str(m).replace("'", "") for m in islice(_iterate_legal_meshes(config, data), MESHES_SHOWN)]
         also = f"; tensor.axes of as many workers that do: {' or '.join(meshes)}" if meshes else ""
         raise ConfigError([*lines, last + also]) from None
-    plan = _add_update_names(
-        config, replace(plan, warnings=(*plan.warnings, *_warnings_of_ring(plan, config.model.dropout)))
-    )
+    warnings = (*plan.warnings, *_warnings_of_ring(plan, config.model.dropout))
+    plan = _add_update_names(config, replace(plan, warnings=warnings))
     from platform.predict.step_price import choose_bucket_size  # with numpy
 
     plan = replace(plan, bucket_mib=choose_bucket_size(config, plan))
-    checks = (
-        *(optimizers.violations_of_patterns, optimizers.violations_of_splits, choose_schedule.violations_of_kernel),
-        *(violations_of_loss, _violations_of_documents),
-    )
+    of_optimizer = optimizers.violations_of_patterns, optimizers.violations_of_splits
+    checks = *of_optimizer, choose_schedule.violations_of_kernel, violations_of_loss, _violations_of_documents
     if refused := [line for check in checks for line in check(config, plan)]:
         raise ConfigError(refused)
     return _add_shorter_plans(config, plan, data, kind)
@@ -215,9 +210,8 @@ def _add_shorter_plans(config: Config, plan: Plan, data: int, kind: str) -> Plan
             every = find_divisors(config.model.length)
             others = (n for n in every if _plan_of_one_layer(fix_sequence_length(config, n), data, kind))
             legal = [f"{start}:{n}" for n in closest_values(phase.length, others)]
-            lines += [
-                format_violation("train.length_ramp", entry, line.partition(";")[0], legal) for line in error.violations
-            ]
+            reasons = [line.partition(";")[0] for line in error.violations]
+            lines += [format_violation("train.length_ramp", entry, reason, legal) for reason in reasons]
             continue
         if _places_of_weights(short_plan) != _places_of_weights(plan):
             constraint = f"model.kind={config.model.kind} has other parameters at this length"
@@ -263,10 +257,7 @@ def _warnings_of_ring(plan: Plan, dropout: float) -> Iterator[str]:
         return
     gathers = [name for (kind, name) in plan.operations if kind == Ops.relayout.kind and name.endswith("attention.key")]
     if names := dict.fromkeys(name.split(".", 2)[-1].removesuffix(".key") for name in gathers):
-        reasons = {
-            "tensor.uneven=true": plan.scheme.uneven,
-            f"model.dropout={dropout}": dropout,
-        }
+        reasons = {"tensor.uneven=true": plan.scheme.uneven, f"model.dropout={dropout}": dropout}
         why = next((reason for reason, holds in reasons.items() if holds), "another axis splits length there")
         yield f"keys of {', '.join(names)} are gathered, not passed around a ring: {why}"
 
@@ -323,13 +314,10 @@ def _iterate_legal_meshes(config: Config, data: int) -> Iterator[dict[str, int]]
     on which this model has a legal plan over `data` replicas, the nearest to the configured sizes first."""
     configured_axes = {axis: config.tensor.axes.get(axis, 1) for axis in list_tensor_axes(config.tensor)}
     workers = prod(configured_axes.values())
-    candidates = (
-        dict(zip(configured_axes, sizes, strict=True))
-        for sizes in islice(find_factorizations(workers, len(configured_axes)), FACTORIZATIONS)
-    )
-    for axes in sorted(candidates, key=lambda axes: sum(abs(axes[a] - n) for a, n in configured_axes.items()))[
-        :MESHES_TRIED
-    ]:
+    factorizations = islice(find_factorizations(workers, len(configured_axes)), FACTORIZATIONS)
+    candidates = [dict(zip(configured_axes, sizes, strict=True)) for sizes in factorizations]
+    candidates.sort(key=lambda axes: sum(abs(axes[a] - n) for a, n in configured_axes.items()))
+    for axes in candidates[:MESHES_TRIED]:
         if has_legal_plan(replace(config, tensor=replace(config.tensor, axes=axes)), data):
             yield axes
 
@@ -347,10 +335,9 @@ def _plans_of_one_layer(config: Config, data: int, kind: str) -> list[Plan | Non
 
 def _plan_of_one_layer(config: Config, data: int, kind: str) -> Plan | None:
     """Return the plan of one layer of the model over `data` replicas, contexts of a `kind`; None if it is illegal."""
-    model, train = build_model(replace(config.model, layers=1)), config.train
+    model, microbatch = build_model(replace(config.model, layers=1)), config.train.microbatch
     try:
-        return build_plan(
-            model, compose_config_scheme(config, data, kind), data=data, microbatch=train.microbatch, microbatches=1
-        )
+        scheme = compose_config_scheme(config, data, kind)
+        return build_plan(model, scheme, data=data, microbatch=microbatch, microbatches=1)
     except IllegalPlan:
         return None

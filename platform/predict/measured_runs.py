@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from math import floor, log
 from pathlib import Path
 from statistics import mean, median
@@ -142,10 +143,8 @@ def _violations_of_columns(path: str, columns: Sequence[str], hardware: str, mar
     yield from (f"{path}, column {column}: is given twice" for column, n in Counter(columns).items() if n > 1)
     for column in columns:
         if column not in known and "." not in column:
-            yield (
-                f"{path}, column {column}: unknown; nearest legal: "
-                f"{', '.join(closest_values(column, known)[:3])}, or a key"
-            )
+            near = ", ".join(closest_values(column, known)[:3])
+            yield f"{path}, column {column}: unknown; nearest legal: {near}, or a key"
     if mark and mark not in columns:
         yield f"{path}: calibrate={mark} is no share of the rows, and no column"
     needed = [*_list_needed_columns("model" in columns), *([] if hardware else ["hardware"])]
@@ -317,17 +316,14 @@ def fit_hardware_constants(runs: Sequence[MeasuredRun], names: Sequence[str]) ->
     """Return the constants of each hardware, fitted on the runs that were measured on it."""
     constants_by_hardware = {}
     for name in dict.fromkeys(run.hardware.name for run in runs):
-        matching_runs = [run for run in runs if run.hardware.name == name]
-        first = {name: CONSTANTS[name] for name in names}
-
-        def log_errors(
-            constants: Mapping[str, float], predicted_runs: Sequence[MeasuredRun] = matching_runs
-        ) -> list[float]:
-            """Return the logarithms of predicted over measured seconds with some constants."""
-            return [log(run.predict_price(constants).seconds / run.seconds) for run in predicted_runs]
-
-        constants_by_hardware[name] = fit_constants(log_errors, first)
+        log_errors = partial(_log_errors, [run for run in runs if run.hardware.name == name])
+        constants_by_hardware[name] = fit_constants(log_errors, {name: CONSTANTS[name] for name in names})
     return constants_by_hardware
+
+
+def _log_errors(runs: Sequence[MeasuredRun], constants: Mapping[str, float]) -> list[float]:
+    """Return the logarithms of predicted over measured seconds of runs with some constants."""
+    return [log(run.predict_price(constants).seconds / run.seconds) for run in runs]
 
 
 def mark_fitted_runs(runs: Sequence[MeasuredRun], calibrate: str) -> list[bool]:
@@ -357,10 +353,8 @@ def dump_comparison(c: Comparison) -> dict[str, Any]:
         {"name": run.name, "predicted": p, "measured": run.seconds, "error": e, "fitted": marked}
         for run, p, e, marked in zip(c.runs, c.predicted, c.relative_errors, c.fitted, strict=True)
     ]
-    scores = {
-        key: sizes and sizes._asdict()
-        for key, sizes in (("fitted", c.score_runs(True)), ("scored", c.score_runs(False)))
-    }
+    sizes = {"fitted": c.score_runs(True), "scored": c.score_runs(False)}
+    scores = {key: errors and errors._asdict() for key, errors in sizes.items()}
     return {"rows": rows, **scores, "rankings": [r._asdict() for r in c.rank_groups()], "constants": dict(c.constants)}
 
 
@@ -379,10 +373,8 @@ def format_comparison(c: Comparison) -> Sequence[str]:
         lines.append(f"{name} fitted: {', '.join(moved) or 'no row depends on a constant'}")
     for title, scores in (("fitted on", c.score_runs(True)), ("scored", c.score_runs(False))):
         if scores:
-            sizes = (
-                f"mean {scores.mean:.2%}, median {scores.median:.2%}, p90 "
-                f"{scores.p90:.2%}, largest {scores.largest:.2%}"
-            )
+            usual = f"mean {scores.mean:.2%}, median {scores.median:.2%}"
+            sizes = f"{usual}, p90 {scores.p90:.2%}, largest {scores.largest:.2%}"
             lines.append(f"errors of the {scores.runs} runs {title}: {sizes}")
     for r in c.rank_groups():
         lines.append(f"ranking of {r.runs[0]} ... {r.runs[-1]} ({len(r.runs)}): tau {r.tau:.2f}, regret {r.regret:.2%}")

@@ -158,9 +158,8 @@ class TrainingForecast:
         dropout, lengths = self.config.model.dropout, self.plan.plans_of_lengths
         configs = (fix_sequence_length(self.config, length_plan.sizes["length"]) for length_plan in lengths)
         plans = [settle_kernels(length_plan, self.device, dropout) for length_plan in lengths]
-        return [
-            (length_plan, build_model(config.model), {}) for length_plan, config in zip(plans, configs, strict=True)
-        ]
+        models = (build_model(config.model) for config in configs)
+        return [(length_plan, model, {}) for length_plan, model in zip(plans, models, strict=True)]
 
     def predict_stage(self, stage: int) -> Footprint:
         """Return the predicted memory of one worker of a stage."""

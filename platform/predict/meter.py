@@ -160,10 +160,8 @@ class Meter(Ops):
                 storage, elements = self.new(0, parameter=parameter), 0
                 continue
             elements = prod(after)
-            views = (
-                step.op == "drop" or (step.op == "slice" and step.zigzag < 0) or (step.op == "broadcast" and not index)
-            )
-            if not views:
+            is_root = step.op == "broadcast" and not index
+            if not (step.op == "drop" or (step.op == "slice" and step.zigzag < 0) or is_root):
                 storage = self._allocate_moved(elements, step, parameter, self.plan.itemsize[dtype])
         return storage, elements
 
@@ -199,15 +197,13 @@ class Meter(Ops):
     def forward(self, x: Value, conversion: Conversion) -> Value:
         """Count the bytes of a conversion's forward steps of x, without a backward pass; return the result."""
         steps, shape = conversion.forward, conversion.before
-        return Value(
-            *self.convert_storage(x.storage, x.elements, steps, shape, isinstance(x.key, str), conversion.dtype)
-        )
+        parameter = isinstance(x.key, str)
+        return Value(*self.convert_storage(x.storage, x.elements, steps, shape, parameter, conversion.dtype))
 
     def backward(self, gradient: MeteredStorage | None, elements: int, conversion: Conversion) -> MeteredStorage | None:
         """Count the memory of the backward steps of a conversion, for the gradient of its result, of `elements`."""
-        return self.convert_storage(gradient, elements, conversion.backward, conversion.after, dtype=conversion.dtype)[
-            0
-        ]
+        steps, shape = conversion.backward, conversion.after
+        return self.convert_storage(gradient, elements, steps, shape, dtype=conversion.dtype)[0]
 
     def convert_block(self, x: Value, conversion: Conversion, coming: Value | None = None) -> Value:
         """Count the memory of a conversion of x to another layout, unless it is `coming`, and record its backward steps
@@ -259,9 +255,8 @@ class Meter(Ops):
 
     def inner(self, planned: PlannedOperation, leave: Conversion) -> Value:
         """Allocate the metered local result of an operation, before its conversion; empty if not on this worker."""
-        return self.tensor(
-            prod(leave.before) * is_at_index_zero(planned.only, self.at), self.plan.itemsize[leave.dtype]
-        )
+        elements = prod(leave.before) * is_at_index_zero(planned.only, self.at)
+        return self.tensor(elements, self.plan.itemsize[leave.dtype])
 
     def begin_forward(self, chunk: Chunk) -> None:
         """Begin a metered forward pass of a chunk: count the parameters gathered for its first span (ZeRO-3)."""
@@ -317,9 +312,8 @@ class Meter(Ops):
         """Count only the parameter `buckets` as gathered (ZeRO-3): free others' bytes, allocate missing ones."""
         buckets_by_id = {id(b): b for b in buckets}
         self._whole = {key: kept for key, kept in self._whole.items() if key in buckets_by_id}
-        self._whole |= {
-            k: self.new(b.elements, parameter=True) for k, b in buckets_by_id.items() if k not in self._whole
-        }
+        missing = {key: b.elements for key, b in buckets_by_id.items() if key not in self._whole}
+        self._whole |= {key: self.new(elements, parameter=True) for key, elements in missing.items()}
 
     def recomputed(self, kind, name, function, spec, x, *more):
         """Count function(x, *more), recomputed in the backward pass if activations of this `kind` are."""
@@ -340,9 +334,8 @@ class Meter(Ops):
         if axes:
             self.new(elements)  # padded, before it is cut
             kept = self.new(self.plan.elements_per_part(spec, axes))
-        away = (
-            self._move_to_host(self.plan.elements_per_part(spec, axes)) if self.recompute.offload and elements else None
-        )
+        offloads = self.recompute.offload and elements
+        away = self._move_to_host(self.plan.elements_per_part(spec, axes)) if offloads else None
         self.grad = False
         out = function(x, *more)
         self.grad = True
@@ -390,12 +383,8 @@ class MeteredSums(Leaves):
         """Construct the metered gradient sums of the buckets that `chunk` uses; arguments as in the class."""
         self._meter, self._plan, self._early = meter, meter.plan, early
         self._summed, self._reduced = summed, reduced
-        buckets = enumerate(meter.plan.buckets)
-        self._buckets = {
-            n: b
-            for n, b in buckets
-            if is_at_index_zero(b.only, meter.at) and chunk.parameter_names & b.parameter_ranges.keys()
-        }
+        buckets = {n: b for n, b in enumerate(meter.plan.buckets) if is_at_index_zero(b.only, meter.at)}
+        self._buckets = {n: b for n, b in buckets.items() if chunk.parameter_names & b.parameter_ranges.keys()}
         self._number: dict[GradientKey, int] = {p.name: n for n, b in self._buckets.items() for p in b.parameters}
         self._sums: dict[int, MeteredStorage] = {}
         self._coming: dict[int, MeteredStorage] = {}  # gradients of the pass, where none can be added to sums at once

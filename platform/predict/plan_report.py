@@ -116,52 +116,38 @@ def bytes_per_layer(plan: Plan) -> float:
     its collectives in every microbatch, gathers of activations kept for its recomputation, and its share of gradient
     reductions and parameter gathers, of which the padding of a buffer is shared like the buffer."""
     layers = {match[0] for p in plan.parameters if (match := _LAYER.match(p.name))}
-    moved = Fraction(
-        sum(
-            n * plan.traffic_bytes(c)
-            for where, c, n in step_collectives(plan)
-            if where.startswith("kept ") or _LAYER.match(where.split()[-1])
-        )
+    of_layers = (
+        (c, n) for where, c, n in step_collectives(plan) if where.startswith("kept ") or _LAYER.match(where.split()[-1])
     )
+    moved = Fraction(sum(n * plan.traffic_bytes(c) for c, n in of_layers))
     for stage in range(plan.num_stages):
         for reduction in bucket_collectives(plan.stage_part(stage)):
-            sizes = {
-                p.name: stop - start
-                for p in reduction.parameters
-                for start, stop in [reduction.bucket.parameter_ranges[p.name]]
-            }
-            of_layers = sum(size for name, size in sizes.items() if _LAYER.match(name))
-            if of_layers:
-                moved += Fraction(
-                    reduction.launches * plan.traffic_bytes(reduction.collective) * of_layers, sum(sizes.values())
-                )
+            ranges = {p.name: reduction.bucket.parameter_ranges[p.name] for p in reduction.parameters}
+            sizes = {name: stop - start for name, (start, stop) in ranges.items()}
+            if layer_size := sum(size for name, size in sizes.items() if _LAYER.match(name)):
+                reduced = reduction.launches * plan.traffic_bytes(reduction.collective)
+                moved += Fraction(reduced * layer_size, sum(sizes.values()))
     return float(moved / len(layers)) if layers else 0.0
 
 
 def render_explanation(plan: Plan, explanation: dict[str, Any]) -> str:
     """Format the explanation `explanation`, which `explain_plan` made of the plan, as aligned text."""
-    heading, *described = describe(plan).splitlines()
+    groups = [[axes, str(len(g[0])), _format_groups(g)] for axes, g in explanation["groups"].items()]
+    worker = "per worker" + (" of sub-grid 0" if "elsewhere" in explanation else "")
     blocks = [
-        [heading, *described],
-        [
-            "groups (ranks)",
-            *align_rows([[axes, str(len(g[0])), _format_groups(g)] for axes, g in explanation["groups"].items()]),
-        ],
+        describe(plan).splitlines(),
+        ["groups (ranks)", *align_rows(groups)],
         _format_collectives(explanation["collectives"]),
         ["bytes per step, all workers", *align_rows(_traffic_rows(explanation))],
         _format_tiers(explanation["tiers"]) if plan.mesh.world_size > 1 else [],
-        [
-            "per worker" + (" of sub-grid 0" if "elsewhere" in explanation else ""),
-            *align_rows(_holding_rows(explanation)),
-        ],
+        [worker, *align_rows(_holding_rows(explanation))],
     ]
     if memory := explanation.get("memory"):
         where = f", of stage {memory['stage']}" if plan.num_stages > 1 else ""
         blocks.append([f"memory of the worker that needs most{where}", *align_rows(memory_rows(memory))])
     if (price := explanation.get("snapshots")) and price["every"] and price["bytes"]:
-        blocks.append(
-            ["snapshots, of the node that sends most to the memory of others", *align_rows(_snapshot_rows(price))]
-        )
+        title = "snapshots, of the node that sends most to the memory of others"
+        blocks.append([title, *align_rows(_snapshot_rows(price))])
     if time := explanation.get("time"):
         blocks.append([f"a step on {time['hardware']}, predicted", *align_rows(time_rows(time))])
     if elsewhere := explanation.get("elsewhere"):
@@ -171,9 +157,8 @@ def render_explanation(plan: Plan, explanation: dict[str, Any]) -> str:
         rows = [[order, *(f"{count:,}" for count in m[order].values())] for order in ("inner", "outer")]
         blocks.append([title, *align_rows([["branch axis", *m["inner"]], *rows])])
     if settings := explanation.get("settings"):
-        blocks.append(
-            ["settings of your own code", *align_rows([[key, str(value)] for key, value in settings.items()])]
-        )
+        rows = [[key, str(value)] for key, value in settings.items()]
+        blocks.append(["settings of your own code", *align_rows(rows)])
     return "\n\n".join("\n".join(block) for block in blocks if len(block) > 1)
 
 
@@ -206,10 +191,8 @@ def _format_tiers(tiers: Mapping[str, Any]) -> list[str]:
     """Format the explanation's traffic by tier as lines of a table under a heading."""
     cells = [[r["tier"], f"{r['messages']:,}", f"{r['bytes']:,}", "" if r["busiest"] is None else f"{r['busiest']:,}"]
              for r in tiers["rows"]]  # fmt: skip
-    return [
-        f"per step by tier, {format_tier_sizes(tiers)}",
-        *align_rows([["", "messages", "bytes", "busiest link, one way"], *cells]),
-    ]
+    head = ["", "messages", "bytes", "busiest link, one way"]
+    return [f"per step by tier, {format_tier_sizes(tiers)}", *align_rows([head, *cells])]
 
 
 def format_tier_sizes(tiers: Mapping[str, Any]) -> str:

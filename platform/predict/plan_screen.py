@@ -62,14 +62,8 @@ def _memory_block(plan: Plan, explanation: Mapping[str, Any]) -> list[str]:
 
 def _network_tier_block(tiers: Mapping[str, Any]) -> list[str]:
     """Return the lines on bytes by tier."""
-    rows = [
-        [
-            r["tier"],
-            f"{format_number(r['bytes'])}B",
-            f"busiest link {format_number(r['busiest'])}B one way" if r["busiest"] else "",
-        ]
-        for r in tiers["rows"]
-    ]
+    links = [f"busiest link {format_number(r['busiest'])}B one way" if r["busiest"] else "" for r in tiers["rows"]]
+    rows = [[r["tier"], f"{format_number(r['bytes'])}B", link] for r, link in zip(tiers["rows"], links, strict=True)]
     return [f"moved in a step, {format_tier_sizes(tiers)}", *align_rows(rows)]
 
 
@@ -101,13 +95,8 @@ def _failure_block(plan: Plan, explanation: Mapping[str, Any]) -> list[str]:
         often = "after each step" if every == 1 else f"after {every} steps"
         rows.append(["snapshot", f"{format_number(price['bytes'])}B", f"of a node {often}, {sent}"])
     groups = f", each in {format_count(failure['communicators'], 'group')}" if failure["communicators"] else ""
-    rows.append(
-        [
-            "formation",
-            format_seconds(failure["formation"]),
-            f"of {format_count(plan.mesh.world_size, 'worker')}{groups}",
-        ]
-    )
+    of_workers = f"of {format_count(plan.mesh.world_size, 'worker')}{groups}"
+    rows.append(["formation", format_seconds(failure["formation"]), of_workers])
     again = f"and {failure['steps']:g} steps done again" if failure["steps"] else "and all since the last checkpoint"
     if failure["steps"] and (time := explanation.get("time")):
         again += f" on average, {format_seconds(failure['steps'] * time['seconds'])}"
@@ -173,10 +162,7 @@ def plan_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[s
     differences = {}
     for name, values in DIFFERENCE_PARTS.items():
         one_lines, other_lines = _read_part_lines(values, one), _read_part_lines(values, other)
-        both = {
-            key: (one_lines.get(key, 0.0), other_lines.get(key, 0.0))
-            for key in dict.fromkeys((*one_lines, *other_lines))
-        }
+        both = {key: (one_lines.get(key, 0.0), other_lines.get(key, 0.0)) for key in one_lines | other_lines}
         differences[name] = {key: sides for key, sides in both.items() if sides[0] != sides[1]}
     return differences
 

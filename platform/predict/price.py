@@ -56,11 +56,8 @@ def product_seconds(p: Product, hardware: Hardware, precision: str, itemsize: in
     """Return the seconds of a matrix product: of its tiles and the depth of its sums, and of its bytes beside them."""
     if not p.flops:
         return 0.0
-    share = (
-        tiling_share(p.rows, p.columns, p.batch, hardware.processors, hardware.tile)
-        * p.inner
-        / (p.inner + hardware.fill)
-    )
+    tiled = tiling_share(p.rows, p.columns, p.batch, hardware.processors, hardware.tile)
+    share = tiled * p.inner / (p.inner + hardware.fill)
     computing = p.flops / (hardware.peak_flops(precision) * hardware.reached.products * share)
     return float(overlap_seconds(computing, bytes_seconds(p.elements * itemsize, hardware), hardware))
 
@@ -208,16 +205,14 @@ def _price_gradient_sums(plan: Plan, hardware: Hardware) -> _Sums:
         sums, full = reduction.place == "gradients", reduction.collective
         if reduction.place == "matrices":  # of parameters, whatever buckets they are in
             continue
-        latency, seconds = (
-            collective_seconds(c, plan.mesh, hardware, plan.itemsize) for c in (replace(full, elements=0), full)
-        )
+        seconds = collective_seconds(full, plan.mesh, hardware, plan.itemsize)
+        latency = collective_seconds(replace(full, elements=0), plan.mesh, hardware, plan.itemsize)
         transfer += seconds - latency if sums else 0.0
         # what a backward pass hides slows it; nothing hides the gathers after an update
         each[id(reduction.bucket)] += (hardware.interference if sums else 1.0) * reduction.launches * latency  # type: ignore[assignment]
     seconds_by_kind = {(b.axes, b.only): each[id(b)] for b in plan.buckets}  # each chunk of a stage has its own
-    return _Sums(
-        transfer, sum(seconds_by_kind.values()), sum(b.elements for b in plan.buckets) * plan.itemsize["master"]
-    )
+    size = sum(b.elements for b in plan.buckets) * plan.itemsize["master"]
+    return _Sums(transfer, sum(seconds_by_kind.values()), size)
 
 
 CROWDED = 0.05  # of a chunk's passes: a way there and back that takes less waits for no other one
@@ -236,9 +231,8 @@ def queueing_seconds(
     """Return by how much messages, each of `message` seconds alone on its link, make a step longer where they share
     links. Three rounds of all stages are simulated, and more rounds follow from them. `seconds`: a function of (stage,
     action)."""
-    messages = StageMessages(
-        lambda source, sink: message, build_stage_links(work.plan.mesh, hardware), early=not hardware.ahead
-    )
+    links = build_stage_links(work.plan.mesh, hardware)
+    messages = StageMessages(lambda source, sink: message, links, early=not hardware.ahead)
 
     def extra_seconds(schedule: Schedule) -> float:
         """Return by how much messages make a schedule's step longer."""
@@ -312,9 +306,8 @@ class StepPrice:
     @property
     def seconds_by_part(self) -> dict[str, float]:
         """Return the seconds of the parts of a step, by name."""
-        waits = {
-            waiting_part_name(axes): seconds for axes, seconds in sorted(self.waiting.items(), key=lambda w: -w[1])
-        }
+        longest_first = sorted(self.waiting.items(), key=lambda wait: -wait[1])
+        waits = {waiting_part_name(axes): seconds for axes, seconds in longest_first}
         others = {BUBBLE: self.bubble, HOST: self.host, OPTIMIZER: self.optimizer}
         return {COMPUTING: self.computing, **waits, **others}
 
@@ -465,9 +458,8 @@ def _separate_messages(
 ) -> tuple[list[PassTime], list[PassTime], float]:
     """Return the spans of the passes, and the seconds of a message between stages, where links are crowded: the spans
     are then without it. Elsewhere a pass waits for its message, and there is none beside."""
-    quiet_forward, quiet_backward = (
-        [replace(s, waiting={**s.waiting, STAGE: 0.0}) for s in spans] for spans in (forward, backward)
-    )
+    quiet_forward = [replace(s, waiting={**s.waiting, STAGE: 0.0}) for s in forward]
+    quiet_backward = [replace(s, waiting={**s.waiting, STAGE: 0.0}) for s in backward]
     messages = _longest_stage_wait(forward), _longest_stage_wait(backward)
     passes = sum(span.seconds for span in (*quiet_forward, *quiet_backward)) / len(quiet_forward)
     if not is_crowded(work, passes, sum(messages)):

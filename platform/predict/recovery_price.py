@@ -89,26 +89,20 @@ def read_own_costs(run_dir: Path, workers: int) -> OwnCosts:
     from platform.monitor.metrics import read_row
 
     try:
-        rows = [
-            row for row in json_records.read_last_lines(run_dir / METRICS, read_row) if row.get("world_size") == workers
-        ]
-        saves = [
-            e
-            for e in json_records.read_last_lines(run_dir / JOURNAL, events.parse_event)
-            if isinstance(e, events.Checkpoint)
-        ]
+        rows = json_records.read_last_lines(run_dir / METRICS, read_row)
+        journal = json_records.read_last_lines(run_dir / JOURNAL, events.parse_event)
+        rows = [row for row in rows if row.get("world_size") == workers]
+        saves = [event for event in journal if isinstance(event, events.Checkpoint)]
     except (OSError, Malformed):
         return OwnCosts()
     measured = {row["step"]: row for row in rows if isinstance(row.get("parts"), dict)}
     after = [measured[save.step + 1] for save in saves if save.step + 1 in measured]
+    snapshots = [row["parts"].get("snapshot", 0.0) for row in measured.values()]
+    stalls = [max(0.0, row["seconds"]["checkpoint"] - row["parts"].get("snapshot", 0.0)) for row in after]
     return OwnCosts(
         step=_median_seconds([row["step_seconds"] for row in measured.values()]),
-        snapshot=_median_seconds(
-            [seconds for row in measured.values() if (seconds := row["parts"].get("snapshot", 0.0)) > 0]
-        ),
-        stall=_median_seconds(
-            [max(0.0, row["seconds"]["checkpoint"] - row["parts"].get("snapshot", 0.0)) for row in after]
-        ),
+        snapshot=_median_seconds([seconds for seconds in snapshots if seconds > 0]),
+        stall=_median_seconds(stalls),
         saving=_median_seconds([save.seconds for save in saves]),
     )
 
@@ -142,14 +136,9 @@ def snapshot_price(config: Config, plan: Plan, per_node: int, known: Known | Non
     sent, mean = count * 8 / (config.cluster.network * 1e9), config.elastic.mean_hours_between_failures * HOUR
     if not (known and known.hardware and mean):
         return SnapshotPrice(count, sent, least)
-    stages = (
-        (plan.stage_part(stage), {**plan.mesh.rank_coordinates(0), "stage": stage}) for stage in range(plan.num_stages)
-    )
-    held = (
-        max(part.count_masters_of_rank(at) for part, at in stages)
-        * (1 + count_state_numbers(config))
-        * plan.itemsize["master"]
-    )
+    places = ({**plan.mesh.rank_coordinates(0), "stage": stage} for stage in range(plan.num_stages))
+    masters = max(plan.stage_part(at["stage"]).count_masters_of_rank(at) for at in places)
+    held = masters * (1 + count_state_numbers(config)) * plan.itemsize["master"]
     copied, usual = _copy_seconds(held, known), known.own.step or step_price(config, plan, known.hardware).seconds
     longer = copied + sent if known.device == "cpu" else known.hardware.interference * copied  # a GPU goes on beside it
     return SnapshotPrice(count, sent, least, known.own.snapshot or longer, usual, mean)
@@ -181,9 +170,8 @@ def count_leaving_bytes(config: Config, plan: Plan, per_node: int) -> int:
         name = held.name.removeprefix("model.")
         less = name in plan.matrices or name in plan.factored
         numbers = 1 + state_numbers - less if name in trained else 1
-        parts = [
-            (box.num_elements * numbers, {rank // per_node for rank in ranks}) for box, ranks in held.holders.items()
-        ]
+        nodes_by_box = {box: {rank // per_node for rank in ranks} for box, ranks in held.holders.items()}
+        parts = [(box.num_elements * numbers, nodes) for box, nodes in nodes_by_box.items()]
         parts += [(rows[name], set().union(*(nodes for _, nodes in parts)))] if name in rows else []
         for elements, nodes in parts:
             if len(nodes) == 1:

@@ -60,9 +60,9 @@ class MemoryBudget:
         """Return True if the predicted peak memory of every worker under a candidate's plan fits the budget."""
         if self.memory == inf:
             return True
-        return max(weight_bytes_by_stage(config, plan)) <= self.memory and not MemoryForecast(
-            config, plan
-        ).exceeds_memory(self.memory)
+        if max(weight_bytes_by_stage(config, plan)) > self.memory:
+            return False
+        return not MemoryForecast(config, plan).exceeds_memory(self.memory)
 
 
 class Replanned(NamedTuple):

@@ -167,10 +167,8 @@ def step_configs(config: Config, on_gpu: bool, tiny: bool) -> list[Config]:
         usual = replace(m, layers=2, d_model=256, heads=4, length=128, vocab=512)
     sizes = [(small, 1, n) for n in (1, 4, 16)] + [(small if tiny else usual, 2 if on_gpu else 4, 2)]
     parallel = replace(config.parallel, data=1)
-    return [
-        replace(config, model=model, parallel=parallel, train=replace(t, microbatch=each, global_batch=each * n))
-        for model, each, n in sizes
-    ]
+    groups = [(model, replace(t, microbatch=each, global_batch=each * n)) for model, each, n in sizes]
+    return [replace(config, model=model, parallel=parallel, train=train) for model, train in groups]
 
 
 def draw_step(config: Config, plan: Plan, hardware: Hardware | None) -> str:
@@ -182,9 +180,8 @@ def draw_step(config: Config, plan: Plan, hardware: Hardware | None) -> str:
     drawn = plan.microbatches if config.pipeline.kind == "file" else min(plan.microbatches, most)
     shorter = replace(config, train=replace(config.train, global_batch=drawn * each, ramp_from=0))
     schedule = build_schedule(config if drawn == plan.microbatches else shorter, plan.num_replicas)
-    simulation = (
-        simulate_schedule(build_step_work(config, plan), hardware, schedule) if hardware else simulate(schedule)
-    )
+    work = build_step_work(config, plan) if hardware else None
+    simulation = simulate_schedule(work, hardware, schedule) if work and hardware else simulate(schedule)
     some = f", {drawn} of {plan.microbatches} microbatches" if drawn < plan.microbatches else ""
     when = f"predicted on {hardware.name}" if hardware else "with backward passes twice as long as forward ones"
     title = f"{schedule.name}{some}, bubble {simulation.bubble:.1%}, {when}"

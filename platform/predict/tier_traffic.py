@@ -53,10 +53,8 @@ def tier_traffic(plan: Plan, tiers: Tiers) -> list[TierTraffic]:
             for link, pairs in reached.links.items():
                 links[link] += pairs * share_of_pair * size
     busiest = [max((round(n) for (link, *_), n in links.items() if link == row), default=0) for row in rows]
-    return [
-        TierTraffic(name, round(messages[row]), round(moved[row]), busiest[row] if row else None)
-        for row, name in enumerate(tiers.row_labels)
-    ]
+    sums = zip(tiers.row_labels, map(round, messages), map(round, moved), [None, *busiest[1:]], strict=True)
+    return [TierTraffic(*row_sums) for row_sums in sums]
 
 
 _Link = tuple[int, tuple[str, ...], str]  # row of `Tiers.row_labels`, part of the cluster, way
@@ -106,9 +104,8 @@ def _iterate_reached_pairs(
     if kind.op == "send":
         share = messages = Fraction(1)
     else:
-        _, _, messages, share = next(
-            iterate_transfers(kind.op, mesh.count_ranks(kind.axes)), (0, 0, Fraction(), Fraction())
-        )
+        transfers = iterate_transfers(kind.op, mesh.count_ranks(kind.axes))
+        _, _, messages, share = next(transfers, (0, 0, Fraction(), Fraction()))
     way = "all" if kind.op in _DIRECT or kind.op == "all_to_allv" else "ring" if kind.op in _RINGS else kind.op
     key = way, kind.axes, kind.only, kind.stages
     if key not in counted:
@@ -168,12 +165,10 @@ def _count_launches(plan: Plan) -> dict[_Launched, tuple[int, int]]:
 
 def _iterate_exchanges(mesh: Mesh, kind: _Launched) -> Iterator[tuple[tuple[int, int], Fraction, Fraction]]:
     """Yield (sender, receiver), messages and share of the longest input of a rank for one launch of a collective."""
-    for pair, messages, share in (
-        _iterate_stage_exchanges(mesh, kind) if kind.op == "send" else _iterate_group_exchanges(mesh, kind)
-    ):
-        has = prod(
-            Fraction(cut.block_extent(mesh, mesh.rank_coordinates(pair[0])), cut.longest_extent()) for cut in kind.cuts
-        )
+    iterate_pairs = _iterate_stage_exchanges if kind.op == "send" else _iterate_group_exchanges
+    for pair, messages, share in iterate_pairs(mesh, kind):
+        at = mesh.rank_coordinates(pair[0])
+        has = prod(Fraction(cut.block_extent(mesh, at), cut.longest_extent()) for cut in kind.cuts)
         yield pair, messages, share * has
 
 

@@ -190,9 +190,9 @@ def block_elements(plan: Plan, spec: Spec) -> float:
 
 def share_in_use(planner: Planner, spec: Spec) -> float:
     """Return the share of a rank's most rows of experts that an even routing gives it; 1 for other activations."""
-    return (
-        _even_rows(planner, spec) / planner.local_shape(spec)[spec.dims.index("rows")] if "rows" in spec.dims else 1.0
-    )
+    if "rows" not in spec.dims:
+        return 1.0
+    return _even_rows(planner, spec) / planner.local_shape(spec)[spec.dims.index("rows")]
 
 
 def _even_rows(planner: Planner, spec: Spec) -> float:
@@ -203,10 +203,8 @@ def _even_rows(planner: Planner, spec: Spec) -> float:
 
 def _even_collectives(plan: Plan, planned: PlannedOperation) -> list[Collective]:
     """Return the collectives of a planned operation with as many rows of experts as an even routing sends."""
-    planner, o = plan.planner, planned.operation
-    return [
-        replace(c, elements=int(c.elements * share_sent(planner, o, c))) if c.rows else c for c in planned.collectives
-    ]
+    planner, o, collectives = plan.planner, planned.operation, planned.collectives
+    return [replace(c, elements=int(c.elements * share_sent(planner, o, c))) if c.rows else c for c in collectives]
 
 
 def share_of_rows(planner: Planner, o: Operation) -> float:
@@ -241,10 +239,9 @@ def _operation_work(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
     spec = next(t for t in (*operation.outputs, *operation.inputs) if isinstance(t, Spec))
     forward, backward = op.count_accesses(operation, plan.operations)
     count = block_elements(plan, spec) * size
-    return tuple(
-        Part(bytes=count * n, kernels=int(n > 0), collectives=sides[phase])
-        for phase, n in (("forward", forward), ("backward", backward))
-    )  # type: ignore[return-value]
+    accesses = {"forward": forward, "backward": backward}
+    parts = (Part(bytes=count * n, kernels=int(n > 0), collectives=sides[phase]) for phase, n in accesses.items())
+    return tuple(parts)  # type: ignore[return-value]
 
 
 def _drop_result(forward: Part, planned: PlannedOperation) -> Part:
@@ -276,14 +273,9 @@ def _product_work(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
     for group in planned.groups:
         shapes = _group_products(plan, operation, group)
         forward += shapes
-        backward += [
-            p
-            for a in shapes
-            for p in (
-                a._replace(columns=a.inner, inner=a.columns),
-                a._replace(rows=a.columns, columns=a.inner, inner=a.rows),
-            )
-        ]
+        for a in shapes:
+            backward.append(a._replace(columns=a.inner, inner=a.columns))
+            backward.append(a._replace(rows=a.columns, columns=a.inner, inner=a.rows))
         for e in group.einsums:
             other = operation.inputs[1 + e.index]
             if isinstance(other, Parameter):
@@ -450,9 +442,7 @@ def _stage_work(plan: Plan, stage: int, buckets: list[BucketCollective], gradien
     for c, launches in ((bucket.collective, bucket.launches) for bucket in buckets if bucket.collective.phase in moved):
         moved[c.phase][c] = moved[c.phase].get(c, 0.0) + launches * shares[c.phase]
     shared = [(name, stages) for name, stages in plan.stages_of_tied_parameters.items() if stage in stages]
-    tied = sum(
-        2 * (len(stages) - 1) * stage_plan.bucket_by_parameter[name].shard_elements * size for name, stages in shared
-    )
-    return StageWork(
-        moved["reduce"], len(stage_plan.buckets), moved["update"], tied, stage_plan.count_masters_of_rank(at)
-    )
+    shards = {name: stage_plan.bucket_by_parameter[name].shard_elements for name, _ in shared}
+    tied = sum(2 * (len(stages) - 1) * shards[name] * size for name, stages in shared)
+    masters = stage_plan.count_masters_of_rank(at)
+    return StageWork(moved["reduce"], len(stage_plan.buckets), moved["update"], tied, masters)
