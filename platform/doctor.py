@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 from platform.boundary.local_files import list_missing_directories, remove_empty_directories, remove_files
 from platform.boundary.redaction import known_secrets
 from platform.boundary.refusals import ConfigError, build_command_line, refuse_failures, run_command
-from platform.boundary.terminal import escape_terminal_text, print_line
+from platform.boundary.terminal import Say, escape_terminal_text, print_line
 from platform.cluster.crew import torchrun
 from platform.cluster.crew.crew import Crew
 from platform.cluster.crew.failures import NoPlaces, WorkerFailed
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_doctor(arguments: argparse.Namespace) -> int:
     """Examine, for the doctor's command line, the workers of the run that it describes, and print the report; return
     the exit status."""
-    say: Callable[[str], None] = lambda line: print_line(line, sys.stderr if arguments.json else None)  # noqa: E731
+    say: Say = lambda line: print_line(line, sys.stderr if arguments.json else None)  # noqa: E731
     try:
         config = compose_config(arguments.overrides, arguments.config_dir)
         plan, mistakes = prepare_plan(config, [])
@@ -97,7 +97,7 @@ def open_worker_folder(config: Config, name: str) -> Iterator[Path]:
                 remove_empty_directories([path])
 
 
-def _examine_workers(config: Config, plan: Plan, folder: Path, say: Callable[[str], None]) -> Report:
+def _examine_workers(config: Config, plan: Plan, folder: Path, say: Say) -> Report:
     """Start the workers of a run with its spares, as far as there is room, and examine them; return the report. `say`:
     prints progress to the user. Raises ConfigError, NoPlaces, WorkerFailed."""
     from platform.cluster import resources

@@ -29,6 +29,7 @@ _BAR = 24  # cells of a bar
 _ERASE = "\r\x1b[2K"
 
 T = TypeVar("T")
+Say = Callable[[str], None]  # prints a line to the user
 Look = Callable[[], tuple[float, float]]  # says how much of a phase is done, and of what
 
 

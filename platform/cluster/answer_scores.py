@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from platform.boundary.documents import printable_line
 from platform.boundary.local_files import replace_text
 from platform.boundary.refusals import ConfigError, format_violation
-from platform.boundary.terminal import show_phase
+from platform.boundary.terminal import Say, show_phase
 from platform.cluster.asked_model import AskedModel
 from platform.cluster.crew.crew import Worker
 from platform.cluster.crew.failures import WorkerFailed
@@ -102,7 +102,7 @@ def count_words_and_bytes(corpus: Corpus, split: str, samples: int) -> tuple[int
     return words, size
 
 
-def print_losses(rows: Sequence[Measured], say: Callable[[str], None]) -> None:
+def print_losses(rows: Sequence[Measured], say: Say) -> None:
     """Print the table of a model's losses and perplexities per token, word and byte, a row per held-out text."""
     units = f"{'per token':>11} {'per word':>12} {'per byte':>9} {'bits/byte':>9}"
     say(f"{'source':<20} {'tokens':>12} {'loss':>9} {units}")

@@ -94,9 +94,7 @@ def answer_room(rows: Sequence[Sequence[int]], model: Model) -> int:
     return max(1, model.length - read)
 
 
-def violations_of_length(
-    prompts: Sequence[Prompt], rows: Sequence[Sequence[int]], model: Model, tokens: int
-) -> Iterator[str]:
+def violations_of_length(prompts: Sequence[Prompt], rows: Sequence[Ids], model: Model, tokens: int) -> Iterator[str]:
     """Yield a refusal line for each prompt that, with `tokens` of answer, does not fit into the model's length."""
     for prompt, ids in zip(prompts, rows, strict=True):
         if model.kind == "encoder_decoder":

@@ -12,6 +12,7 @@ from platform.monitor.events import JournalEvent
 from platform.plan.layout import format_count
 from platform.plan.plan_summary import format_number
 
+_Row = Mapping[str, Any]  # of metrics
 _FEWER = 0.9  # of the loss at the start: a run on text that learns gets below it
 
 
@@ -23,9 +24,7 @@ class Finding(NamedTuple):
     text: str
 
 
-def proofs_of_cluster(
-    journal: Sequence[JournalEvent], rows: Sequence[Mapping[str, Any]], verified: str
-) -> list[Finding]:
+def proofs_of_cluster(journal: Sequence[JournalEvent], rows: Sequence[_Row], verified: str) -> list[Finding]:
     """Judge from the records of a finished run what it has proven of its cluster (cluster.check): a Finding per proof.
     `journal`: its events; `rows`: its rows of metrics; `verified`: why its newest checkpoint could not be read back, ""
     if it could."""
@@ -58,7 +57,7 @@ def _judge_shared_storage(journal: Sequence[JournalEvent]) -> Finding:
     return Finding("shared storage", not reasons, text)
 
 
-def _judge_collectives(rows: Sequence[Mapping[str, Any]], workers: int) -> Finding:
+def _judge_collectives(rows: Sequence[_Row], workers: int) -> Finding:
     """Return the finding of a cluster check that the run's collectives ran, and their bytes; `rows`: its metrics."""
     moved: Counter[str] = Counter()
     for row in rows:
@@ -68,7 +67,7 @@ def _judge_collectives(rows: Sequence[Mapping[str, Any]], workers: int) -> Findi
     return Finding("collectives", bool(each) or workers == 1, text)
 
 
-def _judge_training(rows: Sequence[Mapping[str, Any]]) -> Finding:
+def _judge_training(rows: Sequence[_Row]) -> Finding:
     """Return the finding of a cluster check that the run learned, as it does only if every gradient arrives: the median
     of its last losses is below 0.9 times the first. `rows`: its rows of metrics."""
     few = max(1, len(rows) // 20)

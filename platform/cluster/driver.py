@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from platform.boundary.local_files import list_missing_directories, remove_empty_directories
 from platform.boundary.redaction import known_secrets, strip_url_secrets
 from platform.boundary.refusals import ConfigError, format_violation, refuse_all, refuse_failures
-from platform.boundary.terminal import show_phase
+from platform.boundary.terminal import Say, show_phase
 from platform.cluster import resources
 from platform.cluster.answer_scores import RunTasks, open_tasks, violations_of_tasks
 from platform.cluster.callbacks import CallbackGuard, Callbacks, demonstration_warning, seconds_left
@@ -180,9 +180,7 @@ def _check_vocabulary(config: Config, vocabulary: Vocabulary | None) -> None:
         check_tokenizer(config.data, vocabulary, model_folder, files)
 
 
-def _files_to_carry(
-    config: Config, selection: Selection | None, corpus: Corpus, say: Callable[[str], None]
-) -> dict[str, bytes]:
+def _files_to_carry(config: Config, selection: Selection | None, corpus: Corpus, say: Say) -> dict[str, bytes]:
     """Return the files that the checkpoints of a run carry: its tokenizer's, and the settings of text generation of the
     checkpoint that it resumes from, else of the weights of train.init, if it reads their tokens."""
     files = dict(corpus.tokenizer_files)
@@ -224,7 +222,7 @@ def _open_corpus(
     config: Config,
     plan: Plan,
     run_dir: Path,
-    say: Callable[[str], None],
+    say: Say,
     tasks: RunTasks | None = None,
     *,
     fresh: bool = False,
@@ -374,7 +372,7 @@ def _check_memory(config: Config, plan: Plan, kind: str, state: DriverState, *, 
 
 
 @contextmanager
-def relay_log(name: str, say: Callable[[str], None]) -> Iterator[None]:
+def relay_log(name: str, say: Say) -> Iterator[None]:
     """Pass to `say`, which prints for the run's user, the messages logged under the logger `name` during the block, at
     INFO or above."""
 

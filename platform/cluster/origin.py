@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from platform.boundary.redaction import redact_secrets, strip_url_secrets
 from platform.boundary.refusals import ConfigError, refuse_all, refuse_failures
 from platform.boundary.schema import Malformed
 from platform.boundary.storage import Storage, open_storage
+from platform.boundary.terminal import Say
 from platform.checkpoint.catalogue import Selection, find_newest_checkpoint, load_manifest
 from platform.checkpoint.manifest import Meta, Refused
 from platform.cluster import run_directory
@@ -141,7 +142,7 @@ def find_changed_keys(
     return {key: pair for key, pair in differing.items() if not key.startswith((*came_along, *_OF_ONE_COMMAND))}
 
 
-def report_code_changes(now: Mapping[str, str], journal: Journal, say: Callable[[str], None]) -> None:
+def report_code_changes(now: Mapping[str, str], journal: Journal, say: Say) -> None:
     """Report how the code of this driver, `now`, differs from the last driver's: a `changed` event in the journal and
     one line per name to the user. Nothing is refused: a run may continue with another version of the code."""
     starts = [event.code for event in journal.read_events() if isinstance(event, events.Starting) and event.code]
@@ -153,9 +154,7 @@ def report_code_changes(now: Mapping[str, str], journal: Journal, say: Callable[
         say(f"changed  code of {name}: {before.get(name, 'none')} before, {now.get(name, 'none')} here")
 
 
-def report_changed_keys(
-    changed_keys: Mapping[str, tuple[Any, Any]], journal: Journal, say: Callable[[str], None]
-) -> None:
+def report_changed_keys(changed_keys: Mapping[str, tuple[Any, Any]], journal: Journal, say: Say) -> None:
     """Report a resumed run's changes of keys, from `find_changed_keys`, in the journal and to the user."""
     if changed_keys:
         journal.write(events.Changed(keys=dict(changed_keys)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from time import monotonic, sleep
 from typing import NamedTuple
 
 from platform.boundary.refusals import ConfigError, format_violation
+from platform.boundary.terminal import Say
 from platform.cluster.crew import torchrun
 from platform.cluster.crew.failures import NoPlaces
 from platform.cluster.crew.job import gpu_count, usable_cores
@@ -93,9 +94,7 @@ def _uses_gpus(cluster: Cluster, supply: Supply) -> bool:
     return cluster.device == "cuda" or (cluster.device == "auto" and supply.gpus > 0)
 
 
-def reserve_workers(
-    cluster: Cluster, world_size: int, say: Callable[[str], None], spares: int = 0, least: int = 0
-) -> Places:
+def reserve_workers(cluster: Cluster, world_size: int, say: Say, spares: int = 0, least: int = 0) -> Places:
     """Find room in the cluster for a run's `world_size` workers, or at least for `least` of them if that is not 0, and
     for its `spares`; print the chosen device.
 
@@ -158,9 +157,7 @@ def _refuse_impossible(kind: str, world_size: int, spares: int) -> None:
         raise ConfigError("elastic.spares", spares, "torchrun starts a process per worker and no others", [0])
 
 
-def _await_supply(
-    kind: str, cluster: Cluster, needed: int, least: int, say: Callable[[str], None]
-) -> tuple[Supply, str, str]:
+def _await_supply(kind: str, cluster: Cluster, needed: int, least: int, say: Say) -> tuple[Supply, str, str]:
     """Wait until the cluster has room for `needed` workers, at most `cluster.wait` seconds. Return the free supply, the
     device (cpu | cuda) and, if there is room only for `least` or more, a message on the lack, else "". Raises as
     `reserve_workers`."""
@@ -278,7 +275,7 @@ def machine_memory() -> int:
     return limit
 
 
-def settle_open_keys(config: Config, say: Callable[[str], None]) -> None:
+def settle_open_keys(config: Config, say: Say) -> None:
     """Choose the open keys of a run's configuration, in place, for the workers and the memory that are there; print the
     choice or, with plan.top, the best plans."""
     if not config.plan.search:
@@ -295,7 +292,7 @@ def settle_open_keys(config: Config, say: Callable[[str], None]) -> None:
         say(line)
 
 
-def settle_auto_rhythms(config: Config, plan: Plan, say: Callable[[str], None]) -> None:
+def settle_auto_rhythms(config: Config, plan: Plan, say: Say) -> None:
     """Settle elastic.snapshot_every=auto and checkpoint.every=auto of a run's configuration, in place, by what its
     directory shows of their costs, else by the plan; print the reasons."""
     if AUTO not in (config.elastic.snapshot_every, config.checkpoint.every):
@@ -311,7 +308,7 @@ def settle_auto_rhythms(config: Config, plan: Plan, say: Callable[[str], None]) 
         say(line)
 
 
-def reserve_or_suggest(config: Config, command: Command, size: int, say: Callable[[str], None], **more: int) -> Places:
+def reserve_or_suggest(config: Config, command: Command, size: int, say: Say, **more: int) -> Places:
     """Find room as `reserve_workers` does; a refusal for want of GPUs ends with the best plan, as a `command`."""
     try:
         return reserve_workers(config.cluster, size, say, **more)

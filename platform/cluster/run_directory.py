@@ -88,10 +88,8 @@ def find_final_step(directory: Path, steps: int, e: Eval) -> int:
 
 def is_ended_by_notice(directory: Path) -> bool:
     """Return True if a run's last driver ended as its node, or all workers, were to go. Raises Malformed, OSError."""
-    return any(
-        isinstance(event, events.Drained) and event.signal == NOTICE
-        for event in events.last_driver_events([*read_journal(directory)])
-    )
+    life = events.last_driver_events([*read_journal(directory)])
+    return any(isinstance(event, events.Drained) and event.signal == NOTICE for event in life)
 
 
 def has_lost_worker(directory: Path) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from platform.boundary.redaction import known_secrets, strip_url_secrets
 from platform.boundary.refusals import ConfigError, format_violation, refuse_all, refuse_failures, rephrase_refusals
 from platform.boundary.schema import Malformed
 from platform.boundary.storage import open_storage
+from platform.boundary.terminal import Say
 from platform.checkpoint import catalogue
 from platform.checkpoint.catalogue import read_carried_files
 from platform.checkpoint.manifest import Refused
@@ -35,9 +36,7 @@ from platform.weights.tensor_names import parse_stored_model
 
 
 @contextmanager
-def open_session(
-    config: Config, plan: Plan, say: Callable[[str], None], *, corpus: str = "", writes: bool = True
-) -> Iterator[Crew]:
+def open_session(config: Config, plan: Plan, say: Say, *, corpus: str = "", writes: bool = True) -> Iterator[Crew]:
     """Open a crew of workers under `plan` that hold the trained weights of train.init, to be asked, and close it after
     the block. `corpus`: the folder of the tokens that they evaluate on; `writes`: they are asked to continue or score
     texts. Raises ConfigError, before any process starts unless only workers can see it; WorkerFailed if one fails."""

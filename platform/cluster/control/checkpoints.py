@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -14,7 +14,7 @@ from typing import Any
 from platform.boundary.redaction import redact_secrets
 from platform.boundary.refusals import ConfigError
 from platform.boundary.storage import open_storage
-from platform.boundary.terminal import show_phase
+from platform.boundary.terminal import Say, show_phase
 from platform.checkpoint import catalogue
 from platform.checkpoint.catalogue import CarriedFiles, Lease, Selection, find_newest_checkpoint, load_manifest
 from platform.checkpoint.manifest import FileReport, Meta, Refused
@@ -80,7 +80,7 @@ class Checkpoints:
         plan: Plan,
         selection: Selection | None,
         journal: Journal,
-        say: Callable[[str], None],
+        say: Say,
         files: CarriedFiles | None = None,
     ):
         """Prepare to save and restore a run's checkpoints, and take the lease of their storage if the run saves any.
@@ -238,9 +238,8 @@ class Checkpoints:
         no state is whole in memory: this driver's own newest if it has made one, else what checkpoint.resume means. If
         the run never had a checkpoint, it starts over. Raise ConfigError, OSError."""
         self._poll_saver()
-        self._origin = self._find_own_newest() or find_resume_checkpoint(
-            self._config, held=self._leased, over=not self.step
-        )
+        newest = self._find_own_newest()
+        self._origin = newest or find_resume_checkpoint(self._config, held=self._leased, over=not self.step)
         self.step = self._origin.step if self._origin else 0
         self.check_corpus(self._corpus)
 
@@ -282,7 +281,7 @@ class Checkpoints:
         snapshots = crew.call_ranks(Worker.copy_state)
         values: dict[str, Any] = next((s.values for s in snapshots if s.values), {"optimizer": {}})
         self._wanted, self._reports, self._useful = SimpleQueue(), SimpleQueue(), useful_seconds
-        write = partial(_collect_file_reports, self._wanted, self._reports)
+        write = partial(_collect_reports, self._wanted, self._reports)
         self._saver.start_save(snapshots[0].tensors, self._build_meta(step, values), write, self._files)
 
     def advance_save(self, crew: Crew, wait: float = 0.0) -> None:
@@ -355,14 +354,12 @@ class Checkpoints:
             self._say(f"WARNING: {what} after step {event.step}: {where}: {event.reason}; {goes_on}")
 
 
-def _collect_file_reports(
-    directories: SimpleQueue[str], reports: SimpleQueue[Reports], directory: str
-) -> list[FileReport]:
+def _collect_reports(wanted: SimpleQueue[str], reports: SimpleQueue[Reports], directory: str) -> list[FileReport]:
     """Let the workers write their block files of one attempt at a checkpoint to `directory`, wait, and return their
     reports by rank; raise OSError if a worker could not write. Runs in the saver's thread, which must not call the
-    crew: the driver's thread takes the directory from the queue `directories` and puts the workers' answers into
+    crew: the driver's thread takes the directory from the queue `wanted` and puts the workers' answers into
     `reports`."""
-    directories.put(directory)
+    wanted.put(directory)
     file_reports = []
     for rank, report in enumerate(reports.get()):
         if isinstance(report, Unwritten):

@@ -319,9 +319,8 @@ class Controller:
             loss, norm = report.loss, report.grad_norm
             why = f"step {step} has a loss of {loss:g} and a gradient norm of {norm:g}"
             why += f", above the limit of {limit:g}" if limit < inf else ""
-            self._journal.write(
-                events.Spike(step=step, loss=loss, grad_norm=norm, limit=limit, policy=policy, attempt=attempt)
-            )
+            spike = events.Spike(step=step, loss=loss, grad_norm=norm, limit=limit, policy=policy, attempt=attempt)
+            self._journal.write(spike)
             if policy == "skip":
                 self._monitor.say(f"{why}: it is skipped")
                 return reports, seconds
@@ -416,9 +415,8 @@ class Controller:
             self._hold_snapshot(crew, generation)
             self._save_now(crew)  # memory may not hold the whole state without the members that leave
             raise Reform(proposal.reason)
-        proposal = self._advisor.propose_optional_reform(crew, generation, report) or self.forecast.propose_better_plan(
-            crew, self._former.recruiter, generation, self.done
-        )
+        proposal = self._advisor.propose_optional_reform(crew, generation, report)
+        proposal = proposal or self.forecast.propose_better_plan(crew, self._former.recruiter, generation, self.done)
         if proposal and self._loses_nothing(crew, generation):
             self._checkpoints.finish_save(crew)
             self._former.recruiter.barred |= proposal.barred

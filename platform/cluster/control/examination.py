@@ -99,9 +99,8 @@ def _examine_together(
         sizes = ByRank(len(group) for group in groups for _ in group)
         names = ByRank(f"{number_of_round}/{i}" for i, group in enumerate(groups) for _ in group)
         try:
-            each = crew.call_ranks(
-                Worker.examine_connection, check, index, sizes, names, crew.store, thorough, within=LINK_SECONDS
-            )
+            groups_of_ranks = index, sizes, names, crew.store, thorough
+            each = crew.call_ranks(Worker.examine_connection, check, *groups_of_ranks, within=LINK_SECONDS)
         except WorkerFailed as failed:
             if any(failure.kind != "hung" for failure in failed.failures):
                 raise

@@ -111,11 +111,8 @@ def build_predicted_spans(
     end = max(sum(parts.values()), makespan)
     begin = max(makespan, end - parts.get(optimizer, 0.0))
     after = [PredictedSpan(reduce, makespan, begin), PredictedSpan(update, begin, end)]
-    return [
-        PredictedSpan(STEP, 0.0, end),
-        *(PredictedSpan(*span) for span in simulated),
-        *(span for span in after if span.end > span.start),
-    ]
+    actions = [PredictedSpan(*span) for span in simulated]
+    return [PredictedSpan(STEP, 0.0, end), *actions, *(span for span in after if span.end > span.start)]
 
 
 def newest_parts(run_dir: Path) -> list[tuple[PartName, Path]]:

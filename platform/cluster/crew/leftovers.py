@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import inf
+from subprocess import Popen
 from typing import Any, Self
 
 MARK = "PLATFORM_EMBEDDED_RAY"
@@ -33,14 +34,14 @@ class Marked:
 
     def __init__(self) -> None:
         """Prepare to start programs, such as an embedded Ray, that end with this process; none is started yet."""
-        self._main: subprocess.Popen[bytes] | None = None
+        self._main: Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         """Create the directory for an embedded Ray's files, and start the sweeper that cleans up after this process."""
         self.directory = _create_short_directory()
         command = [sys.executable, "-I", __file__, self.directory]
         # in its own session, so that Ctrl-C in the terminal does not reach it
-        self._sweeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._sweeper = Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -48,15 +49,11 @@ class Marked:
         self.end()
         self._sweeper.communicate(AT_ONCE)
 
-    def start_program(
-        self, command: Sequence[str], environment: Mapping[str, str], **how: Any
-    ) -> subprocess.Popen[bytes]:
+    def start_program(self, command: Sequence[str], environment: Mapping[str, str], **how: Any) -> Popen[bytes]:
         """Start a program of an embedded Ray, which must not outlive this process; `how`: options of Popen."""
-        return subprocess.Popen(command, env={**environment, MARK: self.directory}, start_new_session=True, **how)
+        return Popen(command, env={**environment, MARK: self.directory}, start_new_session=True, **how)
 
-    def start_main_program(
-        self, command: Sequence[str], environment: Mapping[str, str], **how: Any
-    ) -> subprocess.Popen[bytes]:
+    def start_main_program(self, command: Sequence[str], environment: Mapping[str, str], **how: Any) -> Popen[bytes]:
         """Start the main program, such as a Ray, of which there is one at a time; `how`: options of Popen."""
         self._main = self.start_program(command, environment, **how)
         return self._main

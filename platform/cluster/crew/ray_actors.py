@@ -121,10 +121,8 @@ def request_bundles(bundles: list[Bundle]) -> None:
     """Ask the joined Ray cluster's autoscaler to hold room for workers' `bundles`, in place of the last request."""
     from ray.autoscaler.sdk import request_resources
 
-    labels = [bundle.labels for bundle in bundles]
-    request_resources(
-        bundles=[bundle.needs for bundle in bundles], bundle_label_selectors=labels if any(labels) else None
-    )
+    needs, labels = [bundle.needs for bundle in bundles], [bundle.labels for bundle in bundles]
+    request_resources(bundles=needs, bundle_label_selectors=labels if any(labels) else None)
 
 
 class Demand:
@@ -391,9 +389,7 @@ def _job_bundle(job: Job) -> Bundle:
     return worker_bundle(job.device, job.config.cluster.labels)
 
 
-def find_smallest_tier(
-    tiers: Sequence[str], nodes: Sequence[tuple[Mapping[str, str], int]], size: int
-) -> dict[str, str]:
+def find_smallest_tier(tiers: list[str], nodes: list[tuple[Mapping[str, str], int]], size: int) -> dict[str, str]:
     """Return the labels of the smallest part of the cluster with room for `size` workers: an innermost one of `tiers`,
     names of labels from outer to inner; {} for the whole cluster. `nodes`: the labels of each, and how many workers it
     has room for."""

@@ -45,10 +45,8 @@ class Embedded:
             except Exception as error:
                 if attempt == _ATTEMPTS or not _is_too_slow(error):
                     raise
-                print_line(
-                    f"ray: it did not start in its own time (a busy machine?); once more, {attempt + 1} of {_ATTEMPTS}",
-                    sys.stderr,
-                )
+                again = f"once more, {attempt + 1} of {_ATTEMPTS}"
+                print_line(f"ray: it did not start in its own time (a busy machine?); {again}", sys.stderr)
 
     def _start_ray(self, size: int, gpus: bool) -> None:
         """Start a private Ray with room for `size` workers, its directory, and the process that cleans up after it.
@@ -264,19 +262,15 @@ def _silence_ray() -> None:
         worker.gcs_error_subscriber.close()
 
 
-def build_runtime_env(
-    asked_environment: Mapping[str, Any], job: Mapping[str, Any], *, installed: bool
-) -> dict[str, Any]:
-    """Return the runtime environment that this process asks Ray for: `asked_environment`, from cluster.runtime_env, and
-    where this package is not `installed` a PYTHONPATH by which the workers find it. `job`: the one of the Ray job that
-    this process is the entry point of, if any (`ray job submit`), which its workers get anyhow; if it brings code, as
-    by --working-dir, they find the package there. Raises ConfigError where both say the same thing, as Ray would."""
-    environment = dict(asked_environment)
-    variables, of_job = dict(asked_environment.get("env_vars", {})), job.get("env_vars", {})
-    both = [
-        *(asked_environment.keys() & job.keys() - {"env_vars"}),
-        *(f"env_vars.{name}" for name in variables.keys() & of_job.keys()),
-    ]
+def build_runtime_env(asked: Mapping[str, Any], job: Mapping[str, Any], *, installed: bool) -> dict[str, Any]:
+    """Return the runtime environment that this process asks Ray for: `asked`, from cluster.runtime_env, and where this
+    package is not `installed` a PYTHONPATH by which the workers find it. `job`: the one of the Ray job that this
+    process is the entry point of, if any (`ray job submit`), which its workers get anyhow; if it brings code, as by
+    --working-dir, they find the package there. Raises ConfigError where both say the same thing, as Ray would."""
+    environment = dict(asked)
+    variables, of_job = dict(asked.get("env_vars", {})), job.get("env_vars", {})
+    both = {f"env_vars.{name}" for name in variables.keys() & of_job.keys()}
+    both |= asked.keys() & job.keys() - {"env_vars"}
     if both and os.environ.get("RAY_OVERRIDE_JOB_RUNTIME_ENV") != "1":
         reason = "the Ray job has one of its own; leave one out, or set RAY_OVERRIDE_JOB_RUNTIME_ENV=1"
         raise ConfigError([format_violation(f"cluster.runtime_env.{name}", "...", reason) for name in sorted(both)])

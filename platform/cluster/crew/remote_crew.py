@@ -128,10 +128,8 @@ class Roster:
 
     def _book_unstarted(self, number: int, kind: str, cause: str) -> None:
         """Record the failure of a worker process that never got ready. `kind`: died | failed."""
-        failure = Failure(
-            self.find_member(number), kind, "start()", cause, name=f"worker{number}", log=self.log_path(number)
-        )
-        self.unstarted.append(failure)
+        member, log = self.find_member(number), self.log_path(number)
+        self.unstarted.append(Failure(member, kind, "start()", cause, name=f"worker{number}", log=log))
 
     def dispose_member(self, number: int) -> None:
         """Close the driver's connection to a worker and kill the worker's process; it is no longer in `ready`."""
@@ -431,10 +429,9 @@ class RemoteCrew(Crew):
         left, deadline = set(numbers), monotonic() + DUMP_SECONDS
         while (left := left & self._roster.ready.keys()) and monotonic() < deadline:
             for number, message in self._roster.poll_messages(deadline - monotonic()):
-                match message:
-                    case Dumped(dumped=folder.name):
-                        left.discard(number)
-                    case _:
-                        self._unread.append((number, message))
+                if isinstance(message, Dumped) and message.dumped == folder.name:
+                    left.discard(number)
+                else:
+                    self._unread.append((number, message))
         names = {rank: self.job.rank_name(rank) for rank in self._ranks.values()}
         return folder if write_summary(folder, names) else None

@@ -236,9 +236,8 @@ class Switchboard:
         one, and send it the driver's welcome. Raises Garbled for any other peer."""
         hello: Hello = parse_message(channel.Greeting, message).hello
         number, token, nonces = hello.number, self.member_token(hello.number), (connection.challenge, hello.nonce)
-        if number not in self.expected or not channel.is_same_proof(
-            hello.proof, channel.compute_proof(token, channel.MEMBER, *nonces)
-        ):
+        expected_proof = channel.compute_proof(token, channel.MEMBER, *nonces)
+        if number not in self.expected or not channel.is_same_proof(hello.proof, expected_proof):
             raise Garbled("a stranger")
         self.expected.remove(number)
         del self._strangers[connection]

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Annotated, Any
@@ -127,10 +128,8 @@ class Torchrun(Launcher):
         # torchrun sets the environment of the others, and has its own options for logs
         board.payload = replace(assignment, environment={}, log="")
         _connect_store().set(_DRIVER, encode_json(_Driver(board.address, board.session)).decode())
-        serve_arguments = board.address, board.member_token(0), 0
-        self._own = threading.Thread(
-            target=_serve_member, args=serve_arguments, kwargs={"own_process": False}, name="worker0", daemon=True
-        )
+        serve = partial(_serve_member, board.address, board.member_token(0), 0, own_process=False)
+        self._own = threading.Thread(target=serve, name="worker0", daemon=True)
         self._own.start()
 
     def log_path(self, job: Job, number: int) -> Path | None:

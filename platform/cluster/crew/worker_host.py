@@ -239,10 +239,8 @@ def _redirect_output(path: str, name: str) -> None:
     for number in (1, 2):
         os.dup2(file, number)
     os.close(file)
-    sys.stdout, sys.stderr = (
-        Shield(io.TextIOWrapper(io.BufferedWriter(_Named(n, name)), "utf-8", "replace", line_buffering=True))
-        for n in (1, 2)
-    )
+    writers = (io.BufferedWriter(_Named(n, name)) for n in (1, 2))
+    sys.stdout, sys.stderr = (Shield(io.TextIOWrapper(w, "utf-8", "replace", line_buffering=True)) for w in writers)
 
 
 class _Named(io.FileIO):
