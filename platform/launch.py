@@ -21,13 +21,7 @@ from platform.boundary.terminal import QuickExit, print_line, run_printing_comma
 from platform.cluster.crew.signals import Stopped, StopSignals
 from platform.cluster.shown_commands import Phases, command_start
 from platform.config import run_rules
-from platform.config.arguments import (
-    expand_sweep_jobs,
-    find_experiment_name,
-    parse_typed_values,
-    rewrite_argument,
-    translate_error,
-)
+from platform.config.arguments import expand_sweep_jobs, find_experiment_name, parse_typed_values, translate_error
 from platform.config.composition import CONF, Composer, open_composer
 from platform.config.extensions import complete_settings, load_extensions, refuse_exits
 from platform.config.fields import KEYS, Config, flatten_config, list_value_violations, set_value, violations_of_values
@@ -352,6 +346,8 @@ def _print_hydra_help(argv: Sequence[str], args: Namespace) -> int:
     """Let Hydra answer a command that asks for --help, --hydra-help, --info, --cfg hydra, --cfg all or shell
     completion; return the exit status."""
     import hydra
+
+    from platform.config.arguments import rewrite_argument
 
     if not args.shell_completion:
         compose_config(args.overrides, args.config_dir)

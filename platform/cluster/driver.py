@@ -219,13 +219,7 @@ def _print_findings(checkpoints: Checkpoints, journal: Journal, monitor: RunMoni
 
 
 def _open_corpus(
-    config: Config,
-    plan: Plan,
-    run_dir: Path,
-    say: Say,
-    tasks: RunTasks | None = None,
-    *,
-    fresh: bool = False,
+    config: Config, plan: Plan, run_dir: Path, say: Say, tasks: RunTasks | None = None, *, fresh: bool = False
 ) -> Corpus:
     """Open the run's training corpus, before any lease, W&B run or worker exists; workers then find its tokens in the
     cache or, as other machines may have another one, in the run directory. Raises ConfigError for an error inside a

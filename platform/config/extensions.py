@@ -24,15 +24,8 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 from platform.boundary import refusals
 from platform.boundary.refusals import ConfigError, OwnCodeError, format_violation, guard_own_code, refuse_all
 from platform.boundary.schema import LARGEST, fits_type
-from platform.config.fields import (
-    KEYS,
-    Config,
-    allow_choice,
-    describe_value,
-    training_loss_name,
-    training_objective_name,
-    violations_of_value,
-)
+from platform.config import fields as config_fields
+from platform.config.fields import KEYS, Config, allow_choice, describe_value, violations_of_value
 from platform.config.key import WORDS, Key, describe_type
 from platform.config.moved_imports import find_moved
 
@@ -41,7 +34,7 @@ OWN_SETTINGS: dict[tuple[str, str], type] = {}  # (key, registered name) -> data
 _NAMES = "model.kind data.kind data.objective train.loss optimizer.kind optimizer.schedule pipeline.kind"
 CHOSEN: dict[str, Callable[[Config], str]] = {  # key -> name of the function that a configuration chooses
     **{key: attrgetter(key) for key in _NAMES.split()},
-    **{"data.objective": training_objective_name, "train.loss": training_loss_name},
+    **{"data.objective": config_fields.training_objective_name, "train.loss": config_fields.training_loss_name},
 }
 _ANY = Key("", most=LARGEST)  # of a setting that declares no more than its type
 

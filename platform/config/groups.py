@@ -8,7 +8,6 @@ from typing import Any
 
 from platform.config.key import RHYTHM, SECONDS, WORKERS, declare_own_settings, fixed_key, free_key, key
 from platform.plan.generators import ONE_CHUNK
-from platform.plan.model_types import AUTO as TRAIN_GROUP_AUTO
 from platform.plan.model_types import CROSS_ENTROPY, KERNELS
 from platform.plan.scheme import CONTEXT_KINDS, GATHERED, SLICE_VIA, TENSOR_EXPERTS
 
@@ -583,9 +582,7 @@ class Train:
     spike: float = key(0.0, "a loss above this factor times the median of the last 32 is a spike; 0 = never", ">= 0")
     verify_every: int = key(0, "steps between comparisons of the replicas' weights and moments; 0 = never", ">= 0")
     compile: str = key("auto", "compile what lies between collectives; auto: on GPUs", ("auto", "on", "off"))
-    attention_kernel: str = key(
-        TRAIN_GROUP_AUTO, "kernel of attention where one computes it; auto: torch chooses", KERNELS
-    )
+    attention_kernel: str = key(AUTO, "kernel of attention where one computes it; auto: torch chooses", KERNELS)
     mlp_chunks: int = key(
         1, "feed-forward layers: chunks of tokens, each with its inner activations, computed twice; 1 = whole, once",
         ">= 1", most=10**6,

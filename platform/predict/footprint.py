@@ -302,13 +302,7 @@ class _Walk:
     forward passes keep; `held`: bytes by (what, chunk, microbatch that use it), buffers of sends apart."""
 
     def __init__(
-        self,
-        plan: Plan,
-        model: RecordableModel,
-        at: Mapping[str, int],
-        dropout: float,
-        device: str,
-        measured: Measured,
+        self, plan: Plan, model: RecordableModel, at: Mapping[str, int], dropout: float, device: str, measured: Measured
     ):
         """Begin a memory forecast of one stage's schedule row, on the worker at mesh coordinates `at`."""
         self.plan, self.model, self.at, self.dropout, self.device = plan, model, at, dropout, device

@@ -277,13 +277,9 @@ def _find_frozen(config: Config, plan: Plan) -> tuple[str, ...]:
     ConfigError for a pattern that matches none, and if no parameter is left to train."""
     names = [p.name for p in plan.parameters]
     matches_by_pattern = {pattern: fnmatch.filter(names, pattern) for pattern in config.train.freeze}
-    lines = [
-        format_violation(
-            "train.freeze", pattern, "matches no parameter of the model", closest_values(pattern, names)[:3]
-        )
-        for pattern, matched in matches_by_pattern.items()
-        if not matched
-    ]
+    vain = {p: closest_values(p, names)[:3] for p, matched in matches_by_pattern.items() if not matched}
+    reason = "matches no parameter of the model"
+    lines = [format_violation("train.freeze", pattern, reason, legal) for pattern, legal in vain.items()]
     frozen = tuple(name for name in names if any(name in matched for matched in matches_by_pattern.values()))
     if len(frozen) == len(names):
         lines.append(format_violation("train.freeze", ",".join(matches_by_pattern), "leaves no parameter to train"))

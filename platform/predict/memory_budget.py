@@ -164,11 +164,9 @@ class TrainingForecast:
     def predict_stage(self, stage: int) -> Footprint:
         """Return the predicted memory of one worker of a stage."""
         moments, dropout = count_state_numbers(self.config), self.config.model.dropout
-        scratch = _count_scratch_bytes(self.config, self.plan, stage)
+        scratch, row = _count_scratch_bytes(self.config, self.plan, stage), self._schedule_rows[stage]
         stage_footprints = (
-            predict_footprint(
-                length_plan, model, self._schedule_rows[stage], stage, moments, dropout, self.device, scratch, measured
-            )
+            predict_footprint(length_plan, model, row, stage, moments, dropout, self.device, scratch, measured)
             for length_plan, model, measured in self._plans_by_length
         )
         return max(stage_footprints, key=lambda f: f.total_bytes)

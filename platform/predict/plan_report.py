@@ -233,10 +233,8 @@ def _snapshot_rows(price: Mapping[str, Any]) -> list[list[str]]:
     """Return the rows (what, bytes, seconds) of the table of bytes that snapshots send to other nodes."""
     every, speed = price["every"], f"{price['seconds']:.3g} s at cluster.network={price['network']:g} Gbit/s"
     beside = f", beside {format_count(every, 'step')} of {price['step']:.3g} s" if price["step"] else ""
-    return [
-        ["a snapshot", f"{format_number(price['bytes'])}B", speed + beside],
-        ["a step", f"{format_number(price['bytes'] / every)}B", f"with elastic.snapshot_every={every}"],
-    ]
+    step = ["a step", f"{format_number(price['bytes'] / every)}B", f"with elastic.snapshot_every={every}"]
+    return [["a snapshot", f"{format_number(price['bytes'])}B", speed + beside], step]
 
 
 def time_rows(time: Mapping[str, Any]) -> list[list[str]]:
@@ -245,11 +243,9 @@ def time_rows(time: Mapping[str, Any]) -> list[list[str]]:
     shown = [[name, format_seconds(s), f"{share:.1%}"] for name, s, share in parts if share >= 5e-4]
     speed = f"{time['tokens'] / time['seconds']:,.0f} tokens/s, {format_number(time['speed'])}FLOP/s of a device"
     days = time["days"]
-    return [
-        *shown,
-        ["altogether", format_seconds(time["seconds"]), f"{speed}, MFU {time['mfu']:.1%}"],
-        ["a run", format_days(days["days"]), f"of {format_number(days['tokens'])}tokens"],
-    ]
+    shown.append(["altogether", format_seconds(time["seconds"]), f"{speed}, MFU {time['mfu']:.1%}"])
+    shown.append(["a run", format_days(days["days"]), f"of {format_number(days['tokens'])}tokens"])
+    return shown
 
 
 def format_days(days: float) -> str:
@@ -265,10 +261,6 @@ def align_rows(rows: Sequence[Sequence[str]]) -> list[str]:
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     numeric = [all(re.fullmatch(r"x?[\d,]*", cell) for cell in column[1:]) and any(column[1:]) for column in columns]
-    return [
-        "  "
-        + "  ".join(
-            c.rjust(w) if right else c.ljust(w) for c, w, right in zip(row, widths, numeric, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
+    justify = [str.rjust if is_numeric else str.ljust for is_numeric in numeric]
+    aligned = ([f(cell, w) for f, cell, w in zip(justify, row, widths, strict=True)] for row in rows)
+    return [f"  {'  '.join(cells).rstrip()}" for cells in aligned]

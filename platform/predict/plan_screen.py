@@ -67,11 +67,6 @@ def _network_tier_block(tiers: Mapping[str, Any]) -> list[str]:
     return [f"moved in a step, {format_tier_sizes(tiers)}", *align_rows(rows)]
 
 
-def _pair_value(pair: tuple[str, int]) -> int:
-    """Return the second of a pair, by which it is sorted."""
-    return pair[1]
-
-
 def _time_block(time: Mapping[str, Any] | None) -> list[str]:
     """Return the lines on the seconds of a step; parts beyond PARTS are added up."""
     if not time:
@@ -112,7 +107,7 @@ def _limit_line(plan: Plan, explanation: Mapping[str, Any]) -> list[str]:
         return [f"limited by memory: it does not fit, {format_number(lacking)}B are lacking"]
     if not time:
         return []
-    name, seconds = max(time["parts"].items(), key=_pair_value)
+    name, seconds = max(time["parts"].items(), key=lambda pair: pair[1])
     return [f"limited by {_limit_words(plan, name)}: {seconds / time['seconds']:.1%} of a step"]
 
 

@@ -225,9 +225,10 @@ def is_crowded(work: StepWork, passes: float, messages: float) -> bool:
     return at_once and messages > CROWDED * passes
 
 
-def queueing_seconds(
-    work: StepWork, hardware: Hardware, seconds: Callable[[int, Action], float], message: float
-) -> float:
+ActionSeconds = Callable[[int, Action], float]  # (stage, action) -> seconds
+
+
+def queueing_seconds(work: StepWork, hardware: Hardware, seconds: ActionSeconds, message: float) -> float:
     """Return by how much messages, each of `message` seconds alone on its link, make a step longer where they share
     links. Three rounds of all stages are simulated, and more rounds follow from them. `seconds`: a function of (stage,
     action)."""
@@ -283,6 +284,9 @@ class PassTime:
         waiting = Counter(self.waiting)
         waiting.update(other.waiting)
         return PassTime(self.computing + other.computing, waiting, self.host + other.host)
+
+
+Spans = list[PassTime]  # of the passes of each chunk, or of each stage
 
 
 @dataclass(frozen=True)
@@ -426,7 +430,7 @@ class _Clock:
         host = kernels * self.hardware.launch
         return PassTime(computing, waiting, float(overlap_seconds(device, host, self.hardware)) - device)
 
-    def pass_times(self, work: StepWork) -> tuple[list[PassTime], list[PassTime]]:
+    def pass_times(self, work: StepWork) -> tuple[Spans, Spans]:
         """Return the spans of the forward and of the backward passes of a step's chunks."""
         forward, backward = [self.pass_time(p) for p in work.forward], [self.pass_time(p) for p in work.backward]
         return add_message_waits(forward, backward) if work.execution.schedule == "1f1b" else (forward, backward)
@@ -442,7 +446,7 @@ class _Clock:
         return bytes_seconds(masters * update_bytes(self.plan.itemsize, moments), self.hardware)
 
 
-def add_message_waits(forward: list[PassTime], backward: list[PassTime]) -> tuple[list[PassTime], list[PassTime]]:
+def add_message_waits(forward: Spans, backward: Spans) -> tuple[Spans, Spans]:
     """Return the spans of 1F1B's passes, with what messages between stages cost where microbatches are in flight."""
     # The first of p stages has p microbatches under way, each on p - 1 ways there and back, and so waits for
     # (p - 1) / p of a way there and back per microbatch; all others keep its pace, however many messages they get.
@@ -453,9 +457,7 @@ def add_message_waits(forward: list[PassTime], backward: list[PassTime]) -> tupl
     )
 
 
-def _separate_messages(
-    work: StepWork, forward: list[PassTime], backward: list[PassTime]
-) -> tuple[list[PassTime], list[PassTime], float]:
+def _separate_messages(work: StepWork, forward: Spans, backward: Spans) -> tuple[Spans, Spans, float]:
     """Return the spans of the passes, and the seconds of a message between stages, where links are crowded: the spans
     are then without it. Elsewhere a pass waits for its message, and there is none beside."""
     quiet_forward = [replace(s, waiting={**s.waiting, STAGE: 0.0}) for s in forward]
@@ -472,9 +474,7 @@ def _longest_stage_wait(spans: Sequence[PassTime]) -> float:
     return max(span.waiting.get(STAGE, 0.0) for span in spans)
 
 
-def _predict_makespan(
-    work: StepWork, forward: list[PassTime], backward: list[PassTime], busy: list[PassTime], slowest: int
-) -> float:
+def _predict_makespan(work: StepWork, forward: Spans, backward: Spans, busy: Spans, slowest: int) -> float:
     """Return the seconds from the first forward to the last backward pass. Under a schedule among EVEN the `slowest`
     stage computes all microbatches without a pause, and waits for one microbatch on its way through a chunk of each
     other stage and back; other schedules are simulated."""
@@ -489,7 +489,7 @@ def _predict_makespan(
     return compute_makespan(work.execution.table, _build_action_seconds(forward, backward))
 
 
-def _build_action_seconds(forward: Sequence[PassTime], backward: Sequence[PassTime]) -> Callable[[int, Action], float]:
+def _build_action_seconds(forward: Sequence[PassTime], backward: Sequence[PassTime]) -> ActionSeconds:
     """Return the function that gives the seconds of an action, from the spans of each chunk's passes."""
 
     forward_seconds, backward_seconds = ([span.seconds for span in spans] for spans in (forward, backward))
@@ -503,7 +503,7 @@ def _build_action_seconds(forward: Sequence[PassTime], backward: Sequence[PassTi
     return action_seconds
 
 
-def _price_step_end(work: StepWork, clock: _Clock, backward: list[PassTime]) -> tuple[dict[str, float], float]:
+def _price_step_end(work: StepWork, clock: _Clock, backward: Spans) -> tuple[dict[str, float], float]:
     """Return the waits by axes after the passes of a step, on the stage that ends last, and by how much they make the
     step longer: for the sums of gradients, as far as the last backward pass does not hide them, and for the gathers of
     updated parameters. A stage ends its passes earlier than the first one by the last backward passes of all stages

@@ -121,24 +121,18 @@ def _iterate_reached_pairs(
 
 def farthest_tiers(plan: Plan, tiers: Tiers) -> dict[str, str]:
     """Return axes of collectives, joined by "+" -> the row of `tiers` between the farthest ranks of their groups."""
-    mesh, alone = plan.mesh, len(set(tiers.paths)) == 1  # all on one node
-    rows_by_axes = {
-        axes: 0
-        if alone
-        else max(tiers.row_between(group[0], rank) for group in mesh.list_groups(axes) for rank in group)
-        for axes in process_groups(plan)
-    }
-    return {"+".join(axes): tiers.row_labels[row] for axes, row in rows_by_axes.items()}
+    if len(set(tiers.paths)) == 1:  # all on one node
+        return {"+".join(axes): tiers.row_labels[0] for axes in process_groups(plan)}
+    groups_by_axes = {axes: plan.mesh.list_groups(axes) for axes in process_groups(plan)}
+    rows = {axes: max(tiers.row_between(g[0], r) for g in groups for r in g) for axes, groups in groups_by_axes.items()}
+    return {"+".join(axes): tiers.row_labels[row] for axes, row in rows.items()}
 
 
 def format_traffic(rows: Sequence[TierTraffic]) -> str:
     """Format the traffic of a step by tier as a line for people."""
-    parts = [
-        f"{format_number(row.bytes)}B in {format_count(row.messages, 'message', ',')} {row.tier}"
-        + (f" (busiest link {format_number(row.busiest)}B)" if row.busiest else "")
-        for row in rows
-    ]
-    return f"per step  {', '.join(parts)}"
+    links = [f" (busiest link {format_number(row.busiest)}B)" if row.busiest else "" for row in rows]
+    sizes = [f"{format_number(row.bytes)}B in {format_count(row.messages, 'message', ',')} {row.tier}" for row in rows]
+    return f"per step  {', '.join(size + link for size, link in zip(sizes, links, strict=True))}"
 
 
 class _Launched(NamedTuple):

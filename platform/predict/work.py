@@ -286,15 +286,10 @@ def _product_work(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
     waited = Counter(_even_collectives(plan, planned)) - Counter(ahead)
     parts = []
     for phase, products, count in (("forward", forward, 0.0), ("backward", backward, summed)):
-        parts.append(
-            Part(
-                products=tuple(products),
-                bytes=count,
-                kernels=len(products),
-                collectives=tuple(c for c in waited.elements() if c.phase == phase),
-                ahead=tuple(c for c in ahead if c.phase == phase),
-            )
-        )
+        collectives = tuple(c for c in waited.elements() if c.phase == phase)
+        begun = tuple(c for c in ahead if c.phase == phase)
+        kernels = len(products)
+        parts.append(Part(products=tuple(products), bytes=count, kernels=kernels, collectives=collectives, ahead=begun))
     return parts[0], parts[1]
 
 
