@@ -162,7 +162,7 @@ def _violations_of_scheme_names(tensor: Tensor, branch: Branch) -> Iterator[str]
 
 
 def _violations_of_unknown_names(key: str, names: Iterable[str], entry: str, legal: Sequence[str]) -> Iterator[str]:
-    """Yield a refusal line for each of key `key`'s names not in `legal`; `entry`: what is named, such as "region"."""
+    """Yield a refusal line for each of key `key`'s names not in `legal`; `entry`: kind of name, such as "region"."""
     for name in names:
         if name not in legal:
             yield format_violation(key, name, f"no such {entry}", closest_values(name, legal))

@@ -389,7 +389,7 @@ def _job_bundle(job: Job) -> Bundle:
     return worker_bundle(job.device, job.config.cluster.labels)
 
 
-def find_smallest_tier(tiers: list[str], nodes: list[tuple[Mapping[str, str], int]], size: int) -> dict[str, str]:
+def find_smallest_tier(tiers: list[str], nodes: Sequence[tuple[Mapping[str, str], int]], size: int) -> dict[str, str]:
     """Return the labels of the smallest part of the cluster with room for `size` workers: an innermost one of `tiers`,
     names of labels from outer to inner; {} for the whole cluster. `nodes`: the labels of each, and how many workers it
     has room for."""
