@@ -124,7 +124,7 @@ def find_tiling_faults(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
     if (len(boxes) + 1) * len(cut_dims) << len(cut_dims) > COORDINATES:
         return [f"is cut along {len(cut_dims)} dims into {len(boxes)} blocks, more than are ever written"]
     ends = [[(b.offset[d], b.offset[d] + b.extent[d]) for d in cut_dims] for b in (*boxes, whole_box)]
-    faulty_cell = _find_faulty_cell(np.array(ends), cut_dims)
+    faulty_cell = _find_bad_cell(np.array(ends), cut_dims)
     if faulty_cell is None:
         return []
     spans, covered = faulty_cell
@@ -132,9 +132,7 @@ def find_tiling_faults(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
     return [f"{cell} is in {'several blocks' if covered > 0 else 'no block'}"]
 
 
-def _find_faulty_cell(
-    ends: NDArray[np.int64], cut_dims: Sequence[int]
-) -> tuple[dict[int, tuple[int, int]], int] | None:
+def _find_bad_cell(ends: NDArray[np.int64], cut_dims: Sequence[int]) -> tuple[dict[int, tuple[int, int]], int] | None:
     """Find the first cell of a checkpoint's tensor, in row-major order, that its blocks do not cover exactly once, for
     `find_tiling_faults`: return (cut dim -> (offset, extent) of the cell, number of blocks that cover it minus 1), or
     None if there is none.
@@ -241,11 +239,9 @@ def list_held_tensors(plan: Plan, kind: str, dtype: torch.dtype | str) -> list[H
     return held_tensors
 
 
-def _shift_ranks(holders: dict[Box, tuple[int, ...]], rank_offset: int) -> dict[Box, tuple[int, ...]]:
+def _shift_ranks(holders: dict[Box, tuple[int, ...]], offset: int) -> dict[Box, tuple[int, ...]]:
     """Return the holders of blocks with so much added to their ranks."""
-    return (
-        {box: tuple(rank + rank_offset for rank in ranks) for box, ranks in holders.items()} if rank_offset else holders
-    )
+    return {box: tuple(rank + offset for rank in ranks) for box, ranks in holders.items()} if offset else holders
 
 
 def list_held_states(plan: Plan, dtype: torch.dtype | str) -> list[HeldTensor]:

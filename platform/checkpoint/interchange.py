@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from math import prod
@@ -182,11 +182,8 @@ def export_dcp(storage: Storage, directory: str, manifest: Manifest, target: str
     meta = json.dumps(asdict(manifest.meta)).encode()
     # One thread: with more, torch 2.13 reports a failed write as a success.
     try:
-        with (
-            _track_export(manifest, names) as shown,
-            _hide_process_group_warning(),
-            write_all_or_nothing(LocalStorage(f"{folder.url}/{name}"), ()) as staging,
-        ):
+        staged = write_all_or_nothing(LocalStorage(f"{folder.url}/{name}"), ())
+        with _track_export(manifest, names) as shown, _hide_process_group_warning(), staged as staging:
             state = {name: read_tensor(storage, directory, manifest, name) for name in shown}
             state[META] = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
             dcp.save(state, storage_writer=dcp.FileSystemWriter(staging.url, thread_count=1), no_dist=True)
@@ -301,14 +298,8 @@ def _write_pieces(
     return FileReport(file, written, blocks)
 
 
-EXPORTERS: dict[str, Callable[[Storage, str, Manifest, str, list[str]], None]] = {
-    "safetensors": export_safetensors,
-    "dcp": export_dcp,
-}
-IMPORTERS: dict[str, Callable[[str], tuple[Meta | None, Tensors]]] = {
-    "safetensors": import_safetensors,
-    "dcp": import_dcp,
-}
+EXPORTERS = {"safetensors": export_safetensors, "dcp": export_dcp}
+IMPORTERS = {"safetensors": import_safetensors, "dcp": import_dcp}
 
 
 @contextmanager

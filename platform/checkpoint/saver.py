@@ -73,9 +73,8 @@ class Saver:
             catalogue.write_carried_files(self._storage, directory, files)
             return reports
 
-        self._thread = threading.Thread(
-            target=self._save_with_retries, args=(tensors, meta, write_all_images), name="saver", daemon=True
-        )
+        args = tensors, meta, write_all_images
+        self._thread = threading.Thread(target=self._save_with_retries, args=args, name="saver", daemon=True)
         self._thread.start()
 
     def cancel_retries(self) -> None:

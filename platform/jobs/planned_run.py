@@ -91,29 +91,16 @@ def compute_job_size(config: Config, plan: Plan, options: JobOptions) -> JobSize
     worker_bytes += predict_peak_bytes(config, plan) if device == "cpu" else predict_host_bytes(config, plan)
     shm = _round_to_gib(workers * _SHARED[device] + GIB)
     memory = options.memory * GIB or _round_to_gib(int(_ROOM * (workers * worker_bytes + _NODE[device])) + shm)
-    margin = _LEAST_MARGIN + 2 * state / nodes / _WRITTEN
-    return JobSize(
-        device=device,
-        workers=workers,
-        nodes=nodes,
-        spares=most - nodes,
-        least=least,
-        cpus=options.cpus or workers * _CPUS[device],
-        memory=memory,
-        shm=shm,
-        state=state,
-        margin=30 * _ceil_divide(int(margin), 30),
-    )
+    cpus, margin = options.cpus or workers * _CPUS[device], _LEAST_MARGIN + 2 * state / nodes / _WRITTEN
+    margin = 30 * _ceil_divide(int(margin), 30)
+    return JobSize(device, workers, nodes, most - nodes, least, cpus, memory, shm, state, margin=margin)
 
 
 def _worker_state_bytes(config: Config, plan: Plan) -> int:
     """Return the bytes of master copies and optimizer state on the worker that has most of them."""
-    first, numbers_kept, master = plan.mesh.rank_coordinates(0), count_state_numbers(config), plan.itemsize["master"]
+    first, kept, master = plan.mesh.rank_coordinates(0), count_state_numbers(config), plan.itemsize["master"]
     places = [{**first, "stage": stage} for stage in range(plan.num_stages)]
-    return max(
-        plan.count_masters_of_rank(coordinates) * master + weight_bytes(plan, numbers_kept, coordinates)["optimizer"]
-        for coordinates in places
-    )
+    return max(plan.count_masters_of_rank(c) * master + weight_bytes(plan, kept, c)["optimizer"] for c in places)
 
 
 def _checkpoint_bytes(config: Config, plan: Plan) -> int:

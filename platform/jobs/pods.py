@@ -229,9 +229,7 @@ class _Lives:
     def find_missing_pods(self) -> list[int]:
         """Return the indices of the job's pods that could not join torchrun if it were started anew now."""
         heartbeats = {index: self._board.read_heartbeat(index) for index in self._others}
-        return [
-            index for index, heartbeat in heartbeats.items() if heartbeat is None or heartbeat.leaving or heartbeat.runs
-        ]
+        return [i for i, beat in heartbeats.items() if beat is None or beat.leaving or beat.runs]
 
     def begin_life(self) -> TorchrunLife:
         """Announce a new life of the run (torchrun started on all pods anew), with the pods that are there."""

@@ -54,10 +54,8 @@ STARTED, ENDED, CLOSED = "started", "ended", "closed"
 TERMINATED = 128 + signal.SIGTERM  # exit status of a job that was told to end, and has saved
 _WORD = Annotated[str, Text(f"{STARTED}|{ENDED}|{CLOSED}", "started, ended or closed")]
 _STATUS = Annotated[int, Span(-64, 255)]
-_LINE = Annotated[
-    dict[str, Any],
-    OpenMap((("event", _WORD), ("time", Seconds), ("step", Steps), ("status", _STATUS)), ("event", "time")),
-]
+_KEYS = (("event", _WORD), ("time", Seconds), ("step", Steps), ("status", _STATUS))
+_LINE = Annotated[dict[str, Any], OpenMap(_KEYS, ("event", "time"))]
 
 
 @dataclass(frozen=True)

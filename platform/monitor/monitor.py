@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -52,9 +51,7 @@ class Console:
     `stream`: None prints nothing.
     """
 
-    def __init__(
-        self, stream: TextIO | None, *, total_steps: int, every: int, clock: Callable[[], float] = time.monotonic
-    ):
+    def __init__(self, stream: TextIO | None, *, total_steps: int, every: int, clock: Callable[[], float] = monotonic):
         """Configure the console of a run: a line every `every` steps of `total_steps` on `stream` (None: nothing)."""
         self._stream, self._total, self._every, self._clock = stream, total_steps, every, clock
         self._live = stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
@@ -258,12 +255,7 @@ class RunMonitor:
 
 
 def open_monitor(
-    config: Config,
-    run_dir: Path,
-    *,
-    total_steps: int,
-    stream: TextIO | None = None,
-    on_step: OnStep = lambda row: None,
+    config: Config, run_dir: Path, *, total_steps: int, stream: TextIO | None = None, on_step: OnStep = lambda _: None
 ) -> RunMonitor:
     """Open the monitor of a run that lives in the existing directory `run_dir` and ends after `total_steps` optimizer
     steps.

@@ -27,14 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_command_line("report", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="run directories, compared if several")
     parser.add_argument("--output", type=Path, metavar="FILE.html", help="default: report.html in the first RUN_DIR")
-    parser.add_argument(
-        "--serve",
-        type=_parse_port,
-        nargs="?",
-        const=PORT,
-        metavar="PORT",
-        help=f"serve it, at http://127.0.0.1:{PORT}/",
-    )
+    serve_help = f"serve it, at http://127.0.0.1:{PORT}/"
+    parser.add_argument("--serve", type=_parse_port, nargs="?", const=PORT, metavar="PORT", help=serve_help)
     parser.add_argument("--host", default="127.0.0.1", help="with --serve: address to serve it at; anyone may look")
     return run_command(parser, _write_or_serve_page, arguments, failures=(OSError,))
 
@@ -54,9 +48,8 @@ def _serve_runs(runs: Sequence[WatchedRun], host: str, port: int) -> int:
         server = PageServer(host, port, LivePage(runs))
     except OSError as error:
         nearest = [f"--serve {port + 1}", "--serve 0"] if port < 65535 else ["--serve 0"]
-        raise ConfigError(
-            [format_violation("--serve", f"{host}:{port}", f"cannot be used: {error.strerror}", nearest)]
-        ) from None
+        fault = format_violation("--serve", f"{host}:{port}", f"cannot be used: {error.strerror}", nearest)
+        raise ConfigError([fault]) from None
     print_line(f"http://{server.address}/ until Ctrl-C")
     serve_page(server)
     return DONE

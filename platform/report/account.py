@@ -77,11 +77,8 @@ def state_line(look: Look | None, columns: Columns) -> dict[str, Any]:
     if verdict := look.verdict:
         stack = ["where it was, the innermost call last:", *verdict.stack] if verdict.stack else []
         when = f"since {clock_text(verdict.since)}; " if verdict.since else ""
-        return {
-            "tone": "bad" if verdict.attention else "warn",
-            "line": verdict.line,
-            "details": [f"{when}{verdict.sure}", *verdict.details, *stack],
-        }
+        details = [f"{when}{verdict.sure}", *verdict.details, *stack]
+        return {"tone": "bad" if verdict.attention else "warn", "line": verdict.line, "details": details}
     of = f" of {look.evidence.steps:,}" if look.evidence.steps else ""
     line = f"{state_word(look).removeprefix('ended: ')}: step {_last_step(look, columns):,}{of}"
     return {"tone": "good" if look.evidence.end_event else "live", "line": line, "details": []}

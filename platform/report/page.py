@@ -33,9 +33,7 @@ def _read_static_file(name: str) -> str:
 
 def content_policy(live: bool) -> str:
     """Return the content security policy of a page, which may ask its server for rows if it is `live`."""
-    scripts, styles = (
-        " ".join(policy_hash(_read_static_file(name)) for name in names) for names in (_SCRIPTS, _STYLES)
-    )
+    scripts, styles = (" ".join(policy_hash(_read_static_file(n)) for n in names) for names in (_SCRIPTS, _STYLES))
     connect = "'self'" if live else "'none'"
     return (
         f"default-src 'none'; script-src {scripts}; style-src {styles}; img-src data:; connect-src {connect}; "

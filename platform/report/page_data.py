@@ -91,13 +91,9 @@ def collect_page_data(runs: Sequence[WatchedRun], live: bool = False) -> dict[st
     curves = sum(_numbers_per_point(run) for run in runs)
     points = min(max(_NUMBERS // max(curves, 1), _POINTS[0]), _POINTS[1])
     named = _unique_names([run.directory for run in runs])
-    return {
-        "live": live,
-        "made": time.time(),
-        "sections": panel_table()["sections"],
-        "kinds": KINDS | {"rest": "saving, evaluating, between steps"},
-        "runs": [_collect_run_data(run, name, points) for run, name in zip(runs, named, strict=True)],
-    }
+    kinds = KINDS | {"rest": "saving, evaluating, between steps"}
+    drawn = [_collect_run_data(run, name, points) for run, name in zip(runs, named, strict=True)]
+    return {"live": live, "made": time.time(), "sections": panel_table()["sections"], "kinds": kinds, "runs": drawn}
 
 
 def _unique_names(directories: Sequence[Path]) -> list[str]:
@@ -171,11 +167,8 @@ def _useful_seconds(run: WatchedRun) -> float | None:
 
 def _run_headline(run: WatchedRun) -> dict[str, Any]:
     """Return the state of a run, its most important numbers, and what of it cannot be read."""
-    return {
-        "state": state_line(run.found, run.columns),
-        "tiles": list(list_key_numbers(run.found, run.columns)),
-        "faults": run.faults,
-    }
+    state, tiles = state_line(run.found, run.columns), list(list_key_numbers(run.found, run.columns))
+    return {"state": state, "tiles": tiles, "faults": run.faults}
 
 
 def run_headlines(runs: Sequence[WatchedRun]) -> list[dict[str, Any]]:
@@ -306,10 +299,8 @@ def _run_pictures(run: WatchedRun, config: Config | None) -> Iterator[tuple[str,
     where it wrote one. Images run nothing and load nothing."""
     with suppress(FileNotFoundError):
         try:
-            yield (
-                "as planned, predicted and measured",
-                _svg_data_url(documents.read_bytes(run.directory / _TIMELINE, _PICTURE)),
-            )
+            picture = documents.read_bytes(run.directory / _TIMELINE, _PICTURE)
+            yield "as planned, predicted and measured", _svg_data_url(picture)
             return
         except Malformed:
             run.faults.append(f"{_TIMELINE} has more than {_PICTURE} bytes, and is not shown")
@@ -330,12 +321,8 @@ def _svg_data_url(svg: bytes) -> str:
 def _settings_not_default(config: Config) -> dict[str, str]:
     """Return the keys of a run's configuration whose value is not the default, with their values as text."""
     usual = dict(_flat_settings(Config().to_dict()))
-    run_settings = dict(_flat_settings(config.to_dict()))
-    return {
-        key: documents.printable_line(_command_line_text(value), 200)
-        for key, value in run_settings.items()
-        if usual.get(key) != value
-    }
+    changed = {key: value for key, value in _flat_settings(config.to_dict()) if usual.get(key) != value}
+    return {key: documents.printable_line(_command_line_text(value), 200) for key, value in changed.items()}
 
 
 def _command_line_text(value: Any) -> str:

@@ -64,9 +64,7 @@ class LivePage:
         before = [len(run.columns.steps) for run in self._runs]
         known = [set(run.columns.column_names) for run in self._runs]
         kept = [run.read_metrics_news() for run in self._runs]
-        kind = (
-            "rows" if any(_has_new_rows(run, k, b) for run, k, b in zip(self._runs, kept, before, strict=True)) else ""
-        )
+        kind = "rows" * any(_has_new_rows(run, k, b) for run, k, b in zip(self._runs, kept, before, strict=True))
         if kind and any(set(run.columns.column_names) != names for run, names in zip(self._runs, known, strict=True)):
             kind = "page"
         files = [run.change_signature() for run in self._runs]

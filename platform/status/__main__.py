@@ -46,10 +46,8 @@ def _print_status(arguments: argparse.Namespace) -> int:
         ended = current_look.evidence.end_event is not None
         if arguments.watch and sys.stdout.isatty():
             print(_CLEAR, end="")
-        print(
-            json.dumps(status_data(current_look)) if arguments.json else "\n".join(status_text(current_look)),
-            flush=True,
-        )
+        text = json.dumps(status_data(current_look)) if arguments.json else "\n".join(status_text(current_look))
+        print(text, flush=True)
         if not arguments.watch or ended:
             return ATTENTION if current_look.verdict and current_look.verdict.attention else WELL
         time.sleep(_WATCH_SECONDS)
@@ -58,26 +56,21 @@ def _print_status(arguments: argparse.Namespace) -> int:
 def status_data(look: Look) -> dict[str, Any]:
     """Return how a run is as plain data: what `status_text` shows, with numbers as numbers."""
     verdict = look.verdict.plain_fields() if look.verdict else None
-    return {
-        "run": look.directory,
-        "attention": bool(verdict and verdict["attention"]),
-        "verdict": verdict,
-    } | collect_facts(look)
+    attention = bool(verdict and verdict["attention"])
+    return {"run": look.directory, "attention": attention, "verdict": verdict} | collect_facts(look)
 
 
 def status_text(look: Look) -> Iterator[str]:
     """Yield the lines that show how a run is: first the verdict, if something is wrong, then a table."""
     if verdict := look.verdict:
         width = max(60, shutil.get_terminal_size((120, 24)).columns)
-        yield from textwrap.wrap(
-            escape_terminal_text(verdict.line), width, break_on_hyphens=False, break_long_words=False
-        )
+        text = escape_terminal_text(verdict.line)
+        yield from textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
         when, now = verdict.since, look.evidence.now
         more = [f"since {clock_text(when)}, {ago_text(now, when)}; {verdict.sure}" if when else verdict.sure]
         more += verdict.details
-        more += ["where it was, the innermost call last:", *(f"  {frame}" for frame in verdict.stack)] * bool(
-            verdict.stack
-        )
+        if verdict.stack:
+            more += ["where it was, the innermost call last:", *(f"  {frame}" for frame in verdict.stack)]
         yield from (escape_terminal_text(f"  {line}") for line in more)
         yield ""
     named = [*list_status_rows(look)]

@@ -75,28 +75,19 @@ def state_word(look: Look) -> str:
         return "stopped"
     if evidence.live and is_call_stalled(evidence):
         return "stalled"
-    if (
-        evidence.live
-        and evidence.live.doing
-        and evidence.phase_event
-        and evidence.live.time >= evidence.phase_event.time
-    ):
-        return evidence.live.doing
+    live, phase = evidence.live, evidence.phase_event
+    if live and live.doing and phase and live.time >= phase.time:
+        return live.doing
     return evidence.phase_word or "starting"
 
 
 def _last_snapshot_step(look: Look) -> int | None:
     """Return the last step that is in the workers' memory, None if there is none or the workers are gone."""
-    live = look.evidence.live
-    if live and live.held and not look.evidence.end_event and look.evidence.driver != GONE:
+    live, runs = look.evidence.live, not look.evidence.end_event and look.evidence.driver != GONE
+    if live and live.held and runs:
         return live.held
     snapshot_every = look.config.elastic.snapshot_every if look.config else 0
-    if (
-        look.evidence.end_event
-        or look.evidence.driver == GONE
-        or not isinstance(snapshot_every, int)
-        or not snapshot_every
-    ):
+    if not runs or not isinstance(snapshot_every, int) or not snapshot_every:
         return None
     return look.evidence.last_step // snapshot_every * snapshot_every or None
 
@@ -115,15 +106,10 @@ def list_status_rows(look: Look) -> Iterator[tuple[str, str]]:
     if f["workers"]:
         axes = " x ".join(f"{axis} {n}" for axis, n in f["mesh"].items() if n > 1)
         scheme = f", {look.plan['scheme']}" if isinstance(look.plan.get("scheme"), str) else ""
-        yield (
-            "plan",
-            f"generation {f['generation']}: {format_count(f['workers'], 'worker')}{axes and ', '}{axes}{scheme}",
-        )
+        workers = format_count(f["workers"], "worker")
+        yield "plan", f"generation {f['generation']}: {workers}{axes and ', '}{axes}{scheme}"
     if f["checkpoint"]:
-        yield (
-            "checkpoint",
-            f"step {f['checkpoint_step']}, {ago_text(now, f['checkpoint_time'])}, {f['checkpoint']}",
-        )
+        yield "checkpoint", f"step {f['checkpoint_step']}, {ago_text(now, f['checkpoint_time'])}, {f['checkpoint']}"
     elif f["step"]:
         yield "checkpoint", "none is recorded"
     if f["snapshot_step"]:

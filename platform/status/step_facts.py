@@ -26,10 +26,8 @@ from platform.predict.replan import replan
 from platform.status.seen_run import list_newest_runs
 
 _COUNT = Annotated[int, Span(0, 1 << 50)]
-_TAKEN = Annotated[
-    dict[str, Any],
-    OpenMap((("samples", tuple[_COUNT, _COUNT]), ("length", _COUNT), ("generation", _COUNT)), ("samples",)),
-]
+_KEYS = (("samples", tuple[_COUNT, _COUNT]), ("length", _COUNT), ("generation", _COUNT))
+_TAKEN = Annotated[dict[str, Any], OpenMap(_KEYS, ("samples",))]
 
 
 _OPEN = "which rank reads what is not known before the run starts and chooses {}"
@@ -68,10 +66,9 @@ def step_of_run(directory: Path, step: int | None, name: str = "") -> TakenStep:
         if row is None:
             return step_of_configuration(config, step, f"the run has not done step {step}, and will take this")
         recorded = schema.parse_value(_TAKEN, row)
-        plan = _rebuild_plan(config, directory, recorded.get("generation", 0))
-        why = (
-            "" if plan else f"which rank read what is not known: no plan of generation {recorded.get('generation', 0)}"
-        )
+        generation = recorded.get("generation", 0)
+        plan = _rebuild_plan(config, directory, generation)
+        why = "" if plan else f"which rank read what is not known: no plan of generation {generation}"
         length = recorded.get("length") or find_step_length(config, step)
         return TakenStep(config, step, recorded["samples"], length, plan, why, _read_corpus_digest(config, directory))
     except Malformed as error:

@@ -7,7 +7,7 @@ Ranks on a CPU share its cores, memory and network stack, so all times are by th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -99,9 +99,8 @@ def measure_collective_rates(communicator: Communicator, tiny: bool) -> Rates:
     for op in (*COLLECTIVES, "send"):
         size, spent = 1 << 10, 0.0
         while size <= sizes.largest and spent < LONGEST:
-            spent = between.measure_seconds(
-                op, torch.zeros(size // 4, device=communicator.device), FEW if spent > 0.02 else MANY
-            )
+            x, times = torch.zeros(size // 4, device=communicator.device), FEW if spent > 0.02 else MANY
+            spent = between.measure_seconds(op, x, times)
             timings.append(Timing(op, [float(n), float(size)], spent))
             spent = _find_most_seconds(communicator, spent)
             size *= 4
@@ -153,10 +152,7 @@ class _CollectiveTimer:
             communicator.launch(op, x, LINE).wait()
         elif stage < 2:
             for sends in (stage == 0, stage == 1):
-                transfer = (
-                    communicator.send(x, 1 - stage) if sends else communicator.receive(x.shape, x.dtype, 1 - stage)
-                )
-                transfer.wait()
+                (communicator.send(x, 1 - stage) if sends else communicator.receive(x.shape, x.dtype, 1 - stage)).wait()
 
 
 def _find_most_seconds(communicator: Communicator, seconds: float) -> float:
@@ -251,9 +247,7 @@ def _time_attention(timer: _Timer, sizes: Extents, config: Config) -> Iterator[T
         yield Timing("attention", [float(n) for n in shape], timer(partial(_compute_both_passes, causal, (q, k, v), g)))
 
 
-def _compute_both_passes(
-    function: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...], g: torch.Tensor
-) -> Any:
+def _compute_both_passes(function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], g: torch.Tensor) -> Any:
     """Compute a function of the first of the `inputs`, and the gradients of them all from its result's, g."""
     return torch.autograd.grad(function(inputs[0]), inputs, g)
 

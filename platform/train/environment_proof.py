@@ -44,11 +44,8 @@ def saves_checkpoints(config: Config) -> bool:
 def find_resume_source(config: Config) -> tuple[str, str | None]:
     """Return where a run's workers resume from: the URL of the checkpoint storage, by default the one that they save
     to, and the checkpoint's name in it, None for the newest."""
-    return (
-        (find_checkpoint_url(config), None)
-        if config.checkpoint.resume in RESUME
-        else split_url(config.checkpoint.resume)
-    )
+    resume = config.checkpoint.resume
+    return (find_checkpoint_url(config), None) if resume in RESUME else split_url(resume)
 
 
 LIBRARIES = ("elastic-platform", "torch", "numpy", "ray")

@@ -135,9 +135,7 @@ class Processors:
 
     def __init__(self, root: Path = Path("/sys/class")):
         """Find the counters and sensors of this worker's machine below `root`."""
-        packages = [
-            zone for zone in sorted(root.glob("powercap/intel-rapl:*")) if _read_text(zone / "name")[:7] == "package"
-        ]
+        packages = [z for z in sorted(root.glob("powercap/intel-rapl:*")) if _read_text(z / "name")[:7] == "package"]
         self._counters = [(zone / "energy_uj", _read_text(zone / "max_energy_range_uj")) for zone in packages]
         chips = [chip for chip in sorted(root.glob("hwmon/*")) if _read_text(chip / "name") in _SENSORS]
         self._sensors = [sensor for chip in chips for sensor in sorted(chip.glob("temp*_input"))]

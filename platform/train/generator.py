@@ -183,10 +183,9 @@ class RankPass:
         spans = {}
         for c in self._planned.body.chunks:
             names = [*c.spans[:-1], (*c.spans[-1], *(head if c.number == self._last else ()))]
-            spans[c.number] = [
-                ResidentSpan(common_name(some) if frees else "", list({id(flats[n]): flats[n] for n in some}.values()))
-                for some in names
-            ]
+            buckets = [[*{id(flats[n]): flats[n] for n in span}.values()] for span in names]
+            pairs = zip(names, buckets, strict=True)
+            spans[c.number] = [ResidentSpan(common_name(span) if frees else "", flat) for span, flat in pairs]
         return Residency(self._communicator, spans, frees=frees, turns=False, ahead=True)
 
     @torch.no_grad()

@@ -51,21 +51,16 @@ class Check:
         if device not in self.bounds:
             return ""
         bound = self.bounds[device]
+        bound, shown = self.bounds[device], self.format_measurement(value)
         if bound == EXACT and value:
-            return self.format_measurement(value)
+            return shown
         if self.is_better(bound.worst, value):
-            return (
-                f"{self.format_measurement(value)}, where {self.format_measurement(bound.worst)} "
-                f"is the {'least' if self.more else 'most'}"
-            )
+            return f"{shown}, where {self.format_measurement(bound.worst)} is the {'least' if self.more else 'most'}"
         if not self.is_better(bound.fine, value):
             return ""
         limit = usual / bound.apart if self.more else usual * bound.apart
-        return (
-            f"{self.format_measurement(value)}, where its peers have {self.format_measurement(usual)}"
-            if self.is_better(limit, value)
-            else ""
-        )
+        apart = self.is_better(limit, value)
+        return f"{shown}, where its peers have {self.format_measurement(usual)}" if apart else ""
 
     def format_measurement(self, value: float) -> str:
         """Format a measurement of this health check with its unit, for people."""
@@ -166,27 +161,17 @@ def judge_workers(
     each worker, as number -> {check: why}, {} for a sound one; and the checks that are bad on more than half of them,
     as check -> why, which point to a common cause and count against none. `findings_by_number`: measurements by
     worker's number; `device`: cpu | cuda."""
-    readings = {
-        name: sorted(findings.readings[name] for findings in findings_by_number.values() if name in findings.readings)
-        for name in BY_NAME
-    }
-    names = {name for findings in findings_by_number.values() for name in findings.facts}
-    facts = {
-        name: Counter(findings.facts.get(name, "none") for findings in findings_by_number.values()).most_common(1)[0]
-        for name in names
-    }
-    usual = {name: fact for name, (fact, times) in facts.items() if 2 * times > len(findings_by_number)}
-    faults_by_number = {
-        number: dict(_find_faults(findings, readings, usual, device)) for number, findings in findings_by_number.items()
-    }
+    examined = findings_by_number.values()
+    readings = {name: sorted(f.readings[name] for f in examined if name in f.readings) for name in BY_NAME}
+    names = {name for f in examined for name in f.facts}
+    facts = {name: Counter(f.facts.get(name, "none") for f in examined).most_common(1)[0] for name in names}
+    usual = {name: fact for name, (fact, times) in facts.items() if 2 * times > len(examined)}
+    faults_by_number = {n: dict(_find_faults(f, readings, usual, device)) for n, f in findings_by_number.items()}
     fault_counts = Counter(name for bad in faults_by_number.values() for name in bad)
-    shared = {name for name, times in fault_counts.items() if 2 * times > len(findings_by_number)}
-    own_faults = {
-        n: {name: why for name, why in bad.items() if name not in shared} for n, bad in faults_by_number.items()
-    }
-    return own_faults, {
-        name: next(bad[name] for bad in faults_by_number.values() if name in bad) for name in sorted(shared)
-    }
+    shared = {name for name, times in fault_counts.items() if 2 * times > len(examined)}
+    own_faults = {n: {name: bad[name] for name in bad if name not in shared} for n, bad in faults_by_number.items()}
+    common = {name: next(bad[name] for bad in faults_by_number.values() if name in bad) for name in sorted(shared)}
+    return own_faults, common
 
 
 def _find_faults(
@@ -196,10 +181,8 @@ def _find_faults(
     `readings`: sorted measurements of all workers, its own included, by check; `usual`: the facts that more than half
     of them share; `device`: cpu | cuda."""
     yield from findings.errors.items()
-    for name, value in findings.readings.items():
-        if name in BY_NAME and (
-            why := BY_NAME[name].find_fault(value, _median_of_others(value, readings[name]), device)
-        ):
+    for name, x in findings.readings.items():
+        if name in BY_NAME and (why := BY_NAME[name].find_fault(x, _median_of_others(x, readings[name]), device)):
             yield name, why
     for name, fact in usual.items():
         if (its := findings.facts.get(name, "none")) != fact:

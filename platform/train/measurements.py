@@ -37,9 +37,7 @@ class Sizes:
     file: int
 
 
-QUICK = Sizes(
-    {"cpu": 512, "cuda": 4096}, {"cpu": 4 << 20, "cuda": 256 << 20}, {"cpu": 1 << 18, "cuda": 1 << 24}, 1 << 20
-)
+QUICK = Sizes({"cpu": 512, "cuda": 4096}, {"cpu": 1 << 22, "cuda": 1 << 28}, {"cpu": 1 << 18, "cuda": 1 << 24}, 1 << 20)
 FULL = Sizes({"cpu": 1024, "cuda": 8192}, {"cpu": 1 << 25, "cuda": 1 << 30}, {"cpu": 1 << 22, "cuda": 1 << 28}, 1 << 24)
 
 
@@ -50,11 +48,8 @@ class Bench:
     def __init__(self, config: Config, run_dir: Path, device: str, sizes: Sizes):
         """Prepare the doctor's measurements of this worker: its `device` (cpu | cuda) and its checkpoint storage."""
         self.device, self.sizes, self.found = device, sizes, Findings()
-        self.storage_url = (
-            environment_proof.find_checkpoint_url(config)
-            if environment_proof.saves_checkpoints(config)
-            else str(run_dir)
-        )
+        saves = environment_proof.saves_checkpoints(config)
+        self.storage_url = environment_proof.find_checkpoint_url(config) if saves else str(run_dir)
         self.file, self.data = f".doctor-{secrets.token_hex(8)}", secrets.token_bytes(sizes.file)
 
     def time_fastest(self, work: Callable[[], Any]) -> float:

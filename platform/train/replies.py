@@ -574,10 +574,8 @@ def _thread_name(event: Event, numbers: Mapping[Any, int]) -> str:
 
 def _is_on_device(event: Event) -> bool:
     """Return True if an exported event happened on a device, whose numbers are small, and not in a thread."""
-    cat = event.get("cat", "")
-    return (
-        cat in ("kernel", "gpu_user_annotation") or cat.startswith("gpu_mem") or (cat == "ac2g" and event["ph"] == "f")
-    )
+    cat, phase = event.get("cat", ""), event.get("ph")
+    return cat in ("kernel", "gpu_user_annotation") or cat.startswith("gpu_mem") or (cat == "ac2g" and phase == "f")
 
 
 def _convert_event(event: Event, base: int, thread: int) -> Event:

@@ -115,18 +115,14 @@ class StagePasses:
         self._parts = {chunk.number: replace(self.stage, chunks=(chunk,)) for chunk in self.stage.chunks}
         self._compiled: CompiledRows = {}  # for the executors of all steps
 
-    def build_pipeline(
-        self, forward: Forward, accumulated: Accumulated = lambda action, done: None
-    ) -> PipelineExecutor:
+    def build_pipeline(self, forward: Forward, accumulated: Accumulated = lambda *_: None) -> PipelineExecutor:
         """Construct the executor of this stage's row of the schedule. `forward` runs a model chunk on a microbatch;
         `accumulated` is called after a backward action, with the chunk's number if it was that chunk's last, else
         None."""
         dtype = DTYPES[self.stage.precision][0]
         return PipelineExecutor(self.stage, self.communicator, dtype, forward, accumulated, self._compiled)
 
-    def build_lone_stage(
-        self, forward: Forward, accumulated: Accumulated = lambda action, done: None
-    ) -> PipelineExecutor:
+    def build_lone_stage(self, forward: Forward, accumulated: Accumulated = lambda *_: None) -> PipelineExecutor:
         """Construct an executor as `build_pipeline` does, of this stage without neighbours, for a rehearsal."""
         return StageAlone(self.stage, self.communicator, DTYPES[self.stage.precision][0], forward, accumulated)
 

@@ -98,14 +98,11 @@ class Source:
     def list_surviving_chains(self, held: MemoryMap) -> list[Chain]:
         """Return the chains of blocks of the training state that survived a failure in workers' memory, each with the
         ranks of the new mesh that can read it; equal on all ranks. `held`: the memory map of `formed`."""
-        if not self.gathered:
-            return find_surviving_chains(
-                held.chains, held.copies, held.map_readers(self.new_rank_by_old, self.distrusted)
-            )
-        survived, handed = self.plan_gathering(held)
-        return find_surviving_chains(
-            survived, handed, {self.gathered.index(old): (new,) for old, new in self.new_rank_by_old.items()}
-        )
+        chains, copies, readers = held.chains, held.copies, held.map_readers(self.new_rank_by_old, self.distrusted)
+        if self.gathered:
+            chains, copies = self.plan_gathering(held)
+            readers = {self.gathered.index(old): (new,) for old, new in self.new_rank_by_old.items()}
+        return find_surviving_chains(chains, copies, readers)
 
     def plan_gathering(self, held: MemoryMap) -> tuple[list[Chain], list[Copy]]:
         """Return how survivors of a failure pass parts of the state on before the mesh re-forms: the chains of blocks
@@ -169,9 +166,8 @@ def _choose_ranks(part_keepers: Keepers, alive: Sequence[int], memories: Sequenc
     chosen, ranks_by_memory = set(alive), Counter(memories[rank] for rank in alive)
     for rank in reversed(alive):
         memory = memories[rank]
-        if len(chosen) > size and (
-            ranks_by_memory[memory] > 1 or is_recoverable(part_keepers, ranks_by_memory.keys() - {memory})
-        ):
+        shares = ranks_by_memory[memory] > 1
+        if len(chosen) > size and (shares or is_recoverable(part_keepers, ranks_by_memory.keys() - {memory})):
             chosen.remove(rank)
             ranks_by_memory -= Counter([memory])
     return sorted(chosen)
@@ -211,9 +207,8 @@ def compare_replicas(trainer: Trainer, state: State, before: Snapshot | None) ->
     damaged, undecided = judge_replicas(plan, checksums)
     if undecided:
         names = {dispute.tensor for dispute in undecided}
-        changed = all_gather_values(
-            communicator, [*_find_damaged_copies(trainer, names), *_find_changed_tensors(state, before, names)]
-        )
+        suspects = [*_find_damaged_copies(trainer, names), *_find_changed_tensors(state, before, names)]
+        changed = all_gather_values(communicator, suspects)
         settled, undecided = _settle_disputes(undecided, checksums, changed)
         damaged += settled
     return Differences(sorted(damaged), undecided)

@@ -51,20 +51,14 @@ class Combiner:
         self._of_stage: list[list[int]] = [[] for _ in range(plan.num_stages)]  # ranks
         for rank in range(plan.mesh.world_size):
             self._of_stage[plan.mesh.rank_coordinates(rank)["stage"]].append(rank)
-        self._mean = torch.zeros(
-            plan.num_stages, plan.mesh.world_size, dtype=torch.float64
-        )  # times numbers by rank: by stage
+        # times numbers by rank: by stage
+        self._mean = torch.zeros(plan.num_stages, plan.mesh.world_size, dtype=torch.float64)
         for stage, ranks in enumerate(self._of_stage):
             self._mean[stage, ranks] = 1 / len(ranks)
-        moved = {
-            collective_label(c.op, plan.mesh.order_axes(c.axes))
-            for p in plan.plans_of_lengths
-            for _, c, _ in step_collectives(p)
-        }
+        collectives = [c for p in plan.plans_of_lengths for _, c, _ in step_collectives(p)]
+        moved = {collective_label(c.op, plan.mesh.order_axes(c.axes)) for c in collectives}
         self._moved = sorted(moved)
-        self._waits = sorted(
-            {key.partition("/")[2] for key in moved} - {STAGE}
-        )  # messages are waited for in the bubble
+        self._waits = sorted({key.partition("/")[2] for key in moved} - {STAGE})  # messages: in the bubble
         self._layers, self._routed = parameter_layers(plan), 2 * plan.sizes.get("experts", 0)
         self._bandwidths = Bandwidths(plan.mesh, self._moved, self._waits, reach)
         self._gauges: Mapping[str, float] | None = None  # of rank 0, when the ranges were taken last
@@ -82,10 +76,9 @@ class Combiner:
         numbers += [moved.get(key, 0) for key in self._moved]
         numbers += [own_report.gauges.get(name, nan) for name in GAUGES]
         numbers += own_report.routed or [0] * self._routed
-        for squares in (
-            (own_report.layer_gradients, own_report.layer_activations) if is_due(self._every, own_report.step) else ()
-        ):
-            numbers += [squares.get(layer, 0.0) for layer in self._layers]
+        if is_due(self._every, own_report.step):
+            for squares in (own_report.layer_gradients, own_report.layer_activations):
+                numbers += [squares.get(layer, 0.0) for layer in self._layers]
         ranks = self._communicator.collect_numbers(torch.tensor(numbers, dtype=torch.float64))
         if ranks is None:
             return Taken(own_report.step, own_report.timeline)
@@ -121,12 +114,9 @@ class Combiner:
         if not squares:
             return {}, {}
         count, sequences = len(self._layers), samples[1] - samples[0]
-        gradients = dict(zip(self._layers, squares[:count], strict=True))
-        seen = dict(zip(self._layers, squares[count:], strict=True))
-        return (
-            {layer: x**0.5 for layer, x in gradients.items()},
-            {layer: (x / sequences) ** 0.5 for layer, x in seen.items() if x},
-        )
+        norms = {layer: x**0.5 for layer, x in zip(self._layers, squares[:count], strict=True)}
+        seen = zip(self._layers, squares[count:], strict=True)
+        return norms, {layer: (x / sequences) ** 0.5 for layer, x in seen if x}
 
     def _step_parts(self, stages: list[list[float]]) -> dict[str, float]:
         """Return the seconds of the parts of a training step, as means over the ranks of the stage that computes
@@ -147,9 +137,7 @@ class Combiner:
         for ranks in self._of_stage:
             usual = max(1e-9, median_low([work[rank] for rank in ranks]))
             for rank in (rank for rank in ranks if work[rank] > self._slow * usual):
-                behind = {
-                    i: sections[rank][i] - median_low([sections[other][i] for other in ranks]) for i in own_sections
-                }
+                behind = {i: sections[rank][i] - median_low([sections[r][i] for r in ranks]) for i in own_sections}
                 most = SECTIONS[max(behind, key=lambda i: behind[i])]
                 slow_ranks.append(SlowRank(rank, work[rank] / usual, most))
         return sorted(slow_ranks)

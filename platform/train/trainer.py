@@ -108,11 +108,7 @@ class Trainer:
         return self.passes.ops
 
     def step(
-        self,
-        step: int,
-        limit: float = inf,
-        fault: Fault | None = None,
-        verify: Callable[[], Differences] | None = None,
+        self, step: int, limit: float = inf, fault: Fault | None = None, verify: Callable[[], Differences] | None = None
     ) -> StepReport:
         """Run training step `step` (from 1) and return this rank's report, which `Combiner` aggregates.
 
@@ -262,9 +258,8 @@ class Trainer:
                     self._run_passes(step, row, 1.0, self.passes.build_lone_stage)
                     self.weights.finish_reductions()
             if self.config.eval.every:
-                self.passes.evaluate_microbatch(
-                    self.rows.forward, "train", *step_sample_range(self.config.train, step), alone=True
-                )
+                first, end = step_sample_range(self.config.train, step)
+                self.passes.evaluate_microbatch(self.rows.forward, "train", first, end, alone=True)
         failed = self.communicator.is_true_anywhere(bool(trial.failed))
         for passes in passes_by_length:
             passes.ops.compiler = None if failed else compiler
@@ -288,10 +283,8 @@ class Trainer:
         if world := self.plan.mesh.order_axes(self.plan.mesh.axes):
             sums = self.communicator.launch("all_reduce", sums, world).wait()
         self._loads = dict(zip(loads, sums[2:].view(len(loads), -1), strict=True)) if loads else {}
-        counts, lends = (
-            [sum(routed_counts[1:], routed_counts[0]).flatten()] if routed_counts else [],
-            bool(loads and self.plan.scheme.lent),
-        )
+        counts = [sum(routed_counts[1:], routed_counts[0]).flatten()] if routed_counts else []
+        lends = bool(loads and self.plan.scheme.lent)
         shared_sums = sums[: len(sums) if lends else 2]
         totals = self.communicator.read_numbers(torch.cat([shared_sums, *counts]) if counts else shared_sums)
         if lends:
@@ -346,11 +339,8 @@ def _clock_times(reading: ClockReading) -> dict[str, Any]:
 
 def _build_timeline(reading: ClockReading) -> RankTimeline:
     """Convert the clock's reading of a training step to this rank's timeline: sections, model spans, collectives."""
-    return RankTimeline(
-        [SectionSpan(*section) for section in reading.sections],
-        [SectionSpan(*span) for span in reading.spans],
-        [CollectiveSpan(c.name, c.op, "+".join(c.axes), c.bytes, *times) for c, *times in reading.collectives],
-    )
+    spans = [CollectiveSpan(c.name, c.op, "+".join(c.axes), c.bytes, *times) for c, *times in reading.collectives]
+    return RankTimeline([SectionSpan(*s) for s in reading.sections], [SectionSpan(*s) for s in reading.spans], spans)
 
 
 def read_peak_memory(device: torch.device) -> int:

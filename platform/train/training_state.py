@@ -88,18 +88,11 @@ class State:
         """List the tensors of the training state, weights and optimizer moments, that the rank of `trainer` saves and
         restores."""
         self._trainer, self._plan, self._communicator = trainer, trainer.plan, trainer.communicator
-        all_gather = partial(all_gather_values, self._communicator)
-        self._world = World(
-            self._communicator.rank,
-            self._plan.mesh.world_size,
-            all_gather,
-            self._communicator.exchange,
-            note=PROGRESS.note_progress,
-        )
+        communicator, size = trainer.communicator, trainer.plan.mesh.world_size
+        all_gather = partial(all_gather_values, communicator)
+        self._world = World(communicator.rank, size, all_gather, communicator.exchange, note=PROGRESS.note_progress)
         dtype = DTYPES[self._plan.precision][1]
-        optimizer_moments, self._numbers = find_optimizer_state(
-            trainer.config.optimizer, dtype, self._communicator.device
-        )
+        optimizer_moments, self._numbers = find_optimizer_state(trainer.config.optimizer, dtype, communicator.device)
         optimizer_moments += SIDES if self._plan.factored else ()
         self.moments = optimizer_moments + ([AVERAGE] if trainer.config.train.ema else [])
         self.held = list_state_tensors(self._plan, self.moments)
@@ -120,18 +113,14 @@ class State:
         """Return this rank's blocks of the training state, weights and optimizer moments: views of the live tensors,
         for snapshots to copy and restoring to fill. Moments that no update has made yet are zeros."""
         kinds: dict[str, Mapping[str, Tensor]] = {"model": self._trainer.weights.master}
-        for moment in self.moments:
-            trained = self._trainer.weights.trainable_masters.items()
-            kinds[moment] = {
-                n: self._read_moment(n, w, moment) for n, w in trained if _is_kept_moment(self._plan, moment, n)
-            }
+        trained, plan = self._trainer.weights.trainable_masters.items(), self._plan
+        for kind in self.moments:
+            kinds[kind] = {n: self._read_moment(n, w, kind) for n, w in trained if _is_kept_moment(plan, kind, n)}
         addresses = [tensor.data_ptr() for tensors in kinds.values() for tensor in tensors.values()]
         if addresses != self._where:  # the optimizer may have put another tensor in a moment's place
             coordinates = self._communicator.coordinates
             laid_out = {kind: tensors for kind, tensors in kinds.items() if kind not in SIDES}
-            blocks = [
-                b for kind, tensors in laid_out.items() for b in local_blocks(self._plan, kind, tensors, coordinates)
-            ]
+            blocks = [b for kind, tensors in laid_out.items() for b in local_blocks(plan, kind, tensors, coordinates)]
             sides = ((f"{kind}.{name}", x) for kind in SIDES for name, x in kinds.get(kind, {}).items())
             blocks += [Block(name, Box.whole_tensor(x.shape), x) for name, x in sides if name in self._mine]
             states = ((state_name(p), self._trainer.weights.states[p.name]) for p in self._trainer.stage.states)
@@ -147,15 +136,11 @@ class State:
         for w in self._trainer.weights.trainable_masters.values():
             weight_state = self._optimizer_state(w)
             kept_names = [name for name in self._numbers if name in weight_state]
-            device = self._communicator.device
-            tensors = [
-                torch.as_tensor(weight_state[name], dtype=torch.float64).to(device, non_blocking=True)
-                for name in kept_names
-            ]
-            numbers = dict(
-                zip(kept_names, self._communicator.read_numbers(torch.stack(tensors)) if tensors else [], strict=True)
-            )
-            return {"optimizer": numbers} | ({"loss_scale": asdict(scale)} if scale else {})
+            states = (torch.as_tensor(weight_state[name], dtype=torch.float64) for name in kept_names)
+            tensors = [x.to(self._communicator.device, non_blocking=True) for x in states]
+            numbers = self._communicator.read_numbers(torch.stack(tensors)) if tensors else []
+            optimizer = dict(zip(kept_names, numbers, strict=True))
+            return {"optimizer": optimizer} | ({"loss_scale": asdict(scale)} if scale else {})
         return {}
 
     def restore_checkpoint(self, storage: Storage, directory: str, manifest: Manifest) -> None:

@@ -129,10 +129,8 @@ class Worker(Observed):
         if world_size == 1:
             self.communicator = SingleRank(mesh, device)
         else:
-            groups = list_process_groups(self.config, self.plan)
-            self.communicator = connect_process_groups(
-                mesh, rank, store, generation, groups, device, self.plan.neighbour_stages
-            )
+            groups, pairs = list_process_groups(self.config, self.plan), self.plan.neighbour_stages
+            self.communicator = connect_process_groups(mesh, rank, store, generation, groups, device, pairs)
         if self.config.monitor.log_launches:
             self.communicator.log = []
         return Joined(rank, mesh.rank_coordinates(rank), os.getpid(), socket.gethostname())
@@ -267,10 +265,8 @@ class Worker(Observed):
         self.trainer.settle = self._finish_snapshot
         if self._unheld is not None:
             step, self._unheld = self._unheld, None
-            transfer = self.communicator.transfer
-            self.memories[self.generation].begin_snapshot(
-                step, self.state.live_blocks(), self.state.read_values, transfer
-            )
+            memory, transfer = self.memories[self.generation], self.communicator.transfer
+            memory.begin_snapshot(step, self.state.live_blocks(), self.state.read_values, transfer)
 
     def _finish_snapshot(self) -> None:
         """Finish the in-memory snapshot begun before this training step, if any, before weights are updated."""
@@ -308,9 +304,8 @@ class Worker(Observed):
         if memory:
             memory.keep_only_step(source.step)
         survived = source.list_surviving_chains(memory.held if memory else source.formed.build_memory_map())
-        self.state.recover_state(
-            survived, memory.open_node_snapshot(source.step, source.distrusted) if memory else None
-        )
+        snapshot = memory.open_node_snapshot(source.step, source.distrusted) if memory else None
+        self.state.recover_state(survived, snapshot)
         self.take_snapshot(source.step)
 
     def copy_state(self) -> Copied:

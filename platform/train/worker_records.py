@@ -160,9 +160,8 @@ class Observed(Candidate):
             self._end_recording()
             try:
                 head, events = profile.export_part()
-                size = write_part(
-                    PartName(profile.step, self.generation, self.rank).file_path(self.run_dir), head, events
-                )
+                name = PartName(profile.step, self.generation, self.rank)
+                size = write_part(name.file_path(self.run_dir), head, events)
             except Exception as error:  # likewise
                 return PartWritten(0, 0, 0, error_line(error))
         return PartWritten(head.events, head.cut, size)
@@ -183,25 +182,13 @@ class Observed(Candidate):
         threads = ["\n".join([f"{thread}:", *frames, ""]) for thread, frames in frames_of_other_threads().items()]
         replace_text(folder / f"rank-{self.rank}.stacks.txt", redact_secrets("\n".join(threads)))
         trainer, communicator, records = self.trainer, self.communicator, read_flight_records()
-        for backend, record in records.items():
-            replace_text(
-                folder / f"rank-{self.rank}.{backend}.json", json.dumps(redact_secrets(record), indent=1) + "\n"
-            )
-        stand = Stand(
-            now,
-            self.rank,
-            self.number,
-            self.generation,
-            socket.gethostname(),
-            os.getpid(),
-            progress.call,
-            trainer.clock.open_sections if trainer else [progress.section] * bool(progress.section),
-            progress.waiting,
-            progress.seconds,
-            progress.wait,
-            {"+".join(of): n for of, n in [*communicator.launched.items()]} if communicator else {},
-            [*records],
-        )
+        for backend, log in records.items():
+            replace_text(folder / f"rank-{self.rank}.{backend}.json", json.dumps(redact_secrets(log), indent=1) + "\n")
+        seat = self.rank, self.number, self.generation, socket.gethostname(), os.getpid()
+        sections = trainer.clock.open_sections if trainer else [progress.section] * bool(progress.section)
+        wait = progress.waiting, progress.seconds, progress.wait
+        launched = {"+".join(of): n for of, n in [*communicator.launched.items()]} if communicator else {}
+        stand = Stand(now, *seat, progress.call, sections, *wait, launched, [*records])
         replace_text(stand_path(folder, self.rank), json.dumps(redact_secrets(asdict(stand)), indent=1) + "\n")
 
     def _end_recording(self) -> None:

@@ -47,18 +47,13 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--family", default="", help=f"{', '.join(FAMILIES)}; default: the first that expresses it")
     command.add_argument("--dtype", choices=TYPES, default="", help="element type of all tensors; default: as they are")
     command.add_argument("--shard", default=str(SHARD), metavar="SIZE", help="most bytes of a file, such as 2GB")
-    command.add_argument(
-        "--like",
-        default="",
-        metavar="FOLDER",
-        help="a model whose config.json says what else it is, and whose tokenizer it has",
-    )
+    like = "a model whose config.json says what else it is, and whose tokenizer it has"
+    command.add_argument("--like", default="", metavar="FOLDER", help=like)
     stacked = "the experts of a layer in stacks, as transformers computes them; default: a tensor for each of them"
     command.add_argument("--fused", action="store_true", help=stacked)
     command.add_argument("--averaged", action="store_true", help="the averages that train.ema kept of the weights")
-    command.add_argument(
-        "--tokenizer", default="", metavar="PATH", help="a file or folder; default: that of the checkpoint"
-    )
+    tokenizer = "a file or folder; default: that of the checkpoint"
+    command.add_argument("--tokenizer", default="", metavar="PATH", help=tokenizer)
     return run_command(parser, lambda given: given.run(given), arguments, failures=(Refused, OSError))
 
 

@@ -282,10 +282,8 @@ class LayerWindows(Rule):
         if windowed and not width:
             said = " and ".join(name for name in self.key_names if name in ("use_sliding_window", "sliding_window"))
             raise Inexpressible("layer_types", kinds, f"{said}: there is none")
-        return {
-            "window": width if width and windowed else 0,
-            "window_layers": windowed if len(windowed) < layers else [],
-        }
+        some = windowed if len(windowed) < layers else []
+        return {"window": width if width and windowed else 0, "window_layers": some}
 
     def write_config_keys(self, m: Model) -> dict[str, Any]:
         """Return the keys of a config.json on attention windows; `max_window_layers` where the windowed layers are the

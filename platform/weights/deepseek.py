@@ -93,10 +93,8 @@ def _write_positions(m: Model) -> dict[str, Any]:
     if m.rope_scaling == "yarn" and unit and grown > 1:
         all_dims_weight = round((sqrt(grown) - 1) / unit, 6)
         magnitude = parameters.pop("attention_factor", 0.0) or _yarn_magnitude(m.rope_factor, 1)
-        parameters |= {
-            "mscale": round((magnitude * _yarn_magnitude(m.rope_factor, all_dims_weight) - 1) / unit, 6),
-            "mscale_all_dim": all_dims_weight,
-        }
+        mscale = round((magnitude * _yarn_magnitude(m.rope_factor, all_dims_weight) - 1) / unit, 6)
+        parameters |= {"mscale": mscale, "mscale_all_dim": all_dims_weight}
     return {"rope_parameters": parameters}
 
 

@@ -116,12 +116,9 @@ def _match_weight_names(saved: SavedModel, model: Model, drop: Sequence[str]) ->
     names = [name for name in saved.tensors if not any(fnmatchcase(name, pattern) for pattern in drop)]
     kinds = (False, True) if family.fused else (False,)
     forms = [tensor_names.list_stored_tensors(model, family, fused) for fused in kinds]
-    candidates = [
-        (expected_tensors, *tensor_names.match_tensor_names(names, expected_tensors, model, family))
-        for expected_tensors in forms
-    ]
-    expected_tensors, match, violations = min(candidates, key=lambda one: len(one[0]) - len(one[1].there))
-    tensors = [(stored, match.there[stored.name]) for stored in expected_tensors if stored.name in match.there]
+    candidates = [(form, *tensor_names.match_tensor_names(names, form, model, family)) for form in forms]
+    form, match, violations = min(candidates, key=lambda one: len(one[0]) - len(one[1].there))
+    tensors = [(stored, match.there[stored.name]) for stored in form if stored.name in match.there]
     violations += _violations_of_shapes(saved, tensors)
     refuse_all(violations or list(_violations_of_repeats(saved, match.repeated, match.there)))
     return tensors
@@ -139,9 +136,7 @@ def _violations_of_shapes(saved: SavedModel, tensors: Sequence[tuple[Stored, str
     shapes = [f"{name} is {list(saved.tensors[name][1].shape)}, not {list(s.shape)}" for s, name in unequal]
     if shapes:
         yield f"shapes: {', '.join(shapes)}"
-    kinds = [
-        f"{name} is {t.dtype}" for _, name in tensors if not (t := saved.tensors[name][1]).torch_type.is_floating_point
-    ]
+    kinds = [f"{n} is {t.dtype}" for _, n in tensors if not (t := saved.tensors[n][1]).torch_type.is_floating_point]
     if kinds:
         yield f"types: {', '.join(kinds)}; a parameter is of floating-point numbers"
 
@@ -150,11 +145,8 @@ def _violations_of_repeats(
     saved: SavedModel, repeated: Sequence[tuple[str, str]], names_in_files: dict[str, str]
 ) -> Iterator[str]:
     """Yield a line for saved tensors that should repeat others (tied weights), but are not equal to them."""
-    if unequal_names := [
-        f"{name} differs from {names_in_files[of]}"
-        for name, of in repeated
-        if not saved.has_equal_tensors(name, names_in_files[of])
-    ]:
+    pairs = [(name, names_in_files[of]) for name, of in repeated]
+    if unequal_names := [f"{name} differs from {of}" for name, of in pairs if not saved.has_equal_tensors(name, of)]:
         yield f"names: {', '.join(unequal_names)}, to which this config.json ties it"
 
 
@@ -162,17 +154,9 @@ def import_model(import_source: Importable, storage: Storage, carried: CarriedFi
     """Make a checkpoint of an importable model on `storage`, block by block, in the element types of its files; return
     the checkpoint's directory. `carried`: files that it carries, such as the tokenizer's."""
     shapes = {f"model.{part.name}": part.shape for stored, _ in import_source.tensors for part in stored.parts}
-    model = {key: value for key, value in vars(import_source.model).items() if key != "source"}
-    meta = Meta(
-        step=0,
-        samples=0,
-        seed=0,
-        corpus="",
-        identity={"model": model},
-        configuration="",
-        plan={},
-        values={SOURCE: import_source.saved.config},
-    )
+    identity = {"model": {key: value for key, value in vars(import_source.model).items() if key != "source"}}
+    values = {SOURCE: import_source.saved.config}
+    meta = Meta(step=0, samples=0, seed=0, corpus="", identity=identity, configuration="", plan={}, values=values)
     pieces, fetch = import_source.pieces_by_tensor, import_source.saved.fetch_pieces
     return store_pieces(storage, pieces, fetch, shapes, meta, carried)
 

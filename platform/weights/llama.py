@@ -87,15 +87,9 @@ _OF_LAYERS = {
 def llama_names(experts: Sequence[TensorRow] = (), fused: Sequence[TensorRow] = ()) -> dict[str, Any]:
     """Return what a family's table says of the names of Llama's tensors; `experts`: rows of a layer's experts and what
     else it has; `fused`: rows of the same in stacks."""
-    forms = [
-        [
-            *module_rows({"model.embed_tokens": "embedding"}),
-            *of_experts,
-            *module_rows(_OF_LAYERS),
-            *module_rows({"model.norm": "norm", "lm_head": "head"}),
-        ]
-        for of_experts in (experts, fused)
-    ]
+    first = module_rows({"model.embed_tokens": "embedding"})
+    last = module_rows({"model.norm": "norm", "lm_head": "head"})
+    forms = [[*first, *of_experts, *module_rows(_OF_LAYERS), *last] for of_experts in (experts, fused)]
     return {
         "rows": forms[0],
         "prefix": "model.",
@@ -115,9 +109,7 @@ class Biases(Rule):
 
     def read_model_keys(self, config_json: ConfigJson) -> dict[str, Any]:
         """Return our model keys on biases for a config.json of Llama, Mistral or Qwen. Raises Inexpressible."""
-        attention, mlp = (
-            name in self.key_names and read_value(config_json, name, self.default, (bool,)) for name in _BIASES
-        )
+        attention, mlp = (n in self.key_names and read_value(config_json, n, self.default, (bool,)) for n in _BIASES)
         return {"bias": mlp, "attention_bias": "" if attention == mlp else "all" if attention else "none"}
 
     def write_config_keys(self, m: Model) -> dict[str, Any]:

@@ -317,10 +317,8 @@ class TrackioSink(Sink):
 
         for row in rows:
             named = {name: value for name, value in row.items() if name != "step"}
-            shown = {
-                name: trackio.Histogram(np_histogram=bin_counts(value, 512)) if isinstance(value, list) else value
-                for name, value in named.items()
-            }
+            lists = {name: value for name, value in named.items() if isinstance(value, list)}
+            shown = named | {n: trackio.Histogram(np_histogram=bin_counts(counts, 512)) for n, counts in lists.items()}
             self._run.log(shown, step=int(row["step"]))  # type: ignore[arg-type]
 
     def close(self, status: int | None) -> None:

@@ -21,10 +21,7 @@ from platform.monitor.sinks.other_sinks import bin_counts
 _TABLE_SECONDS = 600.0  # between versions of the tables of a run that goes on: each holds all rows
 _TABLE_ROWS = 10_000  # as many as W&B shows
 NEWEST = ("step", "train/loss", "perf/tokens_per_second")
-_TABLES = {
-    "journal": ("time", "generation", "event", "step", "details"),
-    "samples": ("step", "prompt", "text"),
-}
+_TABLES = {"journal": ("time", "generation", "event", "step", "details"), "samples": ("step", "prompt", "text")}
 
 
 class WandbSink(Sink):

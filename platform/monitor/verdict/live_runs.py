@@ -82,9 +82,7 @@ def _blame_worker(
 ) -> Verdict:
     """Return a verdict on one worker that the others wait for, with what these do as its details."""
     worker_name = evidence.name_worker(worker.rank, worker.number, worker.node)
-    others = [
-        (other.rank, other.activity) for other in live.workers if other.number != worker.number and other.activity
-    ]
+    others = [(w.rank, w.activity) for w in live.workers if w.number != worker.number and w.activity]
     return Verdict(
         why,
         f"{worker_name} {what}",
