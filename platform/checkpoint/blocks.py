@@ -172,6 +172,7 @@ ITEMSIZE = {  # element type, as torch names it -> bytes of an element
 }  # fmt: skip
 
 S = TypeVar("S")
+Shapes = Mapping[str, Sequence[int]]  # of global tensors, by name
 
 
 class Block(NamedTuple):
@@ -213,6 +214,9 @@ class HeldTensor:
     def itemsize(self) -> int:
         """Return the bytes of one element of this global tensor of the training state."""
         return ITEMSIZE[self.dtype]
+
+
+State = Sequence[HeldTensor]  # training state: its tensors
 
 
 def list_held_tensors(plan: Plan, kind: str, dtype: torch.dtype | str) -> list[HeldTensor]:

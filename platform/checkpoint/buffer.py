@@ -21,6 +21,7 @@ from platform.runtime.pinned_memory import allocate_pinned_bytes
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 
+Messages = Sequence[tuple[int, Tensor]]  # what ranks send each other: (peer, uint8 [bytes]) each
 Places = list[tuple[Share, int, int]]  # parts of global tensors, and where each begins and ends in a buffer
 
 

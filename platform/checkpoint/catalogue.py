@@ -25,7 +25,7 @@ from platform.boundary.sealed_blocks import FileRange, hash_blocks
 from platform.boundary.storage import Storage, open_storage, read_note, write_note
 from platform.boundary.terminal import show_phase
 from platform.checkpoint import manifest as manifests
-from platform.checkpoint.blocks import Piece
+from platform.checkpoint.blocks import Piece, Shapes
 from platform.checkpoint.manifest import NAME, Corrupt, FileReport, Manifest, Meta, OtherFormat, Refused, StoredBlock
 
 # The lease on a storage: only the newest driver of a run may write, not an older one that is still alive.
@@ -222,7 +222,7 @@ def choose_attempt_directory(storage: Storage, step: int) -> str:
 def commit_checkpoint(
     storage: Storage,
     directory: str,
-    tensors: Mapping[str, Sequence[int]],
+    tensors: Shapes,
     reports: Sequence[FileReport],
     meta: Meta,
     guard: Callable[[], None] = lambda: None,

@@ -22,7 +22,7 @@ from platform.boundary.schema import Malformed, Many, Span
 from platform.boundary.storage import Storage, open_storage, write_all_or_nothing
 from platform.boundary.terminal import show_phase
 from platform.checkpoint import catalogue
-from platform.checkpoint.blocks import Box, HeldTensor, Piece, S, list_written_parts
+from platform.checkpoint.blocks import Box, HeldTensor, Piece, S, Shapes, list_written_parts
 from platform.checkpoint.buffer import DTYPES
 from platform.checkpoint.catalogue import CarriedFiles, commit_checkpoint, delete_checkpoint, hash_carried_files
 from platform.checkpoint.manifest import LARGEST, VALUES, BlockReport, Bytes, FileReport, Manifest, Meta, Name, Refused
@@ -244,7 +244,7 @@ def store_pieces(
     storage: Storage,
     files: Iterable[Sequence[Piece[S]]],
     fetch: Fetch[S],
-    shapes: Mapping[str, Sequence[int]],
+    shapes: Shapes,
     meta: Meta,
     carried: CarriedFiles | None = None,
 ) -> str:
@@ -270,12 +270,7 @@ def store_pieces(
 
 
 def _write_pieces(
-    storage: Storage,
-    directory: str,
-    number: int,
-    pieces: Sequence[Piece[S]],
-    fetch: Fetch[S],
-    shapes: Mapping[str, Sequence[int]],
+    storage: Storage, directory: str, number: int, pieces: Sequence[Piece[S]], fetch: Fetch[S], shapes: Shapes
 ) -> FileReport:
     """Write block file `number` of a checkpoint, one piece after another, and return its report."""
     blocks: list[BlockReport] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 from platform.boundary import documents, schema
 from platform.boundary.schema import Malformed, Many, OneOf, OpenMap, Span, Text
 from platform.boundary.sealed_blocks import LARGEST_BLOCK
-from platform.checkpoint.blocks import ITEMSIZE, Box, find_tiling_faults
+from platform.checkpoint.blocks import ITEMSIZE, Box, Shapes, find_tiling_faults
 
 KIND = "elastic-platform checkpoint"
 FORMAT = 2  # the one that is written and read: tests/checkpoint/format_2 is in it, and stays readable
@@ -204,7 +204,7 @@ class _Document:
     sha256: str
 
 
-def check_tensors(manifest: Manifest, tensors: Mapping[str, Sequence[int]]) -> None:
+def check_tensors(manifest: Manifest, tensors: Shapes) -> None:
     """Raise Refused if a checkpoint's manifest lacks any of `tensors` (name -> global shape) or has other shapes."""
     mismatches = [f"has no {n}" for n in tensors if n not in manifest.tensors]
     pairs = [(n, manifest.tensors[n].shape, tuple(shape)) for n, shape in tensors.items() if n in manifest.tensors]

@@ -9,7 +9,7 @@ from math import prod
 from torch import Tensor
 
 from platform.boundary.sealed_blocks import LARGEST_BLOCK
-from platform.checkpoint.blocks import Block, Chain, HeldTensor, Piece, Share
+from platform.checkpoint.blocks import Block, Chain, Piece, Share, State
 from platform.checkpoint.moves import ALONE, World, clear_padding, exchange_pieces
 from platform.checkpoint.snapshots import Copy, MemoryMap, assign_copies
 
@@ -40,7 +40,7 @@ def find_surviving_chains(
     return [Chain(ranks, blocks) for ranks, blocks in blocks_by_readers.items()]
 
 
-def list_lost_tensors(state: Sequence[HeldTensor], survived: Sequence[Chain]) -> list[str]:
+def list_lost_tensors(state: State, survived: Sequence[Chain]) -> list[str]:
     """Return the names of the training `state`'s tensors that are not whole in the memory that survived a failure."""
     surviving_elements: dict[str, int] = defaultdict(int)
     for chain in survived:
@@ -78,13 +78,7 @@ def assign_handovers(survived: Sequence[Chain], stays: Sequence[bool]) -> list[C
     return assign_copies([chain for chain in survived if not any(stays[rank] for rank in chain.holders)], stays)
 
 
-def recover_state(
-    survived: Sequence[Chain],
-    read: Read,
-    state: Sequence[HeldTensor],
-    blocks: Sequence[Block],
-    world: World,
-) -> None:
+def recover_state(survived: Sequence[Chain], read: Read, state: State, blocks: Sequence[Block], world: World) -> None:
     """Fill this rank's `blocks` from the training state that survivors of a failure can read in memory; all ranks call
     it together. Padding, beyond the global tensor, becomes zero.
 
@@ -142,14 +136,10 @@ def _iterate_turns(
             for chain, first, last in parts:
                 size = last - first
                 if (sender == world.rank or needed[id(chain)]) and before < end and begin < before + size:
-                    a, b = (_clamp_row_start(chain, first, last, first + at - before) for at in (begin, end))
+                    places = (min(max(first + at - before, first), last) for at in (begin, end))
+                    a, b = (min(max(chain.nearest_row_start(at), first), last) for at in places)
                     for share in chain.cut_parts(a, b, None if sender == world.rank else names):
                         tensor, box = share
                         pieces[sender].append(Piece(tensor.name, tensor.dtype, box, share, holders_by_chain[id(chain)]))
                 before += size
         yield pieces
-
-
-def _clamp_row_start(chain: Chain, first: int, last: int, position: int) -> int:
-    """Return the row start in bytes [first, last) of a chain of tensor blocks nearest to `position`, or `last`."""
-    return min(max(chain.nearest_row_start(min(max(position, first), last)), first), last)

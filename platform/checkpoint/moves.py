@@ -17,8 +17,8 @@ from torch import Tensor
 
 from platform.boundary.sealed_blocks import LARGEST_BLOCK
 from platform.boundary.storage import Storage
-from platform.checkpoint.blocks import ITEMSIZE, Block, Box, HeldTensor, Piece, S
-from platform.checkpoint.buffer import DTYPES
+from platform.checkpoint.blocks import ITEMSIZE, Block, Box, HeldTensor, Piece, S, State
+from platform.checkpoint.buffer import DTYPES, Messages
 from platform.checkpoint.catalogue import list_stored_pieces, read_pieces
 from platform.checkpoint.manifest import Corrupt, Manifest, Refused, StoredBlock, check_tensors
 
@@ -28,7 +28,7 @@ Fetch = Callable[[Sequence[Piece[S]], Sequence[Tensor]], None]
 """Fills the memory given for every piece, uint8 [bytes], contiguous. Raises one of FAILURES."""
 AllGather = Callable[[Any], list[Any]]
 """Gathers a plain value of every rank of the job on all ranks, in rank order."""
-Exchange = Callable[[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]], None]
+Exchange = Callable[[Messages, Messages], None]
 """Sends and receives bytes among the job's ranks, (peer, uint8 tensor) each; returns when all that is to be received is
 there. All ranks call it together."""
 Failure = tuple[int, str] | None
@@ -46,7 +46,7 @@ def note_nothing(done: int, total: int) -> None:
     """Say nothing of how far a restore is."""
 
 
-def exchange_nothing(sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> None:
+def exchange_nothing(sent: Messages, received: Messages) -> None:
     """Check that there are no messages: the exchange of a checkpoint's restore in a single process."""
     assert not sent and not received, "there is nobody to talk to"
 
@@ -68,12 +68,7 @@ ALONE = World()
 
 
 def restore_checkpoint(
-    storage: Storage,
-    directory: str,
-    manifest: Manifest,
-    state: Sequence[HeldTensor],
-    blocks: Sequence[Block],
-    world: World = ALONE,
+    storage: Storage, directory: str, manifest: Manifest, state: State, blocks: Sequence[Block], world: World = ALONE
 ) -> None:
     """Fill this rank's `blocks` from a checkpoint that any plan saved; all ranks call it together. Padding, beyond the
     global tensor, becomes zero.
@@ -88,11 +83,7 @@ def restore_checkpoint(
 
 
 def fill_blocks(
-    pieces: Sequence[Piece[S]],
-    fetch: Fetch[S],
-    state: Sequence[HeldTensor],
-    blocks: Sequence[Block],
-    world: World = ALONE,
+    pieces: Sequence[Piece[S]], fetch: Fetch[S], state: State, blocks: Sequence[Block], world: World = ALONE
 ) -> None:
     """Fill this rank's `blocks` of training state from stored pieces of global tensors; all ranks call it together.
     `pieces`: pieces that tile the tensors of `state`, each of which one rank reads by `fetch` and sends to the ranks
@@ -102,9 +93,7 @@ def fill_blocks(
     exchange_pieces(assign_readers(pieces, state, world), fetch, state, blocks, world)
 
 
-def assign_readers(
-    pieces: Sequence[Piece[S]], state: Sequence[HeldTensor], world: World
-) -> Iterator[list[list[Piece[S]]]]:
+def assign_readers(pieces: Sequence[Piece[S]], state: State, world: World) -> Iterator[list[list[Piece[S]]]]:
     """Yield, by turn, the pieces of a checkpoint that each rank reads and passes on; arguments as of `fill_blocks`."""
     itemsize = {piece.name: ITEMSIZE[piece.dtype] for piece in pieces}
     placed = ((itemsize[t.name], box, ranks) for t in state for box, ranks in t.holders.items())
@@ -147,7 +136,7 @@ def divide_pieces(pieces: Sequence[Piece[S]], count: int) -> list[list[Piece[S]]
     return divided
 
 
-def clear_padding(state: Sequence[HeldTensor], blocks: Sequence[Block]) -> None:
+def clear_padding(state: State, blocks: Sequence[Block]) -> None:
     """Set this rank's blocks that reach beyond their tensor (a padded vocab) to 0: checkpoints hold no padding."""
     shapes = {t.name: t.shape for t in state}
     for name, box, tensor in blocks:
@@ -156,11 +145,7 @@ def clear_padding(state: Sequence[HeldTensor], blocks: Sequence[Block]) -> None:
 
 
 def exchange_pieces(
-    turns: Iterable[Sequence[Sequence[Piece[S]]]],
-    fetch: Fetch[S],
-    state: Sequence[HeldTensor],
-    blocks: Sequence[Block],
-    world: World,
+    turns: Iterable[Sequence[Sequence[Piece[S]]]], fetch: Fetch[S], state: State, blocks: Sequence[Block], world: World
 ) -> None:
     """Fill this rank's `blocks` of training state with the stored pieces that all ranks read and send to each other,
     one exchange per turn; all ranks call it together.
@@ -177,7 +162,8 @@ def exchange_pieces(
     done, total = 0, sum(piece.nbytes for senders in turns for piece in senders[world.rank])
     for senders in turns:
         sent, failure = _build_messages(senders[world.rank], fetch, holders, own_blocks, world)
-        _raise_failures(world.all_gather(failure))
+        for kind, reason in filter(None, world.all_gather(failure)):
+            raise FAILURES[kind](reason)
         others = ((sender, pieces) for sender, pieces in enumerate(senders) if sender != world.rank)
         missing_pieces = {sender: [p for p in pieces if world.rank not in p.had] for sender, pieces in others}
         sizes = {sender: _count_message_bytes(pieces, own_blocks) for sender, pieces in missing_pieces.items()}
@@ -199,7 +185,7 @@ class _Region(NamedTuple):
 
 def _build_messages(
     pieces: Sequence[Piece[S]], fetch: Fetch[S], holders: Holders, own_blocks: Blocks, world: World
-) -> tuple[list[tuple[int, Tensor]], Failure]:
+) -> tuple[Messages, Failure]:
     """Fetch a checkpoint's `pieces`, fill this rank's blocks (`own_blocks`) with its own parts, and return the
     messages, (receiving rank, uint8 [bytes]) each, of the parts that lie in others' blocks, and why `fetch` failed, as
     a rank that raised here would leave its peers waiting for its message.
@@ -230,9 +216,7 @@ def _build_messages(
     return messages, None
 
 
-def _allocate_messages(
-    pieces: Sequence[Piece[S]], holders: Holders, world: World
-) -> tuple[list[tuple[int, Tensor]], list[_Region]]:
+def _allocate_messages(pieces: Sequence[Piece[S]], holders: Holders, world: World) -> tuple[Messages, list[_Region]]:
     """Allocate a message (uint8) for each rank that lacks parts of a checkpoint's `pieces` in its blocks, and return
     the messages with their receivers, and the places of all parts in them; this rank sends itself no message. Ranks
     with the same parts (replicas) get the same message."""
@@ -261,12 +245,6 @@ def _find_own_memory(piece: Piece[S], own_blocks: Blocks) -> Tensor | None:
             if view.dtype == DTYPES[piece.dtype] and view.device.type == "cpu" and view.is_contiguous():
                 return view.view(-1).view(torch.uint8)
     return None
-
-
-def _raise_failures(failures: Iterable[Failure]) -> None:
-    """Raise the error of the first rank that reports one in fetching pieces of a checkpoint's tensors, if any does."""
-    for kind, reason in filter(None, failures):
-        raise FAILURES[kind](reason)
 
 
 def _count_message_bytes(pieces: Sequence[Piece[S]], own_blocks: Blocks) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 from platform.boundary.documents import error_line
 from platform.boundary.storage import Storage
 from platform.checkpoint import catalogue
+from platform.checkpoint.blocks import Shapes
 from platform.checkpoint.catalogue import CarriedFiles, Lease, Superseded, delete_checkpoint, prune_checkpoints
 from platform.checkpoint.manifest import FileReport, Meta
 
@@ -56,9 +57,7 @@ class Saver:
         """Return True while a checkpoint is being saved in the background."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start_save(
-        self, tensors: Mapping[str, Sequence[int]], meta: Meta, write: Write, files: CarriedFiles | None = None
-    ) -> None:
+    def start_save(self, tensors: Shapes, meta: Meta, write: Write, files: CarriedFiles | None = None) -> None:
         """Begin to save a checkpoint of the workers' images, with the `files` that it carries, in the background.
         `tensors`: see `commit`; `write`: function that has the workers write into a directory. Must not be called while
         `is_saving`: the images are still in use."""
@@ -95,7 +94,7 @@ class Saver:
             self._thread.join(timeout)
         return not self.is_saving
 
-    def _save_with_retries(self, tensors: Mapping[str, Sequence[int]], meta: Meta, write: Write) -> None:
+    def _save_with_retries(self, tensors: Shapes, meta: Meta, write: Write) -> None:
         """Save one checkpoint in the saver's thread: try until it is committed, the tries are used up, the save is
         cancelled or the lease is lost; delete superseded checkpoints after a success."""
         for attempt in range(1, self._tries + 1):
@@ -107,7 +106,7 @@ class Saver:
             if self._cancelled.wait(self._pause * 2 ** (attempt - 1) if attempt < self._tries else 0.0):
                 return
 
-    def _attempt_save(self, tensors: Mapping[str, Sequence[int]], meta: Meta, write: Write, attempt: int) -> bool:
+    def _attempt_save(self, tensors: Shapes, meta: Meta, write: Write, attempt: int) -> bool:
         """Try once to have the workers write a checkpoint and to commit it, with an event for success or failure;
         return True if it is committed. Raises Superseded."""
         directory, start = "", time.monotonic()

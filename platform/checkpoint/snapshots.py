@@ -21,10 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from platform.checkpoint.blocks import Block, Box, Chain, HeldTensor, Share, join_chains
-from platform.checkpoint.buffer import Buffer
+from platform.checkpoint.blocks import Block, Box, Chain, Share, State, join_chains
+from platform.checkpoint.buffer import Buffer, Messages
 from platform.runtime.pinned_memory import lock_pages
 from platform.runtime.progress import PROGRESS
+
+Parts = Sequence[Share]  # blocks of the training state, or parts of them
 
 
 class Copy(NamedTuple):
@@ -187,7 +189,7 @@ class MemoryMap:
     distrusted, a rank.
     """
 
-    def __init__(self, state: Sequence[HeldTensor], nodes: Sequence[Hashable], shared: bool, divided: bool = True):
+    def __init__(self, state: State, nodes: Sequence[Hashable], shared: bool, divided: bool = True):
         """Make the map of in-memory snapshots. `state`: the tensors of the training state, with the ranks that hold
         their blocks; `nodes`: the node of every rank; `shared`: True if the ranks of each node share memory; `divided`:
         True if these ranks divide what they hold alike, instead of writing all of it each."""
@@ -220,7 +222,7 @@ class MemoryMap:
         return {r: () if r in distrusted else ranks_by_memory.get(memory, ()) for r, memory in enumerate(self.memories)}
 
 
-Transfer = Callable[[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]], None]
+Transfer = Callable[[Messages, Messages], None]
 """Sends and receives bytes, (peer, uint8 tensor) each; returns when all that is to be received is there."""
 
 ABANDONED = 1.0  # seconds for a transfer to end once it is interrupted
@@ -235,14 +237,7 @@ class Snapshot:
     `pinned`: `own` is in page-locked memory, for copies from a GPU.
     """
 
-    def __init__(
-        self,
-        memory: SharedMemory,
-        at: int,
-        own_parts: Sequence[Share],
-        copied_parts: Sequence[Share],
-        pinned: bool = False,
-    ):
+    def __init__(self, memory: SharedMemory, at: int, own_parts: Parts, copied_parts: Parts, pinned: bool = False):
         """Take the snapshot's place at byte `at` of the shared `memory`, for the rank's `own_parts` parts of the
         training state and the `copied_parts` that it keeps for other ranks; `pinned`: page-locked memory for
         `own_parts`."""
@@ -266,7 +261,7 @@ class Snapshot:
         return Buffer(copied_parts, data=_map_tensor(self._memory, start, _count_page_bytes(copied_parts)))
 
     @staticmethod
-    def count_bytes(own_parts: Sequence[Share], copied_parts: Sequence[Share]) -> int:
+    def count_bytes(own_parts: Parts, copied_parts: Parts) -> int:
         """Return the bytes of shared memory that a snapshot of these parts of the training state takes."""
         return HEADER + _count_page_bytes(own_parts) + _count_page_bytes(copied_parts)
 
@@ -332,7 +327,7 @@ class NodeSnapshot:
                 missing -= common.num_elements
         assert not missing, f"{part.tensor.name} {part.box} is not in the memory of this node"
 
-    def join_parts(self, parts: Sequence[Share]) -> Tensor:
+    def join_parts(self, parts: Parts) -> Tensor:
         """Return the bytes of several parts of the training state in shared memory, joined in order, uint8 [bytes]."""
         joined = torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8)
         for part, memory in zip(parts, joined.split([part.nbytes for part in parts]), strict=True):
@@ -373,7 +368,7 @@ class RankSnapshots:
     @classmethod
     def open(
         cls,
-        state: Sequence[HeldTensor],
+        state: State,
         nodes: Sequence[Hashable],
         rank: int,
         all_gather: Callable[[Any], list[Any]],
@@ -491,19 +486,16 @@ class RankSnapshots:
         new = [place for place in (0, 1) if place not in self._places]
         place = (torn or new or self._order)[0]
         if place not in self._places:
-            self._places[place] = snapshot = self._build_snapshot(place)
+            copied_parts = _flatten_parts(self._kept)
+            at = place * Snapshot.count_bytes(self._own, copied_parts)
+            snapshot = Snapshot(self._mates[self._rank], at, self._own, copied_parts, self._pinned)
+            self._places[place] = snapshot
             self._outgoing[place] = [(to, [snapshot.view_part(p) for p in parts]) for to, parts in self._sent.items()]
         self._order = [*(other for other in self._order if other != place), place]
         return place, self._places[place]
 
-    def _build_snapshot(self, place: int) -> Snapshot:
-        """Construct this rank's in-memory snapshot number `place`, 0 or 1, over its part of the shared memory."""
-        copied_parts = _flatten_parts(self._kept)
-        at = place * Snapshot.count_bytes(self._own, copied_parts)
-        return Snapshot(self._mates[self._rank], at, self._own, copied_parts, self._pinned)
 
-
-def _count_page_bytes(parts: Sequence[Share]) -> int:
+def _count_page_bytes(parts: Parts) -> int:
     """Return the bytes of whole memory pages that these parts of an in-memory snapshot take."""
     return -(-sum(part.nbytes for part in parts) // PAGE) * PAGE
 
@@ -516,14 +508,12 @@ def _map_tensor(memory: SharedMemory, at: int, count: int, pinned: bool = False)
     return lock_pages(mapping) if pinned else torch.frombuffer(mapping, dtype=torch.uint8)
 
 
-def _flatten_parts(kept: Mapping[int, Sequence[Share]]) -> list[Share]:
+def _flatten_parts(kept: Mapping[int, Parts]) -> list[Share]:
     """List the parts of the training state that a rank keeps for others, by sender, as one list."""
     return [part for parts in kept.values() for part in parts]
 
 
-def _transfer_parts(
-    sent: Sequence[tuple[int, Tensor]], kept: Mapping[int, Sequence[Share]], buffer: Buffer, transfer: Transfer
-) -> None:
+def _transfer_parts(sent: Messages, kept: Mapping[int, Parts], buffer: Buffer, transfer: Transfer) -> None:
     """Send the parts of a snapshot that peers keep, and receive the parts kept for them here (sender -> parts) into
     `buffer`, which holds just these; all ranks call it together."""
     sizes = [sum(part.nbytes for part in parts) for parts in kept.values()]

@@ -146,20 +146,14 @@ def _run_pod(arguments: argparse.Namespace) -> int:
 
 
 _WRITTEN = "overrides --config-dir --output --options"
+_SUPERVISED = "--retries --time-limit --notice launch"
+_OF_POD = "shared --index --pods --workers --first --address --drain --time-limit --retries --run"
 _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, str]] = {  # name -> function, purpose, arguments
     "kubernetes": (_write_job, "print a manifest, for `kubectl apply`", _WRITTEN),
     "slurm": (_write_job, "print a script, for `sbatch`", _WRITTEN),
-    "supervise": (
-        _supervise_run,
-        "run platform.launch, again where it goes on",
-        "--retries --time-limit --notice launch",
-    ),
+    "supervise": (_supervise_run, "run platform.launch, again where it goes on", _SUPERVISED),
     "node": (_run_node, "Ray on a node of a Slurm job", "shared --interface --peer --ip --drain --retries --run"),
-    "pod": (
-        _run_pod,
-        "torchrun in a pod of an Indexed Job of Kubernetes",
-        "shared --index --pods --workers --first --address --drain --time-limit --retries --run",
-    ),
+    "pod": (_run_pod, "torchrun in a pod of an Indexed Job of Kubernetes", _OF_POD),
     "keep": (_keep_ray_logs, "keep the end of Ray's logs when this pod ends", "run_dir"),
     "status": (_print_status, "tell what a run directory says of its job", "run_dir"),
     "logs": (_print_logs, "print the ends of the logs in a run directory", "run_dir name --lines"),

@@ -85,7 +85,7 @@ def compute_job_size(config: Config, plan: Plan, options: JobOptions) -> JobSize
     enough = nodes if config.cluster.check else _ceil_divide(nodes, 2)
     least = _ceil_divide(config.elastic.min_workers, workers) or enough
     worker_state = _worker_state_bytes(config, plan)
-    state = _checkpoint_bytes(config, plan)
+    state = (plan.parameter_count + state_elements(plan, count_state_numbers(config))) * plan.itemsize["master"]
     copies = _COPIES if config.elastic.snapshot_every else 0
     worker_bytes = _PROCESS[device] + (copies + _SAVED) * worker_state
     worker_bytes += predict_peak_bytes(config, plan) if device == "cpu" else predict_host_bytes(config, plan)
@@ -101,11 +101,6 @@ def _worker_state_bytes(config: Config, plan: Plan) -> int:
     first, kept, master = plan.mesh.rank_coordinates(0), count_state_numbers(config), plan.itemsize["master"]
     places = [{**first, "stage": stage} for stage in range(plan.num_stages)]
     return max(plan.count_masters_of_rank(c) * master + weight_bytes(plan, kept, c)["optimizer"] for c in places)
-
-
-def _checkpoint_bytes(config: Config, plan: Plan) -> int:
-    """Return the bytes of a job's checkpoint: all master copies and optimizer state, once."""
-    return (plan.parameter_count + state_elements(plan, count_state_numbers(config))) * plan.itemsize["master"]
 
 
 def _round_to_gib(nbytes: int) -> int:

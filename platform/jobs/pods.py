@@ -386,9 +386,7 @@ def _run_other_pod(o: PodOptions, supervision: Supervision) -> int:
                 node.end()  # that life is over, or its first pod was lost
             elif life and life.number > heartbeat.life and o.index < len(life.members) and not going.is_set():
                 # until its store answers, the first pod's name may be that of a lost one
-                if life.members[o.index] == heartbeat.token and is_listening(
-                    o.first, life.port
-                ):  # till then the name may be a lost pod's
+                if life.members[o.index] == heartbeat.token and is_listening(o.first, life.port):
                     node.start_torchrun(o.first, life.port, life.number, supervision.launch)
                     heartbeat = replace(heartbeat, life=life.number)
             new = replace(heartbeat, runs=node.is_running, leaving=going.is_set())

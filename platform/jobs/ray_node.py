@@ -207,10 +207,8 @@ class RayNode(leftovers.Marked):
         peer = head.rpartition(":")[0].strip("[]") if head else o.peer
         address = find_own_address(o.interface, peer, o.ip)
         command = build_ray_command(address, o, self.directory, head, port, count_gpus())
-        with (
-            open(self._output_path, "wb") as output_file,
-            block_sigterm(),
-        ):  # pages of advice, such as to end it by `ray stop`
+        # it prints pages of advice, such as to end it by `ray stop`
+        with open(self._output_path, "wb") as output_file, block_sigterm():
             environment = build_ray_environment(address, os.environ)
             self.start_main_program(command, environment, stdout=output_file, stderr=output_file)
 

@@ -257,7 +257,8 @@ class Supervisor:
             again = f"the same command again ({used} of {self._o.retries} retries spent)"
             print_line(f"supervisor: the driver {ending} with status {status} after step {after}: {again}")
             pause = max(min(_LONGEST_PAUSE, self._pause * used), self._departure_seconds(run_dir, status))
-            if self._pause_drivers(pause):
+            wait_until(lambda: self._asked, pause, 0.1)
+            if self._asked:
                 return STOPPED if self._asked == signal.SIGUSR1 else TERMINATED
 
     def _run_one_driver(self) -> int:
@@ -283,11 +284,6 @@ class Supervisor:
         chosen = any(word.lstrip("+").startswith("checkpoint.resume=") for word in self._o.launch)
         starts_over = not chosen and read_or_default(run_directory.has_nothing_saved, run_dir, False)
         return ["checkpoint.resume=never"] if starts_over else []
-
-    def _pause_drivers(self, seconds: float) -> bool:
-        """Wait before the job's next driver is started; return True if the job was asked to stop meanwhile."""
-        wait_until(lambda: self._asked, seconds, 0.1)
-        return bool(self._asked)
 
     def _report_spent_retries(self, used: int) -> int:
         """Print that all of the job's retries are spent; return the job's exit status."""

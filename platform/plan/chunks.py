@@ -31,8 +31,7 @@ class RecordableModel(Protocol):
     """Interface of a model as the code that builds plans sees it; platform.model has the implementations.
 
     A model that can be divided over pipeline stages also has `units`, the names of the smallest parts that it can be
-    divided into, in order, and `part(ops, inputs, flow, units)`, which runs some of them on the activations `flow` by
-    name and returns those for the next part.
+    divided into, in order; only such a model has `part`.
     """
 
     @property
@@ -48,6 +47,9 @@ class RecordableModel(Protocol):
 
     def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any:
         """Return the loss of the model on data tensors by name, computed by `ops`."""
+
+    def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> dict:
+        """Run some units of the model on the activations `flow` by name; return those for the next part."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def record_chunks(
         results."""
         recorded, key = find_recordings(model, ops), (tuple(part), flow_specs(flow))
         if key not in recorded:
-            recorded[key] = ops, model.part(ops, inputs, flow, part)  # type: ignore[attr-defined]
+            recorded[key] = ops, model.part(ops, inputs, flow, part)
         return recorded[key]
 
     def flow_specs(flow: Mapping[str, Symbol]) -> FlowSpecs:

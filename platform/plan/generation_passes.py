@@ -227,7 +227,7 @@ def _plan_chunk(
     absent = {name: x for name, x in flow.items() if x is None}
     inputs = {name: name for name in (*model.inputs, "positions", "begins") if name != "labels"}
     with raise_model_mistakes(model):
-        activations = model.part(ops, inputs, dict(flow), units)  # type: ignore[attr-defined]
+        activations = model.part(ops, inputs, dict(flow), units)
     flow.clear()
     flow.update(absent | activations)
     microbatch = shape.batch // planner.num_replicas

@@ -145,7 +145,7 @@ def run_chunk(meter: Meter, model: RecordableModel, chunk: Chunk, flow: Mapping[
     its outputs by name, the last chunk's being the loss."""
     inputs = {name: name for name in model.inputs}
     if chunk.units:
-        return model.part(meter, inputs, flow, chunk.units)  # type: ignore[attr-defined]
+        return model.part(meter, inputs, flow, chunk.units)
     return {"loss": model.forward(meter, inputs)}
 
 

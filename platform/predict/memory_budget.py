@@ -62,14 +62,14 @@ def _count_pass(meter: Meter, model: RecordableModel, planned_pass: PlannedPass,
     tokens = meter.allocate_data(chunk)
     inputs = {name: name for name in (*model.inputs, "positions", "begins")}
     meter.begin_forward(chunk)
-    outputs = model.part(meter, inputs, {**planned_pass.missing, **flow}, chunk.units)  # type: ignore[attr-defined]
+    outputs = model.part(meter, inputs, {**planned_pass.missing, **flow}, chunk.units)
     if last:
         head = _build_meter(planned_pass.head, meter.at, meter.device)
         head.ledger = meter.ledger
         stream = meter.forward(outputs["stream"], planned_pass.joins)
         read, asked = (part.sizes["length"] for part in (planned_pass.body, planned_pass.head))
         flow = {"memory": None, "stream": Value(stream.storage, stream.elements // read * asked)}  # type: ignore[dict-item]
-        _count_probabilities(head, planned_pass, model.part(head, {}, flow, (HEAD,))["logits"])  # type: ignore[attr-defined]
+        _count_probabilities(head, planned_pass, model.part(head, {}, flow, (HEAD,))["logits"])
     meter.end_pass()
     del tokens
 

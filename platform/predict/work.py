@@ -174,7 +174,7 @@ def record_chunk_work(plan: Plan, model: RecordableModel, execution: Execution) 
         recorder = WorkRecorder(plan.stage_part(chunk.stage), execution, known)
         inputs = {name: name for name in model.inputs}
         if chunk.units:
-            flow = model.part(recorder, inputs, flow, chunk.units)  # type: ignore[attr-defined]
+            flow = model.part(recorder, inputs, flow, chunk.units)
         else:
             model.forward(recorder, inputs)
         for _, gather in () if execution.system.kept_whole else recompute_gathers(plan, chunk):

@@ -64,7 +64,8 @@ class LivePage:
         before = [len(run.columns.steps) for run in self._runs]
         known = [set(run.columns.column_names) for run in self._runs]
         kept = [run.read_metrics_news() for run in self._runs]
-        kind = "rows" * any(_has_new_rows(run, k, b) for run, k, b in zip(self._runs, kept, before, strict=True))
+        counts = zip(self._runs, kept, before, strict=True)
+        kind = "rows" * any(k < b or len(run.columns.steps) > b for run, k, b in counts)
         if kind and any(set(run.columns.column_names) != names for run, names in zip(self._runs, known, strict=True)):
             kind = "page"
         files = [run.change_signature() for run in self._runs]
@@ -112,11 +113,6 @@ class LivePage:
             if None not in rows:
                 return number, "rows", {"states": states, "rows": rows}
         return number, "page", collect_page_data(self._runs, live=True)
-
-
-def _has_new_rows(run: WatchedRun, kept: int, before: int) -> bool:
-    """Return True if a run's metrics have other rows than the `before` ones, of which `kept` hold."""
-    return kept < before or len(run.columns.steps) > before
 
 
 class _Handler(BaseHTTPRequestHandler):

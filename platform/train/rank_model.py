@@ -11,7 +11,7 @@ from platform.config.ramps import fix_sequence_length
 from platform.model import build_model
 from platform.model.losses import loss_functions
 from platform.optimizer.optimizers import build_optimizer, group_parameters
-from platform.optimizer.update_rules import Muon
+from platform.optimizer.update_rules import Adafactor, Muon
 from platform.plan.plan import Plan
 from platform.runtime.communicator import Communicator
 from platform.runtime.matrices import Factors, Matrices
@@ -64,6 +64,6 @@ def build_rank(
     optimizer = build_optimizer(groups or [{"params": [nothing]}], config.optimizer)
     if isinstance(optimizer, Muon):
         optimizer.matrices = Matrices(stage, communicator, weights.buckets)
-    if stage.factored:
-        optimizer.factors = Factors(stage, communicator)  # type: ignore[attr-defined]
+    if stage.factored and isinstance(optimizer, Adafactor):
+        optimizer.factors = Factors(stage, communicator)
     return Rank(stage, communicator, weights, model, ops, optimizer)

@@ -447,13 +447,8 @@ def _format_stand(stand: Stand) -> tuple[str, str, str, str]:
 PROFILE = "profile"  # folder in a run directory
 PARTS = "parts"  # in that one
 MOST_EVENTS = 200_000  # of a rank's step; beyond it the shortest are left out
-_OMITTED = {
-    "External id",
-    "Record function id",
-    "Ev Idx",
-    "Fwd thread id",
-    "Sequence number",
-}  # of an event's arguments
+# of an event's arguments
+_OMITTED = {"External id", "Record function id", "Ev Idx", "Fwd thread id", "Sequence number"}
 _RANGES = ("user_annotation", "gpu_user_annotation")  # categories of the plan's names, which are never left out
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")  # categories of a device's streams
 _FLOWS = ("ac2g", "fwdbwd")  # arrows: from a launch to its kernel, from a forward operation to its gradient

@@ -60,9 +60,8 @@ def place(plan: Plan, communicator: Communicator, rows: Mapping[Stretch, Mapping
         device."""
         if not layout.has_block(communicator.coordinates):
             return torch.empty(0, dtype=torch.int64, device=communicator.device)
-        sequences = rows[_find_stretch(plan, communicator, layout)][
-            name
-        ]  # of an array, or of a pass of generation a tensor
+        # of an array, or of a pass of generation a tensor
+        sequences = rows[_find_stretch(plan, communicator, layout)][name]
         spans = plan.planner.stretches_of_rank("length", sequences.shape[1], layout, communicator.coordinates)
         parts = [sequences[:, first : first + n] for first, n in spans]
         on_host = np.concatenate(parts, 1).T if isinstance(sequences, np.ndarray) else torch.cat(parts, 1).t()

@@ -37,24 +37,10 @@ from platform.runtime.compilation import deterministic_kernels, may_compile, rea
 from platform.runtime.host_memory import HostMemory
 from platform.runtime.process_groups import connect_process_groups, meet_ranks
 from platform.runtime.progress import PROGRESS
-from platform.train import environment_proof
+from platform.train import environment_proof, replies
 from platform.train.faults import Fault
 from platform.train.gauges import GAUGES
 from platform.train.generator import Generator
-from platform.train.replies import (
-    AskedTexts,
-    Built,
-    Choice,
-    Copied,
-    Differences,
-    Joined,
-    Scored,
-    StepReport,
-    Taken,
-    Unrestored,
-    Unwritten,
-    Written,
-)
 from platform.train.state_recovery import Source, compare_replicas, is_divided
 from platform.train.step_report import Combiner, count_other_seconds
 from platform.train.trainer import Trainer
@@ -105,7 +91,7 @@ class Worker(Observed):
         generation: int,
         stage_of: list[int],
         plan: str = "",
-    ) -> Joined:
+    ) -> replies.Joined:
         """Join the mesh that workers form in `generation`, as `rank` of `world_size`: make the plan, and open its
         process groups through the driver's TCPStore `store` (host, port).
 
@@ -133,7 +119,7 @@ class Worker(Observed):
             self.communicator = connect_process_groups(mesh, rank, store, generation, groups, device, pairs)
         if self.config.monitor.log_launches:
             self.communicator.log = []
-        return Joined(rank, mesh.rank_coordinates(rank), os.getpid(), socket.gethostname())
+        return replies.Joined(rank, mesh.rank_coordinates(rank), os.getpid(), socket.gethostname())
 
     def build_trainer(
         self,
@@ -142,7 +128,7 @@ class Worker(Observed):
         corpus: str = "",
         reach: dict[str, str] | None = None,
         fresh: bool = True,
-    ) -> Built:
+    ) -> replies.Built:
         """Build this rank's weights, optimizer and data in the mesh that it has joined; return their size and the
         device's. `rows`: the schedule rows of this stage, from `platform.plan.simulate.StageRows.encode_rows`;
         `domains`: the node of every rank, None if all run on one; `corpus`: the folder in which the driver has found
@@ -166,7 +152,7 @@ class Worker(Observed):
         device = torch.cuda.get_device_properties() if self.device == "cuda" else None
         parameters = self.plan.count_parameters_of_rank(self.communicator.coordinates)
         name, capacity = (device.name, device.total_memory) if device else ("cpu", None)
-        return Built(parameters, name, capacity, self.state.moments, lacking, shared)
+        return replies.Built(parameters, name, capacity, self.state.moments, lacking, shared)
 
     def _settle_compilation(self) -> tuple[Config, str]:
         """Settle whether this worker compiles: return the configuration with train.compile `on` or `off`, alike on all
@@ -186,7 +172,9 @@ class Worker(Observed):
         assert self.trainer
         return self.trainer.rehearse_steps(step)
 
-    def step(self, step: int, limit: float = inf, faults: list[Fault] | None = None) -> StepReport | Taken:
+    def step(
+        self, step: int, limit: float = inf, faults: list[Fault] | None = None
+    ) -> replies.StepReport | replies.Taken:
         """Run training step `step` (from 1) on this rank, see `Trainer.step`, and snapshot the state to host memory
         every `elastic.snapshot_every` steps: at once or, if `late`, beside the next step. Return the report on all
         ranks if this is rank 0, else an acknowledgement. `limit`: the most that the loss may be for an update;
@@ -219,7 +207,9 @@ class Worker(Observed):
         self.communicator.confirm_uninterrupted()
         return combined
 
-    def lead(self, step: int, limit: float = inf, faults: list[Fault] | None = None) -> StepReport | Taken:
+    def lead(
+        self, step: int, limit: float = inf, faults: list[Fault] | None = None
+    ) -> replies.StepReport | replies.Taken:
         """Pass the driver's order of training step `step` from rank 0 on to all other ranks, which are in `follow`, and
         take the step with them, as `Worker.step` does. Return the report of all ranks, each of which has done its
         update."""
@@ -244,7 +234,7 @@ class Worker(Observed):
     def confirm_idle(self) -> None:
         """Return at once: the reply shows the driver that this worker is not in an earlier call any more."""
 
-    def _compare_replicas(self, step: int) -> Differences:
+    def _compare_replicas(self, step: int) -> replies.Differences:
         """Compare this worker's weights and optimizer state with its replicas' before the update of step `step`."""
         assert self.trainer and self.state
         memory = self.memories.get(self.generation)
@@ -308,12 +298,12 @@ class Worker(Observed):
         self.state.recover_state(survived, snapshot)
         self.take_snapshot(source.step)
 
-    def copy_state(self) -> Copied:
+    def copy_state(self) -> replies.Copied:
         """Copy this rank's share of the training state to host memory, for `write_checkpoint` to write."""
         assert self.state
         self.state.checkpoint_image.fill_parts(self.state.live_blocks())
         tensors = {h.name: list(h.shape) for h in self.state.held} if self.rank == 0 else {}
-        return Copied(tensors, self.state.read_values())
+        return replies.Copied(tensors, self.state.read_values())
 
     def write_checkpoint(self, directory: str) -> None:
         """Start a thread that writes this rank's last `copy_state` to `directory` of the checkpoint storage."""
@@ -323,7 +313,7 @@ class Worker(Observed):
         self._written = writer.submit(self.state.checkpoint_image.write_file, storage, directory)
         writer.shutdown(wait=False)  # its thread ends after the write
 
-    def await_checkpoint(self, seconds: float) -> FileReport | Unwritten | None:
+    def await_checkpoint(self, seconds: float) -> FileReport | replies.Unwritten | None:
         """Return the outcome of the last `write_checkpoint` of this rank's share: the file written, or why it was
         not; None if it is still running after waiting `seconds`."""
         if futures.wait([self._written], seconds).not_done:
@@ -331,25 +321,22 @@ class Worker(Observed):
         try:
             return self._written.result()
         except OSError as error:
-            return Unwritten(error_line(error))
+            return replies.Unwritten(error_line(error))
 
-    def restore_checkpoint(self, directory: str, own_storage: bool = False) -> Unrestored | None:
+    def restore_checkpoint(self, directory: str, own_storage: bool = False) -> replies.Unrestored | None:
         """Restore this rank's training state from the checkpoint `directory`, of any plan, in the storage that the run
         resumes from or, if `own_storage`, saves to. Return None on success, else why the state is undefined now, alike
         on all ranks."""
         assert self.state
-        storage = open_storage(
-            environment_proof.find_checkpoint_url(self.config)
-            if own_storage
-            else environment_proof.find_resume_source(self.config)[0]
-        )
+        find_url, find_source = environment_proof.find_checkpoint_url, environment_proof.find_resume_source
+        storage = open_storage(find_url(self.config) if own_storage else find_source(self.config)[0])
         manifest = load_manifest(storage, directory)  # an error here concerns this rank alone, and fails it
         failed = attempt_fill(partial(self.state.restore_checkpoint, storage, directory, manifest))
         if self.config.elastic.snapshot_interval and not failed:
             self.take_snapshot(manifest.meta.step)
         return failed
 
-    def load_initial_weights(self) -> Unrestored | None:
+    def load_initial_weights(self) -> replies.Unrestored | None:
         """Fill this worker's weights from train.init; return None, or why they are undefined, on all ranks alike."""
         assert self.state
         return attempt_fill(self.state.load_initial_weights)
@@ -371,12 +358,14 @@ class Worker(Observed):
             yield self._generator
         self.trainer.clock.take_section_times()
 
-    def continue_texts(self, texts: AskedTexts, tokens: int, rule: Choice, ends: list[int]) -> list[Written]:
+    def continue_texts(
+        self, texts: replies.AskedTexts, tokens: int, rule: replies.Choice, ends: list[int]
+    ) -> list[replies.Written]:
         """Continue each text by up to `tokens` tokens, on all ranks together; see `Generator.continue_texts`."""
         with self._use_generator() as generator:
             return generator.continue_texts(texts, tokens, rule, ends)
 
-    def score_texts(self, texts: AskedTexts, starts: list[int]) -> list[Scored]:
+    def score_texts(self, texts: replies.AskedTexts, starts: list[int]) -> list[replies.Scored]:
         """Score each text from its token number `starts[i]` on, on all ranks together; see `Generator.score_texts`."""
         with self._use_generator() as generator:
             return generator.score_texts(texts, starts)

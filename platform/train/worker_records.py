@@ -28,24 +28,12 @@ from platform.runtime.communicator import Communicator, Launch
 from platform.runtime.compilation import reason_kernel_fails, reason_uncompiled
 from platform.runtime.process_groups import connect_process_groups
 from platform.runtime.progress import PROGRESS, frames_of_other_threads
+from platform.train import replies
 from platform.train.calibration_rates import connect_groups, measure_collective_rates, measure_kernel_rates
 from platform.train.environment_proof import describe_environment
 from platform.train.gauges import read_flight_records
 from platform.train.measurements import CONNECTIONS, FULL, QUICK, TOGETHER, measure_worker
 from platform.train.rank_parameters import DTYPES
-from platform.train.replies import (
-    DUMP,
-    Findings,
-    PartName,
-    PartWritten,
-    Proof,
-    RankTimeline,
-    Rates,
-    Stand,
-    StepReport,
-    stand_path,
-    write_part,
-)
 from platform.train.step_profile import RankProfile
 from platform.train.trainer import Trainer
 
@@ -66,7 +54,7 @@ class Candidate:
         if mistakes := load_extensions(self.config.extend):
             raise ConfigError(mistakes)
 
-    def prove_environment(self, probe: str) -> Proof:
+    def prove_environment(self, probe: str) -> replies.Proof:
         """Return the proof of this worker's environment, for the driver to compare with its own before the worker gets
         a rank: hashes of the run's storage as this worker sees it, hashes and versions of its code, and settings that
         it cannot fulfil. `probe`: name of the file of random bytes that the driver has written to each storage."""
@@ -82,14 +70,14 @@ class Candidate:
         """Return this worker's clock, in seconds since the epoch, for the doctor to compare with the driver's."""
         return time.time()
 
-    def examine_device(self, thorough: bool) -> Findings:
+    def examine_device(self, thorough: bool) -> replies.Findings:
         """Measure this worker's device and storage for the doctor; `thorough`: at larger sizes, which take seconds."""
         self._select_device()
         return measure_worker(self.config, self.run_dir, self.device, FULL if thorough else QUICK)
 
     def examine_connection(
         self, check: str, index: int, size: int, name: str, store: tuple[str, int], thorough: bool
-    ) -> Findings:
+    ) -> replies.Findings:
         """Measure for the doctor the bandwidth between this worker and the others of its group, all of which call this
         together. `check`: the measurement, link (a pair) | node (all workers of a node); `index`: this worker's place
         among the `size` of its group; `name`: the group's name in `store`, the driver's TCPStore (host, port);
@@ -99,20 +87,20 @@ class Candidate:
             self.communicator = connect_process_groups(mesh, index, store, f"doctor/{name}", [(TOGETHER,)], device)
             return CONNECTIONS[check](self.communicator, FULL if thorough else QUICK)
         except Exception as error:
-            return Findings(errors={check: error_line(error)})
+            return replies.Findings(errors={check: error_line(error)})
 
     # In both: `rank` in a mesh of a `shape`, members of a group by groups, called `name` in `store`, the driver's
     # TCPStore (host, port); `tiny`: sizes that take a moment. `leave` must follow.
     def measure_kernels(
         self, rank: int, shape: tuple[int, int], name: str, store: tuple[str, int], tiny: bool
-    ) -> Rates:
+    ) -> replies.Rates:
         """Measure how fast this worker computes, while all others do, which call this together."""
         self.communicator = connect_groups(rank, shape, name, store, self._select_device())
         return measure_kernel_rates(self.communicator, self.config, tiny)
 
     def measure_collectives(
         self, rank: int, shape: tuple[int, int], name: str, store: tuple[str, int], tiny: bool
-    ) -> Rates:
+    ) -> replies.Rates:
         """Measure collectives and messages in this worker's group, while all groups do, which call this together."""
         self.communicator = connect_groups(rank, shape, name, store, self._select_device())
         return measure_collective_rates(self.communicator, tiny)
@@ -149,7 +137,7 @@ class Observed(Candidate):
             return error_line(error)
         return ""
 
-    def end_profile(self) -> PartWritten | None:
+    def end_profile(self) -> replies.PartWritten | None:
         """End the profile of the last training step, and write this rank's part of it; return what it holds, None if
         this rank was not profiled."""
         assert self.trainer
@@ -160,24 +148,24 @@ class Observed(Candidate):
             self._end_recording()
             try:
                 head, events = profile.export_part()
-                name = PartName(profile.step, self.generation, self.rank)
-                size = write_part(name.file_path(self.run_dir), head, events)
+                name = replies.PartName(profile.step, self.generation, self.rank)
+                size = replies.write_part(name.file_path(self.run_dir), head, events)
             except Exception as error:  # likewise
-                return PartWritten(0, 0, 0, error_line(error))
-        return PartWritten(head.events, head.cut, size)
+                return replies.PartWritten(0, 0, 0, error_line(error))
+        return replies.PartWritten(head.events, head.cut, size)
 
-    def _move_timeline(self, report: StepReport) -> None:
+    def _move_timeline(self, report: replies.StepReport) -> None:
         """Move the timeline in this rank's report on a training step into the step's profile, if there is one."""
         if self._profile:
             self._profile.timeline = report.timeline
             if not self.config.monitor.timeline:
-                report.timeline = RankTimeline()
+                report.timeline = replies.RankTimeline()
 
     def dump(self, name: str) -> None:
         """Write into the run directory's dump `name` where this worker stands: its sections, the collective that it
         waits for, the stacks of all its threads, and torch's records of its last collectives. Called by another thread
         while a call does not go on."""
-        progress, folder, now = PROGRESS.current_activity(), self.run_dir / DUMP / name, time.time()
+        progress, folder, now = PROGRESS.current_activity(), self.run_dir / replies.DUMP / name, time.time()
         folder.mkdir(0o700, parents=True, exist_ok=True)
         threads = ["\n".join([f"{thread}:", *frames, ""]) for thread, frames in frames_of_other_threads().items()]
         replace_text(folder / f"rank-{self.rank}.stacks.txt", redact_secrets("\n".join(threads)))
@@ -188,8 +176,8 @@ class Observed(Candidate):
         sections = trainer.clock.open_sections if trainer else [progress.section] * bool(progress.section)
         wait = progress.waiting, progress.seconds, progress.wait
         launched = {"+".join(of): n for of, n in [*communicator.launched.items()]} if communicator else {}
-        stand = Stand(now, *seat, progress.call, sections, *wait, launched, [*records])
-        replace_text(stand_path(folder, self.rank), json.dumps(redact_secrets(asdict(stand)), indent=1) + "\n")
+        stand = replies.Stand(now, *seat, progress.call, sections, *wait, launched, [*records])
+        replace_text(replies.stand_path(folder, self.rank), json.dumps(redact_secrets(asdict(stand)), indent=1) + "\n")
 
     def _end_recording(self) -> None:
         """End the profile under way, if any."""

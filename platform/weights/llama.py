@@ -87,8 +87,8 @@ _OF_LAYERS = {
 def llama_names(experts: Sequence[TensorRow] = (), fused: Sequence[TensorRow] = ()) -> dict[str, Any]:
     """Return what a family's table says of the names of Llama's tensors; `experts`: rows of a layer's experts and what
     else it has; `fused`: rows of the same in stacks."""
-    first = module_rows({"model.embed_tokens": "embedding"})
-    last = module_rows({"model.norm": "norm", "lm_head": "head"})
+    first = [*module_rows({"model.embed_tokens": "embedding"})]
+    last = [*module_rows({"model.norm": "norm", "lm_head": "head"})]
     forms = [[*first, *of_experts, *module_rows(_OF_LAYERS), *last] for of_experts in (experts, fused)]
     return {
         "rows": forms[0],

@@ -70,7 +70,8 @@ class SavedModel:
         `key`: the configuration key or argument that refusals name."""
         self.url, self._key = strip_url_secrets(source), key
         try:
-            self._folder, single_file = _open_model_folder(source)
+            in_file = source.rstrip("/").endswith(".safetensors")
+            self._folder, single_file = split_file_url(source) if in_file else (open_storage(source, "source"), "")
             self.place = source.rstrip("/").rpartition("/")[0] or "." if single_file else source
             file_sizes = self._folder.list_sizes("")
             self.config = self._read_config(file_sizes)
@@ -201,13 +202,6 @@ class SavedModel:
 def is_saved_model(url: str) -> bool:
     """Return True if a URL is a model that transformers saved, not checkpoints; raises OSError, ConfigError."""
     return url.rstrip("/").endswith(".safetensors") or CONFIG in open_storage(url, "source").list_sizes("")
-
-
-def _open_model_folder(source: str) -> tuple[Storage, str]:
-    """Open the folder of a model that transformers saved; return it, and the .safetensors file in `source`, or ""."""
-    if source.rstrip("/").endswith(".safetensors"):
-        return split_file_url(source)
-    return open_storage(source, "source"), ""
 
 
 def _cut_turned_matrix(

@@ -93,12 +93,13 @@ def list_stored_tensors(m: Model, family: Family, fused: bool = False) -> list[S
         if row.gated not in (None, gated) or not all(part in unmatched for part in ours):
             continue
         row_parameters = [unmatched.pop(part) for part in ours]
-        vector = _is_vector(name, row_parameters[0][0])
+        first = row_parameters[0][0]
+        vector = name.endswith("bias") or first.name.endswith(".gain") or len(first.dims) == 1
         if row.by_head:
             each = [tuple(_describe_one_matrix(*one, head) for one in row_parameters) for head in range(m.heads)]
             tensors.append(Stored(name, tuple(chain.from_iterable(each)), row.turned))
             continue
-        if not _is_per_expert(row_parameters[0][0]):
+        if not _is_per_expert(first):
             matrices = tuple(_describe_matrix(*one, vector) for one in row_parameters)
             tensors.append(Stored(name, matrices, row.turned, vector))
             continue
@@ -111,11 +112,6 @@ def list_stored_tensors(m: Model, family: Family, fused: bool = False) -> list[S
     if unmatched:
         raise ConfigError(f"names: {family.architecture} has no tensor for {', '.join(unmatched)}")
     return tensors
-
-
-def _is_vector(name: str, p: Parameter) -> bool:
-    """Return True if transformers stores the tensor `name`, our parameter `p`, as a vector: a bias, a norm's gain."""
-    return name.endswith("bias") or p.name.endswith(".gain") or len(p.dims) == 1
 
 
 def _is_per_expert(p: Parameter) -> bool:

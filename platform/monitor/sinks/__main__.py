@@ -117,13 +117,15 @@ def _follow_run(directory: Path, name: str) -> int:
     """Send a run's numbers to a service while its driver, which has started this process, lives; return the exit
     status. The driver's first line is JSON with the configuration, its last the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = _message_channel()
+    channel = os.dup(1)  # to the driver; what packages print on stdout is in the log
+    os.dup2(2, 1)
     driver = open(0, "rb", buffering=0, closefd=False)  # what comes after the first line is left to `select`
     start = json.loads(driver.readline())
     run = SinkRun(directory, start["config"], start["monitor"], start["driver"])
     with lock_service(directory, name):
         follower = Follower(name, run, SINKS[name].open)
-        _tell_driver(channel, follower.sink.where)
+        with suppress(OSError):  # the driver may have died
+            os.write(channel, (follower.sink.where + "\n").encode())
         if follower.sink.takes_steps:  # an alert's command has a minute, also where all processors are busy
             _lower_priority()
         last_line, ended = "", False
@@ -172,19 +174,6 @@ def _walk_process_tree(process: int) -> Iterator[tuple[int, list[int]]]:
         with suppress(OSError):
             for child in (task / "children").read_text().split():
                 yield from _walk_process_tree(int(child))
-
-
-def _message_channel() -> int:
-    """Return a descriptor by which this process speaks to the driver; what packages print on stdout is in the log."""
-    said = os.dup(1)
-    os.dup2(2, 1)
-    return said
-
-
-def _tell_driver(channel: int, line: str) -> None:
-    """Send the driver a line on this service for the run's user; nothing if the driver has died."""
-    with suppress(OSError):
-        os.write(channel, (line + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class MlflowSink(Sink):
     def __init__(self, run: SinkRun):
         """Start or continue the MLflow run, in the experiment that monitor.project names."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        from mlflow import MlflowClient
+        from mlflow import MlflowClient, get_tracking_uri
 
         self._of, self._client, monitor = run, MlflowClient(), run.monitor
         if "run" not in run.state:
@@ -61,8 +61,10 @@ class MlflowSink(Sink):
             self._log_configuration()
         self._run: str = run.state["run"]
         self._client.update_run(self._run, status="RUNNING")
-        self._database = _local_database()
-        self.where = f"run {self._run} of {monitor['project']} at {_mlflow_place()}"
+        place = get_tracking_uri()
+        scheme, _, path = place.partition(":///")
+        self._database = path if scheme == "sqlite" and "?" not in path else ""  # a file of this machine, if any
+        self.where = f"run {self._run} of {monitor['project']} at {strip_url_secrets(place)}"
 
     def _log_configuration(self) -> None:
         """Log the run's configuration as the parameters of the MLflow run, which cannot change any more."""
@@ -118,21 +120,6 @@ class MlflowSink(Sink):
         if journal.exists():
             self._client.log_artifact(self._run, str(journal))
         self._client.set_terminated(self._run, _STATUS.get(status, "FAILED") if status is not None else "FAILED")
-
-
-def _local_database() -> str:
-    """Return the file of this machine in which MLflow keeps its data, "" if it keeps them elsewhere."""
-    import mlflow
-
-    scheme, _, path = mlflow.get_tracking_uri().partition(":///")
-    return path if scheme == "sqlite" and "?" not in path else ""
-
-
-def _mlflow_place() -> str:
-    """Return where MLflow keeps its data, without secrets."""
-    import mlflow
-
-    return strip_url_secrets(mlflow.get_tracking_uri())
 
 
 @cache

@@ -235,14 +235,9 @@ def judge_waiting(evidence: Evidence) -> Verdict | None:
     line = f"waits for workers, {waiting.alive} of which are there: {waiting.reason}{failure}"
     lost = evidence.last_event(events.NotStarted)
     details = [f"worker {lost.number} did not start: {lost.cause}"] if lost else []
-    details += [f"gets no seat: {line}" for line in _list_seat_refusals(evidence)]
+    refusals = (e.reasons for e in evidence.last_driver_events if isinstance(e, events.Barred | events.Examined))
+    details += [f"gets no seat: {reason}" for reason in dict.fromkeys(r for reasons in refusals for r in reasons)]
     return Verdict("places", line, step=evidence.last_step, since=waiting.time, details=details)
-
-
-def _list_seat_refusals(evidence: Evidence) -> list[str]:
-    """Return why workers of the run's last driver get no seat, a line each."""
-    reason_lists = [e.reasons for e in evidence.last_driver_events if isinstance(e, events.Barred | events.Examined)]
-    return list(dict.fromkeys(line for lines in reason_lists for line in lines))
 
 
 def judge_recovery(evidence: Evidence) -> Verdict | None:
