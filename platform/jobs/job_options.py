@@ -13,9 +13,17 @@ from platform.config.key import WORKERS, describe_type, key, parse_job_limit
 
 PREFIX = "job."
 _NAMED = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
-# Bounds of options that several have.
+# Bounds of options.
 _PAIRS: Any = {"pattern": r"[^\s=]+=[^\s=]*", "constraint": "must be KEY=VALUE"}
 _TAINTS: Any = {"pattern": r"[^\s=]+(=[^\s=]*)?", "constraint": "must be KEY or KEY=VALUE"}
+_CLAIM: Any = {"pattern": rf"({_NAMED})?", "constraint": "must be the name of a PersistentVolumeClaim"}
+_SIZE: Any = {"pattern": r"([1-9]\d*[GTP]i)?", "constraint": "must be a size, such as 50Ti"}
+_LABEL: Any = {"pattern": r"([\w.-]+/)?[\w.-]+|", "constraint": "must be the key of a label"}
+_SECRET: Any = {"pattern": _NAMED, "constraint": "must be the name of a Secret"}
+_ACCOUNT: Any = {"pattern": rf"({_NAMED})?", "constraint": "must be the name of a ServiceAccount"}
+_OF_SECRETS: Any = {"pattern": r"[A-Za-z_]\w*=[a-z0-9][-a-z0-9.]*/[-\w.]+", "constraint": "must be NAME=SECRET/KEY"}
+_OF_FILES: Any = {"pattern": r"[A-Za-z_]\w*=~?/[^\s\"$`\\]+", "constraint": "must be NAME=/FILE or NAME=~/FILE"}
+_INTERFACE: Any = {"pattern": r"[^\s/]{0,15}", "constraint": "is no name"}
 Options = TypeVar("Options", bound="JobOptions")
 
 
@@ -47,18 +55,10 @@ class KubernetesOptions(JobOptions):
         ("ray", "torchrun"),
     )
     image: str = key("", "image of all containers; must be given")
-    claim: str = key(
-        "",
-        "ReadWriteMany claim that all pods mount; must be given",
-        pattern=r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?)?",
-        constraint="must be the name of a PersistentVolumeClaim",
-    )
+    claim: str = key("", "ReadWriteMany claim that all pods mount; must be given", **_CLAIM)
     mount: str = key("/shared", "where the claim is mounted", pattern=r"(/[\w.-]+)+", constraint="must be /PATH")
     storage: str = key(
-        "",
-        'write the claim too, of this size, to claim-NAME.yaml beside --output; "" = it is there',
-        pattern=r"([1-9]\d*[GTP]i)?",
-        constraint="must be a size, such as 50Ti",
+        "", 'write the claim too, of this size, to claim-NAME.yaml beside --output; "" = it is there', **_SIZE
     )
     storage_class: str = key("", 'storage class of a claim that is made; "" = the cluster\'s default')
     user: int = key(1000, "user and group id of all processes, and group of the claim's files", ">= 1", most=2**31 - 1)
@@ -68,19 +68,11 @@ class KubernetesOptions(JobOptions):
     select: list[str] = key([], "labels of the workers' nodes, KEY=VALUE", **_PAIRS)
     head_select: list[str] = key([], "labels of the head's node, KEY=VALUE; not a spot node's", **_PAIRS)
     topology: str = key(
-        "",
-        'label of nodes, such as a rack\'s, of which workers prefer to have one value; "" = none',
-        pattern=r"([\w.-]+/)?[\w.-]+|",
-        constraint="must be the key of a label",
+        "", 'label of nodes, such as a rack\'s, of which workers prefer to have one value; "" = none', **_LABEL
     )
-    pull_secrets: list[str] = key(
-        [], "Secrets by which the image is pulled", pattern=_NAMED, constraint="must be the name of a Secret"
-    )
+    pull_secrets: list[str] = key([], "Secrets by which the image is pulled", **_SECRET)
     service_account: str = key(
-        "",
-        'service account of all pods; "" = the default one, and KubeRay\'s own for the autoscaler',
-        pattern=rf"({_NAMED})?",
-        constraint="must be the name of a ServiceAccount",
+        "", 'service account of all pods; "" = the default one, and KubeRay\'s own for the autoscaler', **_ACCOUNT
     )
     owner: str = key(
         "",
@@ -88,12 +80,7 @@ class KubernetesOptions(JobOptions):
         pattern=r"[0-9a-f-]{0,36}",
         constraint="must be what kubectl get rayjob (or job) NAME -o jsonpath={.metadata.uid} says",
     )
-    secrets: list[str] = key(
-        [],
-        "environment variables from Secrets, NAME=SECRET/KEY",
-        pattern=r"[A-Za-z_]\w*=[a-z0-9][-a-z0-9.]*/[-\w.]+",
-        constraint="must be NAME=SECRET/KEY",
-    )
+    secrets: list[str] = key([], "environment variables from Secrets, NAME=SECRET/KEY", **_OF_SECRETS)
     tolerate: list[str] = key([], "taints of the workers' nodes beside nvidia.com/gpu, KEY or KEY=VALUE", **_TAINTS)
     head_tolerate: list[str] = key([], "taints of the head's node, KEY or KEY=VALUE", **_TAINTS)
 
@@ -114,18 +101,10 @@ class SlurmOptions(JobOptions):
     image: str = key("", "image of the containers: a .sqsh file or URL for pyxis, a .sif file for apptainer")
     mounts: list[str] = key([], "paths that containers see, beside the working directory: PATH or PATH:PATH")
     interface: str = key(
-        "",
-        'network interface of Ray, NCCL and gloo; "" = the one that leads to the other nodes',
-        pattern=r"[^\s/]{0,15}",
-        constraint="is no name",
+        "", 'network interface of Ray, NCCL and gloo; "" = the one that leads to the other nodes', **_INTERFACE
     )
     ip: int = key(4, "version of IP", (4, 6))
-    secrets: list[str] = key(
-        [],
-        "environment variables from files that only you can read, NAME=FILE",
-        pattern=r"[A-Za-z_]\w*=~?/[^\s\"$`\\]+",
-        constraint="must be NAME=/FILE or NAME=~/FILE",
-    )
+    secrets: list[str] = key([], "environment variables from files that only you can read, NAME=FILE", **_OF_FILES)
     options: list[str] = key(
         [], "further options of sbatch, such as --qos=long", pattern=r"--\S+", constraint="must be --OPTION"
     )

@@ -91,8 +91,7 @@ def _template_values(run: PlannedRun) -> dict[str, str | None]:
     does not have."""
     o, size, gpu = run.options, run.size, run.size.device == "cuda"
     grace = max(120, size.margin + 60)
-    seconds = parse_job_limit(o.time) if o.time else None
-    waiting = parse_job_limit(o.wait) if o.wait else None
+    seconds, waiting = (parse_job_limit(text) if text else None for text in (o.time, o.wait))
     job_values: dict[str, Any] = {
         "run_dir": _find_run_dir(run),
         "deadline": None if seconds is None or waiting is None else seconds + waiting + grace,

@@ -208,9 +208,8 @@ def _list_needed_keys(config: Config, options: JobOptions, typed_keys: Mapping[s
     needed = {"data.path": path, "checkpoint.url": config.checkpoint.url}
     if config.parallel.data == -1 or config.plan.search:
         needed["job.nodes"] = str(options.nodes or "")
-    for name in ("image", "claim"):
-        if hasattr(options, "claim"):
-            needed[f"job.{name}"] = getattr(options, name)
+    if hasattr(options, "claim"):
+        needed |= {f"job.{name}": getattr(options, name) for name in ("image", "claim")}
     return needed
 
 

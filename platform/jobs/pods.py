@@ -22,7 +22,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import gethostname
-from time import monotonic
 from typing import IO, Annotated, TypeVar
 
 from platform.boundary import documents, schema
@@ -106,7 +105,7 @@ class Board:
         """Return the newest heartbeat of the job's pod number `index`; None if the pod counts as gone, as it has
         written no heartbeat, or none that is new for _SILENCE seconds. A heartbeat from before the first look may be a
         dead pod's."""
-        heartbeat, now = self._read_file(Heartbeat, f"pod-{index}.json"), monotonic()
+        heartbeat, now = self._read_file(Heartbeat, f"pod-{index}.json"), time.monotonic()
         last_heartbeat, since = self._heard.get(index, (heartbeat, -_SILENCE))
         if heartbeat is None:
             return last_heartbeat if last_heartbeat and now < since + _SILENCE else None

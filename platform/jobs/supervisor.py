@@ -287,11 +287,8 @@ class Supervisor:
 
     def _report_spent_retries(self, used: int) -> int:
         """Print that all of the job's retries are spent; return the job's exit status."""
-        print_line(
-            f"supervisor: {used} retries are spent, and {self._o.retries} are allowed: the job ends; the same"
-            " job goes on once more when it is submitted again",
-            sys.stderr,
-        )
+        most, more = self._o.retries, "the same job goes on once more when it is submitted again"
+        print_line(f"supervisor: {used} retries are spent, and {most} are allowed: the job ends; {more}", sys.stderr)
         return FAILED
 
 

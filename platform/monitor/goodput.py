@@ -144,7 +144,7 @@ class Account:
                 self._failed.append(event.time)
                 who = f"rank {event.rank}" if event.rank is not None else f"worker {event.number}"
                 what = f"{event.kind} in {event.method}: {printable_line(events.last_line(event.cause))}"
-                self._enter_failure(FailureCost(event.time, event.step, who + _format_host(event.node), what))
+                self._enter_failure(FailureCost(event.time, event.step, who + _name_host(event.node), what))
             case events.Reforming():
                 self.transitions += 1
                 self._begin_period("reshape", event.time)
@@ -238,11 +238,8 @@ def compute_goodput(journal: Iterable[JournalEvent]) -> Goodput:
 def cost_line(cost: Goodput) -> str:
     """Format what failures cost a run as one line for people: failures of workers survived, restarts of the driver,
     steps lost, recovery times, goodput."""
-    recovery = ""
-    if cost.recoveries:
-        recovery = f"; to the first new step {median(cost.recoveries):.2f} s median, {max(cost.recoveries):.2f} s"
-        recovery += " longest"
-    survived = len(cost.recoveries)
+    times, survived = cost.recoveries, len(cost.recoveries)
+    recovery = f"; to the first new step {median(times):.2f} s median, {max(times):.2f} s longest" if times else ""
     of = f"{survived} of " if survived < cost.failures else ""
     failures = f"{of}{format_count(cost.failures, 'failure')} survived"
     lost = f"{format_count(cost.steps_lost, 'step')} lost"
@@ -256,7 +253,7 @@ def _format_mesh(mesh: dict[str, int]) -> str:
     return " x ".join(f"{axis} {n}" for axis, n in mesh.items() if n > 1) or "1"
 
 
-def _format_host(node: str) -> str:
+def _name_host(node: str) -> str:
     """Return " on HOST" for the story of a run, of a node in its journal, without Ray's own id; "" for none."""
     return f" on {host}" if (host := node.partition("/")[0]) else ""
 
@@ -271,9 +268,7 @@ def _fault(text: str) -> str:
 LINES: dict[type[JournalEvent], Callable[[Any], str]] = {
     events.TookOver: lambda e: f"takes over from a driver that died after step {e.step}",
     events.Injected: lambda e: f"injected fault in step {e.step}: {', '.join(map(_fault, e.faults))}",
-    events.Failure: lambda e: (
-        f"rank {e.rank}{_format_host(e.node)} {e.kind} in {e.method}: {events.last_line(e.cause)}"
-    ),
+    events.Failure: lambda e: f"rank {e.rank}{_name_host(e.node)} {e.kind} in {e.method}: {events.last_line(e.cause)}",
     events.Reforming: lambda e: e.reason,
     events.Released: lambda e: (
         "" if e.alive is None else f"released {format_count(e.alive, 'worker')} in {e.seconds:.2f} s"
@@ -291,7 +286,7 @@ LINES: dict[type[JournalEvent], Callable[[Any], str]] = {
     ),
     events.FirstStep: lambda e: f"step {e.step} is done",
     events.Hiring: lambda e: f"{format_count(e.count, 'new worker')} starting",
-    events.Slow: lambda e: f"rank {e.rank}{_format_host(e.node)} is slow: {e.ratio:.1f} times its stage's median",
+    events.Slow: lambda e: f"rank {e.rank}{_name_host(e.node)} is slow: {e.ratio:.1f} times its stage's median",
     events.Notice: lambda e: f"{format_count(len(e.numbers), 'worker')} will be taken away",
     events.Spike: lambda e: f"step {e.step} has {e.number_text}: {e.policy}",
     events.Drained: lambda e: f"stopped by {e.signal} after step {e.step}",

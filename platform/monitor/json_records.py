@@ -57,9 +57,7 @@ def read_lines(path: Path | str, read: Callable[[dict[str, Any]], T]) -> Iterato
     """Yield what `read` makes of the JSON object on every whole line of a journal or metrics file, in order; the file
     may be in use. Raises Malformed, naming the line, where `read` does or a line is no JSON object; OSError."""
     with io.BufferedReader(documents.open_regular_file(path)) as file:
-        number = 0
-        while line := file.readline(LARGEST + 2):
-            number += 1
+        for number, line in enumerate(iter(lambda: file.readline(LARGEST + 2), b""), 1):
             if line.endswith(b"\n"):
                 yield _parse_line(line, read, f"line {number}")
             elif len(line) > LARGEST:

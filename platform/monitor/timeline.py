@@ -59,9 +59,7 @@ class Timeline:
     of steps, ascending by their number of microbatches; `rows`: per stage, the actions of each, lowered; `names`,
     `stages`: name and stage of each rank; `forecast`: the forecast of a full step, None until there is one."""
 
-    def __init__(
-        self, schedules: Sequence[Schedule], rows: Sequence[Rows], names: Sequence[str], stages: Sequence[int]
-    ):
+    def __init__(self, schedules: Sequence[Schedule], rows: Sequence[Rows], names: list[str], stages: Sequence[int]):
         """Prepare the timeline of a run's steps by pipeline `schedules`, for ranks of these `names` and `stages`."""
         self._schedules, self._names, self._stages = schedules, names, stages
         self._actions = [{str(a): a for row in of_stage for a in row} for of_stage in rows]  # per stage: by name

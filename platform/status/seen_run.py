@@ -119,11 +119,8 @@ def open_run_directory(place: str) -> Iterator[Path]:
 
 def list_newest_runs() -> list[str]:
     """Return the run directories in `runs/` of the working directory, the one that was written last first."""
-    runs = []
-    for folder in Path(RUNS).glob("*"):
-        if when := last_write_time(folder):
-            runs.append((when, str(folder)))
-    return [name for _, name in sorted(runs, reverse=True)]
+    dated = [(last_write_time(folder), str(folder)) for folder in Path(RUNS).glob("*")]
+    return [name for written, name in sorted(dated, reverse=True) if written]
 
 
 def _read_or_note(torn: list[str], name: str, read: Any, otherwise: Any) -> Any:

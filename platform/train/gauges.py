@@ -65,9 +65,7 @@ class Gauges:
 
     def take_means(self) -> dict[str, float]:
         """Return the means of this worker's readings since the last call, by gauge; the same again if it has none."""
-        readings: list[Mapping[str, float]] = []
-        while self._readings:
-            readings.append(self._readings.popleft())
+        readings = [self._readings.popleft() for _ in range(len(self._readings))]
         if names := dict.fromkeys(name for reading in readings for name in reading):
             self._newest = {name: fmean(reading[name] for reading in readings if name in reading) for name in names}
         return self._newest
@@ -151,10 +149,9 @@ class Processors:
             (then, before), self._before = self._before, (time.monotonic(), [int(text) for text in texts])
             now, energy = self._before
             if before and now > then:
-                spent = (
-                    e - b if e >= b else e - b + int(most)  # the counter began anew
-                    for e, b, (_, most) in zip(energy, before, self._counters, strict=True)
-                )
+                # a counter that has fallen began anew
+                pairs = zip(energy, before, self._counters, strict=True)
+                spent = (e - b if e >= b else e - b + int(most) for e, b, (_, most) in pairs)
                 reading["power"] = sum(spent) / 1e6 / (now - then)
         return reading
 
@@ -166,21 +163,14 @@ def _read_text(path: Path) -> str:
     return ""
 
 
-_OF_GPU = (
-    "driver_version",
-    "ecc.errors.uncorrected.volatile.total",
-    "clocks_event_reasons.hw_slowdown",
-    "pcie.link.width.current",
-    "pcie.link.width.max",
-    "gpu_recovery_action",
+_GPU = (
+    *("driver_version", "ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.hw_slowdown"),
+    *("pcie.link.width.current", "pcie.link.width.max", "gpu_recovery_action"),
 )
-_OLDER = tuple(name.replace("clocks_event_reasons", "clocks_throttle_reasons") for name in _OF_GPU[:-1])
+_OLDER = tuple(name.replace("clocks_event_reasons", "clocks_throttle_reasons") for name in _GPU[:-1])
 # Query -> the fields that are asked for, of which the first is tried first: drivers before 565 know no recovery action,
 # those before 535 slowdowns by another name; where one name is unknown, `nvidia-smi` says nothing at all.
-FIELDS = {
-    "gpu": (_OF_GPU, _OF_GPU[:-1], _OLDER),
-    "remapped-rows": (("remapped_rows.pending", "remapped_rows.failure"),),
-}
+FIELDS = {"gpu": (_GPU, _GPU[:-1], _OLDER), "remapped-rows": (("remapped_rows.pending", "remapped_rows.failure"),)}
 _SECONDS = 10.0  # for nvidia-smi to answer all of it; without it nothing is known, which is not bad
 
 

@@ -213,8 +213,7 @@ class RankPass:
         chunk_plan, communicator = self._parts[chunk.number], self._communicator
         read = {(i, j): {n: t[i:j] for n, t in rows.items()} for i, j in stretches(chunk_plan, communicator)}
         inputs = place_inputs(chunk_plan, communicator, read)
-        residency = self._body.residency
-        if residency:
+        if residency := self._body.residency:
             residency.begin_pass(chunk.number)
         outputs = self._model.part(self._body, inputs, {**self._planned.missing, **flow}, chunk.units)
         if chunk.number == self._last:
@@ -360,8 +359,7 @@ class Generator:
         shape = PassShape(tokens.shape[1], batch.rows, cache.capacity, asked, reads, shared)
         if any((s.batch, s.capacity) != (shape.batch, shape.capacity) or n != source for s, n in self._passes):
             self._passes.clear()
-        run = self._passes.get((shape, source))
-        if run is None:
+        if (run := self._passes.get((shape, source))) is None:
             model = self._models.setdefault(source, build_answering_model(self._config, source))
             run = RankPass(self._plan, self._communicator, self._weights, model, shape)
             self._passes[shape, source] = run

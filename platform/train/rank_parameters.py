@@ -79,9 +79,7 @@ class Weights:
         self._reducing: deque[FlatBucket] = deque()
         self._early = overlap
         self._left: set[int] = set()  # chunks whose last backward pass of the step has not begun
-        self._users = [
-            {c.number for c in plan.chunks if c.parameter_names & flat.compute.keys()} for flat in self.buckets
-        ]
+        self._users = [{c.number for c in plan.chunks if c.parameter_names & f.compute.keys()} for f in self.buckets]
 
     def _build_residency(self, communicator: Communicator) -> Residency:
         """Construct the Residency that gathers this rank's ZeRO shards for each span of the stage's model chunks, in

@@ -15,15 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from platform.checkpoint import memory_recovery as recovery
 from platform.checkpoint.blocks import Block, Box, Chain, HeldTensor, Share, state_name
-from platform.checkpoint.memory_recovery import (
-    Keepers,
-    assign_handovers,
-    find_surviving_chains,
-    is_recoverable,
-    list_unrecoverable_tensors,
-    map_keepers,
-)
 from platform.checkpoint.snapshots import Copy, MemoryMap, Snapshot
 from platform.config.fields import Config, SentConfig
 from platform.optimizer.optimizers import AVERAGE, SIDES
@@ -102,15 +95,15 @@ class Source:
         if self.gathered:
             chains, copies = self.plan_gathering(held)
             readers = {self.gathered.index(old): (new,) for old, new in self.new_rank_by_old.items()}
-        return find_surviving_chains(chains, copies, readers)
+        return recovery.find_surviving_chains(chains, copies, readers)
 
     def plan_gathering(self, held: MemoryMap) -> tuple[list[Chain], list[Copy]]:
         """Return how survivors of a failure pass parts of the state on before the mesh re-forms: the chains of blocks
         that they can read, by their index among the `gathered` ranks; and the copies that survivors without a new rank
         send to others."""
         readers = held.map_readers({old: i for i, old in enumerate(self.gathered)}, self.distrusted)
-        survived, seated = find_surviving_chains(held.chains, held.copies, readers), set(self.kept)
-        return survived, assign_handovers(survived, [old in seated for old in self.gathered])
+        survived, seated = recovery.find_surviving_chains(held.chains, held.copies, readers), set(self.kept)
+        return survived, recovery.assign_handovers(survived, [old in seated for old in self.gathered])
 
 
 def find_source(
@@ -135,9 +128,9 @@ def find_source(
         damaged_ranks = [rank for rank, member in enumerate(old.seats) if (generation, member) in distrusted]
         survivors = [rank for rank, member in enumerate(old.seats) if member in alive and rank not in damaged_ranks]
         held = old.build_memory_map(plans.get(generation))
-        part_keepers = map_keepers(held, damaged_ranks)
-        if not is_recoverable(part_keepers, {held.memories[rank] for rank in survivors}):
-            missing = list_unrecoverable_tensors(held, survivors, damaged_ranks)
+        part_keepers = recovery.map_keepers(held, damaged_ranks)
+        if not recovery.is_recoverable(part_keepers, {held.memories[rank] for rank in survivors}):
+            missing = recovery.list_unrecoverable_tensors(held, survivors, damaged_ranks)
             more_missing = f" and {len(missing) - 1} more" if missing[1:] else ""
             reasons.append(f"step {step} of generation {generation}: not all is left of {missing[0]}{more_missing}")
             continue
@@ -158,16 +151,16 @@ def take_seats(source: Source, seats: Sequence[int]) -> Source | None:
     return replace(source, kept=kept_ranks, gathered=source.survivors, seats=list(seats)) if kept_ranks else None
 
 
-def _choose_ranks(part_keepers: Keepers, alive: Sequence[int], memories: Sequence[object], size: int) -> list[int]:
+def _choose_ranks(keepers: recovery.Keepers, alive: Sequence[int], memories: Sequence[object], size: int) -> list[int]:
     """Choose a few of the surviving ranks `alive` whose in-memory snapshots together are the whole training state: at
-    most `size`, the number of the new mesh's ranks, or more if a greedy search finds no fewer. `part_keepers`: a result
-    of `keepers` for that state; `memories`: the memory in which every rank's snapshots are, perhaps shared with
+    most `size`, the number of the new mesh's ranks, or more if a greedy search finds no fewer. `keepers`: a result
+    of `map_keepers` for that state; `memories`: the memory in which every rank's snapshots are, perhaps shared with
     others."""
     chosen, ranks_by_memory = set(alive), Counter(memories[rank] for rank in alive)
     for rank in reversed(alive):
         memory = memories[rank]
         shares = ranks_by_memory[memory] > 1
-        if len(chosen) > size and (shares or is_recoverable(part_keepers, ranks_by_memory.keys() - {memory})):
+        if len(chosen) > size and (shares or recovery.is_recoverable(keepers, ranks_by_memory.keys() - {memory})):
             chosen.remove(rank)
             ranks_by_memory -= Counter([memory])
     return sorted(chosen)

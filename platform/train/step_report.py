@@ -38,12 +38,7 @@ class Combiner:
     their groups span."""
 
     def __init__(
-        self,
-        plan: Plan,
-        communicator: Communicator,
-        slow: float,
-        layers: int = 0,
-        reach: Mapping[str, str] = {},  # noqa: B006
+        self, plan: Plan, communicator: Communicator, slow: float, layers: int = 0, reach: Mapping[str, str] = {}
     ):
         """Prepare to combine ranks' step reports. `slow`: ratio that makes a rank slow; `layers`: monitor.layers;
         `reach`: axes -> tier."""

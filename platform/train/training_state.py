@@ -233,12 +233,9 @@ def attempt_fill(fill: Callable[[], None]) -> Unrestored | None:
     refused or cannot be read. The state is then undefined."""
     try:
         fill()
-    except Corrupt as error:
-        return Unrestored("corrupt", str(error))
-    except Refused as error:
-        return Unrestored("refused", str(error))
-    except OSError as error:
-        return Unrestored("failed", str(error))
+    except (Refused, OSError) as error:
+        fault = "corrupt" if isinstance(error, Corrupt) else "refused" if isinstance(error, Refused) else "failed"
+        return Unrestored(fault, str(error))
     return None
 
 
@@ -257,8 +254,7 @@ def _read_numbers(values: Mapping[str, Any], names: Iterable[str]) -> Mapping[st
     before the first update. Raises Refused if one of `names` is missing or no number."""
     stored_numbers = values.get("optimizer")
     kind = Annotated[dict[str, float], OpenMap((), tuple(names) if stored_numbers else ())]
-    numbers: dict[str, float] = _read_value(kind, stored_numbers, "optimizer")
-    return numbers
+    return _read_value(kind, stored_numbers, "optimizer")
 
 
 def _read_value(kind: Any, value: Any, name: str) -> Any:

@@ -110,8 +110,7 @@ class Worker(Observed):
             raise ValueError(f"this worker plans {own_digest}, and the driver {plan}: they run different code")
         if self.plan.mesh.world_size != world_size:
             raise ValueError(f"the plan is for {self.plan.mesh.world_size} workers, the world has {world_size}")
-        mesh = self.plan.mesh
-        device = self._select_device()
+        mesh, device = self.plan.mesh, self._select_device()
         if world_size == 1:
             self.communicator = SingleRank(mesh, device)
         else:

@@ -332,7 +332,8 @@ class TensorRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """Family of models: `architecture` is the class that has all tensors, others that may be `read` have more or fewer.
+    """Family of models: `architecture` is the class that has all tensors; `read`: the classes that may be read, where
+    others have more or fewer.
 
     `fixed`: our model keys that are alike in the whole family; what neither they nor `rules`, for the keys of
     config.json, say is at its default. `rows`: rows of tensors; `prefix`: optional beginning of names, missing as where
@@ -342,7 +343,6 @@ class Family:
 
     name: str
     architecture: str
-    read: Sequence[str]
     fixed: Mapping[str, Any]
     rules: Sequence[Rule]
     rows: Sequence[TensorRow]
@@ -350,6 +350,7 @@ class Family:
     same: Mapping[str, str] = field(default_factory=dict)
     buffers: Sequence[str] = ()
     fused: Sequence[TensorRow] = ()
+    read: Sequence[str] = ()
 
 
 def module_rows(names: Mapping[str, str], turned: bool = False) -> Iterator[TensorRow]:

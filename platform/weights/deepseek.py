@@ -47,7 +47,7 @@ def _write_widths(m: Model) -> dict[str, Any]:
     return {**widths, "qk_head_dim": sizes["d_kv"], "head_dim": m.d_rope}
 
 
-def _read_first_dense_layers(config_json: ConfigJson) -> dict[str, Any]:
+def _read_dense_layers(config_json: ConfigJson) -> dict[str, Any]:
     """Return our model key for the layers without experts, the first ones of a config.json. Raises Inexpressible."""
     count = read_value(config_json, "first_k_dense_replace", NEEDED, (int,))
     if not 0 <= count <= MOST_LAYERS:
@@ -140,15 +140,13 @@ _NAMES: dict[str, Any] = {
 }
 
 
-def _build_shared_rules(
-    of_llama: Sequence[Rule], experts: tuple[int, int, int], scale: float, first: int
-) -> list[Rule]:
+def _build_shared_rules(llama: Sequence[Rule], experts: tuple[int, int, int], scale: float, first: int) -> list[Rule]:
     """Return the rules for a config.json that DeepSeek-V2 and V3 share, with the defaults in which they differ: those
-    `of_llama`; of `experts` their number, width and the number of shared ones; the `scale` of their weights; the number
+    of `llama`; of `experts` their number, width and the number of shared ones; the `scale` of their weights; the number
     of the `first` layers that have none."""
-    number, width, shared = experts
+    key, (number, width, shared) = "first_k_dense_replace", experts
     return [
-        *(rule for rule in of_llama if not isinstance(rule, Rotary)),
+        *(rule for rule in llama if not isinstance(rule, Rotary)),
         Translated(_POSITIONS.theirs, _read_positions, _write_positions),
         Translated(" ".join((*_WIDTHS, "qk_head_dim", "head_dim")), _read_widths, _write_widths),
         Renamed("kv_lora_rank", "kv_latent", 512),
@@ -157,11 +155,7 @@ def _build_shared_rules(
         Renamed("moe_intermediate_size", "expert_d_ff", width),
         Renamed("n_shared_experts", "shared_experts", shared),
         Renamed("routed_scaling_factor", "router_scale", scale),
-        Translated(
-            "first_k_dense_replace",
-            lambda found: _read_first_dense_layers({"first_k_dense_replace": first, **found}),
-            lambda m: {"first_k_dense_replace": len(m.dense_layers)},
-        ),
+        Translated(key, lambda json: _read_dense_layers({key: first, **json}), lambda m: {key: len(m.dense_layers)}),
         Only("attention_bias", (False,)),
         Only("moe_layer_freq", (1,), written=False),
     ]
@@ -192,7 +186,6 @@ _IGNORED = "auto_map aux_loss_alpha ep_size seq_aux router_aux_loss_coef"
 DEEPSEEK_V2 = Family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
-    ["DeepseekV2ForCausalLM"],
     {**_FIXED, "router": "softmax", "router_normalised": False, "rope_pairs": "neighbours"},
     [
         *_build_shared_rules(llama_rules(102400, 11008, 2048, None), (64, 1407, 2), 1.0, 0),
@@ -206,15 +199,13 @@ DEEPSEEK_V2 = Family(
     **_NAMES,
 )
 
+_V3_LLAMA = llama_rules(129280, 18432, 4096, None, d_model=7168, layers=61, heads=128)
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
-    ["DeepseekV3ForCausalLM"],
     {**_FIXED, "router": "sigmoid", "router_bias": True, "router_group_best": 2},
     [
-        *_build_shared_rules(
-            llama_rules(129280, 18432, 4096, None, d_model=7168, layers=61, heads=128), (256, 2048, 1), 2.5, 3
-        ),
+        *_build_shared_rules(_V3_LLAMA, (256, 2048, 1), 2.5, 3),
         Renamed("num_experts_per_tok", "experts_per_token", 8),
         Renamed("n_group", "router_groups", 8),
         Renamed("topk_group", "router_groups_kept", 4),

@@ -125,7 +125,6 @@ def _t5_rows(stack: str, sublayers: Sequence[str]) -> list[TensorRow]:
 T5 = Family(
     "t5",
     "T5ForConditionalGeneration",
-    ["T5ForConditionalGeneration"],
     {"kind": "encoder_decoder", "norm": "rmsnorm", "positions": "relative", "bias": False, "attention_scale": 1.0},
     [
         Renamed("vocab_size", "vocab", 32128),
@@ -162,7 +161,6 @@ T5 = Family(
 BERT = Family(
     "bert",
     "BertForMaskedLM",
-    ["BertForMaskedLM", "BertForPreTraining"],
     {"kind": "encoder", "norm": "layernorm", "post_norm": True, "embedding_norm": True, "positions": "learned",
      "bias": True, "head_transform": True, "head_bias": True, "tied": True},
     [
@@ -210,13 +208,13 @@ BERT = Family(
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
     ("bert.embeddings.position_ids",),
+    read=("BertForMaskedLM", "BertForPreTraining"),
 )  # fmt: skip
 
 
 GPT2 = Family(
     "gpt2",
     "GPT2LMHeadModel",
-    ["GPT2LMHeadModel"],
     {"kind": "decoder", "norm": "layernorm", "positions": "learned", "bias": True},
     [
         Renamed("vocab_size", "vocab", 50257),

@@ -106,9 +106,7 @@ def _choose_config(model: Model, family: str, source: ConfigJson | None, ids: Co
         return dict(source)
     chosen = choose_family(model, family)
     config = tensor_names.build_config_json(model, chosen)
-    free = dict(ids)
-    if source is not None:
-        free = {key: value for key, value in source.items() if _is_free(chosen, key)}
+    free = ids if source is None else {key: value for key, value in source.items() if _is_free(chosen, key)}
     return {**config, **{key: value for key, value in free.items() if key in config or key.endswith("_token_id")}}
 
 

@@ -126,7 +126,6 @@ HEAD_DIM = Renamed("head_dim", "d_kv", None, null=0)
 LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
-    ["LlamaForCausalLM"],
     LLAMA_FIXED,
     [
         *llama_rules(32000, 11008, 2048, None),
@@ -140,7 +139,6 @@ LLAMA = Family(
 MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
-    ["MistralForCausalLM"],
     LLAMA_FIXED,
     [
         *llama_rules(32000, 14336, 4096 * 32, 8),
@@ -153,19 +151,12 @@ MISTRAL = Family(
 
 _QWEN_FREE = Free("use_mrope", {"initializer_range": 0.02, **special_token_defaults(None, None)})
 
-QWEN2 = Family(
-    "qwen2",
-    "Qwen2ForCausalLM",
-    ["Qwen2ForCausalLM"],
-    {**LLAMA_FIXED, "attention_bias": "qkv"},
-    [*llama_rules(151936, 22016, 32768, 32), LayerWindows(), _QWEN_FREE],
-    **llama_names(),
-)
+_QWEN2_RULES = [*llama_rules(151936, 22016, 32768, 32), LayerWindows(), _QWEN_FREE]
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", {**LLAMA_FIXED, "attention_bias": "qkv"}, _QWEN2_RULES, **llama_names())
 
 QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
-    ["Qwen3ForCausalLM"],
     {**LLAMA_FIXED, "query_key_norm": True},
     [
         *llama_rules(151936, 22016, 32768, 32),
@@ -225,7 +216,6 @@ _DROPLESS = {**LLAMA_FIXED, "capacity_factor": 0.0}
 MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
-    ["MixtralForCausalLM"],
     _DROPLESS,
     [
         *llama_rules(32000, 14336, 4096 * 32, 8, eps=1e-5, width="expert_d_ff"),
@@ -242,7 +232,6 @@ MIXTRAL = Family(
 QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
-    ["Qwen3MoeForCausalLM"],
     {**_DROPLESS, "query_key_norm": True},
     [
         *llama_rules(151936, 6144, 32768, 4, d_model=2048, layers=24),
@@ -263,7 +252,6 @@ QWEN3_MOE = Family(
 OLMOE = Family(
     "olmoe",
     "OlmoeForCausalLM",
-    ["OlmoeForCausalLM"],
     {**_DROPLESS, "query_key_norm": True, "query_key_norm_over": "heads"},
     [
         *llama_rules(50304, 2048, 4096, None, d_model=2048, layers=16, heads=16, eps=1e-5, width="expert_d_ff"),
@@ -278,29 +266,22 @@ OLMOE = Family(
 )
 
 
-_GPT_OSS_GATE, _GPT_OSS_UP, _GPT_OSS_DOWN = (f"layers.{{i}}.mlp.experts.{name}" for name in ("gate", "up", "down"))
 _ROWS = [
     TensorRow(f"{_LAYER}.self_attn.sinks", ("layers.{i}.attention.sink",)),
     *module_rows({f"{_LAYER}.mlp.router": "layers.{i}.mlp.router"}),
-    TensorRow(f"{_LAYER}.mlp.experts.gate_up_proj", (_GPT_OSS_GATE, _GPT_OSS_UP), turned=True, alternate=True),
-    TensorRow(
-        f"{_LAYER}.mlp.experts.gate_up_proj_bias", (f"{_GPT_OSS_GATE}_bias", f"{_GPT_OSS_UP}_bias"), alternate=True
-    ),
-    TensorRow(f"{_LAYER}.mlp.experts.down_proj", (_GPT_OSS_DOWN,), turned=True),
-    TensorRow(f"{_LAYER}.mlp.experts.down_proj_bias", (f"{_GPT_OSS_DOWN}_bias",)),
+    TensorRow(f"{_LAYER}.mlp.experts.gate_up_proj", (_GATE, _UP), turned=True, alternate=True),
+    TensorRow(f"{_LAYER}.mlp.experts.gate_up_proj_bias", (f"{_GATE}_bias", f"{_UP}_bias"), alternate=True),
+    TensorRow(f"{_LAYER}.mlp.experts.down_proj", (_DOWN,), turned=True),
+    TensorRow(f"{_LAYER}.mlp.experts.down_proj_bias", (f"{_DOWN}_bias",)),
 ]
 _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 _QUANTISED = (
     "quantised weights are not read; load them with transformers' Mxfp4Config(dequantize=True), and save_pretrained"
 )
 
-
-_GPT_OSS_FREE = {"initializer_range": 0.02, "output_router_logits": False, "router_aux_loss_coef": 0.001}
-
 GPT_OSS = Family(
     "gpt_oss",
     "GptOssForCausalLM",
-    ["GptOssForCausalLM"],
     {**LLAMA_FIXED, "capacity_factor": 0.0, "attention_sinks": True, "expert_bias": True},
     [
         *llama_rules(
@@ -321,7 +302,7 @@ GPT_OSS = Family(
         Only("swiglu_alpha", (1.702,)),
         Only("swiglu_limit", (7.0, 7)),
         Only("quantization_config", (None,), written=False, why=_QUANTISED),
-        Free("initial_context_length", {**_GPT_OSS_FREE, **special_token_defaults(None, None)}),
+        Free("initial_context_length", {**_FREE, **special_token_defaults(None, None)}),
     ],
     **llama_names(_ROWS),
 )

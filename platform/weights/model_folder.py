@@ -164,8 +164,7 @@ class SavedModel:
     def fetch_pieces(self, wanted: Sequence[Piece[Place]], into: Sequence[Tensor]) -> None:
         """Read pieces of the saved weights from files into the memory of each, uint8 [bytes]; Refused, OSError."""
         with ThreadPoolExecutor(THREADS, "weights-read") as pool:
-            for _ in pool.map(self._read_piece, wanted, into):
-                pass
+            list(pool.map(self._read_piece, wanted, into))
 
     def _read_piece(self, piece: Piece[Place], memory: Tensor) -> None:
         """Read the bytes of a piece of the saved weights into `memory`, uint8 [bytes], transposed where its place says
@@ -261,11 +260,9 @@ def read_companion_files(saved: SavedModel, key: str) -> tuple[dict[str, bytes],
         return files, error.violations[0]
 
 
-def read_export_files(
-    source: str, storage: Storage, directory: str, manifest: Manifest, length: int
-) -> dict[str, bytes]:
+def read_export_files(source: str, storage: Storage, directory: str, manifest: Manifest, most: int) -> dict[str, bytes]:
     """Read the files that go along with an exported checkpoint, by name: the tokenizer's at `source`, a path
-    or URL of its file or folder, else the ones that the checkpoint carries. `length`: the most tokens of the model.
+    or URL of its file or folder, else the ones that the checkpoint carries. `most`: the most tokens of the model.
     Raises ConfigError, Refused or OSError."""
     carried = read_carried_files(storage, directory, manifest)
     if not source:
@@ -275,7 +272,7 @@ def read_export_files(
         files |= {GENERATION: carried[GENERATION]} if GENERATION in carried else {}
     with refuse_failures("--tokenizer", source, Malformed):
         if JSON in files and read_json_map(files, BESIDE_CONFIG) == OWN:  # trained here: it knows no longest text
-            described = json.dumps({**OWN, "model_max_length": length}, indent=2) + "\n"
+            described = json.dumps({**OWN, "model_max_length": most}, indent=2) + "\n"
             return {**files, BESIDE_CONFIG: described.encode()}
     return files
 

@@ -203,8 +203,9 @@ def find_family(config_json: ConfigJson) -> Family:
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError("model_type", json_excerpt(kind), "no family that is known", FAMILIES)
     family = FAMILIES[kind]
-    if classes is not None and not (isinstance(classes, list) and len(classes) == 1 and classes[0] in family.read):
-        raise ConfigError("architectures", json_excerpt(classes), f"model_type={kind} is known as", family.read)
+    known = family.read or [family.architecture]
+    if classes is not None and not (isinstance(classes, list) and len(classes) == 1 and classes[0] in known):
+        raise ConfigError("architectures", json_excerpt(classes), f"model_type={kind} is known as", known)
     return family
 
 
@@ -226,8 +227,7 @@ def translate_config_json(config_json: ConfigJson, names: Iterable[str] = ()) ->
     known = {name for rule in rules for name in rule.key_names}
     unknown = ((key, value) for key, value in config_json.items() if key not in known)
     violations += [f"{key}={json_excerpt(value)}: our words do not express this key" for key, value in unknown]
-    if "tied" not in model_values:
-        model_values["tied"] = "lm_head.weight" not in names
+    model_values.setdefault("tied", "lm_head.weight" not in names)
     refuse_all(violations or _violations_of_model(Model(**model_values)))
     return model_values
 
@@ -254,14 +254,11 @@ def functional_keys(m: Model) -> dict[str, Any]:
     ours: sizes in place of zeros, and no key that others make meaningless."""
     keys = {key: value for key, value in vars(m).items() if key not in _NOT_OF_FUNCTION}
     keys |= resolve_sizes(m)
-    attention = m.attention_bias or ("all" if m.bias else "none")
-    keys["attention_bias"] = attention
+    keys["attention_bias"] = m.attention_bias or ("all" if m.bias else "none")
     keys["attention_scale"] = m.attention_scale or max(1, keys["d_kv"]) ** -0.5
     if not m.query_key_norm:
         keys["query_key_norm_over"] = "head"
-    if not m.window:
-        keys["window_layers"] = []
-    elif set(m.window_layers) >= set(range(m.layers)):
+    if not m.window or set(m.window_layers) >= set(range(m.layers)):
         keys["window_layers"] = []
     unused = [] if m.positions == "rope" else ["rope_theta", "rope_pairs", "rope_scaling", *_ROTARY]
     unused += _ROTARY if m.rope_scaling == "none" else []

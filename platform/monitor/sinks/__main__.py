@@ -158,11 +158,10 @@ def _lower_session(process: int) -> None:
     for _ in range(_TRIES):
         try:
             Path(f"/proc/{process}/autogroup").write_text(str(_NICE))
+            return
         except BlockingIOError:  # Linux takes one from all users in a tenth of a second
             sleep(0.11)
         except OSError:  # it has ended, or there are no groups of sessions
-            return
-        else:
             return
 
 

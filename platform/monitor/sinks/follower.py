@@ -76,8 +76,7 @@ class Follower:
         for event, _ in self._read_events(0, self._journal):
             self._note_event(event)
             self.sink.remember_event(event)
-            for _ in self._alerts.find_alerts(event):
-                pass  # an earlier process has sent it
+            list(self._alerts.find_alerts(event))  # an earlier process has sent them
 
     def catch_up(self) -> None:
         """Send the service what the run's files have got since the last time, and note that it has it. The journal is

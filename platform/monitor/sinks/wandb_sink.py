@@ -141,11 +141,8 @@ class WandbSink(Sink):
         import wandb
 
         if self._new:
-            tables = {
-                name: wandb.Table(columns=list(_TABLES[name]), data=rows[-_TABLE_ROWS:], allow_mixed_types=True)
-                for name, rows in self._rows.items()
-                if rows
-            }
+            filled = {name: rows[-_TABLE_ROWS:] for name, rows in self._rows.items() if rows}
+            tables = {n: wandb.Table(columns=list(_TABLES[n]), data=filled[n], allow_mixed_types=True) for n in filled}
             self._run.log({**tables, "step": self._step})
         self._logged, self._new = monotonic(), False
 

@@ -92,7 +92,7 @@ class Evidence:
 
     def name_worker(
         self, rank: int | None, number: int | None = None, node: str = "", at: Mapping[str, int] = {}
-    ) -> str:  # noqa: B006
+    ) -> str:
         """Name a worker of the run for people: its rank with coordinates, its node, and its number in the crew."""
         worker = self.workers_by_rank.get(rank, {}) if rank is not None else {}
         at = at or worker.get("coordinates", {})
@@ -173,12 +173,11 @@ def wait_text(wait: Wait) -> str:
 
 def ranks_text(ranks: Iterable[int]) -> str:
     """Format ranks for people: "rank 3", "ranks 0 and 2", "ranks 0, 1, 2 and 61 more"."""
-    rank_texts = [str(rank) for rank in sorted(ranks)]
-    if len(rank_texts) == 1:
-        return f"rank {rank_texts[0]}"
-    more = [f"{len(rank_texts) - 3} more"] if len(rank_texts) > 4 else rank_texts[-1:]
-    first = rank_texts[:3] if len(rank_texts) > 4 else rank_texts[:-1]
-    return f"ranks {', '.join(first)} and {more[0]}"
+    texts = [str(rank) for rank in sorted(ranks)]
+    if len(texts) == 1:
+        return f"rank {texts[0]}"
+    first, more = (texts[:3], f"{len(texts) - 3} more") if len(texts) > 4 else (texts[:-1], texts[-1])
+    return f"ranks {', '.join(first)} and {more}"
 
 
 # how sure a verdict is, by its evidence
