@@ -228,8 +228,7 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
         step = row["step"] if end == len(text) else None
     except (ValueError, RecursionError, TypeError, KeyError):
         return None
-    valid = type(step) is int and 0 <= step < 1 << 53 and isinstance(row, dict)
-    return row if valid else None
+    return row if type(step) is int and 0 <= step < 1 << 53 and isinstance(row, dict) else None
 
 
 def _pad_column(column: array[float], length: int) -> array[float]:

@@ -131,8 +131,7 @@ class _CollectiveTimer:
         for _ in range(min(self._repeats, 2 if count == FEW else self._repeats)):
             apart.append(self._time_repeats(count, lambda: None))
             together.append(self._time_repeats(count, partial(self._move_bytes, op, x)))
-        spent = (median(together) - median(apart)) / count
-        return max(1e-7, spent / (2 if op == "send" else 1))
+        return max(1e-7, (median(together) - median(apart)) / count / (2 if op == "send" else 1))
 
     def _time_repeats(self, count: int, follow_up: Callable[[], None]) -> float:
         """Return the seconds of `count` times a few products and something after them."""

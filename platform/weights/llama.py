@@ -151,22 +151,11 @@ MISTRAL = Family(
 
 _QWEN_FREE = Free("use_mrope", {"initializer_range": 0.02, **special_token_defaults(None, None)})
 
-_QWEN2_RULES = [*llama_rules(151936, 22016, 32768, 32), LayerWindows(), _QWEN_FREE]
+_QWEN = llama_rules(151936, 22016, 32768, 32)
+_QWEN2_RULES = [*_QWEN, LayerWindows(), _QWEN_FREE]
+_QWEN3_RULES = [*_QWEN, Renamed("head_dim", "d_kv", 128), Biases("attention_bias"), LayerWindows(), _QWEN_FREE]
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", {**LLAMA_FIXED, "attention_bias": "qkv"}, _QWEN2_RULES, **llama_names())
-
-QWEN3 = Family(
-    "qwen3",
-    "Qwen3ForCausalLM",
-    {**LLAMA_FIXED, "query_key_norm": True},
-    [
-        *llama_rules(151936, 22016, 32768, 32),
-        Renamed("head_dim", "d_kv", 128),
-        Biases("attention_bias"),
-        LayerWindows(),
-        _QWEN_FREE,
-    ],
-    **llama_names(),
-)
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", {**LLAMA_FIXED, "query_key_norm": True}, _QWEN3_RULES, **llama_names())
 
 
 _LAYER = "model.layers.{i}"

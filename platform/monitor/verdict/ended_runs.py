@@ -40,18 +40,9 @@ def judge_failure(evidence: Evidence, failure: events.Failure) -> Verdict:
         details.append(f"stacks and collectives of every worker that answered: {failure.dump}")
     if failure.log:
         details.append(f"its log: {failure.log}")
-    return Verdict(
-        why,
-        f"{worker_name} {outcome}",
-        rank=failure.rank,
-        number=failure.number,
-        node=failure.node,
-        step=failure.step,
-        since=failure.time,
-        sure=sure,
-        details=details,
-        stack=failure.stack or causes.innermost_frames(failure.cause),
-    )
+    line, stack = f"{worker_name} {outcome}", failure.stack or causes.innermost_frames(failure.cause)
+    verdict = Verdict(why, line, step=failure.step, since=failure.time, sure=sure, details=details, stack=stack)
+    return replace(verdict, rank=failure.rank, number=failure.number, node=failure.node)
 
 
 def _list_injected_faults(evidence: Evidence, step: int | None, rank: int | None = None) -> list[str]:
@@ -113,7 +104,7 @@ def _judge_error(evidence: Evidence, end: events.GaveUp) -> Verdict:
         for kind, judged in causes_of:
             if isinstance(event, kind) and _explains_end(event, end):
                 verdict = judged(evidence, event)
-                return Verdict(**vars(verdict) | {"line": f"the run gave up: {verdict.line}"})
+                return replace(verdict, line=f"the run gave up: {verdict.line}")
     line = f"the run gave up after step {end.step}: {events.last_line(end.cause)}"
     if causes.is_too_few(end.cause):
         line += last_failure_clause(evidence)

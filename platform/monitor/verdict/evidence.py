@@ -66,8 +66,7 @@ class Evidence:
     def last_step(self) -> int:
         """Return the last training step that the run has done."""
         done = [e.step for e in self.last_driver_events if isinstance(e, _DONE)]
-        rows = [row["step"] for row in self.rows]
-        return max([*done, *rows], default=0)
+        return max([*done, *(row["step"] for row in self.rows)], default=0)
 
     @cached_property
     def save_seconds(self) -> float:

@@ -8,6 +8,7 @@ under way, in which collective or part of the code, and why. All else is judged 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -83,18 +84,10 @@ def _blame_worker(
     """Return a verdict on one worker that the others wait for, with what these do as its details."""
     worker_name = evidence.name_worker(worker.rank, worker.number, worker.node)
     others = [(w.rank, w.activity) for w in live.workers if w.number != worker.number and w.activity]
-    return Verdict(
-        why,
-        f"{worker_name} {what}",
-        rank=worker.rank,
-        number=worker.number,
-        node=worker.node,
-        step=live.step + 1,
-        since=live.time - seconds,
-        sure=sure,
-        details=[f"seen: {line}" for line in doings_text(others)],
-        stack=worker.activity.stack if worker.activity else [],
-    )
+    details, since = [f"seen: {line}" for line in doings_text(others)], live.time - seconds
+    verdict = Verdict(why, f"{worker_name} {what}", step=live.step + 1, since=since, sure=sure, details=details)
+    stack = worker.activity.stack if worker.activity else []
+    return replace(verdict, rank=worker.rank, number=worker.number, node=worker.node, stack=stack)
 
 
 def _judge_silent(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> Verdict | None:
@@ -246,7 +239,7 @@ def judge_recovery(evidence: Evidence) -> Verdict | None:
     if failure is None or (first and first.time >= failure.time):
         return None
     verdict = ended_runs.judge_failure(evidence, failure)
-    return Verdict(**vars(verdict) | {"line": f"{verdict.line}; the others re-form"})
+    return replace(verdict, line=f"{verdict.line}; the others re-form")
 
 
 def judge_slow_worker(evidence: Evidence) -> Verdict | None:
@@ -279,9 +272,7 @@ def _list_extreme_gauges(evidence: Evidence, rank: int) -> Iterator[str]:
 def judge_failed_saves(evidence: Evidence) -> Verdict | None:
     """Return the verdict on checkpoints that fail, if none has been written since."""
     failed, saved = evidence.last_event(events.CheckpointFailed), evidence.last_event(events.Checkpoint)
-    if failed is None or (saved and saved.time > failed.time):
-        return None
-    return judge_storage(evidence, failed)
+    return None if failed is None or (saved and saved.time > failed.time) else judge_storage(evidence, failed)
 
 
 def judge_bad_loss(evidence: Evidence) -> Verdict | None:
