@@ -1,9 +1,13 @@
-"""Choices of a search for a plan: one value for each key that a configuration may leave open, and which it allows."""
+"""Choices of a search for a plan: one value for each key that a configuration may leave open, and which it allows.
+
+The fields of `Contender` are the table of these keys, one row each. A new key is one more row; the search, the
+neighbours of a plan and what is typed follow from it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from math import gcd, prod
 from operator import attrgetter
@@ -26,46 +30,104 @@ MOST_CHUNKS = 16
 MOST_SEQUENCES = 64  # of a microbatch on a replica
 RECOMPUTE = ("none", "selective", "full")
 ZERO = (0, 1, 2, 3)
-# part of a Contender -> the key whose value it is, as it is typed after the tensor scheme and the sizes of its axes
-CHOOSABLE = {
-    "kind": "pipeline.kind", "stages": "pipeline.stages", "chunks": "pipeline.chunks", "data": "parallel.data",
-    "context": "parallel.context", "experts": "parallel.experts", "tensor_experts": "parallel.tensor_experts",
-    "zero": "parallel.zero", "microbatch": "train.microbatch", "recompute": "recompute",
-}  # fmt: skip
+# How a key enters the closed form: as a column of sizes, of which those above 1 need another sketch of the model
+# (AXIS) or none (SIZE); with a sketch for each value (SKETCH); as a mode in which all sizes are estimated (MODE), which
+# may ignore it: plans are priced exactly in the end; or as one of the pairs of a schedule and its chunks (SCHEDULE).
+AXIS, SIZE, SKETCH, MODE, SCHEDULE = "axis", "size", "sketch", "mode", "schedule"
 
 
-class Contender(NamedTuple):
-    """Contender of a search: a tensor `scheme` with the sizes of its axes in order, a pipeline schedule `kind`, and
-    the values of the other keys of CHOOSABLE."""
+class Row(NamedTuple):
+    """Row of the table: the `key`, how it `enters` the closed form, the `values` that a space allows a contender, the
+    first of them always, and the others where `allows` says so by what contenders have (numbers, or columns of them);
+    and those `near` to the contender's own, by default all. Sizes without `values` multiply to the workers."""
+
+    key: str
+    enters: str
+    values: Callable[[Space, Contender], Iterable[Any]] | None = None
+    allows: Callable[[Space, Mapping[str, Any]], Any] | None = None
+    near: Callable[[Space, Contender], Iterable[Any]] | None = None
+
+    def list_near(self, space: Space, contender: Contender) -> Iterable[Any]:
+        """Return the values next to a contender's."""
+        near = self.near or self.values
+        return near(space, contender) if near else ()
+
+
+def choosable(default: Any, *row: Any) -> Any:
+    """Make the field of a contender that is a `row` of the table."""
+    return field(default=default, metadata={"row": Row(*row)})
+
+
+def _scale_number(number: int) -> tuple[int, int]:
+    """Return half a number, and twice as much."""
+    return number // 2, 2 * number
+
+
+@dataclass(frozen=True, order=True)
+class Contender:
+    """Contender of a search: a tensor `scheme` with the sizes of its axes in order, and the value of each choosable
+    key, in the order in which they are typed."""
 
     scheme: str
     axes: tuple[int, ...]
-    kind: str = "none"
-    stages: int = 1
-    chunks: int = 1
-    data: int = 1
-    context: int = 1
-    experts: int = 1
-    microbatch: int = 1
-    recompute: str = "none"
-    zero: int = 0
-    tensor_experts: str = "split"
+    kind: str = choosable("none", "pipeline.kind", SCHEDULE)
+    stages: int = choosable(1, "pipeline.stages", SIZE)
+    chunks: int = choosable(1, "pipeline.chunks", SCHEDULE)
+    data: int = choosable(1, "parallel.data", SIZE)
+    context: int = choosable(1, "parallel.context", AXIS)
+    experts: int = choosable(
+        1, "parallel.experts", AXIS, lambda space, _: find_divisors(space.config.model.experts or 1),
+        lambda _, x: x["data"] % x["experts"] == 0,
+        lambda space, c: {*_scale_number(c.experts)} & {*find_divisors(gcd(c.data, space.config.model.experts or 1))},
+    )  # fmt: skip
+    tensor_experts: str = choosable(
+        "split", "parallel.tensor_experts", SKETCH,
+        lambda space, _: [*TENSOR_EXPERTS] if space.config.model.experts else ["split"],
+        lambda space, x: sum(x[f"tensor.axes.{axis}"] > 1 for axis in space.expert_dividing_axes(x["scheme"])) > 0,
+    )  # fmt: skip
+    zero: int = choosable(
+        0, "parallel.zero", MODE, lambda space, _: ZERO[:1] if space.config.branch.only else ZERO,
+        lambda _, x: x["data"] * x["context"] > 1,
+        lambda space, c: ZERO if c.data * c.context > 1 and not space.config.branch.only else (),
+    )  # fmt: skip
+    microbatch: int = choosable(
+        1, "train.microbatch", SIZE,
+        lambda space, _: [n for n in find_divisors(space.config.train.global_batch) if n <= MOST_SEQUENCES],
+        lambda space, x: x["microbatch"] <= space.config.train.global_batch // x["data"],
+        lambda _, c: [n for n in _scale_number(c.microbatch) if 1 <= n <= MOST_SEQUENCES],
+    )  # fmt: skip
+    recompute: str = choosable("none", "recompute", MODE, lambda *_: RECOMPUTE)
 
     @property
     def num_workers(self) -> int:
         """Return the number of workers of a contender's mesh, without branch axes."""
-        return prod(self.axes) * self.stages * self.data * self.context
+        return prod(self.axes) * prod(getattr(self, part) for part in list_worker_parts())
 
     @property
     def tie_order(self) -> tuple:
         """Return the order of contenders of equal price: fewer axes, then simpler schemes and schedules first."""
         words = (self.scheme, SCHEMES), (self.kind, SCHEDULES), (self.recompute, RECOMPUTE)
-        return self.num_split_axes, *(names.index(word) if word in names else len(names) for word, names in words), self
+        ranks = (names.index(word) if word in names else len(names) for word, names in words)
+        sizes = self.axes, self.stages, self.chunks, self.data, self.context, self.experts, self.microbatch, self.zero
+        return self.num_split_axes, *ranks, *sizes, self
 
     @property
     def num_split_axes(self) -> int:
         """Return how many mesh axes of a contender have more than one rank, by which ties are broken."""
         return sum(n > 1 for n in (*self.axes, self.stages, self.data, self.context, self.experts))
+
+
+CHOOSABLE: dict[str, Row] = {f.name: f.metadata["row"] for f in fields(Contender) if "row" in f.metadata}
+
+
+def list_parts(*enters: str) -> list[str]:
+    """Return the parts of a contender that enter the closed form in some ways, first those of the first one."""
+    return [part for way in enters for part, row in CHOOSABLE.items() if row.enters == way]
+
+
+def list_worker_parts() -> list[str]:
+    """Return the parts of a contender, beside its axes, that multiply its workers."""
+    return [part for part in list_parts(AXIS, SIZE) if not CHOOSABLE[part].values]
 
 
 @lru_cache(maxsize=1)
@@ -106,7 +168,7 @@ class Space:
 
     def list_set_values(self, part: str) -> list[Any]:
         """Return the one value of a part of CHOOSABLE, none if it is left open."""
-        key = CHOOSABLE[part]
+        key = CHOOSABLE[part].key
         return [] if is_open_key(self.config, key.removesuffix(".kind")) else [attrgetter(key)(self.config)]
 
     def read_set_size(self, part: str) -> int:
@@ -114,21 +176,40 @@ class Space:
         return (self.list_set_values(part) or [0])[0]
 
     @property
+    def worker_sizes(self) -> dict[str, int]:
+        """Return the numbers of ranks that multiply to the workers, beside axes of tensors and branches; 0 if open."""
+        return {part: self.read_set_size(part) for part in list_worker_parts()}
+
+    @property
     def has_fixed_workers(self) -> bool:
         """Return True if the number of workers is not left open."""
         sizes = [n for scheme in self.scheme_tables for n in self.axis_sizes(scheme).values()]
-        sizes += [self.read_set_size(part) for part in ("stages", "data", "context")]
-        return 0 not in sizes and len(self.scheme_tables) == 1
+        return 0 not in (*sizes, *self.worker_sizes.values()) and len(self.scheme_tables) == 1
 
-    def expert_choices(self, data: int) -> list[int]:
-        """Return the numbers of `data` replicas that may share the experts."""
-        experts = self.config.model.experts
-        return self.list_set_values("experts") or (find_divisors(gcd(data, experts)) if experts else [1])
+    def list_values(self, part: str, contender: Contender) -> Sequence[Any]:
+        """Return the values of a part with a row of `values` to choose among; one if its key is set."""
+        values = CHOOSABLE[part].values
+        return self.list_set_values(part) or [*(values(self, contender) if values else ())]
 
-    def tensor_expert_choices(self, scheme: str) -> Sequence[str]:
-        """Return what ranks of a tensor scheme may do with experts, to choose among."""
-        is_choosable = self.config.model.experts and self.expert_dividing_axes(scheme)
-        return self.list_set_values("tensor_experts") or ([*TENSOR_EXPERTS] if is_choosable else ["split"])
+    def mask_allowed(self, part: str, x: Mapping[str, Any], start: Contender) -> Any:
+        """Return which contenders may have their value of a part, by what they have: the first value, all of them."""
+        allows = CHOOSABLE[part].allows
+        return allows is None or (x[part] == self.list_values(part, start)[0]) | allows(self, x)
+
+    def cross_values(self, contenders: Sequence[Contender], enters: str) -> Sequence[Contender]:
+        """Return contenders with each combination of values of the parts that enter the closed form in one way."""
+        for part in reversed(list_parts(enters)):
+            contenders = [replace(c, **{part: value}) for c in contenders for value in self.list_values(part, c)]
+        return contenders
+
+    def list_starts(self) -> Sequence[Contender]:
+        """Return a contender, yet without sizes, of each tensor scheme and value of what has a sketch of its own."""
+        return self.cross_values([Contender(scheme, ()) for scheme in self.scheme_tables], SKETCH)
+
+    def list_modes(self, start: Contender) -> Sequence[Contender]:
+        """Return a contender, yet without sizes, in each mode."""
+        schedules = dict.fromkeys((*self.single_stage_schedules, *self.schedule_choices))
+        return self.cross_values([replace(start, kind=kind, chunks=chunks) for kind, chunks in schedules], MODE)
 
     def expert_dividing_axes(self, scheme: str) -> list[str]:
         """Return the axes of a tensor scheme that may divide whole experts."""
@@ -147,21 +228,25 @@ class Space:
         """Return the (schedule, chunks per stage) to choose among for a single stage."""
         return [("none", 1)] if self.list_set_values("kind") in ([], ["none"]) else self.schedule_choices
 
-    @cached_property
-    def microbatch_choices(self) -> list[int]:
-        """Return the sequences of a microbatch on a replica to choose among."""
-        sizes = find_divisors(self.config.train.global_batch)
-        return self.list_set_values("microbatch") or sorted({n for n in sizes if n <= MOST_SEQUENCES} | {1})
+    def name_axes(self, scheme: str) -> list[str]:
+        """Return the keys of the sizes of a tensor scheme's axes, in order."""
+        return [f"tensor.axes.{axis}" for axis in list_tensor_axes(self.scheme_tables[scheme])]
 
-    @property
-    def recompute_choices(self) -> Sequence[str]:
-        """Return what may be recomputed, to choose among."""
-        return self.list_set_values("recompute") or RECOMPUTE
+    def describe_contender(self, contender: Contender) -> dict[str, Any]:
+        """Return what a contender has, by part, and by key the sizes of its axes."""
+        return {**vars(contender), **dict(zip(self.name_axes(contender.scheme), contender.axes, strict=True))}
 
-    @property
-    def zero_choices(self) -> Sequence[int]:
-        """Return the stages of ZeRO to choose among: none beside branches that only some ranks have."""
-        return self.list_set_values("zero") or (ZERO[:1] if self.config.branch.only else ZERO)
+    def build_contender(self, start: Contender, x: Mapping[str, Any]) -> Contender:
+        """Return the contender with numbers of its parts and axes in place of those of another."""
+        sizes = {part: x[part] for part in list_parts(AXIS, SIZE)}
+        return replace(start, axes=tuple(x[name] for name in self.name_axes(start.scheme)), **sizes)
+
+    def read_contender(self) -> Contender:
+        """Return the contender that the configuration is."""
+        tensor = self.config.tensor
+        axes = tuple(tensor.axes.get(axis, 1) for axis in list_tensor_axes(tensor))
+        values = {part: attrgetter(row.key)(self.config) for part, row in CHOOSABLE.items()}
+        return Contender(tensor.scheme, axes, **values)
 
     def build_config(self, choice: Contender) -> Config:
         """Return the configuration of a contender."""
@@ -177,18 +262,15 @@ class Space:
             pipeline=replace(c.pipeline, file=c.pipeline.file if choice.kind == "file" else ""),
             train=replace(c.train),
         )
-        for part, key in CHOOSABLE.items():
-            set_value(config, key, getattr(choice, part))
+        for part, row in CHOOSABLE.items():
+            set_value(config, row.key, getattr(choice, part))
         return config
 
     def key_values(self, choice: Contender) -> dict[str, Any]:
         """Return the values of a contender by configuration key."""
-        names = list_tensor_axes(self.scheme_tables[choice.scheme])
-        return {
-            "tensor": choice.scheme,
-            **{f"tensor.axes.{axis}": n for axis, n in zip(names, choice.axes, strict=True)},
-            **{key.removesuffix(".kind"): getattr(choice, part) for part, key in CHOOSABLE.items()},
-        }
+        axes = dict(zip(self.name_axes(choice.scheme), choice.axes, strict=True))
+        values = {row.key.removesuffix(".kind"): getattr(choice, part) for part, row in CHOOSABLE.items()}
+        return {"tensor": choice.scheme, **axes, **values}
 
     def format_overrides(self, choice: Contender) -> list[str]:
         """Return the arguments by which a user types the parts of a contender that the configuration leaves open."""

@@ -25,6 +25,7 @@ from platform.plan.planner import Planner
 from platform.plan.rule import partial_axes
 from platform.plan.scheme import CONTEXT, REPLICAS, Scheme
 from platform.predict import price
+from platform.predict.contenders import Contender
 from platform.predict.hardware import Hardware
 from platform.predict.price import bytes_seconds, group_seconds, message_seconds, overlap_seconds, update_bytes
 from platform.predict.work import FUSED_BACKWARD, share_in_use, share_of_rows, share_sent
@@ -263,15 +264,6 @@ class Circumstances:
     bucket_mib: int | None
 
 
-class Mode(NamedTuple):
-    """Part of a contender that all contenders of one estimate share."""
-
-    kind: str
-    chunks: int
-    recompute: str
-    zero: int
-
-
 class Estimate(NamedTuple):
     """Estimated `seconds` of a step and `memory` in bytes of the worker that needs most, of many contenders."""
 
@@ -426,7 +418,7 @@ class Estimator:
         replicas = self._group_size(tuple(a for a in self.axes if a in REPLICAS))
         return np.ceil(self.setting.batch / (self.columns["microbatch"] * replicas))
 
-    def estimate_contenders(self, mode: Mode, rows: NDArray[np.intp]) -> Estimate:
+    def estimate_contenders(self, mode: Contender, rows: NDArray[np.intp]) -> Estimate:
         """Estimate the contenders `rows` in one mode."""
         s, stages, sent = self.setting, self.stages[rows], self._seconds_per_send[rows]
         m = np.maximum(self._num_microbatches[rows], stages if mode.chunks > 1 else 1)
@@ -448,7 +440,7 @@ class Estimator:
         held = self._activation_bytes(mode, rows, m, mode.chunks * per)
         return Estimate(m * (slowest + handed) + bubble + exposed + update, self._add_reserved(state + held))
 
-    def _activation_bytes(self, mode: Mode, rows: NDArray[np.intp], m: Column, layers: Column) -> Column:
+    def _activation_bytes(self, mode: Contender, rows: NDArray[np.intp], m: Column, layers: Column) -> Column:
         """Return the bytes of activations in flight on a stage of so many `layers`, and of the layer at work."""
         stages, (layer, outside, ends) = self.stages[rows], (part[rows] for part in self._kept_bytes)
         more = (stages - 1) / mode.chunks if mode.chunks > 1 else 0.0

@@ -12,28 +12,16 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import gcd, inf
-from operator import attrgetter
 from typing import Any
 
 from platform.boundary.refusals import NEAREST, ConfigError, format_violation
 from platform.config.fields import Compose, Config
-from platform.config.layout_rules import OPEN_KEYS, list_tensor_axes
+from platform.config.layout_rules import OPEN_KEYS
 from platform.plan.generators import ONE_CHUNK
 from platform.plan.layout import find_divisors
 from platform.plan.plan import Plan
 from platform.plan.plan_summary import format_number
-from platform.plan.scheme import TENSOR_EXPERTS
-from platform.predict.contenders import (
-    CHOOSABLE,
-    MOST_CHUNKS,
-    MOST_SEQUENCES,
-    RECOMPUTE,
-    SCHEDULES,
-    SCHEMES,
-    ZERO,
-    Contender,
-    Space,
-)
+from platform.predict.contenders import CHOOSABLE, MOST_CHUNKS, SCHEDULES, SCHEMES, Contender, Space
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import plan_quickly
 from platform.predict.memory_budget import (
@@ -71,23 +59,16 @@ def find_best_changes(
     configuration with a change."""
     if config.pipeline.kind not in SCHEDULES or config.plan.search:
         return []
-    space, current = Space(_open_keys(config)), _build_contender(config)
+    space = Space(_open_keys(config))
+    current = space.read_contender()
     field = Field(space, current.num_workers * space.branch_workers, memory, hardware)
-    near = [
-        contender
-        for contender in dict.fromkeys(_iterate_neighbours(current, config))
-        if contender != current and contender.data % contender.experts == 0
-    ]
+    near = {c: None for c in _iterate_neighbours(current, space) if c != current and c.data % c.experts == 0}
     current_rated, *rated = field.estimate_choices([current, *near])
     least = current_rated.seconds if current_rated and needed <= memory else inf
-    promising = sorted(
-        contender for contender in rated if contender and contender.memory <= memory and contender.seconds < least
-    )
+    promising = sorted(one for one in rated if one and one.memory <= memory and one.seconds < least)
     most = SHOWN if config.model.layers > DEEP else 2 * SHOWN
     sure = CLEAR * memory if needed <= memory else 0.0
-    changes = (
-        (_list_overrides(current, contender.choice, space), contender.memory > sure) for contender in promising[:most]
-    )
+    changes = ((_list_overrides(current, one.choice, space), one.memory > sure) for one in promising[:most])
     tried = (_price_change(composed, config, typed, hardware, measured) for typed, measured in changes)
     least = (1 - LEAST) * seconds if needed <= memory else inf
     gains = [c for c in tried if c and (c.memory or 0) <= memory and c.seconds < least]
@@ -112,36 +93,18 @@ def _price_change(
 def _open_keys(config: Config) -> Config:
     """Return the configuration with all keys open that a change may set."""
     opened = deepcopy(config)
-    is_known_scheme = config.tensor.scheme in SCHEMES
-    opened.plan.search = [key for key in OPEN_KEYS if key != "tensor" or is_known_scheme]
+    opened.plan.search = [key for key in OPEN_KEYS if key != "tensor" or config.tensor.scheme in SCHEMES]
     return opened
 
 
-def _build_contender(config: Config) -> Contender:
-    """Return the contender that a configuration is."""
-    axes = tuple(config.tensor.axes.get(axis, 1) for axis in list_tensor_axes(config.tensor))
-    values = {part: attrgetter(key)(config) for part, key in CHOOSABLE.items()}
-    return Contender(config.tensor.scheme, axes, **values)
-
-
-def _iterate_neighbours(current: Contender, config: Config) -> Iterator[Contender]:
-    """Yield the contenders that differ in one part: a number doubled or halved, or moved by 2 from axis to axis."""
-    for n in (current.microbatch // 2, current.microbatch * 2):
-        if 1 <= n <= MOST_SEQUENCES:
-            yield current._replace(microbatch=n)
-    yield from (current._replace(recompute=kind) for kind in RECOMPUTE)
-    yield from (
-        current._replace(zero=stage) for stage in ZERO if current.data * current.context > 1 and not config.branch.only
-    )
+def _iterate_neighbours(current: Contender, space: Space) -> Iterator[Contender]:
+    """Yield the contenders that differ in one part: in a key's value, or in a number moved by 2 from axis to axis."""
+    for part, row in CHOOSABLE.items():
+        yield from (replace(current, **{part: value}) for value in row.list_near(space, current))
     if current.scheme in ALIKE:
-        yield current._replace(scheme=next(scheme for scheme in ALIKE if scheme != current.scheme))
-    yield from _other_schedules(current, config.model.layers)
-    for n in (current.experts // 2, current.experts * 2):
-        if n and config.model.experts and current.data % n == 0 and config.model.experts % n == 0:
-            yield current._replace(experts=n)
-    if config.model.experts:
-        yield from (current._replace(tensor_experts=way) for way in TENSOR_EXPERTS)
-    yield from _iterate_shifts(current, config)
+        yield replace(current, scheme=next(scheme for scheme in ALIKE if scheme != current.scheme))
+    yield from _other_schedules(current, space.config.model.layers)
+    yield from _iterate_shifts(current, space.config)
 
 
 def _other_schedules(current: Contender, layers: int) -> Iterator[Contender]:
@@ -153,7 +116,7 @@ def _other_schedules(current: Contender, layers: int) -> Iterator[Contender]:
         chunks = [n for n in numbers if (n == 1) == (kind in ONE_CHUNK)]
         if kind == "zb_h1":
             chunks = [n for n in numbers if n in (1, current.chunks)]
-        yield from (current._replace(kind=kind, chunks=n) for n in chunks)
+        yield from (replace(current, kind=kind, chunks=n) for n in chunks)
 
 
 def _iterate_shifts(current: Contender, config: Config) -> Iterator[Contender]:
@@ -172,18 +135,19 @@ def _scale_axis(choice: Contender, name: int | str, factor: float) -> Contender 
     if n * factor != int(n * factor):
         return None
     if isinstance(name, int):
-        return choice._replace(axes=(*choice.axes[:name], int(n * factor), *choice.axes[name + 1 :]))
-    return Contender(**{**choice._asdict(), name: int(n * factor)})
+        return replace(choice, axes=(*choice.axes[:name], int(n * factor), *choice.axes[name + 1 :]))
+    scaled: dict[str, Any] = {name: int(n * factor)}
+    return replace(choice, **scaled)
 
 
 def _adapt_schedule(choice: Contender, layers: int) -> Contender:
     """Return the contender with a schedule that its number of stages takes."""
     if choice.stages == 1:
-        return choice._replace(kind="none", chunks=1)
+        return replace(choice, kind="none", chunks=1)
     kind = "1f1b" if choice.kind == "none" else choice.kind
     even = [n for n in range(1, choice.chunks + 1) if layers % (choice.stages * n) == 0]
     chunks = max(even, default=1)
-    return choice._replace(kind="1f1b" if kind == "interleaved" and chunks == 1 else kind, chunks=chunks)
+    return replace(choice, kind="1f1b" if kind == "interleaved" and chunks == 1 else kind, chunks=chunks)
 
 
 def _list_overrides(current: Contender, other: Contender, space: Space) -> tuple[str, ...]:

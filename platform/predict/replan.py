@@ -312,7 +312,7 @@ def _replace_size(sizes: tuple[int, ...], i: int, n: int) -> tuple[int, ...]:
 def _explain_replan(before: Config, after: Config, plan: Plan, workers: int) -> str:
     """Return the line that explains a re-planned run: the sizes that differ between the configurations `before` and
     `after`, and how many of its `workers` stay idle."""
-    values = {part: (attrgetter(key)(before), attrgetter(key)(after)) for part, key in CHOOSABLE.items()}
+    values = {part: (attrgetter(row.key)(before), attrgetter(row.key)(after)) for part, row in CHOOSABLE.items()}
     sizes = [(part, *values.pop(part)) for part in ("data", "stages", "context")]
     pairs = [
         ("tensor", before.tensor.scheme, after.tensor.scheme),

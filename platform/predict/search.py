@@ -22,9 +22,8 @@ from platform.plan.layout import find_factorizations, format_count
 from platform.plan.plan import Plan
 from platform.plan.plan_builder import pause_garbage_collection
 from platform.plan.plan_summary import format_seconds
-from platform.plan.scheme import TENSOR_EXPERTS
-from platform.predict.contenders import Contender, Space, load_shipped_schemes
-from platform.predict.estimate import FEW, Circumstances, Columns, Estimator, Mode, Sketch, sketch_model
+from platform.predict.contenders import AXIS, CHOOSABLE, MODE, SIZE, SKETCH, Contender, Space, list_parts
+from platform.predict.estimate import FEW, SEQUENCES, Circumstances, Columns, Estimator, Sketch, sketch_model
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import CHOICES, compose_config_scheme, plan_quickly
 from platform.predict.memory_budget import MemoryForecast, device_kind
@@ -35,8 +34,6 @@ MOST, LEAST, LAYERS = 50, 8, 1000  # finalists of a search: of at most so many l
 ROUGH = 1.25  # of the memory that there is: one whose estimate is beyond it hardly fits;
 NEAR, LACKING = 2.0, 4  # up to so much more, a few are planned, to show why they lost
 TRUST = 2.0  # of two estimates, one may be so many times too high beside the other
-EXPERTS = "experts", "tensor_experts"  # last columns: replicas that share experts; what tensor ranks do, as in WAYS
-WAYS = "", *TENSOR_EXPERTS  # numbers 1 and 2, of which the second is a pattern of its own, as an axis of 2 is
 
 MOST_SKETCHES = 500
 _SKETCHES: dict[str, Sketch | None] = {}  # by model and scheme: a search after a failure finds the start's sketches
@@ -129,11 +126,8 @@ def _numbers_of_workers(space: Space, workers: int) -> Iterator[int]:
     if not space.has_fixed_workers:
         yield from range(workers, 0, -1)
         return
-    c = space.config
-    yield (
-        prod((*space.axis_sizes(c.tensor.scheme).values(), space.branch_workers, c.pipeline.stages, c.parallel.context))
-        * space.read_set_size("data")
-    )
+    axes = space.axis_sizes(space.config.tensor.scheme).values()
+    yield prod((*axes, space.branch_workers, *space.worker_sizes.values()))
 
 
 def _pick_finalists(space: Space, rated: Sequence[Rated], memory: float, hardware: Hardware) -> list[Finalist]:
@@ -153,9 +147,7 @@ def _pick_finalists(space: Space, rated: Sequence[Rated], memory: float, hardwar
             least = contender.seconds if first and contender.memory <= memory else least
     if not _has_fitting_finalist(finalists, memory):  # the one that needs least is shown to the user
         thrifty = sorted(rated, key=lambda one: (one.memory, one.rank))[:LACKING]
-        finalists += [
-            finalist for contender in thrifty if (finalist := _plan_finalist(space, contender.choice, hardware))
-        ]
+        finalists += filter(None, (_plan_finalist(space, one.choice, hardware) for one in thrifty))
     return sorted(finalists, key=lambda f: f.sort_key)
 
 
@@ -183,7 +175,7 @@ def _plan_finalist(space: Space, choice: Contender, hardware: Hardware) -> Final
 
 @dataclass(frozen=True)
 class Field:
-    """All contenders of a space for one number of `workers`."""
+    """All contenders of a space for one number of `workers`. Their sizes are columns, by part and by key of an axis."""
 
     space: Space
     workers: int
@@ -203,88 +195,76 @@ class Field:
     def rate_contenders(self) -> tuple[list[Rated], int]:
         """Return the best contenders of every scheme and mode, the best by estimate first, and the number of all."""
         rated, judged = list[Rated](), 0
-        for scheme in self.space.scheme_tables:
-            names = [*self.space.axis_sizes(scheme), "context", "stage", "data", *EXPERTS]
-            grid = self._contender_grid(scheme)
-            several = np.delete(grid, [names.index("stage"), names.index("data")], axis=1) > 1
-            for pattern in np.unique(several, axis=0):
-                rows = grid[(several == pattern).all(axis=1)]
-                best, count = self._rate_pattern(scheme, dict(zip(names, rows.T, strict=True)))
+        for start in self.space.list_starts():
+            columns, modes = self._contender_grid(start), self.space.list_modes(start)
+            several = np.column_stack([columns[name] > 1 for name in self._list_sketched(start.scheme)])
+            _, patterns = np.unique(several, axis=0, return_inverse=True)
+            for pattern in range(patterns.max(initial=-1) + 1):
+                best, count = self._rate_pattern(start, _select_rows(columns, patterns.ravel() == pattern), modes)
                 rated, judged = rated + best, judged + count
         return sorted(rated), judged
 
     def estimate_choices(self, choices: Sequence[Contender]) -> list[Rated | None]:
         """Estimate single contenders, in their order; None for one whose axes do not divide what they split."""
         rated: list[Rated | None] = [None] * len(choices)
-        alike: dict[tuple, list[int]] = {}  # by scheme and axes of several ranks
-        for i, c in enumerate(choices):
-            several = (n > 1 for n in (*c.axes, c.context, c.experts))
-            alike.setdefault((c.scheme, *several, c.tensor_experts), []).append(i)
-        for (scheme, *_), places in alike.items():
-            names = [*self.space.axis_sizes(scheme), "context", "stage", "data", *EXPERTS, "microbatch"]
-            some = [choices[i] for i in places]
-            ways = {c: WAYS.index(c.tensor_experts) for c in some}
-            rows = [(*c.axes, c.context, c.stages, c.data, c.experts, ways[c], c.microbatch) for c in some]
-            columns: Columns = dict(zip(names, np.array(rows).T, strict=True))
-            axes, sketch = self._find_sketch(scheme, {name: int(column[0] > 1) for name, column in columns.items()})
-            if not sketch:
-                continue
-            columns = {**self._columns_by_axis(axes, columns), "microbatch": columns["microbatch"]}
-            legal, estimator = (
-                sketch.mask_legal(columns) & sketch.mask_batch(columns),
-                Estimator(sketch, self.search_circumstances, axes, columns),
-            )
-            for row, (i, c) in enumerate(zip(places, some, strict=True)):
-                if legal[row]:
-                    mode = Mode(c.kind, c.chunks, c.recompute, c.zero)
-                    (seconds,), (memory,) = estimator.estimate_contenders(mode, np.array([row]))
-                    rated[i] = Rated(float(seconds), c.tie_order, c, float(memory))
+        alike: dict[tuple, list[int]] = {}  # by scheme, what has a sketch of its own, and axes of several ranks
+        described = [self.space.describe_contender(c) for c in choices]
+        for i, x in enumerate(described):
+            several = (x[name] > 1 for name in self._list_sketched(x["scheme"]))
+            alike.setdefault((x["scheme"], *several, *(x[part] for part in list_parts(SKETCH))), []).append(i)
+        for places in alike.values():
+            first = described[places[0]]
+            start = Contender(first["scheme"], (), **{part: first[part] for part in list_parts(SKETCH)})
+            names = [*self.space.name_axes(start.scheme), *list_parts(AXIS, SIZE)]
+            columns = {name: np.array([described[i][name] for i in places]) for name in names}
+            estimator, legal = self._build_estimator(start, columns)
+            for row, i in enumerate(np.array(places)[legal]):
+                assert estimator, "some are legal"
+                (seconds,), (memory,) = estimator.estimate_contenders(choices[i], np.array([row]))
+                rated[i] = Rated(float(seconds), choices[i].tie_order, choices[i], float(memory))
         return rated
 
-    def _contender_grid(self, scheme: str) -> NDArray[Any]:
-        """Return the contenders of a scheme as rows: sizes of its axes, ranks of a context, stages, replicas, and
-        EXPERTS."""
-        space = self.space
-        parts = ("context", "stages", "data")
-        set_sizes = [*space.axis_sizes(scheme).values(), *map(space.read_set_size, parts)]
-        free, fixed = (
-            [i for i, n in enumerate(set_sizes) if not n],
-            prod(n for n in set_sizes if n) * space.branch_workers,
-        )
-        if self.workers % fixed or (not free and self.workers != fixed):
-            return np.zeros((0, len(set_sizes) + len(EXPERTS)), dtype=int)
-        sizes = np.array([*find_factorizations(self.workers // fixed, len(free))] if free else [()], dtype=int)
-        grid: NDArray[Any] = np.tile(np.array(set_sizes, dtype=int), (len(sizes), 1))
-        grid[:, free] = sizes
-        grid = grid[grid[:, -2] <= space.config.model.layers]
-        if len(space.scheme_tables) > 1:
-            grid = grid[~_mask_simpler_elsewhere(scheme, grid)]
-        dividing = [i for i, axis in enumerate(space.axis_sizes(scheme)) if axis in space.expert_dividing_axes(scheme)]
-        ways = [WAYS.index(way) for way in space.tensor_expert_choices(scheme)]
-        combinations = [
-            (i, shared, way)
-            for i, row in enumerate(grid)
-            for way in ways
-            if len(ways) == 1 or way < 2 or (row[dividing] > 1).any()
-            for shared in space.expert_choices(int(row[-1]))
-        ]
-        rows, *experts = np.array(combinations, dtype=int).reshape(-1, 3).T
-        return np.column_stack([grid[rows], *experts])
+    def _list_sketched(self, scheme: str) -> list[str]:
+        """Return the names of the columns of which those above 1 need another sketch."""
+        return [*self.space.name_axes(scheme), *list_parts(AXIS)]
 
-    def _rate_pattern(self, scheme: str, columns: Columns) -> tuple[list[Rated], int]:
-        """Return the best contenders of a scheme among `columns`, which agree in the axes of several ranks,
+    def _contender_grid(self, start: Contender) -> Columns:
+        """Return the sizes of the contenders that share a `start`."""
+        space, layers = self.space, self.space.config.model.layers
+        axes = dict(zip(space.name_axes(start.scheme), space.axis_sizes(start.scheme).values(), strict=True))
+        sizes = {**axes, **space.worker_sizes}
+        free, fixed = [name for name, n in sizes.items() if not n], prod(n for n in sizes.values() if n)
+        rest, excess = divmod(self.workers, fixed * space.branch_workers)
+        splits = [] if excess else [*find_factorizations(rest, len(free))] if free else [()][: rest == 1]
+        split_columns = dict(zip(free, np.array(splits, dtype=int).reshape(len(splits), len(free)).T, strict=True))
+        columns: Columns = {name: split_columns.get(name, np.full(len(splits), n)) for name, n in sizes.items()}
+        kept = columns["stages"] <= layers
+        if axes and len(space.scheme_tables) > 1:
+            kept &= ~_mask_simpler_elsewhere(start.scheme, np.column_stack([columns[name] for name in axes]))
+        for part in list_parts(SKETCH):
+            kept &= space.mask_allowed(part, {**vars(start), **columns}, start)
+        columns = _select_rows(columns, kept)
+        for part in (part for part in list_parts(AXIS, SIZE) if part not in sizes):
+            values = np.array(space.list_values(part, start))
+            columns = {name: np.repeat(column, len(values)) for name, column in columns.items()}
+            columns[part] = np.tile(values, len(columns["stages"]) // len(values))
+            columns = _select_rows(columns, space.mask_allowed(part, columns, start))
+        return columns
+
+    def _rate_pattern(self, start: Contender, columns: Columns, modes: Sequence[Contender]) -> tuple[list[Rated], int]:
+        """Return the best contenders of a `start` among `columns`, which agree in the axes of several ranks,
         and the number of all."""
-        axes, sketch = self._find_sketch(scheme, {name: int(column[0] > 1) for name, column in columns.items()})
-        columns = self._select_legal(sketch, self._columns_by_axis(axes, columns)) if sketch else {}
-        if not sketch or not len(columns["stage"]):
+        estimator, legal = self._build_estimator(start, columns)
+        if not estimator:
             return [], 0
-        estimator, modes = Estimator(sketch, self.search_circumstances, axes, columns), list(self._iterate_modes())
+        columns = _select_rows(columns, legal)
         parts = []  # by mode: its number, and the rows, seconds and bytes of its best contenders
         judged, taken = 0, dict[tuple, NDArray[Any]]()
+        limited = [part for part in list_parts(MODE) if CHOOSABLE[part].allows]
         for number, mode in enumerate(modes):
-            key = mode.kind, mode.chunks, mode.zero
+            key = mode.kind, mode.chunks, *(getattr(mode, part) for part in limited)
             if key not in taken:
-                taken[key] = np.flatnonzero(self._mask_mode(mode, columns))
+                taken[key] = np.flatnonzero(self._mask_mode(mode, columns, limited))
             rows = taken[key]
             if not len(rows):
                 continue
@@ -296,7 +276,8 @@ class Field:
             return [], 0
         mode_of, rows, seconds, memory = (np.concatenate(column) for column in zip(*parts, strict=True))
         best = self._select_promising(seconds, memory, 4 * MOST)
-        chosen = [(i, self._build_contender(scheme, modes[mode_of[i]], columns, int(rows[i]))) for i in best]
+        sizes = ({name: int(column[rows[i]]) for name, column in columns.items()} for i in best)
+        chosen = [(i, self.space.build_contender(modes[mode_of[i]], x)) for i, x in zip(best, sizes, strict=True)]
         return [Rated(float(seconds[i]), c.tie_order, c, float(memory[i])) for i, c in chosen], judged
 
     def _select_promising(self, seconds: NDArray[Any], memory: NDArray[Any], most: int = MOST) -> NDArray[np.intp]:
@@ -308,57 +289,25 @@ class Field:
         chosen = [np.flatnonzero(which)[np.argsort(seconds[which], kind="stable")[:n]] for which, n in groups]
         return np.unique(np.concatenate([*chosen, [memory.argmin()]])).astype(np.intp)
 
-    def _select_legal(self, sketch: Sketch, columns: Columns) -> Columns:
-        """Return the contenders of `columns` whose axes divide what they split, with each size of a microbatch."""
-        legal = sketch.mask_legal(columns)
-        columns = {name: column[legal] for name, column in columns.items()}
-        sizes = np.array(self.space.microbatch_choices)
-        columns = {name: np.repeat(column, len(sizes)) for name, column in columns.items()}
-        columns["microbatch"] = np.tile(sizes, len(columns["stage"]) // len(sizes))
-        room = np.maximum(sizes[0], self.search_circumstances.batch // columns["replicas"])
-        is_kept = (columns["microbatch"] <= room) & sketch.mask_batch(columns)
-        return {name: column[is_kept] for name, column in columns.items()}
-
-    def _iterate_modes(self) -> Iterator[Mode]:
-        """Yield the modes of contenders: schedules with chunks, recomputation, and ZeRO."""
-        space = self.space
-        for kind, chunks in dict.fromkeys((*space.single_stage_schedules, *space.schedule_choices)):
-            for recompute in space.recompute_choices:
-                for zero in space.zero_choices:
-                    yield Mode(kind, chunks, recompute, zero)
-
-    def _mask_mode(self, mode: Mode, columns: Columns) -> NDArray[Any]:
-        """Return which contenders a mode is for."""
-        stages, batch = columns["stage"], self.search_circumstances.batch
-        alone = (mode.kind, mode.chunks) in self.space.single_stage_schedules
-        several = (mode.kind, mode.chunks) in self.space.schedule_choices
+    def _mask_mode(self, mode: Contender, columns: Columns, limited: Sequence[str]) -> NDArray[Any]:
+        """Return which contenders a mode is for, of whose parts those that are `limited` are not for all."""
+        stages, batch, space = columns["stages"], self.search_circumstances.batch, self.space
+        alone = (mode.kind, mode.chunks) in space.single_stage_schedules
+        several = (mode.kind, mode.chunks) in space.schedule_choices
         layers = self.search_circumstances.layers
-        even = (layers % (stages * mode.chunks) == 0) | (mode.chunks == self.space.schedule_choices[0][1])
+        even = (layers % (stages * mode.chunks) == 0) | (mode.chunks == space.schedule_choices[0][1])
         mask = np.where(stages == 1, alone, several & even & (stages * mode.chunks <= layers))
-        microbatches = np.ceil(batch / (columns["microbatch"] * columns["replicas"]))
-        mask &= stages * mode.chunks * microbatches <= MOST_PASSES
-        return mask & ((columns["replicas"] * columns["contexts"] > 1) | (mode.zero in self.space.zero_choices[:1]))
+        mask &= stages * mode.chunks * np.ceil(batch / (columns["microbatch"] * columns["data"])) <= MOST_PASSES
+        for part in limited:
+            mask &= space.mask_allowed(part, {**vars(mode), **columns}, mode)
+        return mask
 
-    def _build_contender(self, scheme: str, mode: Mode, columns: Columns, i: int) -> Contender:
-        """Return contender number `i` of `columns` in a mode."""
-        sizes = {name: int(column[i]) for name, column in columns.items()}
-        axes = tuple(sizes.get(axis, 1) for axis in self.space.axis_sizes(scheme))
-        return Contender(
-            scheme, axes, stages=sizes["stage"], data=sizes["replicas"], context=sizes["contexts"],
-            experts=sizes.get("expert", 1), microbatch=sizes["microbatch"],
-            tensor_experts=WAYS[sizes["tensor_experts"]], **mode._asdict(),
-        )  # fmt: skip
-
-    def _find_sketch(self, scheme: str, several: dict[str, int]) -> tuple[tuple[str, ...], Sketch | None]:
-        """Return the mesh axes and the sketch of the model under a scheme where axes with a 1 in `several` have more
-        than one rank."""
+    def _build_estimator(self, start: Contender, columns: Columns) -> tuple[Estimator | None, NDArray[np.intp]]:
+        """Return the estimator of those contenders of `columns`, which agree in the axes of several ranks, whose axes
+        divide what they split, None if there are none, and which they are."""
         space, c = self.space, self.space.config
-        choice = Contender(
-            scheme, tuple(1 + several[axis] for axis in space.axis_sizes(scheme)), data=4,
-            context=1 + several["context"], experts=1 + several["experts"],
-            tensor_experts=WAYS[1 + several["tensor_experts"]],
-        )  # fmt: skip
-        config = space.build_config(choice)
+        several = {name: 1 + int(column[0] > 1) for name, column in columns.items()}
+        config = space.build_config(space.build_contender(start, {**several, "data": 4}))
         kind = CHOICES.get(config.parallel.context_kind, (config.parallel.context_kind,))[0]
         composed_scheme = compose_config_scheme(config, 4, kind)
         axes = tuple(a for a, n in composed_scheme.mesh_axes(4).items() if n > 1)
@@ -366,34 +315,33 @@ class Field:
             if len(_SKETCHES) >= MOST_SKETCHES:
                 _SKETCHES.clear()
             _SKETCHES[key] = sketch_model(c.model, composed_scheme, axes)
-        return axes, _SKETCHES[key]
+        by_axis, sketch = self._columns_by_axis(axes, columns), _SKETCHES[key]
+        legal = np.flatnonzero(sketch.mask_legal(by_axis) & sketch.mask_batch(by_axis)) if sketch else np.array([], int)
+        if not sketch or not len(legal):
+            return None, legal
+        return Estimator(sketch, self.search_circumstances, axes, _select_rows(by_axis, legal)), legal
 
     def _columns_by_axis(self, axes: Sequence[str], columns: Columns) -> Columns:
-        """Return the columns of contenders by mesh axis; beside them all `replicas` and ranks of `contexts`."""
-        c, data, shared = self.space.config, columns["data"], columns["experts"]
+        """Return the columns of contenders by mesh axis, and their microbatches."""
+        c, data, shared, context = self.space.config, columns["data"], columns["experts"], columns["context"]
         inside = c.parallel.context_heads if c.parallel.context_kind == "nested" else 1
-        exchange = columns["context"] if c.parallel.context_kind == "heads" else np.minimum(inside, columns["context"])
-        divided_columns = {
-            "data": data // shared, "expert": shared, "exchange": exchange,
-            "context": columns["context"] // exchange,
-        }  # fmt: skip
-        ones = np.ones_like(data)
-        branches = {axis: n * ones for axis, n in c.branch.axes.items()}
-        mesh_columns = {
-            a: divided_columns[a] if a in divided_columns else branches[a] if a in branches else columns[a]
-            for a in axes
-        }
-        others = {"replicas": data, "contexts": columns["context"]}
-        return {**mesh_columns, **others, **{name: columns[name] for name in ("stage", "tensor_experts")}}
+        exchange = context if c.parallel.context_kind == "heads" else np.minimum(inside, context)
+        divided = {"data": data // shared, "expert": shared, "exchange": exchange, "context": context // exchange}
+        branches = {axis: np.full_like(data, n) for axis, n in c.branch.axes.items()}
+        schemes = {name.rpartition(".")[2]: column for name, column in columns.items()}
+        by_axis = {**schemes, **branches, **divided}
+        return {**{axis: by_axis[axis] for axis in axes}, "stage": columns["stages"], SEQUENCES: columns["microbatch"]}
+
+
+def _select_rows(columns: Columns, kept: NDArray[Any]) -> Columns:
+    """Return the columns of those contenders that are `kept`."""
+    return {name: column[kept] for name, column in columns.items()}
 
 
 def _mask_simpler_elsewhere(scheme: str, grid: NDArray[Any]) -> NDArray[Any]:
-    """Return which sizes of a scheme's axes, the first columns of `grid`, are a contender of a simpler scheme too."""
-    if scheme == "serial":
-        return np.zeros(len(grid), dtype=bool)
-    axes = len(load_shipped_schemes()[scheme].order)
+    """Return which sizes of a scheme's axes, the columns of `grid`, are a contender of a simpler scheme too."""
     alone = scheme in ("3d", "3d_literal") and (grid[:, 0] == 1) & (grid[:, 2] == 1)  # 1d_sp
-    return (grid[:, :axes] == 1).all(axis=1) | alone | ((scheme == "2p5d") & (grid[:, 0] == 1))
+    return (grid == 1).all(axis=1) | alone | ((scheme == "2p5d") & (grid[:, 0] == 1))
 
 
 CHOSEN_NEAR = 0.005  # of a step's seconds: finalists so near to the best are equals
@@ -421,15 +369,14 @@ def choose_plan(
 def _violation_of_search(standings: Standings) -> str:
     """Return the line that refuses a search without a plan: the nearest to fitting, or that none is legal."""
     keys = ", ".join(standings.space.config.plan.search)
-    worker_count = format_count(standings.workers, "worker")
+    refusal = f"plan.search={keys}: no plan for {format_count(standings.workers, 'worker')}"
     if not standings.lacking_finalists:
-        return f"plan.search={keys}: no plan for {worker_count} or fewer is legal: leave more keys open"
+        return f"{refusal} or fewer is legal: leave more keys open"
     least = min(standings.lacking_finalists, key=lambda f: f.peak_memory)
+    typed, needed = " ".join(standings.space.format_overrides(least.choice)), f"{least.peak_memory / 1e9:.4g}"
     return (
-        f"plan.search={keys}: no plan for {worker_count} fits {standings.budget / 1e9:.4g} "
-        "GB; the one that needs least,"
-        f" {' '.join(standings.space.format_overrides(least.choice))}, needs {least.peak_memory / 1e9:.4g} GB;"
-        f" more workers, or cluster.device_memory={least.peak_memory / 1e9:.4g}, would do"
+        f"{refusal} fits {standings.budget / 1e9:.4g} GB; the one that needs least, {typed}, needs {needed} GB;"
+        f" more workers, or cluster.device_memory={needed}, would do"
     )
 
 
@@ -437,12 +384,9 @@ def format_choice(standings: Standings) -> str:
     """Return the line with the choice of a search for the user."""
     best = standings.best_finalist
     assert best, "the search has chosen"
-    typed = " ".join(standings.space.format_overrides(best.choice))
-    seconds = format_seconds(best.price.seconds)
-    return (
-        f"chosen of {standings.judged:,} plans for {format_count(standings.workers, 'worker')}: "
-        f"{typed} ({seconds} a step)"
-    )
+    chosen = " ".join(standings.space.format_overrides(best.choice)), f"({format_seconds(best.price.seconds)} a step)"
+    plans = f"{standings.judged:,} plans for {format_count(standings.workers, 'worker')}"
+    return f"chosen of {plans}: {' '.join(chosen)}"
 
 
 def format_ranking(standings: Standings, top: int) -> Iterator[str]:
@@ -461,11 +405,8 @@ def format_ranking(standings: Standings, top: int) -> Iterator[str]:
         number += fits
         reason = "" if finalist is best else f": {explain_loss(finalist, best, standings.budget)}"
         typed = " ".join(standings.space.format_overrides(finalist.choice))
-        place = f"{number:>3}." if fits else "   -"
-        yield (
-            f"{place}  {format_seconds(finalist.price.seconds):>9}  "
-            f"{finalist.peak_memory / 1e9:>5.3g} GB  {typed}{reason}"
-        )
+        place, seconds = f"{number:>3}." if fits else "   -", format_seconds(finalist.price.seconds)
+        yield f"{place}  {seconds:>9}  {finalist.peak_memory / 1e9:>5.3g} GB  {typed}{reason}"
 
 
 def explain_loss(finalist: Finalist, best: Finalist, budget: float) -> str:
@@ -475,9 +416,8 @@ def explain_loss(finalist: Finalist, best: Finalist, budget: float) -> str:
         return f"lacks {(finalist.peak_memory - budget) / 1e9:.3g} GB"
     behind = finalist.price.seconds - best.price.seconds
     if behind <= CHOSEN_NEAR * best.price.seconds:
-        return "as quick" + (
-            ", splits more axes" if finalist.choice.num_split_axes > best.choice.num_split_axes else ""
-        )
+        splits_more = finalist.choice.num_split_axes > best.choice.num_split_axes
+        return "as quick" + (", splits more axes" if splits_more else "")
     ours, theirs = finalist.price.seconds_by_part, best.price.seconds_by_part
     more = {name: ours.get(name, 0.0) - theirs.get(name, 0.0) for name in dict.fromkeys((*ours, *theirs))}
     name = max(more, key=lambda name: more[name])

@@ -42,12 +42,11 @@ def every_choice(space: Space, workers: int):
             if prod(axes) * s * d != workers:
                 continue
             schedules = space.single_stage_schedules if s == 1 else space.schedule_choices
-            for (kind, chunks), b, r, z in product(
-                schedules, space.microbatch_choices, space.recompute_choices, space.zero_choices
-            ):
-                room = b * d <= c.train.global_batch or b == space.microbatch_choices[0]
-                if room and s * chunks <= c.model.layers:
-                    yield Contender(scheme, tuple(axes), kind, s, chunks, d, 1, 1, b, r, z)
+            start = Contender(scheme, tuple(axes), stages=s, data=d)
+            sizes, again, zero = (space.list_values(part, start) for part in ("microbatch", "recompute", "zero"))
+            for (kind, chunks), b, r, z in product(schedules, sizes, again, zero):
+                if (b * d <= c.train.global_batch or b == sizes[0]) and s * chunks <= c.model.layers:
+                    yield replace(start, kind=kind, chunks=chunks, microbatch=b, recompute=r, zero=z)
 
 
 def brute_force(config, workers: int, memory: float, hardware) -> float:
