@@ -1,7 +1,7 @@
 """Choices of a search for a plan: one value for each key that a configuration may leave open, and which it allows.
 
-The fields of `Contender` are the table of these keys, one row each. A new key is one more row; the search, the
-neighbours of a plan and what is typed follow from it.
+The fields of `Contender` are the table of these keys, one row each. The search, the neighbours of a plan and the typed
+overrides follow from a row.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ ZERO = (0, 1, 2, 3)
 AXIS, SIZE, SKETCH, MODE, SCHEDULE = "axis", "size", "sketch", "mode", "schedule"
 
 
-class Row(NamedTuple):
-    """Row of the table: the `key`, how it `enters` the closed form, the `values` that a space allows a contender, the
-    first of them always, and the others where `allows` says so by what contenders have (numbers, or columns of them);
-    and those `near` to the contender's own, by default all. Sizes without `values` multiply to the workers."""
+class ChoosableKey(NamedTuple):
+    """Row of the table: the `key`, how it `enters` the closed form, the `values` that a space has for a contender (the
+    first one goes with any, the others go with parts and axes for which `allows` is true, of one contender or in
+    columns), and the values `near` to the contender's own, by default all. Sizes without `values` multiply to the
+    workers."""
 
     key: str
     enters: str
@@ -55,7 +56,7 @@ class Row(NamedTuple):
 
 def choosable(default: Any, *row: Any) -> Any:
     """Make the field of a contender that is a `row` of the table."""
-    return field(default=default, metadata={"row": Row(*row)})
+    return field(default=default, metadata={"row": ChoosableKey(*row)})
 
 
 def _scale_number(number: int) -> tuple[int, int]:
@@ -117,11 +118,11 @@ class Contender:
         return sum(n > 1 for n in (*self.axes, self.stages, self.data, self.context, self.experts))
 
 
-CHOOSABLE: dict[str, Row] = {f.name: f.metadata["row"] for f in fields(Contender) if "row" in f.metadata}
+CHOOSABLE: dict[str, ChoosableKey] = {f.name: f.metadata["row"] for f in fields(Contender) if "row" in f.metadata}
 
 
 def list_parts(*enters: str) -> list[str]:
-    """Return the parts of a contender that enter the closed form in some ways, first those of the first one."""
+    """Return the parts of a contender that enter the closed form in some ways, in the order of the ways."""
     return [part for way in enters for part, row in CHOOSABLE.items() if row.enters == way]
 
 
@@ -237,7 +238,7 @@ class Space:
         return {**vars(contender), **dict(zip(self.name_axes(contender.scheme), contender.axes, strict=True))}
 
     def build_contender(self, start: Contender, x: Mapping[str, Any]) -> Contender:
-        """Return the contender with numbers of its parts and axes in place of those of another."""
+        """Return a contender with other sizes, by part and by key of an axis."""
         sizes = {part: x[part] for part in list_parts(AXIS, SIZE)}
         return replace(start, axes=tuple(x[name] for name in self.name_axes(start.scheme)), **sizes)
 

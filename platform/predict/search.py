@@ -290,7 +290,7 @@ class Field:
         return np.unique(np.concatenate([*chosen, [memory.argmin()]])).astype(np.intp)
 
     def _mask_mode(self, mode: Contender, columns: Columns, limited: Sequence[str]) -> NDArray[Any]:
-        """Return which contenders a mode is for, of whose parts those that are `limited` are not for all."""
+        """Return which contenders have a mode; its `limited` parts do not go with all."""
         stages, batch, space = columns["stages"], self.search_circumstances.batch, self.space
         alone = (mode.kind, mode.chunks) in space.single_stage_schedules
         several = (mode.kind, mode.chunks) in space.schedule_choices
