@@ -196,7 +196,9 @@ class Field:
         """Return the best contenders of every scheme and mode, the best by estimate first, and the number of all."""
         rated, judged = list[Rated](), 0
         for start in self.space.list_starts():
-            columns, modes = self._contender_grid(start), self.space.list_modes(start)
+            if not (columns := self._contender_grid(start)):
+                continue
+            modes = self.space.list_modes(start)
             several = np.column_stack([columns[name] > 1 for name in self._list_sketched(start.scheme)])
             _, patterns = np.unique(several, axis=0, return_inverse=True)
             for pattern in range(patterns.max(initial=-1) + 1):
@@ -229,13 +231,15 @@ class Field:
         return [*self.space.name_axes(scheme), *list_parts(AXIS)]
 
     def _contender_grid(self, start: Contender) -> Columns:
-        """Return the sizes of the contenders that share a `start`."""
+        """Return the sizes of the contenders that share a `start`; nothing if none multiply to the workers."""
         space, layers = self.space, self.space.config.model.layers
         axes = dict(zip(space.name_axes(start.scheme), space.axis_sizes(start.scheme).values(), strict=True))
         sizes = {**axes, **space.worker_sizes}
         free, fixed = [name for name, n in sizes.items() if not n], prod(n for n in sizes.values() if n)
         rest, excess = divmod(self.workers, fixed * space.branch_workers)
         splits = [] if excess else [*find_factorizations(rest, len(free))] if free else [()][: rest == 1]
+        if not splits:
+            return {}
         split_columns = dict(zip(free, np.array(splits, dtype=int).reshape(len(splits), len(free)).T, strict=True))
         columns: Columns = {name: split_columns.get(name, np.full(len(splits), n)) for name, n in sizes.items()}
         kept = columns["stages"] <= layers
