@@ -1,5 +1,5 @@
 """Control loop of a run: steps, loss spikes, slow workers, failures.
-The subpackage `forming` forms a generation; `saving` makes and restores checkpoints.
+`Former` forms a generation of workers, `Checkpoints` saves and restores.
 
 Its files in reading order: controller, evaluations, former, recruiter, examination, checkpoints, profiles,
 run_context, pulse.
