@@ -26,7 +26,7 @@ from platform.cluster.calibration_run import TINY
 from platform.launch import compose_config
 from platform.predict.calibration import Seen, format_hardware_file, hardware_of_rounds, plan_calibration_rounds
 from platform.predict.make_plan import make_plan
-from platform.predict.measured_runs import MeasuredRun, compare_runs, count_step_flops, format_comparison
+from platform.predict.measured_runs import MeasuredRun, compare_runs, count_step_flops, format_prediction_errors
 from platform.predict.step_price import build_step_work, read_hardware, step_configs
 from tests.harness.oracle import configure
 from tests.testbed.links import Links, why_not
@@ -165,7 +165,7 @@ def main() -> None:
             file.write_text(hardware_text(case, timings))
             runs = measured_runs(case, str(file), steps)
             print(
-                "\n".join(["", file.read_text(), *format_comparison(compare_runs(runs, [False] * len(runs)))]),
+                "\n".join(["", file.read_text(), *format_prediction_errors(compare_runs(runs, [False] * len(runs)))]),
                 flush=True,
             )
 

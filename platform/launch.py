@@ -19,7 +19,7 @@ from platform.boundary.redaction import isolate_secrets, known_secrets, redact_s
 from platform.boundary.refusals import DONE, FAILED, REFUSED, STOPPED, ConfigError, format_violation, refuse_all
 from platform.boundary.terminal import QuickExit, print_line, run_printing_command, show_phase
 from platform.cluster.crew.signals import Stopped, StopSignals
-from platform.cluster.shown_commands import Phases, command_start
+from platform.cluster.shown_commands import Phases, monotonic_command_start
 from platform.config import run_rules
 from platform.config.arguments import expand_sweep_jobs, find_experiment_name, parse_typed_values, translate_error
 from platform.config.composition import CONF, Composer, open_composer
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with refusals.shield_arguments(argv) as command_arguments:
         if argv is None:
             sys.argv[1:] = redact_secrets(command_arguments)  # libraries such as W&B record sys.argv
-        phases = Phases(command_start() if argv is None else None)
+        phases = Phases(monotonic_command_start() if argv is None else None)
         try:
             return _answer_command(command_arguments, parser, phases)
         except ConfigError as error:

@@ -191,13 +191,13 @@ def _close_parsers() -> None:
     _idle.clear()
 
 
-def borrow_parser(name: str) -> Parser:
-    """Return a child process with the parser `name`, "MODULE:FUNCTION", idle or new; `release_parser` takes it."""
+def borrow_parser_process(name: str) -> Parser:
+    """Return a child process of the parser `name`, "MODULE:FUNCTION", idle or new, for `release_parser_process`."""
     waiting = _idle.setdefault(name, [])
     return waiting.pop() if waiting else Parser(name)
 
 
-def release_parser(parser: Parser) -> None:
+def release_parser_process(parser: Parser) -> None:
     """Keep a parser's child process idle for the next foreign file, if it is alive."""
     if parser.is_usable:
         _idle.setdefault(parser.name, []).append(parser)
@@ -206,8 +206,8 @@ def release_parser(parser: Parser) -> None:
 @contextmanager
 def use_parser(name: str) -> Iterator[Parser]:
     """Yield a child process with the parser `name`, "MODULE:FUNCTION", idle or new; keep it for the next file."""
-    parser = borrow_parser(name)
+    parser = borrow_parser_process(name)
     try:
         yield parser
     finally:
-        release_parser(parser)
+        release_parser_process(parser)

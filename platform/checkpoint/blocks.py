@@ -345,7 +345,7 @@ class Chain:
         if number == len(self.ends):
             return self.nbytes
         tensor, box = block = self.blocks[number]
-        row = _count_row_elements(box.extent, tensor.itemsize) * tensor.itemsize
+        row = _count_cut_unit_elements(box.extent, tensor.itemsize) * tensor.itemsize
         start = self.ends[number] - block.nbytes
         return start + min(round((position - start) / row) * row, block.nbytes)
 
@@ -400,7 +400,7 @@ def list_written_parts(state: Iterable[HeldTensor], rank: int) -> list[Share]:
     return written_parts
 
 
-def _count_row_elements(extent: tuple[int, ...], itemsize: int) -> int:
+def _count_cut_unit_elements(extent: tuple[int, ...], itemsize: int) -> int:
     """Return the number of elements of a row of a tensor's block of shape `extent`, at whose starts blocks are cut: its
     largest part of whole trailing dims with at most LARGEST_ROW bytes, at least one element."""
     trailing_sizes = (prod(extent[d:]) for d in range(len(extent) + 1))

@@ -61,9 +61,10 @@ class Measured:
 def _finite_perplexity(nats: float, count: int) -> float | None:
     """Return the perplexity e^(nats / count) of a trained model on a text, None if that is no finite number."""
     try:
-        return math.exp(nats / count)
+        perplexity = math.exp(nats / count)
     except OverflowError:
         return None
+    return perplexity if math.isfinite(perplexity) else None
 
 
 def measure_losses(asked: AskedModel, corpus: Corpus, splits: Mapping[str, str], max_samples: int) -> list[Measured]:

@@ -171,7 +171,7 @@ def report_end(error: BaseException | None, state: DriverState) -> int:
     if state.journal and state.monitor:
         _report_costs(state.journal, state.monitor)
         if state.config.monitor.timing:
-            _report_timing(state.phases, state.journal, state.monitor)
+            _report_run_phases(state.phases, state.journal, state.monitor)
     return state.status
 
 
@@ -201,7 +201,7 @@ def _report_costs(journal: Journal, monitor: RunMonitor) -> None:
         monitor.say(text)
 
 
-def _report_timing(phases: Phases, journal: Journal, monitor: RunMonitor) -> None:
+def _report_run_phases(phases: Phases, journal: Journal, monitor: RunMonitor) -> None:
     """Report to journal and user how long each phase of the run's start and end took; the run ends with this."""
     phases.reach_phase("ended")
     reached: dict[str, Any] = dict(phases.seconds)

@@ -148,7 +148,7 @@ class Phases:
         self.seconds["last_step"] = monotonic() - self._start
 
 
-def command_start() -> float:
+def monotonic_command_start() -> float:
     """Return when the run's command was started, on the monotonic clock; the time now where /proc does not say."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since the machine's start

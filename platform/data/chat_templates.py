@@ -11,7 +11,14 @@ from weakref import finalize
 
 import numpy as np
 
-from platform.boundary.confinement import Limits, Parser, borrow_parser, compute_limits, release_parser, use_parser
+from platform.boundary.confinement import (
+    Limits,
+    Parser,
+    borrow_parser_process,
+    compute_limits,
+    release_parser_process,
+    use_parser,
+)
 from platform.boundary.documents import find_half_character, parse_json
 from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed, map_nested_values
@@ -72,8 +79,8 @@ class ConfinedTokenizer:
 
     def _start_parser(self) -> None:
         """Start the child process that runs this tokenizer, and take over its tokens and ids. Raises Malformed."""
-        self._parser: Parser = borrow_parser(_PARSER)
-        finalize(self, release_parser, self._parser)
+        self._parser: Parser = borrow_parser_process(_PARSER)
+        finalize(self, release_parser_process, self._parser)
         bounds = _parsing_limits(len(self._raw))
         answer = self._parser.request_answer({"do": "open"}, self._raw, bounds)
         reply = parse_json(answer, bounds.output, _VALUES, strict=False)
@@ -184,14 +191,14 @@ class ChatTemplate:
         self._named = {f"{role}_token": token for role, token in named.items()}
         self._special = sorted((t for t in special if len(t) > 1), key=len, reverse=True)
         self._spelling = re.compile("|".join(map(re.escape, self._special)) or "(?!)")
-        self._text, self._parser = text, borrow_parser(_CHAT_PARSER)
-        finalize(self, release_parser, self._parser)
+        self._text, self._parser = text, borrow_parser_process(_CHAT_PARSER)
+        finalize(self, release_parser_process, self._parser)
         self._ask_parser(b"", compute_limits(_CHAT_MEMORY, _CHAT_SECONDS, 0), "no template of Jinja")
 
     def _ask_parser(self, body: bytes, bounds: Limits, fault: str) -> bytes:
         """Return the answer of the child process that runs the chat template. Raises ConfigError, with the `fault`."""
         if not self._parser.is_usable:
-            self._parser = borrow_parser(_CHAT_PARSER)
+            self._parser = borrow_parser_process(_CHAT_PARSER)
         try:
             return self._parser.request_answer({"template": self._text}, body, bounds)
         except Malformed as error:

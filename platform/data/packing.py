@@ -49,11 +49,11 @@ def even_rows(pieces: Ints, rows: Ints, length: int) -> Ints:
         step = max(1, _AT_ONCE // (TOGETHER * max(count, len(ranks))))
         for row_batch in np.split(rows_of_count, range(step, len(rows_of_count), step)):
             piece_index = rows[row_batch][:, None] + np.arange(count)
-            evened_pieces[piece_index] = _choose_even_order(evened_pieces[piece_index], length, ranks)
+            evened_pieces[piece_index] = _order_pieces_evenly(evened_pieces[piece_index], length, ranks)
     return evened_pieces
 
 
-def _choose_even_order(pieces: Ints, length: int, ranks: Floats) -> Ints:
+def _order_pieces_evenly(pieces: Ints, length: int, ranks: Floats) -> Ints:
     """Return the pieces [rows, documents, 2] of some rows, each row's in the most even order of those tried."""
     keys, sizes = pieces[..., 0], pieces[..., 1]
     best, order = work_imbalance(sizes, length, ranks), np.tile(np.arange(keys.shape[1]), (len(keys), 1))

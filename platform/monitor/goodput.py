@@ -258,7 +258,7 @@ def _name_host(node: str) -> str:
     return f" on {host}" if (host := node.partition("/")[0]) else ""
 
 
-def _fault(text: str) -> str:
+def _format_fault(text: str) -> str:
     """Format an entry of elastic.faults, STEP:KIND:RANK[:SECTION], for the story: `kill rank 3 in backward`."""
     _, kind, rank, *section = text.split(":")
     return " in ".join([f"{kind} rank {rank}", *section])
@@ -267,7 +267,7 @@ def _fault(text: str) -> str:
 # kind -> line of an event; others are left out, as are empty lines
 LINES: dict[type[JournalEvent], Callable[[Any], str]] = {
     events.TookOver: lambda e: f"takes over from a driver that died after step {e.step}",
-    events.Injected: lambda e: f"injected fault in step {e.step}: {', '.join(map(_fault, e.faults))}",
+    events.Injected: lambda e: f"injected fault in step {e.step}: {', '.join(map(_format_fault, e.faults))}",
     events.Failure: lambda e: f"rank {e.rank}{_name_host(e.node)} {e.kind} in {e.method}: {events.last_line(e.cause)}",
     events.Reforming: lambda e: e.reason,
     events.Released: lambda e: (

@@ -155,7 +155,7 @@ class Columns:
         numbers = self._numbers.get(name)
         return _pad_column(array("d") if numbers is None else numbers, len(self.steps))
 
-    def read_new_rows(self) -> int:
+    def read_rows_and_count_kept(self) -> int:
         """Read the new lines of the metrics file; return how many leading rows still hold."""
         rows_kept = len(self.steps)  # a file that has become shorter is read anew
         with suppress(FileNotFoundError, NotADirectoryError):

@@ -102,7 +102,7 @@ def _run_compare_command(argv: Sequence[str]) -> int:
         FITTED,
         compare_runs,
         dump_comparison,
-        format_comparison,
+        format_prediction_errors,
         is_share,
         leave_one_out,
         mark_fitted_runs,
@@ -128,7 +128,11 @@ def _run_compare_command(argv: Sequence[str]) -> int:
             comparison = leave_one_out(runs, names)
         else:
             comparison = compare_runs(runs, mark_fitted_runs(runs, calibrate), names)
-        text = json.dumps(dump_comparison(comparison)) if arguments.json else "\n".join(format_comparison(comparison))
+        text = (
+            json.dumps(dump_comparison(comparison))
+            if arguments.json
+            else "\n".join(format_prediction_errors(comparison))
+        )
         print(text if arguments.json else escape_terminal_text(text))
         return DONE
 

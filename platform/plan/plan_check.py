@@ -189,7 +189,7 @@ class Walk:
             if phases and step.op in COLLECTIVES:
                 sides = [before, spread] if step.op == "all_to_allv" else [spread if step.op == "scatter" else before]
                 counts = (s.count_elements(sizes, self._extents) for s in sides)
-                elements = min((self._count_row_elements(s, sizes) for s in sides) if rows else counts)
+                elements = min((self._count_cut_unit_elements(s, sizes) for s in sides) if rows else counts)
                 moved = [d for i, d in enumerate(before.split) if taken.moves_dim(i)]
                 share = before.average_share((d for d in before.split if d not in moved), sizes, self._extents)
                 if step.op in ("reduce_scatter", "all_to_all"):  # each block of what is split has room
@@ -209,7 +209,7 @@ class Walk:
         """Return how many experts of its own a rank has in a `spread` of a tensor of global `sizes`."""
         return spread.longest_extent("experts", sizes, self._extents)
 
-    def _count_row_elements(self, spread: Spread, sizes: Sizes) -> int:
+    def _count_cut_unit_elements(self, spread: Spread, sizes: Sizes) -> int:
         """Return the elements of the most rows that a rank can have."""
         of_token = min(self._plan.sizes["rows"], self._count_own_experts(spread, sizes) + self._plan.scheme.lent)
         without_experts = spread._replace(split={d: axes for d, axes in spread.split.items() if d != "experts"})

@@ -1,7 +1,7 @@
 """Choices that a plan makes from its configuration: the pipeline schedule and the number of microbatches, the kernel of
 attention and the pieces of a context's sequences, and the process groups in which a run answers.
 
-`violations_of_kernel` refuses a kernel that cannot compute every attention of a plan. `find_context_rounds` counts the
+`violations_of_kernel` refuses a kernel that cannot compute every attention of a plan. `find_dealing_rounds` counts the
 pieces of each sequence that each rank of a context gets. `text_request_keys` are the keys by which a run asks its model
 for text.
 """
@@ -252,7 +252,7 @@ def _dropout_remark(dropout: float) -> str:
     return " (model.dropout draws masks that no kernel draws; model.fused_dropout=true lets it)" if dropout else ""
 
 
-def find_context_rounds(config: Config) -> int:
+def find_dealing_rounds(config: Config) -> int:
     """Return in how many rounds a configuration deals pieces to ranks of a context, 0 if parts lie straight."""
     # another plan of the run has fewer pieces where they do not divide lengths
     most_rounds = config.parallel.context_pieces // 2 or 1

@@ -27,7 +27,7 @@ from platform.plan.scheme import CONTEXT, REPLICAS, Scheme
 from platform.predict import price
 from platform.predict.contenders import Contender
 from platform.predict.hardware import Hardware
-from platform.predict.price import bytes_seconds, group_seconds, message_seconds, overlap_seconds, update_bytes
+from platform.predict.price import bytes_seconds, group_seconds, hidden_or_summed_seconds, message_seconds, update_bytes
 from platform.predict.work import FUSED_BACKWARD, share_in_use, share_of_rows, share_sent
 
 # Sketch of a model under a scheme: what a rank computes, moves and keeps, as monomials in the sizes of mesh axes.
@@ -136,7 +136,7 @@ def sketch_model(config: Any, scheme: Scheme, axes: Sequence[str]) -> Sketch | N
     fewer_operations = count_operations(config, few - 1, scheme) if few > 1 else Counter[Operation]()
     anonymous = {o.nameless_key: n for o, n in fewer_operations.items()}
     variables = (*axes, SEQUENCES)
-    planners = [_grown_planner(config, scheme, axes, grown) for grown in (None, *variables)]
+    planners = [_build_probe_planner(config, scheme, axes, grown) for grown in (None, *variables)]
     kinds, values, exponents, once, layer = [], [], [], [], []
     try:
         for o, n in operations.items():
@@ -157,7 +157,7 @@ def sketch_model(config: Any, scheme: Scheme, axes: Sequence[str]) -> Sketch | N
     return Sketch(Monomials(tuple(kinds), variables, *arrays), splits, batch)
 
 
-def _grown_planner(config: Any, scheme: Scheme, axes: Sequence[str], grown: str | None) -> Planner:
+def _build_probe_planner(config: Any, scheme: Scheme, axes: Sequence[str], grown: str | None) -> Planner:
     """Return the planner of a model on a mesh of two ranks along each axis, four along the axis `grown`, or with twice
     the sequences if `grown` is these."""
     mesh = Mesh.arrange_axes({"stage": 1, **{a: 4 if a == grown else 2 for a in axes}})
@@ -318,7 +318,7 @@ class Estimator:
             if kind.what == "flops":
                 width, read = self.numbers[i + 1], self.numbers[i + 2] * size
                 seconds = number / (speed * width / (width + h.fill))
-                seconds = overlap_seconds(seconds, bytes_seconds(read, h), h)
+                seconds = hidden_or_summed_seconds(seconds, bytes_seconds(read, h), h)
                 computing[0, i], computing[1, i] = seconds, 2 * seconds
             elif kind.what == "fused":
                 seconds = number / (peak * h.reached.attention)
@@ -340,8 +340,8 @@ class Estimator:
         kernels = float(weights @ [kind.what in ("touched", "flops", "fused") for kind in self.kinds])
         hardware = self.setting.hardware
         host = kernels * hardware.launch
-        backward = overlap_seconds(device_seconds[1], 2 * host, hardware)
-        return overlap_seconds(device_seconds[0], host, hardware), backward
+        backward = hidden_or_summed_seconds(device_seconds[1], 2 * host, hardware)
+        return hidden_or_summed_seconds(device_seconds[0], host, hardware), backward
 
     @cached_property
     def _layer_times(self) -> tuple[Column, Column, Column, Column]:

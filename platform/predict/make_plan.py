@@ -30,7 +30,7 @@ from platform.plan.plan_builder import build_plan
 from platform.plan.scheme import NESTED, RINGS, ModelMistake, Scheme, compose_scheme
 from platform.plan.step_collectives import communication
 from platform.predict import choose_schedule
-from platform.predict.choose_schedule import count_microbatches, find_context_rounds, find_even_rounds, place_chunks
+from platform.predict.choose_schedule import count_microbatches, find_dealing_rounds, find_even_rounds, place_chunks
 from platform.predict.memory_budget import MemoryForecast
 
 CHOICES = {"auto": ("gather", "heads", "ring"), "nested": NESTED}  # kinds of context among which a context_kind chooses
@@ -136,7 +136,7 @@ def _build_kind_plan(config: Config, data: int, kind: str, stage_of: Sequence[in
         also = f"; tensor.axes of as many workers that do: {' or '.join(meshes)}" if meshes else ""
         raise ConfigError([*lines, last + also]) from None
     warnings = (*plan.warnings, *_warnings_of_ring(plan, config.model.dropout))
-    plan = _add_update_names(config, replace(plan, warnings=warnings))
+    plan = _mark_special_updates(config, replace(plan, warnings=warnings))
     from platform.predict.step_price import choose_bucket_size  # with numpy
 
     plan = replace(plan, bucket_mib=choose_bucket_size(config, plan))
@@ -158,7 +158,7 @@ def compose_config_scheme(config: Config, data: int, kind: str) -> Scheme:
         experts=experts,
         lent=parallel.lent_experts,
         context=context_axis_sizes(config, kind),
-        rounds=find_context_rounds(config),
+        rounds=find_dealing_rounds(config),
         ring=kind in RINGS and parallel.context > 1,
         tensor_experts=parallel.tensor_experts,
     )
@@ -241,7 +241,7 @@ def _count_replicas(config: Config, inner: int, workers: int) -> int:
     return workers // inner
 
 
-def _add_update_names(config: Config, plan: Plan) -> Plan:
+def _mark_special_updates(config: Config, plan: Plan) -> Plan:
     """Return the plan with the names of its parameters that are frozen, whole matrices (Muon), factored (Adafactor)."""
     plan = replace(plan, frozen=_find_frozen(config, plan))
     if config.optimizer.kind == "muon":

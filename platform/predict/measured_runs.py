@@ -358,7 +358,7 @@ def dump_comparison(c: Comparison) -> dict[str, Any]:
     return {"rows": rows, **scores, "rankings": [r._asdict() for r in c.rank_groups()], "constants": dict(c.constants)}
 
 
-def format_comparison(c: Comparison) -> Sequence[str]:
+def format_prediction_errors(c: Comparison) -> Sequence[str]:
     """Return a comparison as lines for people."""
     width = max(len(run.name) for run in c.runs)
     lines = [f"{'':{width}}  {'predicted':>11}  {'measured':>11}  {'TFLOP/s':>8}  {'error':>7}"]

@@ -1,6 +1,6 @@
 """The `Ops` of a memory forecast: a model's forward and backward pass on storages that only count bytes.
 
-Each operation counts in its `meter_bytes`, in the same steps as its `run_on_blocks` computes; the numbers follow
+Each operation counts in its `meter_kept_bytes`, in the same steps as its `run_on_blocks` computes; the numbers follow
 torch's CPU kernels. Their common parts are here. `MeteredSums` are the sums of gradients that
 `platform.runtime.flat_buffers` allocates as gradients come.
 """
@@ -68,7 +68,7 @@ class Meter(Ops):
         self._last: OffloadedActivation[MeteredStorage] | None = None  # of these, in this pass
 
     def bind_operation(self, op: Op) -> Callable[..., Any]:
-        return op.bind_computation(self, op.meter_bytes)
+        return op.bind_computation(self, op.meter_kept_bytes)
 
     def _gather_parameter(self, p: Parameter, conversion: Conversion) -> Value:
         """Count the bytes of converting a parameter to an operation's layout; return the converted stand-in."""

@@ -59,7 +59,7 @@ def product_seconds(p: Product, hardware: Hardware, precision: str, itemsize: in
     tiled = tiling_share(p.rows, p.columns, p.batch, hardware.processors, hardware.tile)
     share = tiled * p.inner / (p.inner + hardware.fill)
     computing = p.flops / (hardware.peak_flops(precision) * hardware.reached.products * share)
-    return float(overlap_seconds(computing, bytes_seconds(p.elements * itemsize, hardware), hardware))
+    return float(hidden_or_summed_seconds(computing, bytes_seconds(p.elements * itemsize, hardware), hardware))
 
 
 def cast_seconds(p: Product, hardware: Hardware) -> float:
@@ -68,7 +68,7 @@ def cast_seconds(p: Product, hardware: Hardware) -> float:
     return float(bytes_seconds(p.batch * p.rows * p.inner, hardware))
 
 
-def overlap_seconds(computing: Number, other: Number, hardware: Hardware) -> Number:
+def hidden_or_summed_seconds(computing: Number, other: Number, hardware: Hardware) -> Number:
     """Return the seconds of computing and of something `other`, which is hidden where anything is done beside it."""
     return np.maximum(computing, other) if hardware.ahead else computing + other
 
@@ -428,7 +428,7 @@ class _Clock:
         computing = computing * self.lockstep + slowed
         device = computing + sum(waiting.values())
         host = kernels * self.hardware.launch
-        return PassTime(computing, waiting, float(overlap_seconds(device, host, self.hardware)) - device)
+        return PassTime(computing, waiting, float(hidden_or_summed_seconds(device, host, self.hardware)) - device)
 
     def pass_times(self, work: StepWork) -> tuple[Spans, Spans]:
         """Return the spans of the forward and of the backward passes of a step's chunks."""

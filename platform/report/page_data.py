@@ -71,7 +71,7 @@ class WatchedRun:
     def read_metrics_news(self) -> int:
         """Read new rows of metrics of the run; return how many of the rows, from the first, still hold."""
         try:
-            return self.columns.read_new_rows()
+            return self.columns.read_rows_and_count_kept()
         except OSError as error:
             self.faults.append(f"{METRICS} cannot be read: {documents.printable_line(error)}")
             return 0

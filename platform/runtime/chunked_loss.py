@@ -32,7 +32,7 @@ from platform.runtime.statistics import (
     AddPart,
     add_computed_gradient,
     add_gradient,
-    add_small_gradient,
+    add_local_gradient_sum,
     can_accumulate,
     gradient_parts,
     widen_dtype,
@@ -481,9 +481,9 @@ class _ByChunks(torch.autograd.Function):
                 for db, g in zip(dbs, layer.compute_chunk_gradients(x[at], gradient[at], dx[at], adds), strict=False):
                     db += g.sum(0)
         for b, db in zip(layer.inner_biases, dbs, strict=True):
-            add_small_gradient(b, lambda dtype, db=db: db.to(dtype))
+            add_local_gradient_sum(b, lambda dtype, db=db: db.to(dtype))
         if layer.outer_bias is not None:
-            add_small_gradient(layer.outer_bias, lambda dtype: gradient.sum(0, dtype=dtype))
+            add_local_gradient_sum(layer.outer_bias, lambda dtype: gradient.sum(0, dtype=dtype))
         return None, dx, *(None for _ in layer.weights_and_biases)
 
 

@@ -27,7 +27,7 @@ from platform.runtime.residency import Operands
 from platform.runtime.statistics import (
     add_computed_gradient,
     add_gradient,
-    add_small_gradient,
+    add_local_gradient_sum,
     can_accumulate,
     widen_dtype,
 )
@@ -212,7 +212,7 @@ def _compute_operand_gradients(
         total = partial(torch.sum, g, [i for i, d in enumerate(e.out_dims) if d not in e.dims])  # what a bias lacks
         total = partial(sums_of_groups, counts, g) if counts else total
         if n and t is not None and not is_absent(g):
-            add_small_gradient(t, total)
+            add_local_gradient_sum(t, total)
         computed_gradients.append(total() if n and t is None and not is_absent(g) else None)
     return computed_gradients
 

@@ -1,8 +1,8 @@
 """Parameters as matrices, of which each rank has parts, for optimizers whose updates need whole rows, columns or
 matrices.
 
-`Factors` are sums of squares by row and by column, for factored second moments. `Matrices` gathers whole matrices from
-the blocks and shards of ranks.
+`FactoredSums` are sums of squares by row and by column, for factored second moments. `Matrices` gathers whole matrices
+from the blocks and shards of ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Part(NamedTuple):
     before: int
 
 
-class Factors:
+class FactoredSums:
     """Sums over the ranks of a stage, of which each counts its parts, laid out as the master copies. `plan`: the plan
     of this rank's stage."""
 

@@ -115,7 +115,7 @@ def relative_bucket(offset: Tensor, buckets: int, distance: int, bidirectional: 
     return ahead + torch.where(back < exact, back, wide.clamp_max(buckets - 1))
 
 
-def padding_mask(tokens: Tensor) -> Tensor:
+def mask_padded_keys(tokens: Tensor) -> Tensor:
     """Return bool [batch, 1, 1, memory_length], True where `tokens` [memory_length, batch] is padding (negative)."""
     return (tokens < 0).t()[:, None, None]
 
@@ -145,8 +145,8 @@ def least_number(dtype: torch.dtype) -> float:
 def attention_mask(q: Tensor, behind: Tensor | None, padding: Tensor | None, bias: Tensor | None) -> Tensor:
     """Combine the `unseen_mask` keys (`behind`, None without causality), padding and bias into one mask for
     scaled_dot_product_attention of q [batch, heads, length, d_kv]: without a `bias`, bool (True: attended to); with
-    one, the bias with q's dtype minimum where masked. `padding`: True where a key is padding, as `padding_mask` returns
-    it, or None.
+    one, the bias with q's dtype minimum where masked. `padding`: True where a key is padding, as `mask_padded_keys`
+    returns it, or None.
     """
     hidden = torch.zeros((), dtype=torch.bool, device=q.device) if padding is None else padding
     if behind is not None:

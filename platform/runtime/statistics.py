@@ -239,7 +239,7 @@ def add_computed_gradient(w: Tensor, compute: Compute) -> None:
         compute(w.grad, False)
 
 
-def add_small_gradient(w: Tensor, total: Callable[..., Tensor]) -> None:
+def add_local_gradient_sum(w: Tensor, total: Callable[..., Tensor]) -> None:
     """Add to the leaf w's gradient a small tensor that `total(dtype=...)` computes, such as a bias's row sum."""
     if home := find_bucket_of_leaf(w):
         bucket, name = home

@@ -224,7 +224,7 @@ def _time_shaped_products(timer: _Timer, sizes: Extents, config: Config) -> Iter
         rows, columns, inner = (max(1, int(sizes.side * share)) for share in shape)
         x, w = (torch.randn(n, inner, dtype=dtype, device=timer.device).requires_grad_() for n in (rows, columns))
         g = torch.ones(rows, columns, dtype=dtype, device=timer.device)
-        work = partial(_compute_both_passes, partial(F.linear, weight=w), (x, w), g)
+        work = partial(_compute_gradients, partial(F.linear, weight=w), (x, w), g)
         yield Timing("product", [float(n) for n in (rows, columns, inner)], timer(work))
 
 
@@ -243,10 +243,10 @@ def _time_attention(timer: _Timer, sizes: Extents, config: Config) -> Iterator[T
         q, k, v = (torch.randn(shape, dtype=dtype, device=timer.device).requires_grad_() for _ in range(3))
         g = torch.ones_like(q)
         causal = partial(F.scaled_dot_product_attention, key=k, value=v, is_causal=True)
-        yield Timing("attention", [float(n) for n in shape], timer(partial(_compute_both_passes, causal, (q, k, v), g)))
+        yield Timing("attention", [float(n) for n in shape], timer(partial(_compute_gradients, causal, (q, k, v), g)))
 
 
-def _compute_both_passes(function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], g: torch.Tensor) -> Any:
+def _compute_gradients(function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], g: torch.Tensor) -> Any:
     """Compute a function of the first of the `inputs`, and the gradients of them all from its result's, g."""
     return torch.autograd.grad(function(inputs[0]), inputs, g)
 

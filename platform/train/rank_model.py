@@ -14,7 +14,7 @@ from platform.optimizer.optimizers import build_optimizer, group_parameters
 from platform.optimizer.update_rules import Adafactor, Muon
 from platform.plan.plan import Plan
 from platform.runtime.communicator import Communicator
-from platform.runtime.matrices import Factors, Matrices
+from platform.runtime.matrices import FactoredSums, Matrices
 from platform.runtime.parallel_ops import ParallelOps
 from platform.train.rank_parameters import Weights
 
@@ -65,5 +65,5 @@ def build_rank(
     if isinstance(optimizer, Muon):
         optimizer.matrices = Matrices(stage, communicator, weights.buckets)
     if stage.factored and isinstance(optimizer, Adafactor):
-        optimizer.factors = Factors(stage, communicator)
+        optimizer.factors = FactoredSums(stage, communicator)
     return Rank(stage, communicator, weights, model, ops, optimizer)

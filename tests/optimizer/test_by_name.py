@@ -16,7 +16,7 @@ from platform.predict.footprint import weight_bytes
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
 from platform.runtime.flat_buffers import FlatBucket
-from platform.runtime.matrices import Factors, Matrices
+from platform.runtime.matrices import FactoredSums, Matrices
 from platform.train.training_state import State
 from tests.harness.oracle import compare, configure, counted, prove, run, serial, trainer_of
 from tests.harness.threads import run_threads
@@ -245,7 +245,7 @@ def test_negative_control_statistics_of_a_part_alone(plan, monkeypatch):
     """Each rank takes the sums of its own part for those of the whole."""
     c = configured("adafactor", **PLANS[plan])
     expected = serial(c)
-    monkeypatch.setattr(Factors, "_axes", property(lambda self: (), lambda self, axes: None), raising=False)
+    monkeypatch.setattr(FactoredSums, "_axes", property(lambda self: (), lambda self, axes: None), raising=False)
     made, results = run(c)
     monkeypatch.undo()
     with pytest.raises(AssertionError, match="final of|replicas of"):

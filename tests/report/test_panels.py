@@ -55,7 +55,7 @@ def test_every_panel_is_fed_and_every_metric_is_shown(tmp_path: Path) -> None:
     log.write_row(full_row())
     log.close()
     columns = Columns(log.path)
-    columns.read_new_rows()
+    columns.read_rows_and_count_kept()
     logged = set(columns.column_names)
     shown = {name: [p["title"] for p in all_panels() if matches_metric(metrics_of(p), name)] for name in logged}
     hidden = panel_table()["not_shown"]

@@ -187,14 +187,14 @@ def open_store(host: str) -> Any:
     as long as the returned store lives."""
     from torch.distributed import TCPStore
 
-    _keep_backtraces_out_of_logs()
+    _log_only_torch_errors()
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     listener = socket.create_server((host, 0), family=family)
     port, descriptor = listener.getsockname()[1], listener.detach()
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
-def _keep_backtraces_out_of_logs() -> None:
+def _log_only_torch_errors() -> None:
     """Let torch's C++ part in the driver, which serves the workers' TCPStore, log errors alone, unless the user's
     environment sets its level: for each invalid message, which any stranger can send, the store warns in 25 lines, and
     they would fill a disk.

@@ -131,7 +131,7 @@ class RememberOp(Op):
                 mine[first - begin : end - begin].copy_(new[first - ops.offset : end - ops.offset])
         return pair
 
-    def meter_bytes(self, ops, name, k, v, kv, values) -> tuple[Value, Value]:
+    def meter_kept_bytes(self, ops, name, k, v, kv, values) -> tuple[Value, Value]:
         """Count the memory of all keys and values in the cache, allocated by the first use of the attention."""
         if ops.cache is None or ops.absent(k):
             return k, v
@@ -156,9 +156,9 @@ class RecallOp(Op):
         """Store k and v of the cross-attention `name` in the cache, if given, and return the stored ones."""
         if ops.cache and k is not None and not ops.absent(k):
             ops.cache.first[name] = _first_sequence(ops, kv)
-        return self.meter_bytes(ops, name, k, v, kv)
+        return self.meter_kept_bytes(ops, name, k, v, kv)
 
-    def meter_bytes(self, ops, name, k, v, kv) -> tuple[Value, Value]:
+    def meter_kept_bytes(self, ops, name, k, v, kv) -> tuple[Value, Value]:
         """Return k and v, cached if they are given, which takes no new memory."""
         if ops.cache is None:
             return k, v
@@ -245,14 +245,14 @@ class SoftmaxOp(BlockOp):
             starts = None if begins is None else begins[self.kind, name]
             x = x.masked_fill(positions.unseen_mask(length, memory, window, starts), -inf)
         if mask is not None:
-            x = x.masked_fill(positions.padding_mask(mask[self.kind, name]), positions.least_number(x.dtype))
+            x = x.masked_fill(positions.mask_padded_keys(mask[self.kind, name]), positions.least_number(x.dtype))
         x = ops.fill_padding(x, spec, [dim], -inf)
         if sink is not None:
             (dims,) = (p.dims for p in planned.operation.parameters)
             sink = sink.view([n if d in dims else 1 for d, n in zip(spec.dims, x.shape, strict=True)])
         return ops.kernels.statistics.softmax(x, spec.dims.index(dim), ops.communicator, planned.over, sink)
 
-    def meter_bytes(
+    def meter_kept_bytes(
         self, ops, planned, name, x, spec, sink=None, *, dim="memory_length", causal=False, mask=None, begins=None,
         bias=None, **_,
     ) -> Value:  # fmt: skip

@@ -87,7 +87,7 @@ class ProductOp(_Products):
         """Compute the einsum of two activations, x and y, on this rank's blocks, with the planned conversions."""
         return _execute_by_group(ops, ops.operation_plan(self.kind, name), x, [y], [out])[0]
 
-    meter_bytes = run_on_blocks
+    meter_kept_bytes = run_on_blocks
 
 
 class ProjectOp(_Products):
@@ -120,7 +120,7 @@ class ProjectOp(_Products):
             return tuple(results)
         return tuple(ops.shift(y, out, b, counts) for y, out, b in zip(results, outs, biases, strict=True))
 
-    meter_bytes = run_on_blocks
+    meter_kept_bytes = run_on_blocks
 
 
 def _execute_by_group(ops, planned, x, operands, outs, biases=(), deferred=None, counts=None):

@@ -75,7 +75,7 @@ class RouteOp(Op):
         results = ops.convert_blocks(weights_and_losses[: len(leave)], leave)
         return results[0], results[1] if len(leave) > 1 else None
 
-    def meter_bytes(self, ops, name, scores, spec, tokens, router, states=()) -> tuple[Value, Value | None]:
+    def meter_kept_bytes(self, ops, name, scores, spec, tokens, router, states=()) -> tuple[Value, Value | None]:
         """Count the memory of weights and losses; scores are kept, and the choice, by which the backward pass weighs
         them again."""
         planned = ops.operation_plan(self.kind, name)
@@ -204,7 +204,7 @@ class DispatchRowsOp(Op):
         ops.record_sent_rows(name, zip(seats.seat_experts, counts.given, strict=True))
         return kernel.dispatch_rows(ops.communicator, x, counts), counts
 
-    def meter_bytes(self, ops, name, x, spec, weights, of_weights, out, chosen) -> tuple[Value, Value]:
+    def meter_kept_bytes(self, ops, name, x, spec, weights, of_weights, out, chosen) -> tuple[Value, Value]:
         """Count the memory of rows by the worst routing; of their places integers are kept."""
         enter, weights_conversion, rows = ops.operation_plan(self.kind, name).conversions
         x, weights = ops.convert_blocks((x, weights), (enter, weights_conversion))
@@ -262,7 +262,7 @@ class CombineRowsOp(Op):
             return ops.convert_block(ops.build_empty_block([y, weights]), leave)
         return ops.convert_block(ops.kernels.expert_rows.combine_rows(ops.communicator, y, weights, counts), leave)
 
-    def meter_bytes(self, ops, name, y, spec, counts, weights, of_weights, out, chosen) -> Value:
+    def meter_kept_bytes(self, ops, name, y, spec, counts, weights, of_weights, out, chosen) -> Value:
         """Count the memory of the weighted sum; rows, as they came back, and weights are kept."""
         rows, weights_conversion, leave = ops.operation_plan(self.kind, name).conversions
         weights = ops.convert_block(weights, weights_conversion)
@@ -347,7 +347,7 @@ class DispatchOp(BlockOp):
         slots = ops.plan.planner.tensor_sizes(out)["slots"]
         return ops.kernels.expert_rows.dispatch_slots(x, weights.detach(), slots, chosen)
 
-    def meter_bytes(self, ops, planned, name, x, spec, weights, of_weights, out, chosen) -> Value:
+    def meter_kept_bytes(self, ops, planned, name, x, spec, weights, of_weights, out, chosen) -> Value:
         """Count the memory of the slots, with the numbers of each; where each token lies is kept."""
         n, leave = x.elements, planned.conversions[-1]
         slots, places = prod(leave.before[:3]), weights.elements // leave.before[0] * chosen
@@ -392,7 +392,7 @@ class CombineOp(BlockOp):
         """Add up what the experts made of this rank's tokens, in the type of statistics."""
         return ops.kernels.expert_rows.combine_slots(y, weights, chosen)
 
-    def meter_bytes(self, ops, planned, name, y, spec, weights, of_weights, out, chosen) -> Value:
+    def meter_kept_bytes(self, ops, planned, name, y, spec, weights, of_weights, out, chosen) -> Value:
         """Count the memory of the weighted sum, with the numbers of each slot; slots, weights and places are kept."""
         shape, by_expert, elements = planned.conversions[0].after, weights.elements, y.elements
         slots, places, dtype = prod(shape[:3]), by_expert // shape[0] * chosen, ops.plan.itemsize[of_weights.dtype]

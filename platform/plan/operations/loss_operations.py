@@ -49,7 +49,7 @@ class CrossEntropyOp(Op):
         targets, classes = ops.label_targets(planned, labels), ops.logit_classes(planned, spec, smoothing)
         return ops.kernels.chunked_loss.cross_entropy(logits, targets, ops.communicator, classes)
 
-    def meter_bytes(self, ops, name, logits, spec, labels, smoothing=0.0) -> Value:
+    def meter_kept_bytes(self, ops, name, logits, spec, labels, smoothing=0.0) -> Value:
         """Count the memory of the logits' gradient, made in the forward pass, and of one chunk's statistics."""
         loss = ops.tensor(1)
         if not logits.elements:
@@ -98,7 +98,7 @@ class LinearCrossEntropyOp(Op):
             deferred=ops.deferred,
         )
 
-    def meter_bytes(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None) -> Value:
+    def meter_kept_bytes(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None) -> Value:
         """Count the memory of gradients and one chunk of logits, or of all logits where the loss has to keep them."""
         planned_product = ops.operation_plan("project", table.name)
         planned_loss = ops.operation_plan("cross_entropy", name)
@@ -166,7 +166,7 @@ class SquaredErrorOp(Op):
             error = error.masked_fill(rows.reshape([shape[d] if d in token_dims else 1 for d in spec.dims]), 0)
         return error.square().double().sum() / 2
 
-    def meter_bytes(self, ops, name, y, target, spec, ids) -> Value:
+    def meter_kept_bytes(self, ops, name, y, target, spec, ids) -> Value:
         """Count the bytes of the squared-error loss: the errors, kept for the backward pass, and their squares."""
         n = y.elements
         error, square = ops.new(n, ops.wide), ops.new(n, ops.wide)
@@ -199,7 +199,7 @@ class TokenLossOp(Op):
             counts = counts * targets.weights.abs()
         return loss + (x.flatten().to(loss.dtype) * counts).sum()
 
-    def meter_bytes(self, ops, name, loss, x, spec, labels) -> Value:
+    def meter_kept_bytes(self, ops, name, loss, x, spec, labels) -> Value:
         """Count the memory of what each token counts, which is kept."""
         n = x.elements
         ops.new(2 * n, 8)

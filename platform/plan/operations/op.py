@@ -6,11 +6,11 @@
 | `plan_operation` | `plan_operations` | how it splits: compute layout, conversions, collectives with their sizes |
 | `count_flops` | placement of layers on stages | multiplications and additions of all ranks together |
 | `run_on_blocks` | `ParallelOps`, on a rank | the forward pass on its blocks; autograd derives the backward pass |
-| `meter_bytes` | `Meter`, for a forecast | bytes that are allocated, kept for the backward pass, and taken there |
+| `meter_kept_bytes` | `Meter`, for a forecast | bytes that are allocated, kept for the backward pass, and taken there |
 | `count_accesses` | price of a step | elements that it reads and writes, by its attribute `memory_accesses` |
 
-Its other attributes are what price, runtime and optimizer need to know of it. `run_on_blocks` and `meter_bytes` of a
-`BlockOp` see its activations and parameters as converted for it, and leave its result's conversion to it: what most
+Its other attributes are what price, runtime and optimizer need to know of it. `run_on_blocks` and `meter_kept_bytes` of
+a `BlockOp` see its activations and parameters as converted for it, and leave its result's conversion to it: what most
 operations are.
 
 An operation that is said in others (a residual connection: dropout, then a sum) has `compose_operation` in place of
@@ -38,7 +38,7 @@ from platform.plan.rule import Conversion
 
 class Op:
     """Operation of the models' language, an attribute of `Ops` by its `kind`: on a recorder, `ops.norm(...)` is
-    `record_operation`, on a rank `run_on_blocks`, on a memory meter `meter_bytes`, as `ops.bind_operation` says."""
+    `record_operation`, on a rank `run_on_blocks`, on a meter `meter_kept_bytes`, as `ops.bind_operation` says."""
 
     kind: str
     wide: Sequence[str] = ()  # which of its inputs and outputs may be in the type of statistics (Spec.dtype)
@@ -61,11 +61,11 @@ class Op:
         self.kind = name
 
     def __get__(self, ops: Any, owner: type | None = None) -> Any:
-        """Return this model operation bound to `ops`: its `record_operation`, `run_on_blocks` or `meter_bytes`."""
+        """Return this model operation bound to `ops`: its `record_operation`, `run_on_blocks` or `meter_kept_bytes`."""
         return self if ops is None else ops.bind_operation(self)
 
     def bind_computation(self, ops: Any, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `compute`, which is `run_on_blocks` or `meter_bytes`, bound to `ops` as a model calls it."""
+        """Return `compute`, which is `run_on_blocks` or `meter_kept_bytes`, bound to `ops` as a model calls it."""
         return partial(compute, ops)
 
     def compose_operation(self, ops: Any, *arguments: Any, **options: Any) -> Any:
@@ -80,7 +80,7 @@ class Op:
         """Compute this operation's forward pass on this rank's blocks; return its results."""
         return self.compose_operation(ops, *arguments, **options)
 
-    def meter_bytes(self, ops: Any, *arguments: Any, **options: Any) -> Any:
+    def meter_kept_bytes(self, ops: Any, *arguments: Any, **options: Any) -> Any:
         """Count the memory that this operation takes on the metered worker; return stand-ins for its results."""
         return self.compose_operation(ops, *arguments, **options)
 
@@ -118,17 +118,17 @@ class Op:
 
 
 class BlockOp(Op):
-    """Operation whose `run_on_blocks` and `meter_bytes` see blocks alone. They take the planned operation `planned`
-    (None where nothing of it is planned), then the arguments: activations and parameters as converted for it; their
-    result is converted as planned. A rank without a block of the first activation computes nothing, and passes on an
-    empty one that stays connected to the gradients of all of them."""
+    """Operation whose `run_on_blocks` and `meter_kept_bytes` see blocks alone. They take the planned operation,
+    `planned` (None where nothing of it is planned), then the arguments: activations and parameters as converted for
+    it; their result is converted as planned. A rank without a block of the first activation computes nothing, and
+    passes on an empty one that stays connected to the gradients of all of them."""
 
     def bind_computation(self, ops, compute):
         return partial(self._run_converted, ops, compute)
 
     def _run_converted(self, ops: Any, compute: Callable[..., Any], first: Any, *more: Any, **options: Any) -> Any:
         """Convert an operation's activations and parameters to their planned layouts, call `compute` (its
-        `run_on_blocks` or `meter_bytes`) on the blocks, and convert the result. `first`, `more`: its arguments."""
+        `run_on_blocks` or `meter_kept_bytes`) on the blocks, and convert the result. `first`, `more`: its arguments."""
         parameters = [a for a in (first, *more) if isinstance(a, Parameter)]
         name = first if isinstance(first, str) else parameters[0].name if parameters else ""
         planned = ops.plan.operations.get((self.kind, name))

@@ -38,8 +38,8 @@ def test_the_first_time_counts_and_of_the_last_step_the_last(monkeypatch):
 
 def test_a_command_starts_with_its_process():
     code = (
-        "import time; time.sleep(0.5); from platform.cluster.shown_commands import command_start; "
-        "print(command_start())"
+        "import time; time.sleep(0.5); from platform.cluster.shown_commands import monotonic_command_start; "
+        "print(monotonic_command_start())"
     )
     before = monotonic()  # Linux has one such clock for all processes
     start = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)

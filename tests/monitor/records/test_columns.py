@@ -30,7 +30,7 @@ def test_rows_are_those_that_the_log_reads(path: Path) -> None:
     rows[8]["val_loss"] = "Infinity"
     path.write_text(lines(*rows))
     columns, wanted = Columns(path), MetricsLog.read_rows(path)
-    columns.read_new_rows()
+    columns.read_rows_and_count_kept()
     assert list(columns.steps) == [row["step"] for row in wanted] == [1, 2, 3]
     assert columns.column_names == ["step", "train/loss", "time/data", "experts/load/0", "experts/load/1", "val/loss"]
     assert columns.column("train/loss")[0] == 1.5 and isnan(columns.column("train/loss")[1])
@@ -42,17 +42,17 @@ def test_rows_are_those_that_the_log_reads(path: Path) -> None:
 
 def test_a_growing_file_is_read_on(path: Path) -> None:
     columns = Columns(path)
-    assert columns.read_new_rows() == 0 and not columns.steps  # not there yet
+    assert columns.read_rows_and_count_kept() == 0 and not columns.steps  # not there yet
     path.write_text(lines({"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}) + '{"step": 3, "lo')
-    assert columns.read_new_rows() == 0 and list(columns.steps) == [1, 2]
+    assert columns.read_rows_and_count_kept() == 0 and list(columns.steps) == [1, 2]
     path.write_text(lines({"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}))  # the next driver cuts the torn line
-    assert columns.read_new_rows() == 2
+    assert columns.read_rows_and_count_kept() == 2
     with path.open("a") as file:
         file.write(lines({"step": 2, "loss": 5.0}, {"step": 3, "loss": 6.0}))
-    assert columns.read_new_rows() == 1 and list(columns.column("train/loss")) == [1.0, 5.0, 6.0]
-    assert columns.read_new_rows() == 3 and columns.unread == 0
+    assert columns.read_rows_and_count_kept() == 1 and list(columns.column("train/loss")) == [1.0, 5.0, 6.0]
+    assert columns.read_rows_and_count_kept() == 3 and columns.unread == 0
     path.write_text(lines({"step": 1, "loss": 9.0}))  # another file
-    assert columns.read_new_rows() == 0 and list(columns.column("train/loss")) == [9.0]
+    assert columns.read_rows_and_count_kept() == 0 and list(columns.column("train/loss")) == [9.0]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_growing_file_is_read_on(path: Path) -> None:
 def test_a_line_that_is_no_row_is_passed_over(path: Path, line: str) -> None:
     path.write_text(lines({"step": 1, "loss": 1.0}) + line + "\n" + lines({"step": 2, "loss": 2.0}))
     columns = Columns(path)
-    columns.read_new_rows()
+    columns.read_rows_and_count_kept()
     assert list(columns.column("train/loss")) == [1.0, 2.0] and columns.unread == 1
 
 
@@ -72,7 +72,7 @@ def test_foreign_values_are_no_numbers(path: Path) -> None:
     row = {"step": 1, "loss": "<b>", "lr": None, "tokens": 10**400, "seconds": [{}, "x"], "experts": {"load/0": 5}}
     path.write_text(lines(row | {"expert_load": [1, 2], "unknown": 3}))
     columns = Columns(path)
-    columns.read_new_rows()
+    columns.read_rows_and_count_kept()
     assert columns.column_names == ["step", "tokens", "experts/load/0", "experts/load/1"]
     assert columns.column("tokens")[0] == inf and list(columns.column("experts/load/0")) == [5.0]
 
@@ -95,14 +95,14 @@ def test_rows_of_any_shapes_are_taken_as_one_by_one(path: Path, seed: int) -> No
         rows.append({"step": step} | {key: draw() for key, draw in drawn.items()})
     path.write_text(lines(*rows))
     columns = Columns(path)
-    columns.read_new_rows()
+    columns.read_rows_and_count_kept()
     kept = valid_rows(rows)
     assert list(columns.steps) == [row["step"] for row in kept]
     seen: set[str] = set()
     for place, row in enumerate(kept):
         (alone := path.with_name("one.jsonl")).write_text(lines(row))
         one = Columns(alone)
-        one.read_new_rows()
+        one.read_rows_and_count_kept()
         seen |= set(one.column_names)
         for name in columns.column_names:
             assert repr(columns.column(name)[place]) == repr(one.column(name)[0])
