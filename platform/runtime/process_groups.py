@@ -114,6 +114,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def join_default_group(store: dist.Store, rank: int, size: int, device: torch.device | str) -> None:
     """Join the default group of torch.distributed as `rank` of `size`, by NCCL on a CUDA device, where it connects at
     once, else by gloo. All ranks call it together. `store`: a store for this mesh alone."""
+    leave_default_group()
     device, timeout = torch.device(device), connect_timeout(size)
     if device.type == "cuda":
         # Collectives first, and in streams that nothing else takes; groups that are split off inherit it.
@@ -128,6 +129,24 @@ def join_default_group(store: dist.Store, rank: int, size: int, device: torch.de
         world._get_backend(device).options.global_ranks_in_group = list(range(size))
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def leave_default_group() -> None:
+    """End the default group of torch.distributed, if this process has joined one, and reset what torch keeps of groups
+    in the process. It names groups in the store by a counter, which it resets only when a default group ends: after a
+    join that failed, ranks that took part would wait for the others under other names, for ever."""
+    c10d = dist.distributed_c10d
+    try:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    finally:
+        c10d._update_default_pg(None)
+        world = c10d._world
+        for registry in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag,
+                         world.tags_to_pg, world.pg_coalesce_state):  # fmt: skip
+            registry.clear()
+        c10d._unregister_all_process_groups()
+        world.group_count = 0
 
 
 class ProcessGroups(HostMemory):
@@ -301,8 +320,7 @@ class ProcessGroups(HostMemory):
             for group in self._own_groups():
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         super().close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_default_group()
 
 
 def _start_nccl_rotation(x: Tensor, out: Tensor, members: Sequence[int], me: int, group: Any) -> Callable[[], None]:

@@ -15,7 +15,6 @@ from functools import partial
 from math import inf
 
 import torch
-import torch.distributed as dist
 
 from platform.boundary import schema
 from platform.boundary.documents import error_line
@@ -35,7 +34,7 @@ from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
 from platform.runtime.compilation import deterministic_kernels, may_compile, reason_uncompiled
 from platform.runtime.host_memory import HostMemory
-from platform.runtime.process_groups import connect_process_groups, meet_ranks
+from platform.runtime.process_groups import connect_process_groups, leave_default_group, meet_ranks
 from platform.runtime.progress import PROGRESS
 from platform.train import environment_proof, replies
 from platform.train.faults import Fault
@@ -386,8 +385,7 @@ class Worker(Observed):
         self.trainer = self.state = self.combiner = self._generator = None
         if communicator:
             communicator.close()
-        elif dist.is_initialized():  # joining failed
-            dist.destroy_process_group()
+        leave_default_group()  # joining may have failed
         gc.collect()  # autograd's graphs have cycles
         if self.device == "cuda":
             torch.cuda.synchronize()  # raises if the device is broken, which is permanent

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(900)
 STEPS = 20
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 PLANS = {
+    "two": {"data": 2},
     "1d": {"tensor": "1d", "axes": {"t": 2}, "data": 4},
     "zero 3": {"tensor": "1d", "axes": {"t": 2}, "data": 4, "zero": 3},
     "interleaved": {"tensor": "1d", "axes": {"t": 2}, "data": 2, "zero": 1, "pipeline": "interleaved", "stages": 2,
@@ -34,13 +35,13 @@ def survives(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", tempfile.mkdtemp(prefix="chaos-"))  # where nobody else leaves anything
     monkeypatch.setenv("TMPDIR", tempfile.gettempdir())
 
-    def survive(config, faults=(), moments=(), signals=(), seed=0):
+    def survive(config, faults=(), moments=(), signals=(), seed=0, worker=chaos.WORKER):
         config.elastic.faults = list(faults)
         expected = chaos.undisturbed(config, tmp_path / "alone")
         outside = chaos.Outside(config, random.Random(seed), moments, signals)
         with chaos.nothing_left():
             with outside:
-                status = chaos.drive(config)
+                status = chaos.drive(config, worker)
         events = chaos.journal(config)
         assert status == 0, events[-3:]
         assert chaos.differences(chaos.rows(config), expected) == []
