@@ -18,6 +18,7 @@ from platform.boundary import refusals
 from platform.boundary.redaction import isolate_secrets, known_secrets, redact_secrets, register_url_secrets
 from platform.boundary.refusals import DONE, FAILED, REFUSED, STOPPED, ConfigError, format_violation, refuse_all
 from platform.boundary.terminal import QuickExit, print_line, run_printing_command, show_phase
+from platform.boundary.world_faults import UNAVAILABLE
 from platform.cluster.crew.signals import Stopped, StopSignals
 from platform.cluster.shown_commands import Phases, monotonic_command_start
 from platform.config import run_rules
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 from platform.predict.make_plan import Plan
 from platform.weights import FROM_HF
 
-SEVERITY = (DONE, STOPPED, REFUSED, FAILED)  # least to most severe: a sweep exits with the worst status of its jobs
+SEVERITY = (DONE, STOPPED, UNAVAILABLE, REFUSED, FAILED)  # a sweep exits with its jobs' most severe status, the last
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,13 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
-STATUS = {signal.SIGINT: 130, signal.SIGTERM: 75}  # exit status
+# Signals whose default action does not end a process, that nobody can handle, that report a fault of the process
+# itself, that Python makes an OSError of, or that are a process's own alarms.
+_OTHERS = "CHLD CONT URG WINCH TSTP TTIN TTOU  KILL STOP  ABRT BUS FPE ILL SEGV SYS TRAP  PIPE XFSZ  ALRM PROF VTALRM"
+# Signals by which somebody ends a process: a terminal that closes sends SIGHUP, a batch system SIGXCPU or SIGUSR2.
+_OTHER_NUMBERS = {signal.Signals[f"SIG{name}"] for name in _OTHERS.split()}
+ENDING = tuple(number for number in signal.Signals if number < signal.SIGRTMIN and number not in _OTHER_NUMBERS)
+STATUS = dict.fromkeys(ENDING, 75) | {signal.SIGINT: 130}  # exit status
 COMMANDS = tuple("launch generate evaluate doctor plan checkpoint weights data jobs report status".split())
 Handler = Callable[[int, FrameType | None], Any]
 _is_command = False  # this process was started as one of COMMANDS
@@ -25,13 +31,13 @@ class Interrupted(BaseException):
     Exception."""
 
     def __init__(self, number: int):
-        """Construct the exception for a command that the signal `number` ends (SIGINT, SIGTERM): message and status."""
+        """Construct the exception for a command that the signal `number` of ENDING ends: message and status."""
         super().__init__(f"stopped by {signal.Signals(number).name}; the same command does it anew")
         self.status = STATUS[signal.Signals(number)]
 
 
 def watch_imports() -> None:
-    """Let SIGINT and SIGTERM end a command of the platform at once, in one line on stderr, while it imports."""
+    """Let a signal of ENDING end a command of the platform at once, in one line on stderr, while it imports."""
     words = sys.orig_argv
     module = words[words.index("-m") + 1 :][:1] if "-m" in words else []
     if module and module[0].removeprefix("platform.") in COMMANDS and module[0].startswith("platform."):
@@ -39,14 +45,14 @@ def watch_imports() -> None:
 
 
 def watch_command() -> None:
-    """Let SIGINT and SIGTERM end this process, which is a command of the platform, at once while it imports."""
+    """Let a signal of ENDING end this process, which is a command of the platform, at once while it imports."""
     global _is_command
     _is_command = True
     _install_handler(_exit_command)
 
 
 def run_interruptible(command: Callable[[], int]) -> int:
-    """Run a command and return its exit status. The first SIGINT or SIGTERM raises Interrupted in it, so that it tidies
+    """Run a command and return its exit status. The first signal of ENDING raises Interrupted in it, so that it tidies
     up, and is reported in one line on stderr; a second one ends the process at once. Only the main thread handles
     signals."""
     if threading.current_thread() is not threading.main_thread():
@@ -70,7 +76,7 @@ def restore_handlers(old_handlers: Mapping[int, Any]) -> None:
 
 
 def _install_handler(handler: Handler) -> dict[int, Any]:
-    """Handle the signals that end a command (SIGINT, SIGTERM) by `handler`, unless they are ignored, as under nohup;
+    """Handle the signals that end a command, ENDING, by `handler`, unless they are ignored, as under nohup;
     return signal number -> handler before, of the changed ones. A forked child handles them as the system does."""
     old_handlers: dict[int, Any] = {number: signal.getsignal(number) for number in STATUS}
     own_process = os.getpid()

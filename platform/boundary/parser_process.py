@@ -103,8 +103,10 @@ def _read_exact_bytes(stream: BinaryIO, size: int) -> bytes:
 def _limit_resources(memory: int, seconds: int) -> None:
     """Limit this parser process in its next answer: bytes of memory in all, seconds of processor time from now on."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.RLIM_INFINITY))
-    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + seconds, resource.RLIM_INFINITY))
+    processor_seconds = int(used.ru_utime + used.ru_stime) + 1 + seconds
+    for limit, amount in ((resource.RLIMIT_DATA, memory), (resource.RLIMIT_CPU, processor_seconds)):
+        hard = resource.getrlimit(limit)[1]  # of a login node or a batch system, which nobody may raise
+        resource.setrlimit(limit, (amount if hard == resource.RLIM_INFINITY else min(amount, hard), hard))
 
 
 def _build_reply(answer: Answer, request: dict[str, Any], body: bytes, read: Read) -> tuple[bytes, bytes]:

@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 from platform.boundary import terminal
 from platform.boundary.redaction import forget_secrets, redact_output, redact_secrets, register_url_secrets
 from platform.boundary.terminal import escape_unprintable, is_reader_gone, print_line, print_refusals, refusal_line
+from platform.boundary.world_faults import UNAVAILABLE, is_world_fault, walk_causes
 
 NEAREST = "; nearest legal: "  # between a refusal's constraint and its hints
 SHOWN = 300  # most characters of a value in a line for the user
@@ -54,14 +55,6 @@ def refuse_all(lines: Iterable[str]) -> None:
     """Raise ConfigError with the lines that refuse a user's mistakes, each once, if there are any."""
     if unique_lines := list(dict.fromkeys(lines)):
         raise ConfigError(unique_lines)
-
-
-def walk_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception, then the one it was raised from or while handling, and so on, to find a refusal in it."""
-    current: BaseException | None = error
-    while current:
-        yield current
-        current = current.__cause__ or current.__context__
 
 
 def find_refusal(error: BaseException) -> str:
@@ -172,9 +165,10 @@ def print_uncaught_error(kind: type[BaseException], error: BaseException, trace:
 
 
 def report_refusal(error: ConfigError, subject: str) -> int:
-    """Print a command's mistakes on stderr, each as "SUBJECT: violation", and return its exit status, 2."""
+    """Print a command's mistakes on stderr, each as "SUBJECT: violation", and return its exit status: 2, or
+    UNAVAILABLE (69) where the world is at fault (`is_world_fault`)."""
     print_refusals(subject, error.violations)
-    return REFUSED
+    return UNAVAILABLE if is_world_fault(error) else REFUSED
 
 
 def run_command(

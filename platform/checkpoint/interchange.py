@@ -17,10 +17,10 @@ from torch import Tensor
 
 from platform.boundary import documents, schema
 from platform.boundary.local_files import LocalStorage
-from platform.boundary.refusals import walk_causes
 from platform.boundary.schema import Malformed, Many, Span
 from platform.boundary.storage import Storage, open_storage, write_all_or_nothing
 from platform.boundary.terminal import show_phase
+from platform.boundary.world_faults import walk_causes
 from platform.checkpoint import catalogue
 from platform.checkpoint.blocks import Box, HeldTensor, Piece, S, Shapes, list_written_parts
 from platform.checkpoint.buffer import DTYPES

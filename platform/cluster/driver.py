@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from time import monotonic, time
+from time import monotonic, sleep, time
 from typing import TYPE_CHECKING
 
 from platform.boundary.local_files import list_missing_directories, remove_empty_directories
 from platform.boundary.redaction import known_secrets, strip_url_secrets
 from platform.boundary.refusals import ConfigError, format_violation, refuse_all, refuse_failures
+from platform.boundary.schema import Malformed
 from platform.boundary.terminal import Say, show_phase
-from platform.cluster import resources
+from platform.boundary.world_faults import growing_pauses, is_world_fault
+from platform.cluster import resources, run_directory
 from platform.cluster.answer_scores import RunTasks, open_tasks, violations_of_tasks
 from platform.cluster.callbacks import CallbackGuard, Callbacks, demonstration_warning, seconds_left
 from platform.cluster.control.pulse import Pulse
@@ -77,24 +79,49 @@ def drive_run(
     guard, phases = guard or CallbackGuard(Callbacks()), phases or Phases()
     state = DriverState(config, RunDirectory(config.run.dir), command, steps, guard, phases)
     try:
-        with ExitStack() as opened:
-            signals = opened.enter_context(StopSignals())
+        with StopSignals() as signals, _stop_before_time_limit(config, signals):
             state.guard.stop = signals.note_request
-            try:
-                opened.enter_context(_stop_before_time_limit(config, signals))
-                return _check_and_drive(config, plan, worker, signals, state, opened)
-            except ConfigError as error:
-                if state.journal:
-                    state.journal.write(events.Refused(reasons=error.violations))
-                raise
-            except (Stopped, Exception) as error:
-                signals.note_end_status(FAILED)
-                status = report_end(error, state)
-                signals.note_end_status(status)
-                return status
+            return _drive_when_reachable(config, plan, worker, signals, state)
     finally:
         if torchrun.is_under_torchrun():
             torchrun.release_followers()
+
+
+def _drive_when_reachable(config: Config, plan: Plan, worker: str, signals: StopSignals, state: DriverState) -> int:
+    """Drive a run as `_drive_or_report` does, again after growing pauses while the world keeps it from starting
+    (`is_world_fault`): for elastic.wait seconds if it has done steps before, and for cluster.wait at least."""
+    has_steps = False
+    with suppress(OSError, Malformed):
+        has_steps = run_directory.find_last_step(state.directory.path) > 0
+    pauses = growing_pauses(max(config.cluster.wait, config.elastic.wait if has_steps else 0.0))
+    while True:
+        try:
+            return _drive_or_report(config, plan, worker, signals, state)
+        except ConfigError as error:
+            if state.journal or not is_world_fault(error) or (pause := next(pauses, None)) is None:
+                raise
+            state.say(f"{error}: tries again in {pause:.0f} s")
+        try:
+            sleep(pause)
+        except Stopped as error:
+            return report_end(error, state)
+
+
+def _drive_or_report(config: Config, plan: Plan, worker: str, signals: StopSignals, state: DriverState) -> int:
+    """Check and drive a run, report its end, and return the exit status. Raises ConfigError if it is refused, by its
+    user's mistake or, before it starts, by a fault of the world."""
+    with ExitStack() as opened:
+        try:
+            return _check_and_drive(config, plan, worker, signals, state, opened)
+        except (Stopped, Exception) as error:
+            if isinstance(error, ConfigError) and not (state.journal and is_world_fault(error)):
+                if state.journal:
+                    state.journal.write(events.Refused(reasons=error.violations))
+                raise
+            signals.note_end_status(FAILED)
+            status = report_end(error, state)
+            signals.note_end_status(status)
+            return status
 
 
 def _check_and_drive(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from platform.boundary.documents import error_line
 from platform.boundary.redaction import redact_secrets
 from platform.boundary.terminal import print_line
+from platform.boundary.world_faults import UNAVAILABLE, is_world_fault
 from platform.cluster.crew.failures import GaveUp, NoPlaces, WorkerFailed
 from platform.cluster.crew.signals import Stopped
 from platform.cluster.shown_commands import Phases, phase_table
@@ -31,11 +32,13 @@ if TYPE_CHECKING:
     from platform.cluster.run_directory import RunDirectory
     from platform.cluster.shown_commands import Command
 
-DONE, FAILED, STOPPED = 0, 1, 75  # exit statuses; 75: the same command continues
+DONE, FAILED, STOPPED = 0, 1, 75  # exit statuses; 75: the same command continues; beside them UNAVAILABLE
 
 
 class Unsaved(Exception):
     """Signals that the run's last training step is done and that its state could not be saved."""
+
+    of_world = True
 
 
 @dataclass
@@ -161,7 +164,7 @@ def report_end(error: BaseException | None, state: DriverState) -> int:
     if state.checkpoints and error:
         state.checkpoints.confirm_newest()
     event, text = next(how for kind, how in ENDINGS if isinstance(error, kind))(error, state)
-    state.status = STATUS.get(type(event), FAILED)
+    state.status = STATUS.get(type(event), UNAVAILABLE if is_world_fault(error) else FAILED)
     if state.journal:
         state.journal.write(replace(event, **_progress_fields(error, state)))
     if text:

@@ -106,12 +106,12 @@ def open_answering_storage(url: str, key: str) -> Storage:
     thread = threading.Thread(target=open_and_list, name="storage", daemon=True)
     thread.start()
     thread.join(ANSWER_SECONDS)
-    outcome = outcomes[0] if outcomes else OSError(f"no answer for {ANSWER_SECONDS:g} s")
+    outcome = outcomes[0] if outcomes else TimeoutError(f"no answer for {ANSWER_SECONDS:g} s")
     if isinstance(outcome, ConfigError):
         raise outcome
     if isinstance(outcome, BaseException):
         reason = f"cannot be reached: {outcome}"
-        raise ConfigError(key, strip_url_secrets(url), reason, ["a path"]) from None
+        raise ConfigError(key, strip_url_secrets(url), reason, ["a path"]) from outcome
     return outcome
 
 

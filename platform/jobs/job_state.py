@@ -116,7 +116,8 @@ class NodeLog:
                     out.write(text)
 
 
-_ENDS = {0: "done", 1: "gave up", 2: "refused", 75: "stopped, and can go on", 143: "told to end, and saved"}
+_ENDS = {0: "done", 1: "gave up", 2: "refused", 69: "kept from its work", 75: "stopped, and can go on"}
+_ENDS[143] = "told to end, and saved"
 _HOW = {GONE: "lost: it has no end, and is gone", STOPPED: "stopped by a signal, and without an end"}
 _HOW |= dict.fromkeys((ALIVE, UNKNOWN), "running, as it has no end")
 _SHOWN = 20  # lives, the newest

@@ -25,6 +25,7 @@ from socket import gethostname
 from typing import IO, Annotated, TypeVar
 
 from platform.boundary import documents, schema
+from platform.boundary.interrupts import ENDING
 from platform.boundary.local_files import replace_text
 from platform.boundary.schema import Malformed, Span
 from platform.boundary.terminal import print_line
@@ -33,7 +34,7 @@ from platform.cluster.crew import leftovers
 from platform.jobs.job_state import NodeLog
 from platform.jobs.rank import PID, STATUS
 from platform.jobs.ray_node import find_free_port, is_listening
-from platform.jobs.supervisor import TERMINATED, Supervision, Supervisor, read_or_default
+from platform.jobs.supervisor import END_JOB, TERMINATED, Supervision, Supervisor, read_or_default
 from platform.launch import FAILED, STOPPED
 
 # Board on which the pods of a job report to each other: small files in a folder that all of them see.
@@ -376,8 +377,8 @@ def _run_other_pod(o: PodOptions, supervision: Supervision) -> int:
     """Run torchrun in another pod than the first, at each start that has this pod, until the run or the pod ends."""
     board, going, last_beat = Board(o.shared), threading.Event(), 0.0
     heartbeat = Heartbeat(secrets.token_hex(8))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: going.set())
+    for number in ENDING:
+        signal.signal(number, (lambda *_: going.set()) if number in END_JOB else signal.SIG_IGN)
     with TorchNode(o, supervision.run_dir) as node:
         while (status := board.read_end_status()) is None:
             life = board.read_life()

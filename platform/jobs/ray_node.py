@@ -30,6 +30,7 @@ from pathlib import Path
 from socket import gethostname
 
 from platform.boundary import documents
+from platform.boundary.interrupts import ENDING
 from platform.boundary.local_files import replace_text
 from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed
@@ -38,7 +39,7 @@ from platform.cluster.crew import leftovers
 from platform.cluster.crew.channel import find_interface, list_addresses
 from platform.cluster.crew.leftovers import block_sigterm
 from platform.jobs.job_state import read_last_log_lines, save_ray_log_ends
-from platform.jobs.supervisor import Supervision, Supervisor, wait_until
+from platform.jobs.supervisor import END_JOB, Supervision, Supervisor, wait_until
 from platform.launch import FAILED
 
 _FAMILIES = {4: socket.AF_INET, 6: socket.AF_INET6}
@@ -317,9 +318,8 @@ def run_follower(options: NodeOptions) -> int:
     ends = lambda: going.is_set() or over()  # noqa: E731
     head = partial(_read_head_value, shared, "address")
     with RayNode(options) as node:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: going.set())
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for the head alone
+        for number in ENDING:  # but for these, they are for the head alone
+            signal.signal(number, (lambda *_: going.set()) if number in END_JOB else signal.SIG_IGN)
         while not ends():
             wait_until(lambda: head() or ends(), _JOIN_SECONDS)
             if not (address := head()):

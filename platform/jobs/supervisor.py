@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Annotated, Any, Protocol, TypeVar
 
 from platform.boundary import schema
-from platform.boundary.interrupts import restore_handlers
+from platform.boundary.interrupts import ENDING, restore_handlers
 from platform.boundary.refusals import ConfigError, refuse_failures
 from platform.boundary.schema import Malformed, OpenMap, Span, Text
 from platform.boundary.terminal import print_line
@@ -31,7 +31,7 @@ from platform.cluster.crew.leftovers import block_sigterm
 from platform.cluster.crew.ray_session import job_config
 from platform.cluster.crew.signals import REASON
 from platform.cluster.run_directory import lock_or_owner
-from platform.launch import DONE, FAILED, REFUSED, STOPPED
+from platform.launch import DONE, FAILED, REFUSED, STOPPED, UNAVAILABLE
 from platform.monitor import json_records
 from platform.monitor.json_records import JsonLines, Seconds, Steps
 
@@ -43,7 +43,8 @@ from platform.monitor.json_records import JsonLines, Seconds, Steps
 #
 # | how a driver ends | then | costs a retry |
 # |---|---|---|
-# | 0, done; 1, it gave up; 2, refused | the job ends with that status | |
+# | 0, done; 1, it gave up; 2, refused before the run had done a step | the job ends with that status | |
+# | 69, a fault of the world; 2, refused though the same command has done steps | the same command again | yes |
 # | 75, after SIGTERM or when the job's time is over | the job ends; it can be continued | |
 # | 75 otherwise | the same command again | unless steps were done |
 # | by a signal; 1 without having recorded an end | the same command again | yes |
@@ -62,33 +63,39 @@ _LINE = Annotated[dict[str, Any], OpenMap(_KEYS, ("event", "time"))]
 class DriverEnd:
     """End of one driver. `status`: status of its process, negative for the number of a signal; `recorded`: its journal
     has an end of it; `advanced`: the run has a step more than when it started; `asked`: the stop signal that this job
-    got, 0 for none; `over`: the job's time is over."""
+    got, 0 for none; `over`: the job's time is over; `has_steps`: drivers of this job have done steps."""
 
     status: int
     recorded: bool = True
     advanced: bool = False
     asked: int = 0
     over: bool = False
+    has_steps: bool = False
 
     @property
     def is_lost(self) -> bool:
         """Return True if the driver was killed: by a signal, or by a library that left no time to record it."""
         killed = self.status < 0 or self.status > 128
-        return killed or (self.status not in (DONE, REFUSED, STOPPED) and not self.recorded)
+        return killed or (self.status not in (DONE, REFUSED, STOPPED, UNAVAILABLE) and not self.recorded)
+
+    @property
+    def met_world_fault(self) -> bool:
+        """Return True if the world kept the driver from its work: so it said, or it refused what worked before."""
+        return self.status == UNAVAILABLE or (self.status == REFUSED and self.has_steps and not self.advanced)
 
     @property
     def costs_retry(self) -> bool:
         """Return True if starting the driver again after this end costs one of the job's retries."""
-        return self.is_lost or (self.status == STOPPED and not self.advanced)
+        return self.is_lost or self.met_world_fault or (self.status == STOPPED and not self.advanced)
 
 
 def decide_job_status(end: DriverEnd, spent: int, retries: int, elsewhere: bool) -> int | None:
     """Return the exit status with which a job ends after this `end` of its driver; None if the same command is started
     again at once. `spent`: retries spent, this end's included; `retries`: retries allowed; `elsewhere`: True if the
     scheduler starts a job again that ends with status 75."""
-    if end.asked == signal.SIGTERM or end.asked == signal.SIGINT:
+    if end.asked in END_JOB:
         return DONE if end.status == DONE else TERMINATED
-    if end.is_lost or end.status == STOPPED:
+    if end.is_lost or end.met_world_fault or end.status == STOPPED:
         if spent > retries:
             return FAILED
         return STOPPED if end.over or end.asked or (end.status == STOPPED and elsewhere) else None
@@ -111,6 +118,17 @@ def count_spent_retries(lines: Iterable[dict[str, Any]]) -> int:
     return count + running
 
 
+def find_first_step(lines: Iterable[dict[str, Any]]) -> int | None:
+    """Return the step after which a job's first driver began, from the lines of drivers.jsonl; None if none did."""
+    first: int | None = None
+    for line in lines:
+        if line["event"] == CLOSED:
+            first = None
+        elif first is None and line["event"] == STARTED:
+            first = line.get("step", 0)
+    return first
+
+
 def read_drivers(run_dir: Path) -> list[dict[str, Any]]:
     """Read the lines of drivers.jsonl in a run directory, [] if there is none. Raises Malformed, OSError."""
     try:
@@ -121,7 +139,7 @@ def read_drivers(run_dir: Path) -> list[dict[str, Any]]:
 
 LOCK = "supervisor.lock"  # in the run directory
 LAUNCHER = (sys.executable, "-m", "platform.launch")
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+END_JOB = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # others stop it to be continued
 _PAUSE, _LONGEST_PAUSE = 5.0, 60.0  # seconds before the same command, for each retry that is spent; at most
 _STOPPING_SECONDS = 30.0  # for Ray to end this process, once it was asked to stop the Ray job
 _Seen = TypeVar("_Seen")
@@ -195,7 +213,7 @@ class Supervisor:
             self._reason = Path(opened.enter_context(TemporaryDirectory(prefix="supervisor-")), "reason")
             os.environ[REASON] = str(self._reason)  # which the driver inherits, however it is started
             opened.callback(os.environ.pop, REASON, None)
-            old_handlers: dict[int, Any] = {n: signal.signal(n, self.note_stop_signal) for n in SIGNALS}
+            old_handlers: dict[int, Any] = {n: signal.signal(n, self.note_stop_signal) for n in ENDING}
             opened.callback(restore_handlers, old_handlers)
             with refuse_failures("run.dir", run_dir, OSError, Malformed, why="cannot be used ({})"):
                 run_dir.mkdir(0o700, parents=True, exist_ok=True)
@@ -205,8 +223,8 @@ class Supervisor:
                     raise ConfigError("run.dir", run_dir, f"has a job already, supervised by {owner}")
                 record = JsonLines(run_dir / DRIVERS)
                 opened.callback(record.close)
-                used = count_spent_retries(read_drivers(run_dir))
-            status = self._run_drivers(run_dir, record, used)
+                lines = read_drivers(run_dir)
+            status = self._run_drivers(run_dir, record, count_spent_retries(lines), find_first_step(lines))
             if status != STOPPED or not self._o.elsewhere:
                 record.append({"event": CLOSED, "time": time.time(), "status": status})
             return status
@@ -232,9 +250,9 @@ class Supervisor:
             self._replacing = True
             self._signal_driver(signal.SIGUSR1, "its supervisor, for another driver to go on")
 
-    def _run_drivers(self, run_dir: Path, record: JsonLines, used: int) -> int:
+    def _run_drivers(self, run_dir: Path, record: JsonLines, used: int, first: int | None) -> int:
         """Run one driver of the job after the other; return the status with which the job ends. `used`: retries so
-        far."""
+        far; `first`: the step after which the job began, None if it begins now."""
         if used > self._o.retries:
             return self._report_spent_retries(used)
         if used:
@@ -242,24 +260,25 @@ class Supervisor:
         while True:
             before = read_or_default(run_directory.find_last_step, run_dir, 0)
             record.append({"event": STARTED, "time": time.time(), "step": before})
+            first = before if first is None else first
             status = self._run_one_driver()
             after = read_or_default(run_directory.find_last_step, run_dir, 0)
             over = self._end is not None and time.monotonic() >= self._end
             recorded = read_or_default(run_directory.find_orphan_step, run_dir, None) is None
-            end = DriverEnd(status, recorded, after > before, self._asked, over)
+            end = DriverEnd(status, recorded, after > before, self._asked, over, after > first)
             used += end.costs_retry
             line = {"event": ENDED, "time": time.time(), "step": after, "status": status, "costs": end.costs_retry}
             record.append(line)
             final = decide_job_status(end, used, self._o.retries, self._o.elsewhere and not self._replacing)
             if final is not None:
                 return self._report_spent_retries(used) if used > self._o.retries and end.costs_retry else final
-            ending = "was lost" if end.is_lost else "stopped"
+            ending = "was lost" if end.is_lost else "was kept from its work" if end.met_world_fault else "stopped"
             again = f"the same command again ({used} of {self._o.retries} retries spent)"
             print_line(f"supervisor: the driver {ending} with status {status} after step {after}: {again}")
             pause = max(min(_LONGEST_PAUSE, self._pause * used), self._departure_seconds(run_dir, status))
             wait_until(lambda: self._asked, pause, 0.1)
             if self._asked:
-                return STOPPED if self._asked == signal.SIGUSR1 else TERMINATED
+                return TERMINATED if self._asked in END_JOB else STOPPED
 
     def _run_one_driver(self) -> int:
         """Run one driver process of the job to its end; return its exit status."""

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from platform.boundary.interrupts import COMMANDS, STATUS, Interrupted, run_interruptible
+from platform.boundary.interrupts import COMMANDS, ENDING, STATUS, Interrupted, run_interruptible
 
 # Sends this process a signal as soon as a module is looked for.
 SITE = """
@@ -29,8 +29,11 @@ RUNNING = [
 ]
 
 
-@pytest.mark.parametrize("number", list(STATUS))
-@pytest.mark.parametrize("command, module", [*IMPORTING, *RUNNING])
+@pytest.mark.parametrize(
+    ("command", "module", "number"),
+    [(*case, number) for case in [*IMPORTING, *RUNNING] for number in (signal.SIGINT, signal.SIGTERM)]
+    + [(*RUNNING[-1], number) for number in (signal.SIGHUP, signal.SIGXCPU)],
+)
 def test_a_command_that_is_stopped(command, module, number, tmp_path, root):
     (tmp_path / "sitecustomize.py").write_text(SITE)
     more = {"PYTHONPATH": f"{tmp_path}:{root}", "AT_MODULE": module, "NUMBER": str(int(number))}
@@ -82,6 +85,25 @@ def test_a_signal_after_the_end_does_not_replace_the_status(word, status, tmp_pa
     )
     assert done.returncode == status, (done.stdout, done.stderr)
     assert "stopped by" not in done.stderr
+
+
+def test_all_signals_that_end_a_process_are_known():
+    """Each of the system's signals in a process of its own that handles none: it ends it, or is none of ours."""
+    ends = set()
+    for number in {*signal.Signals} - {signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, signal.SIGXFSZ}:
+        if not (child := os.fork()):
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            os._exit(0)
+        _, status = os.waitpid(child, os.WUNTRACED)
+        if os.WIFSTOPPED(status):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        elif os.WIFSIGNALED(status):
+            ends.add(number)
+    faults = "ABRT BUS FPE ILL SEGV SYS TRAP".split()
+    own = {signal.Signals[f"SIG{name}"] for name in [*faults, "ALRM", "PROF", "VTALRM", "RTMIN", "RTMAX"]}
+    assert {*ENDING} == ends - own
 
 
 def test_what_is_ignored_stays_ignored():

@@ -17,7 +17,6 @@ from platform.runtime.process_groups import join_default_group, leave_default_gr
 from tests.cluster.test_chaos import PLANS, configured, of
 from tests.cluster.test_chaos import survives as survives  # a fixture
 from tests.doubles.struck_worker import FILE, draw_strikes
-from tests.harness import chaos
 
 pytestmark = pytest.mark.timeout(900)
 STRUCK = "tests.doubles.struck_worker:StruckWorker"

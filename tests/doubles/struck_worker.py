@@ -71,6 +71,7 @@ def draw_strikes(chance: random.Random, count: int, ranks: int, first: int = 2) 
             stops = chance.random() < 0.25
             rows.append({
                 "generation": generation, "rank": rank, "place": chance.choice([*PLACES]),
-                "signal": signal.SIGSTOP if stops else signal.SIGKILL, "seconds": chance.choice([0, 0, 0.001, 0.01, 0.1]),
+                "signal": signal.SIGSTOP if stops else signal.SIGKILL,
+                "seconds": chance.choice([0, 0, 0.001, 0.01, 0.1]),
             })  # fmt: skip
     return rows

@@ -15,6 +15,11 @@ TABLE = [  # end of the driver -> here (Kubernetes), elsewhere (Slurm), a retry?
     (DriverEnd(1), 1, 1, False),  # it gave up, and said so
     (DriverEnd(2, recorded=False), 2, 2, False),  # refused: nothing was started
     (DriverEnd(2, advanced=True), 2, 2, False),
+    (DriverEnd(2, advanced=True, has_steps=True), 2, 2, False),  # it met a mistake in a later step
+    (DriverEnd(2, recorded=False, has_steps=True), AGAIN, AGAIN, True),  # the same command worked before
+    (DriverEnd(69, recorded=False), AGAIN, AGAIN, True),  # a storage without an answer
+    (DriverEnd(69, advanced=True, over=True), 75, 75, True),
+    (DriverEnd(69, asked=TERM), 143, 143, True),
     (DriverEnd(75, advanced=True), AGAIN, 75, False),
     (DriverEnd(75), AGAIN, 75, True),  # no step: not for ever
     (DriverEnd(75, advanced=True, over=True), 75, 75, False),
@@ -39,7 +44,11 @@ def test_the_rule(end, here, elsewhere, costs):
 
 @pytest.mark.parametrize("end, here, elsewhere, costs", TABLE, ids=str)
 def test_retries_that_are_spent_end_what_would_go_on(end, here, elsewhere, costs):
-    wanted = 1 if end.is_lost or (end.status == 75 and end.asked != TERM) else here
+    wanted = (
+        1
+        if end.is_lost or (end.met_world_fault and end.asked != TERM) or (end.status == 75 and end.asked != TERM)
+        else here
+    )
     assert decide_job_status(end, 4, 3, False) == wanted
 
 

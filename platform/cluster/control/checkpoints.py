@@ -142,7 +142,7 @@ class Checkpoints:
         """Raise GaveUp, to end the run, if its last FAILURES checkpoints failed, the first elastic.wait seconds ago."""
         if self._failed >= FAILURES and monotonic() - self._failing >= self._config.elastic.wait:
             where, count = environment_proof.storage_key(self._config), format_count(self._failed, "checkpoint")
-            raise GaveUp(f"{where}: {count} in a row could not be written: {self._why}")
+            raise GaveUp(f"{where}: {count} in a row could not be written: {self._why}", of_world=True)
 
     @property
     def save_under_way(self) -> tuple[int, float] | None:
@@ -309,7 +309,7 @@ class Checkpoints:
             self._saver.wait(POLL_SECONDS)
             if limit and monotonic() > self._began + limit:
                 key = environment_proof.storage_key(self._config)
-                raise GaveUp(f"{key}: a save has taken longer than checkpoint.timeout={limit:g} s")
+                raise GaveUp(f"{key}: a save has taken longer than checkpoint.timeout={limit:g} s", of_world=True)
 
     def _build_meta(self, step: int, values: dict[str, Any]) -> Meta:
         """Return the metadata for the manifest of a checkpoint after training step `step`. `values`: the part of

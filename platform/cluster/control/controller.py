@@ -15,14 +15,15 @@ from enum import Enum
 from math import inf, isfinite
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import Any
 
 from platform.boundary.terminal import tolerate_write_error
+from platform.boundary.world_faults import growing_pauses
 from platform.cluster.control.evaluations import Evaluations, Forecast, build_metrics_row
 from platform.cluster.control.former import Former, SnapshotLedger
 from platform.cluster.control.profiles import Profiles
-from platform.cluster.control.recruiter import ReformAdvisor
+from platform.cluster.control.recruiter import LOOK_SECONDS, ReformAdvisor
 from platform.cluster.control.run_context import Generation, RunContext
 from platform.cluster.crew.crew import Crew, Worker
 from platform.cluster.crew.failures import Failure, GaveUp, Member, Reform, WorkerFailed
@@ -161,6 +162,7 @@ class Controller:
         self._stall = 0.0  # seconds that saving has stalled the run since the last metrics row
         self._advisor = ReformAdvisor(run, former.recruiter)
         self._failed: float | None = None  # time of the first failure since the last step
+        self._pauses = growing_pauses(run.config.elastic.wait)  # before forming again after a fault of the world
         self.held: int | None = None
         self._does = {
             RunState.FORMING: self._form_generation,
@@ -349,7 +351,7 @@ class Controller:
         """Commit a training step that every rank has acknowledged: count it, remember its duration and loss, and hand
         its row to metrics and console. `held`: the newest step whose state is in the workers' memory."""
         self.done, self.worked = row.step, True
-        self._stall, self._failed = 0.0, None
+        self._stall, self._failed, self._pauses = 0.0, None, growing_pauses(self._config.elastic.wait)
         self._failures = Counter({step: n for step, n in self._failures.items() if step > row.step})
         self.held = held
         if held is not None:
@@ -442,6 +444,8 @@ class Controller:
         useful = self.take_useful_seconds()
         self._journal.write(events.Failure(**culprit.event_fields(), step=step, useful_seconds=useful))
         self._monitor.say(str(failure))
+        if culprit.of_world and crew.elastic and (pause := next(self._pauses, None)):
+            return self._pause_forming(pause)
         self._failures[step] += 1
         count = self._failures[step]
         # A run that has never worked will not work; but a checkpoint that was to be read may just have been deleted.
@@ -451,7 +455,15 @@ class Controller:
             room = describe_memory_remedies(now.formed.config, now.plan) if now and culprit.is_out_of_memory else ""
             where = f"; its log: {culprit.log}" if culprit.log else ""
             often = f" (failure {count} before step {step} was done)" if count > 1 else ""
-            raise GaveUp(f"{failure}{often}{room}{where}")
+            raise GaveUp(f"{failure}{often}{room}{where}", culprit.of_world)
+
+    def _pause_forming(self, seconds: float) -> None:
+        """Wait, unless a stop is requested, before workers form again that a fault of the world has ended: it costs no
+        attempt, as a storage or a network may do well later."""
+        self._monitor.say(f"tries again in {seconds:.0f} s")
+        end = monotonic() + seconds
+        while monotonic() < end and not self._signals.stop_requested:
+            sleep(min(LOOK_SECONDS, seconds))
 
     def _release_generation(self, crew: Crew) -> RunState:
         """Make all workers leave their mesh and process groups, journal which were lost, and return FORMING."""

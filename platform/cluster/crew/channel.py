@@ -124,11 +124,12 @@ class Answer:
 @dataclass(frozen=True)
 class Raised:
     """Exception of the worker's method in the call numbered `answer`. `error`: its traceback as text; `refusal`: the
-    lines of a ConfigError, "" for any other."""
+    lines of a ConfigError, "" for any other; `of_world`: it is a fault of the world (`is_world_fault`)."""
 
     answer: Count
     error: str
     refusal: str = ""
+    of_world: bool = False
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ class Failure:
     coordinates: Mapping[str, int] = field(default_factory=dict)
     log: Path | None = None
     refusal: str = ""  # of a user's mistake, which the call has found: its lines
+    of_world: bool = False  # what the call raised is a fault of the world
     seen: Sequence[str] = ()  # what other ranks did meanwhile, by their heartbeats
     stack: Sequence[str] = ()  # where a hung member stood, the innermost frame last
     dump: Path | None = None  # folder in which the workers of a hung call have written where they stood
@@ -95,9 +96,20 @@ class WorkerFailed(Exception):
         """Return the worker's failure that most likely caused the others of the same call."""
         return self.failures[0]
 
+    @property
+    def of_world(self) -> bool:
+        """Return True if what the culprit has raised is a fault of the world, such as a storage without an answer."""
+        return self.culprit.of_world
+
 
 class GaveUp(Exception):
-    """Signals a condition that the run cannot survive; the message is one line."""
+    """Signals a condition that the run cannot survive; the message is one line. `of_world`: it is a fault of the
+    world."""
+
+    def __init__(self, message: str, of_world: bool = False):
+        """Construct the end of a run by a condition, `message`, that it cannot survive."""
+        super().__init__(message)
+        self.of_world = of_world
 
 
 class NoPlaces(Exception):

@@ -23,7 +23,7 @@ import sys
 import traceback
 from contextlib import suppress
 
-from platform.cluster.crew.signals import STOPPING
+from platform.boundary.interrupts import ENDING
 from platform.cluster.crew.worker_host import serve_worker
 from platform.train import environment_proof
 
@@ -36,7 +36,7 @@ def main(control: int, parent: int, module: str) -> None:
     """Import `module`, the workers' own, then fork workers as the process `parent` orders over the connection `control`
     (a file descriptor), until it closes that."""
     _die_with_parent(parent)
-    for number in STOPPING:  # Ctrl-C in a terminal, or the end of a service, signals every process; the driver decides
+    for number in ENDING:  # Ctrl-C in a terminal, or the end of a service, signals every process; the driver decides
         signal.signal(number, signal.SIG_IGN)
     _import_quietly(module)
     if "torch" in sys.modules:

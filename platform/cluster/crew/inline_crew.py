@@ -14,6 +14,7 @@ from typing import Any
 
 from platform.boundary.refusals import find_refusal, is_stop_signal
 from platform.boundary.terminal import escape_terminal_text
+from platform.boundary.world_faults import is_world_fault
 from platform.cluster.crew.crew import Crew, T, arguments_of_rank, call_text
 from platform.cluster.crew.failures import Failure, Member, WorkerFailed
 from platform.cluster.crew.heartbeats import Outlook
@@ -79,7 +80,8 @@ class InlineCrew(Crew):
             cause = traceback.format_exc()  # as other crews report it: the failing line is in the user's own code
             print(escape_terminal_text(cause), file=sys.stderr, end="")
             name, coordinates = self.job.rank_name(0), self.job.coordinates[0]
-            failure = Failure(self._member, "failed", call, cause, 0, name, coordinates, refusal=find_refusal(error))
+            failure = Failure(self._member, "failed", call, cause, 0, name, coordinates)
+            failure = replace(failure, refusal=find_refusal(error), of_world=is_world_fault(error))
             raise WorkerFailed([failure]) from error
         finally:
             PROGRESS.begin_call("")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from time import monotonic
@@ -353,7 +354,8 @@ class RemoteCrew(Crew):
                         case Beat():
                             self._note_heartbeat(number, message, watch)
                         case Raised(answer=known) if number in pending and known >= self._oldest:
-                            failure = self._build_failure(number, "failed", call, message.error, message.refusal)
+                            failure = self._build_failure(number, "failed", call, message.error)
+                            failure = replace(failure, refusal=message.refusal, of_world=message.of_world)
                             failures[number] = failure
                             deadline = min(deadline, monotonic() + SUSPENSE_SECONDS[failure.innocence])
                             pending.remove(number)
@@ -410,14 +412,14 @@ class RemoteCrew(Crew):
         yield
         self._polite = before
 
-    def _build_failure(self, number: int, kind: str, call: str, cause: str, refusal: str = "") -> Failure:
+    def _build_failure(self, number: int, kind: str, call: str, cause: str) -> Failure:
         """Return the failure of the seated worker `number` in `call`, with its rank, readable name and log file."""
         rank, member = self._ranks[number], self._roster.find_member(number)
         name, coordinates = self.job.rank_name(rank), dict(self.job.coordinates[rank])
         seen, stack = self.outlook.describe_witnesses(number), self.outlook.last_stack(number) if kind == "hung" else []
         log = self._roster.log_path(number)
         dump = self._dumped if kind == "hung" else None
-        return Failure(member, kind, call, cause, rank, name, coordinates, log, refusal, seen, stack, dump)
+        return Failure(member, kind, call, cause, rank, name, coordinates, log, seen=seen, stack=stack, dump=dump)
 
     def _dump_workers(self, call: str, numbers: Set[int]) -> Path | None:
         """Let the workers `numbers`, which still answer, write where they stand in a call that does not go on; return

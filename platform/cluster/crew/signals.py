@@ -1,4 +1,4 @@
-"""Stop signals (Ctrl-C, SIGTERM, SIGUSR1): the first stops the run at a safe moment, the second at once."""
+"""Stop signals, all by which somebody ends a process: the first stops the run at a safe moment, the second at once."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from types import FrameType
 from typing import Any
 
 from platform.boundary import documents
+from platform.boundary.interrupts import ENDING
 from platform.boundary.schema import Malformed
 from platform.boundary.terminal import escape_unprintable
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_ALWAYS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # also where they were ignored, as under a shell's `&`
 REASON = "PLATFORM_STOP_REASON"  # environment variable that names the file in which a supervisor says why it signals
 _ECHO_SECONDS = 0.5  # within which a repeat is the same signal: sent to all processes, and passed on by a script too
 
@@ -38,16 +39,18 @@ class StopSignals:
     are ignored while the crew is being closed. A signal within _ECHO_SECONDS of the first is not a second one."""
 
     def __enter__(self) -> StopSignals:
-        """Install the handlers of the run's stop signals (SIGINT, SIGTERM, ...), until the context is left."""
+        """Install the handlers of the run's stop signals, until the context is left. What was ignored, as SIGHUP is
+        under nohup, stays ignored, but for _ALWAYS."""
         self._requested: str | None = None
         self._deferred = self._interrupting = False
         self._status: int | None = None  # exit status, once the run's end is being reported
         self._first: float | None = None  # when the first signal came
-        self._previous: dict[int, Any] = {number: signal.signal(number, self._receive_signal) for number in STOPPING}
+        numbers = [n for n in ENDING if n in _ALWAYS or signal.getsignal(n) != signal.SIG_IGN]
+        self._previous: dict[int, Any] = {number: signal.signal(number, self._receive_signal) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restore the handlers that the run's stop signals (SIGINT, SIGTERM, ...) had before the context."""
+        """Restore the handlers that the run's stop signals had before the context."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -97,7 +100,7 @@ class StopSignals:
             return None if first else os._exit(self._status)
         self._requested = self._requested or stop_reason(number)
         if not first:
-            for ignored in STOPPING:
+            for ignored in ENDING:
                 signal.signal(ignored, signal.SIG_IGN)
         if not (first and self._deferred):
             raise Stopped(self._requested)

@@ -26,13 +26,13 @@ from time import monotonic, sleep
 from typing import Annotated, Any
 
 from platform.boundary import documents, schema
+from platform.boundary.interrupts import ENDING
 from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed, Span
 from platform.cluster.crew import channel
 from platform.cluster.crew.channel import dial_driver, encode_json
 from platform.cluster.crew.crew import Launcher
 from platform.cluster.crew.job import Assignment, Job, assign_worker, local_tiers, single_gpu_environment
-from platform.cluster.crew.signals import STOPPING
 from platform.cluster.crew.switchboard import Switchboard
 from platform.cluster.crew.worker_host import serve_connection
 
@@ -68,7 +68,7 @@ def follow_driver(run_dir: Path) -> None:
     store.wait([_DRIVER], _FOREVER)
     if (driver := _parse_driver_entry(store.get(_DRIVER))) is None:
         return
-    for number in STOPPING:  # torchrun signals all processes; the driver decides, and needs its workers to save
+    for number in ENDING:  # torchrun signals all processes; the driver decides, and needs its workers to save
         signal.signal(number, signal.SIG_IGN)
     rank = int(os.environ["RANK"])
     token = channel.member_token(_find_key(run_dir), driver.session, rank)

@@ -25,6 +25,7 @@ from platform.boundary.documents import error_line
 from platform.boundary.redaction import Shield, register_secrets
 from platform.boundary.refusals import find_refusal, is_stop_signal
 from platform.boundary.terminal import escape_terminal_text
+from platform.boundary.world_faults import is_world_fault
 from platform.cluster.crew import channel
 from platform.cluster.crew.channel import Abort, Ask, Beat, Call, Dump, Dumped, Line, Order, Raised, encode_message
 from platform.cluster.crew.crew import call_text
@@ -153,18 +154,18 @@ class _Host:
         """Run `function`, the body of the driver's call `number` on this worker, and send its result or traceback to
         the driver. `call`: its text for heartbeats."""
         PROGRESS.begin_call(call)
-        cause = refusal = ""
+        cause, refusal, of_world = "", "", False
         try:
             frame = encode_message(channel.Answer(number, function()))
         except BaseException as error:  # code of the user's own may raise anything, SystemExit too
             if is_stop_signal(error):
                 raise
             cause = traceback.format_exc().encode(errors="backslashreplace").decode()[-schema.LONGEST :]
-            refusal = find_refusal(error)[: schema.LONGEST]
+            refusal, of_world = find_refusal(error)[: schema.LONGEST], is_world_fault(error)
         if cause:  # after the except block: within it the failed frames are alive, and keep groups open
             self._leave_groups()
             print(escape_terminal_text(cause), file=sys.stderr, end="")  # into the log file as well
-            frame = encode_message(Raised(number, cause, refusal))
+            frame = encode_message(Raised(number, cause, refusal, of_world))
         PROGRESS.begin_call("")
         with suppress(OSError):  # the driver is gone: `_read_orders` ends this process
             self._line.send_frame(frame)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from platform.boundary.refusals import ConfigError
+from platform.boundary.world_faults import UNAVAILABLE
 from platform.checkpoint.saver import Saver
 from platform.cluster.crew.launchers import open_crew
 from platform.monitor import MetricsLog
@@ -80,7 +81,7 @@ def test_an_end_without_a_place_for_checkpoints_says_what_was_saved(config, driv
 def test_a_run_that_cannot_save_for_long_ends(config, drive, disk, at_once, monkeypatch):
     config.checkpoint.every, config.train.steps, config.elastic.wait = 1, 10**6, 0.0
     monkeypatch.setitem(Saver.__init__.__kwdefaults__, "pause", 0.0)
-    assert drive({"step(3)": [fails(disk, "full")]}) == 1
+    assert drive({"step(3)": [fails(disk, "full")]}) == UNAVAILABLE
     assert "checkpoints in a row could not be written" in drive.out
     assert "the same command continues after step 2:\n  python -m platform.launch +experiment=x" in drive.out
 
@@ -162,7 +163,7 @@ def test_an_unexpected_error_anywhere(config, drive, at_once, monkeypatch, place
         with pytest.raises(ConfigError, match="cannot be used"):
             drive()
         return
-    assert drive({"step(4)": [strike]}) == 1
+    assert drive({"step(4)": [strike]}) == (UNAVAILABLE if isinstance(error, OSError) else 1)
     assert f"unexpected: {type(error).__name__}: " in drive.out
     assert (f"continues after step {saved}" if saved else "starts again from step 1") in drive.out or not done
     assert "\n  python -m platform.launch +experiment=x" in drive.out

@@ -12,7 +12,8 @@ from platform.cluster.crew.signals import REASON, Stopped, StopSignals
 from tests.doubles.fake_crew import Dead
 from tests.harness.scripted_run import events, names, once_each, steps
 
-STOPPING = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+# by what somebody ends a process: a person, a terminal that closes, a batch system whose limit is near
+STOPPING = [signal.Signals[f"SIG{name}"] for name in "HUP INT IO PWR QUIT STKFLT TERM USR1 USR2 XCPU".split()]
 
 
 def goes_on(config, drive, step, last=6):
