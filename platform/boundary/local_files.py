@@ -21,13 +21,16 @@ from platform.boundary.documents import open_regular_file
 from platform.boundary.refusals import ConfigError
 
 UNKNOWN = -1  # size of an entry that cannot be inspected: a dangling link, no permission
+_NO_FLUSH = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)  # of a folder, as databases take it
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # no more may be written
 
 
 def replace_file(path: Path, chunks: Iterable[bytes | memoryview], mode: int = 0o666, durable: bool = False) -> None:
     """Write a file by a draft beside it that takes its place in one step; `durable`: it survives a loss of power.
-    Raises OSError, having removed the draft."""
-    current_path = draft = path.with_name(_draft_name())
+    Raises OSError, having removed what it made: the draft, or a file that is there for the first time; one that has
+    taken another's place stays, whole, if its folder alone cannot be flushed."""
+    draft, is_new = path.with_name(_draft_name()), not os.path.lexists(path)
+    written: Path | None = draft
     try:
         file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         try:
@@ -40,12 +43,13 @@ def replace_file(path: Path, chunks: Iterable[bytes | memoryview], mode: int = 0
         finally:
             os.close(file)
         os.replace(draft, path)
-        current_path = path
+        written = path if is_new else None
         if durable:
             _synchronise_directory(path.parent)
     except BaseException:
         with suppress(OSError):
-            os.unlink(current_path)
+            if written:
+                os.unlink(written)
         raise
 
 
@@ -185,10 +189,14 @@ def _create_directory(path: Path) -> None:
 
 
 def _synchronise_directory(directory: Path) -> None:
-    """Flush a directory to disk, so that files created in it, renamed or deleted stay so after a loss of power."""
+    """Flush a directory to disk, so that files created in it, renamed or deleted stay so after a loss of power, on file
+    systems that can: some (CIFS, FUSE) have no such call, and nothing better."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _NO_FLUSH:
+            raise
     finally:
         os.close(handle)
 

@@ -342,16 +342,21 @@ class Checkpoints:
         elif isinstance(event, events.Superseded):
             raise GaveUp(event.reason)
         elif isinstance(event, events.CheckpointFailed | events.CheckpointPruneFailed):
-            goes_on = f"the newest good one is of step {self.step}" if self.step else "there is no other"
+            goes_on = f"the newest good one is of step {self.step}" if self.step else "this run has none yet"
             if isinstance(event, events.CheckpointFailed) and event.again:
+                if self._failed:  # of a storage that has failed before, only what it comes to is said
+                    return
                 goes_on = "it is tried again"
             elif isinstance(event, events.CheckpointFailed) and not self._abandoned:
                 self._failing = self._failing if self._failed else monotonic()
                 self._failed += 1
                 self._why = event.reason
+                goes_on += f", and {format_count(event.step - self.step, 'step')} would be lost"
+                if self._failed > 1:
+                    goes_on += f"; {self._failed} saves in a row have failed, for {monotonic() - self._failing:.0f} s"
             what = event.word.replace("_", " ")
-            where = environment_proof.storage_key(self._config)
-            self._say(f"WARNING: {what} after step {event.step}: {where}: {event.reason}; {goes_on}")
+            where, loud = environment_proof.storage_key(self._config), "WARNING" if self._failed < FAILURES else "ALARM"
+            self._say(f"{loud}: {what} after step {event.step}: {where}: {event.reason}; {goes_on}")
 
 
 def _collect_reports(wanted: SimpleQueue[str], reports: SimpleQueue[Reports], directory: str) -> list[FileReport]:

@@ -1,10 +1,14 @@
 """Every kind of storage keeps the same promises."""
 
+import errno
 import importlib
+import os
+import stat
 import sys
 
 import pytest
 
+from platform.boundary.local_files import LocalStorage, replace_file
 from platform.boundary.redaction import strip_url_secrets
 from platform.boundary.refusals import ConfigError
 from platform.boundary.storage import open_storage
@@ -103,3 +107,32 @@ def test_a_bucket_that_does_not_exist(s3):
     storage = open_storage("s3://nobody-has-this/run")
     with pytest.raises(OSError):
         storage.write("a", chunks(b"x"))
+
+
+@pytest.mark.parametrize("name", ["EINVAL", "EBADF", "ENOTSUP", "ENOSYS"])
+def test_a_file_system_that_cannot_flush_folders_works(tmp_path, monkeypatch, name):
+    """Some of CIFS and FUSE; what cannot be flushed at all is an error."""
+    fsync, number = os.fsync, getattr(errno, name)
+
+    def refuse(file):
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    storage = LocalStorage(tmp_path / "new")
+    storage.write("a/b", [b"x"])
+    storage.delete("a/b")
+    number = errno.EIO
+    with pytest.raises(OSError, match="Input/output"):
+        storage.write("a/c", [b"x"])
+
+
+def test_a_file_stays_whole_where_its_folder_cannot_be_flushed(tmp_path, monkeypatch):
+    """The old one was gone, and the new one was deleted."""
+    path = tmp_path / "x"
+    replace_file(path, [b"old"], durable=True)
+    monkeypatch.setattr("platform.boundary.local_files._synchronise_directory", lambda _: os.close(1 << 20))
+    with pytest.raises(OSError, match="Bad file"):
+        replace_file(path, [b"new"], durable=True)
+    assert path.read_bytes() == b"new" and [*tmp_path.iterdir()] == [path]

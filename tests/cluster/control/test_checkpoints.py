@@ -83,7 +83,7 @@ def test_a_save_that_fails_for_good_stops_nothing(checkpoints, said, tmp_path):
     save(checkpoints, 3, "good")
     save(checkpoints, 4, "gone", "gone", "gone")
     assert events(tmp_path) == ["checkpoint"] + ["checkpoint_failed"] * 3 and checkpoints.step == 3
-    assert said[-1].endswith("gone; the newest good one is of step 3")
+    assert said[-1].endswith("gone; the newest good one is of step 3, and 1 step would be lost")
 
 
 def test_a_worker_that_dies_while_it_writes_has_failed(checkpoints):
@@ -187,3 +187,18 @@ def test_only_the_holder_of_the_lease_marks_a_corrupt_checkpoint(checkpoints, co
     config.checkpoint.every = 1  # only who saves takes the lease
     Checkpoints(config, fake_plan(2), looked, Journal(tmp_path / "second.jsonl"), said.append)
     assert "BAD.txt" in storage.list_sizes(directory)
+
+
+def test_a_storage_that_never_takes_a_save_is_said_louder_the_longer(checkpoints, config, said, tmp_path):
+    """Three lines a save of the same failure, which never grew, were not read."""
+    config.elastic.wait = 1e6
+    for step in (3, 6, 9, 12):
+        save(checkpoints, step, *["OSError: no space"] * 3)
+    assert events(tmp_path) == ["checkpoint_failed"] * 12
+    assert len(said) == 2 + 4 and [line.partition(":")[0] for line in said][-2:] == ["ALARM"] * 2
+    assert "; this run has none yet, and 12 steps would be lost; 4 saves in a row have failed, for " in said[-1]
+    save(checkpoints, 15, "good")
+    save(checkpoints, 18, *["OSError: no space"] * 3)
+    assert said[-1].startswith("WARNING") and said[-1].endswith(
+        "the newest good one is of step 15, and 3 steps would be lost"
+    )
