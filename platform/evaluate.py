@@ -151,7 +151,9 @@ def _complete_data(config: Config, typed: dict[str, Any], tokenizer: str, apart:
         data.tokenizer, data.tokenizer_words, data.chat_template = tokenizer or data.tokenizer, "", ""
         data.end_token = data.begin_token = ""
         data.special_tokens = []
-    if apart and data.kind in ("stdlib", "text", "mixture"):
+    if data.kind == "instructions" and "data.document_mask" not in typed:
+        data.document_mask = config.model.within_documents = apart
+    elif apart and data.kind in ("stdlib", "text", "mixture"):
         data.document_mask = config.model.within_documents = True
     is_whole = not typed.keys() & {"data.validation", "data.validation_path"}
     if "data.path" in typed and is_whole and data.kind in ("text", "tokens"):

@@ -11,12 +11,16 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from platform.boundary import refusals
 from platform.boundary.redaction import isolate_secrets, known_secrets, redact_secrets, register_url_secrets
 from platform.boundary.refusals import DONE, FAILED, REFUSED, STOPPED, ConfigError, format_violation, refuse_all
+from platform.boundary.schema import Malformed
 from platform.boundary.terminal import QuickExit, print_line, run_printing_command, show_phase
 from platform.boundary.world_faults import UNAVAILABLE
 from platform.cluster.crew.signals import Stopped, StopSignals
@@ -151,8 +155,30 @@ def _complete_config(config: Config, arguments: Sequence[str]) -> list[str]:
     if config.resume.allow and not config.run.dir and not config.checkpoint.url and config.checkpoint.resume in RESUME:
         constraint = "needs the run to go on from; its default directory has other values in its name"
         lines.append(format_violation("resume.allow", ",".join(config.resume.allow), constraint, ["run.dir=DIRECTORY"]))
+    _keep_document_mask(config, typed, name)
     config.run.dir = config.run.dir or os.path.abspath(find_default_directory(config, name))
     return lines
+
+
+def _keep_document_mask(config: Config, typed: Mapping[str, Any], name: str) -> None:
+    """Let a run over instructions that began with documents that see each other, as was the default, go on so, in
+    place, and say so in a line, unless `typed` arguments decide. `name`: the experiment's."""
+    if config.data.kind != "instructions" or not config.data.document_mask or "data.document_mask" in typed:
+        return
+    from platform.cluster.run_directory import read_configuration
+
+    earlier = replace(config, data=replace(config.data, document_mask=False))
+    earlier.model = replace(config.model, within_documents=False)
+    if not (directory := config.run.dir):
+        if os.path.isdir(find_default_directory(config, name)):
+            return
+        directory = os.path.abspath(find_default_directory(earlier, name))
+    with suppress(Malformed, OSError):  # whoever reads the directory refuses it
+        stored = read_configuration(Path(directory))
+        if stored and stored.data.kind == "instructions" and not stored.data.document_mask:
+            config.data, config.model, config.run.dir = earlier.data, earlier.model, directory
+            reason = "as this run began; a new run keeps them apart (data.document_mask=true)"
+            print_line(f"documents in a row see each other, {reason}", sys.stderr)
 
 
 def _select_axes(group: str, axes: Mapping[str, int], declared: list[str], typed: Mapping[str, Any]) -> dict[str, int]:

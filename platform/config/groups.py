@@ -28,6 +28,10 @@ class Data:
     input_field: str = key(
         "", "data=instructions: name of the field that goes on a prompt in data.field, behind a line end; none = unread"
     )
+    unread: list[str] = key(
+        [], "data=instructions: fields of records and messages that are left out: tools, system, weight, ...",
+        identity="none",
+    )  # fmt: skip
     objective: str = key(
         "", 'what is predicted; "" = the default for model.kind and the data',
         ("", "causal", "masked", "span_denoising", "pairs"), open=True,
@@ -56,6 +60,10 @@ class Data:
     begin_token: str = key("", 'special token that begins documents; "" = as the tokenizer says')
     chat_template: str = free_key(
         "", 'how conversations are written: chatml or a file; "" = as the tokenizer says', path=("chatml",),
+    )  # fmt: skip
+    date: str = key(
+        "", 'the day that a chat template knows as today, YYYY-MM-DD; "" = none', pattern="|[0-9]{4}-[0-9]{2}-[0-9]{2}",
+        constraint="must be a day, YYYY-MM-DD", identity="free",
     )  # fmt: skip
     dtype: str = key(
         "uint16", "data=tokens: type of a .bin without an index", ("uint8", "uint16", "uint32", "int32", "int64")

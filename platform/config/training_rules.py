@@ -370,8 +370,9 @@ def _violations_of_data(config: Config) -> Iterator[str]:
             if value := getattr(data, name):
                 constraint = "says something of a tokenizer that data.tokenizer names, and there is none"
                 yield format_violation(f"data.{name}", value, constraint, ["data.tokenizer=PATH"])
-    if data.input_field and "instructions" not in _list_source_kinds(data):
-        yield format_violation("data.input_field", data.input_field, "only data=instructions reads it", ['""'])
+    for name, neutral in (("input_field", '""'), ("unread", "[]")):
+        if (value := getattr(data, name)) and "instructions" not in _list_source_kinds(data):
+            yield format_violation(f"data.{name}", value, "only data=instructions reads it", [neutral])
     if data.sources and data.kind != "mixture":
         names = ", ".join(data.sources)
         yield format_violation("data.sources", names, "only data=mixture reads them", ["data=mixture"])

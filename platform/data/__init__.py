@@ -2,6 +2,6 @@
 Ray; which rank gets which part of a sample is not known here.
 
 Its files in reading order: corpus, mixture, objectives, streams, packing, cache_entries, cache, source_kind,
-text_sources, token_files, data_files, tokenizer, tokenizer_files, special_tokens, chat_templates, parsers,
-data_checks, step_view, step_listing, html_head.
+text_sources, token_files, data_files, tokenizer, tokenizer_files, special_tokens, chat_templates, conversations,
+parsers, data_checks, step_view, step_listing, html_head.
 """

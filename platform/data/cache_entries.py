@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import shutil
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from platform.data.streams import DocumentStream, Ints, JoinedTokens, PairStream
 from platform.data.token_files import CheckedTokens
 from platform.data.tokenizer import Vocabulary, open_vocabulary
 
+logger = logging.getLogger(__name__)
 FORMAT = 1  # of a cache entry: raise it when the same documents would give other tokens or other files
 _WINDOW = 1 << 22  # tokens that are checked at once
 _PLACE = Annotated[int, Span(0, 1 << 50)]
@@ -56,6 +58,7 @@ class TokenFiles:
     files: dict[str, Any]
     dtype: Annotated[str, OneOf(("", "<u2", "<u4"), "type")] = ""
     arrays: list[_ArrayPlace] = field(default_factory=list)
+    rules: int = 0  # by which records are read (`SourceKind.rules`); of an earlier version's entry 0
 
     def hash_tokens(self, folder: Path) -> str:
         """Return a hash of a data source's tokens, which are in its cache entry `folder` and described here."""
@@ -98,8 +101,13 @@ def open_entry(
         return kind.write_entry(folder, files, data, vocab, existing_vocabulary)
 
     if shared:
-        return cache.fetch_shared_entry(entry, shared, build_entry, read)
-    return entry, cache.fetch_entry(entry, build_entry, read)
+        entry, token_files = cache.fetch_shared_entry(entry, shared, build_entry, read)
+    else:
+        token_files = cache.fetch_entry(entry, build_entry, read)
+    if token_files.rules != kind.rules:
+        reason = "an earlier version made these tokens; a new one may read more fields, or learn other parts"
+        logger.info("%s: %s: delete %s to have them made again", source_kind.source_setting(data), reason, entry)
+    return entry, token_files
 
 
 def _name_entry(

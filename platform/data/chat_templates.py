@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress, repeat
 from threading import Lock
 from typing import Any, NamedTuple
 from weakref import finalize
@@ -43,7 +44,7 @@ class EncodedText(NamedTuple):
     """Tokens of a text: ids, and where in the text each begins (always 0) and ends, if that was asked for."""
 
     ids: list[int]
-    offsets: list[tuple[int, int]]
+    offsets: list[Span]
 
 
 def build_tokenizer_json(files: Mapping[str, bytes], words: str) -> bytes:
@@ -178,6 +179,100 @@ _HIDDEN = "\ue000"  # stands in a spelling of a special token, so that the templ
 Message = Mapping[str, Any]  # role and content, and whatever else the template reads
 Conversation = Sequence[Message]
 Parts = Sequence[tuple[str, bool, bool]]  # of a text: each, if it is one special token, if it is of an answer
+Tools = Sequence[Any] | None  # that are named beside a conversation
+Span = tuple[int, int]  # of a text: from a place to a place
+Rendered = tuple[str, list[Span]]  # a text, and what its template marks as generated
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's thoughts; templates read the first
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_OTHERS = ("first reply", "others")  # texts in the place of an answer; neither letter at an end is the other's
+
+
+class _Variant(NamedTuple):
+    """Variant of a conversation that a template writes: its `first` messages, that at `place` being another
+    `message`, and the beginning of an answer (`prompt`). An `optional` one may be refused."""
+
+    first: int
+    prompt: bool = False
+    tools: bool = True
+    place: int = 0
+    message: Message | None = None
+    optional: bool = False
+
+
+def _list_variants(messages: Conversation, place: int) -> list[_Variant]:
+    """Return the variants of a conversation that show where the answer at `place` lies: with two other texts in its
+    place and in its calls, with a plain text instead, up to it and the beginning of an answer, and up to its end."""
+    message = messages[place]
+    bare = {k: v for k, v in message.items() if k not in (*REASONING, "tool_calls")}
+    others = [{**message, **_replace_texts(message, text)} for text in _OTHERS]
+    replaced = [_Variant(len(messages), place=place, message=other) for other in others]
+    plain = _Variant(len(messages), place=place, message=bare | _replace_texts(bare, _OTHERS[0]), optional=True)
+    return [*replaced, plain, _Variant(place, True, optional=True), _Variant(place + 1, optional=True)]
+
+
+def _replace_texts(message: Message, text: str) -> dict[str, Any]:
+    """Return the content and the calls of a message with another `text` as its content, in the same form, and as what
+    it calls a function with; a blank content beside calls stays."""
+    parts: dict[str, Any] = {}
+    if calls := message.get("tool_calls"):
+        functions = [call["function"] for call in calls]
+        named = [json.dumps({"text": text}) if isinstance(f["arguments"], str) else {"text": text} for f in functions]
+        changed = [{**f, "arguments": arguments} for f, arguments in zip(functions, named, strict=True)]
+        parts["tool_calls"] = [{**call, "function": f} for call, f in zip(calls, changed, strict=True)]
+    if not calls or read_content(message).strip():
+        is_list = isinstance(message.get("content"), list)
+        parts["content"] = [{"type": "text", "text": text}] if is_list else text
+    return parts
+
+
+def _count_common(one: str, other: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
+
+
+def _name_reasoning(message: Message) -> Message:
+    """Return a message whose thoughts have the names by which templates read them, as `transformers` passes it."""
+    thoughts = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
+
+
+def read_content(message: Message) -> str:
+    """Return the text of a message's content, which may be in parts."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
+
+
+def list_spellings(messages: Conversation) -> list[Conversation]:
+    """Return a conversation in the forms in which templates may want it, the one that was given first: with arguments
+    of calls as text, and with contents in parts or, if they are in parts, as text."""
+    is_parted = any(isinstance(message.get("content"), list) for message in messages)
+    others: list[list[dict[str, Any]]] = [[], []]
+    for message in messages:
+        calls = message.get("tool_calls") or []
+        dumped = [json.dumps(call["function"]["arguments"], ensure_ascii=False) for call in calls]
+        spelt = [{**c, "function": {**c["function"], "arguments": a}} for c, a in zip(calls, dumped, strict=True)]
+        text = read_content(message)
+        others[0].append({**message, "content": text, **({"tool_calls": spelt} if calls else {})})
+        others[1].append({**message, "content": text if is_parted else [{"type": "text", "text": text}]})
+    return [messages, *others]
+
+
+def list_called_names(message: Message) -> list[str]:
+    """Return the names of the functions that a message calls."""
+    return [call["function"]["name"] for call in message.get("tool_calls") or []]
+
+
+def _is_text_of(message: Message, written: str) -> bool:
+    """Return True if what is `written` of an answer in a conversation's text is its message's text, but for blanks and
+    thoughts that the template leaves out."""
+    content, text = ("".join(part.split()) for part in (read_content(message), written))
+    if message.get("tool_calls"):
+        return content.rpartition("</think>")[2] in text
+    return bool(text) and content.endswith(text)
 
 
 class ChatTemplate:
@@ -202,49 +297,137 @@ class ChatTemplate:
         try:
             return self._parser.request_answer({"template": self._text}, body, bounds)
         except Malformed as error:
-            raise ConfigError(f"{self._key}: {fault}: {error}") from None
+            cure = "; nearest legal: data.date=YYYY-MM-DD" if "'strftime_now' is undefined" in str(error) else ""
+            raise ConfigError(f"{self._key}: {fault}: {error}{cure}") from None
 
-    def render_text(self, messages: Conversation, *, prompt: bool = False) -> str:
+    def render_text(self, messages: Conversation, tools: Tools = None, *, prompt: bool = False) -> str:
         """Return the text of a conversation by the chat template; `prompt`: begin an answer too. Raises ConfigError."""
-        return self._remove_marks(self._render_texts(messages, [(len(messages), prompt)])[0])
+        return self._remove_marks(self._render(messages, tools, _Variant(len(messages), prompt))[0])
 
     def render_prompt_parts(self, messages: Conversation) -> Iterator[tuple[str, bool]]:
         """Yield the text of a conversation, by the chat template, with the beginning of an answer: (part, True if it is
         one special token). Raises ConfigError if the template refuses it."""
-        [full_text] = self._render_texts(messages, [(len(messages), True)])
+        full_text, _ = self._render(messages, None, _Variant(len(messages), True))
         return ((text, special) for text, special, _ in self._split_at_special_tokens(full_text, True))
 
-    def render_parts(self, messages: Conversation) -> Iterator[tuple[str, bool, bool]]:
-        """Yield the text of a conversation, by the chat template, in parts: (part, True if it is one special token,
-        True if it is of an answer). Raises ConfigError if the template refuses it, or writes no answer behind its
-        prompt."""
-        position = 0
+    def render_parts(self, messages: Conversation, tools: Tools = None, skipped: Sequence[int] = ()) -> Parts:
+        """Return the text of a conversation, by the chat template, in parts: (part, True if it is one special token,
+        True if it is learned). The template's {% generation %} blocks are learned or, without any, the answers but
+        those of messages `skipped`. Raises ConfigError if the template refuses the conversation, leaves out `tools`, or
+        does not write an answer as it is."""
+        text, spans = self._render(messages, tools, _Variant(len(messages)))
         answers = [i for i, message in enumerate(messages) if message.get("role") == ANSWERS]
-        ends = [end for i in answers for end in ((i, True), (i + 1, False))]
-        full_text, *prefixes = self._render_texts(messages, [(len(messages), False), *ends])
-        for i, before, after in zip(answers, prefixes[::2], prefixes[1::2], strict=True):
-            if not after.startswith(before) or not full_text.startswith(after):
-                raise ConfigError(f"{self._key}: what it writes of message {i} does not follow what it writes before")
-            yield from self._split_at_special_tokens(full_text[position : len(before)], False)
-            yield from self._split_at_special_tokens(full_text[len(before) : len(after)], True)
-            position = len(after)
-        yield from self._split_at_special_tokens(full_text[position:], False)
+        if tools and self._render(messages, tools, _Variant(len(messages), tools=False, optional=True))[0] == text:
+            raise self._refuse_field("does not write tools", "tools")
+        if not self.has_marks:
+            spans = self._locate_answers(messages, tools, text, answers)
+        elif skipped and len(spans) != len(answers):
+            counts = f"{len(spans)} stretches for {len(answers)} answers"
+            raise self._refuse_field(f"marks {counts}, of which some are not to be learned", "weight")
+        mask = bytearray(len(text))
+        for (start, end), place in zip(spans, answers if skipped else repeat(-1), strict=False):
+            if place not in skipped:
+                mask[start:end] = b"\1" * (end - start)
+        calls = [name for i in answers if i not in skipped for name in list_called_names(messages[i])]
+        learned = "".join(compress(text, mask))
+        if any(self._mark_special_tokens(name) not in learned for name in calls):
+            raise self._refuse_field("does not write all tool_calls", "tool_calls")
+        runs = re.finditer(rb"\x00+|\x01+", mask)
+        return [part for r in runs for part in self._split_at_special_tokens(text[slice(*r.span())], r[0][0] == 1)]
 
-    def _render_texts(self, messages: Conversation, wanted: Sequence[tuple[int, bool]]) -> list[str]:
-        """Return the texts that the chat template makes of a conversation, one for each of `wanted`: (how many of its
-        messages, True to begin an answer after them). Spellings of special tokens in messages are marked."""
-        hidden = map_nested_values([*messages], str, self._mark_special_tokens)
-        body = json.dumps({"messages": hidden, "named": self._named, "wanted": wanted}, default=str).encode()
-        output = _OUTPUT + 4 * len(body) * len(wanted)
+    def _refuse_field(self, reason: str, field: str) -> ConfigError:
+        """Return the refusal of a conversation whose `field` the chat template does not follow, with the cures."""
+        cure = f"nearest legal: another data.chat_template or, to leave it out, data.unread=[{field}]"
+        return ConfigError(f"{self._key}: {reason}; {cure}")
+
+    @property
+    def has_marks(self) -> bool:
+        """Return True if the template says itself what is learned, by {% generation %}."""
+        return bool(_MARK.search(self._text))
+
+    def _locate_answers(self, messages: Conversation, tools: Tools, text: str, answers: Sequence[int]) -> list[Span]:
+        """Return where in a conversation's `text` its `answers` lie, by the places of their messages: what changes when
+        two other texts replace one, from where its prompt ends to its end-of-turn token. Raises ConfigError."""
+        spans: list[Span] = []
+        variants = [variant for i in answers for variant in _list_variants(messages, i)]
+        rendered = [variant_text for variant_text, _ in self._render_variants(messages, tools, variants)]
+        for i, first, second, plain, before, after in zip(answers, *(rendered[k::5] for k in range(5)), strict=True):
+            start = _count_common(first, second)
+            tail = min(_count_common(first[::-1], second[::-1]), _count_common(text[::-1], first[::-1]))
+            longer, rest = divmod(len(first) - len(second), len(_OTHERS[0]) - len(_OTHERS[1]))
+            times = 1 + len(messages[i].get("tool_calls") or ())
+            is_once = first.startswith(_OTHERS[0], start) and 1 <= longer <= times and not rest
+            start = min(start, _count_common(text, first))
+            end = max(start, len(text) - tail)
+            if not is_once and times > 1:
+                raise self._refuse_field("does not write all tool_calls", "tool_calls")
+            if not is_once or not _is_text_of(messages[i], self._remove_marks(text[start:end])):
+                reason = f"does not write the text of message {i} as it is, and once"
+                raise ConfigError(
+                    f"{self._key}: {reason}; nearest legal: chatml, or a template with {{% generation %}}"
+                )
+            start = min(start, _count_common(text, plain)) if plain else start
+            last = spans[-1][1] if spans else 0
+            if before and text.startswith(before) and last <= len(before) <= start:
+                start = len(before)
+            else:
+                start = self._find_turn_start(messages, tools, i, text[:start], last, before)
+            if after and text.startswith(after) and len(after) >= end:
+                end = len(after)
+            else:
+                end += self._measure_turn_end(messages, tools, i, text[end:])
+            spans.append((start, end))
+        return spans
+
+    def _find_turn_start(
+        self, messages: Conversation, tools: Tools, place: int, text: str, last: int, before: str
+    ) -> int:
+        """Return where the answer of message `place` begins, in the `text` before what changes with it: behind the
+        words that prompt for it, if they stand behind the answer before, which ends at `last`. `before`: the text of
+        the messages before with these words."""
+        [(bare, _)] = self._render_variants(messages, tools, [_Variant(place, optional=True)])
+        words = before[len(bare) :] if before.startswith(bare) else ""
+        found_at = text.rfind(words, last) if words else -1
+        return found_at + len(words) if found_at >= 0 else len(text)
+
+    def _measure_turn_end(self, messages: Conversation, tools: Tools, place: int, rest: str) -> int:
+        """Return the length of what ends the turn of message `place` at the beginning of `rest`, the text behind it:
+        what also stands there if the conversation ends with it, or else a special token. Raises ConfigError."""
+        variants = [v._replace(first=place + 1, optional=True) for v in _list_variants(messages, place)[:2]]
+        (first, _), (second, _) = self._render_variants(messages, tools, variants)
+        tail = _count_common(first[::-1], second[::-1])
+        ending, special = first[len(first) - tail :], self._spelling.match(rest)
+        common = rest[: _count_common(ending, rest)]
+        ends = [match.end() for match in re.finditer(rf"\s+|{self._spelling.pattern}", common)]
+        if common == ending:
+            return len(common)
+        if not ends and not special:
+            reason = f"ends message {place} otherwise than a conversation, without a special token"
+            raise ConfigError(f"{self._key}: {reason}; nearest legal: chatml, data.special_tokens=[TOKEN]")
+        return max([*ends, special.end() if special else 0])
+
+    def _render(self, messages: Conversation, tools: Tools, variant: _Variant) -> Rendered:
+        """Return the text of one variant of a conversation, with the stretches of it that the template marks."""
+        return self._render_variants(messages, tools, [variant])[0]
+
+    def _render_variants(self, messages: Conversation, tools: Tools, variants: Sequence[_Variant]) -> list[Rendered]:
+        """Return the texts that the chat template makes of variants of a conversation, "" for an optional one that it
+        refuses, each with the stretches that it marks as generated. Spellings of special tokens are marked."""
+        named = [v._replace(message=v.message and _name_reasoning(v.message))._asdict() for v in variants]
+        asked = {"messages": [*map(_name_reasoning, messages)], "tools": tools, "variants": named}
+        asked = map_nested_values(asked, str, self._mark_special_tokens)
+        body = json.dumps({**asked, "named": self._named}, default=str).encode()
+        output = _OUTPUT + 4 * len(body) * len(variants)
         bounds = compute_limits(_CHAT_MEMORY + 8 * output, _CHAT_SECONDS + output / _SPEED, output)
         reply = self._ask_parser(body, bounds, "refuses a conversation")
         try:
-            texts = parse_json(reply, output + 1)
-        except Malformed:
-            texts = None
-        if not isinstance(texts, list) or len(texts) != len(wanted) or not all(isinstance(t, str) for t in texts):
+            rendered: list[Any] = [part or ("", []) for part in parse_json(reply, output + 1)]
+            texts = [(str(text), [(int(a), int(b)) for a, b in spans]) for text, spans in rendered]
+        except (Malformed, TypeError, ValueError):
+            texts = []
+        if len(texts) != len(variants) or any(not 0 <= a <= b <= len(t) for t, spans in texts for a, b in spans):
             raise ConfigError(f"{self._key}: refuses a conversation: its parser fails")
-        if any(not text.isascii() and _HALF.search(text) for text in texts):
+        if any(not text.isascii() and _HALF.search(text) for text, _ in texts):
             raise ConfigError(f"{self._key}: refuses a conversation: it writes half a surrogate pair")
         return texts
 

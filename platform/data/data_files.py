@@ -1,15 +1,18 @@
 """Files of data: found by a path, a glob, a folder or a URL, of which a bounded number of names is looked at; opened
 within bounds, hashed, and named in refusals.
 
-Files of records have one JSON object per line, or one row of a table, by the ending of the file's name. `ROWS` is the
-table of formats; each reader yields (place in the file, record) and reads within bounds.
+Files of records have one JSON object per line or in an array, or one row of a table, by the ending of their name.
+`ROWS` is the table of formats; each reader yields (place in the file, record) and reads within bounds.
 """
 
+import codecs
+import csv
 import glob
 import gzip
 import hashlib
 import io
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -363,10 +366,86 @@ def read_table_rows(form: str, file: DataFile, fields: Sequence[str]) -> Iterato
                 yield f"row {number}", row
 
 
+_MARKS = re.compile(
+    rb'"(?:[^"\\]|\\.)*+"|["\[\]{}]', re.DOTALL
+)  # of JSON: texts, and where maps and lists begin and end
+_CUT = 1 << 20  # bytes of an array that are read at once
+
+
+def read_json_array(file: DataFile, fields: Sequence[str]) -> Iterator[Record]:
+    """Yield the records of a .json data file, an array of objects, perhaps compressed, as (place, fields)."""
+    with open_unpacked(file) as stream:
+        for number, record in enumerate(_cut_json_array(stream), 1):
+            try:
+                values = parse_json(record, LINE + 1, strict=False)
+            except Malformed as error:
+                raise ConfigError(f"record {number} is {error}") from None
+            yield f"record {number}", values
+
+
+def _cut_json_array(stream: Bounded) -> Iterator[bytes]:
+    """Yield the objects of a JSON array, each as its bytes, without reading more than one of them and a little. Raises
+    ConfigError for anything else, and for an array that is cut off."""
+    held, depth, begin, number = b"", 0, 0, 0
+    while block := stream.read(max(_CUT, len(held))):
+        held += block
+        if not number and not depth:
+            held = held.removeprefix(codecs.BOM_UTF8).lstrip()
+        depth, end = min(depth, 1), 0
+        for mark in _MARKS.finditer(held):
+            sign = mark[0]
+            if sign == b'"':  # a text that goes on
+                break
+            if len(sign) > 1 and depth > 1:
+                continue
+            if depth < 2 and (len(sign) > 1 or sign not in (b"[" if not depth else b"{]")):
+                raise ConfigError(f"record {number + 1} is no object; a .json file is one array of objects")
+            depth += 1 if sign in b"[{" else -1
+            if sign == b"{" and depth == 2:
+                if held[end : mark.start()].strip() != (b"," if number else b""):
+                    raise ConfigError(f"before record {number + 1} there is no comma")
+                begin = mark.start()
+            elif depth == 1 and sign != b"[":
+                number, end = number + 1, mark.end()
+                yield held[begin:end]
+            elif not depth:
+                if held[end : mark.start()].strip():
+                    raise ConfigError(f"record {number + 1} is no object; a .json file is one array of objects")
+                if held[mark.end() :].strip() or stream.read(_CUT).strip():
+                    raise ConfigError("there is more behind its array; a .json file is one array of objects")
+                return
+            elif depth == 1:
+                end = mark.end()
+        if len(held) - end > LINE:
+            raise ConfigError(f"record {number + 1} has more than {LINE >> 20} MiB; cut it")
+        held = held[end:]
+    raise ConfigError("torn: the end of its array is missing" if number or depth else "no array of objects")
+
+
+def read_separated_rows(separator: str, file: DataFile, fields: Sequence[str]) -> Iterator[Record]:
+    """Yield the rows of a .csv or .tsv data file, whose first row names the columns, as (place, texts by column)."""
+    csv.field_size_limit(LINE)
+    with open_unpacked(file) as stream:
+        rows = csv.reader(codecs.iterdecode(stream, "utf-8-sig"), delimiter=separator, strict=True)
+        try:
+            names = next(rows, [])
+            _check_columns(names, fields)
+            for row in rows:
+                if row and len(row) != len(names):
+                    raise ConfigError(f"line {rows.line_num} ends a row of {len(row)} cells, of {len(names)} columns")
+                if row:
+                    yield f"line {rows.line_num}", dict(zip(names, row, strict=True))
+        except csv.Error as error:
+            raise ConfigError(f"line {rows.line_num} is no row of a table: {error}") from None
+
+
 ROWS: dict[str, Callable[[DataFile, Sequence[str]], Iterator[Record]]] = {
     ".jsonl": read_json_lines,
     ".parquet": partial(read_table_rows, "parquet"),
     ".arrow": partial(read_table_rows, "arrow"),
+    ".json": read_json_array,
+    ".csv": partial(read_separated_rows, ","),
+    ".tsv": partial(read_separated_rows, "\t"),
 }
 
 

@@ -120,20 +120,40 @@ def _replace_unknown_value(value: Any) -> Any:
 
 
 _templates: dict[str, Any] = {}  # the last one, by its text
+_blocks: list[str] = []  # of the text that is being written
+_spans: list[tuple[int, int]] = []  # of that text: what {% generation %} marks
 
 
 def answer_template(request: dict[str, Any], body: bytes, read: Read) -> bytes:
     """Answer the parent's request to this child process, which runs a chat template in Jinja's sandbox: check that
-    `template` is one; or, for a body of JSON, return the texts that the template makes of its `messages`, as a JSON
-    list, one for each (number of messages, True to begin an answer after them) in `wanted`."""
+    `template` is one; or, for a body of JSON, return what the template makes of the `variants` of its conversation, as
+    a JSON list (see `_render_variant`)."""
     template = _compile_template(request["template"])
     if not body:
         return b""
     payload = json.loads(body)
-    messages, named = payload["messages"], payload["named"]
-    wanted = payload["wanted"]
-    texts = [template.render(messages=messages[:n], add_generation_prompt=prompt, **named) for n, prompt in wanted]
-    return json.dumps(texts).encode()
+    return json.dumps([_render_variant(template, payload, variant) for variant in payload["variants"]]).encode()
+
+
+def _render_variant(template: Any, payload: dict[str, Any], variant: dict[str, Any]) -> Any:
+    """Return [text, spans of {% generation %} blocks in it] that a chat template makes of a `variant` of the payload's
+    conversation; None if it refuses one that is `optional`."""
+    messages = payload["messages"][: variant["first"]]
+    if variant["message"]:
+        messages[variant["place"]] = variant["message"]
+    options = {"tools": payload["tools"] if variant["tools"] else None, "documents": None, **payload["named"]}
+    _blocks.clear()
+    _spans.clear()
+    try:
+        for block in template.generate(messages=messages, add_generation_prompt=variant["prompt"], **options):
+            _blocks.append(block)  # as it is made: a mark counts from the blocks before it
+    except MemoryError:
+        raise
+    except Exception:
+        if not variant["optional"]:
+            raise
+        return None
+    return ["".join(_blocks), _spans[:]]
 
 
 def _compile_template(text: str) -> Any:
@@ -165,7 +185,8 @@ def _dump_json(value: Any, indent: int | None = None, **more: Any) -> str:
 
 
 def _build_generation_extension() -> type:
-    """Return the Jinja extension for {% generation %} blocks of chat templates, which leaves their text as it is."""
+    """Return the Jinja extension for {% generation %} blocks of chat templates, which notes where their text lies, as
+    `transformers` does."""
     from jinja2 import nodes
     from jinja2.ext import Extension
 
@@ -175,10 +196,17 @@ def _build_generation_extension() -> type:
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
-            """Parse a {% generation %} block of a chat template into a scope of its own body."""
+            """Parse a {% generation %} block of a chat template into a call with its body."""
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body).set_lineno(line)
+            return nodes.CallBlock(self.call_method("_mark_text"), [], [], body).set_lineno(line)
+
+        def _mark_text(self, caller: Any) -> str:
+            """Return the text of a {% generation %} block, and note where it lies in the whole text."""
+            text: str = caller()
+            start = sum(map(len, _blocks))
+            _spans.append((start, start + len(text)))
+            return text
 
     return Generation
 

@@ -148,7 +148,8 @@ class SourceKind:
     `content(data, files)`: what decides which documents they are; `texts`: the part of a document that trains a
     tokenizer, None if it holds tokens; `endings`: suffixes of its files in a folder; `starts`: document
     boundaries are stored in starts.bin, because the tokens do not mark them; `learned`: the tokens to predict are
-    stored too, in learned.bin; `blockwise`: it can be streamed."""
+    stored too, in learned.bin; `blockwise`: it can be streamed; `rules`: raise it when records are read otherwise, so
+    that entries of before, which existing runs go on with, are told."""
 
     find: Callable[[Data], Sequence[DataFile]]
     read: Callable[[Sequence[DataFile], Data, str], Documents]
@@ -160,6 +161,7 @@ class SourceKind:
     starts: bool = False
     learned: bool = False
     blockwise: bool = True
+    rules: int = 0
 
     def group_files(self, files: Sequence[DataFile]) -> list[Sequence[DataFile]]:
         """Return the files of a data source in groups, each of which can be read without the others."""
@@ -299,7 +301,8 @@ class SourceKind:
                         open_["learned"].write(learned.astype("|u1").tobytes())
                     place += len(part.ids)
                 ends.append(place)
-        return {"dtype": dtype.str, "splits": describe_splits(*ends)}
+        rules = {"rules": self.rules} if self.rules else {}
+        return {"dtype": dtype.str, "splits": describe_splits(*ends), **rules}
 
     def _gather_texts(self, documents: Iterable[tuple[int, Any]], characters: int) -> Texts:
         """Return the texts in documents, and their total number of `characters`, for a tokenizer to be trained on."""
@@ -376,6 +379,9 @@ def find_validation_files(data: Data, endings: list[str] = ENDINGS) -> list[Data
 def train_vocabulary(folder: Path, texts: Texts, vocab: int, data: Data) -> Vocabulary:
     """Train a tokenizer of at most `vocab` entries on texts, of which long ones are sampled evenly, with the special
     tokens and the chat template that the keys of `data` name; save it in `folder`, and return it."""
+    if not texts.characters:
+        reason = "is trained on the texts of the data, and all of them are empty"
+        raise ConfigError("data.tokenizer", data.tokenizer, reason, ["data.tokenizer=PATH"])
     share = min(1.0, _TRAINING / texts.characters)
     pieces = (t for i, t in enumerate(texts.pieces) if int((i + 1) * share) > int(i * share))
     million_characters = texts.characters * share / 1e6

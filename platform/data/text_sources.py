@@ -13,10 +13,11 @@ import codecs
 import hashlib
 import inspect
 import json
+import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -25,130 +26,32 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.boundary.refusals import READING, ConfigError, OwnCodeError, guard_own_code, rephrase_refusals
-from platform.boundary.schema import map_nested_values
+from platform.boundary.refusals import READING, ConfigError, OwnCodeError, guard_own_code
 from platform.config.extensions import bind_settings, register_own_function
 from platform.config.fields import Data
 from platform.data import data_files, source_kind, tokenizer
-from platform.data.chat_templates import ANSWERS, Conversation, Parts, parse_conversation
+from platform.data.chat_templates import ANSWERS, Conversation, Parts, list_spellings, read_content
+from platform.data.conversations import UNKNOWN, Instruction, read_instructions
 from platform.data.data_files import ROWS, DataFile, find_files, format_suffix, name_file_in_errors, replace_surrogates
-from platform.data.source_kind import KINDS, UNREAD, Documents, Encoded, SourceKind, Splits, hash_file_contents
+from platform.data.source_kind import KINDS, Documents, Encoded, SourceKind, Splits, hash_file_contents
 from platform.data.token_files import encode_tokens
 from platform.data.tokenizer import Vocabulary
 from platform.plan.layout import format_count
 
-ENDINGS = [*ROWS]
-ALPACA_INPUT = "input"
-_SHAREGPT = {
-    "human": "user",
-    "gpt": ANSWERS,
-    "chatgpt": ANSWERS,
-    "bing": ANSWERS,
-    "bard": ANSWERS,
-}  # the name of a role
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """Conversation of a record, whose answers are to be learned. `pair`: it was given as a prompt and its answer, which
-    need no chat template; `place`: place of the record, for a refusal."""
-
-    messages: Conversation
-    pair: bool
-    place: str
-
-    @property
-    def message_texts(self) -> list[str]:
-        """Return the texts of this conversation's messages, for a tokenizer to be trained on."""
-        return [message["content"] for message in self.messages if isinstance(message.get("content"), str)]
+ENDINGS = [".jsonl", ".parquet", ".arrow"]  # of records in a folder; others are named
 
 
 def find_instruction_files(data: Data) -> list[DataFile]:
     """Find the record files of data=instructions (conversations, or prompts with answers). Raises ConfigError."""
     if not data.path:
-        raise ConfigError(f"data.path: data={data.kind} needs a file of records: {', '.join(ENDINGS)}")
+        raise ConfigError(f"data.path: data={data.kind} needs a file of records: {', '.join(ROWS)}")
     files = find_files("data.path", data.path, ENDINGS)
     if other_files := [file for file in files if format_suffix(file) not in ROWS]:
-        raise ConfigError(f"data.path={other_files[0]}: no file of records, which end with {', '.join(ENDINGS)}")
+        raise ConfigError(f"data.path={other_files[0]}: no file of records, which end with {', '.join(ROWS)}")
     return files
 
 
-def read_instructions(
-    files: Sequence[DataFile], data: Data, key: str = "data.path"
-) -> Iterator[tuple[int, Instruction]]:
-    """Yield (number, conversation) of each record in data files: its field `data.field` holds messages, of role and
-    content or, as ShareGPT has them, from and value; or it holds a prompt, extended by the field `data.input_field` and
-    answered by `data.target_field`. A pair with a blank part is left out. Raises ConfigError, naming the file, by the
-    `key` that leads to it, and the place, for a record that holds neither, for a conversation without an answer, and
-    for a prompt of which a part would not be read."""
-    number = 0
-    for file in files:
-        with name_file_in_errors(file, key):
-            for place, values in ROWS[format_suffix(file)](file, [data.field, data.target_field, _input_field(data)]):
-                if instruction := _parse_instruction(values, data, f"{key}={file}: {place}", place):
-                    yield number, instruction
-                    number += 1
-
-
-def _parse_instruction(values: dict[str, Any], data: Data, where: str, place: str) -> Instruction | None:
-    """Return the conversation that a data record's values hold, None for a pair with a blank part. `where`: the
-    record's file and place; `place`: its place alone, for refusals. Raises ConfigError."""
-    field_value, answer = values.get(data.field), values.get(data.target_field)
-    if isinstance(field_value, str) and isinstance(answer, str):
-        if not field_value.strip() or not answer.strip():
-            return None
-        prompt = field_value + _read_prompt_addition(values, data, place)
-        pair = [("user", replace_surrogates(prompt)), (ANSWERS, replace_surrogates(answer))]
-        return Instruction([{"role": role, "content": text} for role, text in pair], True, where)
-    messages = parse_conversation(_convert_roles(map_nested_values(field_value, str, replace_surrogates)))
-    if not messages:
-        field_names = ", ".join(values) or "none"
-        fault = f"no messages in data.field={data.field}, nor a prompt with its answer in data.target_field"
-        fault += f"={data.target_field}; a message has role and content, or from and value"
-        raise ConfigError(f"{place} has {fault}; its fields: {field_names}")
-    if not any(message["role"] == ANSWERS and _has_content(message.get("content")) for message in messages):
-        raise ConfigError(f"{place} has no answer: no message with role {ANSWERS}")
-    return Instruction(messages, False, where)
-
-
-def _input_field(data: Data) -> str:
-    """Return the name of the data record's field that is appended to its prompt: data.input_field, else "input"."""
-    return data.input_field or ALPACA_INPUT
-
-
-def _read_prompt_addition(values: dict[str, Any], data: Data, place: str) -> str:
-    """Return the text that a data record adds to its prompt, "" for none. Raises ConfigError if it is no text, or if it
-    is there and data.input_field does not say whether to add it. `place`: the record's, for the refusal."""
-    name = _input_field(data)
-    text = values.get(name)
-    if data.input_field == UNREAD or name in (data.field, data.target_field) or text is None or text == "":
-        return ""
-    if not data.input_field:
-        reason = f"has text in field {name} too, which goes on the prompt in Alpaca's records"
-        legal = f"data.input_field={name} or, to leave it out, data.input_field={UNREAD}"
-        if not isinstance(text, str) or not text.strip():
-            return ""
-        raise ConfigError(f"{place} {reason}, and nothing says so; nearest legal: {legal}")
-    if not isinstance(text, str):
-        raise ConfigError(f"{place} has no text in data.input_field={name}")
-    return f"\n{text}" if text.strip() else ""
-
-
-def _convert_roles(value: Any) -> Any:
-    """Convert a conversation from ShareGPT's form (`from`, `value`) to roles and contents; return others as given."""
-    is_sharegpt = isinstance(value, list) and all(isinstance(m, dict) and {"from", "value"} <= m.keys() for m in value)
-    if not is_sharegpt or not all(isinstance(m["from"], str) for m in value):
-        return value
-    other_keys = [{k: v for k, v in m.items() if k not in ("from", "value")} for m in value]
-    named = [{"role": _SHAREGPT.get(m["from"], m["from"]), "content": m["value"]} for m in value]
-    return [{**more, **message} for more, message in zip(other_keys, named, strict=True)]
-
-
-def _has_content(content: Any) -> bool:
-    """Return True if the content of a conversation's message, a text or a list, is not blank."""
-    return bool(content.strip() if isinstance(content, str) else content)
-
-
+_PARTS = re.compile(r"\[\{'(type|text)': ")
 _BATCH = 1024  # conversations that are encoded at once
 
 
@@ -172,18 +75,26 @@ def _render_instruction_parts(instruction: Instruction, vocabulary: Vocabulary) 
         prompt, answer = instruction.message_texts
         begin, end = (vocabulary.spell_token(i) for i in (vocabulary.special.begin, vocabulary.special.end))
         return [(begin, True, False), (prompt, False, False), (answer, False, True), (end, True, True)]
-    with rephrase_refusals(lambda line: f"{instruction.place}: {line}"):
-        parts = list(vocabulary.chat.render_parts(instruction.messages))
-    if not _writes_answer(instruction, "".join(text for text, special, answer in parts if answer and not special)):
-        reason = "the chat template writes no answer of this conversation, of which nothing would be learned"
-        raise ConfigError(f"{instruction.place}: {reason}; nearest legal: another data.chat_template")
-    return parts
+    refusals: list[ConfigError] = []
+    for messages in list_spellings(instruction.messages):
+        try:
+            parts = vocabulary.chat.render_parts(messages, instruction.tools, instruction.skipped)
+            learned = "".join(text for text, special, is_learned in parts if is_learned and not special)
+            parted = any(isinstance(message.get("content"), list) for message in messages)
+            if parted and _PARTS.search("".join(text for text, _, _ in parts)):  # as Python writes a list
+                raise ConfigError("the chat template reads no content in parts; nearest legal: content of text")
+            if not _writes_answer(messages, learned):
+                reason = "the chat template writes no answer of this conversation, of which nothing would be learned"
+                raise ConfigError(f"{reason}; nearest legal: another data.chat_template")
+            return parts
+        except ConfigError as error:
+            refusals.append(error)
+    raise ConfigError([f"{instruction.place}: {line}" for line in refusals[0].violations])
 
 
-def _writes_answer(instruction: Instruction, learned: str) -> bool:
+def _writes_answer(messages: Conversation, learned: str) -> bool:
     """Return True if the text that the chat template marks as learned has a word of the conversation's answers."""
-    contents = [message.get("content") for message in instruction.messages if message["role"] == ANSWERS]
-    words = [word for content in contents if isinstance(content, str) for word in content.split()]
+    words = [word for message in messages if message["role"] == ANSWERS for word in read_content(message).split()]
     return any(word in learned for word in words) if words else bool(learned.strip())
 
 
@@ -191,12 +102,16 @@ KINDS["instructions"] = SourceKind(
     find_instruction_files,
     read_instructions,
     encode_instructions,
-    content=lambda data, files: ["instructions", *deciding_values(data, files), *source_kind.extra_fields(data)],
+    content=lambda data, files: [
+        *("instructions", *deciding_values(data, files), *source_kind.extra_fields(data)),
+        *sorted({*data.unread} - {*UNKNOWN}),
+    ],
     texts=lambda instruction: instruction.message_texts,
     size=lambda instruction: sum(map(len, instruction.message_texts)),
     endings=ENDINGS,
     starts=True,
     learned=True,
+    rules=1,
 )
 
 

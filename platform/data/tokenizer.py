@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import cached_property
 from hashlib import sha256
 from itertools import groupby, pairwise
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.boundary import documents
-from platform.boundary.refusals import ConfigError
+from platform.boundary.refusals import ConfigError, refuse_failures
 from platform.boundary.schema import Malformed
 from platform.boundary.terminal import show_phase
 from platform.config.fields import Data
@@ -91,8 +92,8 @@ class Vocabulary:
 
     def encode_parts(self, documents: Sequence[Parts]) -> list[tuple[list[int], list[bool]]]:
         """Tokenize conversations given in parts: return, for each, its token ids, and for each id whether it belongs to
-        an answer. Parts between special tokens are encoded together; the part that holds a token's last character
-        decides."""
+        an answer. Parts between special tokens are encoded together; a token with a character of an answer belongs
+        to it, as in `transformers`."""
         runs = [[list(run) for _, run in groupby(parts, itemgetter(1))] for parts in documents]
         plain_texts = ["".join(part[0] for part in run) for some in runs for run in some if not run[0][1]]
         encoded, encoded_documents = iter(self._encode_with_ends(plain_texts)), []
@@ -105,9 +106,11 @@ class Vocabulary:
                     answers += [answer for _, _, answer in run]
                 else:
                     characters = [answer for text, _, answer in run for _ in text]
-                    ends = next(encoded)
-                    ids += [i for i, _ in ends]
-                    answers += [characters[max(0, end - 1)] for _, end in ends]
+                    begin = 0
+                    for number, end in next(encoded):
+                        ids.append(number)
+                        answers.append(any(characters[min(begin, max(0, end - 1)) : max(1, end)]))
+                        begin = end
             encoded_documents.append((ids, answers))
         return encoded_documents
 
@@ -198,6 +201,7 @@ def load_named_vocabulary(data: Data) -> Vocabulary | None:
         files = add_config_keys(files, named_ends)
     template, added = read_chat_template(data), extra_special_tokens(data)
     try:
+        template = template or (_fix_date(chat_template(files), data) if data.date else "")
         tokenizer = ConfinedTokenizer(files[JSON])
         unknown = (token for token in named_ends.values() if tokenizer.token_to_id(token) is None)
         if lacking := [token for token in unknown if token not in added]:
@@ -221,6 +225,9 @@ def extra_special_tokens(data: Data) -> list[str]:
 
 def read_chat_template(data: Data) -> str:
     """Return the chat template that data.chat_template names, "" if it names none. Raises ConfigError."""
+    if data.date:
+        with refuse_failures("data.date", data.date, ValueError, why="is no day of the calendar"):
+            date.fromisoformat(data.date)
     if data.chat_template in ("", "chatml"):
         return CHATML if data.chat_template else ""
     try:
@@ -228,8 +235,20 @@ def read_chat_template(data: Data) -> str:
     except (Malformed, OSError, UnicodeDecodeError) as error:
         line = documents.printable_line(error)
         raise ConfigError("data.chat_template", data.chat_template, line, ["chatml"]) from None
+    text = _fix_date(text, data)
     ChatTemplate(text, {}, [])
     return text
+
+
+def _fix_date(template: str, data: Data) -> str:
+    """Return a chat template in which `strftime_now` knows the day data.date, if it asks for the day; as part of its
+    text, the day goes where the template goes."""
+    if not data.date or "strftime_now" not in template:
+        return template
+    day = date.fromisoformat(data.date)
+    formats = ("%-d", "%-m", *(f"%{letter}" for letter in "YymdBbAajHMSpF"))
+    filters = "".join(f" | replace('{form}', '{day.strftime(form)}')" for form in formats)
+    return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n{template}"
 
 
 SMALLEST = 257  # entries: one per byte, and END, whose id is 0
