@@ -9,10 +9,11 @@ export PYTHONDONTWRITEBYTECODE :=
 # a minute of a processor. Each group of tests goes to one of them, the longest groups first (tests/conftest.py).
 PARALLEL := --numprocesses 3 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: train test test-all gpu-rules test-slurm test-image image lint house
+.PHONY: train test test-all gpu-rules chat-oracle test-slurm test-image image lint house
 # buildah and docker read the same file; IMAGE_OPTIONS="--build-arg DEVICE=cpu", say
 BUILDER ?= $(firstword $(foreach tool,docker buildah,$(if $(shell command -v $(tool)),$(tool))))
 IMAGE ?= elastic-platform:0.1.0
+CHAT_ORACLE := trl==1.16.0 transformers==5.23.0
 
 train: $(READY)  ## a small GPT on real text, 4 workers, about two minutes
 	$(PY) -m platform.launch +experiment=gpt_quick
@@ -26,6 +27,10 @@ test-all: $(READY)  ## the whole product of every matrix
 gpu-rules: $(READY)  ## all that GPUs demand and a machine without one can show; Triton is installed under build/
 	test -d build/triton || $(PY) -m pip install --quiet --no-deps --target build/triton "$$(sed -n 's/^gpu-rules = \["\([^"]*\)"\].*/\1/p' pyproject.toml)"
 	PYTHONPATH=build/triton $(PY) -m pytest $(PARALLEL) -rs tests/gpu_rules
+
+chat-oracle: $(READY)  ## what transformers makes of trl's chat templates, written anew under tests/; both under build/
+	test -d build/chat_oracle || $(PY) -m pip install --quiet --no-deps --target build/chat_oracle $(CHAT_ORACLE)
+	$(PY) -m tests.data.chat_oracle build/chat_oracle
 
 test-slurm: $(READY)  ## jobs in a real Slurm in namespaces; installs nothing, and says what is missing
 	$(PY) -m pytest -n0 -rs tests/testbed/test_slurm_nodes.py tests/testbed/test_slurm_runs.py

@@ -149,7 +149,7 @@ def _select_naming_values(config: Config) -> dict[str, Any]:
     for key in ("run", "resume"):  # a resumed run is the same run
         del values[key]
     del values["train"]["stop_at"], values["checkpoint"]["resume"], values["checkpoint"]["on_stop"]
-    del values["data"]["foreign_tokenizer"]
+    del values["data"]["foreign_tokenizer"], values["data"]["unread"]
     if not isinstance(config.checkpoint.every, int):  # a duration does not affect the steps
         values["checkpoint"]["every"] = 0
     return values

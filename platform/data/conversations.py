@@ -1,7 +1,7 @@
 """Conversations of records: recognised by the fields of a record, and brought to one form, as a chat template reads it.
 
-ShareGPT's, OpenAI's and Alpaca's records, and prompts with completions, are known. What else in a record or a message
-changes what is learned (`tools`, `system`, `weight`, ...) is read, or refused with the setting that leaves it out.
+ShareGPT's, OpenAI's and Alpaca's records, and prompts with completions, are known. Other fields that decide about the
+text or the mask (`tools`, `system`, `weight`, ...) are read, or refused with the setting for leaving them out.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _WEIGHTS = ("weight", "train")  # of a message: whether it is learned
 @dataclass(frozen=True)
 class Instruction:
     """Conversation of a record, whose answers are to be learned. `pair`: it was given as a prompt and its answer, which
-    need no chat template; `place`: place of the record, for a refusal; `tools`: that it names; `skipped`: places of the
-    answers that are not learned."""
+    need no chat template; `place`: place of the record, for a refusal; `tools`: functions that it describes; `skipped`:
+    places of the answers that are not learned."""
 
     messages: Conversation
     pair: bool
@@ -84,8 +84,8 @@ def read_instructions(
 
 
 def _recognise_record(values: Mapping[str, Any], data: Data, source: str) -> Data:
-    """Return the keys of `data` with the names of a record's fields: as they are, or those of the form that its fields
-    show, which is said once for each `source`."""
+    """Return the keys of `data` with the names of a record's fields: as they are or, said once for each `source`, those
+    of the form by its fields."""
     form = _find_form(values)
     if data.field in values or data.field not in _UNNAMED or not form:
         return data
@@ -132,7 +132,7 @@ def _parse_instruction(values: Mapping[str, Any], data: Data, where: str, place:
         fault += f"={data.target_field}; a message has role and content, or from and value"
         form = dict(zip(_KEYS, _FORMS.get(_find_form(values), ()), strict=False))
         known = " ".join(f"data.{key}={name}" for key, name in form.items() if name)
-        nearest = f"; nearest legal: {known}" if known and data.field not in values else ""
+        nearest = f"; nearest legal: {known}" if known and data.field not in values else ""  # of the record's form
         raise ConfigError(f"{place} has {fault}; its fields: {field_names}{nearest}")
     tools = _read_tools(values, place)
     if system := "" if data.field == "system" else values.get("system"):
@@ -179,7 +179,7 @@ def _parse_text(text: str) -> Any:
 
 
 def _read_message(message: Mapping[str, Any], number: int, data: Data, place: str) -> dict[str, Any]:
-    """Return message `number` of a conversation without what is empty or unread, with its calls as templates read them.
+    """Return message `number` of a conversation without empty and unread fields, with its calls as templates read them.
     Raises ConfigError for content other than text."""
     kept = {k: v for k, v in message.items() if k not in data.unread and (v is not None or k == "content")}
     content = kept.setdefault("content", "")
@@ -254,7 +254,7 @@ def _convert_roles(value: Any, place: str) -> Any:
         name, text = message["from"], message["value"]
         if name not in _SHAREGPT:
             reason = f"message {number} is from {shorten_value(name)}, which is no role"
-            raise ConfigError(f"{place}: {reason}; nearest legal: {', '.join(_SHAREGPT)}")
+            raise ConfigError(f"{place}: {reason}; nearest legal: human, gpt, system, {_CALL}, observation")
         converted = {k: v for k, v in message.items() if k not in ("from", "value")}
         converted |= {"role": _SHAREGPT[name], "content": text}
         if name == _CALL:

@@ -21,7 +21,7 @@ train.microbatch recompute parallel.tensor_experts parallel.data"""
 def test_which_may_change_on_resume():
     free = {
         "optimizer": OPTIMIZER, "model": f"{MODEL} position_rows",
-        "data": "kind path target_path sources tokenizer chat_template settings",
+        "data": "kind path target_path sources tokenizer chat_template date settings",
         "train": "init init_averaged length_ramp loss loss_settings",
     }  # fmt: skip
     assert {*FREE} == {f"{group}.{name}" for group, names in free.items() for name in names.split()}
@@ -32,7 +32,7 @@ def test_which_are_of_the_identity_of_a_run():
     identity, values = run_identity(Config()), Config().to_dict()
     names = {f"train.{name}" for name in TRAIN.split()}
     assert identity.keys() == {"model", "data", "seed", "optimizer", *names}
-    assert values["data"].keys() - identity["data"].keys() == {"cache", "foreign_tokenizer"}
+    assert values["data"].keys() - identity["data"].keys() == {"cache", "foreign_tokenizer", "unread"}
     assert {key for key in KEYS if KEYS[key].identity == "share"} == {"data.validation", "data.streaming"}
 
 
