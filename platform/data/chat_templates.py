@@ -267,8 +267,8 @@ def list_called_names(message: Message) -> list[str]:
 
 
 def _is_text_of(message: Message, written: str) -> bool:
-    """Return True if what is `written` of an answer in a conversation's text is its message's text, but for blanks and
-    thoughts that the template leaves out."""
+    """Return True if an answer as `written` in a conversation's text is the text of its message, without regard to
+    blanks, and to thoughts at its beginning."""
     content, text = ("".join(part.split()) for part in (read_content(message), written))
     if message.get("tool_calls"):
         return content.rpartition("</think>")[2] in text
@@ -312,8 +312,8 @@ class ChatTemplate:
 
     def render_parts(self, messages: Conversation, tools: Tools = None, skipped: Sequence[int] = ()) -> Parts:
         """Return the text of a conversation, by the chat template, in parts: (part, True if it is one special token,
-        True if it is learned). The template's {% generation %} blocks are learned or, without any, the answers but
-        those of messages `skipped`. Raises ConfigError if the template refuses the conversation, leaves out `tools`, or
+        True if it is learned). Blocks of {% generation %} are learned or, without any, the answers, except the messages
+        `skipped`. Raises ConfigError if the template refuses the conversation, leaves out `tools`, or
         does not write an answer as it is."""
         text, spans = self._render(messages, tools, _Variant(len(messages)))
         answers = [i for i, message in enumerate(messages) if message.get("role") == ANSWERS]
@@ -342,7 +342,7 @@ class ChatTemplate:
 
     @property
     def has_marks(self) -> bool:
-        """Return True if the template says itself what is learned, by {% generation %}."""
+        """Return True if the template has blocks of {% generation %}, the parts to be learned."""
         return bool(_MARK.search(self._text))
 
     def _locate_answers(self, messages: Conversation, tools: Tools, text: str, answers: Sequence[int]) -> list[Span]:

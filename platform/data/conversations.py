@@ -216,10 +216,8 @@ def _is_skipped(message: Mapping[str, Any], number: int, place: str) -> bool:
         if (value := message[name]) not in (0, 1):
             raise ConfigError(f"{place}: message {number} has {name}={shorten_value(value)}; nearest legal: 0, 1")
         if value == 1 and message["role"] != ANSWERS:
-            reason = (
-                f"message {number} of role {message['role']} has {name}={shorten_value(value)}, and answers are learned"
-            )
-            raise ConfigError(f"{place}: {reason}; {_name_cures(name)}")
+            reason = f"message {number} of role {message['role']} has {name}={shorten_value(value)}"
+            raise ConfigError(f"{place}: {reason}, and only answers are learned; {_name_cures(name)}")
         if value == 0 and message["role"] == ANSWERS:
             return True
     return False

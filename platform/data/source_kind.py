@@ -148,8 +148,8 @@ class SourceKind:
     `content(data, files)`: what decides which documents they are; `texts`: the part of a document that trains a
     tokenizer, None if it holds tokens; `endings`: suffixes of its files in a folder; `starts`: document
     boundaries are stored in starts.bin, because the tokens do not mark them; `learned`: the tokens to predict are
-    stored too, in learned.bin; `blockwise`: it can be streamed; `rules`: version of how records are
-    read, by which entries of before are told, with which existing runs go on."""
+    stored too, in learned.bin; `blockwise`: it can be streamed; `rules`: version of the
+    reader, 0 for an earlier one."""
 
     find: Callable[[Data], Sequence[DataFile]]
     read: Callable[[Sequence[DataFile], Data, str], Documents]

@@ -89,7 +89,8 @@ def _render_instruction_parts(instruction: Instruction, vocabulary: Vocabulary) 
             return parts
         except ConfigError as error:
             refusals.append(error)
-    raise ConfigError([f"{instruction.place}: {line}" for line in refusals[0].violations])
+    telling = next((r for r in refusals if "refuses a conversation" not in str(r)), refusals[0])  # if one was written
+    raise ConfigError([f"{instruction.place}: {line}" for line in telling.violations])
 
 
 def _writes_answer(messages: Conversation, learned: str) -> bool:
