@@ -22,7 +22,7 @@ class Data:
     )  # fmt: skip
     path: str = free_key("", "files of data: a file, a folder, a glob, or a URL of any of these", path=())
     sources: dict[str, Any] = free_key({}, "data=mixture: source -> its keys of this group, and weight or epochs")
-    field: str = key("text", ".jsonl, .parquet, .arrow: name of the field that holds the text, messages or tokens")
+    field: str = key("text", "files of records: name of the field that holds the text, messages or tokens")
     target_path: str = free_key("", "data=pairs: file whose lines translate the lines of data.path", path=())
     target_field: str = key("target", "name of the field that translates (data=pairs) or answers data.field")
     input_field: str = key(

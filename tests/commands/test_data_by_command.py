@@ -188,3 +188,20 @@ def test_an_objective_of_ones_own(place, tmp_path, monkeypatch):
         more = ["data.cache=cache", f"data.objective={name}", *ONE, "run.dir=wrong"]
         [line] = refused(*given, *more, cwd=place)
         assert line.startswith(f"config: data.objective={name}: ") and reason in line, line
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_documents_of_instructions_are_apart_and_an_earlier_run_goes_on_as_it_began(place, tmp_path, named):
+    """Found by the same command, with or without run.dir, it keeps its own value and says so in a line."""
+    keys = [*ONE, *SMALL, "model.vocab=400", "data=instructions", f"data.path={place / 'c.jsonl'}", "data.validation=0"]
+    typed = [QUICK, *keys, "data.chat_template=chatml", "data.cache=cache", "train.steps=3", "checkpoint.every=1"]
+    typed += ["run.dir=run"] if named else []
+    begun = in_this_process(*typed, "data.document_mask=false", "train.stop_at=2", cwd=tmp_path)
+    assert begun.returncode == 0, begun.stdout + begun.stderr
+    done = in_this_process(*typed, cwd=tmp_path)
+    assert done.returncode == 0 and "continues after step 2" in done.stdout, done.stdout + done.stderr
+    assert (done.stdout + done.stderr).count("documents in a row see each other, as this run began") == 1
+    new = in_this_process(*typed, "seed=5", *(["run.dir=other"] if named else []), cwd=tmp_path)
+    assert new.returncode == 0 and "see each other" not in new.stdout + new.stderr
+    masks = sorted("document_mask: true" in path.read_text() for path in tmp_path.glob("**/config.yaml"))
+    assert masks == [False, True]
