@@ -366,9 +366,7 @@ def read_table_rows(form: str, file: DataFile, fields: Sequence[str]) -> Iterato
                 yield f"row {number}", row
 
 
-_MARKS = re.compile(
-    rb'"(?:[^"\\]|\\.)*+"|["\[\]{}]', re.DOTALL
-)  # of JSON: texts, and where maps and lists begin and end
+_MARKS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|["\[\]{}]', re.DOTALL)  # texts of JSON, ends of maps and lists
 _CUT = 1 << 20  # bytes of an array that are read at once
 
 
