@@ -74,7 +74,7 @@ BAD = {
     "{{ nothing.at.all }}": "refuses a conversation",
     "{{ 1 / 0 }}": "division by zero",
     "{% for i in range(10 ** 9) %}{% endfor %}": "Range too big",
-    "{{ messages | length }}": "does not follow what it writes before",
+    "{{ messages | length }}": "does not write the text of message 1 as it is, and once",
 }
 
 
