@@ -1,7 +1,7 @@
-"""Faults of the world: which exception is nobody's mistake, and may be gone later, said in one table.
+"""Faults of the world: the one table of exceptions that no user can mend, and that may not come again.
 
-A storage without an answer, a busy service, a network that is down: the same command can work in a minute. What is
-missing, forbidden or malformed, is for the user to correct. `is_world_fault` decides by the exceptions that another one
+A storage without an answer, a busy service, a network that is down: the same command can work in a minute. Missing,
+forbidden and malformed files are for the user to correct. `is_world_fault` decides by the exceptions that another one
 was raised from, so that a refusal knows of it however it words it. It decides the exit status (UNAVAILABLE), whether a
 start waits, and whether a job's supervisor starts its driver again.
 """
@@ -38,8 +38,8 @@ _NAMES = frozenset(
 
 
 def is_world_fault(error: BaseException | None) -> bool:
-    """Return True if an exception is, or was raised from or while handling, a fault of the world. A WorkerFailed is one
-    if its culprit was told so by the worker."""
+    """Return True if an exception is, or was raised from or while handling, a fault of the world. A WorkerFailed
+    carries what its culprit said of itself, as `of_world`."""
     return any(getattr(cause, "of_world", False) or _is_of_table(cause) for cause in walk_causes(error))
 
 

@@ -133,7 +133,7 @@ def _run_compare_command(argv: Sequence[str]) -> int:
             if arguments.json
             else "\n".join(format_prediction_errors(comparison))
         )
-        print(text if arguments.json else escape_terminal_text(text))
+        print(escape_terminal_text(text) if not arguments.json else text)
         return DONE
 
     return run_command(parser, print_comparison, argv, subject="table")

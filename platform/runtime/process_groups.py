@@ -132,21 +132,12 @@ def join_default_group(store: dist.Store, rank: int, size: int, device: torch.de
 
 
 def leave_default_group() -> None:
-    """End the default group of torch.distributed, if this process has joined one, and reset what torch keeps of groups
-    in the process. It names groups in the store by a counter, which it resets only when a default group ends: after a
-    join that failed, ranks that took part would wait for the others under other names, for ever."""
-    c10d = dist.distributed_c10d
-    try:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    finally:
-        c10d._update_default_pg(None)
-        world = c10d._world
-        for registry in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag,
-                         world.tags_to_pg, world.pg_coalesce_state):  # fmt: skip
-            registry.clear()
-        c10d._unregister_all_process_groups()
-        world.group_count = 0
+    """End the default group of torch.distributed, if this process has joined one, and reset torch's count of groups. It
+    names groups in the store by that count, which it resets only when a default group ends: after a join that failed,
+    ranks that took part would wait for the others under other names, for ever."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.distributed_c10d._world.group_count = 0
 
 
 class ProcessGroups(HostMemory):

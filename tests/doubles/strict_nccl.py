@@ -158,10 +158,13 @@ class World:
             ProcessGroupNCCL=SimpleNamespace(Options=SimpleNamespace),
             ProcessGroupGloo=type("", (Messages,), {"world": self}),
             PrefixStore=lambda prefix, store: prefix,
-            is_initialized=lambda: self.here.default is not None,
+            is_initialized=lambda: getattr(self.here, "default", None) is not None,
             destroy_process_group=lambda: setattr(self.here, "default", None),
             distributed_c10d=SimpleNamespace(
-                _set_pg_timeout=lambda *_: None, _abort_process_group=self.abort_all, _get_default_store=lambda: None
+                _world=SimpleNamespace(group_count=0),
+                _set_pg_timeout=lambda *_: None,
+                _abort_process_group=self.abort_all,
+                _get_default_store=lambda: None,
             ),
         )
 

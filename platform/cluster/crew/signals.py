@@ -1,4 +1,4 @@
-"""Stop signals, all by which somebody ends a process: the first stops the run at a safe moment, the second at once."""
+"""Stop signals, by any of which a process is ended: the first stops the run at a safe moment, the second at once."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class StopSignals:
     are ignored while the crew is being closed. A signal within _ECHO_SECONDS of the first is not a second one."""
 
     def __enter__(self) -> StopSignals:
-        """Install the handlers of the run's stop signals, until the context is left. What was ignored, as SIGHUP is
-        under nohup, stays ignored, but for _ALWAYS."""
+        """Install the handlers of the run's stop signals, until the context is left. Keep ignoring signals that
+        were ignored before (nohup does so with SIGHUP), except those of _ALWAYS."""
         self._requested: str | None = None
         self._deferred = self._interrupting = False
         self._status: int | None = None  # exit status, once the run's end is being reported
