@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from platform.boundary.refusals import SHOWN, ConfigError, closest_values, format_violation
 from platform.boundary.terminal import escape_unprintable
-from platform.config.fields import KEYS, Config, flatten_config
+from platform.config.fields import KEYS, Config, find_declared_type, flatten_config, keep_typed_characters
 from platform.config.groups import AUTO
 from platform.config.key import suggest_rhythms
 
@@ -49,7 +49,7 @@ def rewrite_argument(argument: str) -> str:
         return f"++{name}={value}"
     if re.fullmatch(r"(cluster\.(labels|runtime_env)|data\.sources|\w+\.(\w+_)?settings)(\..+)?", name):
         key, argument = f"++{name}", f"++{name}={value}"
-    if name == "tensor.layout":
+    if name == "tensor.layout" and value != "null":
         return f"{name}={quote_value(value)}"
     if _try_parse_override(argument):
         return argument
@@ -125,18 +125,59 @@ def active_config_loader() -> Any:
 
 @lru_cache(maxsize=4096)
 def _parse_override(argument: str, loader: Any) -> Override:
-    """Parse an argument KEY=VALUE in Hydra's grammar; `loader` is Hydra's, which expands a glob(...) over a group's
-    files. Raises HydraException also for one that is too long or whose brackets are nested too deep."""
+    """Parse an argument KEY=VALUE in Hydra's grammar, where a key of type text takes the characters as typed, whatever
+    number they are; `loader` is Hydra's, which expands a glob(...) over a group's files. Raises HydraException also for
+    one that is too long or whose brackets are nested too deep."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import ChoiceSweep
     from hydra.errors import HydraException
 
     brackets = accumulate((c in "([{") - (c in ")]}") for c in argument)
     if len(argument) > LONGEST or any(depth > DEEPEST for depth in brackets):
         raise HydraException("too long, or brackets too deep")
     try:
-        return OverridesParser.create(loader).parse_overrides([argument])[0]
+        parsed = OverridesParser.create(loader).parse_overrides([argument])[0]
+        value, text, declared = parsed._value, _parse_as_text(argument), find_declared_type(parsed.key_or_group)
+        if isinstance(value, ChoiceSweep) and isinstance(text, ChoiceSweep):
+            pairs = zip(value.list, text.list, strict=True)
+            value.list = [keep_typed_characters(part, part_text, declared) for part, part_text in pairs]
+        else:
+            parsed._value = keep_typed_characters(value, text, declared)
+        return parsed
     except (ValueError, RecursionError) as error:  # such as an integer of 5,000 digits
         raise HydraException(str(error)) from None
+
+
+def _parse_as_text(argument: str) -> Any:
+    """Parse the value of an argument that Hydra's grammar takes, with the characters of each number, truth value and
+    null in it as text, but for what Hydra's functions compute with."""
+    from hydra.core.override_parser.overrides_parser import create_functions
+    from hydra.core.override_parser.overrides_visitor import HydraOverrideVisitor
+    from hydra.grammar.gen.OverrideLexer import CommonTokenStream, InputStream, OverrideLexer
+    from hydra.grammar.gen.OverrideParser import OverrideParser
+
+    class TextVisitor(HydraOverrideVisitor):
+        """Visits a parsed argument, and takes numbers, truth values and null as text."""
+
+        def visitPrimitive(self, ctx: OverrideParser.PrimitiveContext) -> Any:
+            """Return what stands for one value: text or quoted text, but what a function computes with as it is."""
+            call, value = ctx.parentCtx.parentCtx, super().visitPrimitive(ctx)
+            before = call.children[call.children.index(ctx.parentCtx) - 1]
+            computed = call.getChild(0).getText() in ("range", "interval")
+            kept = (
+                computed
+                or isinstance(before, OverrideParser.ArgNameContext)
+                or not isinstance(value, int | float | None)
+            )
+            return value if kept else ctx.getText().strip()
+
+        def visitDictKey(self, ctx: OverrideParser.DictKeyContext) -> Any:
+            """Return a name in a map as text, or quoted text."""
+            name = super().visitDictKey(ctx)
+            return ctx.getText().strip() if isinstance(name, int | float | None) else name
+
+    parser = OverrideParser(CommonTokenStream(OverrideLexer(InputStream(argument))))
+    return TextVisitor(create_functions()).visit(parser.override())._value
 
 
 def expand_sweep_jobs(overrides: Sequence[str], multirun: bool) -> list[list[str]]:

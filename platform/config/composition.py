@@ -27,7 +27,7 @@ from platform.config.arguments import (
     quote_value,
     rewrite_argument,
 )
-from platform.config.fields import KEYS, Config
+from platform.config.fields import KEYS, Config, find_declared_type, keep_typed_characters
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -46,6 +46,7 @@ def register_own_files() -> str:
     from hydra._internal.core_plugins.file_config_source import FileConfigSource
     from hydra._internal.sources_registry import SourcesRegistry
     from hydra.plugins.config_source import ConfigLoadError, ConfigResult
+    from omegaconf import OmegaConf
 
     class OwnFiles(FileConfigSource):
         """Reads the YAML files of `own://` paths, after a check of each."""
@@ -60,10 +61,33 @@ def register_own_files() -> str:
             path = os.path.realpath(os.path.join(self.path, self._normalize_file_name(config_path)))
             if reason := find_yaml_fault(path):
                 raise ConfigLoadError(reason)
-            return super().load_config(config_path)
+            loaded = super().load_config(config_path)
+            package = loaded.header.get("package") or "_group_"
+            place = {"_group_": os.path.dirname(config_path).replace("/", "."), "_global_": ""}.get(package, package)
+            values = OmegaConf.to_container(loaded.config, resolve=False)
+            loaded.config = OmegaConf.create(
+                keep_typed_characters(values, _load_as_text(path), find_declared_type(place))
+            )
+            return loaded
 
     SourcesRegistry.instance().register(OwnFiles)
     return SCHEME
+
+
+def _load_as_text(path: str) -> Any:
+    """Load the YAML file of a user at `path` with the characters of each number, truth value and the word null as
+    text."""
+    import yaml
+    from omegaconf._utils import get_yaml_loader
+
+    loader = get_yaml_loader()
+    loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":merge", ":null"))]
+        for first, resolvers in loader.yaml_implicit_resolvers.items()
+        if first not in "nN"
+    }
+    with open(path, encoding="utf-8") as file:
+        return yaml.load(file, Loader=loader)
 
 
 def find_yaml_fault(path: str) -> str:

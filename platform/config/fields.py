@@ -19,7 +19,7 @@ from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass, r
 from functools import cache
 from math import inf
 from operator import attrgetter, ge, gt, le, lt
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from unicodedata import category
 
 from platform.boundary.refusals import ConfigError, closest_values, format_value, format_violation, refuse_all
@@ -124,6 +124,40 @@ def read_declared_types(cls: type) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return, of the configuration's dataclass `cls`, all fields' types by name, and its groups' dataclasses."""
     groups = {f.name: f.default_factory for f in fields(cls) if is_dataclass(f.default_factory)}
     return get_type_hints(cls), groups
+
+
+def find_declared_type(key: str) -> Any:
+    """Find the declared type of what stands at a place of a configuration, such as "data", `data.sources.web.path` or
+    `cluster.labels.zone`; Any where none is declared."""
+    declared: Any = Config
+    for name in key.split(".") if key else []:
+        declared = _find_inner_type(declared, name)
+    return declared
+
+
+def _find_inner_type(declared: Any, name: str) -> Any:
+    """Find the declared type of what has a `name` in what is declared as a group of keys, or of each value in a list or
+    a map; Any without one."""
+    if is_dataclass(declared):
+        undeclared = {(Data, "sources"): dict[str, Data], (Config, "hydra"): dict[str, dict[str, dict[str, str]]]}
+        return undeclared.get((declared, name)) or read_declared_types(declared)[0].get(name, Any)  # type: ignore[arg-type]
+    return get_args(declared)[-1] if get_origin(declared) in (list, dict) else Any
+
+
+def keep_typed_characters(value: Any, text: Any, declared: Any) -> Any:
+    """Return the `value` of a place in a configuration as a parser read it, with the characters that the user typed in
+    place of each number, truth value and null that is `declared` as text. `text`: the same, all of it read as text."""
+    if declared == dict[str, str] and isinstance(text, dict):
+        return text
+    if isinstance(value, dict) and isinstance(text, dict) and len(value) == len(text):
+        return {
+            name: keep_typed_characters(part, part_text, _find_inner_type(declared, text_name))
+            for (name, part), (text_name, part_text) in zip(value.items(), text.items(), strict=True)
+        }
+    if isinstance(value, list) and isinstance(text, list):
+        inner = _find_inner_type(declared, "")
+        return [keep_typed_characters(part, part_text, inner) for part, part_text in zip(value, text, strict=True)]
+    return text if declared is str and isinstance(value, int | float | None) else value
 
 
 def violations_of_types(config: Any) -> dict[str, list[str]]:
