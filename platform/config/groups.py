@@ -621,7 +621,10 @@ class Eval:
     """Evaluation on the held-out split."""
 
     every: int = key(0, "steps between evaluations of the validation loss; 0 = never", ">= 0")
-    batches: int = key(4, "global batches of the held-out split per evaluation", ">= 1", most=10**6)
+    batches: int = key(
+        4, "global batches of the held-out split per evaluation, which reads each of its rows at most once", ">= 1",
+        most=10**6,
+    )  # fmt: skip
     averaged: bool = key(False, "evaluate the averaged weights of train.ema instead of the trained ones")
     patience: int = key(0, "evaluations in a row without a lower loss after which the run ends; 0 = never", ">= 0")
     least_gain: float = key(0.0, "eval.patience: the loss must fall by more than this to be lower", ">= 0")

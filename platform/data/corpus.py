@@ -310,7 +310,10 @@ class _Opening:
                 streams = dict(self._pack_rows(source.data, streams, entry_folder, vocabulary, trusted))
                 if is_streamed(source.data):
                     streams[TRAIN] = self._open_streamed_tokens(source.data, entry_folder, vocabulary)
-            parts.append(SourceTokens(source.name, streams, token_files.hash_tokens(entry_folder)))
+            digest = token_files.hash_tokens(entry_folder)
+            if any(getattr(stream, "left_out", 0) for stream in streams.values()):
+                digest = hash_values([digest, "labelled rows"])  # older versions made other samples of the same tokens
+            parts.append(SourceTokens(source.name, streams, digest))
         return Corpus(
             vocab=vocabulary.size if vocabulary else self.vocab,
             objective=self.objective,
@@ -338,7 +341,9 @@ class _Opening:
             train = {TRAIN: cache_entries.open_token_streams(entry_folder, token_files, self.vocab)[TRAIN]}
             return self._pack_rows(data, train, entry_folder, vocabulary, trusted=False)[TRAIN]
 
-        rows = [data.packing, data.overlong] if data.overlong != "split" else data.packing
+        rows: Any = [data.packing, data.overlong] if data.overlong != "split" else data.packing
+        if kind.learned and data.packing != "cut":
+            rows = [rows, "labelled"]
         begin = choose_special_ids(vocabulary, data).begin
         decisive = [head.name, rows, self.length, word_of_objective(objective), objective.needs, begin]
         return StreamedTokens(
@@ -357,7 +362,8 @@ class _Opening:
         """Return the token streams of a source by split, packed into rows of `length` tokens unless data.packing=cut;
         `place`: the folder of the source's cache entry. Raises ConfigError if documents are to be kept apart and
         neither a token nor an index marks where they begin."""
-        begin = choose_special_ids(vocabulary, data).begin  # -1: no token
+        special = choose_special_ids(vocabulary, data)
+        begin = special.begin  # -1: no token
         apart = {"data.packing": data.packing != "cut", "data.document_mask": data.document_mask}
         if begin < 0 and any(known_document_starts(stream) is None and len(stream) for stream in streams.values()):
             for key in (key for key, is_wanted in apart.items() if is_wanted):
@@ -365,5 +371,5 @@ class _Opening:
                 raise ConfigError("data.separator", begin, reason, ["a token"])
         if data.packing == "cut":
             return streams
-        packing_options = {"apart": data.document_mask, "trusted": trusted}
+        packing_options = {"end": special.end, "apart": data.document_mask, "trusted": trusted}
         return packing.pack_streams(streams, place, self.length, begin, data.overlong, **packing_options)

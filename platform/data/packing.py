@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -23,7 +23,7 @@ from platform.boundary import schema
 from platform.boundary.schema import Malformed, OneOf, Span
 from platform.boundary.terminal import show_phase
 from platform.data import cache
-from platform.data.streams import Ints, PackedStream, find_document_starts, map_array
+from platform.data.streams import Ints, PackedStream, find_document_starts, map_array, token_loss_mask
 from platform.plan.layout import LEAST_PIECE, MOST_ROUNDS, zigzag_order
 
 # Orders of the documents in packed rows, by which ranks that share a row have equal work.
@@ -121,54 +121,90 @@ def pack_streams(
     begin: int,
     overlong: str = "split",
     *,
+    end: int = -1,
     apart: bool = False,
     trusted: bool = False,
 ) -> dict[str, PackedStream]:
     """Return token streams packed into rows of `length` tokens, by split: whole documents laid end to end. The rows are
     kept beside `tokens`, the cache entry of the streams, made by the first process that asks; `trusted`: another
     process of this run has verified them. `begin`: the token with which a document begins, where the entry does not
-    know. `overlong`: what becomes of documents that are longer than a row (`best_fit`); `apart`: no token sees another
-    document. Raises ConfigError, OSError, Malformed."""
+    know; `end`: that with which one ends, which may be the same. `overlong`: what becomes of documents that are longer
+    than a row (`best_fit`); `apart`: no token sees another document. Rows without a token to learn are left out, unless
+    all are. Raises ConfigError, OSError, Malformed."""
+    masked = any(token_loss_mask(stream) is not None for stream in streams.values())
     policy = [*([] if overlong == "split" else [overlong]), *([f"even {EVEN_ROWS_FORMAT}"] if apart else [])]
+    policy += ["labelled"] if masked else []
     entry = tokens.parent / cache.hash_cache_key(["packed", FORMAT, tokens.name, length, begin, *policy])
     sizes = {split: len(stream) for split, stream in streams.items()}
-    read = partial(_read_packed_rows, sizes=sizes, length=length, deep=not trusted, whole=overlong == "split")
+    read = partial(
+        _read_packed_rows, sizes=sizes, length=length, deep=not trusted, whole=overlong == "split" and not masked
+    )
 
     def build_rows(folder: Path) -> dict[str, Any]:
         """Pack each split's documents into rows, written to the cache entry `folder`; return their numbers."""
-        counts = {}
+        counts, left_out = {}, {}
         for split, stream in streams.items():
-            bounds = np.append(find_document_starts(stream, begin), len(stream))
+            bounds, remarks = np.append(find_document_starts(stream, begin), len(stream)), []
             if longer := int((np.diff(bounds) > length).sum()):
                 treatment = {"split": "split over rows", "cut": "cut", "drop": "dropped"}[overlong]
-                message = "%s: %d of %d documents are longer than a row of %d tokens, and are %s"
-                logger.info(message, split, longer, len(bounds) - 1, length, treatment)
+                count, are = len(bounds) - 1, f"are longer than a row of {length} tokens, and are {treatment}"
+                remarks.append(f"{longer} of {count} documents {are}")
             with show_phase("packing documents into rows"):
-                pieces, rows = best_fit(bounds, length, overlong)
+                packed = best_fit(bounds, length, overlong)
+                pieces, rows = _leave_out_unlabelled_rows(stream, *packed, bounds[:-1], end)
+                if unlabelled := len(packed[1]) - len(rows):
+                    left_out[split] = unlabelled
+                    remarks.append(f"{unlabelled} of {len(packed[1]) - 1} rows teach nothing and are left out")
                 pieces = even_rows(pieces, rows, length) if apart else pieces
             pieces.astype("<i8").tofile(folder / f"{split}_pieces.bin")
             rows.astype("<i8").tofile(folder / f"{split}_rows.bin")
             counts[split] = [len(pieces), len(rows)]
-        return {"splits": counts}
+            if remarks:
+                logger.info("%s: %s", split, "; ".join(remarks))
+        return {"splits": counts, **({"left_out": left_out} if left_out else {})}
 
     rows_by_split = cache.open_trusted_entry(entry, read) if trusted else cache.fetch_entry(entry, build_rows, read)
     return {split: PackedStream(stream, *rows_by_split[split]) for split, stream in streams.items()}
 
 
+def _leave_out_unlabelled_rows(stream: Any, pieces: Ints, rows: Ints, starts: Ints, end: int) -> tuple[Ints, Ints]:
+    """Return the packed rows, `pieces` and `rows` as of `PackedStream`, that have a token to learn; all of them if none
+    has, or if the stream does not say what is learned. `starts`: where its documents begin; that is learned only if
+    the token there is `end`, which ends the one before."""
+    learned = token_loss_mask(stream)
+    if learned is None or not len(pieces):
+        return pieces, rows
+    follows = np.append(np.asarray(learned)[1:], False)  # whether the token behind each one is learned
+    begins = starts[starts > 0]
+    follows[begins - 1] &= np.asarray(stream[begins]) == end
+    counts = np.diff(rows)
+    by_place = np.argsort(pieces[:, 0])
+    first, after = pieces[by_place, 0], pieces[by_place].sum(1)
+    labelled = np.empty(len(pieces), bool)
+    bounds = np.stack([first, after], 1).ravel()
+    labelled[by_place] = np.logical_or.reduceat(np.append(follows, False), bounds)[::2]
+    kept = np.logical_or.reduceat(labelled, rows[:-1])
+    if not kept.any():
+        return pieces, rows
+    return pieces[np.repeat(kept, counts)], np.append(0, np.cumsum(counts[kept]))
+
+
 @dataclass(frozen=True)
 class _Rows:
-    """Description of packed rows in the cache: of each split the numbers of pieces, and of bounds of rows."""
+    """Description of packed rows in the cache: of each split the numbers of pieces, and of bounds of rows, and of rows
+    that teach nothing and are left out."""
 
     splits: dict[Annotated[str, OneOf(("train", "validation"), "split")], tuple[_COUNT, _COUNT]]
     files: dict[str, Any]
+    left_out: dict[str, _COUNT] = field(default_factory=dict)
 
 
 def _read_packed_rows(
     folder: Path, meta: dict[str, Any], sizes: Mapping[str, int], length: int, deep: bool, whole: bool
-) -> dict[str, tuple[Ints, Ints]]:
-    """Read the packed rows of documents from the cache entry `folder`, split -> (pieces, rows), mapped into memory, and
-    check them against the description `meta` and, if `deep`, against the numbers of tokens `sizes`; `whole`: rows hold
-    all tokens. Raises Malformed for rows that `best_fit` cannot have made."""
+) -> dict[str, tuple[Ints, Ints, int]]:
+    """Read the packed rows of documents from the cache entry `folder`, mapped into memory, split -> (pieces, rows, rows
+    that were left out), and check them against the description `meta` and, if `deep`, against the numbers of tokens
+    `sizes`; `whole`: rows hold all tokens. Raises Malformed for rows that `best_fit` cannot have made."""
     described = schema.parse_value(_Rows, meta)
     rows_by_split = {}
     for split, size in sizes.items():
@@ -178,7 +214,7 @@ def _read_packed_rows(
             deep and not _are_rows_legal(pieces.reshape(-1, 2), rows, size, length, whole)
         ):
             raise Malformed(f"the rows of {split} are not its tokens")
-        rows_by_split[split] = pieces.reshape(-1, 2), rows
+        rows_by_split[split] = pieces.reshape(-1, 2), rows, described.left_out.get(split, 0)
     return rows_by_split
 
 

@@ -38,11 +38,13 @@ def find_document_starts(stream: Any, end: int) -> Ints:
 @dataclass(frozen=True)
 class PackedStream:
     """Stream of tokens of which each row holds whole documents, laid end to end in pieces: row i is made of the pieces
-    [rows[i], rows[i + 1]), each (first token, tokens) of the stream. A longer document than a row is cut."""
+    [rows[i], rows[i + 1]), each (first token, tokens) of the stream. A longer document than a row is cut. `left_out`:
+    how many rows more there were, without a token to learn."""
 
     tokens: Any
     pieces: Ints
     rows: Ints
+    left_out: int = 0
 
     def __len__(self) -> int:
         """Return the number of tokens in the stream beneath the packed rows, also of tokens that are in no row."""

@@ -15,8 +15,10 @@ from platform.cluster.session import find_trained_model
 from platform.config.fields import Config
 from platform.data.corpus import open_run_corpus
 from platform.evaluate import main as evaluate
+from platform.monitor import MetricsLog
 from tests.answers.conftest import SENTENCES
 from tests.harness import reference_transformer
+from tests.harness.commands import QUICK, SMALL, in_this_process
 
 
 @pytest.fixture
@@ -63,6 +65,23 @@ def test_a_text_of_ones_own_under_another_plan(table, tmp_path):
     (other,) = table(*own, "precision=fp64", "tensor=1d", "tensor.axes.t=2", "cluster=processes", "cluster.device=cpu")
     assert other["loss"] == pytest.approx(row["loss"], rel=1e-9)
     assert {**other, **row} == row | {k: row[k] for k in other}
+
+
+@pytest.mark.parametrize("batches", ["eval.batches=15 train.global_batch=4", "eval.batches=1 train.global_batch=64"])
+def test_an_evaluation_in_training_counts_each_held_out_row_once(tmp_path, batches, capsys):
+    """The number of rows is no multiple of the batch, and there are fewer than all batches have."""
+    for name, times in (("a", 40), ("b", 25)):
+        (tmp_path / f"{name}.txt").write_text("\n".join(SENTENCES * times))
+    data = "data=mixture data.validation=0.3 data.cache=cache".split()
+    data += [f"data.sources.{name}.path={tmp_path}/{name}.txt" for name in "ab"]
+    fixed = "cluster=inline tensor=serial parallel.data=1 precision=fp64 train.steps=1 eval.every=1".split()
+    fixed += ["checkpoint.every=1", "run.dir=run"]
+    assert in_this_process(QUICK, *SMALL, *fixed, *data, *batches.split(), cwd=tmp_path).returncode == 0
+    (row,) = MetricsLog.read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert evaluate([str(tmp_path / "run"), "precision=fp64", "--json", str(tmp_path / "out.json")]) == 0
+    rows = json.loads((tmp_path / "out.json").read_text())["sources"]
+    assert all(r["samples"] % 4 and r["samples"] < 60 for r in rows)
+    assert row["val_losses"] == {r["source"]: pytest.approx(r["loss"], rel=1e-12) for r in rows}
 
 
 def test_several_sources(table, tmp_path):

@@ -51,6 +51,25 @@ def learned(corpus, split="train") -> list[str]:
     return texts
 
 
+@pytest.mark.parametrize("overlong", ["split", "cut"])
+def test_no_step_is_without_a_label(tmp_path, overlong, caplog):
+    """Half of the documents are longer than a row, and only the ends of those have an answer."""
+    caplog.set_level("INFO")
+    long, short = (
+        [{"role": "user", "content": asked}, {"role": "assistant", "content": "yes"}] for asked in ("word " * 200, "hi")
+    )
+    lines = [json.dumps({"messages": talk}) + "\n" for talk in [long] * 20 + [short] * 20]
+    (tmp_path / "t.jsonl").write_text("".join(lines))
+    data = Data(kind="instructions", path=str(tmp_path / "t.jsonl"), field="messages", chat_template="chatml",
+                packing="best_fit", overlong=overlong, validation=0, cache=str(tmp_path / "cache"))  # fmt: skip
+    corpus = open_corpus(data, length=32, vocab=320, seed=0)
+    assert all(corpus.predicted("train", i, i + 1) for i in range(3 * corpus.sample_counts["train"]))
+    assert "rows teach nothing and are left out" in caplog.text
+    assert corpus.digest != corpus.entry.name and "train: 20 of 40 documents are longer than a row" in caplog.text
+    again = open_corpus(data, length=32, vocab=320, seed=0, entry=corpus.entry)
+    assert (again.digest, again.sample_counts) == (corpus.digest, corpus.sample_counts)
+
+
 def test_only_answers_are_learned(talks):
     corpus = open_corpus(replace(talks, validation=0.1), **SHAPE)
     answers = ["".join(f"{m['content']}<|im_end|>\n" for m in talk if m["role"] == "assistant") for talk in TALKS]

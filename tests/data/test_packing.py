@@ -115,6 +115,31 @@ def test_a_piece_of_a_document_predicts_its_next_token():
     assert found["begins"][2] == [0, 0, 2, 2] and found["begins"][1] == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("front", [(0,), (1, 2)])
+@pytest.mark.parametrize("overlong", ["split", "cut", "drop"])
+def test_rows_that_teach_nothing_are_not_made(tmp_path, front, overlong, caplog):
+    """Exactly those rows that the objective gives no label, and the rest as they were."""
+    caplog.set_level("INFO")
+    left = 0
+    for seed in range(12):
+        draw, special = np.random.default_rng(seed), SpecialIds(front, front[-1])
+        starts = bounds(seed, 30, 40)
+        ids = draw.integers(3, 60, starts[-1])
+        ids[starts[:-1]] = front[-1]
+        stream = DocumentStream(ids, starts[:-1], draw.random(len(ids)) < draw.choice([0.0, 0.01, 0.05, 0.5]))
+        every = PackedStream(stream, *best_fit(starts, LENGTH, overlong))
+        labels = np.array(causal(every, LENGTH, special=special)["labels"])
+        taught = (labels >= 0).any(1)
+        made = packing.pack_streams({"train": stream}, tmp_path / str(seed), LENGTH, front[-1], overlong, end=front[0])
+        wanted = labels[taught] if taught.any() else labels
+        assert causal(made["train"], LENGTH, special=special)["labels"] == wanted.tolist()
+        assert made["train"].left_out == len(labels) - len(wanted)
+        left += made["train"].left_out
+        if made["train"].left_out:
+            assert f"{made['train'].left_out} of {len(labels)} rows teach nothing and are left out" in caplog.text
+    assert left
+
+
 @pytest.fixture
 def records(tmp_path):
     """Tokens of documents with lengths of every kind, as somebody else made them."""

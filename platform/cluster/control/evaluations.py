@@ -171,9 +171,10 @@ class Evaluations:
         return losses, self._score_tasks(crew, plan, step, within)
 
     def _validation_losses(self, crew: Crew, within: float) -> dict[str, float]:
-        """Return the run's validation losses, source of data -> mean per token; "" is the mean of all, by share."""
-        validations, count = self._corpus.validation_splits, self._config.eval.batches * self._config.train.global_batch
-        samples = {split: count for split, _ in validations.values()}
+        """Return the run's validation losses, source of data -> mean per token; "" is the mean of all, by share. Each
+        held-out sample is read at most once: the last batch of a small split is shorter, or there are fewer."""
+        validations, most = self._corpus.validation_splits, self._config.eval.batches * self._config.train.global_batch
+        samples = {split: min(most, self._corpus.count_samples(split)) for split, _ in validations.values()}
         by_split = crew.call_ranks(Worker.evaluate_splits, samples, within=within)[0]
         losses = {name: by_split[split] for name, (split, _) in validations.items()}
         total = sum(share for _, share in validations.values())
