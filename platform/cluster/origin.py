@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from platform.boundary.documents import error_line
 from platform.boundary.local_files import LocalStorage, list_missing_directories, remove_empty_directories
 from platform.boundary.redaction import redact_secrets, strip_url_secrets
 from platform.boundary.refusals import ConfigError, refuse_all, refuse_failures
@@ -22,8 +23,9 @@ from platform.checkpoint.manifest import Meta, Refused
 from platform.cluster import run_directory
 from platform.config.fields import Config
 from platform.config.groups import RESUME
-from platform.config.identity import complete_identity, find_differences, run_identity, violations_of_identity
+from platform.config.identity import HORIZON, complete_identity, find_differences, run_identity, violations_of_identity
 from platform.monitor import Journal, events
+from platform.optimizer.learning_rate import learning_rate
 from platform.train import environment_proof
 
 ANSWER_SECONDS = 10.0  # for the first request to a storage
@@ -160,3 +162,38 @@ def report_changed_keys(changed_keys: Mapping[str, tuple[Any, Any]], journal: Jo
         journal.write(events.Changed(keys=dict(changed_keys)))
     for key, (old_value, new_value) in changed_keys.items():
         say(f"changed  {key}: {old_value} there, {new_value} here")
+
+
+JUMP = 0.1  # share by which the learning rate may differ at the step where a run goes on, unless resume.allow says so
+
+
+def describe_changed_schedule(
+    previous_config: Mapping[str, Any] | None, meta: Meta | None, config: Config
+) -> list[str]:
+    """Describe what the changes of keys since a resumed run's last launch do to its learning rate, its end and the
+    order of its data, in lines for the user; [] if it is new or nothing of these changes. Arguments as of
+    `find_changed_keys`. Raises ConfigError if another `train.steps` lifts or lowers the learning rate of the next step
+    by more than JUMP, unless `resume.allow` has it."""
+    if not (meta and previous_config):
+        return []
+    previous, step = Config.from_dict(dict(previous_config)), meta.step + 1
+    steps, previous_steps = config.train.steps, previous.train.steps
+    try:
+        planned_rate = learning_rate(previous.optimizer, step, previous_steps)
+        rate, uncut_rate = (learning_rate(config.optimizer, step, n) for n in (steps, previous_steps))
+    except Exception as error:  # of a schedule that today's modules do not register, or with other settings
+        return [f"the learning rate of step {step} is not compared with the schedule before ({error_line(error)})"]
+    if abs(rate - uncut_rate) > JUMP * abs(uncut_rate) and not {"train", HORIZON} & {*config.resume.allow}:
+        reason = (
+            f"the learning rate of step {step} would be {rate:.1e}, and by the schedule it began with {uncut_rate:.1e}"
+        )
+        legal = [previous_steps, f"resume.allow=[{','.join([*config.resume.allow, HORIZON])}]"]
+        raise ConfigError(HORIZON, steps, reason, legal)
+    lines = []
+    if rate != planned_rate:
+        was = f"by the schedule it began with it was to be {planned_rate:.1e}"
+        lines.append(f"the learning rate of step {step} is {rate:.1e}; {was}")
+    if steps != previous_steps:
+        samples = f"step {step} goes on with sample {meta.samples} in the same order of the data"
+        lines.append(f"the run ends after step {steps}, and was to end after step {previous_steps}; {samples}")
+    return lines

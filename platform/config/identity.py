@@ -16,6 +16,7 @@ from platform.config.fields import KEYS, Config, hash_values, training_loss_name
 # Keys of the identity that `resume.allow` can free: changing them leaves the saved tensors, the samples and their order
 # as they are. The corpus itself is always compared by its hash. Of group optimizer, all that are not declared fixed.
 FREE = [key for key, legal in KEYS.items() if legal.identity == "free"]
+HORIZON = "train.steps"  # no key of the identity: `resume.allow` may name it, as another one moves the learning rate
 FREE_GROUPS = sorted({key.partition(".")[0] for key in FREE}, reverse=True)
 # keys of a mixture's source that say which samples it has
 _OF_SHARES = ["weight", "epochs", *(key.removeprefix("data.") for key in KEYS if KEYS[key].identity == "share")]
@@ -98,7 +99,7 @@ def violations_of_allowances(config: Config) -> Iterator[str]:
     keys, which may differ when a run is resumed."""
     known = find_differences({}, run_identity(config))
     for key in config.resume.allow:
-        if key in FREE or key in FREE_GROUPS:
+        if key in FREE or key in FREE_GROUPS or key == HORIZON:
             continue
         reason = _explain_fixed_key(key) if key in known else "no key of a run's identity; others may change without it"
         legal = closest_values(key, [*FREE, *FREE_GROUPS])[:3]

@@ -10,14 +10,18 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from platform.boundary.refusals import ConfigError
 from platform.boundary.storage import Storage, open_storage
 from platform.checkpoint.catalogue import list_attempts, verify_checkpoint
 from platform.checkpoint.moves import read_tensor
+from platform.cluster.origin import describe_changed_schedule
 from platform.launch import compose_config, main
 from platform.monitor import JsonLines, MetricsLog
 from platform.optimizer.learning_rate import learning_rate
@@ -184,17 +188,60 @@ def test_a_storage_that_cannot_be_written_is_refused(tmp_path):
     assert done.stderr.startswith("config: checkpoint.url=/proc/run: cannot be written to: ")
 
 
+def test_what_a_longer_run_does_to_the_learning_rate_is_said_and_a_jump_is_to_be_allowed(tmp_path, through):
+    shutil.copytree(through, tmp_path / "run")
+    fixed = [*SERIAL, "checkpoint.every=1", "checkpoint.keep=3", "run.dir=run"]
+    optimizer = compose_config([QUICK, *SMALL, *FIXED]).optimizer
+    before, after = (learning_rate(optimizer, 7, steps) for steps in (6, 12))
+    assert after > 2 * before
+    (line,) = refused(*FIXED, *fixed, "train.steps=12", cwd=tmp_path)
+    assert line == (
+        f"config: train.steps=12: the learning rate of step 7 would be {after:.1e}, and by the schedule it began with"
+        f" {before:.1e}; nearest legal: 6, resume.allow=[train.steps]"
+    )
+    done = train(tmp_path, *fixed, "train.steps=12", "train.stop_at=7", "resume.allow=[train.steps]")
+    said = done.stdout.splitlines()
+    first = said.index("changed  train.steps: 6 there, 12 here")
+    assert said[first + 1 : first + 4] == [
+        "changed  train.stop_at: 0 there, 7 here",
+        f"the learning rate of step 7 is {after:.1e}; by the schedule it began with it was to be {before:.1e}",
+        "the run ends after step 12, and was to end after step 6; step 7 goes on with sample 96 in the same order of"
+        " the data",
+    ]
+    again = train(tmp_path, *fixed, "train.steps=12", "train.stop_at=8").stdout  # it is the run's from then on
+    assert "was to be" not in again and MetricsLog.read_rows(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 8
+
+
+@pytest.mark.parametrize("schedule", ["constant", "inverse_sqrt", "cosine", "linear", "wsd"])
+def test_a_learning_rate_that_barely_moves_needs_no_leave(schedule):
+    there = compose_config([QUICK, "train.steps=1000", f"optimizer.schedule={schedule}"])
+    for step, steps in product((0, 300, 950, 1000), (1001, 1010, 5000, 400)):
+        here = compose_config([QUICK, f"train.steps={steps}", f"optimizer.schedule={schedule}"])
+        meta = SimpleNamespace(step=step, samples=16 * step)
+        was, now = (learning_rate(c.optimizer, step + 1, c.train.steps) for c in (there, here))
+        try:
+            lines = describe_changed_schedule(there.to_dict(), meta, here)
+        except ConfigError:
+            assert abs(now / was - 1) > 0.1
+            here.resume.allow = ["train.steps"]
+            lines = describe_changed_schedule(there.to_dict(), meta, here)
+        else:
+            assert abs(now / was - 1) <= 0.1
+        assert len(lines) == 1 + (now != was)
+
+
 def test_an_allowed_key_changes_and_is_the_runs_from_then_on(tmp_path, monkeypatch, capfd, through):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(through, tmp_path / "run")
     later = [*SERIAL, "train.steps=8", "checkpoint.every=1", "checkpoint.keep=3", "optimizer.lr=1e-4", "run.dir=run"]
+    allow = "resume.allow=[optimizer.lr,train.steps]"
     assert main([QUICK, *SMALL, *FIXED, *later]) == 2
     first, *lines = capfd.readouterr().err.splitlines()
     assert first.startswith(
         f"config: run.dir={tmp_path}/run: holds another run; name another directory, or go on with "
     )
     assert "resume.allow=[optimizer.lr]" in first and len(lines) == 1
-    done = train(tmp_path, *later, "resume.allow=[optimizer.lr]")
+    done = train(tmp_path, *later, allow)
     starts = [e["code"] for e in JsonLines.read_objects(tmp_path / "run" / "journal.jsonl") if e["event"] == "starting"]
     assert len(starts) == 2 and starts[0] == starts[1] and starts[0]["platform"]
     there, here = (compose_config([QUICK, *SMALL, *FIXED, *a]).optimizer for a in ([], later))

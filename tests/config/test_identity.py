@@ -58,7 +58,7 @@ def test_what_is_fixed_cannot_be_allowed(key):
 @pytest.mark.parametrize(
     ("key", "reason", "legal"),
     [
-        ("optimizr.lr", "no key of a run's identity", "optimizer.lr"), ("train.steps", "no key of a run", ""),
+        ("optimizr.lr", "no key of a run's identity", "optimizer.lr"), ("train.stop_at", "no key of a run", ""),
         ("model.d_model", "the saved tensors are another model's", "model."), ("data.cache", "no key", "data."),
         ("seed", "some would come twice, some never", ""), ("train.global_batch", "some would come twice", ""),
         ("model.length", "some would come twice", ""), ("optimizer.kind", "another optimizer's", "optimizer."),
