@@ -11,6 +11,7 @@ import glob
 import gzip
 import hashlib
 import io
+import logging
 import os
 import re
 import zlib
@@ -37,7 +38,7 @@ _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _HASHED = 4 << 20  # bytes hashed at once
 _SAMPLES, _SAMPLE = 16, 64 << 10  # stretches of a file that stand for it, and the bytes of each
 
-
+logger = logging.getLogger(__name__)
 DataFile = Path | RemoteFile
 
 
@@ -201,7 +202,18 @@ def find_files(key: str, value: str, endings: list[str] = ENDINGS) -> list[DataF
         raise ConfigError(f"{key}={value}: cannot be read: {error_reason(error)}") from None
     if not files:
         raise ConfigError(f"{key}={value}: {reason}")
-    return list(files)
+    return _drop_links(files)
+
+
+def _drop_links(files: Sequence[Path]) -> list[DataFile]:
+    """Return data files, in their order, without those that are links to another one of them, which count once."""
+    named: dict[tuple[int, int], Path] = {}
+    for file in sorted(files, key=Path.is_symlink):  # the file itself before the links to it
+        same_file = named.setdefault((file.stat().st_dev, file.stat().st_ino), file)
+        if same_file is not file:
+            logger.info("%s is %s, which counts once", file, same_file)
+    kept = {*named.values()}
+    return [file for file in files if file in kept]
 
 
 class _NameCounter:

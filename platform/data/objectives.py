@@ -411,8 +411,8 @@ def build_objective(name: str, shape: SampleShape, settings: Mapping[str, Any]) 
 @dataclass(frozen=True)
 class OwnObjective:
     """Objective of a user's own, `made` for samples of a shape. Raises ConfigError, naming it and the sample, for any
-    error of it, for a sample with ids outside of the vocabulary or places outside of its row, and for one with more or
-    fewer labels than it says: the mean loss is over as many."""
+    error of it, for a sample with ids outside of the vocabulary or places outside of its row, with a label where
+    its tokens are padding, and for one with more or fewer labels than it says: the mean loss is over as many."""
 
     name: str
     made: Objective
@@ -444,7 +444,11 @@ class OwnObjective:
             for name, most in self._tensor_bounds.items():
                 if name in tensors:
                     self._check_tensor(name, np.asarray(tensors[name]), most, index)
-            labels = np.asarray(tensors.get("labels", ()))
+            tokens, labels = (np.asarray(tensors.get(name, ())) for name in ("tokens", "labels"))
+            if labels.shape == tokens.shape and (unread := (labels >= 0) & (tokens < 0)).any():
+                row, column = np.argwhere(unread)[0]
+                reason = f"sample {index[row]} has a label at place {column}, where its tokens are padding"
+                raise ConfigError(f"data.objective={self.name}: {reason}; -1 is a label that is not predicted")
             if labels.shape == (len(index), self.shape.length):
                 self._check_label_count(stream, index, (labels >= 0).sum(1))
         return tensors

@@ -32,6 +32,7 @@ _DTYPES = {"uint16": "<u2", "uint32": "<u4", "int32": "<i4", "int64": "<i8", "ui
 ENDINGS = [".bin", ".jsonl", ".parquet", ".arrow"]  # of the files of data=tokens in a folder
 _AT_ONCE = 1 << 22  # tokens that are read at once
 _STRETCHES = 16  # of a .bin that is not read as a whole: as many stretches of _AT_ONCE tokens
+_SAMPLE = 1 << 16  # tokens by which a plain .bin shows that its integers are wider than data.dtype
 _INDEX = 4 << 30  # most bytes of an .idx, which is held in memory
 Positions = NDArray[np.int64]
 
@@ -135,7 +136,23 @@ def locate_tokens(file: DataFile, data: Data) -> TokenFile:
         dtype = np.dtype(_DTYPES[data.dtype])
         if size % dtype.itemsize:
             raise ConfigError(f"{size} bytes are no whole number of tokens of data.dtype={data.dtype}")
-        return TokenFile(file, dtype.str, 0, size // dtype.itemsize)
+        located = TokenFile(file, dtype.str, 0, size // dtype.itemsize)
+        _check_width(located.map_tokens()[:_SAMPLE], data.dtype)
+        return located
+
+
+def _check_width(tokens: NDArray[np.integer], dtype: str) -> None:
+    """Raise ConfigError if the first tokens of a plain .bin, read as `dtype`, are parts of wider integers: of each 2, 4
+    or 8 all are 0 but the first, or the last, which mostly are not."""
+    size, filled = tokens.dtype.itemsize, np.flatnonzero(tokens)
+    for name in ("int64", "uint32", "uint16"):
+        parts = np.dtype(_DTYPES[name]).itemsize // size
+        places = np.unique(filled % max(parts, 1))
+        if parts < 2 or 2 * parts * len(filled) < max(len(tokens), 32) or len(places) != 1:
+            continue
+        order = "" if places[0] == 0 else ", once its bytes are in the other order"
+        reason = f"all tokens but one in {parts} are 0, read as data.dtype={dtype}"
+        raise ConfigError(f"{reason}; nearest legal: data.dtype={name}{order}")
 
 
 def _size_and_head(file: Path) -> tuple[int, bytes]:

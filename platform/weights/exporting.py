@@ -24,7 +24,7 @@ from platform.data.tokenizer import Vocabulary
 from platform.weights import tensor_names
 from platform.weights.config_keys import ConfigJson, Family, Free
 from platform.weights.importing import SOURCE
-from platform.weights.model_folder import CONFIG, INDEX, SINGLE, special_token_ids
+from platform.weights.model_folder import CONFIG, INDEX, SINGLE, WEIGHTS, special_token_ids
 from platform.weights.tensor_names import Stored, choose_family, find_family, functional_keys, list_parameters
 
 METADATA = {"format": "pt"}
@@ -163,7 +163,8 @@ def export_model(
     name, such as the tokenizer's. Return the names of all files; there are all of them, or none
     (`write_all_or_nothing`).
 
-    Raises FileExistsError if one is there already, Refused or OSError if the checkpoint cannot be read.
+    Raises FileExistsError if one, or other weights, are there already; Refused or OSError if the checkpoint cannot be
+    read.
     """
     tensors = {stored.name: stored for stored in export.tensors}
     kinds = {name: export.element_type(stored) for name, stored in tensors.items()}
@@ -178,7 +179,8 @@ def export_model(
         documents[INDEX] = _encode_json({"metadata": total, "weight_map": where})
     documents[CONFIG] = _encode_json(export.config)  # last: a folder without it is no model
     names = [*files, *documents]
-    if taken_names := sorted({*names} & folder.list_sizes("").keys()):
+    weights = {name for name in folder.list_sizes("") if name.endswith(WEIGHTS)}  # readers might take those
+    if taken_names := sorted(weights | ({*names} & folder.list_sizes("").keys())):
         raise FileExistsError(f"{folder.url} has {', '.join(taken_names)} already; name another folder")
     phase = show_phase("exporting", sum(sizes.values()), "B")
     with write_all_or_nothing(folder, names) as draft_storage, phase as shown:

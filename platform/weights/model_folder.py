@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+WEIGHTS = (".safetensors", ".safetensors.index.json")  # ends of the names of files that say what a model's weights are
 LARGEST_CONFIG, LARGEST_INDEX = 1 << 20, 64 << 20  # bytes
 _VALUES = 1 << 21  # of an index: two for each tensor
 _HEADERS: dict[tuple[str, ...], dict[str, tuple[str, ForeignTensor]]] = {}  # by the versions of files: the last model's
@@ -103,14 +104,18 @@ class SavedModel:
     def _list_weight_files(self, file_sizes: dict[str, int]) -> list[str]:
         """Return the names of the safetensors files with the model's weights: all in the index, else model.safetensors,
         else the only one in the folder. `file_sizes`: name -> bytes of the folder's files. Raises Refused if that is
-        ambiguous."""
+        ambiguous: where both are there, transformers takes model.safetensors."""
         if INDEX in file_sizes:
             try:
                 raw = self._folder.read(INDEX, 0, LARGEST_INDEX + 1)
                 index: dict[str, Any] = schema.parse_value(_Index, documents.parse_json(raw, LARGEST_INDEX, _VALUES))
             except Malformed as error:
                 raise Refused(f"{INDEX}: {error}") from None
-            return sorted(set(index["weight_map"].values()))
+            files = sorted(set(index["weight_map"].values()))
+            if SINGLE in file_sizes and SINGLE not in files:
+                reason = f"holds both {SINGLE} and {INDEX}, which may be two models"
+                raise Refused(f"{reason}; name a folder with one of them")
+            return files
         if SINGLE in file_sizes:
             return [SINGLE]
         weight_files = sorted(name for name in file_sizes if name.endswith(".safetensors"))

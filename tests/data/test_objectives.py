@@ -155,6 +155,22 @@ def test_every_sample_of_ones_own_objective_is_checked(monkeypatch, tmp_path, na
         corpus.objective.batch(stream, np.arange(3, 9), np.zeros(6, np.uint64))
 
 
+def test_a_label_where_the_tokens_are_padding_is_refused(monkeypatch):
+    """The model would learn from the embedding of token 0."""
+
+    def batch(self, stream, index, keys):
+        found = Causal.batch(self, stream, index, keys)
+        return {**found, "tokens": np.where((index == 5)[:, None] & (np.arange(16) == 3), -1, found["tokens"])}
+
+    kind = type("Own", (Causal,), {"batch": batch})
+    monkeypatch.setitem(OBJECTIVES, "strange", lambda shape: kind(shape.length, shape.special))
+    corpus = open_corpus(Data(kind="synthetic"), length=16, vocab=300, seed=0, objective="strange")
+    stream = corpus.parts[0].streams["train"]
+    corpus.objective.batch(stream, np.arange(5), np.zeros(5, np.uint64))
+    with pytest.raises(ConfigError, match="sample 5 has a label at place 3, where its tokens are padding; -1 is a lab"):
+        corpus.objective.batch(stream, np.arange(3, 9), np.zeros(6, np.uint64))
+
+
 @pytest.mark.parametrize("wrong", [lambda rows: rows[:1], lambda rows: rows * 1.0, lambda rows: rows[0]])
 def test_rows_that_are_no_samples_are_refused(monkeypatch, wrong):
     def batch(self, stream, index, keys):

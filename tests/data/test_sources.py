@@ -43,6 +43,23 @@ def test_a_glob_takes_what_it_matches(tmp_path):
     assert read(Data(kind="text", path=f"{tmp_path}/**/*.log")) == ["a.log", "b.log", "sub/d.log"]
 
 
+def test_a_link_to_a_file_that_is_there_counts_once(tmp_path, caplog):
+    """In a folder and by a glob; a link to a file elsewhere counts, as the only one."""
+    caplog.set_level("INFO")
+    (tmp_path / "elsewhere.txt").write_text("e")
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in ("b", "d"):
+        (folder / f"{name}.txt").write_text(name)
+    (folder / "a.txt").symlink_to("b.txt")
+    (folder / "c.txt").hardlink_to(folder / "b.txt")
+    for name in ("x", "y"):
+        (folder / f"{name}.txt").symlink_to(tmp_path / "elsewhere.txt")
+    for path in (folder, f"{folder}/*.txt"):
+        assert read(Data(kind="text", path=str(path))) == ["b", "d", "e"]
+    assert f"{folder}/a.txt is {folder}/b.txt, which counts once" in caplog.text
+
+
 @pytest.mark.parametrize("pack", [lambda b: b, gzip.compress])
 def test_jsonl_holds_a_document_per_line(tmp_path, pack):
     path = tmp_path / ("x.jsonl" if pack(b"") == b"" else "x.jsonl.gz")

@@ -261,6 +261,32 @@ def test_a_wrong_index_is_refused(tmp_path, tokens, what):
     assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").iterdir())
 
 
+WIDTHS = [(wrote, read) for wrote in ("<u4", "<i4", "<i8", ">u4", ">i8") for read in ("uint8", "uint16", "uint32")]
+
+
+@pytest.mark.parametrize(("wrote", "read"), WIDTHS)
+def test_a_bin_of_wider_integers_is_refused(tmp_path, tokens, wrote, read):
+    size = np.dtype(wrote).itemsize
+    ids = np.random.default_rng(0).integers(0, min(250, SIZES["vocab"]), 2000)
+    ids.astype(wrote).tofile(tmp_path / "x.bin")
+    lines = violations_of_sources(replace(tokens(tmp_path / "x.bin"), dtype=read))
+    if (parts := size // np.dtype(read).itemsize) < 2:
+        assert not lines
+        return
+    [line] = lines
+    assert f"x.bin: all tokens but one in {parts} are 0, read as data.dtype={read}; nearest legal: data.dtype=" in line
+    cure = line.rpartition("=")[2]
+    assert cure.startswith("int64" if size == 8 else "uint32") and ("other order" in cure) == (wrote[0] == ">")
+    if wrote[0] == "<":
+        assert not violations_of_sources(replace(tokens(tmp_path / "x.bin"), dtype=cure))
+
+
+@pytest.mark.parametrize("ids", [[0] * 100, [5] + [0] * 99, [0, 7] * 3, [1, 0, 2] * 40, list(range(100))])
+def test_a_bin_with_many_zeros_may_be_one(tmp_path, tokens, ids):
+    np.array(ids, "<u2").tofile(tmp_path / "x.bin")
+    assert not violations_of_sources(tokens(tmp_path / "x.bin"))
+
+
 def test_torn_bins_are_refused(tmp_path, tokens):
     cut(1)(raw(tmp_path / "half.bin"))
     assert (

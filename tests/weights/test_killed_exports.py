@@ -166,3 +166,23 @@ def test_a_failed_export_leaves_a_folder_as_it_was(place, capsys, monkeypatch, n
     assert weights("export run/checkpoints there".split()) == 1
     assert local_files.os.count == number
     assert os.listdir(place / "there") == [*before] and seen(place / "there") == before
+
+
+@pytest.mark.parametrize("first", ["several files", "one file"])
+@pytest.mark.parametrize("left", ["model.safetensors.index.json", "*.safetensors"])
+def test_an_export_does_not_join_other_weights(place, capsys, first, left):
+    """Without its config.json, a folder is none of a model; transformers would take the weights that are left."""
+    command = EXPORTS[first][1].split()
+    assert weights(command) == 0
+    kept = [name for name in os.listdir("out") if Path(name).match(left)]
+    if not kept:
+        return
+    for name in {*os.listdir("out")} - {*kept}:
+        os.unlink(f"out/{name}")
+    before = {name: Path("out", name).read_bytes() for name in kept}
+    for other in ("several files", "one file"):
+        capsys.readouterr()
+        assert weights(EXPORTS[other][1].split()) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"has {', '.join(sorted(kept))}" in line and line.endswith("already; name another folder")
+        assert {name: Path("out", name).read_bytes() for name in os.listdir("out")} == before

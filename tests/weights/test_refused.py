@@ -201,6 +201,8 @@ FILES: dict[str, tuple[str, bytes, str]] = {
 def test_hostile_files(tmp_path, capsys, case):
     folder = written(tmp_path / "hf", "llama")
     name, raw, wanted = FILES[case]
+    if name.endswith("index.json"):
+        (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(raw)
     status = main(["import", str(folder), str(tmp_path / "storage")])
     (line,) = capsys.readouterr().err.splitlines()
@@ -218,6 +220,15 @@ def test_a_file_that_ends_early_leaves_nothing(tmp_path, capsys, monkeypatch):
     assert main(["import", str(folder), str(tmp_path / "storage")]) == 1
     assert "is shorter than its header says" in capsys.readouterr().err
     assert not [*(tmp_path / "storage").glob("*")]
+
+
+def test_two_forms_of_weights_in_a_folder(tmp_path, capsys):
+    """transformers takes model.safetensors, and so nobody knows which of two models is meant."""
+    folder = written(tmp_path / "hf", "llama")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-00001-of-00001.safetensors"}}')
+    status, lines = imported(folder, capsys)
+    reason = "holds both model.safetensors and model.safetensors.index.json, which may be two models"
+    assert (status, lines) == (2, [f"weights: source={folder}: {reason}; name a folder with one of them"])
 
 
 def test_nothing_there(tmp_path, capsys):
