@@ -462,7 +462,7 @@ class Model:
         False, "attention's masks are drawn inside its kernel, per rank: not as other plans do"
     )
     norm: str = key("layernorm", "normalisation", ("layernorm", "rmsnorm"))
-    norm_eps: float = key(1e-5, "what norms add to the variance", "> 0 and < 1")
+    norm_eps: float = key(1e-5, "what norms add to the variance; those of latents add 1e-6", "> 0 and < 1")
     post_norm: bool = key(False, "normalise after the residual connection, as in the original Transformer")
     embedding_norm: bool = key(False, "normalise the embeddings too, as BERT does")
     activation: str = key(
@@ -471,7 +471,11 @@ class Model:
         " _clamped: GPT-OSS's",
         ("gelu", "gelu_tanh", "relu", "silu", "swiglu", "swiglu_clamped", "geglu", "geglu_tanh", "reglu"),
     )
-    positions: str = key("learned", "how attention knows positions", ("learned", "rope", "sinusoidal", "relative"))
+    positions: str = key(
+        "learned",
+        "how attention knows positions; sinusoidal: embeddings are scaled by sqrt(d_model)",
+        ("learned", "rope", "sinusoidal", "relative"),
+    )
     rope_theta: float = key(10000.0, "positions=rope: base of the rotation frequencies", "> 0")
     rope_pairs: str = key(
         "halves", "positions=rope: what rotates with an element: the one half a head away, or its neighbour",
@@ -508,7 +512,7 @@ class Model:
     tied: bool = key(True, "the output projection shares the weights of the embedding")
     head_transform: bool = key(False, "a layer, activation and norm before the output projection, as in BERT")
     head_bias: bool = key(False, "the output projection has a bias")
-    logit_scale: float = key(1.0, "factor on the logits", "> 0", most=1e6)
+    logit_scale: float = key(1.0, "factor on the logits, before model.head_bias is added", "> 0", most=1e6)
     label_smoothing: float = free_key(0.0, "share of the target probability spread over the vocabulary", ">= 0 and < 1")
     settings: dict[str, Any] = declare_own_settings("model")
 
@@ -546,7 +550,10 @@ class Optimizer:
         1e-8, "Adam's epsilon, added to the denominator; adafactor: its least value", "> 0 and < inf", most=1e6
     )
     weight_decay: float = key(
-        0.1, "weight decay, decoupled but for sgd; not of vectors (norms, biases)", ">= 0 and < inf", most=1e6
+        0.1,
+        "weight decay, decoupled but for sgd; not of norms, biases, relative positions and sinks",
+        ">= 0 and < inf",
+        most=1e6,
     )
     clip: float = key(1.0, "largest global gradient norm; 0 = no clipping", ">= 0")
     schedule: str = key(

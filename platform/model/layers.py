@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from math import ceil, log
 from typing import Any
 
@@ -75,8 +76,9 @@ def expert_place_sizes(c: ModelConfig) -> dict[str, int]:
 
 def slots_per_expert(c: ModelConfig, length: int) -> int:
     """Return how many tokens of a sequence of `length` an expert takes, by the model configuration: at most all."""
-    even = length * c.experts_per_token / c.experts
-    return min(length, ceil(c.capacity_factor * even)) if c.capacity_factor else length
+    even = Fraction(length * c.experts_per_token, c.experts)
+    factor = Fraction(str(c.capacity_factor))  # as it was typed: 1.1 in binary would give a slot too many
+    return min(length, ceil(factor * even)) if factor else length
 
 
 class Layer:

@@ -79,8 +79,9 @@ class Parameter:
 
     @property
     def stack_dims(self) -> int:
-        """Return how many first dims number matrices, or vectors, of which each is one to an optimizer: experts."""
-        return int(self.dims[:1] == ("experts",))
+        """Return how many first dims number matrices, or vectors, of which each is one to an optimizer: experts. A
+        router's are the outputs of one matrix."""
+        return int(self.dims[:1] == ("experts",) and self.role != "vector")
 
     @property
     def row_dims(self) -> int:

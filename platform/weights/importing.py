@@ -88,9 +88,12 @@ def complete_model(config: Config, typed: Mapping[str, Any]) -> list[str]:
 
 
 def _complete_tokenizer(config: Config, source: str) -> list[str]:
-    """Set data.tokenizer in place to the one beside the saved model at `source`; return a refusal line if none is."""
+    """Set data.tokenizer in place to the one beside the saved model at `source`; return a refusal line if none is, and
+    one is needed: data=tokens needs none, and with data.foreign_tokenizer any does."""
     folder = source.rstrip("/").rpartition("/")[0] if source.rstrip("/").endswith(".safetensors") else source
     if not has_tokenizer(folder):
+        if config.data.kind == "tokens" or config.data.foreign_tokenizer:
+            return []
         reason = f"there is none beside the model in {folder}, and one that is trained gives other tokens than it knows"
         return [format_violation("data.tokenizer", "", reason, ["data.tokenizer=PATH", "data.tokenizer=train"])]
     config.data.tokenizer = folder

@@ -77,7 +77,19 @@ def test_experts_are_matrices_of_their_own(kind, plan):
     made, _ = prove(configured(kind, **ROUTED, **EXPERTS[plan]))
     of_experts = {p.name for p in made.parameters if ".experts." in p.name}
     assert of_experts and of_experts <= {*made.matrices, *made.factored}
-    assert "layers.0.mlp.router" not in {*made.matrices, *made.factored}  # one row per expert
+    assert "layers.0.mlp.router" in {*made.matrices, *made.factored}  # [experts, d_model] of one layer
+    [router] = (p for p in made.parameters if p.name == "layers.0.mlp.router")
+    assert router.shape_as_matrices((4, 8)) == (1, 4, 8)
+    made = make_plan(configured(kind, **ROUTED, **EXPERTS[plan], expert_bias=True))
+    vectors = {p.name for p in made.parameters if p.name.endswith(("_bias", "gain"))}
+    assert vectors and not vectors & {*made.matrices, *made.factored}
+
+
+def test_a_router_can_be_the_only_matrix():
+    """It is compared with torch's own Adafactor of a matrix, and found by its name."""
+    config = configured("muon", **ROUTED)
+    config.optimizer.matrices = r".*\.router"
+    assert make_plan(config).matrices == ("layers.0.mlp.router", "layers.1.mlp.router")[: config.model.layers]
 
 
 @pytest.mark.parametrize(
