@@ -151,8 +151,8 @@ def _check_and_drive(
         from platform.cluster.control.checkpoints import Checkpoints
 
         selection = origin.find_resume_checkpoint(config)
-        if selection and selection.manifest:
-            origin.check_factored_moments(config, selection.manifest, plan)
+        if selection:
+            origin.check_factored_moments(config, selection, plan)
         _check_initial_weights(config, resumes := bool(selection and selection.manifest))
     tasks, places = open_tasks(config), places or reserve(state.say)
     for line in reserve_lines:

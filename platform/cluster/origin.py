@@ -19,14 +19,14 @@ from platform.boundary.schema import Malformed
 from platform.boundary.storage import Storage, open_storage
 from platform.boundary.terminal import Say
 from platform.checkpoint.catalogue import Selection, find_newest_checkpoint, load_manifest
-from platform.checkpoint.manifest import Manifest, Meta, Refused
+from platform.checkpoint.manifest import Meta, Refused
 from platform.cluster import run_directory
 from platform.config.fields import Config
 from platform.config.groups import RESUME
 from platform.config.identity import HORIZON, complete_identity, find_differences, run_identity, violations_of_identity
 from platform.monitor import Journal, events
 from platform.optimizer.learning_rate import learning_rate
-from platform.optimizer.optimizers import SIDES
+from platform.optimizer.optimizers import NOT_OF_FACTORED
 from platform.plan.plan import Plan
 from platform.train import environment_proof
 
@@ -68,13 +68,13 @@ def find_resume_checkpoint(config: Config, *, held: bool = False, over: bool = F
     return selection
 
 
-def check_factored_moments(config: Config, manifest: Manifest, plan: Plan) -> None:
+def check_factored_moments(config: Config, selection: Selection, plan: Plan) -> None:
     """Raise ConfigError if a checkpoint to resume from keeps whole second moments of a matrix of which `plan` has them
     by row and column: to an older version a router was no matrix."""
-    whole = [n for n in plan.factored if not {f"{side}.{n}" for side in SIDES} & manifest.tensors.keys()]
+    tensors = selection.manifest.tensors if selection.manifest else {}
+    whole = [n for n in plan.factored if f"{NOT_OF_FACTORED}.{n}" in tensors]
     if whole:
-        url, name = environment_proof.find_resume_source(config)
-        where = os.path.join(url, name)
+        where = f"{selection.storage.url}/{selection.directory}"
         reason = f"keeps whole second moments of {whole[0]}, and this version keeps them by row and column"
         legal = [f"a run of its own from these weights, run.dir=DIRECTORY train.init={strip_url_secrets(where)}"]
         raise ConfigError("checkpoint.resume", config.checkpoint.resume, reason, legal)

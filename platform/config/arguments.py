@@ -151,9 +151,10 @@ def _parse_override(argument: str, loader: Any) -> Override:
 def _parse_as_text(argument: str) -> Any:
     """Parse the value of an argument that Hydra's grammar takes, with the characters of each number, truth value and
     null in it as text, but for what Hydra's functions compute with."""
+    from antlr4 import CommonTokenStream, InputStream
     from hydra.core.override_parser.overrides_parser import create_functions
     from hydra.core.override_parser.overrides_visitor import HydraOverrideVisitor
-    from hydra.grammar.gen.OverrideLexer import CommonTokenStream, InputStream, OverrideLexer
+    from hydra.grammar.gen.OverrideLexer import OverrideLexer
     from hydra.grammar.gen.OverrideParser import OverrideParser
 
     class TextVisitor(HydraOverrideVisitor):

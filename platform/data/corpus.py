@@ -1,5 +1,6 @@
 """The corpus: sources -> tokens -> samples of one length in one global order. Its only state is a sample's index."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,13 +20,14 @@ from platform.data import text_sources as text_sources  # its import registers t
 from platform.data.cache_entries import FORMAT, StreamedTokens, TokenFiles
 from platform.data.data_checks import violations_of_small_splits, violations_of_sources, violations_of_unlabelled_splits
 from platform.data.mixture import DataSource, compute_shares, hash_integers, list_sources, name_source_in_errors
-from platform.data.objectives import Objective, SampleShape, build_objective, word_of_objective
+from platform.data.objectives import Causal, Objective, SampleShape, build_objective, word_of_objective
 from platform.data.source_kind import find_source_kind, is_streamed
 from platform.data.special_tokens import SpecialIds
 from platform.data.streams import Ints, known_document_starts
 from platform.data.tokenizer import Vocabulary, load_named_vocabulary, open_vocabulary
 from platform.data.tokenizer_files import TokenizerFiles
 
+logger = logging.getLogger(__name__)
 TRAIN, VALIDATION = "train", "validation"
 
 
@@ -36,6 +38,7 @@ class SourceTokens:
     name: str  # "" if it is the only one
     streams: Mapping[str, Any]  # by split (train, validation): ids at an array of positions, or a class of `streams`
     digest: str  # of documents, tokenizer and splits: equal digests, equal samples
+    labelled: Mapping[str, Ints] = field(default_factory=dict)  # by split: its samples that teach, where not all do
 
     def stream_or_first_block(self, split: str) -> Any:
         """Return the tokens of this data source's split, "train" or "validation"; if streamed, its first block's."""
@@ -95,19 +98,19 @@ class Corpus:
     def validation_splits(self) -> dict[str, tuple[str, int]]:
         """Return the corpus's validation splits that have samples: source name -> (split to evaluate, share)."""
         shares = zip(self.parts, self.shares, strict=True)
-        held = {p.name: share for p, share in shares if self._count_source_samples(p, VALIDATION)}
+        held = {p.name: share for p, share in shares if self.count_source_samples(p, VALIDATION)}
         alike = not any(held.values())  # of sources that are held out as a whole, none has a share
         return {name: (f"{VALIDATION}/{name}".rstrip("/"), share or int(alike)) for name, share in held.items()}
 
     @property
     def sample_counts(self) -> dict[str, int]:
         """Return the number of samples in each split ("train", "validation") of the corpus, all sources together."""
-        return {s: sum(self._count_source_samples(part, s) for part in self.parts) for s in (TRAIN, VALIDATION)}
+        return {s: sum(self.count_source_samples(part, s) for part in self.parts) for s in (TRAIN, VALIDATION)}
 
     def count_samples(self, split: str) -> int:
         """Return how many samples a split of the corpus ("train", "validation/web") has in one epoch."""
         kind, _, name = split.partition("/")
-        return sum(self._count_source_samples(p, kind) for p in self.parts if kind == TRAIN or p.name == name)
+        return sum(self.count_source_samples(p, kind) for p in self.parts if kind == TRAIN or p.name == name)
 
     def batch(self, split: str, start: int, end: int) -> dict[str, NDArray[np.int64]]:
         """Return samples [start, end) of the split's endless global order, as data tensors such as "tokens": name ->
@@ -154,12 +157,16 @@ class Corpus:
                 for block, block_rows, index in stream.locate_samples(count[rows]):
                     yield SamplePlaces(part, block, rows[block_rows], index)
                 continue
-            epoch, index = np.divmod(count[rows], samples := self._count_source_samples(part, split))
+            epoch, index = np.divmod(count[rows], samples := self.count_source_samples(part, split))
             stream_index = mixture.permute_indices(self.seed, epoch, samples, index) if split == TRAIN else index
+            if split in part.labelled:
+                stream_index = part.labelled[split][stream_index]
             yield SamplePlaces(part, stream, rows, stream_index)
 
-    def _count_source_samples(self, part: SourceTokens, split: str) -> int:
+    def count_source_samples(self, part: SourceTokens, split: str) -> int:
         """Count the samples that a data source has in one epoch of a split; if streamed, in its first block."""
+        if split in part.labelled:
+            return len(part.labelled[split])
         return max(0, self.objective.samples(part.stream_or_first_block(split)))
 
 
@@ -221,7 +228,7 @@ def open_corpus(
     if not entry:
         _check_split_sizes(corpus, sources, length)
     streamed = any(isinstance(part.streams[TRAIN], StreamedTokens) for part in corpus.parts)  # then weights are given
-    samples = [1 if streamed else max(1, goal.samples(part.streams[TRAIN])) for part in corpus.parts]
+    samples = [1 if streamed else max(1, corpus.count_source_samples(part, TRAIN)) for part in corpus.parts]
     return replace(corpus, shares=tuple(compute_shares(sources, samples)))
 
 
@@ -311,9 +318,12 @@ class _Opening:
                 if is_streamed(source.data):
                     streams[TRAIN] = self._open_streamed_tokens(source.data, entry_folder, vocabulary)
             digest = token_files.hash_tokens(entry_folder)
-            if any(getattr(stream, "left_out", 0) for stream in streams.values()):
+            labelled = (
+                {} if source.data.packing != "cut" else self._find_labelled_samples(source.data, streams, trusted)
+            )
+            if labelled or any(getattr(stream, "left_out", 0) for stream in streams.values()):
                 digest = hash_values([digest, "labelled rows"])  # older versions made other samples of the same tokens
-            parts.append(SourceTokens(source.name, streams, digest))
+            parts.append(SourceTokens(source.name, streams, digest, labelled))
         return Corpus(
             vocab=vocabulary.size if vocabulary else self.vocab,
             objective=self.objective,
@@ -324,6 +334,21 @@ class _Opening:
             vocabulary=vocabulary,
             entry=folder,
         )
+
+    def _find_labelled_samples(self, data: Data, streams: Mapping[str, Any], trusted: bool) -> dict[str, Ints]:
+        """Return which samples have a token to learn, by split, of those cut from the token streams of a data
+        source, where not all have; the others are not made."""
+        labelled_by_split: dict[str, Ints] = {}
+        for split, stream in streams.items():
+            if not isinstance(self.objective, Causal) or isinstance(stream, StreamedTokens):
+                continue
+            count, end = max(0, self.objective.samples(stream)), self.objective.special.end
+            labelled = packing.find_labelled_samples(stream, self.length, count, end, self.objective.within)
+            if labelled is not None:
+                labelled_by_split[split] = labelled
+                message = "%s: %d of %d rows teach nothing and are left out"
+                logger.log(logging.DEBUG if trusted else logging.INFO, message, split, count - len(labelled), count)
+        return labelled_by_split
 
     def _open_streamed_tokens(self, data: Data, head: Path, vocabulary: Vocabulary | None) -> StreamedTokens:
         """Return the training tokens of a streamed data source, which is tokenised block by block during training.

@@ -167,17 +167,33 @@ def pack_streams(
     return {split: PackedStream(stream, *rows_by_split[split]) for split, stream in streams.items()}
 
 
+def _mask_learned_successors(stream: Any, starts: Ints, end: int) -> NDArray[np.bool_]:
+    """Return a mask of the tokens of a stream behind which one is learned; arguments as of
+    `_leave_out_unlabelled_rows`."""
+    follows = np.append(np.asarray(token_loss_mask(stream))[1:], False)
+    begins = starts[starts > 0]
+    follows[begins - 1] &= np.asarray(stream[begins]) == end
+    return follows
+
+
+def find_labelled_samples(stream: Any, length: int, count: int, end: int, apart: bool) -> Ints | None:
+    """Return which of the `count` samples of `length` tokens that are cut from a stream of tokens, end to end, have a
+    token to learn; None if all or none have, or if the stream does not say what is learned. `end`, `apart`: as of
+    `pack_streams`."""
+    if token_loss_mask(stream) is None:
+        return None
+    starts = find_document_starts(stream, -1) if apart else np.empty(0, np.int64)
+    labelled = _mask_learned_successors(stream, starts, end)[: count * length].reshape(count, length).any(1)
+    return np.flatnonzero(labelled) if labelled.any() and not labelled.all() else None
+
+
 def _leave_out_unlabelled_rows(stream: Any, pieces: Ints, rows: Ints, starts: Ints, end: int) -> tuple[Ints, Ints]:
     """Return the packed rows, `pieces` and `rows` as of `PackedStream`, that have a token to learn; all of them if none
     has, or if the stream does not say what is learned. `starts`: where its documents begin; that is learned only if
     the token there is `end`, which ends the one before."""
-    learned = token_loss_mask(stream)
-    if learned is None or not len(pieces):
+    if token_loss_mask(stream) is None or not len(pieces):
         return pieces, rows
-    follows = np.append(np.asarray(learned)[1:], False)  # whether the token behind each one is learned
-    begins = starts[starts > 0]
-    follows[begins - 1] &= np.asarray(stream[begins]) == end
-    counts = np.diff(rows)
+    follows, counts = _mask_learned_successors(stream, starts, end), np.diff(rows)
     by_place = np.argsort(pieces[:, 0])
     first, after = pieces[by_place, 0], pieces[by_place].sum(1)
     labelled = np.empty(len(pieces), bool)

@@ -51,6 +51,25 @@ def learned(corpus, split="train") -> list[str]:
     return texts
 
 
+@pytest.mark.parametrize("apart", [True, False])
+def test_samples_that_teach_nothing_are_not_cut(tmp_path, apart):
+    """Exactly those that the objective gives no label."""
+    talks = [[{"role": "user", "content": "word " * n}, {"role": "assistant", "content": "yes"}] for n in range(60)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    data = Data(kind="instructions", path=str(tmp_path / "t.jsonl"), field="messages", chat_template="chatml",
+                validation=0.2, document_mask=apart, cache=str(tmp_path / "cache"))  # fmt: skip
+    corpus = open_corpus(data, length=24, vocab=320, seed=0)
+    for split, stream in corpus.parts[0].streams.items():
+        every = np.arange(corpus.objective.samples(stream))
+        taught = [i for i in every if corpus.objective.predicted(stream, every[i : i + 1])]
+        assert 0 < len(taught) < len(every) and corpus.count_samples(split) == len(taught)
+        places = [index for *_, index in corpus.locate_samples(split, np.arange(len(taught)))]
+        assert sorted(np.concatenate(places)) == taught
+    again = open_corpus(data, length=24, vocab=320, seed=0, entry=corpus.entry)
+    assert again.digest == corpus.digest and np.array_equal(again.batch("train", 0, 9)["labels"],
+                                                            corpus.batch("train", 0, 9)["labels"])  # fmt: skip
+
+
 @pytest.mark.parametrize("overlong", ["split", "cut"])
 def test_no_step_is_without_a_label(tmp_path, overlong, caplog):
     """Half of the documents are longer than a row, and only the ends of those have an answer."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from decimal import ROUND_CEILING, Decimal
+from itertools import product
 from math import prod
 
 import pytest
@@ -10,7 +12,7 @@ import yaml
 
 from platform.config.fields import Model
 from platform.model import build_model
-from platform.model.layers import STD
+from platform.model.layers import STD, slots_per_expert
 from platform.model.transformer import embedding_table
 from platform.plan.layout import DIMS
 from platform.plan.operations.recorder import Recorder
@@ -94,3 +96,13 @@ def test_sizes_that_are_not_given():
     assert (given.sizes["d_kv"], given.sizes["kv_heads"], given.sizes["d_ff"]) == (32, 2, 100)
     query = next(p for p in given.parameters() if p.name.endswith("query"))
     assert prod(given.sizes[d] for d in query.dims) == 96 * 6 * 32
+
+
+@pytest.mark.parametrize("factor", [0.7, 1.0, 1.1, 1.15, 1.2, 1.25, 1.3, 1.4, 1.7, 2.0, 2.2])
+def test_slots_are_counted_exactly(factor):
+    """In binary, 1.1 x 50 is a little more than 55, and would give 56."""
+    for length, (chosen, experts) in product((16, 50, 96, 200, 1000, 4096), ((1, 4), (2, 8), (4, 20), (8, 128))):
+        c = Model(experts=experts, experts_per_token=chosen, capacity_factor=factor)
+        wanted = Decimal(str(factor)) * length * chosen / experts
+        assert slots_per_expert(c, length) == min(length, int(wanted.to_integral_value(ROUND_CEILING)))
+    assert slots_per_expert(Model(experts=4, experts_per_token=1, capacity_factor=1.1), 200) == 55

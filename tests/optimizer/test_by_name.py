@@ -86,7 +86,7 @@ def test_experts_are_matrices_of_their_own(kind, plan):
 
 
 def test_a_router_can_be_the_only_matrix():
-    """It is compared with torch's own Adafactor of a matrix, and found by its name."""
+    """By its name, which no matrix had to the planner once."""
     config = configured("muon", **ROUTED)
     config.optimizer.matrices = r".*\.router"
     assert make_plan(config).matrices == ("layers.0.mlp.router", "layers.1.mlp.router")[: config.model.layers]

@@ -9,6 +9,7 @@ from platform.boundary.storage import open_storage
 from platform.checkpoint import catalogue
 from platform.checkpoint.moves import read_tensor
 from platform.monitor import MetricsLog
+from platform.plan.model_types import Parameter
 from tests.harness.commands import QUICK, SMALL, command, in_this_process
 
 FIXED = "data=synthetic precision=fp64 model.layers=2 model.bias=false eval.every=0 train.steps=6 checkpoint.every=100"
@@ -45,3 +46,23 @@ def test_halves_under_two_plans_are_one_run(optimizer, tmp_path):
     for name in names["whole"]:
         have, want = (read_tensor(storage, at.directory, at.manifest, name) for storage, at in saved.values())
         torch.testing.assert_close(have, want, rtol=1e-8, atol=1e-11)
+
+
+def test_whole_moments_of_an_older_version_are_refused_with_a_cure(tmp_path, monkeypatch):
+    """To it a router was a row for each expert; Muon's momentum has one form, and is read."""
+    fixed = [*SMALL, *FIXED.split(), *ONE, "model.experts=4", "model.experts_per_token=2"]
+    for optimizer in ("adafactor", "muon"):
+        run = [QUICK, *fixed, f"optimizer={optimizer}", f"run.dir={optimizer}"]
+        with monkeypatch.context() as older:
+            older.setattr(Parameter, "stack_dims", property(lambda p: int(p.dims[:1] == ("experts",))))
+            done = in_this_process(*run, "train.stop_at=3", cwd=tmp_path)
+            assert done.returncode == 0, done.stdout + done.stderr
+        done = in_this_process(*run, cwd=tmp_path)
+        if optimizer == "muon":
+            assert done.returncode == 0, done.stdout + done.stderr
+            continue
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stdout + done.stderr
+        assert "keeps whole second moments of layers.0.mlp.router" in done.stderr
+        cure = done.stderr.rpartition("train.init=")[2].strip()
+        done = in_this_process(*run[:-1], "run.dir=own", f"train.init={cure}", cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr

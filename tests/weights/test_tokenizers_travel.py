@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from platform.boundary.refusals import ConfigError
 from platform.cluster.asked_model import find_end_ids
 from platform.cluster.session import find_trained_model
 from platform.data.tokenizer import open_vocabulary, train_tokenizer
 from platform.generate import main as write_answers
+from platform.launch import compose_config
 from platform.weights.__main__ import main
 from platform.weights.model_folder import build_vocabulary_if_readable
 from tests.data.tokenizers.texts import sources
+from tests.harness.commands import QUICK
 from tests.weights.test_start import trained
 from tests.weights.written import written
 
@@ -173,3 +176,15 @@ def test_all_ends_of_a_text_travel(tmp_path, model, text):
     config = json.loads((model / "config.json").read_text()) | {"eos_token_id": [6, 7]}
     (model / "config.json").write_text(json.dumps(config))
     assert set(find_end_ids(None, find_trained_model(str(model)).generation_config)) == {6, 7}
+
+
+@pytest.mark.parametrize("more", [["data=tokens"], ["data=text", "data.foreign_tokenizer=true"]])
+def test_a_model_without_a_tokenizer_reads_what_needs_none_of_its_own(tmp_path, more):
+    folder = written(tmp_path / "hf", "llama", ours={"vocab": VOCAB})
+    np.arange(4000, dtype="<u2").__mod__(VOCAB).tofile(tmp_path / "t.bin")
+    path = tmp_path / ("t.bin" if more == ["data=tokens"] else "t.txt")
+    (tmp_path / "t.txt").write_text(TEXT * 100)
+    config = compose_config([QUICK, "model=from_hf", f"model.source={folder}", *more, f"data.path={path}"])
+    assert config.data.tokenizer == "train" and config.train.init == str(folder)
+    with pytest.raises(ConfigError, match="data.tokenizer=: there is none beside the model"):
+        compose_config([QUICK, "model=from_hf", f"model.source={folder}", "data=text", f"data.path={tmp_path}/t.txt"])
