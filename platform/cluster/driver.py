@@ -150,9 +150,7 @@ def _check_and_drive(
         from platform.cluster import origin
         from platform.cluster.control.checkpoints import Checkpoints
 
-        selection = origin.find_resume_checkpoint(config)
-        if selection:
-            origin.check_factored_moments(config, selection, plan)
+        selection = origin.find_resume_checkpoint(config, plan)
         _check_initial_weights(config, resumes := bool(selection and selection.manifest))
     tasks, places = open_tasks(config), places or reserve(state.say)
     for line in reserve_lines:
@@ -168,9 +166,7 @@ def _check_and_drive(
     changed = origin.find_changed_keys(previous_config, meta, config, plan.mesh.axes)
     consequences = origin.describe_changed_schedule(previous_config, meta, config)
     journal, monitor = _open_records(config, state, opened)
-    origin.report_changed_keys(changed, journal, monitor.say)
-    for line in consequences:
-        monitor.say(line)
+    origin.report_changed_keys(changed, journal, monitor.say, consequences)
     carried = _files_to_carry(config, selection, corpus, monitor.say)
     state.checkpoints = checkpoints = Checkpoints(config, plan, selection, journal, monitor.say, carried)
     job = Job(

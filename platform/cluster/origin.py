@@ -7,14 +7,14 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from platform.boundary.documents import error_line
 from platform.boundary.local_files import LocalStorage, list_missing_directories, remove_empty_directories
 from platform.boundary.redaction import redact_secrets, strip_url_secrets
-from platform.boundary.refusals import ConfigError, refuse_all, refuse_failures
+from platform.boundary.refusals import ConfigError, format_violation, refuse_all, refuse_failures
 from platform.boundary.schema import Malformed
 from platform.boundary.storage import Storage, open_storage
 from platform.boundary.terminal import Say
@@ -33,11 +33,13 @@ from platform.train import environment_proof
 ANSWER_SECONDS = 10.0  # for the first request to a storage
 
 
-def find_resume_checkpoint(config: Config, *, held: bool = False, over: bool = False) -> Selection | None:
+def find_resume_checkpoint(
+    config: Config, plan: Plan | None = None, *, held: bool = False, over: bool = False
+) -> Selection | None:
     """Find the checkpoint that a run is to resume from, by checkpoint.resume; return None if it is `never`. Only
     manifests are read, not the tensors. `held`: this driver holds the lease of the checkpoint storage, and so
     quarantines corrupt checkpoints; without it nothing is written. `over`: the run may start over at step 1 although
-    its directory shows steps as done.
+    its directory shows steps as done; `plan`: the run's, whose moments it is to have.
 
     Raises ConfigError if there is no checkpoint to resume from but there must be one, and if it is of a run of another
     identity.
@@ -65,19 +67,19 @@ def find_resume_checkpoint(config: Config, *, held: bool = False, over: bool = F
     if selection.manifest:
         what = f"{selection.directory} is of another run; name another"
         refuse_all(violations_of_identity(selection.manifest.meta.identity, config, key, where, what))
+        if plan:
+            place, saved = f"{storage.url}/{selection.directory}", selection.manifest.tensors
+            refuse_all(_violations_of_factored_moments(config, place, saved, plan))
     return selection
 
 
-def check_factored_moments(config: Config, selection: Selection, plan: Plan) -> None:
-    """Raise ConfigError if a checkpoint to resume from keeps whole second moments of a matrix of which `plan` has them
-    by row and column: to an older version a router was no matrix."""
-    tensors = selection.manifest.tensors if selection.manifest else {}
-    whole = [n for n in plan.factored if f"{NOT_OF_FACTORED}.{n}" in tensors]
-    if whole:
-        where = f"{selection.storage.url}/{selection.directory}"
+def _violations_of_factored_moments(config: Config, where: str, saved: Collection[str], plan: Plan) -> Iterator[str]:
+    """Yield a refusal line if a checkpoint at `where`, with the tensors `saved`, keeps whole second moments of a matrix
+    of which `plan` has them by row and column: to an older version a router was no matrix."""
+    if whole := [name for name in plan.factored if f"{NOT_OF_FACTORED}.{name}" in saved]:
         reason = f"keeps whole second moments of {whole[0]}, and this version keeps them by row and column"
-        legal = [f"a run of its own from these weights, run.dir=DIRECTORY train.init={strip_url_secrets(where)}"]
-        raise ConfigError("checkpoint.resume", config.checkpoint.resume, reason, legal)
+        legal = [f"a run of its own from these weights, run.dir=DIRECTORY train.init={where}"]
+        yield format_violation("checkpoint.resume", config.checkpoint.resume, reason, legal)
 
 
 def last_recorded_step(config: Config) -> int:
@@ -170,12 +172,20 @@ def report_code_changes(now: Mapping[str, str], journal: Journal, say: Say) -> N
         say(f"changed  code of {name}: {before.get(name, 'none')} before, {now.get(name, 'none')} here")
 
 
-def report_changed_keys(changed_keys: Mapping[str, tuple[Any, Any]], journal: Journal, say: Say) -> None:
-    """Report a resumed run's changes of keys, from `find_changed_keys`, in the journal and to the user."""
+def report_changed_keys(
+    changed_keys: Mapping[str, tuple[Any, Any]],
+    journal: Journal,
+    say: Say,
+    consequences: Sequence[str] = (),
+) -> None:
+    """Report a resumed run's changes of keys, from `find_changed_keys`, in the journal and to the user, with lines on
+    their `consequences`, from `describe_changed_schedule`."""
     if changed_keys:
         journal.write(events.Changed(keys=dict(changed_keys)))
     for key, (old_value, new_value) in changed_keys.items():
         say(f"changed  {key}: {old_value} there, {new_value} here")
+    for line in consequences:
+        say(line)
 
 
 JUMP = 0.1  # share by which the learning rate may differ at the step where a run goes on, unless resume.allow says so

@@ -125,8 +125,8 @@ def active_config_loader() -> Any:
 
 @lru_cache(maxsize=4096)
 def _parse_override(argument: str, loader: Any) -> Override:
-    """Parse an argument KEY=VALUE in Hydra's grammar, where a key of type text takes the characters as typed, whatever
-    number they are; `loader` is Hydra's, which expands a glob(...) over a group's files. Raises HydraException also for
+    """Parse an argument KEY=VALUE in Hydra's grammar, whose key, if it is of type text, takes the characters as they
+    are typed; `loader` is Hydra's, which expands a glob(...) over a group's files. Raises HydraException also for
     one that is too long or whose brackets are nested too deep."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import ChoiceSweep
@@ -151,10 +151,13 @@ def _parse_override(argument: str, loader: Any) -> Override:
 def _parse_as_text(argument: str) -> Any:
     """Parse the value of an argument that Hydra's grammar takes, with the characters of each number, truth value and
     null in it as text, but for what Hydra's functions compute with."""
-    from antlr4 import CommonTokenStream, InputStream
     from hydra.core.override_parser.overrides_parser import create_functions
     from hydra.core.override_parser.overrides_visitor import HydraOverrideVisitor
-    from hydra.grammar.gen.OverrideLexer import OverrideLexer
+    from hydra.grammar.gen.OverrideLexer import (  # type: ignore[attr-defined]
+        CommonTokenStream,
+        InputStream,
+        OverrideLexer,
+    )
     from hydra.grammar.gen.OverrideParser import OverrideParser
 
     class TextVisitor(HydraOverrideVisitor):

@@ -136,8 +136,8 @@ def find_declared_type(key: str) -> Any:
 
 
 def _find_inner_type(declared: Any, name: str) -> Any:
-    """Find the declared type of what has a `name` in what is declared as a group of keys, or of each value in a list or
-    a map; Any without one."""
+    """Find the declared type of the key `name` of a group of keys, whose class is `declared`, or of each value of a
+    list or map; Any without one."""
     if is_dataclass(declared):
         undeclared = {(Data, "sources"): dict[str, Data], (Config, "hydra"): dict[str, dict[str, dict[str, str]]]}
         return undeclared.get((declared, name)) or read_declared_types(declared)[0].get(name, Any)  # type: ignore[arg-type]

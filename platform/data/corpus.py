@@ -396,5 +396,5 @@ class _Opening:
                 raise ConfigError("data.separator", begin, reason, ["a token"])
         if data.packing == "cut":
             return streams
-        packing_options = {"end": special.end, "apart": data.document_mask, "trusted": trusted}
+        packing_options: dict[str, Any] = {"end": special.end, "apart": data.document_mask, "trusted": trusted}
         return packing.pack_streams(streams, place, self.length, begin, data.overlong, **packing_options)

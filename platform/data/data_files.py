@@ -206,7 +206,7 @@ def find_files(key: str, value: str, endings: list[str] = ENDINGS) -> list[DataF
 
 
 def _drop_links(files: Sequence[Path]) -> list[DataFile]:
-    """Return data files, in their order, without those that are links to another one of them, which count once."""
+    """Return data files without links to another one of them, in their order: a file and its links count once."""
     named: dict[tuple[int, int], Path] = {}
     for file in sorted(files, key=Path.is_symlink):  # the file itself before the links to it
         same_file = named.setdefault((file.stat().st_dev, file.stat().st_ino), file)

@@ -128,9 +128,9 @@ def pack_streams(
     """Return token streams packed into rows of `length` tokens, by split: whole documents laid end to end. The rows are
     kept beside `tokens`, the cache entry of the streams, made by the first process that asks; `trusted`: another
     process of this run has verified them. `begin`: the token with which a document begins, where the entry does not
-    know; `end`: that with which one ends, which may be the same. `overlong`: what becomes of documents that are longer
-    than a row (`best_fit`); `apart`: no token sees another document. Rows without a token to learn are left out, unless
-    all are. Raises ConfigError, OSError, Malformed."""
+    know; `end`: the token with which a document ends, perhaps the same one. `overlong`: what becomes of documents
+    that are longer than a row (`best_fit`); `apart`: no token sees another document. Rows without a token to learn are
+    left out, unless all are. Raises ConfigError, OSError, Malformed."""
     masked = any(token_loss_mask(stream) is not None for stream in streams.values())
     policy = [*([] if overlong == "split" else [overlong]), *([f"even {EVEN_ROWS_FORMAT}"] if apart else [])]
     policy += ["labelled"] if masked else []
@@ -178,8 +178,8 @@ def _mask_learned_successors(stream: Any, starts: Ints, end: int) -> NDArray[np.
 
 def find_labelled_samples(stream: Any, length: int, count: int, end: int, apart: bool) -> Ints | None:
     """Return which of the `count` samples of `length` tokens that are cut from a stream of tokens, end to end, have a
-    token to learn; None if all or none have, or if the stream does not say what is learned. `end`, `apart`: as of
-    `pack_streams`."""
+    token to learn; None where there is nothing to leave out: all of them have one, or none has, or the stream says
+    nothing of it. `end` and `apart` are arguments of `pack_streams`."""
     if token_loss_mask(stream) is None:
         return None
     starts = find_document_starts(stream, -1) if apart else np.empty(0, np.int64)
@@ -188,9 +188,9 @@ def find_labelled_samples(stream: Any, length: int, count: int, end: int, apart:
 
 
 def _leave_out_unlabelled_rows(stream: Any, pieces: Ints, rows: Ints, starts: Ints, end: int) -> tuple[Ints, Ints]:
-    """Return the packed rows, `pieces` and `rows` as of `PackedStream`, that have a token to learn; all of them if none
-    has, or if the stream does not say what is learned. `starts`: where its documents begin; that is learned only if
-    the token there is `end`, which ends the one before."""
+    """Return the packed rows, `pieces` and `rows` as of `PackedStream`, that have a token to learn; all of them where
+    no row has one, or the stream says nothing of it. `starts`: the positions at which its documents begin; a token
+    there is learned only if it is `end`, which ends the document before."""
     if token_loss_mask(stream) is None or not len(pieces):
         return pieces, rows
     follows, counts = _mask_learned_successors(stream, starts, end), np.diff(rows)
