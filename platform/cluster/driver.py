@@ -164,9 +164,9 @@ def _check_and_drive(
     orphan = directory.find_orphan_step()
     meta = selection.manifest.meta if selection and selection.manifest else None
     changed = origin.find_changed_keys(previous_config, meta, config, plan.mesh.axes)
-    consequences = origin.describe_changed_schedule(previous_config, meta, config)
+    effects = origin.describe_changed_schedule(previous_config, meta, config)
     journal, monitor = _open_records(config, state, opened)
-    origin.report_changed_keys(changed, journal, monitor.say, consequences)
+    origin.report_changed_keys(changed, journal, monitor.say, effects)
     carried = _files_to_carry(config, selection, corpus, monitor.say)
     state.checkpoints = checkpoints = Checkpoints(config, plan, selection, journal, monitor.say, carried)
     job = Job(

@@ -7,14 +7,18 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+<<<<<<< HEAD
 from collections.abc import Collection, Iterator, Mapping, Sequence
+=======
+from collections.abc import Callable, Mapping, Sequence
+>>>>>>> be019055 (tree: fewer lines for text keys, rows and resumes)
 from pathlib import Path
 from typing import Any
 
 from platform.boundary.documents import error_line
 from platform.boundary.local_files import LocalStorage, list_missing_directories, remove_empty_directories
 from platform.boundary.redaction import redact_secrets, strip_url_secrets
-from platform.boundary.refusals import ConfigError, format_violation, refuse_all, refuse_failures
+from platform.boundary.refusals import ConfigError, refuse_all, refuse_failures
 from platform.boundary.schema import Malformed
 from platform.boundary.storage import Storage, open_storage
 from platform.boundary.terminal import Say
@@ -67,19 +71,12 @@ def find_resume_checkpoint(
     if selection.manifest:
         what = f"{selection.directory} is of another run; name another"
         refuse_all(violations_of_identity(selection.manifest.meta.identity, config, key, where, what))
-        if plan:
-            place, saved = f"{storage.url}/{selection.directory}", selection.manifest.tensors
-            refuse_all(_violations_of_factored_moments(config, place, saved, plan))
+        factored = plan.factored if plan else ()  # to an older version a router was no matrix
+        if whole := [name for name in factored if f"{NOT_OF_FACTORED}.{name}" in selection.manifest.tensors]:
+            reason = f"keeps whole second moments of {whole[0]}, and this version keeps them by row and column"
+            weights = f"train.init={storage.url}/{selection.directory}"
+            raise ConfigError(key, where, reason, [f"a run of its own from these weights, run.dir=DIRECTORY {weights}"])
     return selection
-
-
-def _violations_of_factored_moments(config: Config, where: str, saved: Collection[str], plan: Plan) -> Iterator[str]:
-    """Yield a refusal line if a checkpoint at `where`, with the tensors `saved`, keeps whole second moments of a matrix
-    of which `plan` has them by row and column: to an older version a router was no matrix."""
-    if whole := [name for name in plan.factored if f"{NOT_OF_FACTORED}.{name}" in saved]:
-        reason = f"keeps whole second moments of {whole[0]}, and this version keeps them by row and column"
-        legal = [f"a run of its own from these weights, run.dir=DIRECTORY train.init={where}"]
-        yield format_violation("checkpoint.resume", config.checkpoint.resume, reason, legal)
 
 
 def last_recorded_step(config: Config) -> int:
@@ -173,18 +170,15 @@ def report_code_changes(now: Mapping[str, str], journal: Journal, say: Say) -> N
 
 
 def report_changed_keys(
-    changed_keys: Mapping[str, tuple[Any, Any]],
-    journal: Journal,
-    say: Say,
-    consequences: Sequence[str] = (),
+    changed_keys: Mapping[str, tuple[Any, Any]], journal: Journal, say: Say, effects: Sequence[str] = ()
 ) -> None:
     """Report a resumed run's changes of keys, from `find_changed_keys`, in the journal and to the user, with lines on
-    their `consequences`, from `describe_changed_schedule`."""
+    their `effects`, from `describe_changed_schedule`."""
     if changed_keys:
         journal.write(events.Changed(keys=dict(changed_keys)))
     for key, (old_value, new_value) in changed_keys.items():
         say(f"changed  {key}: {old_value} there, {new_value} here")
-    for line in consequences:
+    for line in effects:
         say(line)
 
 
@@ -208,9 +202,7 @@ def describe_changed_schedule(
     except Exception as error:  # of a schedule that today's modules do not register, or with other settings
         return [f"the learning rate of step {step} is not compared with the schedule before ({error_line(error)})"]
     if abs(rate - uncut_rate) > JUMP * abs(uncut_rate) and not {"train", HORIZON} & {*config.resume.allow}:
-        reason = (
-            f"the learning rate of step {step} would be {rate:.1e}, and by the schedule it began with {uncut_rate:.1e}"
-        )
+        reason = f"the learning rate of step {step} would be {rate:.1e}, and was to be {uncut_rate:.1e}"
         legal = [previous_steps, f"resume.allow=[{','.join([*config.resume.allow, HORIZON])}]"]
         raise ConfigError(HORIZON, steps, reason, legal)
     lines = []

@@ -138,11 +138,9 @@ def _parse_override(argument: str, loader: Any) -> Override:
     try:
         parsed = OverridesParser.create(loader).parse_overrides([argument])[0]
         value, text, declared = parsed._value, _parse_as_text(argument), find_declared_type(parsed.key_or_group)
-        if isinstance(value, ChoiceSweep) and isinstance(text, ChoiceSweep):
-            pairs = zip(value.list, text.list, strict=True)
-            value.list = [keep_typed_characters(part, part_text, declared) for part, part_text in pairs]
-        else:
-            parsed._value = keep_typed_characters(value, text, declared)
+        if isinstance(value, ChoiceSweep):
+            value.list = keep_typed_characters(value.list, text.list, list[declared])  # type: ignore[valid-type]
+        parsed._value = keep_typed_characters(value, text, declared)
         return parsed
     except (ValueError, RecursionError) as error:  # such as an integer of 5,000 digits
         raise HydraException(str(error)) from None
@@ -151,37 +149,29 @@ def _parse_override(argument: str, loader: Any) -> Override:
 def _parse_as_text(argument: str) -> Any:
     """Parse the value of an argument that Hydra's grammar takes, with the characters of each number, truth value and
     null in it as text, but for what Hydra's functions compute with."""
-    from hydra.core.override_parser.overrides_parser import create_functions
+    from hydra.core.override_parser import overrides_parser
     from hydra.core.override_parser.overrides_visitor import HydraOverrideVisitor
-    from hydra.grammar.gen.OverrideLexer import (  # type: ignore[attr-defined]
-        CommonTokenStream,
-        InputStream,
-        OverrideLexer,
-    )
-    from hydra.grammar.gen.OverrideParser import OverrideParser
+
+    hydra: Any = overrides_parser  # with the parts of the parser that Hydra makes
 
     class TextVisitor(HydraOverrideVisitor):
         """Visits a parsed argument, and takes numbers, truth values and null as text."""
 
-        def visitPrimitive(self, ctx: OverrideParser.PrimitiveContext) -> Any:
+        def visitPrimitive(self, ctx: Any) -> Any:
             """Return what stands for one value: text or quoted text, but what a function computes with as it is."""
             call, value = ctx.parentCtx.parentCtx, super().visitPrimitive(ctx)
             before = call.children[call.children.index(ctx.parentCtx) - 1]
-            computed = call.getChild(0).getText() in ("range", "interval")
-            kept = (
-                computed
-                or isinstance(before, OverrideParser.ArgNameContext)
-                or not isinstance(value, int | float | None)
-            )
-            return value if kept else ctx.getText().strip()
+            option = isinstance(before, hydra.OverrideParser.ArgNameContext)
+            computed = option or call.getChild(0).getText() in ("range", "interval")
+            return ctx.getText().strip() if isinstance(value, int | float | None) and not computed else value
 
-        def visitDictKey(self, ctx: OverrideParser.DictKeyContext) -> Any:
+        def visitDictKey(self, ctx: Any) -> Any:
             """Return a name in a map as text, or quoted text."""
             name = super().visitDictKey(ctx)
             return ctx.getText().strip() if isinstance(name, int | float | None) else name
 
-    parser = OverrideParser(CommonTokenStream(OverrideLexer(InputStream(argument))))
-    return TextVisitor(create_functions()).visit(parser.override())._value
+    tokens = hydra.CommonTokenStream(hydra.OverrideLexer(hydra.InputStream(argument)))
+    return TextVisitor(hydra.create_functions()).visit(hydra.OverrideParser(tokens).override())._value
 
 
 def expand_sweep_jobs(overrides: Sequence[str], multirun: bool) -> list[list[str]]:

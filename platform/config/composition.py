@@ -86,8 +86,7 @@ def _load_as_text(path: str) -> Any:
         for first, resolvers in loader.yaml_implicit_resolvers.items()
         if first not in "nN"
     }
-    with open(path, encoding="utf-8") as file:
-        return yaml.load(file, Loader=loader)
+    return yaml.load(Path(path).read_text("utf-8"), Loader=loader)
 
 
 def find_yaml_fault(path: str) -> str:

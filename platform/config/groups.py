@@ -472,10 +472,9 @@ class Model:
         ("gelu", "gelu_tanh", "relu", "silu", "swiglu", "swiglu_clamped", "geglu", "geglu_tanh", "reglu"),
     )
     positions: str = key(
-        "learned",
-        "how attention knows positions; sinusoidal: embeddings are scaled by sqrt(d_model)",
+        "learned", "how attention knows positions; sinusoidal: embeddings are scaled by sqrt(d_model)",
         ("learned", "rope", "sinusoidal", "relative"),
-    )
+    )  # fmt: skip
     rope_theta: float = key(10000.0, "positions=rope: base of the rotation frequencies", "> 0")
     rope_pairs: str = key(
         "halves", "positions=rope: what rotates with an element: the one half a head away, or its neighbour",
@@ -550,11 +549,9 @@ class Optimizer:
         1e-8, "Adam's epsilon, added to the denominator; adafactor: its least value", "> 0 and < inf", most=1e6
     )
     weight_decay: float = key(
-        0.1,
-        "weight decay, decoupled but for sgd; not of norms, biases, relative positions and sinks",
-        ">= 0 and < inf",
+        0.1, "weight decay, decoupled but for sgd; not of norms, biases, relative positions, sinks", ">= 0 and < inf",
         most=1e6,
-    )
+    )  # fmt: skip
     clip: float = key(1.0, "largest global gradient norm; 0 = no clipping", ">= 0")
     schedule: str = key(
         "cosine", "learning rate after warm-up",
@@ -628,10 +625,7 @@ class Eval:
     """Evaluation on the held-out split."""
 
     every: int = key(0, "steps between evaluations of the validation loss; 0 = never", ">= 0")
-    batches: int = key(
-        4, "global batches of the held-out split per evaluation, which reads each of its rows at most once", ">= 1",
-        most=10**6,
-    )  # fmt: skip
+    batches: int = key(4, "global batches of held-out rows per evaluation, each row at most once", ">= 1", most=10**6)
     averaged: bool = key(False, "evaluate the averaged weights of train.ema instead of the trained ones")
     patience: int = key(0, "evaluations in a row without a lower loss after which the run ends; 0 = never", ">= 0")
     least_gain: float = key(0.0, "eval.patience: the loss must fall by more than this to be lower", ">= 0")

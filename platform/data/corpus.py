@@ -23,7 +23,7 @@ from platform.data.mixture import DataSource, compute_shares, hash_integers, lis
 from platform.data.objectives import Causal, Objective, SampleShape, build_objective, word_of_objective
 from platform.data.source_kind import find_source_kind, is_streamed
 from platform.data.special_tokens import SpecialIds
-from platform.data.streams import Ints, known_document_starts
+from platform.data.streams import Ints, known_document_starts, token_loss_mask
 from platform.data.tokenizer import Vocabulary, load_named_vocabulary, open_vocabulary
 from platform.data.tokenizer_files import TokenizerFiles
 
@@ -318,9 +318,7 @@ class _Opening:
                 if is_streamed(source.data):
                     streams[TRAIN] = self._open_streamed_tokens(source.data, entry_folder, vocabulary)
             digest = token_files.hash_tokens(entry_folder)
-            labelled = (
-                {} if source.data.packing != "cut" else self._find_labelled_samples(source.data, streams, trusted)
-            )
+            labelled = {} if source.data.packing != "cut" else self._find_labelled_samples(streams, trusted)
             if labelled or any(getattr(stream, "left_out", 0) for stream in streams.values()):
                 digest = hash_values([digest, "labelled rows"])  # older versions made other samples of the same tokens
             parts.append(SourceTokens(source.name, streams, digest, labelled))
@@ -335,19 +333,18 @@ class _Opening:
             entry=folder,
         )
 
-    def _find_labelled_samples(self, data: Data, streams: Mapping[str, Any], trusted: bool) -> dict[str, Ints]:
+    def _find_labelled_samples(self, streams: Mapping[str, Any], trusted: bool) -> dict[str, Ints]:
         """Return which samples have a token to learn, by split, of those cut from the token streams of a data
         source, where not all have; the others are not made."""
         labelled_by_split: dict[str, Ints] = {}
         for split, stream in streams.items():
-            if not isinstance(self.objective, Causal) or isinstance(stream, StreamedTokens):
-                continue
-            count, end = max(0, self.objective.samples(stream)), self.objective.special.end
-            labelled = packing.find_labelled_samples(stream, self.length, count, end, self.objective.within)
-            if labelled is not None:
-                labelled_by_split[split] = labelled
-                message = "%s: %d of %d rows teach nothing and are left out"
-                logger.log(logging.DEBUG if trusted else logging.INFO, message, split, count - len(labelled), count)
+            if isinstance(self.objective, Causal) and token_loss_mask(stream) is not None:
+                count, end = max(0, self.objective.samples(stream)), self.objective.special.end
+                labelled = packing.find_labelled_samples(stream, self.length, count, end, self.objective.within)
+                if len(labelled) < count:
+                    labelled_by_split[split], left_out = labelled, count - len(labelled)
+                    level = logging.DEBUG if trusted else logging.INFO
+                    logger.log(level, "%s: %d of %d rows teach nothing and are left out", split, left_out, count)
         return labelled_by_split
 
     def _open_streamed_tokens(self, data: Data, head: Path, vocabulary: Vocabulary | None) -> StreamedTokens:
@@ -366,11 +363,10 @@ class _Opening:
             train = {TRAIN: cache_entries.open_token_streams(entry_folder, token_files, self.vocab)[TRAIN]}
             return self._pack_rows(data, train, entry_folder, vocabulary, trusted=False)[TRAIN]
 
-        rows: Any = [data.packing, data.overlong] if data.overlong != "split" else data.packing
-        if kind.learned and data.packing != "cut":
-            rows = [rows, "labelled"]
+        rows = [data.packing, data.overlong] if data.overlong != "split" else data.packing
         begin = choose_special_ids(vocabulary, data).begin
         decisive = [head.name, rows, self.length, word_of_objective(objective), objective.needs, begin]
+        decisive += ["labelled"] if kind.learned and data.packing != "cut" else []
         return StreamedTokens(
             folder=head.parent / cache.hash_cache_key(["blocks", *decisive]),
             reader=kind.open_block_reader(kind.find(data), data),
@@ -387,8 +383,7 @@ class _Opening:
         """Return the token streams of a source by split, packed into rows of `length` tokens unless data.packing=cut;
         `place`: the folder of the source's cache entry. Raises ConfigError if documents are to be kept apart and
         neither a token nor an index marks where they begin."""
-        special = choose_special_ids(vocabulary, data)
-        begin = special.begin  # -1: no token
+        begin = (special := choose_special_ids(vocabulary, data)).begin  # -1: no token
         apart = {"data.packing": data.packing != "cut", "data.document_mask": data.document_mask}
         if begin < 0 and any(known_document_starts(stream) is None and len(stream) for stream in streams.values()):
             for key in (key for key, is_wanted in apart.items() if is_wanted):

@@ -136,9 +136,8 @@ def pack_streams(
     policy += ["labelled"] if masked else []
     entry = tokens.parent / cache.hash_cache_key(["packed", FORMAT, tokens.name, length, begin, *policy])
     sizes = {split: len(stream) for split, stream in streams.items()}
-    read = partial(
-        _read_packed_rows, sizes=sizes, length=length, deep=not trusted, whole=overlong == "split" and not masked
-    )
+    whole = overlong == "split" and not masked
+    read = partial(_read_packed_rows, sizes=sizes, length=length, deep=not trusted, whole=whole)
 
     def build_rows(folder: Path) -> dict[str, Any]:
         """Pack each split's documents into rows, written to the cache entry `folder`; return their numbers."""
@@ -176,15 +175,13 @@ def _mask_learned_successors(stream: Any, starts: Ints, end: int) -> NDArray[np.
     return follows
 
 
-def find_labelled_samples(stream: Any, length: int, count: int, end: int, apart: bool) -> Ints | None:
+def find_labelled_samples(stream: Any, length: int, count: int, end: int, apart: bool) -> Ints:
     """Return which of the `count` samples of `length` tokens that are cut from a stream of tokens, end to end, have a
-    token to learn; None where there is nothing to leave out: all of them have one, or none has, or the stream says
-    nothing of it. `end` and `apart` are arguments of `pack_streams`."""
-    if token_loss_mask(stream) is None:
-        return None
+    token to learn; all of them where none has. `end`: the token with which a document ends; `apart`: whether no token
+    sees another document. The stream has a mask of the tokens to learn."""
     starts = find_document_starts(stream, -1) if apart else np.empty(0, np.int64)
     labelled = _mask_learned_successors(stream, starts, end)[: count * length].reshape(count, length).any(1)
-    return np.flatnonzero(labelled) if labelled.any() and not labelled.all() else None
+    return np.flatnonzero(labelled if labelled.any() else ~labelled)
 
 
 def _leave_out_unlabelled_rows(stream: Any, pieces: Ints, rows: Ints, starts: Ints, end: int) -> tuple[Ints, Ints]:
@@ -194,11 +191,9 @@ def _leave_out_unlabelled_rows(stream: Any, pieces: Ints, rows: Ints, starts: In
     if token_loss_mask(stream) is None or not len(pieces):
         return pieces, rows
     follows, counts = _mask_learned_successors(stream, starts, end), np.diff(rows)
-    by_place = np.argsort(pieces[:, 0])
-    first, after = pieces[by_place, 0], pieces[by_place].sum(1)
-    labelled = np.empty(len(pieces), bool)
-    bounds = np.stack([first, after], 1).ravel()
-    labelled[by_place] = np.logical_or.reduceat(np.append(follows, False), bounds)[::2]
+    order = np.argsort(pieces[:, 0])
+    bounds = np.stack([pieces[order, 0], pieces[order].sum(1)], 1).ravel()  # each piece, and what lies behind it
+    labelled = np.logical_or.reduceat(np.append(follows, False), bounds)[::2][np.argsort(order)]
     kept = np.logical_or.reduceat(labelled, rows[:-1])
     if not kept.any():
         return pieces, rows

@@ -32,7 +32,6 @@ _DTYPES = {"uint16": "<u2", "uint32": "<u4", "int32": "<i4", "int64": "<i8", "ui
 ENDINGS = [".bin", ".jsonl", ".parquet", ".arrow"]  # of the files of data=tokens in a folder
 _AT_ONCE = 1 << 22  # tokens that are read at once
 _STRETCHES = 16  # of a .bin that is not read as a whole: as many stretches of _AT_ONCE tokens
-_SAMPLE = 1 << 16  # tokens by which a plain .bin shows that its integers are wider than data.dtype
 _INDEX = 4 << 30  # most bytes of an .idx, which is held in memory
 Positions = NDArray[np.int64]
 
@@ -137,7 +136,7 @@ def locate_tokens(file: DataFile, data: Data) -> TokenFile:
         if size % dtype.itemsize:
             raise ConfigError(f"{size} bytes are no whole number of tokens of data.dtype={data.dtype}")
         located = TokenFile(file, dtype.str, 0, size // dtype.itemsize)
-        _check_width(located.map_tokens()[:_SAMPLE], data.dtype)
+        _check_width(located.map_tokens()[:_AT_ONCE], data.dtype)
         return located
 
 

@@ -196,8 +196,8 @@ def test_what_a_longer_run_does_to_the_learning_rate_is_said_and_a_jump_is_to_be
     assert after > 2 * before
     (line,) = refused(*FIXED, *fixed, "train.steps=12", cwd=tmp_path)
     assert line == (
-        f"config: train.steps=12: the learning rate of step 7 would be {after:.1e}, and by the schedule it began with"
-        f" {before:.1e}; nearest legal: 6, resume.allow=[train.steps]"
+        f"config: train.steps=12: the learning rate of step 7 would be {after:.1e}, and was to be {before:.1e};"
+        " nearest legal: 6, resume.allow=[train.steps]"
     )
     done = train(tmp_path, *fixed, "train.steps=12", "train.stop_at=7", "resume.allow=[train.steps]")
     said = done.stdout.splitlines()
