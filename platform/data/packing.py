@@ -177,8 +177,8 @@ def _mask_learned_successors(stream: Any, starts: Ints, end: int) -> NDArray[np.
 
 def find_labelled_samples(stream: Any, length: int, count: int, end: int, apart: bool) -> Ints:
     """Return which of the `count` samples of `length` tokens that are cut from a stream of tokens, end to end, have a
-    token to learn; all of them where none has. `end`: the token with which a document ends; `apart`: whether no token
-    sees another document. The stream has a mask of the tokens to learn."""
+    token to learn; all of them where none has. `end`: the token with which a document ends; `apart`: no token sees
+    another document. The stream has a mask of the tokens to learn."""
     starts = find_document_starts(stream, -1) if apart else np.empty(0, np.int64)
     labelled = _mask_learned_successors(stream, starts, end)[: count * length].reshape(count, length).any(1)
     return np.flatnonzero(labelled if labelled.any() else ~labelled)
