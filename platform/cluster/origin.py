@@ -7,11 +7,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-<<<<<<< HEAD
-from collections.abc import Collection, Iterator, Mapping, Sequence
-=======
-from collections.abc import Callable, Mapping, Sequence
->>>>>>> be019055 (tree: fewer lines for text keys, rows and resumes)
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
