@@ -199,10 +199,10 @@ class Field:
             if not (columns := self._contender_grid(start)):
                 continue
             modes = self.space.list_modes(start)
-            several = np.column_stack([columns[name] > 1 for name in self._list_sketched(start.scheme)])
-            _, patterns = np.unique(several, axis=0, return_inverse=True)
-            for pattern in range(patterns.max(initial=-1) + 1):
-                best, count = self._rate_pattern(start, _select_rows(columns, patterns.ravel() == pattern), modes)
+            several = [columns[name] > 1 for name in self._list_sketched(start.scheme)]
+            patterns = sum(more.astype(int) << i for i, more in enumerate(several))
+            for pattern in np.unique(patterns):
+                best, count = self._rate_pattern(start, _select_rows(columns, patterns == pattern), modes)
                 rated, judged = rated + best, judged + count
         return sorted(rated), judged
 
