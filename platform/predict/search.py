@@ -200,7 +200,7 @@ class Field:
                 continue
             modes = self.space.list_modes(start)
             several = [columns[name] > 1 for name in self._list_sketched(start.scheme)]
-            patterns = sum(more.astype(int) << i for i, more in enumerate(several))
+            patterns = sum(more.astype(int) << i for i, more in enumerate(reversed(several)))
             for pattern in np.unique(patterns):
                 best, count = self._rate_pattern(start, _select_rows(columns, patterns == pattern), modes)
                 rated, judged = rated + best, judged + count
