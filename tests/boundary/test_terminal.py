@@ -53,7 +53,7 @@ def test_nothing_is_printed_past_what_a_terminal_may_have():
     """Every print() of the package shows JSON, text of our own, or what went through `escape_terminal_text`."""
     own = ("json.dumps(", "escape_terminal_text(", "refusal_line(", '"without a tokenizer', "render_page()",
            "render_summary()", "_CLEAR", "text if arguments.json else escape_terminal_text(",
-           "OmegaConf.to_yaml", '"\\n".join([*list_option_rows', "text, end")  # fmt: skip
+           "OmegaConf.to_yaml", '"\\n".join([*list_option_rows', "text, end", "text, flush=True)")  # fmt: skip
     root = Path(terminal.__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
         if path.name != "api.py":

@@ -20,13 +20,13 @@ def down(monkeypatch):
     pauses, find = [], origin.find_resume_checkpoint
 
     def broken(count, number=errno.EIO):
-        def find_or_fail(config, **how):
+        def find_or_fail(config, *of, **how):
             if len(pauses) < count:
                 try:
                     raise OSError(number, "what")
                 except OSError as error:
                     raise ConfigError("checkpoint.url", "u", f"cannot be reached: {error}") from None
-            return find(config, **how)
+            return find(config, *of, **how)
 
         monkeypatch.setattr(origin, "find_resume_checkpoint", find_or_fail)
         return pauses
