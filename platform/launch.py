@@ -23,6 +23,7 @@ from platform.boundary.refusals import DONE, FAILED, REFUSED, STOPPED, ConfigErr
 from platform.boundary.schema import Malformed
 from platform.boundary.terminal import QuickExit, print_line, run_printing_command, show_phase
 from platform.boundary.world_faults import UNAVAILABLE
+from platform.cluster.crew.failures import NoPlaces
 from platform.cluster.crew.signals import Stopped, StopSignals
 from platform.cluster.shown_commands import Phases, monotonic_command_start
 from platform.config import run_rules
@@ -217,6 +218,9 @@ def _run_jobs(args: Namespace, phases: Phases) -> int:
     except Stopped as stopped:
         print_line(f"stopped by {stopped}: nothing was done; the same command does it")
         return STOPPED
+    except NoPlaces as error:
+        print_line(f"{error}; the same command tries again")
+        return STOPPED
     statuses = []
     for number, job in enumerate(jobs, 1):
         if len(jobs) > 1:
@@ -280,7 +284,7 @@ def prepare_plan(config: Config, mistakes: Sequence[str]) -> tuple[Plan | None, 
     """Plan a job whose configuration has the mistakes `mistakes` already; return the plan, None if there is none, and
     all mistakes, one line each. Settles open keys, parallel.data=-1, buckets and rhythms that are auto in `config`, so
     that workers make the same plan and take the same snapshots."""
-    from platform.cluster.resources import settle_auto_rhythms, settle_open_keys
+    from platform.cluster.resources import expect_cluster, settle_auto_rhythms, settle_open_keys
     from platform.data.data_checks import violations_of_sources
     from platform.predict.make_plan import make_plan
     from platform.predict.step_price import violations_of_hardware
@@ -297,8 +301,9 @@ def prepare_plan(config: Config, mistakes: Sequence[str]) -> tuple[Plan | None, 
     if lines and config.plan.search:
         return None, lines
     try:
-        settle_open_keys(config, print_line)
-        plan = make_plan(config, _count_workers(config))
+        with expect_cluster(config):
+            settle_open_keys(config, print_line)
+            plan = make_plan(config, _count_workers(config))
     except ConfigError as error:
         return None, [*dict.fromkeys([*lines, *error.violations])]
     except Exception:
@@ -309,7 +314,8 @@ def prepare_plan(config: Config, mistakes: Sequence[str]) -> tuple[Plan | None, 
     if plan.zero < 3:
         config.parallel.bucket_mib = plan.bucket_mib  # workers may lack the file of cluster.hardware
     if not lines:
-        settle_auto_rhythms(config, plan, print_line)
+        with expect_cluster(config):
+            settle_auto_rhythms(config, plan, print_line)
     lines += run_rules.violations_of_fault_ranks(config, plan.mesh.world_size)
     lines += run_rules.violations_of_profile_ranks(config, plan.mesh.world_size)
     return plan, lines

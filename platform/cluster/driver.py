@@ -141,6 +141,7 @@ def _check_and_drive(
         state.say(f"warning: {line}")
     from platform.cluster.resources import reserve_or_suggest
 
+    directory.refuse_owned()
     size, spares, least = plan.mesh.world_size, config.elastic.spares, config.elastic.min_workers
     reserve = partial(reserve_or_suggest, config, state.command, size, spares=spares, least=least)
     waits = config.cluster.kind == "ray" or config.cluster.wait
@@ -152,7 +153,9 @@ def _check_and_drive(
 
         selection = origin.find_resume_checkpoint(config, plan)
         _check_initial_weights(config, resumes := bool(selection and selection.manifest))
-    tasks, places = open_tasks(config), places or reserve(state.say)
+    tasks = open_tasks(config)
+    with resources.expect_cluster(config):
+        places = places or reserve(state.say)
     for line in reserve_lines:
         state.say(line)
     placed_config = replace(config, cluster=replace(config.cluster, device=places.device))

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from time import monotonic, sleep
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from platform.boundary.refusals import ConfigError, format_violation
-from platform.boundary.terminal import Say
+from platform.boundary.terminal import Say, show_phase
 from platform.cluster.crew import torchrun
-from platform.cluster.crew.failures import NoPlaces
+from platform.cluster.crew.failures import NoPlaces, NotThere
 from platform.cluster.crew.job import gpu_count, usable_cores
 from platform.cluster.crew.switchboard import lack_of_files
+from platform.cluster.run_directory import find_last_step
 from platform.cluster.shown_commands import Command
 from platform.config.fields import Config
 from platform.config.groups import AUTO, Cluster
@@ -30,10 +31,14 @@ from platform.plan.plan import Plan
 from platform.predict.memory_budget import device_kind
 from platform.predict.remedies import Device, violation_of_memory
 
+if TYPE_CHECKING:
+    from platform.cluster.crew.ray_process import RayProcess
+
+_JOIN_SECONDS = 60.0  # for Ray to let this process join a cluster that answers, or to list its resources
 _CROWDED = 4  # workers per core
 
 
-class TooFewGpus(ConfigError):
+class TooFewGpus(NotThere):
     """Refusal of a run that needs more GPUs than there are."""
 
 
@@ -89,6 +94,48 @@ def find_device_kind(cluster: Cluster) -> str:
     return "cuda" if _uses_gpus(cluster, _measure_supply(crew_kind(cluster), cluster)) else "cpu"
 
 
+def join_ray(cluster: Cluster, deadline: float | None = None) -> RayProcess:
+    """Join the Ray cluster of a run, in the process beside this one, and return that; wait for the cluster's head until
+    `deadline`, by default for cluster.wait seconds. Raises ConfigError, as NotThere if there is no cluster and
+    cluster.wait is 0; NoPlaces if there still is none after the wait."""
+    from platform.cluster.crew.ray_process import close_ray_process, find_silence, share_ray_process
+    from platform.cluster.crew.ray_session import cluster_refusal
+
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    deadline = monotonic() + cluster.wait if deadline is None else deadline
+    with show_phase(f"joining Ray at {address}"):
+        while True:
+            try:
+                if not share_ray_process().joined:
+                    if silence := find_silence(address):
+                        raise cluster_refusal(address, silence)
+                    try:
+                        share_ray_process().ask("join", cluster, seconds=_JOIN_SECONDS)
+                    except NoPlaces as error:
+                        raise cluster_refusal(address, str(error)) from None
+                    share_ray_process().joined = True
+                return share_ray_process()
+            except NotThere as error:
+                close_ray_process(polite=False)
+                if monotonic() >= deadline and cluster.wait:
+                    raise NoPlaces(f"waited {cluster.wait:g} s: {error}") from None
+                if monotonic() >= deadline:
+                    raise
+            sleep(1.0)
+
+
+@contextmanager
+def expect_cluster(config: Config) -> Iterator[None]:
+    """Raise NoPlaces where the block raises NotThere, if a run in a Ray cluster has done steps before: the cluster was
+    there, so that it is no mistake of the user's that it is not there now."""
+    try:
+        yield
+    except NotThere as error:
+        if config.cluster.kind == "ray" and find_last_step(Path(config.run.dir)):
+            raise NoPlaces(str(error)) from None
+        raise
+
+
 def _uses_gpus(cluster: Cluster, supply: Supply) -> bool:
     """Return True if workers get a GPU each where as many start as there is room for."""
     return cluster.device == "cuda" or (cluster.device == "auto" and supply.gpus > 0)
@@ -105,8 +152,9 @@ def reserve_workers(cluster: Cluster, world_size: int, say: Say, spares: int = 0
     _refuse_impossible(kind, world_size, spares)
     needed = int(os.environ["LOCAL_WORLD_SIZE"]) if kind == "torchrun" else world_size  # the supply is of one machine
     least = needed if kind == "torchrun" else min(least or needed, needed)
-    with _hold_ray_demand(kind, cluster, needed + spares):
-        supply, device, lack = _await_supply(kind, cluster, needed, least, say)
+    deadline = monotonic() + cluster.wait
+    with _hold_ray_demand(kind, cluster, needed + spares, deadline):
+        supply, device, lack = _await_supply(kind, cluster, needed, least, say, deadline)
     reason = f" ({format_count(supply.gpus, 'GPU')} {supply.where})" if cluster.device == "auto" else ""
     room = supply.gpus if device == "cuda" else supply.cpus if supply.shared else inf
     members = world_size + spares if kind == "torchrun" else int(min(needed + spares, room))
@@ -122,22 +170,21 @@ def reserve_workers(cluster: Cluster, world_size: int, say: Say, spares: int = 0
 
 
 @contextmanager
-def _hold_ray_demand(kind: str, cluster: Cluster, count: int) -> Iterator[None]:
+def _hold_ray_demand(kind: str, cluster: Cluster, count: int, deadline: float) -> Iterator[None]:
     """Ask Ray's autoscaler for `count` workers during the block, if cluster.autoscale says so; the demand outlives the
     block, for the crew to take it up, unless that raises."""
     if kind != "ray" or not cluster.autoscale:
         yield
         return
-    from platform.cluster.crew import ray_session
-    from platform.cluster.crew.ray_actors import Demand, worker_bundle
+    from platform.cluster.crew.ray_actors import worker_bundle
 
-    ray_session.join_cluster(cluster)
-    demand, came = Demand(worker_bundle(cluster.device, cluster.labels), lambda: count), False
+    join_ray(cluster, deadline).ask("hold_demand", worker_bundle(cluster.device, cluster.labels), count)
+    came = False
     try:
         yield
         came = True
     finally:
-        demand.close(withdraw=not came)
+        join_ray(cluster, deadline).tell("drop_demand", not came)
 
 
 def _refuse_impossible(kind: str, world_size: int, spares: int) -> None:
@@ -157,13 +204,15 @@ def _refuse_impossible(kind: str, world_size: int, spares: int) -> None:
         raise ConfigError("elastic.spares", spares, "torchrun starts a process per worker and no others", [0])
 
 
-def _await_supply(kind: str, cluster: Cluster, needed: int, least: int, say: Say) -> tuple[Supply, str, str]:
-    """Wait until the cluster has room for `needed` workers, at most `cluster.wait` seconds. Return the free supply, the
+def _await_supply(
+    kind: str, cluster: Cluster, needed: int, least: int, say: Say, deadline: float
+) -> tuple[Supply, str, str]:
+    """Wait until the cluster has room for `needed` workers, until `deadline`. Return the free supply, the
     device (cpu | cuda) and, if there is room only for `least` or more, a message on the lack, else "". Raises as
     `reserve_workers`."""
-    deadline, said = monotonic() + cluster.wait, ""
+    said = ""
     while True:
-        supply = _measure_supply(kind, cluster)
+        supply = _measure_supply(kind, cluster, deadline)
         device = _choose_device(cluster.device, needed, least, supply)
         lack = _describe_lack(device, needed, supply)
         if not lack:
@@ -175,22 +224,19 @@ def _await_supply(kind: str, cluster: Cluster, needed: int, least: int, say: Say
                 return supply, device, lack
             if cluster.wait:
                 raise NoPlaces(f"waited {cluster.wait:g} s for {waiting}")
-            raise TooFewGpus(lack) if device == "cuda" else ConfigError(lack)
+            raise TooFewGpus(lack) if device == "cuda" else NotThere(lack)
         if waiting != said:
             say(f"waiting for {waiting}, up to {cluster.wait:g} s")
             said = waiting
         sleep(min(1.0, max(0.0, deadline - monotonic())))
 
 
-def _measure_supply(kind: str, cluster: Cluster) -> Supply:
+def _measure_supply(kind: str, cluster: Cluster, deadline: float | None = None) -> Supply:
     """Return the GPUs and CPUs that a launcher of this kind could use for workers now: free ones of the Ray cluster for
     "ray", on nodes with cluster.labels, else all of this machine."""
     if kind != "ray":
         return Supply(gpu_count(), usable_cores(), "on this machine")
-    from platform.cluster.crew import ray_session
-
-    ray_session.join_cluster(cluster)
-    free = ray_session.free_resources(cluster.labels)
+    free = join_ray(cluster, deadline).ask("free_resources", cluster.labels, seconds=_JOIN_SECONDS)
     where = "free in the Ray cluster" + (" on nodes with cluster.labels" if cluster.labels else "")
     return Supply(int(free.get("GPU", 0)), int(free.get("CPU", 0)), where, shared=True)
 
@@ -254,10 +300,8 @@ def _find_smallest_accelerator(config: Config) -> Device | None:
     workers are not started by Ray, or no label is known."""
     if crew_kind(config.cluster) != "ray":
         return None
-    from platform.cluster.crew import ray_session
-
-    ray_session.join_cluster(config.cluster)
-    devices = [device for name in ray_session.list_accelerators() if (device := _look_up_accelerator(name))]
+    names = join_ray(config.cluster).ask("list_accelerators", seconds=_JOIN_SECONDS)
+    devices = [device for name in names if (device := _look_up_accelerator(name))]
     return min(devices, key=lambda device: device.memory, default=None)
 
 
@@ -317,7 +361,7 @@ def reserve_or_suggest(config: Config, command: Command, size: int, say: Say, **
         workers = count_available_workers(config.cluster)
         device = find_worker_device(config, "cuda", workers) if workers > 0 else None
         hint = _suggest_best_plan(config, command, workers, device) if device else ""
-        raise ConfigError([*lines, last + hint]) from None
+        raise NotThere([*lines, last + hint]) from None
 
 
 def refuse_lack_of_memory(config: Config, plan: Plan, device: Device, command: Command) -> None:

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -170,6 +170,15 @@ class RunDirectory:
         with self.refuse_unusable():
             return find_orphan_step(self.path)
 
+    def refuse_owned(self) -> None:
+        """Raise ConfigError, naming the process, if another driver is alive in this run directory; before a run waits
+        for places that the other one may have. `claim` decides."""
+        with suppress(OSError, Malformed), documents.open_regular_file(self._lock) as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._refuse_owner(documents.printable_line(lock.read(1000)))
+
     @contextmanager
     def claim(self, config: Config, plan: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
         """Create the run directory, lock it for this driver, write `config.yaml` and `plan.json` (`plan`: its summary),
@@ -229,8 +238,12 @@ class RunDirectory:
         with self.refuse_unusable():
             owner = lock_or_owner(lock)
         if owner:
-            constraint = f"in use by {owner}; wait for it, stop it, or name another directory"
-            raise ConfigError("run.dir", self.path, constraint)
+            self._refuse_owner(owner)
+
+    def _refuse_owner(self, owner: str) -> NoReturn:
+        """Raise ConfigError naming the process that drives a run in this directory."""
+        constraint = f"in use by {owner or 'another process'}; wait for it, stop it, or name another directory"
+        raise ConfigError("run.dir", self.path, constraint)
 
     def refuse_unusable(self) -> AbstractContextManager[None]:
         """Raise ConfigError, for the user, where the run directory cannot be used inside the block."""

@@ -221,7 +221,7 @@ TORCHRUN: Mapping[str, Variable] = {
     "MASTER_PORT": (r"\d{1,5}", "must be a port", ("29500",)),
     "TORCHELASTIC_RESTART_COUNT": _NUMBER,
 }
-_RAY: Variable = (rf"auto|local|(ray://)?({_HOST}):\d{{1,5}}", "must be HOST:PORT, or auto", ("auto", "127.0.0.1:6379"))
+_RAY: Variable = (rf"auto|({_HOST}):\d{{1,5}}", "must be HOST:PORT, or auto", ("auto", "127.0.0.1:6379"))
 _DETERMINISTIC: Mapping[str, Variable] = {  # of workers on GPUs, under train.deterministic
     "CUBLAS_WORKSPACE_CONFIG": (r":4096:8|:16:8", "must be as train.deterministic=true needs it", (":4096:8", ":16:8")),
     "NCCL_ALGO": (

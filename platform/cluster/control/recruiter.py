@@ -17,7 +17,7 @@ from typing import NamedTuple
 from platform.cluster.control.examination import Doctor
 from platform.cluster.control.run_context import Generation, RunContext
 from platform.cluster.crew.crew import Crew
-from platform.cluster.crew.failures import GaveUp, Member
+from platform.cluster.crew.failures import GaveUp, Member, NoPlaces
 from platform.monitor import events
 from platform.plan.layout import Mesh, format_count
 from platform.predict.hardware import Hardware
@@ -82,7 +82,8 @@ class Recruiter:
         elastic.min_workers; if that is not set, the whole mesh at the start, and later any number. If a stop is
         requested one worker is enough, because only the last checkpoint remains to be saved.
 
-        Raises GaveUp if too few come in time, or no more can come; Stopped if a stop is requested and no mesh can form;
+        Raises GaveUp if too few come in time, or no more can come; Stopped if a stop is requested and no mesh can form,
+        NoPlaces if the cluster is lost;
         WorkerFailed if one fails while it is examined.
         """
         e, begin, said = self._config.elastic, monotonic(), False
@@ -90,15 +91,18 @@ class Recruiter:
             coming = crew.starting_members  # read first: a worker that gets ready meanwhile is among the members
             members = self.usable_members(crew)
             replanned = self.choose_best_plan(len(members))
-            least = 1 if self._signals.stop_requested else self._least
+            ends = self._signals.stop_requested or crew.lost
+            least = 1 if ends else self._least
             if replanned and replanned.plan.mesh.world_size >= least:
-                if not self._signals.stop_requested and (unsound := self._doctor.find_unsound(crew, list(members))):
+                if not ends and (unsound := self._doctor.find_unsound(crew, list(members))):
                     self._unsound |= unsound
                     self.barred |= unsound.keys()
                     continue
                 self._least = max(1, e.min_workers)
                 return members, replanned
             self._signals.raise_if_requested()
+            if crew.lost:
+                raise NoPlaces(crew.lost)
             hired = self.hire_missing_workers(crew)
             lack = f"{len(members)} of {format_count(least, 'worker')} there, and elastic.min_workers is not set"
             if e.min_workers:
@@ -126,7 +130,7 @@ class Recruiter:
             self._say(f"a new worker did not start: {failure}")
             self._hire_from = monotonic() + HIRE_AGAIN_SECONDS
         crew.unstarted.clear()
-        if not (self._config.elastic.replace and crew.can_hire) or monotonic() < self._hire_from:
+        if not (self._config.elastic.replace and crew.can_hire) or crew.lost or monotonic() < self._hire_from:
             return 0
         if (missing := max(0, self._count_missing(crew))) > 0:
             self._journal.write(events.Hiring(count=missing))

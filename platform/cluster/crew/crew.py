@@ -41,6 +41,7 @@ class Crew(AbstractContextManager["Crew"]):
         unstarted: failures of hired members that never got ready.
         came: when the first process dialled in, a reading of the monotonic clock; None if none has to.
         outlook: sight of the seated workers, which other threads may read.
+        lost: why the cluster is of no use to the crew any more, which ends soon then; "" as long as it is.
     """
 
     store: tuple[str, int]
@@ -49,6 +50,7 @@ class Crew(AbstractContextManager["Crew"]):
     unstarted: list[Failure]
     came: float | None = None
     outlook: Outlook = NOTHING
+    lost = ""
 
     @property
     @abstractmethod
@@ -124,9 +126,11 @@ class Launcher(ABC):
         can_hire: True if processes can be started after the initial ones.
         key: derives the members' tokens, "" for a fresh one; `prepare_launch` may set it.
         greeted: every member that has ever dialled in, as it introduced itself.
+        lost: why the cluster is of no use any more; "" as long as it is.
     """
 
     can_hire = True
+    lost = ""
     key = ""
 
     def __init__(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from platform.boundary.refusals import ConfigError
 from platform.monitor.verdict import evidence
 
 
@@ -47,7 +48,8 @@ class Failure:
 
     def __str__(self) -> str:
         """Format this failure of a worker as a line for the user: its name, node, kind, call and error."""
-        where = f" on {self.member.host}" if self.member.node else ""
+        host, _, node = self.member.node.partition("/")
+        where = f" on {host}" + f" (Ray node {node[:8]})" * bool(node) if host else ""
         return f"{self.name}{where} {self.kind} in {self.method}: {self.cause.strip().rpartition(chr(10))[2]}"
 
     def event_fields(self) -> dict[str, Any]:
@@ -115,6 +117,10 @@ class GaveUp(Exception):
 class NoPlaces(Exception):
     """Signals that the cluster had too few places for the workers within the wait allowed; the message says how many
     were needed and found. The same command may succeed later."""
+
+
+class NotThere(ConfigError):
+    """Refusal for what the cluster lacks now, and may have later: its head, or places."""
 
 
 class Reform(Exception):

@@ -1,4 +1,5 @@
-"""Launcher of Ray actors, one per worker, in an embedded Ray on this machine or in the cluster at RAY_ADDRESS.
+"""Launcher of Ray actors, one per worker, in an embedded Ray on this machine or in the cluster at RAY_ADDRESS: the part
+in the driver, and the host of the actors in the process beside it (`ray_process`).
 
 In a cluster an actor's process is the worker. On this machine it has the worker forked (`forked_workers`), because four
 processes that import torch take seconds longer than one.
@@ -13,8 +14,12 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from itertools import count
+from random import uniform
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
@@ -23,9 +28,19 @@ from platform.cluster.crew.crew import Launcher
 from platform.cluster.crew.failures import Failure, Member, NoPlaces, WorkerFailed
 from platform.cluster.crew.forked_workers import ForkServer, order_worker
 from platform.cluster.crew.job import Assignment, Job, assign_worker, local_tiers, usable_cores
-from platform.cluster.crew.ray_session import Embedded, Notices, free_nodes, join_cluster, matches_labels
+from platform.cluster.crew.ray_process import close_ray_process, share_ray_process
+from platform.cluster.crew.ray_session import (
+    Embedded,
+    Notices,
+    free_nodes,
+    free_resources,
+    join_cluster,
+    list_accelerators,
+    matches_labels,
+)
 from platform.cluster.crew.switchboard import Switchboard
 from platform.cluster.crew.worker_host import serve_worker
+from platform.config.groups import Cluster
 from platform.plan.layout import format_count
 
 # Demand of runs on the autoscaler of their Ray cluster, so that it starts machines for workers before there are any.
@@ -173,6 +188,7 @@ class Demand:
 
 
 _LOG = logging.getLogger("platform.cluster")
+_START_SECONDS = 20.0  # for initial workers to start in the places that Ray has chosen; longer from try to try
 _PLACEMENT_SECONDS = 60.0  # at least, for Ray to grant resources that were free a moment ago
 _TURN_SECONDS = 10.0  # interval of the messages that say what is being waited for
 _REASON_SECONDS = 0.3  # for Ray to report how a process ended; the loss of a node it learns only much later
@@ -189,76 +205,147 @@ class _Location(NamedTuple):
 class RayActors(Launcher):
     """Starts one actor per member, on nodes with cluster.labels. The initial members are placed as cluster.placement
     says, and numbered by machine, within a machine by GPU. A hired member starts wherever Ray finds a place, as soon as
-    there is one; under placement=strict_pack on the machine of the others."""
+    there is one; under placement=strict_pack on the machine of the others. All of Ray is in a process beside this one,
+    which only the start waits for."""
 
     def __init__(self, *, embedded: bool):
         """Initialise a launcher of workers as Ray actors. `embedded`: in a Ray of our own on this machine, else in the
         cluster at RAY_ADDRESS."""
         super().__init__()
         self._embedded = embedded
-        self._actors: dict[int, Any] = {}  # actors not killed yet, by member number
-        self._crowd = 0  # most initial members on one machine; 0 before the start
-        self._serving: dict[int, Any] = {}  # each actor's running `serve` call
-        self._notices: Notices | None = None
-        self._ray: Embedded | None = None
+        self._actors: set[int] = set()  # numbers of the members whose actors are not killed yet
+        self._started = False  # the initial members are
+        self._ray = share_ray_process()
         self._forks: ForkServer | None = None
         self._path = ""  # where actors order workers of `_forks`
-        self._demand: Demand | None = None  # on the autoscaler
 
     def prepare_launch(self, job: Job, size: int) -> str:
         """Start or join the crew's Ray cluster; return the address of this machine that its nodes can reach."""
         if self._embedded:
-            growth = max(0, job.config.elastic.max_workers - job.world_size)
             assignment = assign_worker(job, -1, local_rank=0, local_world_size=job.world_size, group_rank=0)
             self._forks = ForkServer(assignment)
-            self._ray = Embedded(max(size, job.world_size) + growth, gpus=job.device == "cuda")
-            self._path = f"{self._ray.directory}/forks"
+        host, self._here, address, self._path = self._ray.ask("prepare", job, size, self._embedded)
+        self._ray.watch_cluster(address)
+        if self._forks:
             self._forks.listen_for_orders(self._path)
-        else:
-            join_cluster(job.config.cluster)
-            if job.config.cluster.autoscale:
-                self._demand = Demand(_job_bundle(job), lambda: len(self._actors) or size)
-        import ray
+        return str(host)
 
-        self._notices = Notices()
-        self._here = ray.get_runtime_context().get_node_id()
-        return "127.0.0.1" if self._embedded else ray.util.get_node_ip_address()
+    @property
+    def lost(self) -> str:
+        return self._ray.lost
 
     def find_leaving_members(self, members: Mapping[int, Member]) -> Set[int]:
-        if self._notices is None or not (nodes := self._notices.nodes):
+        if not (nodes := self._ray.leaving):
             return frozenset()
         everybody = self._here in nodes  # the driver's node is draining, and the run ends with it
         return {number for number, member in members.items() if everybody or _node_id(member.node) in nodes}
 
     def launch_workers(self, job: Job, numbers: Sequence[int], board: Switchboard) -> None:
-        """Start Ray actors for the workers `numbers`: the initial ones together, hired ones where Ray has a place."""
-        if not self._crowd:
-            self._launch_initial_workers(job, numbers, board)
-            return
-        for number in numbers:
-            # Its node is not known yet: threads are sized as if it shared the most crowded initial machine.
-            assignment = assign_worker(job, number, local_rank=0, local_world_size=self._crowd, group_rank=0)
-            self._start_serving(_create_actor(job, self._find_required_node(job)), assignment, board)
+        """Start Ray actors for the workers `numbers`: the initial ones together, and wait until they run; hired ones
+        where Ray has a place, without waiting."""
+        tokens = {number: board.member_token(number) for number in numbers}
+        required = self._find_required_node(job)
+        self._actors.update(numbers)
+        if self._started:
+            return self._ray.tell("hire_workers", job, tokens, board.address, required)
+        launching = self._ray.order("launch_workers", job, tokens, board.address)
+        rendezvous.preload_torch()  # while the actors start
+        self._ray.await_answer(launching)
+        self._started = True
 
     def _find_required_node(self, job: Job) -> str:
         """Return the Ray node where a hired worker must start: the others' under strict_pack, else "" for any."""
         living = [member.node for number, member in self.greeted.items() if number in self._actors]
         return _node_id(living[0]) if living and job.config.cluster.placement == "strict_pack" else ""
 
-    def _launch_initial_workers(self, job: Job, numbers: Sequence[int], board: Switchboard) -> None:
-        """Start the initial members' actors where cluster.placement wants them, wait until all of them run, and number
-        them by machine, within a machine by GPU. Raises NoPlaces as `_await_workers`, WorkerFailed as
-        `_resolve_location` does."""
+    def describe_exit(self, number: int, seconds: float) -> str | None:
+        """Return how a worker's Ray actor ended, as Ray says of its `serve` call; None if no end is known in time."""
+        return self._ray.await_exit(number, min(seconds, _REASON_SECONDS))
+
+    def kill_worker(self, number: int) -> None:
+        """Kill a worker's Ray actor, and its process if that is on this machine, where it takes no time."""
+        if number not in self._actors:
+            return  # killed before: its pid may belong to another process by now
+        self._actors.remove(number)
+        self._ray.tell("kill_worker", number)
+        member = self.greeted.get(number)
+        if member and _node_id(member.node) == self._here:
+            with suppress(ProcessLookupError):  # on the driver's own machine: immediate, which ray.kill is not
+                os.kill(member.pid, signal.SIGKILL)
+
+    def end_workers(self, polite: bool) -> None:
+        """Kill all workers' Ray actors, and leave the Ray cluster, or end it if it is this run's own."""
+        for number in list(self._actors):
+            self.kill_worker(number)
+        close_ray_process(polite=polite)
+        if self._forks:
+            self._forks.close()
+
+
+class ActorHost:
+    """All that a run does with Ray, in the process beside the driver, which orders these calls by name
+    (`ray_process`)."""
+
+    def __init__(self, send: Callable[..., None]):
+        """Initialise the host of a run's actors; it has joined no Ray yet. `send`: sends news to the driver."""
+        self._send = send
+        self._actors: dict[int, Any] = {}  # actors not killed yet, by member number
+        self._serving: dict[int, Any] = {}  # each actor's running `serve` call
+        self._crowd = 0  # most initial members on one machine; 0 before the start
+        self._notices: Notices | None = None
+        self._ray: Embedded | None = None
+        self._path = ""
+        self._demand: Demand | None = None  # on the autoscaler
+
+    def join(self, cluster: Cluster) -> None:
+        """Join the Ray cluster by `ray_session.join_cluster`."""
+        join_cluster(cluster)
+
+    def free_resources(self, labels: Mapping[str, str]) -> dict[str, float]:
+        """Return what is free in the cluster, by `ray_session.free_resources`."""
+        return free_resources(labels)
+
+    def list_accelerators(self) -> list[str]:
+        """Return the accelerators of the cluster, by `ray_session.list_accelerators`."""
+        return list_accelerators()
+
+    def hold_demand(self, bundle: Bundle, count: int) -> None:
+        """Ask the cluster's autoscaler for `count` times a `bundle`, until `drop_demand`."""
+        self._demand = Demand(bundle, lambda: count)
+
+    def drop_demand(self, withdraw: bool) -> None:
+        """End the demand on the cluster's autoscaler, as `Demand.close` does."""
+        if self._demand:
+            self._demand.close(withdraw=withdraw)
+            self._demand = None
+
+    def prepare(self, job: Job, size: int, embedded: bool) -> tuple[str, str, str, str]:
+        """Start or join the crew's Ray; return the address of this machine that its nodes can reach, the id of its
+        node, the address of the control store, and the path at which actors order workers, "" for none."""
+        if embedded:
+            growth = max(0, job.config.elastic.max_workers - job.world_size)
+            self._ray = Embedded(max(size, job.world_size) + growth, gpus=job.device == "cuda")
+            self._path = f"{self._ray.directory}/forks"
+        else:
+            join_cluster(job.config.cluster)
+            if job.config.cluster.autoscale:
+                self._demand = Demand(_job_bundle(job), lambda: len(self._actors) or size)
         import ray
 
-        size = len(numbers)
-        actors = [_create_actor(job, node) for node in _choose_nodes(job, size)]
-        self._actors = dict(zip(numbers, actors, strict=True))
-        location_refs = [actor.locate.remote() for actor in actors]
-        rendezvous.preload_torch()  # while the actors start
-        _await_workers(job, lambda seconds: len(ray.wait(location_refs, num_returns=size, timeout=seconds)[0]), size)
+        self._notices = Notices(lambda nodes: self._send("leaving", nodes))
+        context = ray.get_runtime_context()
+        host = "127.0.0.1" if embedded else ray.util.get_node_ip_address()
+        return host, context.get_node_id(), context.gcs_address, self._path
+
+    def launch_workers(self, job: Job, tokens: Mapping[int, str], address: tuple[str, int]) -> None:
+        """Start the initial members' actors where cluster.placement wants them, wait until all of them run, and number
+        them by machine, within a machine by GPU; `tokens`: by number. Raises NoPlaces as `_await_workers`, WorkerFailed
+        as `_resolve_location` does."""
+        numbers, size = list(tokens), len(tokens)
+        location_refs = self._create_initial_actors(job, numbers)
         refs_by_number = zip(numbers, location_refs, strict=True)
         locations = [_resolve_location(number, location_ref) for number, location_ref in refs_by_number]
+        actors = list(self._actors.values())
         machines = list(dict.fromkeys(where.machine for where in locations))
         order = sorted(range(size), key=lambda i: (machines.index(locations[i].machine), locations[i].gpu))
         crowds = [[i for i in order if locations[i].machine == machine] for machine in machines]
@@ -267,56 +354,76 @@ class RayActors(Launcher):
             machine = machines.index(locations[i].machine)
             crowd = crowds[machine]
             where = {"local_rank": crowd.index(i), "local_world_size": len(crowd), "group_rank": machine}
-            self._start_serving(actors[i], assign_worker(job, number, **where, cores=locations[i].cores), board)
+            assignment = assign_worker(job, number, **where, cores=locations[i].cores)
+            self._start_serving(actors[i], assignment, address, tokens[number])
 
-    def _start_serving(self, actor: Any, assignment: Assignment, board: Switchboard) -> None:
-        """Order a Ray actor to serve the worker of `assignment`: it dials the driver's switchboard `board`."""
+    def _create_initial_actors(self, job: Job, numbers: Sequence[int]) -> list[Any]:
+        """Create the initial members' actors, and return Ray's references to where each runs, once all do. Ray has
+        chosen their places by then and does not hold them, so that another run may have been faster: where they do not
+        start in time, all are killed and placed anew, and none waits in a place that another run lacks."""
+        import ray
+
+        size, deadline = len(numbers), monotonic() + _longest_wait(job)
+        for attempt in count():
+            actors = [_create_actor(job, node) for node in _choose_nodes(job, size)]
+            self._actors = dict(zip(numbers, actors, strict=True))
+            refs = [actor.locate.remote() for actor in actors]
+            patience = min(_START_SECONDS * 2**attempt * uniform(1, 2), deadline - monotonic())
+            if len(ray.wait(refs, num_returns=size, timeout=max(0.0, patience))[0]) == size:
+                return refs
+            for number in numbers:
+                self.kill_worker(number)
+            if monotonic() >= deadline:
+                raise NoPlaces(f"waited {_longest_wait(job):.0f} s for Ray to start {format_count(size, 'worker')}")
+            _LOG.info("%s did not start in %.0f s: placed anew", format_count(size, "worker"), patience)
+        raise AssertionError
+
+    def hire_workers(self, job: Job, tokens: Mapping[int, str], address: tuple[str, int], node: str) -> None:
+        """Start actors of more members where Ray finds a place, on `node` if that is not ""; `tokens`: by number."""
+        for number, token in tokens.items():
+            # Its node is not known yet: threads are sized as if it shared the most crowded initial machine.
+            assignment = assign_worker(job, number, local_rank=0, local_world_size=self._crowd, group_rank=0)
+            try:
+                self._start_serving(_create_actor(job, node), assignment, address, token)
+            except Exception as error:  # as if it had died
+                self._send("ended", number, f"Ray does not start it: {' '.join(str(error).split())}")
+
+    def _start_serving(self, actor: Any, assignment: Assignment, address: tuple[str, int], token: str) -> None:
+        """Order a Ray actor to serve the worker of `assignment`, which dials the driver at `address`, and to send news
+        of its end."""
         number = assignment.number
         self._actors[number] = actor
-        self._serving[number] = actor.serve.remote(assignment, board.address, board.member_token(number), self._path)
+        self._serving[number] = serving = actor.serve.remote(assignment, address, token, self._path)
+        serving.future().add_done_callback(partial(self._note_end, number))
 
-    def describe_exit(self, number: int, seconds: float) -> str | None:
-        """Return how a worker's Ray actor ended, as Ray says of its `serve` call; None if no end is known in time."""
-        import ray
-        from ray.exceptions import RayActorError, RayError
+    def _note_end(self, number: int, ending: Future[str]) -> None:
+        """Send news of how a worker's actor ended, as Ray says of its `serve` call, in a thread of Ray's."""
+        from ray.exceptions import RayActorError
 
-        serving = self._serving[number]
-        if not ray.wait([serving], timeout=min(seconds, _REASON_SECONDS))[0]:
-            return None
-        try:
-            return str(ray.get(serving))
-        except RayActorError as error:
-            return _death_reason(error)
-        except RayError as error:
-            return str(error)
+        error = ending.exception()
+        text = _death_reason(error) if isinstance(error, RayActorError) else str(error or ending.result())
+        self._serving.pop(number, None)
+        self._send("ended", number, text)
 
     def kill_worker(self, number: int) -> None:
-        """Kill a worker's Ray actor, and its process if that is on this machine, where it takes no time."""
+        """Kill a worker's Ray actor."""
         import ray
 
-        if not (actor := self._actors.pop(number, None)):
-            return  # killed before: its pid may belong to another process by now
-        ray.kill(actor, no_restart=True)
-        member = self.greeted.get(number)
-        if member and _node_id(member.node) == self._here:
-            with suppress(ProcessLookupError):  # on the driver's own machine: immediate, which ray.kill is not
-                os.kill(member.pid, signal.SIGKILL)
+        if actor := self._actors.pop(number, None):
+            ray.kill(actor, no_restart=True)
 
-    def end_workers(self, polite: bool) -> None:
+    def end(self) -> None:
         """Kill all workers' Ray actors, and leave the Ray cluster, or end it if it is this run's own."""
         import ray
 
+        self.drop_demand(withdraw=True)
         if self._notices:
             self._notices.close()
-        if self._demand:
-            self._demand.close()
         if ray.is_initialized():
             for number in list(self._actors):
                 self.kill_worker(number)
             if not self._ray:
                 ray.shutdown()  # only disconnects from a cluster
-        if self._forks:
-            self._forks.close()
         if self._ray:
             self._ray.close()
 
@@ -403,11 +510,16 @@ def find_smallest_tier(tiers: list[str], nodes: Sequence[tuple[Mapping[str, str]
     return {}
 
 
+def _longest_wait(job: Job) -> float:
+    """Return the seconds that a run waits for Ray to start its initial workers."""
+    return max(job.config.elastic.wait, job.config.cluster.wait, _PLACEMENT_SECONDS)
+
+
 def _await_workers(job: Job, ready: Callable[[float], int], size: int) -> None:
     """Wait for Ray to start `size` workers of `job`: poll `ready` (seconds to wait -> how many are ready) until `size`
     are. A busy machine is slow at this, and nodes come and go, so waiting is no error. Raises NoPlaces after the
     longest of `elastic.wait`, `cluster.wait` and _PLACEMENT_SECONDS."""
-    wait = max(job.config.elastic.wait, job.config.cluster.wait, _PLACEMENT_SECONDS)
+    wait = _longest_wait(job)
     deadline = monotonic() + wait
     while (ready_count := ready(min(_TURN_SECONDS, max(0.0, deadline - monotonic())))) < size:
         bundle, cluster = _job_bundle(job), job.config.cluster

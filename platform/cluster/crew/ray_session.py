@@ -8,23 +8,23 @@ import os
 import re
 import secrets
 import signal
-import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from platform.boundary.refusals import SHOWN, ConfigError, added_path, format_violation
-from platform.boundary.terminal import escape_unprintable, print_line
+from platform.boundary.terminal import escape_unprintable
 from platform.cluster.crew import leftovers
+from platform.cluster.crew.failures import NotThere
 from platform.cluster.crew.job import gpu_count
 from platform.config.groups import Cluster
 
+_LOG = logging.getLogger("platform.cluster")
 _ATTEMPTS = 3  # to start an embedded Ray
-_CONNECT_SECONDS = 2.0
 _NOTICE_SECONDS = 2.0  # interval of the queries for draining nodes
 _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": Ray uses the loopback address, as on those systems
 _OBJECT_STORE_BYTES = 100 << 20  # small: no tensor goes through it, and workers need the shared memory
@@ -46,7 +46,7 @@ class Embedded:
                 if attempt == _ATTEMPTS or not _is_too_slow(error):
                     raise
                 again = f"once more, {attempt + 1} of {_ATTEMPTS}"
-                print_line(f"ray: it did not start in its own time (a busy machine?); {again}", sys.stderr)
+                _LOG.warning("ray: it did not start in its own time (a busy machine?); %s", again)
 
     def _start_ray(self, size: int, gpus: bool) -> None:
         """Start a private Ray with room for `size` workers, its directory, and the process that cleans up after it.
@@ -162,14 +162,23 @@ def join_cluster(cluster: Cluster) -> None:
     except (TypeError, ValueError) as error:
         raise _environment_refusal(error) from None
     try:
-        _check_listening(address)
         _init_ray(environment, address=address)
     except (OSError, RayError, ValueError, RuntimeError) as error:  # the last two: a bad address
         if cluster.runtime_env and re.search("runtime.?env|working_dir|py_modules", str(error)):
             raise _environment_refusal(error) from None
-        reason = str(error).strip().partition("\n")[0]
-        constraint = f"no Ray cluster at RAY_ADDRESS={address} ({reason}); start one with `ray start --head`"
-        raise ConfigError("cluster", "ray", constraint, ["cluster=local"]) from None
+        raise cluster_refusal(address, str(error)) from None
+
+
+def cluster_refusal(address: str, reason: str) -> ConfigError:
+    """Return the refusal of a run that cannot join the Ray cluster at `address`, for all of a `reason` of Ray's; as
+    NotThere unless they do not match, which no waiting cures."""
+    reason = escape_unprintable(" ".join(reason.split())[: 2 * SHOWN])
+    if "ersion mismatch" in reason:
+        return ConfigError(
+            "cluster", "ray", f"the Ray cluster at RAY_ADDRESS={address} is another version's ({reason})"
+        )
+    constraint = f"no Ray cluster at RAY_ADDRESS={address} ({reason}); start one with `ray start --head`"
+    return NotThere("cluster", "ray", constraint, ["cluster=local"])
 
 
 def _environment_refusal(error: Exception) -> ConfigError:
@@ -177,13 +186,6 @@ def _environment_refusal(error: Exception) -> ConfigError:
     be secrets."""
     reason = escape_unprintable(" ".join(str(error).split())[:SHOWN])
     return ConfigError(f"cluster.runtime_env: Ray refuses it: {reason}")
-
-
-def _check_listening(address: str) -> None:
-    """Raise OSError if nothing listens at a Ray cluster's address HOST:PORT, as Ray itself would retry for minutes."""
-    host, _, port = address.rpartition(":")
-    if port.isdigit() and "/" not in host:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
 
 
 def free_resources(labels: Mapping[str, str]) -> dict[str, float]:
@@ -294,25 +296,48 @@ def _is_installed() -> bool:
 
 
 class Notices:
-    """Watches the joined Ray cluster for draining nodes. `nodes`: their Ray ids, kept current by a thread."""
+    """Watches the joined Ray cluster for draining nodes, in a thread."""
 
-    def __init__(self) -> None:
-        """Start the thread that watches the joined Ray cluster for draining nodes."""
-        self.nodes: frozenset[str] = frozenset()
+    def __init__(self, tell: Callable[[frozenset[str]], None]) -> None:
+        """Start the thread that watches the joined Ray cluster; `tell`: gets the draining nodes' Ray ids, when they
+        change."""
+        self._tell = tell
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._poll_nodes, name="notices", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread that queries Ray for draining nodes; call it before ray.shutdown()."""
+        """Stop the thread that queries Ray for draining nodes, unless Ray holds it up; call it before
+        ray.shutdown()."""
         self._closed.set()
-        self._thread.join()
+        self._thread.join(_NOTICE_SECONDS)
 
     def _poll_nodes(self) -> None:
-        """Update `nodes`, the Ray cluster's draining nodes, every _NOTICE_SECONDS until `close`, if Ray answers."""
+        """Look for the Ray cluster's draining nodes every _NOTICE_SECONDS until `close`, if Ray answers."""
+        known, dead = frozenset[str](), frozenset(_dead_nodes())
         while not self._closed.wait(_NOTICE_SECONDS):
-            if (nodes := _draining_nodes()) is not None:
-                self.nodes = nodes
+            for node, text in _dead_nodes().items():
+                if node not in dead:
+                    _LOG.info("Ray: node %s", text)
+                    dead |= {node}
+            if (nodes := _draining_nodes()) is not None and nodes != known:
+                self._tell(known := nodes)
+
+
+def _dead_nodes() -> dict[str, str]:
+    """Return a line on each node of the joined Ray cluster that Ray knows to be dead, by Ray id; {} if Ray does not
+    answer."""
+    import ray
+
+    try:
+        dead = [node for node in ray.nodes() if not node["Alive"]]
+    except Exception:
+        return {}
+    reasons = {node["NodeID"]: " ".join(str(node.get("DeathReasonMessage", "")).split())[:SHOWN] for node in dead}
+    return {
+        node["NodeID"]: f"{node['NodeID'][:8]} at {node['NodeManagerAddress']} is dead: {reasons[node['NodeID']]}"
+        for node in dead
+    }
 
 
 def _draining_nodes() -> frozenset[str] | None:

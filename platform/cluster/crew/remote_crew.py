@@ -197,6 +197,10 @@ class RemoteCrew(Crew):
         return MappingProxyType(dict(sorted(self._roster.ready.items())))
 
     @property
+    def lost(self) -> str:  # type: ignore[override]
+        return self._launcher.lost
+
+    @property
     def leaving_members(self) -> Set[int]:
         return self._launcher.find_leaving_members(self.members)
 

@@ -190,7 +190,11 @@ def judge_driver(evidence: Evidence) -> Verdict | None:
         return None
     if evidence.driver == GONE:
         line = f"the driver died without an end {after}: {evidence.owner} is gone"
-        details = [f"{_KILL}: {_BY_OTHERS}", *_newest_checkpoint_line(evidence), "the same command goes on"]
+        details = [
+            f"by {_KILL}, which {_BY_OTHERS}; or by a library in its process",
+            *_newest_checkpoint_line(evidence),
+            "the same command goes on",
+        ]
         return Verdict("driver", line, step=step, since=evidence.wrote, sure=LIKELY, details=details)
     if evidence.driver == STOPPED:
         line = f"the driver is stopped by a signal {after}: {evidence.owner}"
