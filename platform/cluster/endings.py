@@ -18,7 +18,7 @@ from platform.boundary.documents import error_line
 from platform.boundary.redaction import redact_secrets
 from platform.boundary.terminal import print_line
 from platform.boundary.world_faults import UNAVAILABLE, is_world_fault
-from platform.cluster.crew.failures import GaveUp, NoPlaces, WorkerFailed
+from platform.cluster.crew.failures import ClusterLost, GaveUp, NoPlaces, WorkerFailed
 from platform.cluster.crew.signals import Stopped
 from platform.cluster.shown_commands import Phases, phase_table
 from platform.config.fields import Config
@@ -129,7 +129,8 @@ def _describe_stop(error: Stopped, state: DriverState) -> Ending:
 def _describe_no_places(error: NoPlaces, state: DriverState) -> Ending:
     """Describe, for journal and user, the end of a run for whose workers the cluster had no room."""
     hint = state.resume_sentence if state.checkpoints else "the same command tries again"
-    return events.NoPlaces(cause=str(error)), f"{error}; {hint}"
+    kind = events.ClusterLost if isinstance(error, ClusterLost) else events.NoPlaces
+    return kind(cause=str(error)), f"{error}; {hint}"
 
 
 def _describe_give_up(error: GaveUp | WorkerFailed, state: DriverState) -> Ending:
@@ -155,7 +156,10 @@ ENDINGS: tuple[tuple[type, Callable[[Any, DriverState], Ending]], ...] = (  # th
     (Unsaved, _describe_unsaved),
     (BaseException, _describe_unexpected),
 )
-STATUS: dict[type[events.End], int] = {events.Done: DONE, events.Drained: STOPPED, events.NoPlaces: STOPPED}
+STATUS: dict[type[events.End], int] = {
+    events.Done: DONE,
+    **dict.fromkeys((events.Drained, events.NoPlaces, events.ClusterLost), STOPPED),
+}
 
 
 def report_end(error: BaseException | None, state: DriverState) -> int:

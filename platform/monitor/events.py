@@ -378,6 +378,12 @@ class NoPlaces(End, word="no_places"):
     cause: str
 
 
+class ClusterLost(End, word="cluster_lost"):
+    """The cluster was of no use to the run any more; `cause`: how that was seen."""
+
+    cause: str
+
+
 class GaveUp(End, word="gave_up"):
     """An error ended the run; `cause`: its message."""
 

@@ -16,7 +16,7 @@ from platform.plan.plan_summary import format_number
 from platform.status.run_facts import clock_text, state_word
 from platform.status.seen_run import Look
 
-_ENDED = (events.GaveUp, events.Unsaved, events.Stopped, events.NoPlaces)  # not as was asked for
+_ENDED = (events.GaveUp, events.Unsaved, events.Stopped, events.NoPlaces, events.ClusterLost)  # not as was asked for
 _TONES: dict[type[JournalEvent], str] = {
     events.Failure: "bad", events.TookOver: "bad", events.CheckpointFailed: "bad", events.Damaged: "bad",
     events.Undecided: "bad", **dict.fromkeys(_ENDED, "bad"),

@@ -61,6 +61,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {  # kind -> its own fields, as they are i
     "drained": {"signal": "SIGTERM", "step": 10, "saved": 10, "steps_lost": 0, "lost_seconds": 0.0},
     "stopped": {"signal": "SIGTERM", "step": 10, "saved": 0, "steps_lost": 10, "lost_seconds": 2.5},
     "no_places": {"cause": "waited", "step": 0, "saved": 0},
+    "cluster_lost": {"cause": "Ray is silent", "step": 4, "saved": 4},
     "gave_up": {"cause": "boom", "step": 2, "saved": 0},
     "goodput": {
         "failures": 1, "transitions": 0, "steps_lost": 0, "recoveries": [0.5], "seconds": 12.5, "useful_seconds": 1.25,

@@ -14,7 +14,7 @@ from tests.harness.happenings import happening
 
 TESTS = Path(__file__).parents[1]
 JOURNALS = sorted(TESTS.glob("kept/run/journal.jsonl")) + sorted(TESTS.glob("commands/kept_runs/*/run/journal.jsonl"))
-ENDS = ("done", "drained", "gave_up", "unsaved", "no_places")
+ENDS = ("done", "drained", "gave_up", "unsaved", "no_places", "cluster_lost")
 IN_BETWEEN = ("forming", "formed", "running", "first_step", "failure", "reforming", "rolled_back", "checkpoint",
               "checkpoint_failed", "released", "sampled", "slow", "waiting")  # fmt: skip
 USEFUL = (*ENDS, "failure", "reforming", "checkpoint", "checkpoint_failed")

@@ -90,6 +90,7 @@ CASES = {  # events after a start, what else is known -> why, rank, words of the
         "rank 2 [data1 t0] on n2",
     ),
     "no places": ([START, events.NoPlaces(cause="4 needed, 2 there")], {}, "places", None, "4 needed, 2 there"),
+    "cluster lost": ([*GOES, events.ClusterLost(cause="Ray is silent", step=4)], {}, "cluster", None, "Ray is silent"),
     "too few, the end": (
         [*GOES, DIED, gave_up("3 workers there, and elastic.min_workers=4; no more can come")],
         {},

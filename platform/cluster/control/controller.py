@@ -26,7 +26,7 @@ from platform.cluster.control.profiles import Profiles
 from platform.cluster.control.recruiter import LOOK_SECONDS, ReformAdvisor
 from platform.cluster.control.run_context import Generation, RunContext
 from platform.cluster.crew.crew import Crew, Worker
-from platform.cluster.crew.failures import Failure, GaveUp, Member, NoPlaces, Reform, WorkerFailed
+from platform.cluster.crew.failures import ClusterLost, Failure, GaveUp, Member, Reform, WorkerFailed
 from platform.cluster.crew.heartbeats import FIRST_STEP_SECONDS
 from platform.cluster.run_directory import NOTICE
 from platform.monitor import Journal, MetricsRow, events
@@ -387,13 +387,13 @@ class Controller:
             self._drain_if_requested(crew)
 
     def _drain_if_requested(self, crew: Crew) -> None:
-        """Save an unsaved state of the run, then raise Stopped, if a stop of the run was requested, or NoPlaces if its
+        """Save an unsaved state of the run, then raise Stopped, if a stop of the run was requested, or ClusterLost if its
         cluster is lost; else do nothing."""
         if self._signals.stop_requested or crew.lost:
             self._checkpoints.confirm_newest()
             self._save_now(crew)
             self._signals.raise_if_requested()
-            raise NoPlaces(crew.lost)
+            raise ClusterLost(crew.lost)
 
     @property
     def _has_unsaved_step(self) -> bool:

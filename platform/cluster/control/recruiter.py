@@ -17,7 +17,7 @@ from typing import NamedTuple
 from platform.cluster.control.examination import Doctor
 from platform.cluster.control.run_context import Generation, RunContext
 from platform.cluster.crew.crew import Crew
-from platform.cluster.crew.failures import GaveUp, Member, NoPlaces
+from platform.cluster.crew.failures import ClusterLost, GaveUp, Member
 from platform.monitor import events
 from platform.plan.layout import Mesh, format_count
 from platform.predict.hardware import Hardware
@@ -83,7 +83,7 @@ class Recruiter:
         requested one worker is enough, because only the last checkpoint remains to be saved.
 
         Raises GaveUp if too few come in time, or no more can come; Stopped if a stop is requested and no mesh can form,
-        NoPlaces if the cluster is lost;
+        ClusterLost if the cluster is lost;
         WorkerFailed if one fails while it is examined.
         """
         e, begin, said = self._config.elastic, monotonic(), False
@@ -102,7 +102,7 @@ class Recruiter:
                 return members, replanned
             self._signals.raise_if_requested()
             if crew.lost:
-                raise NoPlaces(crew.lost)
+                raise ClusterLost(crew.lost)
             hired = self.hire_missing_workers(crew)
             lack = f"{len(members)} of {format_count(least, 'worker')} there, and elastic.min_workers is not set"
             if e.min_workers:

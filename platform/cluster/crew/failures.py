@@ -119,6 +119,11 @@ class NoPlaces(Exception):
     were needed and found. The same command may succeed later."""
 
 
+class ClusterLost(NoPlaces):
+    """Signals that the cluster, in which the run has workers, is of no use to it any more; the message says how that
+    was seen."""
+
+
 class NotThere(ConfigError):
     """Refusal for what the cluster lacks now, and may have later: its head, or places."""
 

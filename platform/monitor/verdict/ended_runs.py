@@ -152,6 +152,12 @@ def _judge_no_places(evidence: Evidence, end: events.NoPlaces) -> Verdict:
     return Verdict("places", f"no places for the workers: {end.cause}", step=end.step, since=end.time)
 
 
+def _judge_lost_cluster(evidence: Evidence, end: events.ClusterLost) -> Verdict:
+    """Return the verdict on a run whose cluster was of no use to it any more."""
+    details = [*_newest_checkpoint_line(evidence), "the same command goes on"]
+    return Verdict("cluster", f"the cluster is lost: {end.cause}", step=end.step, since=end.time, details=details)
+
+
 def _judge_unsaved(evidence: Evidence, end: events.Unsaved) -> Verdict:
     """Return the verdict on a run whose last step could not be saved."""
     failed = evidence.last_event(events.CheckpointFailed)
@@ -171,6 +177,7 @@ _ENDS: dict[type[Any], Callable[[Evidence, Any], Verdict]] = {
     events.Stopped: _judge_stop,
     events.Drained: _judge_drain,
     events.NoPlaces: _judge_no_places,
+    events.ClusterLost: _judge_lost_cluster,
     events.Unsaved: _judge_unsaved,
     events.Refused: _judge_refusal,
 }
@@ -190,11 +197,8 @@ def judge_driver(evidence: Evidence) -> Verdict | None:
         return None
     if evidence.driver == GONE:
         line = f"the driver died without an end {after}: {evidence.owner} is gone"
-        details = [
-            f"by {_KILL}, which {_BY_OTHERS}; or by a library in its process",
-            *_newest_checkpoint_line(evidence),
-            "the same command goes on",
-        ]
+        cause = f"by a library in its process, or by {_KILL}: {_BY_OTHERS}"
+        details = [cause, *_newest_checkpoint_line(evidence), "the same command goes on"]
         return Verdict("driver", line, step=step, since=evidence.wrote, sure=LIKELY, details=details)
     if evidence.driver == STOPPED:
         line = f"the driver is stopped by a signal {after}: {evidence.owner}"
