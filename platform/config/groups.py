@@ -195,7 +195,7 @@ class Cluster:
     autoscale: bool = key(
         False, "cluster=ray: ask Ray's autoscaler for the workers, up to elastic.max_workers", read_if=_is_on_ray
     )
-    wait: float = key(0.0, "seconds to wait at the start for places; 0 = refuse at once", ">= 0", most=SECONDS)
+    wait: float = key(0.0, "seconds to wait at the start for Ray and places; 0 = refuse at once", ">= 0", most=SECONDS)
     doctor: str = key(
         "auto", "examine workers before they get a seat; bad ones get none; auto = quick, on GPUs or several nodes",
         ("auto", "quick", "full", "off"),
