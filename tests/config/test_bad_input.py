@@ -155,6 +155,8 @@ def test_all_mistakes_at_once(refusal):
 VARIABLES = [
     (["cluster=ray"], "RAY_ADDRESS", "garbage", "auto"),
     (["cluster=ray"], "RAY_ADDRESS", "ray://", "auto"),
+    (["cluster=ray"], "RAY_ADDRESS", "ray://127.0.0.1:10001", "auto"),
+    (["cluster=ray"], "RAY_ADDRESS", "local", "auto"),  # it would start a Ray, and write into ~/.ray
     (["cluster=ray"], "RAY_ADDRESS", "host:port", "127.0.0.1:6379"),
     (["cluster=ray"], "RAY_ADDRESS", "a b:1", "127.0.0.1:6379"),
     (["cluster=ray"], "RAY_ADDRESS", "", "auto"),

@@ -62,7 +62,7 @@ def find_silence(address: str) -> str:
                 return ""
             line.settimeout(_ANSWER_SECONDS)
             line.sendall(_GREETING)
-            head = line.recv(9, socket.MSG_WAITALL)
+            head = line.makefile("rb").read(9)
     except TimeoutError:
         return f"it does not answer within {_ANSWER_SECONDS:g} s"
     except (OSError, OverflowError) as error:
@@ -168,7 +168,8 @@ class RayProcess:
                 with self._changed:
                     self._note(word, values)
                     self._changed.notify_all()
-        except (EOFError, OSError):
+        except Exception:  # its end, as a rule
+            self._process.kill()
             status = self._process.wait()
             if not self._closed.is_set():
                 self._lose(f"the process that speaks to Ray has ended (status {status}{self._last_words()})")
@@ -205,7 +206,7 @@ class RayProcess:
                 _LOG.warning("Ray at %s: %s; nobody is lost by that, and nobody can be replaced", address, silence)
             elif since is not None and not silence:
                 _LOG.info("Ray at %s answers again after %.0f s", address, monotonic() - since)
-            since = (since or began) if silence else None
+            since = (began if since is None else since) if silence else None
             if since is not None and monotonic() - since > limit:
                 self._lose(f"Ray at {address} gives no sign of life for {monotonic() - since:.0f} s ({silence})")
 
@@ -251,7 +252,7 @@ def serve_orders(fd: int, make_host: Callable[[Callable[..., None]], Any]) -> No
 
     def read_orders() -> None:
         """Pass on the driver's orders until it closes the connection or dies; then end, within bounds of time."""
-        with suppress(EOFError, OSError):
+        with suppress(Exception):  # its end, as a rule
             while True:
                 orders.put(line.recv())
         orders.put((None, "end", ()))

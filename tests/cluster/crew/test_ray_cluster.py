@@ -91,8 +91,7 @@ def test_machines_go_and_come(two_machines, job, monkeypatch):
         wait(lambda: len(crew.members) == 3)
         assert not crew.starting_members and not crew.unstarted
 
-        crew._launcher._notices.close()  # as if it had heard that the driver's own machine goes
-        crew._launcher._notices.nodes = frozenset([crew._launcher._here])
+        crew._launcher._ray.leaving = frozenset([crew._launcher._here])  # as if the driver's own machine goes
         assert crew.leaving_members == crew.members.keys()
 
 

@@ -4,8 +4,9 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.cluster import resources
-from platform.cluster.crew.failures import NoPlaces
+from platform.cluster.crew.failures import NoPlaces, NotThere
 from platform.cluster.resources import Supply, count_available_workers, reserve_workers
+from platform.config.fields import Config
 from platform.config.groups import Cluster
 
 
@@ -13,9 +14,7 @@ from platform.config.groups import Cluster
 def supply(monkeypatch):
     def set_supply(*supplies):
         left = list(supplies)
-        monkeypatch.setattr(
-            resources, "_measure_supply", lambda kind, cluster: left.pop(0) if len(left) > 1 else left[0]
-        )
+        monkeypatch.setattr(resources, "_measure_supply", lambda *_: left.pop(0) if len(left) > 1 else left[0])
 
     return set_supply
 
@@ -126,3 +125,24 @@ def test_a_start_is_smaller_only_where_min_workers_says_so(supply, said):
     supply(Supply(3, 16, "on this machine"))
     assert reserve_workers(Cluster(kind="processes"), 8, said.append, least=2) == ("cuda", 3, 3)
     assert reserve_workers(Cluster(kind="processes"), 8, said.append, least=4) == ("cpu", 8, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "status"), [("ray", 0, NotThere), ("ray", 4, NoPlaces), ("local", 4, NotThere)]
+)
+def test_a_cluster_that_a_run_has_worked_in_is_no_mistake(monkeypatch, kind, steps, status):
+    """The head or places that are not there now: 2 is for what the user can mend, 75 for what may come back."""
+    config = Config()
+    config.cluster.kind = kind
+    monkeypatch.setattr(resources, "find_last_step", lambda folder: steps)
+    for error in (NotThere("cluster", "ray", "no Ray cluster"), resources.TooFewGpus("cluster: needs 2 GPUs")):
+        with pytest.raises(status), resources.expect_cluster(config):
+            raise error
+    with pytest.raises(ConfigError, match="a mistake"), resources.expect_cluster(config):
+        raise ConfigError("a mistake")
+
+
+def test_places_that_are_lacking_may_come(supply, said):
+    supply(Supply(0, 3, "free", shared=True))
+    with pytest.raises(NotThere, match="needs 4 CPUs, 3 there"):
+        reserve_workers(Cluster(kind="ray"), 4, said.append)

@@ -7,9 +7,11 @@ import yaml
 
 from platform.boundary.refusals import ConfigError
 from platform.boundary.storage import open_storage
+from platform.cluster import driver
 from platform.cluster.run_directory import RunDirectory
 from platform.config.fields import Config, Eval
 from platform.monitor import Journal, events
+from platform.predict.make_plan import make_plan
 
 
 @pytest.fixture
@@ -126,6 +128,7 @@ def test_the_lock_of_a_dead_driver_is_taken_over(directory, config):
     script = """
 import os, signal, sys
 from platform.boundary.storage import open_storage
+from platform.cluster import driver
 from platform.cluster.run_directory import RunDirectory
 from platform.config.fields import Config
 with RunDirectory(sys.argv[1]).claim(Config(), {}):
@@ -172,3 +175,21 @@ def test_a_run_is_its_users_alone_unless_the_directory_was_there(directory, conf
         assert {path.stat().st_mode & 0o777 for path in made} == {0o700}
     finally:
         os.umask(before)
+
+
+def test_a_second_driver_is_told_who_has_the_directory_before_it_looks_for_places(directory, config, monkeypatch):
+    directory.refuse_owned()  # there is none
+    with directory.claim(config, {}):
+        assert f"in use by process {os.getpid()} on" in refused(directory.refuse_owned)
+        config.cluster.kind = "ray"
+        monkeypatch.setattr("platform.cluster.resources.reserve_or_suggest", lambda *_, **__: pytest.fail("too early"))
+        assert "in use by process" in refused(lambda: driver.drive_run(config, make_plan(config)))
+    directory.refuse_owned()
+    with directory.claim(config, {}):  # asking has not taken it
+        pass
+
+
+def refused(call):
+    with pytest.raises(ConfigError) as caught:
+        call()
+    return str(caught.value)

@@ -245,3 +245,38 @@ def test_a_run_without_a_terminal_line_still_stops(config, drive, stop, monkeypa
 
     monkeypatch.setattr(os, "write", closed)
     assert drive({"step(4)": [stop]}) == 75 and "drained" in names(config)
+
+
+def lose_cluster(dead=(), ready=False):
+    """A crew's action: its cluster is lost, with these workers."""
+
+    def lose(crew):
+        crew.lost, crew.ready = "Ray is silent", ready
+        return dict.fromkeys(dead, Dead)
+
+    return lose
+
+
+@pytest.mark.parametrize("dead", [(), (2,), (0, 1, 3)])
+def test_a_lost_cluster_ends_with_what_those_who_live_hold(config, drive, dead):
+    config.elastic.wait, config.elastic.snapshot_every, config.elastic.redundancy = 600, 1, "all"
+    assert drive({"step(4)": [lose_cluster(dead)]}) == 75
+    [end] = events(config, "cluster_lost")
+    assert (end["cause"], end["saved"], end["steps_lost"]) == ("Ray is silent", end["step"], 0)
+    assert end["step"] >= 3 and f"Ray is silent; the same command continues after step {end['step']}" in drive.out
+    goes_on(config, drive, end["step"])
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_a_cluster_that_is_lost_with_all_workers_is_not_waited_for(config, drive, at_once, every):
+    config.elastic.wait, config.checkpoint.every = 600, every
+    assert drive({"step(4)": [lose_cluster((0, 1, 2, 3))]}) == 75
+    [end] = events(config, "cluster_lost")
+    assert (end["step"], end["saved"], end["steps_lost"]) == (3, every, 3 - every)
+    config.checkpoint.resume = "auto" if every else "never"  # which a supervisor sees to
+    assert drive() == 0
+
+
+def test_a_cluster_that_is_lost_hires_nobody(config, drive):
+    assert drive({"step(4)": [lose_cluster((1,), ready=True)]}) == 75
+    assert not events(config, "hiring")
