@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # a minute of a processor. Each group of tests goes to one of them, the longest groups first (tests/conftest.py).
 PARALLEL := --numprocesses 3 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: train test test-all gpu-rules chat-oracle test-slurm test-image image lint house
+.PHONY: train test test-all gpu-rules chat-oracle test-slurm test-ray-chaos test-image image lint house
 # buildah and docker read the same file; IMAGE_OPTIONS="--build-arg DEVICE=cpu", say
 BUILDER ?= $(firstword $(foreach tool,docker buildah,$(if $(shell command -v $(tool)),$(tool))))
 IMAGE ?= elastic-platform:0.1.0
@@ -38,6 +38,9 @@ test-slurm: $(READY)  ## jobs in a real Slurm in namespaces; installs nothing, a
 image:  ## the image of jobs
 	$(if $(BUILDER),,$(error needs docker or buildah))
 	$(BUILDER) build -t $(IMAGE) $(IMAGE_OPTIONS) .
+
+test-ray-chaos: $(READY)  ## a run in a real Ray cluster that is struck a hundred times; about an hour (RAY_FAULTS, RAY_SEED)
+	RAY_FAULTS=$${RAY_FAULTS:-100} $(PY) -m pytest -n0 -rs -s tests/testbed/test_ray_chaos.py
 
 test-image: $(READY)  ## nightly: the image of jobs, built by buildah on a base of debootstrap, without a registry
 	$(PY) -m pytest -n0 -rs tests/jobs/test_image.py

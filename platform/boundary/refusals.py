@@ -50,6 +50,10 @@ class ConfigError(ValueError):
         self.violations = [refusal_line(v) for v in violation_lines]
         super().__init__("\n".join(self.violations))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle makes the same refusal of, in another process."""
+        return type(self), (self.violations,)
+
 
 def refuse_all(lines: Iterable[str]) -> None:
     """Raise ConfigError with the lines that refuse a user's mistakes, each once, if there are any."""

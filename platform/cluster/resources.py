@@ -184,7 +184,7 @@ def _hold_ray_demand(kind: str, cluster: Cluster, count: int, deadline: float) -
         yield
         came = True
     finally:
-        join_ray(cluster, deadline).tell("drop_demand", not came)
+        join_ray(cluster, deadline).order("drop_demand", not came)
 
 
 def _refuse_impossible(kind: str, world_size: int, spares: int) -> None:

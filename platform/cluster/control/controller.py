@@ -387,8 +387,8 @@ class Controller:
             self._drain_if_requested(crew)
 
     def _drain_if_requested(self, crew: Crew) -> None:
-        """Save an unsaved state of the run, then raise Stopped, if a stop of the run was requested, or ClusterLost if its
-        cluster is lost; else do nothing."""
+        """Save an unsaved state of the run, then raise Stopped, if a stop of the run was requested, or ClusterLost if
+        its cluster is lost; else do nothing."""
         if self._signals.stop_requested or crew.lost:
             self._checkpoints.confirm_newest()
             self._save_now(crew)

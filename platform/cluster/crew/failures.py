@@ -93,6 +93,10 @@ class WorkerFailed(Exception):
         self.failures = sorted(failures, key=lambda failure: failure.innocence)
         super().__init__(str(self.culprit))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle makes the same failure of, in another process."""
+        return type(self), (self.failures,)
+
     @property
     def culprit(self) -> Failure:
         """Return the worker's failure that most likely caused the others of the same call."""

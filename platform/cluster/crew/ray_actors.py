@@ -40,7 +40,6 @@ from platform.cluster.crew.ray_session import (
 )
 from platform.cluster.crew.switchboard import Switchboard
 from platform.cluster.crew.worker_host import serve_worker
-from platform.config.groups import Cluster
 from platform.plan.layout import format_count
 
 # Demand of runs on the autoscaler of their Ray cluster, so that it starts machines for workers before there are any.
@@ -215,7 +214,7 @@ class RayActors(Launcher):
         self._embedded = embedded
         self._actors: set[int] = set()  # numbers of the members whose actors are not killed yet
         self._started = False  # the initial members are
-        self._ray = share_ray_process()
+        self._ray = share_ray_process(unjoined=embedded)
         self._forks: ForkServer | None = None
         self._path = ""  # where actors order workers of `_forks`
 
@@ -247,10 +246,11 @@ class RayActors(Launcher):
         required = self._find_required_node(job)
         self._actors.update(numbers)
         if self._started:
-            return self._ray.tell("hire_workers", job, tokens, board.address, required)
+            self._ray.order("hire_workers", job, tokens, board.address, required)
+            return
         launching = self._ray.order("launch_workers", job, tokens, board.address)
         rendezvous.preload_torch()  # while the actors start
-        self._ray.await_answer(launching)
+        launching.result()
         self._started = True
 
     def _find_required_node(self, job: Job) -> str:
@@ -267,7 +267,7 @@ class RayActors(Launcher):
         if number not in self._actors:
             return  # killed before: its pid may belong to another process by now
         self._actors.remove(number)
-        self._ray.tell("kill_worker", number)
+        self._ray.order("kill_worker", number)
         member = self.greeted.get(number)
         if member and _node_id(member.node) == self._here:
             with suppress(ProcessLookupError):  # on the driver's own machine: immediate, which ray.kill is not
@@ -297,17 +297,7 @@ class ActorHost:
         self._path = ""
         self._demand: Demand | None = None  # on the autoscaler
 
-    def join(self, cluster: Cluster) -> None:
-        """Join the Ray cluster by `ray_session.join_cluster`."""
-        join_cluster(cluster)
-
-    def free_resources(self, labels: Mapping[str, str]) -> dict[str, float]:
-        """Return what is free in the cluster, by `ray_session.free_resources`."""
-        return free_resources(labels)
-
-    def list_accelerators(self) -> list[str]:
-        """Return the accelerators of the cluster, by `ray_session.list_accelerators`."""
-        return list_accelerators()
+    join, free_resources, list_accelerators = map(staticmethod, (join_cluster, free_resources, list_accelerators))
 
     def hold_demand(self, bundle: Bundle, count: int) -> None:
         """Ask the cluster's autoscaler for `count` times a `bundle`, until `drop_demand`."""

@@ -19,11 +19,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
-from math import inf
 from multiprocessing.connection import Connection
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from time import monotonic
 from typing import Any
 
@@ -86,7 +86,7 @@ class RayProcess:
         """Start the process, and the thread that hears it; it has joined no Ray yet."""
         ours, theirs = socket.socketpair()
         self.lost, self.leaving, self.exits = "", frozenset[str](), dict[int, str]()
-        self._numbers, self._answers = count(), dict[int, SimpleQueue[Any]]()
+        self._numbers, self._answers = count(), dict[int, Future[Any]]()
         self._changed, self._closed = threading.Condition(), threading.Event()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  what Ray prints as it ends its process
         command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(theirs.fileno()), *sys.argv]
@@ -99,35 +99,23 @@ class RayProcess:
         for run in (self._send_orders, self._hear_news):
             threading.Thread(target=run, name="ray", daemon=True).start()
 
-    def order(self, name: str, *args: Any) -> int:
-        """Order the process to call a method of its host, without waiting; return the number of the order, whose answer
-        is kept for `await_answer`."""
-        number = next(self._numbers)
-        self._answers[number] = SimpleQueue()
+    def order(self, name: str, *args: Any) -> Future[Any]:
+        """Order the process to call a method of its host, without waiting; return the answer to come."""
+        number, answer = next(self._numbers), Future[Any]()
+        with self._changed:
+            if self.lost:
+                answer.set_exception(NoPlaces(self.lost))
+                return answer
+            self._answers[number] = answer
         self._orders.put((number, name, args))
-        return number
+        return answer
 
-    def tell(self, name: str, *args: Any) -> None:
-        """Order a call whose answer nobody waits for."""
-        self._orders.put((None, name, args))
-
-    def await_answer(self, number: int, seconds: float = inf) -> Any:
-        """Return the answer to an order, or raise what it raised; NoPlaces if none comes in time, or Ray is lost."""
-        deadline = monotonic() + seconds
-        while not self.lost:
-            with suppress(Empty):
-                kind, value = self._answers[number].get(timeout=min(0.2, max(0.0, deadline - monotonic())))
-                del self._answers[number]
-                if kind is None:
-                    return value
-                raise kind(*value)
-            if monotonic() >= deadline:
-                raise NoPlaces(f"Ray has not answered for {seconds:.0f} s")
-        raise NoPlaces(self.lost)
-
-    def ask(self, name: str, *args: Any, seconds: float = inf) -> Any:
-        """Order a call and wait for its answer, as `order` and `await_answer` do."""
-        return self.await_answer(self.order(name, *args), seconds)
+    def ask(self, name: str, *args: Any, seconds: float | None = None) -> Any:
+        """Order a call and return its answer, or raise what it raised; NoPlaces if none comes in time."""
+        try:
+            return self.order(name, *args).result(seconds)
+        except TimeoutError:
+            raise NoPlaces(f"Ray has not answered for {seconds:.0f} s") from None
 
     def await_exit(self, number: int, seconds: float) -> str | None:
         """Return how the actor of a worker ended, None if that is not known within `seconds`."""
@@ -145,7 +133,7 @@ class RayProcess:
         if self._closed.is_set():
             return
         self._closed.set()
-        self.tell("end")
+        self.order("end")
         self._orders.put(None)
         try:
             self._process.wait(_END_SECONDS if polite and not self.lost else _KILL_SECONDS)
@@ -165,8 +153,11 @@ class RayProcess:
         try:
             while True:
                 word, *values = self._line.recv()
+                if word == "say":
+                    _LOG.log(*values)
+                    continue
                 with self._changed:
-                    self._note(word, values)
+                    self._note(word, *values)
                     self._changed.notify_all()
         except Exception:  # its end, as a rule
             self._process.kill()
@@ -174,17 +165,17 @@ class RayProcess:
             if not self._closed.is_set():
                 self._lose(f"the process that speaks to Ray has ended (status {status}{self._last_words()})")
 
-    def _note(self, word: str, values: Any) -> None:
-        """Note one message of the process: an answer, the leaving nodes, an actor's end, or a line for the user."""
+    def _note(self, word: str, *values: Any) -> None:
+        """Note one message of the process: an answer, the leaving nodes, or an actor's end."""
         match word, values:
-            case "answer", (number, kind, value):
-                self._answers[number].put((kind, value))
+            case "answer", (number, value):
+                self._answers.pop(number, Future()).set_result(value)
+            case "raised", (number, error):
+                self._answers.pop(number, Future()).set_exception(error)
             case "leaving", (nodes,):
                 self.leaving = nodes
             case "ended", (number, text):
                 self.exits[number] = text
-            case "say", (level, text):
-                _LOG.log(level, "%s", text)
 
     def _last_words(self) -> str:
         """Return the line in which Ray's C++ code said why it ended the process, with a colon; "" if there is none."""
@@ -214,15 +205,18 @@ class RayProcess:
         """Note why Ray is of no use any more, and wake who waits for it."""
         with self._changed:
             self.lost = self.lost or reason
+            while self._answers:
+                self._answers.popitem()[1].set_exception(NoPlaces(self.lost))
             self._changed.notify_all()
 
 
 _shared: list[RayProcess] = []
 
 
-def share_ray_process() -> RayProcess:
-    """Return this process's RayProcess, a new one if there is none that lives."""
-    if _shared and (_shared[0].lost or _shared[0]._closed.is_set()):
+def share_ray_process(*, unjoined: bool = False) -> RayProcess:
+    """Return this process's RayProcess, a new one if there is none that lives; if `unjoined`, none that has joined a
+    cluster."""
+    if _shared and (_shared[0].lost or (unjoined and _shared[0].joined)):
         close_ray_process(polite=False)
     if not _shared:
         _shared.append(RayProcess())
@@ -255,7 +249,7 @@ def serve_orders(fd: int, make_host: Callable[[Callable[..., None]], Any]) -> No
         with suppress(Exception):  # its end, as a rule
             while True:
                 orders.put(line.recv())
-        orders.put((None, "end", ()))
+        orders.put((0, "end", ()))
         timer = threading.Timer(_END_SECONDS, os._exit, [1])
         timer.daemon = True
         timer.start()
@@ -263,28 +257,15 @@ def serve_orders(fd: int, make_host: Callable[[Callable[..., None]], Any]) -> No
     logger = logging.getLogger("platform.cluster")
     logger.setLevel(logging.INFO)
     logger.addHandler(handler := logging.Handler())
-    handler.emit = lambda record: send("say", record.levelno, record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: send("say", record.levelno, "%s", record.getMessage())  # type: ignore[method-assign]
     host = make_host(send)
     threading.Thread(target=read_orders, name="orders", daemon=True).start()
     while True:
         number, name, args = orders.get()
         try:
-            answer = None, getattr(host, name)(*args)
+            send("answer", number, getattr(host, name)(*args))
         except Exception as error:
-            answer = _describe_error(error)
-        if number is not None:
-            send("answer", number, *answer)
+            known = isinstance(error, ConfigError | NoPlaces | WorkerFailed)
+            send("raised", number, error if known else RuntimeError(f"{type(error).__name__}: {error}"))
         if name == "end":
             os._exit(0)  # Ray's threads may not end
-
-
-def _describe_error(error: Exception) -> tuple[type[Exception], tuple[Any, ...]]:
-    """Return the class and the arguments from which the driver makes an exception of the process beside it anew."""
-    match error:
-        case ConfigError():
-            return type(error), (error.violations,)
-        case WorkerFailed():
-            return WorkerFailed, (error.failures,)
-        case NoPlaces():
-            return NoPlaces, error.args
-    return RuntimeError, (f"{type(error).__name__}: {error}",)

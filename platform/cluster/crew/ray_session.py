@@ -10,9 +10,8 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from importlib import import_module
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from platform.config.groups import Cluster
 _LOG = logging.getLogger("platform.cluster")
 _ATTEMPTS = 3  # to start an embedded Ray
 _NOTICE_SECONDS = 2.0  # interval of the queries for draining nodes
+_SECRET = secrets.token_hex(32)  # of the embedded Ray of this process
 _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": Ray uses the loopback address, as on those systems
 _OBJECT_STORE_BYTES = 100 << 20  # small: no tensor goes through it, and workers need the shared memory
 
@@ -54,7 +54,7 @@ class Embedded:
         self._opened = ExitStack()
         # readable by this user alone; Ray's own directory is open to all
         self.directory = directory = self._opened.enter_context(leftovers.Marked()).directory
-        self._opened.enter_context(_restrict_ray(Path(directory, "token")))
+        _restrict_ray(directory)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ[leftovers.MARK] = directory
         try:
@@ -100,49 +100,15 @@ def _shut_down_ray() -> None:
     ray.shutdown()
 
 
-@contextmanager
-def _restrict_ray(token: Path) -> Iterator[None]:
-    """Restrict a Ray that is started inside the block to this machine and to processes that can read the file `token`,
-    which this creates with a random secret. Ray's processes inherit the settings through the environment, which is
-    restored after the block."""
+def _restrict_ray(directory: str) -> None:
+    """Restrict the Ray that this process starts, which starts no other, to this machine and to processes that can read
+    a file in `directory`, with a random secret. Ray's processes inherit the settings through the environment; Ray reads
+    them and the secret once, so that a second attempt has the same."""
+    token = Path(directory, "token")
     token.touch(0o600)
-    token.write_text(secrets.token_hex(32))
-    private_settings = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), _CLUSTERS: "0"}
-    taken = {name: os.environ.pop(name, None) for name in (*private_settings, "RAY_AUTH_TOKEN")}
-    os.environ.update(private_settings)
-    clusters = _set_cluster_mode(False)
-    _reset_ray_token()
-    try:
-        yield
-    finally:
-        _set_cluster_mode(clusters)
-        for name, value in taken.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-        _reset_ray_token()
-
-
-def _set_cluster_mode(possible: bool) -> bool:
-    """Set whether Ray, which reads the variable _CLUSTERS only once, takes this machine for one of a cluster, and
-    return the previous setting. Another version of Ray may have no such switch: then the variable alone has to do."""
-    with suppress(ImportError, AttributeError):
-        constants: Any = import_module("ray._private.ray_constants")
-        before: bool = constants.ENABLE_RAY_CLUSTER
-        constants.ENABLE_RAY_CLUSTER = possible
-        return before
-    return possible
-
-
-def _reset_ray_token() -> None:
-    """Reset Ray's authentication mode and token in this process, which Ray reads only once, after a change of the
-    environment variables that set them. The mode comes first: a thread of a Ray that is shutting down would otherwise
-    look for a removed token and abort this process. Another version of Ray may lack this: then only the first Ray of a
-    process can be private."""
-    with suppress(ImportError, AttributeError):
-        raylet: Any = import_module("ray._raylet")
-        raylet.Config.initialize("")
-        raylet.AuthenticationTokenLoader.instance().reset_cache()
+    token.write_text(_SECRET)
+    os.environ.pop("RAY_AUTH_TOKEN", None)
+    os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), _CLUSTERS: "0"})
 
 
 def join_cluster(cluster: Cluster) -> None:
@@ -240,8 +206,8 @@ def list_accelerators() -> list[str]:
 
 
 def _init_ray(environment: Mapping[str, Any], **arguments: Any) -> None:
-    """Start or join Ray by ray.init with `arguments` and the runtime environment `environment`, quietly, and so that
-    this process keeps its SIGTERM handler."""
+    """Start or join Ray by ray.init with `arguments` and the runtime environment `environment`, so that this process
+    keeps its SIGTERM handler."""
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # `uv run` would rebuild the environment per worker
     import ray
 
@@ -250,18 +216,6 @@ def _init_ray(environment: Mapping[str, Any], **arguments: Any) -> None:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, runtime_env=dict(environment) or None, **arguments)
     finally:
         signal.signal(signal.SIGTERM, on_term)  # Ray replaces the handler
-    _silence_ray()
-
-
-def _silence_ray() -> None:
-    """Stop Ray from printing pages in the driver about every process that dies, which `log_to_driver=False` does not.
-    Ray has no public way to turn this off; the journal records what matters."""
-    import ray
-
-    with suppress(AttributeError):  # another version of Ray: leave the messages
-        worker: Any = ray._private.worker.global_worker
-        worker.threads_stopped.set()
-        worker.gcs_error_subscriber.close()
 
 
 def build_runtime_env(asked: Mapping[str, Any], job: Mapping[str, Any], *, installed: bool) -> dict[str, Any]:
@@ -329,15 +283,13 @@ def _dead_nodes() -> dict[str, str]:
     answer."""
     import ray
 
-    try:
-        dead = [node for node in ray.nodes() if not node["Alive"]]
-    except Exception:
-        return {}
-    reasons = {node["NodeID"]: " ".join(str(node.get("DeathReasonMessage", "")).split())[:SHOWN] for node in dead}
-    return {
-        node["NodeID"]: f"{node['NodeID'][:8]} at {node['NodeManagerAddress']} is dead: {reasons[node['NodeID']]}"
-        for node in dead
-    }
+    lines = {}
+    with suppress(Exception):
+        for node in ray.nodes():
+            if not node["Alive"]:
+                why = " ".join(str(node.get("DeathReasonMessage", "")).split())[:SHOWN]
+                lines[node["NodeID"]] = f"{node['NodeID'][:8]} at {node['NodeManagerAddress']} is dead: {why}"
+    return lines
 
 
 def _draining_nodes() -> frozenset[str] | None:

@@ -58,6 +58,30 @@ def test_a_crew_in_a_cluster_that_is_already_there(two_machines, job, monkeypatc
     ray.shutdown()
 
 
+def test_a_silent_head_holds_up_no_call_of_the_driver(two_machines, job, caplog):
+    """Its control store is stopped, a worker dies and another is hired: that one comes when the store goes on."""
+    caplog.set_level("INFO", "platform.cluster")
+    resources.reserve_workers(Cluster(kind="ray", device="cpu"), 2, print)
+    [store] = two_machines.head_node.all_processes["gcs_server"]
+    with open_crew("ray", job(2)) as crew:
+        os.kill(store.process.pid, signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            os.kill(crew.members[1].pid, signal.SIGKILL)
+            wait(lambda: len(crew.members) == 1)
+            crew.hire_workers(1)
+            assert crew.starting_members == {2} and not crew.leaving_members and not crew.lost
+            crew._roster.dispose_member(0)
+            crew.hire_workers(1)
+            assert time.monotonic() - began < 5  # a call of Ray's would wait for the store
+            wait(lambda: "it does not answer within 5 s; nobody is lost by that" in caplog.text)
+        finally:
+            os.kill(store.process.pid, signal.SIGCONT)
+        wait(lambda: crew.members.keys() == {2, 3})
+        assert not crew.lost
+        wait(lambda: "answers again" in caplog.text)
+
+
 @pytest.mark.full
 def test_machines_go_and_come(two_machines, job, monkeypatch):
     """Hired members wait for a place without keeping anybody; one on a machine about to go is known."""

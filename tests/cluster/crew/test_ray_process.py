@@ -101,10 +101,10 @@ def test_where_nobody_listens(address, said):
 
 def test_a_call_that_hangs_holds_up_nobody(ray):
     assert ray.ask("add", 1, 2) == 3
-    ray.tell("hang")
+    ray.order("hang")
     began = time.monotonic()
     for number in range(1000):
-        ray.tell("add", number, "x" * 1000)  # far more than a socket holds
+        ray.order("add", number, "x" * 1000)  # far more than a socket holds
     assert ray.await_exit(7, 0.1) is None and not ray.leaving and not ray.lost
     with pytest.raises(NoPlaces, match="Ray has not answered for 0 s"):
         ray.ask("add", 1, 2, seconds=0.1)
@@ -113,7 +113,7 @@ def test_a_call_that_hangs_holds_up_nobody(ray):
 
 
 def test_what_ends_the_process_is_what_is_said(ray):
-    ray.tell("abort", "a line\n[2026-11-29 C 12 34] gcs.cc:7:  Check failed: status WrongClusterID \nstack")
+    ray.order("abort", "a line\n[2026-11-29 C 12 34] gcs.cc:7:  Check failed: status WrongClusterID \nstack")
     with pytest.raises(NoPlaces, match="has ended .status -6: .*Check failed: status WrongClusterID"):
         ray.ask("add", 1, 2)
     assert "WrongClusterID" in ray.lost and ray.await_exit(1, 60) is None  # at once
@@ -142,14 +142,14 @@ class Torn:
 
 
 def test_an_order_that_cannot_be_read_ends_it_and_is_no_silence(ray):
-    ray.tell("add", Torn(), 1)
+    ray.order("add", Torn(), 1)
     with pytest.raises(NoPlaces, match="has ended"):
         ray.ask("add", 1, 2)
 
 
 def test_news(ray):
-    ray.tell("send", "leaving", frozenset("a"))
-    ray.tell("send", "ended", 4, "it was killed")
+    ray.order("send", "leaving", frozenset("a"))
+    ray.order("send", "ended", 4, "it was killed")
     assert ray.await_exit(4, 30) == "it was killed" and ray.leaving == {"a"}
 
 
@@ -168,7 +168,7 @@ from platform.cluster.crew import ray_process
 ray_process._PROGRAM = {PROGRAM!r}
 ray = ray_process.RayProcess()
 print(ray.ask("process"), flush=True)
-{hangs} and ray.tell("hang")
+{hangs} and ray.order("hang")
 time.sleep(0.2)
 os._exit(9)
 """
