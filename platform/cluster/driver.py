@@ -153,9 +153,7 @@ def _check_and_drive(
 
         selection = origin.find_resume_checkpoint(config, plan)
         _check_initial_weights(config, resumes := bool(selection and selection.manifest))
-    tasks = open_tasks(config)
-    with resources.expect_cluster(config):
-        places = places or reserve(state.say)
+    tasks, places = open_tasks(config), places or reserve(state.say)
     for line in reserve_lines:
         state.say(line)
     placed_config = replace(config, cluster=replace(config.cluster, device=places.device))

@@ -355,13 +355,14 @@ def settle_auto_rhythms(config: Config, plan: Plan, say: Say) -> None:
 def reserve_or_suggest(config: Config, command: Command, size: int, say: Say, **more: int) -> Places:
     """Find room as `reserve_workers` does; a refusal for want of GPUs ends with the best plan, as a `command`."""
     try:
-        return reserve_workers(config.cluster, size, say, **more)
+        with expect_cluster(config):
+            return reserve_workers(config.cluster, size, say, **more)
     except TooFewGpus as error:
         *lines, last = error.violations
         workers = count_available_workers(config.cluster)
         device = find_worker_device(config, "cuda", workers) if workers > 0 else None
         hint = _suggest_best_plan(config, command, workers, device) if device else ""
-        raise NotThere([*lines, last + hint]) from None
+        raise ConfigError([*lines, last + hint]) from None
 
 
 def refuse_lack_of_memory(config: Config, plan: Plan, device: Device, command: Command) -> None:

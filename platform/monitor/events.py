@@ -379,7 +379,7 @@ class NoPlaces(End, word="no_places"):
 
 
 class ClusterLost(End, word="cluster_lost"):
-    """The cluster was of no use to the run any more; `cause`: how that was seen."""
+    """The cluster was of no use to the run any more; `cause`: the sign of that."""
 
     cause: str
 

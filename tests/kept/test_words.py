@@ -20,8 +20,8 @@ from platform.plan.operations.registry import Ops
 
 KEPT = Path(__file__).parent
 JOURNAL = """
-    barred changed checkpoint checkpoint_failed checkpoint_prune_failed checkpoint_refused cluster_lost damaged done drained
-    examined failure first_step formed forming gave_up goodput hiring initialised injected learned_out
+    barred changed checkpoint checkpoint_failed checkpoint_prune_failed checkpoint_refused cluster_lost damaged done
+    drained examined failure first_step formed forming gave_up goodput hiring initialised injected learned_out
     measured_step no_places not_proven not_scored not_started not_whole notice predicted_step profiled reforming
     refused released replanning restored rolled_back running sampled slow spike starting stopped superseded
     timing took_over traffic undecided unsaved waiting

@@ -148,9 +148,12 @@ class RayMachines:
 
     def all_free(self) -> bool:
         """Whether no run holds anything of the cluster."""
-        code = "import ray; ray.init(logging_level='error'); print(ray.available_resources().get('CPU', 0))"
+        code = "import ray; ray.init(logging_level='error'); print(ray.available_resources().get('CPU'), "
+        code += "ray.cluster_resources().get('CPU'))"
         done = subprocess.run([sys.executable, "-c", code], env=self.environment, capture_output=True, text=True)
-        return done.stdout.strip() == str(float(len(self.numbers)))
+        free, known = (done.stdout.split() or ["nothing", done.stderr[-500:]])[-2:]
+        print(f"free: {free} of {known}", flush=True)
+        return free == known
 
 
 def _session(pid: int) -> int:

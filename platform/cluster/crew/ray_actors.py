@@ -24,20 +24,13 @@ from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 from platform.cluster.crew import job as rendezvous
+from platform.cluster.crew import ray_session
 from platform.cluster.crew.crew import Launcher
 from platform.cluster.crew.failures import Failure, Member, NoPlaces, WorkerFailed
 from platform.cluster.crew.forked_workers import ForkServer, order_worker
 from platform.cluster.crew.job import Assignment, Job, assign_worker, local_tiers, usable_cores
 from platform.cluster.crew.ray_process import close_ray_process, share_ray_process
-from platform.cluster.crew.ray_session import (
-    Embedded,
-    Notices,
-    free_nodes,
-    free_resources,
-    join_cluster,
-    list_accelerators,
-    matches_labels,
-)
+from platform.cluster.crew.ray_session import Embedded, Notices, free_nodes, join_cluster, matches_labels
 from platform.cluster.crew.switchboard import Switchboard
 from platform.cluster.crew.worker_host import serve_worker
 from platform.plan.layout import format_count
@@ -297,7 +290,9 @@ class ActorHost:
         self._path = ""
         self._demand: Demand | None = None  # on the autoscaler
 
-    join, free_resources, list_accelerators = map(staticmethod, (join_cluster, free_resources, list_accelerators))
+    join = staticmethod(join_cluster)
+    free_resources = staticmethod(ray_session.free_resources)
+    list_accelerators = staticmethod(ray_session.list_accelerators)
 
     def hold_demand(self, bundle: Bundle, count: int) -> None:
         """Ask the cluster's autoscaler for `count` times a `bundle`, until `drop_demand`."""
@@ -329,8 +324,8 @@ class ActorHost:
 
     def launch_workers(self, job: Job, tokens: Mapping[int, str], address: tuple[str, int]) -> None:
         """Start the initial members' actors where cluster.placement wants them, wait until all of them run, and number
-        them by machine, within a machine by GPU; `tokens`: by number. Raises NoPlaces as `_await_workers`, WorkerFailed
-        as `_resolve_location` does."""
+        them by machine, within a machine by GPU. `tokens`: secrets of the members, by number. Raises NoPlaces as
+        `_await_workers`, WorkerFailed as `_resolve_location` does."""
         numbers, size = list(tokens), len(tokens)
         location_refs = self._create_initial_actors(job, numbers)
         refs_by_number = zip(numbers, location_refs, strict=True)
@@ -369,7 +364,8 @@ class ActorHost:
         raise AssertionError
 
     def hire_workers(self, job: Job, tokens: Mapping[int, str], address: tuple[str, int], node: str) -> None:
-        """Start actors of more members where Ray finds a place, on `node` if that is not ""; `tokens`: by number."""
+        """Start actors of more members where Ray finds a place, on `node` if that is not "". `tokens`: secrets of the
+        members, by number."""
         for number, token in tokens.items():
             # Its node is not known yet: threads are sized as if it shared the most crowded initial machine.
             assignment = assign_worker(job, number, local_rank=0, local_world_size=self._crowd, group_rank=0)

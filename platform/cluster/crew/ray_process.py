@@ -143,7 +143,7 @@ class RayProcess:
         self._errors.close()
 
     def _send_orders(self) -> None:
-        """Send orders to the process until `close`, in a thread: a process that hears nothing holds up nobody."""
+        """Send orders to the process until `close`, in a thread: one that reads none delays nobody."""
         with suppress(OSError):
             while order := self._orders.get():
                 self._line.send(order)
@@ -233,7 +233,7 @@ atexit.register(close_ray_process)
 
 
 def serve_orders(fd: int, make_host: Callable[[Callable[..., None]], Any]) -> None:
-    """Carry out the orders that come over the socket `fd`, in the process beside the driver, until it is closed.
+    """Serve the orders that come over the socket `fd`, in the process beside the driver, until it is closed.
     `make_host`: makes the object whose methods are called, from a function that sends news."""
     line, lock, orders = Connection(fd), threading.Lock(), SimpleQueue[Any]()
     for number in STOPPING:  # some schedulers send them to all processes of a job; the driver decides

@@ -144,7 +144,7 @@ def cluster_refusal(address: str, reason: str) -> ConfigError:
             "cluster", "ray", f"the Ray cluster at RAY_ADDRESS={address} is another version's ({reason})"
         )
     constraint = f"no Ray cluster at RAY_ADDRESS={address} ({reason}); start one with `ray start --head`"
-    return NotThere("cluster", "ray", constraint, ["cluster=local"])
+    return NotThere(format_violation("cluster", "ray", constraint, ["cluster=local"]))
 
 
 def _environment_refusal(error: Exception) -> ConfigError:
@@ -252,10 +252,10 @@ def _is_installed() -> bool:
 class Notices:
     """Watches the joined Ray cluster for draining nodes, in a thread."""
 
-    def __init__(self, tell: Callable[[frozenset[str]], None]) -> None:
-        """Start the thread that watches the joined Ray cluster; `tell`: gets the draining nodes' Ray ids, when they
+    def __init__(self, send: Callable[[frozenset[str]], None]) -> None:
+        """Start the thread that watches the joined Ray cluster; `send`: sends the Ray ids of draining nodes, when they
         change."""
-        self._tell = tell
+        self._send = send
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._poll_nodes, name="notices", daemon=True)
         self._thread.start()
@@ -275,7 +275,7 @@ class Notices:
                     _LOG.info("Ray: node %s", text)
                     dead |= {node}
             if (nodes := _draining_nodes()) is not None and nodes != known:
-                self._tell(known := nodes)
+                self._send(known := nodes)
 
 
 def _dead_nodes() -> dict[str, str]:
