@@ -14,7 +14,7 @@ import pytest
 
 from platform.monitor import JsonLines, MetricsLog
 from tests.harness.chaos import differences
-from tests.harness.commands import QUICK, SMALL
+from tests.harness.commands import QUICK, SMALL, command
 from tests.testbed.ray_machines import Chaos, RayMachines, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.full, pytest.mark.timeout(7200)]
@@ -99,15 +99,11 @@ def test_chaos(tmp_path):
                 run.process.wait()
     rows, events = run.rows, run.events
     assert [row["step"] for row in rows] == [*range(1, len(rows) + 1)]
-    alone = [
-        *RUN,
-        "cluster=inline",
-        f"train.stop_at={len(rows)}",
-        f"run.dir={tmp_path / 'alone'}",
-        "checkpoint.best=false",
-    ]
-    subprocess.run([sys.executable, "-m", "platform.launch", *alone], check=True, cwd=ROOT, capture_output=True)
-    assert differences(rows, MetricsLog.read_rows(tmp_path / "alone" / "metrics.jsonl")) == []
+    alone = tmp_path / "alone"
+    typed = ["cluster=inline", "parallel.data=1", f"train.stop_at={len(rows)}", f"run.dir={alone}"]
+    done = command(*RUN, *typed, "checkpoint.best=false", cwd=ROOT)
+    assert not done.returncode, done.stderr
+    assert differences(rows, MetricsLog.read_rows(alone / "metrics.jsonl")) == []
     for i, event in enumerate(events):
         if event["event"] == "rolled_back" or event.get("steps_lost"):
             before = {e["event"] for e in events[max(0, i - 40) : i + 1]}

@@ -223,7 +223,7 @@ class RayActors(Launcher):
         return str(host)
 
     @property
-    def lost(self) -> str:
+    def lost(self) -> str:  # type: ignore[override]
         return self._ray.lost
 
     def find_leaving_members(self, members: Mapping[int, Member]) -> Set[int]:

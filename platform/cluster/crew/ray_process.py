@@ -27,10 +27,10 @@ from queue import SimpleQueue
 from time import monotonic
 from typing import Any
 
+from platform.boundary.interrupts import ENDING
 from platform.boundary.refusals import SHOWN, ConfigError
 from platform.boundary.terminal import escape_unprintable
 from platform.cluster.crew.failures import NoPlaces, WorkerFailed
-from platform.cluster.crew.signals import STOPPING
 
 _PROGRAM = """
 import json, sys, __main__
@@ -143,7 +143,7 @@ class RayProcess:
         self._errors.close()
 
     def _send_orders(self) -> None:
-        """Send orders to the process until `close`, in a thread: one that reads none delays nobody."""
+        """Send orders to the process until `close`, in a thread, as the process may read none for minutes."""
         with suppress(OSError):
             while order := self._orders.get():
                 self._line.send(order)
@@ -236,7 +236,7 @@ def serve_orders(fd: int, make_host: Callable[[Callable[..., None]], Any]) -> No
     """Serve the orders that come over the socket `fd`, in the process beside the driver, until it is closed.
     `make_host`: makes the object whose methods are called, from a function that sends news."""
     line, lock, orders = Connection(fd), threading.Lock(), SimpleQueue[Any]()
-    for number in STOPPING:  # some schedulers send them to all processes of a job; the driver decides
+    for number in ENDING:  # some schedulers send them to all processes of a job; the driver decides
         signal.signal(number, lambda *_: None)
 
     def send(*message: Any) -> None:
