@@ -152,9 +152,8 @@ def reserve_workers(cluster: Cluster, world_size: int, say: Say, spares: int = 0
     _refuse_impossible(kind, world_size, spares)
     needed = int(os.environ["LOCAL_WORLD_SIZE"]) if kind == "torchrun" else world_size  # the supply is of one machine
     least = needed if kind == "torchrun" else min(least or needed, needed)
-    deadline = monotonic() + cluster.wait
-    with _hold_ray_demand(kind, cluster, needed + spares, deadline):
-        supply, device, lack = _await_supply(kind, cluster, needed, least, say, deadline)
+    with _hold_ray_demand(kind, cluster, needed + spares):
+        supply, device, lack = _await_supply(kind, cluster, needed, least, say)
     reason = f" ({format_count(supply.gpus, 'GPU')} {supply.where})" if cluster.device == "auto" else ""
     room = supply.gpus if device == "cuda" else supply.cpus if supply.shared else inf
     members = world_size + spares if kind == "torchrun" else int(min(needed + spares, room))
@@ -170,21 +169,22 @@ def reserve_workers(cluster: Cluster, world_size: int, say: Say, spares: int = 0
 
 
 @contextmanager
-def _hold_ray_demand(kind: str, cluster: Cluster, count: int, deadline: float) -> Iterator[None]:
+def _hold_ray_demand(kind: str, cluster: Cluster, count: int) -> Iterator[None]:
     """Ask Ray's autoscaler for `count` workers during the block, if cluster.autoscale says so; the demand outlives the
     block, for the crew to take it up, unless that raises."""
     if kind != "ray" or not cluster.autoscale:
         yield
         return
     from platform.cluster.crew.ray_actors import worker_bundle
+    from platform.cluster.crew.ray_process import share_ray_process
 
-    join_ray(cluster, deadline).ask("hold_demand", worker_bundle(cluster.device, cluster.labels), count)
+    join_ray(cluster).ask("hold_demand", worker_bundle(cluster.device, cluster.labels), count)
     came = False
     try:
         yield
         came = True
     finally:
-        join_ray(cluster, deadline).order("drop_demand", not came)
+        share_ray_process().order("drop_demand", not came)
 
 
 def _refuse_impossible(kind: str, world_size: int, spares: int) -> None:
@@ -204,13 +204,11 @@ def _refuse_impossible(kind: str, world_size: int, spares: int) -> None:
         raise ConfigError("elastic.spares", spares, "torchrun starts a process per worker and no others", [0])
 
 
-def _await_supply(
-    kind: str, cluster: Cluster, needed: int, least: int, say: Say, deadline: float
-) -> tuple[Supply, str, str]:
-    """Wait until the cluster has room for `needed` workers, until `deadline`. Return the free supply, the
+def _await_supply(kind: str, cluster: Cluster, needed: int, least: int, say: Say) -> tuple[Supply, str, str]:
+    """Wait until the cluster has room for `needed` workers, at most `cluster.wait` seconds. Return the free supply, the
     device (cpu | cuda) and, if there is room only for `least` or more, a message on the lack, else "". Raises as
     `reserve_workers`."""
-    said = ""
+    deadline, said = monotonic() + cluster.wait, ""
     while True:
         supply = _measure_supply(kind, cluster, deadline)
         device = _choose_device(cluster.device, needed, least, supply)
