@@ -170,14 +170,7 @@ def _check_and_drive(
     origin.report_changed_keys(changed, journal, monitor.say, effects)
     carried = _files_to_carry(config, selection, corpus, monitor.say)
     state.checkpoints = checkpoints = Checkpoints(config, plan, selection, journal, monitor.say, carried)
-    job = Job(
-        config=config,
-        coordinates=[plan.mesh.rank_coordinates(rank) for rank in range(size)],
-        device=places.device,
-        run_dir=directory.path,
-        secrets=known_secrets(),
-        worker=worker or WORKER,
-    )
+    job = _describe_job(config, plan, directory.path, places.device, worker)
     run = RunContext(config, plan, job, steps, journal, monitor, signals, checkpoints, directory, places, corpus, tasks)
     _drive_crew(run, state, orphan)
     status = report_end(None, state)
@@ -185,6 +178,18 @@ def _check_and_drive(
         status = state.status = _print_findings(checkpoints, journal, monitor) or status
     _print_next_steps(state, config, size)
     return status
+
+
+def _describe_job(config: Config, plan: Plan, run_dir: Path, device: str, worker: str) -> Job:
+    """Return the job of a run: configuration, coordinates, device, directory and secrets for each of its workers."""
+    return Job(
+        config=config,
+        coordinates=[plan.mesh.rank_coordinates(rank) for rank in range(plan.mesh.world_size)],
+        device=device,
+        run_dir=run_dir,
+        secrets=known_secrets(),
+        worker=worker or WORKER,
+    )
 
 
 def _check_initial_weights(config: Config, resumes: bool) -> None:
