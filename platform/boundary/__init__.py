@@ -2,5 +2,5 @@
 output is redacted and escaped. Nothing here knows what a run is.
 
 Its files in reading order: confinement, documents, interrupts, local_files, parser_process, redaction, refusals,
-schema, sealed_blocks, storage, terminal.
+schema, sealed_blocks, storage, terminal, world_faults.
 """

@@ -1,7 +1,7 @@
 """Training inside one worker: `worker.py` answers the driver's calls.
 Starting processes and choosing the members of a mesh are left to the driver.
 
-Its files in reading order: worker, worker_records, trainer, stage_passes, rank_parameters, training_state,
-step_report, faults, state_recovery, environment_proof, generator, health, measurements, gauges, calibration_rates,
-replies, step_profile.
+Its files in reading order: worker, worker_records, trainer, rank_model, stage_passes, rank_parameters,
+training_state, step_report, faults, state_recovery, environment_proof, generator, health, measurements, gauges,
+calibration_rates, replies, step_profile.
 """

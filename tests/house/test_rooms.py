@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 
@@ -18,6 +19,8 @@ def test_a_room_says_what_lives_there(room):
     first = says(room).split("\n\n")[0]
     assert 0 < len(first.splitlines()) <= 3
     assert len(room.relative_to(PACKAGE).parts) <= LEVELS
+    order = re.split(r"[,.\s]+", says(room).partition("Its files in reading order: ")[2].strip("."))
+    assert sorted(order) == sorted(path.stem for path in room.glob("*.py") if not path.stem.startswith("__"))
 
 
 def test_every_folder_with_code_is_a_room(tmp_path):
