@@ -50,6 +50,7 @@ def test_a_second_death_while_a_mesh_connects_costs_a_formation(tmp_path, struck
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("warm_server")
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("spares", range(2))
 @pytest.mark.parametrize("plan", PLANS)

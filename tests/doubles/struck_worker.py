@@ -64,13 +64,14 @@ class StruckWorker(Worker):
 
 def draw_strikes(chance: random.Random, count: int, ranks: int, first: int = 2) -> list[dict[str, Any]]:
     """Rows for so many generations, one after the other; one in four is of two ranks, one in four stops its process."""
+    places = [place for place in PLACES if ranks > 2 or place != "split"]  # two ranks are one group
     rows = []
     for generation in range(first, first + count):
         struck = chance.sample(range(ranks), 2 if chance.random() < 0.25 else 1)
         for rank in struck if generation > first else [0]:  # there is a rank 0 in all of them
             stops = chance.random() < 0.25
             rows.append({
-                "generation": generation, "rank": rank, "place": chance.choice([*PLACES]),
+                "generation": generation, "rank": rank, "place": chance.choice(places),
                 "signal": signal.SIGSTOP if stops else signal.SIGKILL,
                 "seconds": chance.choice([0, 0, 0.001, 0.01, 0.1]),
             })  # fmt: skip
