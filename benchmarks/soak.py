@@ -6,9 +6,9 @@ anything grow, or remain?
 The job is the script that `python -m platform.jobs slurm` writes, run with stand-ins for Slurm's commands: its node,
 Ray's head, supervisor, driver and workers are real. Each life of it ends as Slurm ends one (`ENDS`), and the next one
 goes on as a requeue or `sbatch` does; every fourth life has workers that are actors of its Ray, the others forked ones.
-Some lives are ended while they start. Meanwhile strike, in turn: signals to random workers (SIGKILL, SIGSTOP), every
-kind of fault of `elastic.faults`, a flood of strangers at the driver's port, and a full disk under the run directory
-(a small tmpfs: needs root, else left out).
+Some lives are ended while they start. Meanwhile strike, in turn: signals to random workers (SIGKILL, SIGSTOP), a second
+death while the survivors of the first form a mesh, every kind of fault of `elastic.faults`, a flood of strangers at the
+driver's port, and a full disk under the run directory (a small tmpfs: needs root, else left out).
 
 Prints a line every so often: resident memory, open files and threads of the driver and (largest) of the workers that
 have lived for a while; processes; steps and strikes. Exit status 1 where a step, its samples, loss or gradient norm,
@@ -52,7 +52,7 @@ from tests.harness.process_use import Use, members, port_of, words_of  # noqa: E
 from tests.harness.slurm import SlurmJob  # noqa: E402
 from tests.harness.slurm_ends import ENDS, end_life, kill, send  # noqa: E402
 
-STRIKES = ("SIGKILL", "strangers", "SIGKILL", "full disk", "SIGSTOP")  # in turn
+STRIKES = ("SIGKILL", "strangers", "second death", "full disk", "SIGSTOP", "second death")  # in turn
 TYPED = [
     *(QUICK, *SMALL, "data=synthetic", "precision=fp64", "model.dropout=0.1", "optimizer.schedule=constant"),
     *(
@@ -84,6 +84,7 @@ FLOOD_SECONDS = 5.0
 CALM_SECONDS = 15.0  # after a flood, until nobody who said nothing is still connected
 FULL_SECONDS = 4.0  # that the disk stays full
 DISK_MB = 64
+SECOND_SECONDS, SPREAD_SECONDS = 10.0, 0.3  # for a mesh to begin to form after a death; the second one, after that
 TOLERANCE = 1e-9  # relative, of loss and gradient norm
 LATE_SECONDS, EARLY_SECONDS = (8.0, 30.0), 25.0  # when a life is ended: after its first step, or after its start
 LIFELESS = 300.0  # seconds without a step; only bounds a soak that has failed
@@ -183,7 +184,8 @@ class Soak:
             folders = {words_of(pid).split(b"\0")[-2] for pid in descendants() if b"leftovers.py" in words_of(pid)}
             asked = time.monotonic()
             since = self.journal()[events:]
-            if lost := sum(event["steps_lost"] for event in since if event["event"] == "rolled_back"):
+            whole = all(event["event"] != "not_whole" for event in since)  # two deaths may take all copies
+            if whole and (lost := sum(event["steps_lost"] for event in since if event["event"] == "rolled_back")):
                 self.wrong.append(f"{name}: {lost} steps were lost within it")
             life.status = end_life(end, self.job, process, self.chance)
             took = time.monotonic() - asked
@@ -245,9 +247,29 @@ class Soak:
                 self.flood(port)
             case "full disk":
                 self.fill()
+            case "second death":
+                if not self.kill_two(alive):
+                    return
             case _:
                 send([self.chance.choice(sorted(alive))], signal.Signals[kind])
         self.struck[kind] += 1
+
+    def kill_two(self, alive: set[int]) -> bool:
+        """Kill a worker, and another one as the mesh without it forms; return whether one formed."""
+        first, second = self.chance.sample(sorted(alive), 2)
+        formed, deadline = self.formations(), time.monotonic() + SECOND_SECONDS
+        send([first], signal.SIGKILL)
+        while self.formations() == formed:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.002)
+        time.sleep(self.chance.uniform(0, SPREAD_SECONDS))
+        send([second], signal.SIGKILL)
+        return True
+
+    def formations(self) -> int:
+        """Return the number of formations that have begun."""
+        return sum(event["event"] == "forming" for event in self.journal())
 
     def flood(self, port: int) -> None:
         """Start a process that floods the driver's port.
