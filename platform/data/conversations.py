@@ -193,6 +193,7 @@ def _read_message(message: Mapping[str, Any], number: int, data: Data, place: st
     if _CALL in kept:
         kept["tool_calls"] = [{"type": "function", "function": kept.pop(_CALL)}]
     calls = kept.get("tool_calls") or []
+    calls = calls if isinstance(calls, list) else [calls]
     functions = [call.get("function", call) if isinstance(call, dict) else None for call in calls]
     if not all(isinstance(f, dict) and isinstance(f.get("name"), str) for f in functions):
         raise ConfigError(f"{place}: message {number} has tool_calls without names; {_name_cures('tool_calls')}")

@@ -46,7 +46,7 @@ TEXT = st.text(string.ascii_letters + string.digits + string.punctuation + " ").
 )
 
 
-@given(TEXT)
+@given(TEXT.filter(lambda text: text.strip().lower() != "null"))  # its default is null
 def test_a_layout_reaches_us_as_it_was_typed(text):
     assert parse_typed_values([f"tensor.layout={text}"]) == {"tensor.layout": text}
 
