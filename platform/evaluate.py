@@ -73,7 +73,7 @@ def _evaluate_model(arguments: argparse.Namespace) -> int:
     if arguments.include and not os.path.isdir(arguments.include):
         mistakes.append(format_violation("--include", arguments.include, "there is no such folder"))
     refuse_all(mistakes)
-    from platform.cluster.answer_scores import WholeFile
+    from platform.boundary.local_files import WholeFile
 
     out = WholeFile(arguments.json, "--json") if arguments.json else None
     measurements = _measure_model(arguments, overrides)

@@ -2,7 +2,7 @@
 
 `find_protocol_fault` judges the protocol of a URL at which files may lie, without connecting to anything.
 `remove_empty_directories` and `remove_files` remove all that was made for a run which is then refused: it leaves
-nothing behind.
+nothing behind. `WholeFile` is the one way to write a file that a user names.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 
-from platform.boundary.documents import open_regular_file
+from platform.boundary.documents import open_regular_file, printable_line
 from platform.boundary.refusals import ConfigError
 
 UNKNOWN = -1  # size of an entry that cannot be inspected: a dangling link, no permission
@@ -25,15 +26,26 @@ _NO_FLUSH = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)  # of a fol
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # no more may be written
 
 
-def replace_file(path: Path, chunks: Iterable[bytes | memoryview], mode: int = 0o666, durable: bool = False) -> None:
-    """Write a file by a draft beside it that takes its place in one step; `durable`: it survives a loss of power.
-    Raises OSError, having removed what it made: the draft, or a file that is there for the first time; one that has
-    taken another's place stays, whole, if its folder alone cannot be flushed."""
+def replace_file(
+    path: Path,
+    chunks: Iterable[bytes | memoryview],
+    mode: int = 0o666,
+    durable: bool = False,
+    like: os.stat_result | None = None,
+) -> None:
+    """Write a file by a draft beside it that takes its place in one step; `durable`: it survives a loss of power;
+    `like`: the state of a file whose mode it gets, and its owner if this process may give files away. Raises OSError,
+    having removed what it made: the draft, or a file that is there for the first time; one that has taken another's
+    place stays, whole, if its folder alone cannot be flushed."""
     draft, is_new = path.with_name(_draft_name()), not os.path.lexists(path)
     written: Path | None = draft
     try:
         file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         try:
+            if like:
+                with suppress(PermissionError):
+                    os.fchown(file, like.st_uid, like.st_gid)
+                os.fchmod(file, stat.S_IMODE(like.st_mode))
             for chunk in chunks:
                 unwritten = memoryview(chunk)
                 while unwritten:  # os.write may take less than it is given
@@ -102,6 +114,72 @@ def refuse_full_disk(key: str, place: object) -> Iterator[None]:
             raise
         why = error.strerror or os.strerror(errno.ENOSPC)
         raise ConfigError(key, place, f"cannot be written: {why}", ["another place"]) from None
+
+
+@contextmanager
+def refuse_unwritable(flag: str, path: str | Path) -> Iterator[None]:
+    """Raise ConfigError, naming the option `flag`, for an OSError on the file that it names in the context."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(flag, path, f"cannot be written: {printable_line(error.strerror or error)}") from None
+
+
+class WholeFile:
+    """File at `path`, which the option `flag` names, that is replaced as a whole by the text that `write` gets; without
+    it, the old contents stay. A link stays, and its target is replaced by a file of the same owner and mode. A device,
+    a pipe or this process's own output is never replaced: it is added to."""
+
+    def __init__(self, path: str | Path, flag: str):
+        """Check that the file at `path`, which a command's option `flag` names, can be written, and leave its contents.
+        Raises ConfigError if it cannot."""
+        self._path, self._flag, self._target = path, flag, Path(os.path.realpath(path))
+        self._open_file = -1  # a device or pipe: one that is closed before it is written to has ended for its reader
+        with refuse_unwritable(flag, path):
+            old = _stat_if_there(path)
+            if not os.fspath(path) or (old and stat.S_ISDIR(old.st_mode)):
+                raise IsADirectoryError("Is a directory")
+            if old and (own_outputs := _own_outputs(old)):
+                self._open_file = os.dup(own_outputs[0])  # lines on their way into it go on behind
+                return
+            if old and not stat.S_ISREG(old.st_mode):
+                self._open_file = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+                os.set_blocking(self._open_file, True)
+                return
+            if not old:
+                _stat_if_there(self._target)  # a name that is too long
+            with TemporaryFile(dir=self._target.parent):
+                pass
+
+    def write(self, text: str) -> None:
+        """Replace the file by the text as a whole, or write it to the device, once. Raises ConfigError."""
+        with refuse_unwritable(self._flag, self._path):
+            if self._open_file < 0:
+                replace_file(self._target, [text.encode(errors="surrogateescape")], like=_stat_if_there(self._target))
+            else:
+                with open(self._open_file, "w", errors="surrogateescape") as file:
+                    file.write(text)
+
+
+def _stat_if_there(path: str | Path) -> os.stat_result | None:
+    """Return the state of a file, None if there is none."""
+    with suppress(FileNotFoundError):
+        return os.stat(path)
+    return None
+
+
+def may_be_replaced(path: Path) -> bool:
+    """Return True if a path that nobody has named is free, or a regular file: no link, pipe or device."""
+    return not os.path.lexists(path) or stat.S_ISREG(os.lstat(path).st_mode)
+
+
+def _own_outputs(state: os.stat_result) -> list[int]:
+    """Return which of this process's own outputs, 1 and 2, are a file, as /dev/stdout is."""
+    outputs = []
+    for number in (1, 2):
+        with suppress(OSError):  # it is closed
+            outputs += [number] * os.path.samestat(state, os.fstat(number))
+    return outputs
 
 
 class LocalStorage:

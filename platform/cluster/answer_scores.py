@@ -1,22 +1,20 @@
 """Scores of a model: losses on held-out text, BLEU of translations as sacrebleu computes it, lm-eval's tasks; and the
-files they go to (`Lines`, `WholeFile`), which are refused before a model is loaded if they cannot be written, and never
-left with half a line."""
+file that answers go to (`Lines`), which is refused before a model is loaded if it cannot be written, and never left
+with half a line."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
-from tempfile import TemporaryFile
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from platform.boundary.documents import printable_line
-from platform.boundary.local_files import replace_text
+from platform.boundary.local_files import refuse_unwritable
 from platform.boundary.refusals import ConfigError, format_violation
 from platform.boundary.terminal import Say, show_phase
 from platform.cluster.asked_model import AskedModel
@@ -200,13 +198,13 @@ class Lines:
     def __init__(self, path: str, flag: str):
         """Create the file for a model's answers at `path`, which an option `flag` names. Raises ConfigError."""
         self._path, self._flag, self._whole = path, flag, 0
-        with _refuse_unwritable(flag, path):
+        with refuse_unwritable(flag, path):
             self._file = open(path, "xb", buffering=0)
 
     def append_line(self, text: str) -> None:
         """Append a line to the file of a model's answers. Raises ConfigError, naming the option, if that fails."""
         raw = memoryview(f"{text}\n".encode())
-        with _refuse_unwritable(self._flag, self._path):
+        with refuse_unwritable(self._flag, self._path):
             while raw:
                 raw = raw[self._file.write(raw) :]
         self._whole = self._file.tell()
@@ -223,45 +221,3 @@ class Lines:
         if not self._whole:
             with suppress(OSError):
                 os.unlink(self._path)
-
-
-class WholeFile:
-    """File at `path`, which the option `flag` names, that is replaced as a whole by the text that `write` gets; without
-    it, the old contents stay. Raises ConfigError if it cannot be written."""
-
-    def __init__(self, path: str, flag: str):
-        """Check that the file for a model's results at `path`, which a command's option `flag` names, can be written,
-        and leave its contents. Raises ConfigError if it cannot."""
-        self._path, self._flag, self._target = Path(path), flag, Path(os.path.realpath(path))
-        with _refuse_unwritable(flag, path):
-            if self._path.is_dir():
-                raise IsADirectoryError("Is a directory")
-            if self._is_special:
-                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
-                return
-            with suppress(FileNotFoundError):  # a name that is too long
-                os.lstat(self._target)
-            with TemporaryFile(dir=self._target.parent):
-                pass
-
-    @property
-    def _is_special(self) -> bool:
-        """Return True if the file for a model's results is a device or pipe, which is written to, not replaced."""
-        return self._path.exists() and not self._path.is_file()
-
-    def write(self, text: str) -> None:
-        """Replace the file of a model's results by the text as a whole; write it to a device. Raises ConfigError."""
-        with _refuse_unwritable(self._flag, self._path):
-            if self._is_special:
-                self._path.write_text(text)
-            else:
-                replace_text(self._target, text)
-
-
-@contextmanager
-def _refuse_unwritable(flag: str, path: str | Path) -> Iterator[None]:
-    """Raise ConfigError, naming the option `flag`, for an OSError on the file of a model's answers in the block."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(flag, path, f"cannot be written: {printable_line(error.strerror or error)}") from None

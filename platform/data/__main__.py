@@ -14,8 +14,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from platform.boundary.local_files import refuse_full_disk, replace_text
-from platform.boundary.refusals import DONE, CommandLine, ConfigError, build_command_line, run_command
+from platform.boundary.local_files import WholeFile, may_be_replaced, refuse_full_disk
+from platform.boundary.refusals import (
+    DONE,
+    CommandLine,
+    ConfigError,
+    build_command_line,
+    format_violation,
+    refuse_all,
+    run_command,
+)
 from platform.boundary.terminal import print_line, write_text
 from platform.config.fields import Config
 from platform.config.ramps import count_earlier_samples
@@ -89,8 +97,7 @@ def _show_step(arguments: argparse.Namespace) -> None:
         raise ConfigError("--sample", arguments.sample, f"must be from 0 to {view.num_sequences - 1}", [near])
     first = arguments.sample or 0
     if arguments.html:
-        with refuse_full_disk("--html", arguments.html):
-            replace_text(arguments.html, "".join(render_step_page(view, arguments.all)))
+        WholeFile(arguments.html, "--html").write("".join(render_step_page(view, arguments.all)))
         print_line(str(arguments.html))
     elif arguments.tokens:
         for line in format_token_table(view, range(view.num_sequences) if arguments.all else range(first, first + 1)):
@@ -170,8 +177,11 @@ def _write_bin_files(arguments: argparse.Namespace, config: Config, corpus: Corp
             tokenizer_path = prefix.with_name(f"{prefix.name}-{JSON}")
             Path(draft_folder, tokenizer_path.name).write_bytes(corpus.tokenizer_files[JSON])
             written.append(f"{tokenizer_path}: its tokenizer; documents begin with token {corpus.special.begin}")
-        for file in Path(draft_folder).iterdir():  # all of them, or none
-            file.replace(prefix.with_name(file.name))
+        files = {file: prefix.with_name(file.name) for file in Path(draft_folder).iterdir()}
+        special = [target for target in files.values() if not may_be_replaced(target)]
+        refuse_all([format_violation("PREFIX", prefix, f"{target} is no regular file") for target in special])
+        for file, target in files.items():  # all of them, or none
+            file.replace(target)
     for line in written:
         print_line(line)
 

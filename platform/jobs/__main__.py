@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from platform.boundary import refusals
-from platform.boundary.refusals import DONE, ConfigError, refuse_failures, report_refusal, run_command
+from platform.boundary.local_files import WholeFile, refuse_unwritable
+from platform.boundary.refusals import DONE, ConfigError, report_refusal, run_command
 from platform.boundary.terminal import print_line
 from platform.config.key import SECONDS
 
@@ -75,10 +76,10 @@ def _write_job(arguments: argparse.Namespace) -> int:
         print(text, end="")
         return DONE
     files = {arguments.output: text, **({arguments.output.parent / claim[0]: claim[1]} if claim else {})}
-    for path, content in files.items():
-        with refuse_failures("--output", path, OSError, why="cannot be written ({.strerror})"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content)
+    with refuse_unwritable("--output", arguments.output):
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    for job_file, content in [(WholeFile(path, "--output"), content) for path, content in files.items()]:
+        job_file.write(content)
     if claim:
         print_line(f"{arguments.output.parent / claim[0]}: the claim; kubectl apply -f it once, before the job")
     return DONE

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
+from platform.boundary.local_files import replace_text
 from platform.plan.gantt import Bar, draw_gantt_svg
 from platform.plan.schedule import COMPUTE, SENDS, Action, Kind, Rows, Schedule
 from platform.plan.simulate import Simulation, TimedAction, simulate
@@ -87,8 +88,8 @@ class Timeline:
         if not self._steps:
             return
         trace = {"traceEvents": list(self._trace_events()), "displayTimeUnit": "ms"}
-        (directory / "timeline.json").write_text(json.dumps(trace, separators=(",", ":")) + "\n")
-        (directory / "timeline.svg").write_text(self._draw_picture())
+        replace_text(directory / "timeline.json", json.dumps(trace, separators=(",", ":")) + "\n")
+        replace_text(directory / "timeline.svg", self._draw_picture())
 
     def _collect_actions(self, ranks: Sequence[RankRecord]) -> list[list[TimedAction]]:
         """Return, per rank, the pipeline actions measured in a step, with their times, for the run's timeline."""

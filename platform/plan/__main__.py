@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from platform.boundary.documents import VALUES, parse_json, read_bytes
+from platform.boundary.local_files import WholeFile
 from platform.boundary.refusals import (
     DONE,
     FAILED,
@@ -194,8 +195,7 @@ def _write_hardware(arguments: argparse.Namespace) -> int:
     finally:
         if torchrun.is_under_torchrun():
             torchrun.release_followers()
-    with refuse_failures("--output", output, OSError, why="cannot be written: {.strerror}"):
-        output.write_text(text)
+    WholeFile(output, "--output").write(text)
     print_line(f"{text}written: {output}; `{typed_command('plan')} ... --hardware {output}` predicts steps here")
     return DONE
 
@@ -254,7 +254,7 @@ def _print_requested_view(arguments: argparse.Namespace) -> int:
     hardware = _choose_hardware(arguments.hardware, config)
     known_hardware = _hardware_unless_guessed(hardware, arguments, config)
     if arguments.svg:
-        _write_picture(Path(arguments.svg), draw_step(config, plan, known_hardware))
+        WholeFile(arguments.svg, "--svg").write(draw_step(config, plan, known_hardware))
     explanation = explain_config(
         config,
         plan,
@@ -362,14 +362,6 @@ def _choose_hardware(name: str | None, config: Config) -> Hardware:
         constraint = f"its peaks lack {config.precision}, in which the run computes"
         raise ConfigError("--hardware", name, constraint)
     return hardware
-
-
-def _write_picture(path: Path, image: str) -> None:
-    """Write the picture of a step. Raises ConfigError if it cannot be written."""
-    try:
-        path.write_text(image)
-    except OSError as error:
-        raise ConfigError("--svg", path, f"cannot be written: {error.strerror}") from None
 
 
 def _shrink_lines(config: Config, memory: float, as_json: bool) -> Iterator[str]:

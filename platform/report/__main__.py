@@ -3,17 +3,17 @@
 The page needs no network and no account: what a run learned, how fast, where its time and its bytes went, what failed
 and what that cost. The run may go on meanwhile.
 `--serve` keeps it up to date in a browser instead, on this machine alone unless --host says otherwise.
-Exit status: 0 written; 1 it could not be written, or not be served; 2 the command line is wrong.
+Exit status: 0 written; 1 it could not be served; 2 the command line is wrong, or its file cannot be written.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from platform.boundary.local_files import WholeFile, may_be_replaced
 from platform.boundary.refusals import DONE, ConfigError, build_command_line, format_violation, run_command
 from platform.boundary.terminal import print_line, show_phase
 from platform.report.page import page_html
@@ -63,14 +63,16 @@ def _write_or_serve_page(arguments: argparse.Namespace) -> int:
     runs = [WatchedRun(run.resolve()) for run in arguments.runs]
     if arguments.serve is not None:
         return _serve_runs(runs, arguments.host, arguments.serve)
+    output = arguments.output or arguments.runs[0] / "report.html"
+    if not arguments.output and not may_be_replaced(output):
+        # in the directory of anybody: what it leads to was not asked for
+        raise ConfigError("--output", output, "is no regular file", ["--output FILE.html"])
+    page_file = WholeFile(output, "--output")
     with show_phase("reading the run" if len(runs) == 1 else "reading the runs"):
         for run in runs:
             run.read_run_news()
         text = page_html(collect_page_data(runs))
-    output = arguments.output or arguments.runs[0] / "report.html"
-    draft = output.with_name(f".{output.name}.{os.getpid()}")
-    draft.write_text(text)
-    draft.replace(output)
+    page_file.write(text)
     print_line(f"{output}: {len(text.encode()) / 1e6:.2f} MB")
     return DONE
 

@@ -111,5 +111,15 @@ def test_command_line(evil: Path, tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert re.fullmatch(r".*both\.html: 0\.\d\d MB\n", capfd.readouterr().out)
     assert main([str(tmp_path / "none")]) == 2
     assert "RUN_DIR=" in capfd.readouterr().err
-    assert main([str(evil), "--output", str(tmp_path / "no" / "folder.html")]) == 1
+    assert main([str(evil), "--output", str(tmp_path / "no" / "folder.html")]) == 2
+    assert "--output=" in capfd.readouterr().err
+    assert main([str(evil), "--output", ""]) == 2
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_page_replaces_nothing_that_was_not_named(evil: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("before")
+    (evil / "report.html").symlink_to(tmp_path / "mine")  # put there by whoever made the directory
+    assert main([str(evil)]) == 2 and (tmp_path / "mine").read_text() == "before"
+    assert main([str(evil), "--output", str(evil / "report.html")]) == 0
+    assert (evil / "report.html").is_symlink() and (tmp_path / "mine").read_text().startswith("<!")

@@ -12,6 +12,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from platform.boundary.local_files import replace_text
 from platform.boundary.redaction import strip_url_secrets
 from platform.monitor import events
 from platform.monitor.events import JournalEvent
@@ -186,7 +187,5 @@ def _stable_id(path: Path) -> str:
     """Return the id of the W&B run, drawn once and kept in the file `path` of the run directory: a restarted driver
     continues its W&B run, and no other run joins it."""
     if not path.exists():
-        draft = path.with_suffix(".new")
-        draft.write_text(secrets.token_hex(4))
-        draft.replace(path)
+        replace_text(path, secrets.token_hex(4))
     return path.read_text()
