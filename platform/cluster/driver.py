@@ -319,11 +319,12 @@ def _drive_crew(run: RunContext, state: DriverState, orphan: int | None) -> None
     spares = f" and {format_count(spare_count, 'spare')}" if spare_count > 0 else ""
     say(f"starting {format_count(job.world_size + min(0, spare_count), 'worker')}{spares} ({kind}, {job.device})")
     from platform.cluster.origin import report_code_changes
-    from platform.train.environment_proof import identify_code
+    from platform.train.environment_proof import describe_git_state, identify_code
 
     code = identify_code(run.config)
     report_code_changes(code, run.journal, say)
-    run.journal.write(events.Starting(world_size=job.world_size, cluster=kind, device=job.device, code=code))
+    origin = {"code": code, "command": state.command.resume_line(), "git": describe_git_state()}
+    run.journal.write(events.Starting(world_size=job.world_size, cluster=kind, device=job.device, **origin))
     if orphan is not None:
         lost = max(0, orphan - run.checkpoints.step)
         run.journal.write(events.TookOver(step=orphan, steps_lost=lost))

@@ -76,12 +76,15 @@ _HEAD = Annotated[dict[str, Any], OpenMap((("event", _WORD),), ("time", "generat
 
 
 class Starting(JournalEvent, word="starting"):
-    """A driver has checked all that it can check alone, and starts its workers; `code`: hashes and versions by name."""
+    """A driver has checked all that it can check alone, and starts its workers; `code`: hashes and versions by name;
+    `command`: what does the same again; `git`: the commit of the working directory, "" if it has none."""
 
     world_size: int
     cluster: str
     device: str
     code: dict[str, str] | None = None
+    command: str = ""
+    git: str = ""
 
 
 class TookOver(JournalEvent, word="took_over"):

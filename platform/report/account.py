@@ -8,12 +8,13 @@ from statistics import median
 from typing import Any
 
 from platform.boundary.documents import printable_line
+from platform.config.key import format_hms
 from platform.monitor import events
 from platform.monitor.events import End, JournalEvent
 from platform.monitor.goodput import LINES, Account, compute_goodput
 from platform.monitor.metrics import Columns
 from platform.plan.plan_summary import format_number
-from platform.status.run_facts import clock_text, state_word
+from platform.status.run_facts import clock_text, collect_facts, state_word
 from platform.status.seen_run import Look
 
 _ENDED = (events.GaveUp, events.Unsaved, events.Stopped, events.NoPlaces, events.ClusterLost)  # not as was asked for
@@ -66,6 +67,19 @@ def event_step(event: JournalEvent) -> int | None:
     return getattr(event, "step", None)
 
 
+def list_origins(look: Look, parameters: str) -> Iterator[tuple[str, str]]:
+    """Yield what a run trains, on what, by which command and code, as (name, text)."""
+    if config := look.config:
+        m, data = config.model, config.data
+        shape = f"{m.kind}, {m.layers} layers of {m.d_model}{f', of {m.source}' if m.source else ''}"
+        yield "model", ", ".join(filter(None, [shape, parameters, config.precision]))
+        yield "data", f"{data.kind} {data.path}".strip() + f", {config.train.global_batch} x {m.length} tokens a step"
+    if start := next((e for e in reversed(look.evidence.journal) if isinstance(e, events.Starting)), None):
+        yield "command", start.command
+        versions = " ".join(f"{name} {text}" for name, text in (start.code or {}).items())
+        yield "code", ", ".join(filter(None, [f"git {start.git}" * bool(start.git), versions]))
+
+
 _RECENT = 50  # steps whose median speed is shown
 
 
@@ -99,6 +113,8 @@ def list_key_numbers(look: Look | None, columns: Columns) -> Iterator[tuple[str,
     if look:
         of = f"of {look.evidence.steps:,}" if look.evidence.steps else ""
         yield "step", f"{_last_step(look, columns):,}", of
+        if (left := collect_facts(look)["seconds_left"]) is not None:
+            yield "time left", format_hms(int(left)), ""
     if (loss := last_number(columns, "train/loss")) is not None:
         yield "loss", f"{loss:.4f}", ""
     if (loss := last_number(columns, "val/loss")) is not None:

@@ -16,7 +16,7 @@ _STYLES = ("uPlot.min.css", "page.css")
 _SCRIPTS = ("uPlot.iife.min.js", "charts.js", "page.js")
 _INERT = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}  # in JSON they stand in texts alone
 _PAGE = """{head}<header id="runs">{first}</header>
-<nav><div id="contents"></div></nav>
+<nav><div id="contents"></div><div id="tools"></div></nav>
 <main id="sections"><noscript>The charts below need JavaScript.</noscript></main>
 <footer><div id="live" aria-live="polite"></div><div id="missing"></div>{made} Charts by uPlot (MIT).</footer>
 <script type="application/json" id="data">{data}</script>

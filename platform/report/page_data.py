@@ -93,13 +93,28 @@ def collect_page_data(runs: Sequence[WatchedRun], live: bool = False) -> dict[st
     named = _unique_names([run.directory for run in runs])
     kinds = KINDS | {"rest": "saving, evaluating, between steps"}
     drawn = [_collect_run_data(run, name, points) for run, name in zip(runs, named, strict=True)]
-    return {"live": live, "made": time.time(), "sections": panel_table()["sections"], "kinds": kinds, "runs": drawn}
+    return {
+        "live": live,
+        "made": time.time(),
+        "sections": panel_table()["sections"],
+        "kinds": kinds,
+        "runs": drawn,
+        "swept": _swept_values([run["settings"] for run in drawn]),
+    }
+
+
+def _swept_values(settings: Sequence[dict[str, str]]) -> dict[str, list[str]]:
+    """Return key -> its value in each run, of the keys in which runs differ."""
+    usual = dict(_flat_settings(Config().to_dict()))
+    keys = sorted({key for of_run in settings for key in of_run} - {"run.dir"})
+    swept = {key: [of.get(key, _command_line_text(usual.get(key)) if of else "") for of in settings] for key in keys}
+    return {key: values for key, values in swept.items() if len(set(values)) > 1}
 
 
 def _unique_names(directories: Sequence[Path]) -> list[str]:
     """Return a short name for each run directory: as many of its last parts as it takes to be unique."""
     for count in range(1, 6):
-        names = ["/".join(d.parts[-count:]) or str(d) for d in directories]
+        names = [documents.printable_line("/".join(d.parts[-count:]) or d) for d in directories]
         if len(set(names)) == len(names):
             return names
     return [f"{name} ({number})" for number, name in enumerate(names, 1)]
@@ -129,7 +144,8 @@ def _collect_run_data(run: WatchedRun, name: str, points: int) -> dict[str, Any]
     news, left_out = account.shown_events(journal, _EVENTS)
     return {
         "name": name,
-        "path": str(run.directory),
+        "path": documents.printable_line(run.directory, 4096),
+        "origins": _printed_origins(run.found) if run.found else [],
         **_run_headline(run),
         "began": journal[0].time if journal else 0.0,
         "curves": build_curves(run.columns, points),
@@ -153,6 +169,14 @@ def _collect_run_data(run: WatchedRun, name: str, points: int) -> dict[str, Any]
     }  # fmt: skip
 
 
+def _printed_origins(look: Look) -> list[list[str]]:
+    """Return what a run trains, on what and by which command, as a page has it."""
+    count = look.plan.get("parameter_count")
+    parameters = f"{count:,} parameters" if isinstance(count, int) else ""
+    origins = account.list_origins(look, parameters)
+    return [[name, documents.printable_line(text, 2000)] for name, text in origins if text]
+
+
 def _seconds_by_step(columns: Columns) -> dict[int, float]:
     """Return step -> its seconds, of the steps in a run's metrics whose time is known."""
     return {step: s for step, s in zip(columns.steps, columns.column("perf/step_seconds"), strict=True) if s == s}
@@ -168,7 +192,8 @@ def _useful_seconds(run: WatchedRun) -> float | None:
 def _run_headline(run: WatchedRun) -> dict[str, Any]:
     """Return the state of a run, its most important numbers, and what of it cannot be read."""
     state, tiles = state_line(run.found, run.columns), list(list_key_numbers(run.found, run.columns))
-    return {"state": state, "tiles": tiles, "faults": run.faults}
+    best = min((v for v in run.columns.column("val/loss") if isfinite(v)), default=None)
+    return {"state": state, "tiles": tiles, "faults": run.faults, "best": best}
 
 
 def run_headlines(runs: Sequence[WatchedRun]) -> list[dict[str, Any]]:

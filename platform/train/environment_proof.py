@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,6 +25,8 @@ from platform.checkpoint.manifest import NAME
 from platform.config.fields import Config
 from platform.config.groups import RESUME
 from platform.train.replies import Proof
+
+_GIT_SECONDS = 2  # that a start may wait for git
 
 
 def find_checkpoint_url(config: Config) -> str:
@@ -74,6 +78,14 @@ def read_code() -> None:
 def identify_code(config: Config) -> dict[str, str]:
     """Return the identity of a run's code: module -> hash of its source as first read, library -> version."""
     return {name: _running_digest(name) for name in ("platform", *config.extend)} | _library_versions()
+
+
+def describe_git_state() -> str:
+    """Return the commit that git has of the working directory, with -dirty behind it if files differ; "" for none."""
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True).stdout.strip()
+    return ""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""A file that a user names is written as a whole in one way, whatever stands there: nothing else is replaced or lost."""
+"""A file that a user names is written as a whole in one way, whatever is there: nothing else is replaced or lost."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_hostile_text_is_inert(evil: Path) -> None:
     assert run["samples"] == [[1, EVIL, EVIL]] and EVIL.split()[0] in run["state"]["line"]
     assert [tag for tag, _ in page.tags if tag not in Elements.CDATA_CONTENT_ELEMENTS] == [
         *("html", "meta", "meta", "meta", "meta", "title", "header", "div", "h1", "p"),
-        *("nav", "div", "main", "noscript", "footer", "div", "div"),
+        *("nav", "div", "div", "main", "noscript", "footer", "div", "div"),
     ]
 
 

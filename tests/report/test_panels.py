@@ -28,6 +28,8 @@ KEYS = {
     "table",
     "summary",
     "names",
+    "note",
+    "tab",
 }
 
 

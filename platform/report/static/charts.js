@@ -70,11 +70,28 @@ function curvesOf(run, panel) {
   return found;
 }
 
-// A panel of one metric compares all runs; another one shows the run in detail.
+// A panel of single metrics compares all runs; another one shows the run in detail.
 function panelCurves(panel) {
   const each = page.runs.map((run) => curvesOf(run, panel));
-  const compares = page.runs.length > 1 && panel.metrics.length === 1 && !panel.metrics[0].endsWith("*");
-  return compares ? each.flatMap((found, i) => found.map((c) => ({ ...c, name: page.runs[i].name, run: i }))) : each[state.run] || [];
+  const compares = page.runs.length > 1 && !panel.metrics.some((m) => m.endsWith("*")), several = panel.metrics.length > 1;
+  const named = (c, i) => (several ? `${page.runs[i].name} ${c.name}` : page.runs[i].name);
+  return compares ? each.flatMap((found, i) => found.map((c, k) => ({ ...c, name: named(c, i), run: i, dash: k ? [6, 4] : undefined }))) : each[state.run] || [];
+}
+
+// Returns the one number that a panel's lines have at all their points, null if there is none such.
+function constant(panel, curves) {
+  const values = new Set(curves.flatMap((c) => c.curve.slice(1).flat()));
+  return !panel.kind && values.size === 1 && curves[0].curve[1].length > 1 ? [...values][0] : null;
+}
+
+// Returns the running mean of a curve, in which each point counts `state.smooth` times as much as the next one.
+function smoothed(values) {
+  let sum = 0, weight = 0;
+  return values.map((v) => {
+    if (v == null) return v;
+    [sum, weight] = [sum * state.smooth + v, weight * state.smooth + 1];
+    return sum / weight;
+  });
 }
 
 // ---- lines and stacks
@@ -82,18 +99,19 @@ function panelCurves(panel) {
 function drawLines(panel, curves, box, now) {
   const axis = axisOf(panel), many = curves.length > 1 || page.runs.length > 1;
   const order = (c) => c.run ?? curves.indexOf(c);
-  const tables = curves.map(({ x, curve }) => [x[axis], curve[1], curve[2] || curve[1], curve[3] || curve[1]]);
+  const smooth = (c) => state.smooth > 0 && !panel.steps && c.curve[0] === 0; // the curve itself stays, as its thin edges
+  const tables = curves.map((c) => [c.x[axis], smooth(c) ? smoothed(c.curve[1]) : c.curve[1], c.curve[2] || c.curve[1], c.curve[3] || c.curve[1]]);
   const [dense] = page.runs[state.run].curves.grids, whole = dense?.[axis].length ? [[dense[axis][0], dense[axis][dense[axis].length - 1]]] : [];
   const data = uPlot.join([...tables, whole].filter((t) => t.length)); // what few steps have is drawn on the axis of all
   const series = [{}], bands = [];
   for (const c of curves) {
     const first = series.length, stroke = colour(order(c)), show = !state.off.has(c.name);
     const paths = panel.steps ? uPlot.paths.stepped({ align: 1 }) : undefined;
-    series.push({ stroke, show, paths, width: 1.5, points: { show: c.curve[1].length < 40, size: 5, fill: stroke } });
-    for (let edge = 0; edge < 2; edge++) series.push({ stroke: `${stroke}60`, show, width: c.curve[2] ? 1 : 0, points: { show: false } });
+    series.push({ stroke, show, paths, dash: c.dash, width: 1.5, points: { show: c.curve[1].length < 40, size: 5, fill: stroke } });
+    for (let edge = 0; edge < 2; edge++) series.push({ stroke: `${stroke}60`, show, width: c.curve[2] || smooth(c) ? 1 : 0, points: { show: false } });
     if (show) bands.push({ series: [first + 2, first + 1], fill: `${stroke}40` });
   }
-  const log = panel.log && data.slice(1).every((column) => column.every((v) => v == null || v > 0));
+  const log = (panel.log || state.log) && data.slice(1).every((column) => column.every((v) => v == null || v > 0));
   const keys = many ? drawKeys(curves.map((c) => [c.name, colour(order(c))]), box) : [];
   const say = (index) => {
     let last = 0;

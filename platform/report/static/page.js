@@ -2,7 +2,7 @@
 "use strict";
 
 let page = JSON.parse(document.getElementById("data").textContent);
-const state = { x: "", run: 0, off: new Set(), plots: [], charts: [], zoomed: false };
+const state = { x: "", run: 0, off: new Set(), tab: {}, smooth: 0, log: false, plots: [], charts: [], constants: [], zoomed: false };
 const KIND_COLOURS = { useful: "c2", fewer: "c5", lost: "c6", start: "c7", recover: "c1", reshape: "c4", down: "line", rest: "c0" };
 
 const clock = (seconds) => new Date(seconds * 1000).toLocaleString(undefined, { dateStyle: "short", timeStyle: "medium" });
@@ -119,6 +119,17 @@ function strip(run) {
 const DRAWN = { line: drawLines, stack: drawStack, heat: drawHeat, bars: drawBars, spread: drawSpread };
 const WIDE = new Set(["account", "failures", "pictures", "samples"]);
 
+// Draws one of the panels that share a tab, and a choice of the others that have data.
+function drawTab(panels, place) {
+  const drawn = panels.filter((p) => panelCurves(p).length), chosen = drawn.find((p) => p.title === state.tab[drawn[0].tab]) || drawn[0];
+  if (!chosen) return null;
+  const said = drawPanel(chosen, place);
+  if (drawn.length > 1 && said === "")
+    place.lastChild.querySelector("h3").replaceWith(choice(drawn.map((p) => [p.title, p.title]), chosen.title, (title) => (state.tab[chosen.tab] = title)));
+  return said;
+}
+
+// Returns "" for a panel that was drawn, a line of text for one whose number never changes, null for one without data.
 function drawPanel(panel, place) {
   const now = el("span", "now"), box = el("div", "box");
   const card = el("div", WIDE.has(panel.view) || panel.kind === "stack" ? "panel wide" : "panel", el("div", "head", el("h3", "", panel.title), now), box);
@@ -129,33 +140,55 @@ function drawPanel(panel, place) {
     if (curves.length) DRAWN[panel.kind || "line"](panel, curves, box, now);
     return curves.length;
   };
+  const curves = panel.view ? [] : panelCurves(panel), value = curves.length ? constant(panel, curves) : null;
+  if (value !== null) return card.remove(), state.constants.push(panel), `${panel.title}: ${shown(value, panel.unit)}`;
   let some = true;
   try {
     some = panel.view ? VIEWS[panel.view](page.runs[state.run], box, now) : drawChart();
   } catch (error) {
     box.replaceChildren(el("div", "warn", `cannot be drawn: ${error.message}`)); // no panel keeps others from being drawn
   }
-  if (!some) return card.remove(), false;
+  if (!some) return card.remove(), null;
   if (!panel.view) state.charts.push(drawChart);
-  return true;
+  if (panel.note) card.append(el("div", "dim remark", panel.note));
+  return "";
 }
 
 const drawDetails = (lines) => el("div", "details", ...lines.map((line) => el("div", "dim", line)));
 
 const drawTiles = (run) => el("div", "tiles", ...run.tiles.map(([name, value, remark]) => el("div", "", el("span", "", name), el("b", "", value), el("span", "", remark || "\u00a0"))));
 
-// Several runs are a table, a run for each line.
-function drawComparison() {
-  const names = [...new Set(page.runs.flatMap((run) => run.tiles.map(([name]) => name)))];
-  const rows = page.runs.map((run, i) => [el("span", "", swatch(colour(i)), run.name), ...names.map((n) => (run.tiles.find(([name]) => name === n) || [])[1])]);
-  return table([column("run", "whole"), ...names.map((n) => column(n, "number"))], rows, "panel");
+// Shares tiles out among rows evenly; one that is left over fills its row.
+function balanceTiles() {
+  for (const tiles of document.querySelectorAll(".tiles")) {
+    const count = tiles.childElementCount, most = Math.max(1, Math.floor((tiles.clientWidth + 8) / 120));
+    const columns = Math.ceil(count / Math.ceil(count / most)) || 1;
+    tiles.style.gridTemplateColumns = `repeat(${columns}, 1fr)`;
+    if (count) tiles.lastChild.style.gridColumn = count % columns === 1 ? "1 / -1" : "";
+  }
 }
+
+// Several runs are a table, the best one first: its lowest validation loss, or else its last loss.
+function drawComparison() {
+  const tile = (run, n) => (run.tiles.find(([name]) => name === n) || [])[1];
+  const rank = (run) => run.best ?? Number(tile(run, "loss") ?? Infinity), swept = Object.entries(page.swept);
+  const names = [...new Set(page.runs.flatMap((run) => run.tiles.map(([name]) => name)))].filter((n) => n !== "loss" && n !== "validation loss");
+  const numbers = (run) => [tile(run, "loss"), run.best == null ? "" : run.best.toFixed(4), ...names.map((n) => tile(run, n))];
+  const rows = page.runs.map((run, i) => ({ run, i })).sort((a, b) => rank(a.run) - rank(b.run) || a.i - b.i).map(({ run, i }) =>
+    [el("span", "", swatch(colour(i)), run.name), ...swept.map(([, values]) => values[i]), ...numbers(run), el("span", run.state.tone, run.state.line)]);
+  const heads = [...swept.map(([key]) => key), "last loss", "best validation loss", ...names].map((n) => column(n, "number"));
+  return table([column("run", "whole"), ...heads, column("state", "whole")], rows, "panel");
+}
+
+const drawOrigins = (run) => el("dl", "origins", ...run.origins.flatMap(([name, text]) => [el("dt", "", name), el("dd", "", text)]));
 
 function drawHeader() {
   const one = page.runs.length === 1;
-  const heads = page.runs.map((run) => el("div", one ? "run" : "run several", el("h1", "", run.path), el("p", `verdict ${run.state.tone}`, run.state.line),
-    drawDetails(run.state.details), ...(one ? [drawTiles(run)] : []), ...run.faults.map((fault) => el("div", "warn", fault))));
+  const runs = one ? page.runs : page.runs.filter((run) => run.state.details.length || run.faults.length); // the rest is in the table
+  const heads = runs.map((run) => el("div", one ? "run" : "run several", el("h1", "", run.path), el("p", `verdict ${run.state.tone}`, run.state.line),
+    drawDetails(run.state.details), ...(one ? [drawTiles(run), drawOrigins(run)] : []), ...run.faults.map((fault) => el("div", "warn", fault))));
   document.getElementById("runs").replaceChildren(...heads, ...(one ? [] : [drawComparison()]));
+  balanceTiles();
 }
 
 function endCharts() {
@@ -166,42 +199,54 @@ function endCharts() {
 function draw() {
   endCharts();
   state.charts = [];
+  state.constants = [];
   const main = document.getElementById("sections"), nav = document.getElementById("contents"), missing = [];
   const top = window.scrollY;
   main.replaceChildren();
   nav.replaceChildren();
   drawHeader();
   page.sections.forEach((section, i) => {
-    const panels = el("div", "panels"), title = el("h2", "", section.title);
+    const panels = el("div", "panels"), title = el("h2", "", section.title), constants = [];
     title.id = `section-${i}`;
     main.append(title, panels);
-    for (const panel of section.panels) if (!drawPanel(panel, panels)) missing.push(panel.title);
+    for (const panel of section.panels) {
+      const alike = panel.tab ? section.panels.filter((p) => p.tab === panel.tab) : [];
+      if (alike.length && alike[0] !== panel) continue;
+      const said = alike.length ? drawTab(alike, panels) : drawPanel(panel, panels);
+      if (said === null) missing.push(panel.title);
+      else if (said) constants.push(said);
+    }
+    if (constants.length) panels.append(el("div", "constants dim", `All along: ${constants.join(" · ")}`));
     if (!panels.childElementCount) return title.remove(), panels.remove();
     const link = el("a", "", section.title);
     link.href = `#section-${i}`;
     nav.append(link);
   });
-  nav.append(tools());
+  document.getElementById("tools").replaceChildren(...tools());
   const marks = shownMarks().length ? ["Dashed lines in the charts: failures (red) and warnings (amber)."] : [];
   document.getElementById("missing").replaceChildren(...[...marks, ...(missing.length ? [`Without data here: ${missing.join("; ")}.`] : [])].map((line) => el("div", "", line)));
   window.scrollTo(0, top);
 }
 
+function choice(entries, value, set) {
+  const node = el("select");
+  for (const [key, text] of entries) node.append(Object.assign(el("option", "", text), { value: key }));
+  node.value = value;
+  node.addEventListener("change", () => (set(node.value), draw()));
+  return node;
+}
+
 function tools() {
-  const choice = (entries, value, set) => {
-    const node = el("select");
-    for (const [key, text] of entries) node.append(Object.assign(el("option", "", text), { value: key }));
-    node.value = value;
-    node.addEventListener("change", () => (set(node.value), draw()));
-    return node;
-  };
-  const x = choice([["", "axis: as usual"], ["step", "axis: steps"], ["tokens", "axis: tokens"], ["hours", "axis: time of training"]], state.x, (v) => (state.x = v));
+  const x = choice([["", "x: tokens or steps"], ["step", "x: steps"], ["tokens", "x: tokens"], ["hours", "x: time of training"]], state.x, (v) => (state.x = v));
+  const y = choice([["", "y: linear"], ["log", "y: logarithmic"]], state.log ? "log" : "", (v) => (state.log = v === "log"));
   const run = choice(page.runs.map((r, i) => [String(i), `in detail: ${r.name}`]), String(state.run), (v) => (state.run = Number(v)));
-  return el("div", "tools", ...(page.runs.length > 1 ? [run, x] : [x]));
+  const slider = Object.assign(el("input"), { type: "range", min: 0, max: 0.99, step: 0.01, value: state.smooth });
+  slider.addEventListener("input", () => ((state.smooth = Number(slider.value)), redrawCharts()));
+  return [...(page.runs.length > 1 ? [run] : []), x, y, el("label", "", "smooth ", slider)];
 }
 
 draw();
-new ResizeObserver(() => state.plots.forEach((plot) => plot.resize())).observe(document.getElementById("sections"));
+new ResizeObserver(() => (balanceTiles(), state.plots.forEach((plot) => plot.resize()))).observe(document.getElementById("sections"));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 
 // ---- a page that is served: what is new comes as events
@@ -221,6 +266,11 @@ function addRows(run, news) {
 function redraw() {
   if (state.zoomed || document.hidden || !state.stale) return; // it waits until someone can see it
   state.stale = false;
+  if (state.constants.some((panel) => constant(panel, panelCurves(panel)) === null)) return draw(); // it has changed now
+  redrawCharts();
+}
+
+function redrawCharts() {
   endCharts();
   state.charts.forEach((drawChart) => drawChart());
 }

@@ -1,13 +1,14 @@
 """What is other than when the run was last driven."""
 
 import copy
+import subprocess
 
 from platform.checkpoint.manifest import Meta
 from platform.cluster.origin import find_changed_keys, report_changed_keys, report_code_changes
 from platform.config.identity import run_identity
 from platform.launch import compose_config
 from platform.monitor import Journal, JsonLines, events
-from platform.train.environment_proof import identify_code
+from platform.train.environment_proof import describe_git_state, identify_code
 
 QUICK = "+experiment=gpt_quick"
 MESH = {"stage": 1, "data": 2, "t": 2}
@@ -88,3 +89,18 @@ def test_another_version_of_the_code_is_journalled_and_said(tmp_path):
     ]
     event = JsonLines.read_objects(tmp_path / "journal.jsonl")[-1]
     assert event["event"] == "changed" and event["keys"]["code.platform"] == [code["platform"], "0123456789ab"]
+
+
+def test_the_commit_of_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert describe_git_state() == ""
+    own = ["-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false"]
+    (tmp_path / "own.py").write_text("a = 1")
+    for command in ("init -q", "add own.py", "commit -q -m x"):
+        subprocess.run(["git", *own, *command.split()], check=True)
+    clean = describe_git_state()
+    (tmp_path / "own.py").write_text("a = 2")
+    assert len(clean) == 12 and describe_git_state() == f"{clean}-dirty"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert describe_git_state() == ""
