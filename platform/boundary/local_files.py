@@ -21,17 +21,14 @@ from tempfile import TemporaryFile
 from platform.boundary.documents import open_regular_file, printable_line
 from platform.boundary.refusals import ConfigError
 
+Chunks = Iterable[bytes | memoryview]
 UNKNOWN = -1  # size of an entry that cannot be inspected: a dangling link, no permission
 _NO_FLUSH = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)  # of a folder, as databases take it
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # no more may be written
 
 
 def replace_file(
-    path: Path,
-    chunks: Iterable[bytes | memoryview],
-    mode: int = 0o666,
-    durable: bool = False,
-    like: os.stat_result | None = None,
+    path: Path, chunks: Chunks, mode: int = 0o666, durable: bool = False, like: os.stat_result | None = None
 ) -> None:
     """Write a file by a draft beside it that takes its place in one step; `durable`: it survives a loss of power;
     `like`: the state of a file whose mode it gets, and its owner if this process may give files away. Raises OSError,
@@ -191,7 +188,7 @@ class LocalStorage:
         self.root = Path(root).expanduser()
         self.url = str(self.root)
 
-    def write(self, path: str, chunks: Iterable[bytes | memoryview], durable: bool = True) -> None:
+    def write(self, path: str, chunks: Chunks, durable: bool = True) -> None:
         """Write a file of this local storage by a draft that takes its place; make missing directories."""
         _create_directory((self.root / path).parent)
         replace_file(self.root / path, chunks, 0o644, durable)

@@ -15,15 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from platform.boundary.local_files import WholeFile, may_be_replaced, refuse_full_disk
-from platform.boundary.refusals import (
-    DONE,
-    CommandLine,
-    ConfigError,
-    build_command_line,
-    format_violation,
-    refuse_all,
-    run_command,
-)
+from platform.boundary.refusals import DONE, CommandLine, ConfigError, build_command_line, run_command
 from platform.boundary.terminal import print_line, write_text
 from platform.config.fields import Config
 from platform.config.ramps import count_earlier_samples
@@ -178,8 +170,8 @@ def _write_bin_files(arguments: argparse.Namespace, config: Config, corpus: Corp
             Path(draft_folder, tokenizer_path.name).write_bytes(corpus.tokenizer_files[JSON])
             written.append(f"{tokenizer_path}: its tokenizer; documents begin with token {corpus.special.begin}")
         files = {file: prefix.with_name(file.name) for file in Path(draft_folder).iterdir()}
-        special = [target for target in files.values() if not may_be_replaced(target)]
-        refuse_all([format_violation("PREFIX", prefix, f"{target} is no regular file") for target in special])
+        if special := [str(target) for target in files.values() if not may_be_replaced(target)]:
+            raise ConfigError("PREFIX", prefix, f"is to be {', '.join(special)}, which is no regular file")
         for file, target in files.items():  # all of them, or none
             file.replace(target)
     for line in written:

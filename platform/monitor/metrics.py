@@ -20,7 +20,8 @@ from platform.boundary.schema import OpenMap
 from platform.monitor import json_records
 from platform.monitor.json_records import LARGEST, NON_FINITE, JsonLines, Steps
 
-_ROW = Annotated[dict[str, Any], OpenMap((("step", Steps),), ("step",))]
+_NUMBERS = tuple((name, float | None) for name in ("loss", "val_loss", "step_seconds", "tokens_per_second"))  # shown
+_ROW = Annotated[dict[str, Any], OpenMap((("step", Steps), *_NUMBERS), ("step",))]
 
 
 class Wandb(NamedTuple):
@@ -81,7 +82,7 @@ class MetricsLog(JsonLines):
 
 
 def read_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Check and return a row of a metrics file of any version. Raises Malformed if it has no valid step."""
+    """Check and return a row of a metrics file of any version. Raises Malformed for a step or a number that is none."""
     return schema.parse_value(_ROW, row)
 
 

@@ -104,11 +104,11 @@ def read_measured_runs(path: str, compose: Compose, hardware: str = "", mark: st
     """Read a table of measured runs. `compose`: makes a configuration of arguments; `hardware`: the rows' hardware if
     they name none; `mark`: a column of marks. Raises ConfigError with every mistake of the table, by row and column."""
     try:
-        with Path(path).open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader((line for line in file if not line.startswith("#")), skipinitialspace=True)
-            reader.fieldnames = columns = [_column_name(title) for title in reader.fieldnames or ()]
-            rows = list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        table = io.StringIO(read_bytes(path, json_records.LARGEST).decode("utf-8-sig"), newline="")
+        reader = csv.DictReader((line for line in table if not line.startswith("#")), skipinitialspace=True)
+        reader.fieldnames = columns = [_column_name(title) for title in reader.fieldnames or ()]
+        rows = list(reader)
+    except (OSError, UnicodeDecodeError, Malformed, csv.Error) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     refuse_all(_violations_of_columns(path, columns, hardware, mark))
     if not rows:

@@ -9,7 +9,9 @@ from typing import Any, cast
 
 import yaml
 
+from platform.boundary.documents import parse_yaml, read_bytes
 from platform.boundary.refusals import ConfigError, closest_values
+from platform.boundary.schema import Malformed
 from platform.config.composition import CONF
 from platform.config.fields import Config
 from platform.config.groups import AUTO
@@ -48,9 +50,9 @@ def read_hardware(name: str) -> Hardware:
         legal = ", ".join(names_of_hardware())
         raise ConfigError(f"hardware {name}: there is no such file; legal: {legal}, or the path of a FILE.yaml")
     try:
-        data = yaml.safe_load(path.read_text())
+        data = parse_yaml(read_bytes(path))
         return parse_hardware(path.stem, data if isinstance(data, dict) else {})
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (Malformed, OSError) as error:
         raise ConfigError(f"hardware {name}: is no YAML: {error}") from None
     except HardwareMistake as error:
         raise ConfigError([f"hardware {name}: {line}" for line in error.mistakes]) from None

@@ -9,10 +9,12 @@ Exit status: 0 written; 1 it could not be served; 2 the command line is wrong, o
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from platform.boundary.documents import printable_line
 from platform.boundary.local_files import WholeFile, may_be_replaced
 from platform.boundary.refusals import DONE, ConfigError, build_command_line, format_violation, run_command
 from platform.boundary.terminal import print_line, show_phase
@@ -29,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, metavar="FILE.html", help="default: report.html in the first RUN_DIR")
     serve_help = f"serve it, at http://127.0.0.1:{PORT}/"
     parser.add_argument("--serve", type=_parse_port, nargs="?", const=PORT, metavar="PORT", help=serve_help)
-    parser.add_argument("--host", default="127.0.0.1", help="with --serve: address to serve it at; anyone may look")
+    parser.add_argument("--host", default="127.0.0.1", help="with --serve: address to serve it at")
     return run_command(parser, _write_or_serve_page, arguments, failures=(OSError,))
 
 
@@ -45,10 +47,15 @@ def _serve_runs(runs: Sequence[WatchedRun], host: str, port: int) -> int:
     from platform.report.page_server import LivePage, PageServer, serve_page
 
     try:
+        if not host:  # as of a variable that is not set: it would be every address
+            raise OSError("it is empty")
         server = PageServer(host, port, LivePage(runs))
-    except OSError as error:
+    except (OSError, ValueError, TypeError) as error:
+        if getattr(error, "errno", None) not in (errno.EADDRINUSE, errno.EACCES):
+            reason = f"is no address of this machine: {printable_line(error)}"
+            raise ConfigError("--host", host, reason, ["127.0.0.1"]) from None
         nearest = [f"--serve {port + 1}", "--serve 0"] if port < 65535 else ["--serve 0"]
-        fault = format_violation("--serve", f"{host}:{port}", f"cannot be used: {error.strerror}", nearest)
+        fault = format_violation("--serve", f"{host}:{port}", f"cannot be used: {printable_line(error)}", nearest)
         raise ConfigError([fault]) from None
     print_line(f"http://{server.address}/ until Ctrl-C")
     serve_page(server)

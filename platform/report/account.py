@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from platform.boundary.documents import printable_line
+from platform.boundary.redaction import REDACTED
 from platform.config.key import format_hms
 from platform.monitor import events
 from platform.monitor.events import End, JournalEvent
@@ -67,17 +68,24 @@ def event_step(event: JournalEvent) -> int | None:
     return getattr(event, "step", None)
 
 
-def list_origins(look: Look, parameters: str) -> Iterator[tuple[str, str]]:
+HIDDEN = "monitor.alert_command"  # a page can be mailed, and a webhook's address is a secret
+
+
+def list_origins(look: Look) -> Iterator[tuple[str, str]]:
     """Yield what a run trains, on what, by which command and code, as (name, text)."""
     if config := look.config:
         m, data = config.model, config.data
         shape = f"{m.kind}, {m.layers} layers of {m.d_model}{f', of {m.source}' if m.source else ''}"
-        yield "model", ", ".join(filter(None, [shape, parameters, config.precision]))
-        yield "data", f"{data.kind} {data.path}".strip() + f", {config.train.global_batch} x {m.length} tokens a step"
+        count = look.plan.get("parameter_count")
+        parameters = [f"{count:,} parameters"] if isinstance(count, int) else []
+        yield "model", printable_line(", ".join([shape, *parameters, config.precision]), 2000)
+        source = printable_line(f"{data.kind} {data.path}", 2000)
+        yield "data", f"{source}, {config.train.global_batch} x {m.length} tokens a step"
     if start := next((e for e in reversed(look.evidence.journal) if isinstance(e, events.Starting)), None):
-        yield "command", start.command
-        versions = " ".join(f"{name} {text}" for name, text in (start.code or {}).items())
-        yield "code", ", ".join(filter(None, [f"git {start.git}" * bool(start.git), versions]))
+        shown, hidden, _ = start.command.partition(f"{HIDDEN}=")
+        yield "command", printable_line(f"{shown}{hidden}{hidden and REDACTED}", 2000)
+        versions = {"git": start.git, **(start.code or {})}
+        yield "code", printable_line(", ".join(f"{name} {text}" for name, text in versions.items() if text), 2000)
 
 
 _RECENT = 50  # steps whose median speed is shown

@@ -6,6 +6,7 @@ The files may be in use, torn, of an older layout or anybody's: what cannot be r
 from __future__ import annotations
 
 import base64
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from platform.boundary import documents
+from platform.boundary.redaction import REDACTED
 from platform.boundary.refusals import ConfigError, format_value
 from platform.boundary.schema import Malformed
 from platform.cluster import run_directory
@@ -93,14 +95,8 @@ def collect_page_data(runs: Sequence[WatchedRun], live: bool = False) -> dict[st
     named = _unique_names([run.directory for run in runs])
     kinds = KINDS | {"rest": "saving, evaluating, between steps"}
     drawn = [_collect_run_data(run, name, points) for run, name in zip(runs, named, strict=True)]
-    return {
-        "live": live,
-        "made": time.time(),
-        "sections": panel_table()["sections"],
-        "kinds": kinds,
-        "runs": drawn,
-        "swept": _swept_values([run["settings"] for run in drawn]),
-    }
+    page = {"live": live, "made": time.time(), "sections": panel_table()["sections"], "kinds": kinds}
+    return {**page, "runs": drawn, "swept": _swept_values([run["settings"] for run in drawn])}
 
 
 def _swept_values(settings: Sequence[dict[str, str]]) -> dict[str, list[str]]:
@@ -145,7 +141,7 @@ def _collect_run_data(run: WatchedRun, name: str, points: int) -> dict[str, Any]
     return {
         "name": name,
         "path": documents.printable_line(run.directory, 4096),
-        "origins": _printed_origins(run.found) if run.found else [],
+        "origins": [o for o in account.list_origins(run.found) if o[1]] if run.found else [],
         **_run_headline(run),
         "began": journal[0].time if journal else 0.0,
         "curves": build_curves(run.columns, points),
@@ -167,14 +163,6 @@ def _collect_run_data(run: WatchedRun, name: str, points: int) -> dict[str, Any]
         "pictures": list(_run_pictures(run, config)),
         "settings": _settings_not_default(config) if config else {},
     }  # fmt: skip
-
-
-def _printed_origins(look: Look) -> list[list[str]]:
-    """Return what a run trains, on what and by which command, as a page has it."""
-    count = look.plan.get("parameter_count")
-    parameters = f"{count:,} parameters" if isinstance(count, int) else ""
-    origins = account.list_origins(look, parameters)
-    return [[name, documents.printable_line(text, 2000)] for name, text in origins if text]
 
 
 def _seconds_by_step(columns: Columns) -> dict[int, float]:
@@ -224,7 +212,7 @@ def build_curves(columns: Columns, points: int) -> dict[str, Any]:
     """
     steps = np.array(columns.steps, np.int64)
     hours = np.cumsum(np.nan_to_num(np.asarray(columns.column("perf/step_seconds")))) / 3600
-    tokens = np.nan_to_num(np.asarray(columns.column("tokens")))
+    tokens = np.nan_to_num(np.asarray(columns.column("tokens")), posinf=0, neginf=0)
     grids: list[dict[str, list[Any]]] = []
     places: dict[bytes, int] = {}
     curves: dict[str, Any] = {}
@@ -322,13 +310,13 @@ def _shown_plan(plan: dict[str, Any], faults: list[str]) -> dict[str, Any]:
 def _run_pictures(run: WatchedRun, config: Config | None) -> Iterator[tuple[str, str]]:
     """Yield the pictures of a run as (title, address with the picture in it): its schedule as planned, and as measured
     where it wrote one. Images run nothing and load nothing."""
-    with suppress(FileNotFoundError):
-        try:
-            picture = documents.read_bytes(run.directory / _TIMELINE, _PICTURE)
-            yield "as planned, predicted and measured", _svg_data_url(picture)
-            return
-        except Malformed:
-            run.faults.append(f"{_TIMELINE} has more than {_PICTURE} bytes, and is not shown")
+    try:
+        picture = documents.read_bytes(run.directory / _TIMELINE, _PICTURE)
+        yield "as planned, predicted and measured", _svg_data_url(picture)
+        return
+    except (Malformed, OSError) as error:
+        if os.path.lexists(run.directory / _TIMELINE):
+            run.faults.append(f"{_TIMELINE} is not shown: {documents.printable_line(error)}")
     if config and config.pipeline.stages > 1 and not config.extend:  # no code of others is run
         from platform.predict.make_plan import make_plan
         from platform.predict.step_price import draw_step
@@ -347,6 +335,7 @@ def _settings_not_default(config: Config) -> dict[str, str]:
     """Return the keys of a run's configuration whose value is not the default, with their values as text."""
     usual = dict(_flat_settings(Config().to_dict()))
     changed = {key: value for key, value in _flat_settings(config.to_dict()) if usual.get(key) != value}
+    changed |= {account.HIDDEN: REDACTED} if account.HIDDEN in changed else {}
     return {key: documents.printable_line(_command_line_text(value), 200) for key, value in changed.items()}
 
 

@@ -15,20 +15,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 from typing import Any
 
 from platform.report.page import content_policy, page_html
 from platform.report.page_data import WatchedRun, collect_page_data, new_rows, run_headlines
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _PERIOD = 1.0  # seconds between looks at the metrics,
 _FULL = 10.0  # and at most between looks at all else
 _BEAT = 15.0  # seconds after which a silent stream sends something, to find out whether it is still read
 _KEPT = 256  # newest changes that a browser can miss and catch up with
 _MOST_ROWS = 500  # of a change: more are sent as a page
 _STREAMS = 32  # browsers at once
+_HEAD = 10.0  # seconds that the head of a question may take to come
 
 
 class LivePage:
@@ -118,19 +120,35 @@ class LivePage:
 class _Handler(BaseHTTPRequestHandler):
     """Answers a browser that looks at a live page."""
 
-    protocol_version, server_version, sys_version, timeout = "HTTP/1.1", "platform.report", "", 30
+    server_version, sys_version, timeout = "platform.report", "", 30
     server: PageServer
 
+    def setup(self) -> None:
+        """Wait for the question of a browser, unless its head comes too slowly."""
+        super().setup()
+        self._deadline = threading.Timer(_HEAD, self._cut_off)
+        self._deadline.daemon = True
+        self._deadline.start()
+
+    def _cut_off(self) -> None:
+        """End the connection of a browser that takes too long."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
     def do_GET(self) -> None:
-        """Send the page, or the stream of its changes."""
-        path, _, query = self.path.partition("?")
+        """Send the page, or the stream of its changes, to whoever knows the token."""
+        self._deadline.cancel()
+        place, _, query = self.path.partition("?")
+        _, token, path = f"{place}//".split("/", 2)
         if not self.server.is_own_name(self.headers.get("Host", "")):  # a page of elsewhere, under a name that it chose
             self.send_error(HTTPStatus.FORBIDDEN, "this page is served under its own address alone")
-        elif path == "/":
+        elif not secrets.compare_digest(token.encode(), self.server.token.encode()):
+            self.send_error(HTTPStatus.FORBIDDEN, "the address has a token, which the command prints")
+        elif path == "//":
             text = page_html(self.server.page.current_page_data()).encode()
             self._send_head("text/html; charset=utf-8", length=len(text))
             self.wfile.write(text)
-        elif path == "/events":
+        elif path == "events//":
             self._stream_changes(self.headers.get("Last-Event-ID") or query.removeprefix("change="))
         else:
             self.send_error(HTTPStatus.NOT_FOUND)
@@ -176,7 +194,8 @@ class PageServer(ThreadingHTTPServer):
         self.page, self.streams = page, threading.Semaphore(_STREAMS)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
-        self.address = f"{f'[{host}]' if ':' in host else host}:{self.server_address[1]}"
+        self.token = secrets.token_urlsafe(16)
+        self.address = f"{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/{self.token}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print nothing where a browser has left in the middle of a question; else the error."""
@@ -186,7 +205,15 @@ class PageServer(ThreadingHTTPServer):
     def is_own_name(self, name: str) -> bool:
         """Return True if a browser asked for the page under a name that is its own: on loopback, one of loopback."""
         host = name.rpartition(":")[0] if not name.endswith("]") and ":" in name else name
-        return self.server_address[0] not in LOOPBACK or host.strip("[]") in LOOPBACK
+        return not _is_loopback(str(self.server_address[0])) or _is_loopback(host.strip("[]"))
+
+
+def _is_loopback(host: str) -> bool:
+    """Return True for a name or an address by which a machine reaches itself, however it is spelled."""
+    with suppress(ValueError):
+        address = ip_address(host)
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+    return host.lower().removesuffix(".") == "localhost"
 
 
 def serve_page(server: PageServer) -> None:

@@ -14,9 +14,11 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
+from math import isfinite
 from typing import Any
 
 from platform.boundary.refusals import ConfigError, build_command_line, run_command
+from platform.boundary.schema import map_nested_values
 from platform.boundary.terminal import escape_terminal_text
 from platform.status.run_facts import ago_text, clock_text, collect_facts, list_status_rows
 from platform.status.seen_run import RUNS, Look, list_newest_runs, look_into_run, open_run_directory
@@ -57,7 +59,8 @@ def status_data(look: Look) -> dict[str, Any]:
     """Return how a run is as plain data: what `status_text` shows, with numbers as numbers."""
     verdict = look.verdict.plain_fields() if look.verdict else None
     attention = bool(verdict and verdict["attention"])
-    return {"run": look.directory, "attention": attention, "verdict": verdict} | collect_facts(look)
+    facts = {"run": look.directory, "attention": attention, "verdict": verdict} | collect_facts(look)
+    return map_nested_values(facts, float, lambda number: number if isfinite(number) else None)  # JSON has no NaN
 
 
 def status_text(look: Look) -> Iterator[str]:

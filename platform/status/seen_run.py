@@ -77,13 +77,14 @@ class Look:
 def look_into_run(directory: Path, name: str = "") -> Look:
     """Look into a run directory, called `name` for people. Raises ConfigError if it holds no run."""
     torn: list[str] = []
-    with refuse_failures("run.dir", name or directory, OSError, why="cannot be read ({.strerror})"):
-        config = _read_or_note(torn, traces.CONFIG, lambda: traces.read_configuration(directory), None)
-        plan = _read_or_note(torn, traces.PLAN, lambda: _read_plan_summary(directory), {})
-        journal = _read_journal_events(directory, torn)
-        rows = _read_or_note(torn, METRICS, lambda: _read_metrics_rows(directory), [])
+    config = _read_or_note(torn, traces.CONFIG, lambda: traces.read_configuration(directory), None)
+    plan = _read_or_note(torn, traces.PLAN, lambda: _read_plan_summary(directory), {})
+    journal: list[JournalEvent] = []  # up to the first line that cannot be read
+    _read_or_note(torn, JOURNAL, lambda: journal.extend(traces.read_journal(directory)), None)
+    rows = _read_or_note(torn, METRICS, lambda: _read_metrics_rows(directory), [])
     if config is None and not journal:
-        raise ConfigError("run.dir", name or directory, "holds no run", list_newest_runs()[:3])
+        reason = f"holds no run{f': {torn[0]}' if torn else ''}"
+        raise ConfigError("run.dir", name or directory, reason, list_newest_runs()[:3])
     owner, driver = read_owner(directory)
     steps = (config.train.stop_at or config.train.steps) if config else None
     live = _read_or_note(torn, LIVE, lambda: read_live(directory), None)
@@ -129,8 +130,9 @@ def _read_or_note(torn: list[str], name: str, read: Any, otherwise: Any) -> Any:
         return read()
     except FileNotFoundError:
         return otherwise
-    except Malformed as error:
-        torn.append(f"{name} is not a run's ({error})")
+    except (Malformed, OSError) as error:
+        reason = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else f"is not a run's ({error})"
+        torn.append(f"{name} {reason}")
         return otherwise
 
 
@@ -138,17 +140,6 @@ def _read_plan_summary(directory: Path) -> dict[str, Any]:
     """Return the summary in a run directory's plan.json. Raises Malformed, OSError."""
     raw = documents.read_bytes(directory / traces.PLAN, json_records.LARGEST)
     return schema.parse_value(dict[str, Any], documents.parse_json(raw, json_records.LARGEST))
-
-
-def _read_journal_events(directory: Path, torn: list[str]) -> list[JournalEvent]:
-    """Return the events of a run directory's journal, up to the first line that cannot be read, which `torn` notes."""
-    journal_events: list[JournalEvent] = []
-    try:
-        for event in traces.read_journal(directory):
-            journal_events.append(event)
-    except Malformed as error:
-        torn.append(f"{JOURNAL} is not a run's ({error})")
-    return journal_events
 
 
 def _read_metrics_rows(directory: Path) -> list[dict[str, Any]]:

@@ -152,7 +152,11 @@ def test_the_run_has_our_configuration_our_x_axis_and_every_row(run: Path) -> No
 
 @pytest.mark.parametrize(
     "arguments, status, says",
-    [([], 0, '"Loss, of training and of validation"'), (["a/b", "--json"], 0, '"project": "b"'), (["nonsense"], 2, "is not ENTITY/PROJECT")],
+    [
+        ([], 0, '"Loss, of training and of validation"'),
+        (["a/b", "--json"], 0, '"project": "b"'),
+        (["nonsense"], 2, "is not ENTITY/PROJECT"),
+    ],
 )
 def test_command_line(arguments: list[str], status: int, says: str, tmp_path: Path) -> None:
     """Run by its path from elsewhere: it needs neither the installed package nor an account."""

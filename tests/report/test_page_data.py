@@ -83,7 +83,7 @@ def test_a_schedule_is_drawn_as_measured_or_else_as_planned(kept: Path) -> None:
     assert [title for title, _ in run["pictures"]] == ["as planned, predicted and measured"]
     (kept / "timeline.svg").write_bytes(b" " * (500 << 10))
     [run] = looked(kept)["runs"]
-    assert [title for title, _ in run["pictures"]] == ["as planned"] and "not shown" in run["faults"][0]
+    assert [title for title, _ in run["pictures"]] == ["as planned"] and "is not shown: more than" in run["faults"][0]
 
 
 def test_runs_are_named_apart(tmp_path: Path) -> None:
@@ -154,3 +154,13 @@ def test_a_page_of_100000_steps_is_small_and_quick(tmp_path: Path) -> None:
     began = time.process_time()
     text = page_html(looked(tmp_path))
     assert len(text.encode()) < 2e6 and time.process_time() - began < 5
+
+
+def test_a_webhook_is_on_no_page(kept: Path) -> None:
+    (kept / "config.yaml").write_text("monitor: {alert_command: curl https://hooks.example.org/T0/SECRET}\n")
+    command = "python -m platform.launch 'monitor.alert_command=curl https://hooks.example.org/T0/SECRET' seed=1"
+    start = {"event": "starting", "generation": 0, "time": 1.0, "world_size": 1, "cluster": "x", "device": "cpu"}
+    with (kept / "journal.jsonl").open("a") as file:
+        file.write(json.dumps(start | {"command": command}) + "\n")
+    data = looked(kept)
+    assert "SECRET" not in page_html(data) and data["runs"][0]["settings"]["monitor.alert_command"] == "***"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
+import select
 import socket
 import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,12 +135,12 @@ def server(page: LivePage) -> Iterator[PageServer]:
 
 def ask(server: PageServer, path: str, method: str = "GET", **headers: str) -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection(*server.server_address[:2], timeout=5)
-    connection.request(method, path, headers=headers)
+    connection.request(method, path.replace("TOKEN", server.token), headers=headers)
     return connection.getresponse()
 
 
 def test_the_page_is_served_with_its_policy(server: PageServer) -> None:
-    answer = ask(server, "/")
+    answer = ask(server, "/TOKEN/")
     text = answer.read().decode()
     assert answer.status == 200 and '"live":true' in text and "connect-src 'self'" in text
     assert "connect-src 'self'" in answer.headers["Content-Security-Policy"]
@@ -146,13 +150,25 @@ def test_the_page_is_served_with_its_policy(server: PageServer) -> None:
 @pytest.mark.parametrize(
     "path, method, host, status",
     [
-        ("/", "GET", "localhost:80", 200),
-        ("/", "GET", "[::1]:80", 200),
-        ("/", "GET", "evil.example", 403),
-        ("/events", "GET", "127.0.0.1.evil.example:8600", 403),
-        ("/../journal.jsonl", "GET", "localhost", 404),
-        ("/journal.jsonl", "GET", "localhost", 404),
-        ("/", "POST", "localhost", 501),
+        ("/TOKEN/", "GET", "localhost:80", 200),
+        ("/TOKEN/", "GET", "LOCALHOST.", 200),
+        ("/TOKEN/", "GET", "[::1]:80", 200),
+        ("/TOKEN/", "GET", "[0:0:0:0:0:0:0:1]", 200),
+        ("/TOKEN/", "GET", "[::ffff:127.0.0.1]:1", 200),
+        ("/TOKEN/", "GET", "127.0.0.2:8600", 200),
+        ("/TOKEN/", "GET", "evil.example", 403),
+        ("/TOKEN/", "GET", "0.0.0.0", 403),
+        ("/TOKEN/", "GET", "", 403),
+        ("/TOKEN/events", "GET", "127.0.0.1.evil.example:8600", 403),
+        ("/", "GET", "localhost", 403),
+        ("/TOKEN", "GET", "localhost", 404),
+        ("/events", "GET", "localhost", 403),
+        ("/TOKENx/", "GET", "localhost", 403),
+        ("/%s/" % "x" * 9000, "GET", "localhost", 403),
+        ("/%e9/", "GET", "localhost", 403),
+        ("/TOKEN/../journal.jsonl", "GET", "localhost", 404),
+        ("/TOKEN/journal.jsonl", "GET", "localhost", 404),
+        ("/TOKEN/", "POST", "localhost", 501),
     ],
 )
 def test_nothing_else_is_answered(server: PageServer, path: str, method: str, host: str, status: int) -> None:
@@ -163,7 +179,7 @@ def test_a_browser_that_leaves_in_the_middle_is_no_error(server: PageServer, cap
     with socket.create_connection(server.server_address[:2], timeout=5) as gone:
         gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close resets the connection
         gone.sendall(b"GET / HT")
-    assert ask(server, "/").status == 200
+    assert ask(server, "/TOKEN/").status == 200
     for thread in threading.enumerate():
         if "process_request_thread" in thread.name:
             thread.join(5)
@@ -171,16 +187,53 @@ def test_a_browser_that_leaves_in_the_middle_is_no_error(server: PageServer, cap
 
 
 def test_changes_are_streamed(server: PageServer, run: Path) -> None:
-    answer = ask(server, f"/events?change={change_of(server.page)}")
+    answer = ask(server, f"/TOKEN/events?change={change_of(server.page)}")
     assert answer.headers["Content-Type"] == "text/event-stream"
     add_rows(run, 4)
     server.page.look_once()
     number, kind, data, end = (answer.readline().decode() for _ in range(4))
     assert (number, kind, end) == (f"id: {change_of(server.page)}\n", "event: rows\n", "\n")
     assert json.loads(data.removeprefix("data: "))["rows"][0]["grid"]["step"] == [4]
-    again = ask(server, "/events", **{"Last-Event-ID": "gone-1"})
+    again = ask(server, "/TOKEN/events", **{"Last-Event-ID": "gone-1"})
     again.readline()
     assert again.readline() == b"event: page\n"
+
+
+@pytest.mark.parametrize("bound", ["127.0.0.1", "127.0.0.2", "::1"])
+def test_whatever_loopback_it_is_served_at_it_knows_its_own_names(page: LivePage, bound: str) -> None:
+    try:
+        server = PageServer(bound, 0, page)
+    except OSError:
+        pytest.skip(f"there is no {bound} here")
+    with server:
+        assert server.is_own_name("localhost:1") and server.is_own_name("[::1]") and server.is_own_name("127.0.0.1:1")
+        assert not server.is_own_name("evil.example:1") and not server.is_own_name("localhost.evil.example")
+
+
+def test_a_head_that_comes_slowly_is_not_waited_for(server: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.report.page_server._HEAD", 0.2)
+    before = set(threading.enumerate())
+    with socket.create_connection(server.server_address[:2], timeout=10) as slow:
+        with suppress(OSError):
+            for byte in itertools.repeat(b"G"):
+                slow.sendall(byte)
+                time.sleep(0.05)
+                if select.select([slow], [], [], 0)[0]:
+                    break
+        with suppress(ConnectionError):
+            slow.recv(1 << 16)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive()
+    monkeypatch.undo()
+    assert ask(server, "/TOKEN/").status == 200
+
+
+@pytest.mark.parametrize("host", ["", "no-such-host.invalid", "\udcff", "192.0.2.1", "a" * 70])
+def test_a_host_that_cannot_be(run: Path, capfd: pytest.CaptureFixture[str], host: str) -> None:
+    assert main([str(run), "--serve", "0", "--host", host]) in (2, 69)  # a name that nobody knows now may come
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith("report: --host=") and line.endswith("nearest legal: 127.0.0.1")
 
 
 @pytest.mark.parametrize(

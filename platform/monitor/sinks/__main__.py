@@ -20,11 +20,11 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
-import yaml
-
 from platform.boundary import refusals
+from platform.boundary.documents import parse_yaml, read_bytes
 from platform.boundary.redaction import register_environment
 from platform.boundary.refusals import DONE, ConfigError, closest_values, format_violation, refuse_all, run_command
+from platform.boundary.schema import Malformed
 from platform.monitor.json_records import METRICS
 from platform.monitor.sinks.alerts import SinkRun
 from platform.monitor.sinks.follower import Follower, lock_service
@@ -105,11 +105,11 @@ def _read_configuration(directory: Path) -> dict[str, Any]:
     from platform.config.fields import Config
 
     try:
-        stored_config = yaml.safe_load((directory / "config.yaml").read_text())
+        stored_config = parse_yaml(read_bytes(directory / "config.yaml"))
         defaults: dict[str, Any] = Config().to_dict()
         groups = {k: default for k, default in defaults.items() if isinstance(default, dict)}
         return {k: groups[k] | stored_config.get(k, {}) if k in groups else stored_config.get(k) for k in defaults}
-    except (OSError, ValueError, AttributeError, TypeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, Malformed) as error:
         raise ConfigError("RUN_DIR", str(directory), f"its config.yaml cannot be read ({error})") from None
 
 
