@@ -82,3 +82,30 @@ def test_runs_of_a_sweep_are_a_table_with_the_best_first(tmp_path: Path) -> None
     cells = [row.replace("</td>", "|").replace("</span>", "") for row in rows]
     assert [[value in cell for value in ("0.2|", "4.0000|", "1.5000|")] for cell in cells][0] == [True] * 3
     assert "0.1|" in cells[1] and "2.2500|" in cells[1] and "0.3|" in cells[2] and len(cells) == 3
+
+
+def test_a_curve_is_smoothed_and_its_axis_logarithmic(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [4.0, 2.0, 2.0], [3.0], seed=3)
+    assert main([str(run)]) == 0
+    text = (run / "report.html").read_text()
+    moved = """<script>
+    const slider = document.querySelector("#tools input"), [, y] = document.querySelectorAll("#tools select");
+    slider.value = 0.5;
+    slider.dispatchEvent(new Event("input"));
+    y.value = "log";
+    y.dispatchEvent(new Event("change"));
+    document.title = JSON.stringify([uPlotData, state.log]);
+    </script>"""
+    kept = "const u = new uPlot({"  # the last chart's data are looked at
+    head, meta, tail = text.partition('<meta http-equiv="Content-Security-Policy"')
+    assert meta and kept in tail
+    tail = tail.partition(">")[2].replace(
+        kept, "if (!panel.kind && !globalThis.uPlotData) globalThis.uPlotData = data; " + kept
+    )
+    tail = tail.replace("function redrawCharts() {", "function redrawCharts() { globalThis.uPlotData = null;", 1)
+    page = tmp_path / "moved.html"
+    page.write_text((head + tail).replace("</html>", moved + "</html>"))
+    title = drawn(page, tmp_path / "profile").partition("<title>")[2].partition("</title>")[0]
+    [data, log] = json.loads(title)
+    assert log and data[0] == [10, 20, 30]
+    assert data[1] == pytest.approx([4, 8 / 3, 16 / 7], abs=1e-6) and data[2] == [4, 2, 2]  # the curve stays behind it

@@ -164,7 +164,7 @@ def test_the_page_is_served_with_its_policy(server: PageServer) -> None:
         ("/TOKEN", "GET", "localhost", 404),
         ("/events", "GET", "localhost", 403),
         ("/TOKENx/", "GET", "localhost", 403),
-        ("/%s/" % "x" * 9000, "GET", "localhost", 403),
+        (f"/{'x' * 9000}/", "GET", "localhost", 403),
         ("/%e9/", "GET", "localhost", 403),
         ("/TOKEN/../journal.jsonl", "GET", "localhost", 404),
         ("/TOKEN/journal.jsonl", "GET", "localhost", 404),
