@@ -166,7 +166,7 @@ def _stat_if_there(path: str | Path) -> os.stat_result | None:
 
 
 def may_be_replaced(path: Path) -> bool:
-    """Return True if a path that nobody has named is free, or a regular file: no link, pipe or device."""
+    """Return True if a path that the user has not named is free or a regular file: no link, pipe or device."""
     return not os.path.lexists(path) or stat.S_ISREG(os.lstat(path).st_mode)
 
 

@@ -77,7 +77,7 @@ _HEAD = Annotated[dict[str, Any], OpenMap((("event", _WORD),), ("time", "generat
 
 class Starting(JournalEvent, word="starting"):
     """A driver has checked all that it can check alone, and starts its workers; `code`: hashes and versions by name;
-    `command`: what does the same again; `git`: the commit of the working directory, "" if it has none."""
+    `command`: the command line that starts the run; `git`: the commit of its working directory, or ""."""
 
     world_size: int
     cluster: str

@@ -136,7 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def do_GET(self) -> None:
-        """Send the page, or the stream of its changes, to whoever knows the token."""
+        """Send the page, or the stream of its changes, to a browser that has the token."""
         self._deadline.cancel()
         place, _, query = self.path.partition("?")
         _, token, path = f"{place}//".split("/", 2)
