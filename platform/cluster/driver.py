@@ -324,7 +324,7 @@ def _drive_crew(run: RunContext, state: DriverState, orphan: int | None) -> None
     code = identify_code(run.config)
     report_code_changes(code, run.journal, say)
     starting = events.Starting(world_size=job.world_size, cluster=kind, device=job.device, code=code)
-    run.journal.write(replace(starting, command=state.command.resume_line(), git=describe_git_state()))
+    run.journal.write(replace(starting, command=state.command.resume_line(), git=describe_git_state() or None))
     if orphan is not None:
         lost = max(0, orphan - run.checkpoints.step)
         run.journal.write(events.TookOver(step=orphan, steps_lost=lost))

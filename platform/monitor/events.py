@@ -77,14 +77,14 @@ _HEAD = Annotated[dict[str, Any], OpenMap((("event", _WORD),), ("time", "generat
 
 class Starting(JournalEvent, word="starting"):
     """A driver has checked all that it can check alone, and starts its workers; `code`: hashes and versions by name;
-    `command`: the command line that starts the run; `git`: the commit of its working directory, or ""."""
+    `command`: the command line that starts the run; `git`: the commit of its working directory, or None."""
 
     world_size: int
     cluster: str
     device: str
     code: dict[str, str] | None = None
-    command: str = ""
-    git: str = ""
+    command: str | None = None
+    git: str | None = None
 
 
 class TookOver(JournalEvent, word="took_over"):

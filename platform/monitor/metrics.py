@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from platform.boundary import documents, schema
-from platform.boundary.schema import OpenMap
+from platform.boundary.schema import OpenMap, Real
 from platform.monitor import json_records
 from platform.monitor.json_records import LARGEST, NON_FINITE, JsonLines, Steps
 
-_NUMBERS = tuple((name, float | None) for name in ("loss", "val_loss", "step_seconds", "tokens_per_second"))  # shown
+_NUMBERS = tuple((name, Real | None) for name in ("loss", "val_loss", "step_seconds", "tokens_per_second"))  # shown
 _ROW = Annotated[dict[str, Any], OpenMap((("step", Steps), *_NUMBERS), ("step",))]
 
 

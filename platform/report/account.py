@@ -82,7 +82,7 @@ def list_origins(look: Look) -> Iterator[tuple[str, str]]:
         source = printable_line(f"{data.kind} {data.path}", 2000)
         yield "data", f"{source}, {config.train.global_batch} x {m.length} tokens a step"
     if start := next((e for e in reversed(look.evidence.journal) if isinstance(e, events.Starting)), None):
-        shown, hidden, _ = start.command.partition(f"{HIDDEN}=")
+        shown, hidden, _ = (start.command or "").partition(f"{HIDDEN}=")
         yield "command", printable_line(f"{shown}{hidden}{hidden and REDACTED}", 2000)
         versions = {"git": start.git, **(start.code or {})}
         yield "code", printable_line(", ".join(f"{name} {text}" for name, text in versions.items() if text), 2000)
