@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from platform.checkpoint.__main__ import main as checkpoint
+from platform.cluster.run_directory import read_journal
 from platform.data.__main__ import main as data
 from platform.launch import main as launch
 from platform.weights.__main__ import main as weights
@@ -39,7 +40,7 @@ def test_a_full_cache(disk, text, tmp_path, capsys):
     line = f"config: data.cache={disk.path}: cannot be written: No space left on device; nearest legal: another place"
     for command in (lambda: launch([*text, f"data.cache={disk.path}", "run.dir=run"]),
                     lambda: data(["prepare", *text, f"data.cache={disk.path}"])):  # fmt: skip
-        assert command() == 2
+        assert command() == 69
         assert capsys.readouterr().err.splitlines()[-1] == line
         assert os.listdir(disk.path) == []
     assert not (tmp_path / "run").exists()
@@ -55,7 +56,9 @@ def test_tokens_that_do_not_fit_are_not_there_at_all(disk, text, capsys):
 def test_a_model_that_does_not_fit_leaves_no_folder(disk, text, capsys):
     assert launch([*text, "data.cache=cache", "run.dir=run", "checkpoint.every=1"]) == 0
     capsys.readouterr()
-    assert weights(["export", "run/checkpoints", f"{disk.path}/a/model"]) == 2
+    starting, *_ = read_journal(Path("run"))
+    assert starting.command.startswith("python -m ") and starting.command.endswith(" run.dir=run checkpoint.every=1")
+    assert weights(["export", "run/checkpoints", f"{disk.path}/a/model"]) == 69
     assert capsys.readouterr().err.startswith(f"weights: folder={disk.path}/a/model: cannot be written: No space left")
     assert os.listdir(disk.path) == []
     for form in ("safetensors", "dcp"):
