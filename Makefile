@@ -1,7 +1,13 @@
 # Each target sets up .venv by itself: all that is needed is Python 3.11 or newer, with pip (`make PYTHON=python3.12`).
 PYTHON ?= python3
 PY := .venv/bin/python
+# Marks of what .venv has: what trains, and all that tests and rules need.
+TRAINS := .venv/.trains
 READY := .venv/.ready
+# uv, where it is there, or else pip, which also goes on where uv fails: it does not read pip's configuration. Neither
+# compiles what no run imports, most of it.
+UV := $(shell command -v uv)
+install = { $(if $(UV),$(UV) pip install --quiet --python $(PY) $(1) || )$(PY) -m pip install --quiet --no-compile $(1); }
 export OMP_NUM_THREADS := 1
 # Where it is set, each of many processes compiles all modules anew.
 export PYTHONDONTWRITEBYTECODE :=
@@ -15,7 +21,7 @@ BUILDER ?= $(firstword $(foreach tool,docker buildah,$(if $(shell command -v $(t
 IMAGE ?= elastic-platform:0.1.0
 CHAT_ORACLE := trl==1.16.0 transformers==5.23.0
 
-train: $(READY)  ## a small GPT on real text, 4 workers, about two minutes
+train: $(TRAINS)  ## a small GPT on real text, 4 workers, about two minutes
 	$(PY) -m platform.launch +experiment=gpt_quick
 
 test: $(READY)  ## a pairwise cover of every matrix
@@ -54,10 +60,15 @@ lint: $(READY)
 house: $(READY)  ## figures of the tree: files, lines, names
 	$(PY) -m tests.house.figures
 
-$(READY): pyproject.toml requirements.txt $(wildcard platform/_startup.*)
+# torch by pip, whose configuration says where its wheel is: with CUDA or without.
+$(TRAINS): pyproject.toml requirements.txt $(wildcard platform/_startup.*)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
 	test -x $(PY) || $(PYTHON) -m venv .venv
-	$(PY) -m pip install --quiet "$$(grep ^torch== requirements.txt)"
-	$(PY) -m pip install --quiet --requirement requirements.txt
-	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(PY) -m pip install --quiet --no-compile "$$(grep ^torch== requirements.txt)"
+	$(call install,$$(grep -E '^(editables|hatchling)==' requirements.txt))
+	$(call install,--constraint requirements.txt --no-build-isolation --editable .)
+	touch $@
+
+$(READY): $(TRAINS)
+	$(call install,--constraint requirements.txt --no-build-isolation --editable '.[dev]')
 	touch $@

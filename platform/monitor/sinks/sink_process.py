@@ -78,7 +78,7 @@ def lack_of_package(name: str) -> str:
     lacks nothing."""
     package = SINKS[name].package
     if package and find_spec(package) is None:
-        return f"needs the package {package}: pip install {package}"
+        return f"needs the package {package}: pip install {package}, or 'elastic-platform[sinks]' for all services"
     server = os.environ.get("MLFLOW_TRACKING_URI", "").startswith("http")
     if name == "mlflow" and not server and find_spec("sqlalchemy") is None:
         return "mlflow-skinny needs the URL of a server in MLFLOW_TRACKING_URI; or: pip install mlflow"

@@ -98,7 +98,8 @@ def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config()
     config.monitor.tensorboard = config.monitor.mlflow = config.monitor.trackio = True
     assert list(sink_process.violations_of_sinks(config)) == [
-        f"monitor={name}: needs the package {name}: pip install {name}" for name in ("tensorboard", "mlflow", "trackio")
+        f"monitor={name}: needs the package {name}: pip install {name}, or 'elastic-platform[sinks]' for all services"
+        for name in ("tensorboard", "mlflow", "trackio")
     ]
     monkeypatch.setattr(sink_process, "find_spec", lambda name: None if name == "sqlalchemy" else object())
     assert "mlflow-skinny needs the URL of a server" in list(sink_process.violations_of_sinks(config))[0]
