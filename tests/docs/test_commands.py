@@ -38,7 +38,8 @@ from platform.predict.choose_schedule import build_schedule
 from platform.report.__main__ import main as write_page
 from platform.status.__main__ import main as tell_status
 from platform.weights.__main__ import main as convert_weights
-from tests.docs.pages import FOLDERS, JOBS, LAUNCH, ROOT, Typed, commands, files
+from tests.docs.pages import FOLDERS, JOBS, LAUNCH, ROOT, Typed, blocks, commands, files
+from tests.docs.qwen_folder import write_model, write_talks
 from tests.harness.registries import as_before
 
 COMMANDS = commands()
@@ -154,7 +155,7 @@ def exported(bench: Bench) -> None:
 def converts(typed: Typed, arguments: str, bench: Bench) -> None:
     """Run a command on weights that a kept run has trained."""
     exported(bench)
-    if arguments == "export mine/checkpoints mine/hf":
+    if arguments.startswith("export mine/checkpoints mine/hf"):
         shutil.rmtree("mine/hf")
     refused = any(line.startswith("weights: ") for line in typed.shown)
     assert convert_weights(shlex.split(arguments)) == (launch.REFUSED if refused else launch.DONE)
@@ -200,7 +201,9 @@ def asked(command: Callable[..., int], typed: Typed, arguments: str, bench: Benc
     [kept] = (ROOT / "tests").glob("commands/kept_runs/*/run")
     shutil.copytree(kept, "mine/run")
     own_words("words.json")
+    Path("chat.jinja").write_text("{{ messages[0].content[:3] }}")  # what fits the kept run
     more = ["data.tokenizer=words.json"] if command is write_answers else []
+    more += ["data.chat_template=chat.jinja"] if "--chat" in arguments else []
     refused = any(line.startswith("generate: ") for line in typed.shown)
     assert command([*shlex.split(arguments), *more]) == (launch.REFUSED if refused else launch.DONE)
     out, error = bench.capfd.readouterr()
@@ -261,7 +264,7 @@ def looks_at_a_run(typed: Typed, arguments: str, bench: Bench) -> None:
 def reports(typed: Typed, arguments: str, bench: Bench) -> None:
     """Write the page of a kept run, in whose place a page names directories of its own; nothing is served."""
     [kept] = (ROOT / "tests").glob("commands/kept_runs/*/run")
-    for name in (word for word in shlex.split(arguments) if word.startswith("runs/")):
+    for name in (word for word in shlex.split(arguments) if word.startswith(("runs/", "mine/"))):
         shutil.copytree(kept, name)
     at = type("Address", (), {"__init__": lambda self, host, port, page: setattr(self, "address", f"{host}:{port}")})
     bench.monkeypatch.setattr("platform.report.page_server.PageServer", at)
@@ -369,6 +372,7 @@ KINDS: dict[str, Callable[..., None]] = {  # what a command looks like -> the ch
     r"python -m pytest (.*)": names_files,
     r"python (?:-m )?(benchmarks[/.].*)": has_options,
     r"python ((?:docs|dashboards|tests/|examples)/.*)": names_files,
+    r"(hf download Qwen/Qwen3-8B --local-dir Qwen3-8B)": is_trusted,
     r"(source \.venv/bin/activate|pip install -e \.|pip install torch==2\.13\.0|git clone .*|cd .*)": is_trusted,
 }
 
@@ -380,6 +384,11 @@ def test_a_command_does_what_is_shown(typed: Typed, bench: Bench):
     [(check, arguments)] = known
     if typed.file == "first-gpu-day.md":
         bench.monkeypatch.setattr(resources, "gpu_count", lambda: 8)
+    if "qwen3_8b" in arguments:
+        write_model(bench.here / "Qwen3-8B")
+        [record] = [text for language, text in blocks(ROOT / "docs" / "fine-tune.md") if language == "text"]
+        write_talks(bench.here / "my.jsonl", record.strip())
+        bench.monkeypatch.setenv("XDG_CACHE_HOME", str(bench.here / "cache"))
     check(typed, arguments, bench)
 
 
