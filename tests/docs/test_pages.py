@@ -67,6 +67,14 @@ def test_what_a_page_names_is_there(page: Path):
     assert missing == []
 
 
+HASH = r"\b\w+-[0-9a-f]{12}\b"  # a run directory's, of keys and versions that change
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_promises_the_hash_of_a_run_directory(page: Path):
+    assert re.findall(HASH, page.read_text()) == [] and re.search(HASH, "runs/gpt_quick-1359144e05f4")
+
+
 def test_a_file_that_has_moved_is_missed():
     """Negative control."""
     assert "control/former.py" in SOURCES and "forming/former.py" not in SOURCES
