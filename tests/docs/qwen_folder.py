@@ -1,5 +1,5 @@
-"""Folder of Qwen3-8B as a laptop can have it: its description, the header of its weights before a hole in their place, a
-tokenizer of bytes with the marks of its template; and conversations to tune it on."""
+"""Folder of Qwen3-8B as a laptop can have it: its description, the header of its weights before a hole in their place,
+a tokenizer of bytes with the marks of its template; and conversations to tune it on."""
 
 from __future__ import annotations
 
