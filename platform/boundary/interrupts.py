@@ -22,6 +22,10 @@ _OTHER_NUMBERS = {signal.Signals[f"SIG{name}"] for name in _OTHERS.split()}
 ENDING = tuple(number for number in signal.Signals if number < signal.SIGRTMIN and number not in _OTHER_NUMBERS)
 STATUS = dict.fromkeys(ENDING, 75) | {signal.SIGINT: 130}  # exit status
 COMMANDS = tuple("launch generate evaluate doctor plan checkpoint weights data jobs report status".split())
+# How often a thread of torch's CPU library (libgomp) looks for the others before it sleeps, which the library reads as
+# it is loaded: about as long as it takes to sleep and wake. By itself it looks 300,000 times, for milliseconds, and on
+# a busy machine these are taken from the very thread that it waits for. The waiting policy is another name for it.
+SPINNING, SPINS, POLICY = "GOMP_SPINCOUNT", "300", "OMP_WAIT_POLICY"
 Handler = Callable[[int, FrameType | None], Any]
 _is_command = False  # this process was started as one of COMMANDS
 
@@ -45,9 +49,12 @@ def watch_imports() -> None:
 
 
 def watch_command() -> None:
-    """Let a signal of ENDING end this process, which is a command of the platform, at once while it imports."""
+    """Let a signal of ENDING end this process, which is a command of the platform, at once while it imports; and let
+    torch's threads in it wait for each other as SPINS says, unless the user has said it."""
     global _is_command
     _is_command = True
+    if POLICY not in os.environ:
+        os.environ.setdefault(SPINNING, SPINS)
     _install_handler(_exit_command)
 
 

@@ -37,6 +37,7 @@ from platform.boundary.schema import Malformed
 from platform.boundary.terminal import print_line
 from platform.cluster.crew import leftovers
 from platform.cluster.crew.channel import find_interface, list_addresses
+from platform.cluster.crew.job import usable_cores
 from platform.cluster.crew.leftovers import block_sigterm
 from platform.jobs.job_state import read_last_log_lines, save_ray_log_ends
 from platform.jobs.supervisor import END_JOB, Supervision, Supervisor, wait_until
@@ -72,11 +73,12 @@ def _count_gpu_list(text: str) -> int:
 
 
 def count_cpus(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of CPUs here: Slurm's for the task, else for the node, else this process's affinity."""
+    """Return the number of CPUs here: Slurm's for the task, else for the node, else as many as this process may use, by
+    its affinity and its container's quota."""
     for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"):
         if (text := environment.get(name, "")).isdigit() and int(text):
             return int(text)
-    return len(os.sched_getaffinity(0))
+    return usable_cores()
 
 
 def find_own_address(interface: str = "", peer: str = "", version: int = 4) -> str:

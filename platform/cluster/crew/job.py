@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from ctypes import CDLL, c_int
 from dataclasses import dataclass, field
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from platform.config.fields import Config, SentConfig
+from platform.boundary.interrupts import POLICY, SPINNING, SPINS
+from platform.config.fields import KEYS, Config, SentConfig
 
 WORKER = "platform.train.worker:Worker"
 # Environment of a worker on a GPU, set before torch is imported unless the user has set it: name -> value.
@@ -42,7 +43,9 @@ DETERMINISTIC_ENVIRONMENT = {
 }
 # Environment of every worker. gloo's ranks tell each other 4 bytes of each connection in place of a record of it.
 GLOO_ENVIRONMENT = {"GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1"}
-ALSO = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}  # older names that the user may have set instead
+THREAD_ENVIRONMENT = {SPINNING: SPINS}
+# Other names that the user may have set instead.
+ALSO = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF", SPINNING: POLICY}
 START = 0  # call number of the answer that reports the construction of the worker
 
 
@@ -111,11 +114,12 @@ def assign_worker(
 ) -> Assignment:
     """Return the assignment of member `number` with which a launcher starts its worker process: slot `local_rank` of
     `local_world_size` on machine `group_rank`, which has `cores` CPU cores (None: as many as this process may use),
-    which are divided among its workers as threads.
+    which are divided among its workers as threads, unless cluster.threads or this process's OMP_NUM_THREADS says more.
 
     Its environment has torchrun's variables, as far as they stay the same in all generations.
     """
-    threads = job.config.cluster.threads or max(1, (cores or usable_cores()) // local_world_size)
+    variable = os.environ.get("OMP_NUM_THREADS", "")
+    threads = job.config.cluster.threads or share_cores(cores or usable_cores(), inf, local_world_size, variable)
     return Assignment(
         worker=job.worker,
         config=job.config,
@@ -139,7 +143,7 @@ def worker_environment(config: Config, device: str) -> dict[str, str]:
     """Return the environment variables of the run's worker processes on this kind of `device` (cpu, cuda), name ->
     value. A value that is set in the environment of this process, the driver, replaces ours; if it is set under the
     variable's older name (ALSO), that name takes the variable's place."""
-    ours = dict(GLOO_ENVIRONMENT)
+    ours = GLOO_ENVIRONMENT | THREAD_ENVIRONMENT
     if device == "cuda":
         ours |= CUDA_ENVIRONMENT
         ours |= TENSOR_ENVIRONMENT if prod(config.tensor.axes.values()) > 1 and config.parallel.zero < 3 else {}
@@ -151,9 +155,53 @@ def worker_environment(config: Config, device: str) -> dict[str, str]:
     return environment
 
 
+def share_cores(cores: int, quota: float, workers: int, variable: str = "") -> int:
+    """Return the threads of each of `workers` workers on a machine: what the user's `variable` OMP_NUM_THREADS says,
+    else their share of the `cores` on which they may run, as far as a container's `quota` of processors goes.
+
+    The load of the machine is not asked: with other threads a restarted worker would add in another order.
+
+    >>> share_cores(8, inf, 2), share_cores(8, 2.5, 1), share_cores(8, inf, 2, "1"), share_cores(8, inf, 2, "many")
+    (4, 2, 1, 4)
+    """
+    asked = variable.partition(",")[0].strip()  # a list has the numbers of nested levels
+    if asked.isdecimal() and int(asked):
+        return min(int(asked), int(KEYS["cluster.threads"].most))
+    return max(1, int(min(cores, quota)) // workers)
+
+
 def usable_cores() -> int:
-    """Return the number of CPU cores of this machine that this process may use, to be shared by its workers."""
-    return len(os.sched_getaffinity(0))
+    """Return the number of CPU cores of this machine that this process may use, to be shared by its workers: those of
+    its affinity, as far as the quota of its container goes."""
+    return share_cores(len(os.sched_getaffinity(0)), read_cpu_quota(), 1)
+
+
+def read_cpu_quota(root: Path = Path("/")) -> float:
+    """Return how many processors this process may keep busy by the quotas of its control groups (version 1 or 2) and of
+    those around them, such as 1.5; inf if there are none. `root`: of the file system."""
+    quotas, groups = [inf], _read_text(root / "proc/self/cgroup").splitlines()
+    for controllers, path in (line.split(":", 2)[1:] for line in groups if line.count(":") > 1):
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        for mount in ("cpu", controllers) if controllers else ("", "unified"):
+            top = root / "sys/fs/cgroup" / mount
+            group = top / path.lstrip("/")
+            for place in (group, *group.parents):
+                first = _read_text(place / "cpu.max")
+                first = first or f"{_read_text(place / 'cpu.cfs_quota_us')} {_read_text(place / 'cpu.cfs_period_us')}"
+                quota, _, period = first.partition(" ")
+                if quota.isdecimal() and period.isdecimal() and int(period):  # "max" and "-1" are none
+                    quotas.append(int(quota) / int(period))
+                if place == top:
+                    break
+    return min(quotas)
+
+
+def _read_text(path: Path) -> str:
+    """Return the text of a small file of the kernel about control groups; "" if it cannot be read."""
+    with suppress(OSError, ValueError):
+        return path.read_text().strip()
+    return ""
 
 
 def gpu_count() -> int:

@@ -18,17 +18,19 @@ from platform.cluster.crew.job import (
     DETERMINISTIC_ENVIRONMENT,
     GLOO_ENVIRONMENT,
     TENSOR_ENVIRONMENT,
+    THREAD_ENVIRONMENT,
     Job,
     assign_worker,
 )
 from platform.config.fields import Config, Parallel, Tensor, Train
 
+EVERYWHERE = GLOO_ENVIRONMENT | THREAD_ENVIRONMENT
 PAGE = Path(__file__).parents[3] / "docs" / "doctor.md"
 
 
 @pytest.fixture
 def place(monkeypatch):
-    for name in (*CUDA_ENVIRONMENT, *TENSOR_ENVIRONMENT, *DETERMINISTIC_ENVIRONMENT, *GLOO_ENVIRONMENT, *ALSO.values()):
+    for name in (*CUDA_ENVIRONMENT, *TENSOR_ENVIRONMENT, *DETERMINISTIC_ENVIRONMENT, *EVERYWHERE, *ALSO.values()):
         monkeypatch.delenv(name, raising=False)
 
     def made(device="cuda", deterministic=False, t=2, zero=0):
@@ -54,8 +56,8 @@ def entered(place, **own) -> dict[str, str]:
 
 
 def test_a_worker_on_a_gpu_has_ours(place):
-    ours = GLOO_ENVIRONMENT | CUDA_ENVIRONMENT | TENSOR_ENVIRONMENT
-    assert place().defaults == ours and place("cpu").defaults == GLOO_ENVIRONMENT
+    ours = EVERYWHERE | CUDA_ENVIRONMENT | TENSOR_ENVIRONMENT
+    assert place().defaults == ours and place("cpu").defaults == EVERYWHERE
     assert ours.items() <= entered(place()).items()
 
 
@@ -69,7 +71,7 @@ def test_one_hardware_queue_is_for_tensor_parallelism_alone(place):
 def test_a_deterministic_one_has_more_before_cuda_starts(place):
     found = entered(place(deterministic=True))
     assert (CUDA_ENVIRONMENT | DETERMINISTIC_ENVIRONMENT).items() <= found.items()
-    assert place("cpu", deterministic=True).defaults == GLOO_ENVIRONMENT
+    assert place("cpu", deterministic=True).defaults == EVERYWHERE
     assert entered(place(deterministic=True), NCCL_ALGO="Ring")["NCCL_ALGO"] == "Ring"
 
 
@@ -85,9 +87,16 @@ def test_what_the_user_has_set_wins_at_the_driver_and_at_the_worker(place, monke
     assert own.items() <= found.items() and "PYTORCH_ALLOC_CONF" not in found
 
 
+def test_a_policy_of_waiting_of_the_users_own_stays(place, monkeypatch):
+    """OMP_WAIT_POLICY is another name for what GOMP_SPINCOUNT says, and that would win against it."""
+    assert entered(place("cpu"), OMP_WAIT_POLICY="active").keys() & {"GOMP_SPINCOUNT"} == set()
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert place("cpu").defaults == GLOO_ENVIRONMENT | {"OMP_WAIT_POLICY": "active"}
+
+
 def test_the_page_lists_all_of_it():
     rows = dict(re.findall(r"^\| `([A-Z_0-9]+)=(\S+)` \|", PAGE.read_text(), re.MULTILINE))
-    assert rows == CUDA_ENVIRONMENT | TENSOR_ENVIRONMENT | DETERMINISTIC_ENVIRONMENT | GLOO_ENVIRONMENT
+    assert rows == CUDA_ENVIRONMENT | TENSOR_ENVIRONMENT | DETERMINISTIC_ENVIRONMENT | EVERYWHERE
 
 
 def test_an_embedded_ray_has_no_more_gpus_than_there_are(monkeypatch):
