@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 from platform.monitor.events import Replanning
 from platform.plan.layout import format_count
@@ -21,6 +22,7 @@ CAUSES = {
     SNAPSHOT: "snapshots in memory (elastic.snapshot_every), which no prediction counts",
     REST: "what lies between the parts, such as the driver's orders, which no prediction counts",
 }
+DELAYED = 0.3  # share of its time in which a worker waits for a processor, from which on it is worth a word
 WAITS = "{name}: links are {speed} than described, or ranks more {even}"
 
 
@@ -64,6 +66,18 @@ def describe_main_cause(predicted: Parts, measured: Parts) -> str:
     share = (measured.get(name, 0.0) - predicted.get(name, 0.0)) / behind
     most = "all" if share >= 1 else f"{share:.0%}"
     return f"a step takes {taken / expected:.2g} times as long as predicted; {most} of the difference is {why}"
+
+
+def describe_busy_processors(workers: Any) -> str:
+    """Return the line that says that workers wait for processors, and their threads for each other, with the key that
+    cures it; "" if they do not. `workers`: ranges of gauges in a row of metrics, which anybody may have written."""
+    gauges = workers if isinstance(workers, dict) and "gpu/median" not in workers else {}
+    delayed, threads = (gauges.get(f"{gauge}/median") for gauge in ("delayed", "threads"))
+    if not (isinstance(delayed, float) and delayed >= DELAYED and isinstance(threads, float) and threads > 1):
+        return ""
+    why = f"a worker waits for a processor in {min(delayed, 1):.0%} of its time"
+    cure = "the machine is busy, or its container's quota spent; cluster.threads=1 spares it the second"
+    return f"{why}, and its {threads:g} threads for each other: {cure}"
 
 
 def replanning_line(event: Replanning) -> str:

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from math import nan
 from pathlib import Path
 from statistics import fmean
 from threading import Thread
@@ -89,19 +90,28 @@ def gauge_sources(gpu: str) -> Iterator[Source]:
 
 
 class Process:
-    """Gauges of this process: how many processors it kept busy since the reading before, and its resident memory."""
+    """Gauges of this process: how many processors it kept busy since the reading before, the share of that time in
+    which its main thread waited for one, its threads, and its resident memory."""
 
     def __init__(self) -> None:
         """Begin to count the processor time of this worker."""
-        self._before = time.monotonic(), time.process_time()
+        self._before = time.monotonic(), time.process_time(), _read_delay()
 
     def __call__(self) -> dict[str, float]:
-        """Read this worker's use of processors and its resident memory."""
-        (then, spent), self._before = self._before, (time.monotonic(), time.process_time())
+        """Read this worker's use of processors, what it waits for them, and its resident memory."""
+        (then, spent, waited), self._before = self._before, (time.monotonic(), time.process_time(), _read_delay())
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        reading = {"memory": float(pages * os.sysconf("SC_PAGE_SIZE"))}
-        seconds = self._before[0] - then
-        return reading | ({"cpu": (self._before[1] - spent) / seconds} if seconds > SECONDS / 2 else {})
+        reading = {"memory": float(pages * os.sysconf("SC_PAGE_SIZE")), "threads": float(torch.get_num_threads())}
+        if (seconds := self._before[0] - then) <= SECONDS / 2:
+            return reading
+        used, delayed = self._before[1] - spent, self._before[2] - waited
+        return reading | {"cpu": used / seconds, "delayed": delayed / seconds}
+
+
+def _read_delay() -> float:
+    """Return the seconds in which this worker's main thread could run and had no processor; NaN if nobody counts."""
+    words = _read_text(Path("/proc/self/schedstat")).split()
+    return int(words[1]) / 1e9 if len(words) > 1 else nan
 
 
 class Nvml:

@@ -198,8 +198,9 @@ class SlowRank(NamedTuple):
 
 
 # Of a worker: processors that its process keeps busy, and the share of time in which its GPU is at work; bytes that are
-# resident, and in use on its GPU; watts; degrees Celsius. `platform.train.gauges` reads them.
-GAUGES = ("cpu", "gpu", "memory", "device_memory", "power", "temperature")
+# resident, and in use on its GPU; watts; degrees Celsius; the share of time in which its main thread could run and had
+# no processor, and the threads that compute in it. `platform.train.gauges` reads them.
+GAUGES = ("cpu", "gpu", "memory", "device_memory", "power", "temperature", "delayed", "threads")
 
 
 class RankRange(NamedTuple):

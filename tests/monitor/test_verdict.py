@@ -51,6 +51,12 @@ def rows(seconds, usual, part, slow=0.0, count=20):
     return found
 
 
+def gauged(delayed, threads, **more):
+    """Row of a step with what its workers' gauges showed."""
+    ranges = {"delayed": delayed, "threads": threads} | more
+    return {"step": 4, "workers": {f"{gauge}/median": number for gauge, number in ranges.items()}}
+
+
 DIED = failure("died", "the process was killed by SIGKILL")
 HUNG = failure(
     "hung", "3.1 s at step(5): backward", seen=["rank 1 waits in all_reduce over data"], stack=["m.py:3 in f"]
@@ -109,6 +115,11 @@ CASES = {  # events after a start, what else is known -> why, rank, words of the
         [*GOES, events.Slow(number=2, rank=2, node="n2", ratio=3.0, section="other")],
         *({}, "slow", 2, "median, mostly in work outside of passes, update and data"),
     ),
+    "busy machine": (GOES, {"rows": [gauged(0.7, 2.0)]}, "slow", None, "70% of its time, and its 2 threads for each"),
+    "busy machine, slow steps": (
+        *(GOES, {"rows": [*rows(0.5, 0.1, "forward"), gauged(0.7, 2.0)]}),
+        *("slow", None, "cluster.threads=1"),
+    ),
     "slow link": (GOES, {"rows": rows(0.5, 0.1, "exposed_comm")}, "link", None, "waits for collectives"),
     "slow data": (GOES, {"rows": rows(0.5, 0.1, "data")}, "data", None, "waits for data"),
     "always slow data": (GOES, {"rows": rows(0.5, 0.1, "data", slow=0.5)}, "data", None, "waits for data"),
@@ -141,6 +152,13 @@ def test_a_spike_on_purpose_says_so():
     found = [*GOES, events.Injected(step=5, faults=["5:nan:1"]), spike(1.0, math.nan)]
     verdict = judge_run(Evidence(stamped(found), driver=ALIVE, now=200.0))
     assert verdict and verdict.details[1:] == ["on purpose: elastic.faults=5:nan:1"]
+
+
+@pytest.mark.parametrize("delayed, threads", [(0.7, 1.0), (0.2, 2.0), (math.nan, 2.0), ("0.7", 2.0), (0.7, None)])
+def test_no_threads_wait_for_each_other(delayed, threads):
+    """One thread waits for no other, and a file of numbers may say anything."""
+    for row in (gauged(delayed, threads), {"step": 4, "workers": [1]}, gauged(0.7, 2.0, gpu=0.9)):
+        assert judge_run(Evidence(stamped(GOES), [row], driver=ALIVE, now=200.0)) is None
 
 
 def test_gauges_of_a_slow_worker_far_from_the_others_are_told():

@@ -23,7 +23,7 @@ from platform.cluster.crew.crew import Crew, T, Worker
 from platform.config.fields import Config
 from platform.config.ramps import find_step_length
 from platform.monitor import MetricsRow, events
-from platform.monitor.step_parts import average_parts, parts_table, replanning_line
+from platform.monitor.step_parts import average_parts, describe_busy_processors, parts_table, replanning_line
 from platform.monitor.timeline import StepForecast
 from platform.plan.generation_passes import batch_rows
 from platform.plan.layout import format_count
@@ -59,6 +59,7 @@ class Forecast:
         self._work: StepWork | None = None
         self._fitted: Hardware | None = None  # to the run's own steps
         self._first = 0.0  # seconds of the generation's first step
+        self._workers: dict[str, float] | None = None  # their gauges in the last step that had new ones
         self._again = 0  # step before which no other plan is taken
         self._proposal: ReformProposal | None = None  # of a better plan, until the mesh re-forms
 
@@ -86,7 +87,8 @@ class Forecast:
             generation.timeline.forecast = self.of_step
 
     def add_step(self, row: MetricsRow) -> None:
-        """Note a committed step, if it was predicted."""
+        """Note a committed step, if it was predicted, and its workers' gauges."""
+        self._workers = row.workers or self._workers
         if row.predicted_seconds and row.parts and not row.skipped:
             self._steps.append(row.parts)
 
@@ -136,7 +138,10 @@ class Forecast:
         return price.seconds
 
     def report_typical_step(self) -> None:
-        """Report a typical step of the last generation, part by part, to journal and user, if it had enough steps."""
+        """Report a typical step of the last generation, part by part, to journal and user, if it had enough steps; and
+        to the user that its workers waited for processors, if they did."""
+        if busy := describe_busy_processors(self._workers):
+            self._run.monitor.say(f"WARNING: {busy}")
         if len(self._steps) < FEWEST or not self._hardware:
             return
         measured, count = average_parts(self._steps), len(self._steps)

@@ -14,6 +14,7 @@ from typing import Any
 
 from platform.monitor import events
 from platform.monitor.journal import Live, SeenWorker
+from platform.monitor.step_parts import describe_busy_processors
 from platform.monitor.verdict import ended_runs
 from platform.monitor.verdict.ended_runs import judge_cut_link, judge_slow_link, judge_spike, judge_storage
 from platform.monitor.verdict.evidence import ALIVE, CERTAIN, GUESS, LIKELY, Evidence, Verdict, doings_text, wait_text
@@ -199,6 +200,7 @@ _SLOWER = 2.0  # times the median of those before
 _FAR = 0.15  # of the median of all workers, by which a gauge of one must differ to be worth a line
 _GAUGES = {  # -> its name for people, and how a number is shown
     "cpu": ("use of processors", "{:.2f}"),
+    "delayed": ("wait for processors", "{:.0%}"),
     "gpu": ("utilisation", "{:.0%}"),
     "power": ("power", "{:.0f} W"),
     "temperature": ("temperature", "{:.0f} °C"),
@@ -269,6 +271,12 @@ def _list_extreme_gauges(evidence: Evidence, rank: int) -> Iterator[str]:
                 yield f"{most} {word} of all workers: {shown.format(number)}, the median is {shown.format(usual)}"
 
 
+def judge_busy_processors(evidence: Evidence) -> Verdict | None:
+    """Return the verdict on a run whose workers' threads wait for processors, and so for each other."""
+    line = describe_busy_processors(evidence.rows[-1].get("workers")) if evidence.rows else ""
+    return Verdict("slow", line, step=evidence.last_step, since=evidence.wrote, sure=LIKELY) if line else None
+
+
 def judge_failed_saves(evidence: Evidence) -> Verdict | None:
     """Return the verdict on checkpoints that fail, if none has been written since."""
     failed, saved = evidence.last_event(events.CheckpointFailed), evidence.last_event(events.Checkpoint)
@@ -330,6 +338,7 @@ JUDGES: tuple[Callable[[Evidence], Verdict | None], ...] = (
     judge_saving,
     judge_slow_worker,
     ended_runs.judge_links,
+    judge_busy_processors,
     judge_slow_steps,
     judge_bad_loss,
 )

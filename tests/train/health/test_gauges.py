@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +13,7 @@ from typing import Any
 
 import pynvml
 import pytest
+import torch
 
 from platform.train import gauges
 from platform.train.gauges import Gauges, Nvml, Process, Processors, gauge_sources
@@ -82,12 +86,36 @@ def test_without_a_driver_the_gpu_is_left_out() -> None:
 def test_a_process_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process()
     assert process()["memory"] > 1 << 20 and "cpu" not in process(), "a moment shows no use of processors"
+    assert process()["threads"] == torch.get_num_threads()
     monkeypatch.setattr(gauges, "SECONDS", 0.1)
     process()
     end = time.process_time() + 0.1
     while time.process_time() < end:
         pass
     assert 0.1 < process()["cpu"] < 2.5
+    waited = iter((1.0, 1.06))
+    monkeypatch.setattr(gauges, "_read_delay", lambda: next(waited))
+    process = Process()
+    time.sleep(0.1)
+    assert 0.2 < process()["delayed"] <= 0.6
+
+
+def test_a_thread_that_has_no_processor_is_delayed() -> None:
+    """Two processes on one core, of which the other is never asked to leave it: each gets about half."""
+    if gauges._read_delay() == 0.0:
+        pytest.skip("this kernel does not count")
+    before, cores = gauges._read_delay(), os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        end = time.monotonic() + 0.6
+        while time.monotonic() < end:
+            pass
+    finally:
+        busy.kill()
+        busy.wait()
+        os.sched_setaffinity(0, cores)
+    assert gauges._read_delay() - before > 0.1
 
 
 def machine(root: Path, energy: tuple[int, int], degrees: tuple[int, ...]) -> None:
@@ -130,5 +158,5 @@ def unreadable() -> dict[str, float]:
 
 
 def test_every_reading_has_a_column_in_the_report() -> None:
-    found = {"cpu", *Process()(), *Nvml(StandIn(), "GPU-7")()}
+    found = {"cpu", "delayed", *Process()(), *Nvml(StandIn(), "GPU-7")()}
     assert found == set(GAUGES)
