@@ -1,6 +1,6 @@
 """A worker with the default number of threads beside one with one thread, on a quiet machine and on a busy one.
 
-    python -m benchmarks.threads [--pairs 11] [--steps 3] [--load 8] [--earlier 3]
+    python -m benchmarks.threads [--models gpt_tiny ...] [--pairs 11] [--steps 3] [--loads 0 8] [--earlier 3]
 
 Each of them is a process of its own with the environment of a worker, and takes its steps in turn with the others while
 they sleep. Load is made by processes that compute; quiet is what the scheduler gives to a process of the real-time
@@ -30,7 +30,7 @@ WORKERS = {
     "one thread": (1, {}),
     "earlier": (0, {SPINNING: "300000"}),
 }  # cluster.threads, variables
-BUSY = "while True: sum(range(10000))"
+BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(100000))"
 
 
 class Turn(NamedTuple):
@@ -137,9 +137,10 @@ def table_row(model: str, load: int, turns: Mapping[str, Sequence[Turn]]) -> str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--pairs", type=int, default=11)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--load", type=int, default=8)
+    parser.add_argument("--loads", nargs="+", type=int, default=[0, 8])
     parser.add_argument("--earlier", type=int, default=3)
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -149,8 +150,8 @@ def main() -> None:
         "| model | machine | default (ms) | one thread (ms) | ratio | earlier (ms) | CPU ms: default | one | earlier |"
     )
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
-    for model in MODELS:
-        for load in (0, args.load):
+    for model in args.models:
+        for load in args.loads:
             turns = measure_turns(model, load, args.pairs, args.steps, args.earlier)
             print(table_row(model, load, turns), flush=True)
 

@@ -26,6 +26,7 @@ COMMANDS = tuple("launch generate evaluate doctor plan checkpoint weights data j
 # it is loaded: about as long as it takes to sleep and wake. By itself it looks 300,000 times, for milliseconds, and on
 # a busy machine these are taken from the very thread that it waits for. The waiting policy is another name for it.
 SPINNING, SPINS, POLICY = "GOMP_SPINCOUNT", "300", "OMP_WAIT_POLICY"
+_exit_process = os._exit  # which `guard_own_code` replaces, where code of the user's own calls it
 Handler = Callable[[int, FrameType | None], Any]
 _is_command = False  # this process was started as one of COMMANDS
 
@@ -107,7 +108,7 @@ def _exit_command(number: int, _: FrameType | None) -> None:
     """Print on stderr which signal interrupts a command, and exit the process at once with its status."""
     interrupted = Interrupted(number)
     _print_stderr_line(str(interrupted))
-    os._exit(interrupted.status)
+    _exit_process(interrupted.status)
 
 
 def _raise_interrupted(number: int, _: FrameType | None) -> None:

@@ -238,20 +238,42 @@ def is_stop_signal(error: BaseException) -> bool:
 @contextmanager
 def guard_own_code(code_name: str, unchanged: tuple[type[Exception], ...] = (), limit: float = QUICK) -> Iterator[None]:
     """Raise OwnCodeError in place of any exception that the user's own code `code_name`, such as "extend=my_module",
-    raises within the context, SystemExit too; errors of the types `unchanged`, and stop signals, pass. In the main
-    thread a warning after REPORT_AFTER seconds says that the code still runs, and where; the code is ended after
-    `limit` seconds."""
+    raises within the context, SystemExit and a call of os._exit too; errors of the types `unchanged`, and stop signals,
+    pass. In the main thread a warning after REPORT_AFTER seconds says that the code still runs, and where; the code is
+    ended after `limit` seconds."""
     try:
-        with _limit_time(code_name, limit):
+        with refuse_process_end(), _limit_time(code_name, limit):
             yield
     except unchanged:
         raise
     except _Hangs as error:
-        raise OwnCodeError(f"does not come back: ended after {limit:g} s{_describe_place(error)}") from None
+        raise OwnCodeError(f"does not come back: ended after {limit:g} s{describe_place(error)}") from None
     except BaseException as error:
         if is_stop_signal(error):
             raise
         raise OwnCodeError(f"raises {describe_error(error)}") from error
+
+
+_end_process, _guarded = os._exit, threading.local()  # `_guarded.process`: whose code must not end it, 0 for none
+
+
+def _end_unguarded(status: int) -> NoReturn:
+    """End this process at once, as os._exit does, in whose place it stands; but raise SystemExit where this thread runs
+    the user's own code: the process would end with a status of that code's, and without a word."""
+    if getattr(_guarded, "process", 0) == os.getpid():  # a fork is that code's own
+        raise SystemExit(f"os._exit({status})")
+    _end_process(status)
+
+
+@contextmanager
+def refuse_process_end() -> Iterator[None]:
+    """Raise SystemExit where the user's own code calls os._exit, in this process and thread, within the context."""
+    before = getattr(_guarded, "process", 0)
+    _guarded.process, os._exit = os.getpid(), _end_unguarded
+    try:
+        yield
+    finally:
+        _guarded.process = before
 
 
 @contextmanager
@@ -282,11 +304,15 @@ def _limit_time(code_name: str, limit: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
-def _describe_place(error: BaseException) -> str:
-    """Return where an alarm has interrupted the user's own code, such as ", at my_module.py:3"."""
-    frames = [(_frame_file_name(frame), line) for frame, line in walk_tb(error.__traceback__)]
-    places = [f", at {name}:{line}" for name, line in frames if name != Path(__file__).name]
-    return places[-1] if places else ""
+def describe_place(error: BaseException | None) -> str:
+    """Return where an error, or an alarm, has interrupted the user's own code, such as ", at my_module.py:3"; "" if no
+    code of theirs had begun."""
+    frames = walk_tb(error.__traceback__) if error else ()
+    ours = ("platform", "importlib")
+    users = [
+        (_frame_file_name(f), n) for f, n in frames if f.f_globals.get("__name__", "").partition(".")[0] not in ours
+    ]
+    return "".join(f", at {name}:{line}" for name, line in users[-1:])
 
 
 def _frame_file_name(frame: FrameType) -> str:

@@ -7,6 +7,7 @@ raises nothing.
 
 from __future__ import annotations
 
+import resource
 import sys
 import traceback
 from collections.abc import Callable
@@ -141,12 +142,23 @@ def _describe_give_up(error: GaveUp | WorkerFailed, state: DriverState) -> Endin
 
 def _describe_unexpected(error: BaseException, state: DriverState) -> Ending:
     """Describe, for journal and user, a run's end by an unforeseen exception; write its traceback to a log."""
-    cause = error_line(error)
+    cause = _describe_cause(error)
     where = _log_traceback(error, state)
     stopped = f"stopped after step {state.steps_done}: {state.resume_sentence}:{state.resume_command}"
     return events.GaveUp(cause=cause), f"unexpected: {cause} (where it happened: {where})\n{stopped}"
 
 
+def _describe_cause(error: BaseException) -> str:
+    """Return an unforeseen exception in one line, with what limits the driver's memory if it got no more."""
+    if not isinstance(error, MemoryError):
+        return error_line(error)
+    soft = {flag: resource.getrlimit(limit)[0] for flag, limit in _MEMORY_LIMITS.items()}
+    limits = [f"ulimit {flag} {size >> 10}" for flag, size in soft.items() if size != resource.RLIM_INFINITY]
+    why = " and ".join(limits) or "the machine has none left"
+    return f"{error_line(error).rstrip(': ')}: this process got no more memory ({why})"
+
+
+_MEMORY_LIMITS = {"-d": resource.RLIMIT_DATA, "-v": resource.RLIMIT_AS}  # option of the shell's ulimit -> limit
 ENDINGS: tuple[tuple[type, Callable[[Any, DriverState], Ending]], ...] = (  # the first whose type matches ends the run
     (type(None), _describe_done),
     (Stopped, _describe_stop),

@@ -217,7 +217,8 @@ def load_extensions(modules: Sequence[str]) -> list[str]:
             if moved := find_moved(error.__cause__):
                 lines.append(format_violation("extend", name, f"{moved[0]}, which has moved", [moved[1]]))
                 continue
-            lines.append(format_violation("extend", name, f"cannot be imported ({str(error).removeprefix('raises ')})"))
+            reason = str(error).removeprefix("raises ") + refusals.describe_place(error.__cause__)
+            lines.append(format_violation("extend", name, f"cannot be imported ({reason})"))
     return lines
 
 

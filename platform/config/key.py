@@ -17,6 +17,8 @@ from platform.boundary.refusals import format_value, format_violation
 from platform.boundary.schema import LARGEST
 
 WORKERS = 10**6  # most workers in a mesh, and along each of its axes
+_BOUND = r"(>=|>|<=|<) [-+]?(inf|[0-9]+(\.[0-9]*)?(e[-+]?[0-9]+)?)"
+_BOUNDS = re.compile(rf"({_BOUND}( and {_BOUND})*)?")
 SECONDS = 10**8  # longest duration (three years): clocks and timers take no more
 
 
@@ -41,6 +43,16 @@ class Key:
     left_open: int = 0  # place in `plan.search` of a key that the planner may choose; 0 = it never does
     # on resume: "fixed", in a mixture's source too if "share"; "free" if `resume.allow` says so; "" or "none": always
     identity: Literal["", "fixed", "share", "free", "none"] = ""
+
+    def __post_init__(self) -> None:
+        """Check the declaration of a configuration key itself, which a user may have written for a setting of their
+        own. Raises ValueError."""
+        if not (isinstance(self.bounds, str) and _BOUNDS.fullmatch(self.bounds)):
+            raise ValueError(f'{self.bounds!r} are no bounds: they are such as ">= 0 and < 1", and choices are a tuple')
+        try:
+            re.compile(self.pattern)
+        except (re.error, TypeError) as error:
+            raise ValueError(f"pattern={self.pattern!r}: {error}") from None
 
     def describe_legal_values(self) -> str:
         """Describe the legal values of a configuration key to a user, such as "1 to 1,000" or "adamw, or a registered

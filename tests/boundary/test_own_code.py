@@ -83,3 +83,27 @@ def test_what_never_comes_back_is_told_and_ended(body, tmp_path):
     assert time.monotonic() - start < 100 and done.returncode == 1
     assert re.search(r"extend=mine: still runs after 0\.\d+ s, at hangs\.py:\d+;", done.stderr)
     assert "OwnCodeError: does not come back: ended after 0.6 s, at hangs.py:" in done.stderr
+
+
+ENDS = """
+import os, threading
+from platform.boundary import refusals as own_code
+with own_code.guard_own_code("extend=mine"):
+    if not (child := os.fork()):
+        os._exit(3)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3, "a fork of the user's own ends as it likes"
+try:
+    with own_code.guard_own_code("extend=mine"), own_code.guard_own_code("data.kind=mine"):
+        os._exit(0)
+except own_code.OwnCodeError as error:
+    assert str(error).endswith("raises SystemExit: os._exit(0)"), error
+with own_code.guard_own_code("extend=mine"):
+    threading.Thread(target=lambda: os._exit(7)).start()  # such as one that finds its driver gone
+    threading.Event().wait(30)
+"""
+
+
+def test_only_the_guarded_code_itself_cannot_end_the_process(tmp_path):
+    (tmp_path / "ends.py").write_text(ENDS)
+    done = subprocess.run([sys.executable, str(tmp_path / "ends.py")], capture_output=True, text=True, check=False)
+    assert done.returncode == 7, done.stderr

@@ -16,6 +16,8 @@ RUN = (
 LEAVE = {
     "exit": "import sys; sys.exit(0)",
     "exit with a word": "raise SystemExit('bye')",
+    "at once": "import os; os._exit(0)",
+    "at once, by a name of its own": "from os import _exit; _exit(0)",
     "generator": "raise GeneratorExit",
     "base": "raise type('Odd', (BaseException,), {})('odd')",
     "unprintable": "raise type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})",
@@ -72,11 +74,33 @@ def test_a_module_that_leaves_is_refused(place, how):
     assert not (place / "run").exists()
 
 
+@pytest.mark.parametrize("leave", ["raise SystemExit(0)", "import os; os._exit(0)"])
 @pytest.mark.parametrize("key", CALLED)
-def test_no_function_that_exits_ends_a_run_well(place, key):
-    module = OWN.format(leave="raise SystemExit(0)", register=CALLED[key])
+def test_no_function_that_exits_ends_a_run_well(place, key, leave):
+    """`os._exit` ended the command itself, with status 0, no word and nothing trained."""
+    module = OWN.format(leave=leave, register=CALLED[key])
     status, said = ended(place, module, key, *(["pipeline.stages=2"] if "pipeline" in key else []))
     assert status == (1 if "schedule" in key else 2) and "SystemExit" in said, said  # a rate is asked for in a step
+
+
+DECLARED = {
+    "key(5, 'x', 'foo')": "'foo' are no bounds",
+    "key(5, 'x', '>= abc')": "'>= abc' are no bounds",
+    "key(5, 'x', '=> 3')": "'=> 3' are no bounds",
+    "key(5, 'x', '>= 3 or < 1')": "are no bounds",
+    "key(5, 'x', [1, 2])": "[1, 2] are no bounds",
+    "key('a', 'x', pattern='(')": "pattern='(': missing )",
+    "key('a', 'x', pattern=5)": "pattern=5: ",
+    "key(5, 'x', least=3)": "unexpected keyword argument 'least'",
+}
+
+
+@pytest.mark.parametrize("call", DECLARED)
+def test_a_setting_that_is_declared_wrong_is_one_line_with_its_place(place, call):
+    """It was a traceback, of the first value that was compared with it."""
+    status, said = ended(place, f"from platform.api import key\nclass Settings:\n    a: int = {call}\n")
+    assert status == 2 and "config: extend=leaving: cannot be imported (" in said and "Traceback" not in said, said
+    assert DECLARED[call] in said and ", at leaving.py:3)" in said, said
 
 
 WRONG = {

@@ -12,7 +12,7 @@ from math import inf
 from time import monotonic
 from typing import Any
 
-from platform.boundary.refusals import find_refusal, is_stop_signal
+from platform.boundary.refusals import find_refusal, is_stop_signal, refuse_process_end
 from platform.boundary.terminal import escape_terminal_text
 from platform.boundary.world_faults import is_world_fault
 from platform.cluster.crew.crew import Crew, T, arguments_of_rank, call_text
@@ -72,7 +72,7 @@ class InlineCrew(Crew):
         self.outlook.begin_call(word, call, {0: 0}, self.members, {0})
         PROGRESS.begin_call(call)
         try:
-            with self.outlook:
+            with self.outlook, refuse_process_end():
                 return [getattr(self._worker, METHODS.get(word, word))(*arguments_of_rank(args, 0))]
         except BaseException as error:
             if is_stop_signal(error):

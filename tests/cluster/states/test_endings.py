@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from platform.boundary.refusals import ConfigError
 from platform.boundary.world_faults import UNAVAILABLE
 from platform.checkpoint.saver import Saver
+from platform.cluster import endings
 from platform.cluster.crew.launchers import open_crew
 from platform.monitor import MetricsLog
 from tests.doubles.fake_crew import Dead
@@ -171,6 +173,19 @@ def test_an_unexpected_error_anywhere(config, drive, at_once, monkeypatch, place
     assert "Traceback" in Path(config.run.dir, "logs", "driver.log").read_text()
     if place not in BEFORE_THE_JOURNAL:
         assert names(config)[-2] == "gave_up"
+
+
+@pytest.mark.parametrize("soft, said", [(700_000 << 10, "ulimit -d 700000"), (-1, "the machine has none left")])
+def test_no_more_memory_names_the_limit(config, drive, at_once, monkeypatch, soft, said):
+    """It said "unexpected: MemoryError: ", and no more."""
+    limits = {resource.RLIMIT_DATA: (soft, -1)}
+    monkeypatch.setattr(endings.resource, "getrlimit", lambda limit: limits.get(limit, (-1, -1)))
+    monkeypatch.setattr("platform.cluster.driver.open_run_corpus", raise_memory_error)
+    assert drive() == 1 and f"unexpected: MemoryError: this process got no more memory ({said})" in drive.out
+
+
+def raise_memory_error(*args, **keywords):
+    raise MemoryError
 
 
 class Closed:
