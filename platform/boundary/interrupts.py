@@ -50,8 +50,7 @@ def watch_imports() -> None:
 
 
 def watch_command() -> None:
-    """Let a signal of ENDING end this process, which is a command of the platform, at once while it imports; and let
-    torch's threads in it wait for each other as SPINS says, unless the user has said it."""
+    """Let a signal of ENDING end this command of the platform while it imports; set how torch's threads in it wait."""
     global _is_command
     _is_command = True
     if POLICY not in os.environ:

@@ -258,9 +258,8 @@ _end_process, _guarded = os._exit, threading.local()  # `_guarded.process`: whos
 
 
 def _end_unguarded(status: int) -> NoReturn:
-    """End this process at once, as os._exit does, in whose place it stands; but raise SystemExit where this thread runs
-    the user's own code: the process would end with a status of that code's, and without a word."""
-    if getattr(_guarded, "process", 0) == os.getpid():  # a fork is that code's own
+    """End this process as os._exit does, in whose place it stands; raise SystemExit in the user's own code instead."""
+    if getattr(_guarded, "process", 0) == os.getpid():  # a fork is that code's own; here nobody would say a word
         raise SystemExit(f"os._exit({status})")
     _end_process(status)
 
@@ -305,8 +304,7 @@ def _limit_time(code_name: str, limit: float) -> Iterator[None]:
 
 
 def describe_place(error: BaseException | None) -> str:
-    """Return where an error, or an alarm, has interrupted the user's own code, such as ", at my_module.py:3"; "" if no
-    code of theirs had begun."""
+    """Return where an error interrupted the user's own code, as ", at my_module.py:3"; "" if none had begun."""
     frames = walk_tb(error.__traceback__) if error else ()
     ours = ("platform", "importlib")
     users = [

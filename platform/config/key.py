@@ -45,8 +45,7 @@ class Key:
     identity: Literal["", "fixed", "share", "free", "none"] = ""
 
     def __post_init__(self) -> None:
-        """Check the declaration of a configuration key itself, which a user may have written for a setting of their
-        own. Raises ValueError."""
+        """Raise ValueError for a declaration of a key, or of a user's own setting, that no value could be held to."""
         if not (isinstance(self.bounds, str) and _BOUNDS.fullmatch(self.bounds)):
             raise ValueError(f'{self.bounds!r} are no bounds: they are such as ">= 0 and < 1", and choices are a tuple')
         try:

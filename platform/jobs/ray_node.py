@@ -73,8 +73,7 @@ def _count_gpu_list(text: str) -> int:
 
 
 def count_cpus(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of CPUs here: Slurm's for the task, else for the node, else as many as this process may use, by
-    its affinity and its container's quota."""
+    """Return the number of CPUs here: Slurm's for the task, else for the node, else as many as this process may use."""
     for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"):
         if (text := environment.get(name, "")).isdigit() and int(text):
             return int(text)

@@ -109,7 +109,7 @@ class Process:
 
 
 def _read_delay() -> float:
-    """Return the seconds in which this worker's main thread could run and had no processor; NaN if nobody counts."""
+    """Return the seconds in which this worker's main thread could run and had no processor; NaN if unknown."""
     words = _read_text(Path("/proc/self/schedstat")).split()
     return int(words[1]) / 1e9 if len(words) > 1 else nan
 

@@ -156,14 +156,8 @@ def worker_environment(config: Config, device: str) -> dict[str, str]:
 
 
 def share_cores(cores: int, quota: float, workers: int, variable: str = "") -> int:
-    """Return the threads of each of `workers` workers on a machine: what the user's `variable` OMP_NUM_THREADS says,
-    else their share of the `cores` on which they may run, as far as a container's `quota` of processors goes.
-
-    The load of the machine is not asked: with other threads a restarted worker would add in another order.
-
-    >>> share_cores(8, inf, 2), share_cores(8, 2.5, 1), share_cores(8, inf, 2, "1"), share_cores(8, inf, 2, "many")
-    (4, 2, 1, 4)
-    """
+    """Return a worker's threads: OMP_NUM_THREADS (`variable`), else its share of cores and a container's `quota`."""
+    # The load of the machine is not asked: with other threads a restarted worker would add in another order.
     asked = variable.partition(",")[0].strip()  # a list has the numbers of nested levels
     if asked.isdecimal() and int(asked):
         return min(int(asked), int(KEYS["cluster.threads"].most))
@@ -171,14 +165,13 @@ def share_cores(cores: int, quota: float, workers: int, variable: str = "") -> i
 
 
 def usable_cores() -> int:
-    """Return the number of CPU cores of this machine that this process may use, to be shared by its workers: those of
-    its affinity, as far as the quota of its container goes."""
+    """Return the number of CPU cores that this process may use, by its affinity and the quota of its container."""
     return share_cores(len(os.sched_getaffinity(0)), read_cpu_quota(), 1)
 
 
 def read_cpu_quota(root: Path = Path("/")) -> float:
     """Return how many processors this process may keep busy by the quotas of its control groups (version 1 or 2) and of
-    those around them, such as 1.5; inf if there are none. `root`: of the file system."""
+    those around them, such as 1.5; inf if there are none. `root`: root of the file system."""
     quotas, groups = [inf], _read_text(root / "proc/self/cgroup").splitlines()
     for controllers, path in (line.split(":", 2)[1:] for line in groups if line.count(":") > 1):
         if controllers and "cpu" not in controllers.split(","):
