@@ -22,7 +22,7 @@ IMAGE ?= elastic-platform:0.1.0
 CHAT_ORACLE := trl==1.16.0 transformers==5.23.0
 
 train: $(TRAINS)  ## a small GPT on real text, 4 workers, about two minutes
-	$(PY) -m platform.launch +experiment=gpt_quick
+	$(PY) -m platform.launch +experiment=gpt_quick run.dir=runs/gpt_quick
 
 test: $(READY)  ## a pairwise cover of every matrix
 	$(PY) -m pytest $(PARALLEL) -m "not full"

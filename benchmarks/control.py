@@ -51,7 +51,7 @@ def configured(workers: int, per_node: int, zero: int, directory: str) -> Config
             "cluster.memory=warn",  # nothing is allocated
             "data=synthetic",
             "eval.every=0",
-            "checkpoint.every=0",
+            "checkpoint.last=false",
             "monitor.sample=0",
             f"run.dir={directory}/run",
             "elastic.replace=false",

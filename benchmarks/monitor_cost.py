@@ -40,7 +40,7 @@ WARM_SECONDS, EVENT_EVERY = 45.0, 40  # until services have imported their packa
 OVERRIDES = (
     *("+experiment=gpt_quick", "tensor=serial", "parallel.data=1", "train.steps=1000000", "eval.every=0"),
     "cluster.threads=1",
-    *("checkpoint.every=0", "checkpoint.on_stop=false", "monitor.sample=0", "monitor.goodput_below=0.5"),
+    *("checkpoint.last=false", "checkpoint.on_stop=false", "monitor.sample=0", "monitor.goodput_below=0.5"),
     "monitor.alert_command=cat > /dev/null",
 )
 

@@ -27,7 +27,7 @@ KINDS = ("local", "processes")  # cluster=: an embedded Ray, and none
 COMMAND = (
     "+experiment=gpt_quick data=synthetic tensor=serial parallel.data=2 model.layers=4 model.d_model=256 model.heads=8 "
     "model.length=128 model.vocab=8192 train.global_batch=8 train.microbatch=4 eval.every=0 monitor.sample=0 "
-    "checkpoint.every=0"
+    "checkpoint.last=false"
 ).split()
 
 

@@ -152,7 +152,7 @@ def plan_answers(
     stored = Config(model=model, data=data or replace(Data(), kind="synthetic"), seed=trained.seed)
     stored.train.init, stored.cluster.kind = trained.url, "inline"
     stored.elastic.snapshot_every = 0
-    stored.checkpoint.on_stop = False
+    stored.checkpoint.on_stop = stored.checkpoint.last = False
     with refusals.rephrase_refusals(lambda line: _fit_refusal_to_model(line, model)):
         config = compose_config(arguments, config_dir, stored=asdict(stored))
     replicas = max(1, config.parallel.data)

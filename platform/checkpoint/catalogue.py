@@ -161,7 +161,7 @@ def read_pieces(
 
 _DIRECTORY = r"step-([0-9]{8,15})-([0-9]{6,15})-([0-9a-f]{6})"
 _LOOKS = 5  # times that a storage is listed if it changes while it is read
-SAVED = "; a run saves some with checkpoint.every=STEPS, its last step among them"
+SAVED = "; a run saves its last step, and others with checkpoint.every=STEPS"
 BAD = "BAD.txt"  # holds the reason in a quarantined checkpoint. Removing it by hand lifts the quarantine
 
 

@@ -116,8 +116,9 @@ class Checkpoint:
 
     url: str = key("", 'a path or any fsspec URL; "" = checkpoints/ in the run directory', path=())
     every: int | str = key(
-        0, "time between checkpoints; also one at the end; 0 = neither", constraint=f"must be {RHYTHM}, or auto"
+        0, "time between checkpoints, beside the one of the last step; 0 = none", constraint=f"must be {RHYTHM}, or auto"
     )
+    last: bool = key(True, "save after the last step, whatever `every` is: what a finished run has learned")
     on_stop: bool = key(True, "save when a signal, a time limit or a notice ends the run, whatever `every` is")
     keep: int = key(2, "number of newest checkpoints to keep; older ones are deleted", ">= 1")
     best: bool = key(False, "save after the evaluation with the lowest validation loss, and keep that checkpoint too")

@@ -149,7 +149,9 @@ def _select_naming_values(config: Config) -> dict[str, Any]:
     values: dict[str, Any] = redact_secrets(config.to_dict())
     for key in ("run", "resume"):  # a resumed run is the same run
         del values[key]
-    del values["train"]["stop_at"], values["checkpoint"]["resume"], values["checkpoint"]["on_stop"]
+    del values["train"]["stop_at"]
+    for key in ("resume", "on_stop", "last"):
+        del values["checkpoint"][key]
     del values["data"]["foreign_tokenizer"], values["data"]["unread"]
     if not isinstance(config.checkpoint.every, int):  # a duration does not affect the steps
         values["checkpoint"]["every"] = 0

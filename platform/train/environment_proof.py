@@ -41,8 +41,9 @@ def storage_key(config: Config) -> str:
 
 
 def saves_checkpoints(config: Config) -> bool:
-    """Return True if a run ever saves checkpoints: regularly, at train.stop_at, or when stopped."""
-    return bool(config.checkpoint.every or config.train.stop_at or config.checkpoint.on_stop)
+    """Return True if a run ever saves checkpoints: regularly, at its end or train.stop_at, or when stopped."""
+    c = config.checkpoint
+    return bool(c.every or c.last or config.train.stop_at or c.on_stop)
 
 
 def find_resume_source(config: Config) -> tuple[str, str | None]:

@@ -44,7 +44,7 @@ def test_a_run_from_end_to_end(kind, config, capsys):
     before = descendants()
     assert drive(config) == 0
     assert gone(descendants() - before)
-    assert names(config) == ["forming", "formed", "running", "first_step", "sampled", "released", "done"]
+    assert names(config) == ["forming", "formed", "running", "first_step", "checkpoint", "sampled", "released", "done"]
     formed = events(config)[2]
     assert [worker["rank"] for worker in formed["workers"]] == [0, 1]
     assert all(worker.keys() == {"rank", "number", "coordinates", "pid", "node"} for worker in formed["workers"])

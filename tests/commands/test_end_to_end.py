@@ -48,7 +48,7 @@ def test_a_run_on_ray(tmp_path, own_text):
 
     journal = lines(run / "journal.jsonl")
     events = {entry["event"]: entry for entry in journal}
-    transitions = ["forming", "formed", "running", "first_step", "predicted_step", "sampled", "released", "done"]
+    transitions = ["forming", "formed", "running", "first_step", "predicted_step", "checkpoint", "sampled", "released", "done"]
     assert [e["event"] for e in journal] == ["starting", *transitions, "goodput", "timing"]
     timing = [events["timing"][phase] for phase in PHASES]  # all of them, one after the other
     assert timing == sorted(timing) and timing[0] > 0 and "  first_process: " in done.stdout

@@ -70,7 +70,7 @@ def test_two_halves_under_two_plans_are_the_whole(tmp_path, through):
     for have, want in zip(found, wanted, strict=True):
         assert have == pytest.approx(want, rel=1e-10, abs=0)
     assert [e for e in events(tmp_path / "run") if e in ("checkpoint", "restored", "done")] == [
-        "checkpoint", "done", "restored", "done",
+        "checkpoint", "done", "restored", "checkpoint", "done",
     ]  # fmt: skip
 
 

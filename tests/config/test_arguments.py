@@ -158,5 +158,6 @@ def test_the_experiment_names_the_run_and_every_value_its_hash(tmp_path, monkeyp
         compose_config([QUICK, a]).run.dir for a in ("seed=1", "tensor=1d_sp", "tensor.axes.t=4", "monitor=wandb")
     ]
     assert len({here, *others}) == 5
+    assert compose_config([QUICK, "checkpoint.last=false", "checkpoint.on_stop=false"]).run.dir == here, "same steps"
     assert compose_config([QUICK, "run.dir=there"]).run.dir == f"{tmp_path}/there"
     assert compose_config([QUICK, "data=text", "data.path=~/a"]).data.path == os.path.expanduser("~/a")

@@ -115,7 +115,7 @@ class Checkpoints:
         c = self._config
         if self.step == step:
             return False
-        at_the_end = last and bool(c.checkpoint.every or c.train.stop_at)
+        at_the_end = last and bool(c.checkpoint.last or c.train.stop_at)
         if self._saver.losses and min(self._saver.losses, key=self._saver.losses.__getitem__) == step:
             return True
         return at_the_end or self._cadence.is_due(step) or stopping and c.checkpoint.on_stop

@@ -96,7 +96,7 @@ def test_a_worker_that_dies_while_it_writes_has_failed(checkpoints):
 @pytest.mark.parametrize(
     ("every", "stop_at", "step", "last", "stopping", "due"),
     [
-        (0, 0, 4, True, False, False), (0, 0, 4, False, True, True), (2, 0, 4, False, False, True),
+        (0, 0, 4, True, False, True), (0, 0, 4, False, True, True), (2, 0, 4, False, False, True),
         (2, 0, 5, False, False, False),
         (2, 0, 5, True, False, True), (2, 0, 5, False, True, True), (0, 5, 5, True, False, True),
         (0, 5, 4, False, True, True), (0, 5, 4, False, False, False),
@@ -168,7 +168,7 @@ def test_what_the_workers_cannot_restore_is_refused(config, said, tmp_path, answ
 
 @pytest.mark.parametrize(
     ("every", "stop_at", "saved", "last", "lacks"),
-    [(2, 0, 4, 5, True), (2, 0, 5, 5, False), (0, 0, 0, 5, False), (0, 3, 0, 3, True), (0, 3, 5, 3, False)],
+    [(2, 0, 4, 5, True), (2, 0, 5, 5, False), (0, 0, 0, 5, True), (0, 3, 0, 3, True), (0, 3, 5, 3, False)],
 )
 def test_whether_the_end_is_saved(checkpoints, config, every, stop_at, saved, last, lacks):
     config.checkpoint.every, config.train.stop_at, checkpoints.step = every, stop_at, saved

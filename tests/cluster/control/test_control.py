@@ -41,7 +41,7 @@ def test_a_step_of_many_is_one_report_and_a_lost_node_costs_no_step(tmp_path, mo
             "experiment=gpt_quick",
             *("tensor=1d", "tensor.axes.t=2", "pipeline=1f1b", "pipeline.stages=2", "parallel.data=16"),
             *("train.global_batch=64", "train.microbatch=2", f"train.steps={STEPS}", "data=synthetic"),
-            *("eval.every=0", "monitor.sample=0", "checkpoint.every=0", f"run.dir={tmp_path}/run"),
+            *("eval.every=0", "monitor.sample=0", "checkpoint.last=false", f"run.dir={tmp_path}/run"),
             *("cluster=processes", "cluster.device=cpu", "elastic.replace=false", f"elastic.hang_seconds={HANG}"),
             f"elastic.faults=[{KILLED}:kill:{WORKERS - 1}]",
         ]

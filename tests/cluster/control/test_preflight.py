@@ -135,7 +135,7 @@ def test_probes_are_gone_whether_it_agrees_or_fails(config, job, tmp_path, monke
 
 
 def test_a_local_run_that_saves_nothing_proves_no_storage(config, job, tmp_path):
-    config.checkpoint.on_stop = False
+    config.checkpoint.on_stop = config.checkpoint.last = False
     with open_crew("inline", job(1)) as crew:
         assert examination.violations_of_workers(crew, config, tmp_path) == {}
         assert describe_environment(config, tmp_path, "x").sees.keys() == {"run.dir"}

@@ -14,7 +14,7 @@ from tests.harness.scripted_run import BOOM, RUN, events, names, once_each, seat
 
 def test_an_undisturbed_run(config, drive):
     assert drive() == 0 and once_each(config)
-    assert names(config) == ["starting", *RUN, "first_step", "released", "done", "goodput"]
+    assert names(config) == ["starting", *RUN, "first_step", "checkpoint", "released", "done", "goodput"]
     assert all(event.keys() >= {"time", "generation", "event"} for event in events(config))
     assert drive.crew.released == 0 and "survived" not in drive.out
 
@@ -31,7 +31,7 @@ def test_it_shrinks_to_fewer_replicas_and_loses_nothing(config, drive):
     assert seats(config) == [[0, 1, 2, 3], [0, 1, 3]]
     assert steps(config) == [(1, 4), (2, 4), (3, 3), (4, 3), (5, 3), (6, 3)]
     again = ["failure", "released", *RUN[:2], "restored", "running", "first_step"]
-    assert names(config) == ["starting", *RUN, "first_step", *again, "released", "done", "goodput"]
+    assert names(config) == ["starting", *RUN, "first_step", *again, "checkpoint", "released", "done", "goodput"]
     [failure] = events(config, "failure")
     assert (failure["number"], failure["kind"], failure["step"], failure["method"]) == (2, "died", 3, "step(3)")
     assert failure["coordinates"]["data"] == 2 and failure["generation"] == 1

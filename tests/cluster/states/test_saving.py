@@ -72,3 +72,31 @@ def test_checkpoints_tell_the_plan_that_made_them(config, drive, at_once):
     manifests = sorted(Path(config.run.dir, "checkpoints").glob("step-*/manifest.json"))
     texts = [path.read_text().replace(" ", "") for path in manifests]
     assert ['"data":4' in texts[0], '"data":3' in texts[1]] == [True, True]
+
+
+def test_a_finished_run_has_its_weights_unless_told_otherwise(config, drive):
+    """By default `checkpoint.every` is 0, and a run used to end with nothing."""
+    assert drive() == 0 and [e["step"] for e in events(config, "checkpoint")] == [6]
+    config.checkpoint.last, config.run.dir, config.checkpoint.every = False, config.run.dir + "-2", 4
+    assert drive() == 0 and [e["step"] for e in events(config, "checkpoint")] == [4]
+
+
+def test_a_run_whose_storage_fails_at_the_end_says_that_its_weights_are_lost(config, drive, at_once, tmp_path):
+    config.checkpoint.url = str(tmp_path / "checkpoints")
+
+    def lose_storage(crew):
+        (tmp_path / "checkpoints").rename(tmp_path / "gone")
+        (tmp_path / "checkpoints").touch()
+
+    assert drive({"step(5)": [lose_storage]}) == 69
+    assert "step 6 could not be saved: nothing was saved" in drive.out
+
+
+def test_a_run_that_ended_without_weights_before_is_done_and_may_say_so(config, drive):
+    """As of an earlier version, whose configuration lacks the key: nothing is trained or saved anew."""
+    config.checkpoint.last = False
+    assert drive() == 0
+    file = Path(config.run.dir, "config.yaml")
+    file.write_text("".join(line for line in file.read_text().splitlines(True) if line.strip() != "last: false"))
+    config.checkpoint.last = True
+    assert drive() == 0 and "already done: 6 steps" in drive.out and not events(config, "checkpoint")

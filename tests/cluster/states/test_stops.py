@@ -58,7 +58,7 @@ def test_a_notice_for_all_saves_without_checkpoint_every(config, drive):
 
 
 def test_where_a_stop_shall_not_save_the_work_is_lost_and_that_is_said(config, drive, stop):
-    config.checkpoint.on_stop = False
+    config.checkpoint.on_stop = config.checkpoint.last = False
     assert drive({"step(4)": [stop]}) == 1
     [end] = events(config, "stopped")
     assert (end["step"], end["saved"], end["steps_lost"]) == (4, 0, 4)

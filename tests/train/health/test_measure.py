@@ -104,7 +104,8 @@ def test_one_core_is_measured_however_many_threads_the_worker_has(config, monkey
 
 
 def test_a_run_without_checkpoints_is_measured_in_its_directory(config, tmp_path):
-    config.checkpoint.on_stop, config.checkpoint.url = False, "/proc/nowhere"
+    config.checkpoint.on_stop = config.checkpoint.last = False
+    config.checkpoint.url = "/proc/nowhere"
     assert not measured(config).errors
     config.checkpoint.on_stop = True
     assert measured(config).errors.keys() == {"write"}
