@@ -1,6 +1,6 @@
 """Draws the picture of README.md: the loss of a run beside its mesh and layouts, from the files of its run directory.
 
-python docs/figure.py runs/gpt_quick-HASH > docs/gpt_quick.svg
+python docs/figure.py runs/gpt_quick > docs/gpt_quick.svg
 """
 
 from __future__ import annotations

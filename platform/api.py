@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
@@ -274,7 +274,7 @@ def _build_row(line_values: dict[str, Any]) -> MetricsRow:
 class _FromPython(Command):
     """Start of a run from Python, in the place of a command line; its only argument is the run directory."""
 
-    def resume_line(self, override: str = "") -> str:
-        """Return the line of Python that resumes a run that Python started, with `override` if one is given."""
-        words = ", ".join(map(repr, [*self.arguments, *filter(None, [override])]))
+    def _format_line(self, arguments: Iterable[str]) -> str:
+        """Format the line of Python that resumes a run that Python started, with what `arguments` change of it."""
+        words = ", ".join(repr(argument) for argument in arguments if not argument.startswith("run.dir="))
         return f"from platform.api import resume; resume({words})"

@@ -25,7 +25,7 @@ from platform.boundary.terminal import QuickExit, print_line, run_printing_comma
 from platform.boundary.world_faults import UNAVAILABLE
 from platform.cluster.crew.failures import NoPlaces
 from platform.cluster.crew.signals import Stopped, StopSignals
-from platform.cluster.shown_commands import Phases, monotonic_command_start
+from platform.cluster.shown_commands import Command, Phases, monotonic_command_start
 from platform.config import run_rules
 from platform.config.arguments import expand_sweep_jobs, find_experiment_name, parse_typed_values, translate_error
 from platform.config.composition import CONF, Composer, open_composer
@@ -39,7 +39,6 @@ from platform.config.validation import violations_of_configuration
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from platform.cluster.shown_commands import Command
     from platform.weights import FROM_HF
 from platform.predict.make_plan import Plan
 from platform.weights import FROM_HF
@@ -226,7 +225,7 @@ def _run_jobs(args: Namespace, phases: Phases) -> int:
         if len(jobs) > 1:
             print_line(f"job {number} of {len(jobs)}: {' '.join(job.arguments)}")
         with isolate_secrets(job.secrets):
-            command = build_command(job.arguments, args.config_dir)
+            command = Command(job.arguments, args.config_dir, alone=len(jobs) == 1)
             statuses.append(_train_job(job.config, job.plan, command, phases if number == 1 else Phases()))
         if statuses[-1] == STOPPED:  # the stop is meant for the whole command, not for one job
             break
@@ -343,23 +342,6 @@ def _train_job(config: Config, plan: Plan, command: Command, phases: Phases) -> 
             raise
         print_line(traceback.format_exc().rstrip(), sys.stderr)
         return FAILED
-
-
-def build_command(arguments: Sequence[str], config_dir: str | None = None) -> Command:
-    """Make the Command of one run, by which it shows the user how to start it again: its typed arguments, and a
-    function that counts the workers of a run with other arguments (0 if that is refused)."""
-    from platform.cluster.shown_commands import Command
-    from platform.predict.make_plan import make_plan
-
-    def count_run_workers(others: Sequence[str]) -> int:
-        """Count the workers that a run with the arguments `others` would have; return 0 if it is refused."""
-        try:
-            config = compose_config(others, config_dir)
-            return 0 if config.plan.search else make_plan(config, _count_workers(config)).mesh.world_size
-        except ConfigError:
-            return 0
-
-    return Command(arguments, config_dir, count_run_workers)
 
 
 def _print_configuration(args: Namespace) -> int:

@@ -29,7 +29,7 @@ from platform.cluster.crew.launchers import open_crew
 from platform.cluster.crew.signals import Stopped, StopSignals
 from platform.cluster.endings import DONE, FAILED, DriverState, Unsaved, report_end
 from platform.cluster.run_directory import RunDirectory
-from platform.cluster.shown_commands import Command, Phases
+from platform.cluster.shown_commands import Command, Phases, list_next_commands
 from platform.config.extensions import flatten_own_settings
 from platform.config.fields import Config, training_objective_name
 from platform.data import cache
@@ -176,7 +176,7 @@ def _check_and_drive(
     status = report_end(None, state)
     if config.cluster.check:
         status = state.status = _print_findings(checkpoints, journal, monitor) or status
-    _print_next_steps(state, config, size)
+    _print_next_steps(state, config, corpus.vocabulary)
     return status
 
 
@@ -232,15 +232,19 @@ def _files_to_carry(config: Config, selection: Selection | None, corpus: Corpus,
     return files | {name: raw for name, raw in beside.items() if name == GENERATION}
 
 
-def _print_next_steps(state: DriverState, config: Config, size: int) -> None:
-    """Print where the files of a finished run on `size` workers are, and what the user could do next."""
+def _print_next_steps(state: DriverState, config: Config, vocabulary: Vocabulary | None) -> None:
+    """Print where the files of a finished run are, what was saved, and the commands that a user may want next.
+    `vocabulary`: the tokenizer of its text, None if it has none."""
     state.say(f"run directory: {state.directory.path}")
     if state.steps_done == state.steps < config.train.steps:
         state.say(f"ended after step {state.steps}, as train.stop_at says; without it the same command continues")
-    if state.checkpoints and (line := state.checkpoints.describe_best()):
+    if not (checkpoints := state.checkpoints):
+        return
+    lines = [checkpoints.describe_newest(state.steps_done), checkpoints.describe_best()]
+    commands = list_next_commands(config, state.command, vocabulary, checkpoints.resume_override)
+    lines += ["next:", *(f"  {line}" for line in commands)] if state.command.alone else []
+    for line in filter(None, lines):
         state.say(line)
-    if line := state.command.suggest_other_layout(config, size):
-        state.say(f"next: {line}")
 
 
 def _print_findings(checkpoints: Checkpoints, journal: Journal, monitor: RunMonitor) -> int:

@@ -5,33 +5,32 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice, product
-from math import prod
 from pathlib import Path
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from platform.boundary.redaction import REDACTED, redact_secrets
-from platform.boundary.refusals import typed_command
+from platform.boundary.refusals import ConfigError, typed_command
 from platform.config.fields import Config
-from platform.config.groups import RESUME
+from platform.config.identity import HORIZON
 
-_LAYOUTS = {"1d": "t", "1d_sp": "t", "3d": "xyz", "2d": "rc", "serial": ""}  # scheme -> axes, best suggestion first
-_MOST = 4  # combinations of axis sizes that are tried for one scheme, besides the experiment's own
-_PLACES = ("run.dir", "checkpoint.url")  # another layout's run writes to other ones
+if TYPE_CHECKING:
+    from platform.data.tokenizer import Vocabulary
+
 _SECRET = f"  # {REDACTED} stands for a secret: type it again"
 
 
 @dataclass(frozen=True)
 class Command:
     """Command line that started this run, from which those printed for the user are made. `arguments`: Hydra overrides;
-    `config_dir`: the user's own folder of configurations; `workers(arguments)`: the number of workers that a command
-    with these arguments would run on, 0 if it would be refused."""
+    `config_dir`: the user's own folder of configurations; `alone`: it is the only run of its command."""
 
     arguments: Sequence[str] = ()
     config_dir: str | None = None
-    workers: Callable[[Sequence[str]], int] = lambda arguments: 0
+    alone: bool = True
 
     def resume_line(self, override: str = "") -> str:
         """Return the command that continues this run: its own, with `override` (KEY=VALUE, or "") for the same key."""
@@ -41,20 +40,6 @@ class Command:
     def line_with_values(self, typed: Sequence[str]) -> str:
         """Return the command that starts this run with other values: `typed` (KEY=VALUE) in place of its own."""
         return self._format_line(replace_values(self.arguments, typed))
-
-    def suggest_other_layout(self, config: Config, workers: int) -> str:
-        """Return a command line that trains the same model on the same data under another tensor scheme, on `workers`
-        workers, and so computes the same numbers, in a run directory of its own; "" if no other scheme fits. Suggested
-        to the user at the end of a run."""
-        present = config.tensor.scheme
-        names = ["1d_sp"] * (present == "1d") + [name for name in _LAYOUTS if name != present]
-        for name in dict.fromkeys(names):
-            moved = list(_arguments_for_scheme(self.arguments, name))
-            for axes in islice(_axis_size_overrides(_LAYOUTS[name], prod(config.tensor.axes.values())), _MOST + 1):
-                chosen = [*moved, f"tensor={name}", *axes]
-                if self.workers(chosen) == workers:
-                    return self._format_line(chosen)
-        return ""
 
     def _format_line(self, arguments: Iterable[str]) -> str:
         """Format the run's command line with these arguments for the user's shell, quoted, and with secrets hidden."""
@@ -83,29 +68,39 @@ def _printable_argument(argument: str) -> str:
     return argument if shown == argument else f"{argument.partition('=')[0]}={REDACTED}" if hidden else shown
 
 
-def _arguments_for_scheme(arguments: Iterable[str], name: str) -> Iterator[str]:
-    """Yield a run's command-line arguments, changed for a new run under the tensor scheme `name`: without the tensor
-    scheme, with "-NAME" appended to run directory and checkpoint URL, and without checkpoint.resume=auto|must, as there
-    is nothing to resume yet."""
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        plain = _argument_key(argument)
-        if plain in _PLACES:
-            address, mark, query = value.partition("?")
-            end = len(address.rstrip("/'\""))
-            yield f"{key}={address[:end]}-{name}{address[end:]}{mark}{query}"
-        elif plain.partition(".")[0] != "tensor" and (plain != "checkpoint.resume" or value not in RESUME[::2]):
-            yield argument
+WRITING = ("decoder", "encoder_decoder")  # model.kind that `platform.generate` asks
 
 
-def _axis_size_overrides(axes: str, workers: int) -> Iterator[list[str]]:
-    """Yield command-line overrides of the sizes of a tensor scheme's mesh axes, named by the letters of `axes`, whose
-    product is `workers`; first [], which keeps the sizes that the experiment configures."""
-    yield []
-    divisors = [k for k in range(1, workers + 1) if workers % k == 0] if workers < 1 << 16 else [1, workers]
-    for sizes in product(divisors, repeat=len(axes)):
-        if axes and prod(sizes) == workers:
-            yield [f"tensor.axes.{axis}={size}" for axis, size in zip(axes, sizes, strict=True)]
+def list_next_commands(config: Config, command: Command, vocabulary: Vocabulary | None, go_on: str = "") -> list[str]:
+    """Return the command lines that a user may want next, after a finished run under `command`, each with what it does
+    behind it. `vocabulary`: its tokenizer; `go_on`: override that its resumption needs, or ""."""
+    from platform.train.environment_proof import find_checkpoint_url
+    from platform.weights.tensor_names import choose_family
+
+    run_dir, c = _shorten_path(config.run.dir), config.checkpoint
+    storage = _shorten_path(find_checkpoint_url(config))
+    lines = [f"report {shlex.quote(run_dir)}  # the run as a page"]
+    saves = c.last or bool(config.train.stop_at)
+    if saves and redact_secrets(storage) == storage:
+        with suppress(ConfigError):
+            choose_family(config.model)
+            lines.insert(0, f"weights export {shlex.join([storage, f'{run_dir}/transformers'])}  # for transformers")
+        if vocabulary and config.model.kind in WRITING:
+            prompt = "def" if config.data.kind == "stdlib" else "The"
+            flags = ["--chat"] * (config.data.kind == "instructions" and vocabulary.has_chat)
+            lines.insert(0, f"generate {shlex.join([run_dir, prompt, *flags])}  # ask it for text")
+    lines = [f"{typed_command(name)} {rest}" for name, _, rest in (line.partition(" ") for line in lines)]
+    if saves:
+        allowed = ",".join(dict.fromkeys([*config.resume.allow, HORIZON]))
+        longer = [f"train.steps={2 * config.train.steps}", f"resume.allow=[{allowed}]"]
+        typed = [f"run.dir={run_dir}", *(["train.stop_at=0"] if config.train.stop_at else longer)]
+        lines.append(f"{command.line_with_values([*typed, *filter(None, [go_on])])}  # train on")
+    return lines
+
+
+def _shorten_path(path: str) -> str:
+    """Return a path as it is typed in this directory, if that is shorter; a URL as it is."""
+    return path if "://" in path else min(path, os.path.relpath(path), key=len)
 
 
 PHASES = {  # in the order in which a run reaches them -> what is done then

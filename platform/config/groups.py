@@ -116,7 +116,9 @@ class Checkpoint:
 
     url: str = key("", 'a path or any fsspec URL; "" = checkpoints/ in the run directory', path=())
     every: int | str = key(
-        0, "time between checkpoints, beside the one of the last step; 0 = none", constraint=f"must be {RHYTHM}, or auto"
+        0,
+        "time between checkpoints, beside that of the last step; 0 = none",
+        constraint=f"must be {RHYTHM}, or auto",
     )
     last: bool = key(True, "save after the last step, whatever `every` is: what a finished run has learned")
     on_stop: bool = key(True, "save when a signal, a time limit or a notice ends the run, whatever `every` is")

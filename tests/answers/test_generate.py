@@ -136,4 +136,5 @@ def test_no_checkpoint_is_refused(name, learned, capsys, tmp_path):
     assert generate([str(tmp_path / name), "x"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("generate: CHECKPOINT=")
-    assert ("holds no checkpoint; a run saves its last step, and others with checkpoint.every=STEPS" in line) == (name == "run")
+    hint = "holds no checkpoint; a run saves its last step, and others with checkpoint.every=STEPS"
+    assert (hint in line) == (name == "run")

@@ -7,12 +7,17 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from platform.api import _FromPython
+from platform.cluster.shown_commands import Command, list_next_commands
+from platform.generate import main as generate
 from platform.launch import compose_config, main
 from platform.monitor import MetricsLog
-from platform.predict.make_plan import make_plan
+from platform.report.__main__ import main as write_page
+from platform.weights.__main__ import main as convert
 from tests.commands.test_extend import MODULE, SCHEME
 from tests.harness.commands import QUICK, in_this_process
 
@@ -33,10 +38,14 @@ def folder(tmp_path: Path, monkeypatch) -> Path:
     return tmp_path
 
 
-def printed(out: str, mark: str = "next: ") -> list[str]:
-    [line] = [line.strip().removeprefix(mark) for line in out.splitlines() if "python -m platform.launch" in line]
+PROGRAMS = {"launch": main, "generate": generate, "weights": convert, "report": write_page}
+
+
+def printed(out: str, name: str = "launch") -> list[str]:
+    """The words of the line that starts this program, without what its comment says."""
+    [line] = [line.strip() for line in out.splitlines() if f"python -m platform.{name}" in line]
     words = shlex.split(line, comments=True)
-    assert words[:3] == ["python", "-m", "platform.launch"]
+    assert words[:3] == ["python", "-m", f"platform.{name}"]
     return words[3:]
 
 
@@ -44,76 +53,75 @@ def losses(run: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in MetricsLog.read_rows(run / "metrics.jsonl")}
 
 
-def test_next_is_run_as_printed(folder):
-    own = ["--config-dir", "my conf", "extend=[mine_for_commands]", "model.kind=loud", "optimizer.kind=plain"]
+def test_what_comes_next_is_run_as_printed(folder, monkeypatch, capsys):
+    """It used to be the same run again, under the same layout's other name."""
+    monkeypatch.chdir(folder)
+    own = ["--config-dir", "my conf", "extend=[mine_for_commands]", "optimizer.kind=plain"]
     text = ["data.kind=text", "data.path=a poem.txt", "data.cache=${oc.env:STORE_OF_MINE}", "model.vocab=300"]
+    run = folder / "runs" / "my run"
     done = in_this_process(QUICK, *own, *text, *INLINE, *SIZES, *SHORT, "run.dir=runs/my run", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    words = printed(done.stdout)
-    kept = {*own, *text, *SIZES, *SHORT, "cluster=inline"} - {"tensor=serial"}
-    assert kept <= {*words}, "what was typed is typed again"
-    assert any(w.startswith("tensor=") for w in words) and "tensor=serial" not in words
-    again = in_this_process(*words, cwd=folder)
-    assert again.returncode == 0 and "already done" not in again.stdout, again.stdout + again.stderr
-    [other] = [path for path in (folder / "runs").iterdir() if path.name != "my run"]
-    assert losses(other) == pytest.approx(losses(folder / "runs" / "my run"), rel=1e-4)
+    [saved] = run.glob("checkpoints/step-00000002*")
+    assert done.stdout.partition(f"run directory: {run}\n")[2].startswith(f"saved: step 2: {saved}\nnext:\n")
+    words = {name: printed(done.stdout, name) for name in PROGRAMS}
+    assert {*own, *text, *SIZES, "cluster=inline"} <= {*words["launch"]}, "what was typed is typed again"
+    shown = {}
+    for name in ("generate", "weights", "report", "launch"):
+        assert PROGRAMS[name](words[name]) == 0, name
+        shown[name] = capsys.readouterr().out
+    assert shown["generate"].strip() and (run / "report.html").exists()
+    assert (run / "transformers" / "model.safetensors").exists()
+    assert "continues after step 2" in shown["launch"] and losses(run).keys() == {1, 2, 3, 4}
 
 
 @pytest.mark.full
-def test_a_shell_runs_the_next_line(folder):
+def test_a_shell_runs_the_next_lines(folder):
     done = in_this_process(QUICK, "data=synthetic", *INLINE, *SIZES, *SHORT, "run.dir=it's a run", cwd=folder)
     assert done.returncode == 0, done.stderr
-    [line] = [line.removeprefix("next: ") for line in done.stdout.splitlines() if line.startswith("next: ")]
+    script = done.stdout.partition("next:\n")[2]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     shell = subprocess.run(
-        ["sh", "-c", line], cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True
+        ["sh", "-ec", script], cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True
     )
     assert shell.returncode == 0, shell.stdout + shell.stderr
-    assert len(list(folder.glob("it's a run*"))) == 2
+    assert losses(folder / "it's a run").keys() == {1, 2, 3, 4}
 
 
-TYPED = [
-    [QUICK, "parallel.data=1"],
-    [QUICK, "tensor=1d_sp", "tensor.axes.t=4"],
-    [QUICK, "model.heads=3", "model.d_model=48", "tensor=1d", "tensor.axes.t=3"],  # no power of 2 in sight
-    [QUICK, "model.heads=1", "tensor=layout", "tensor.axes.a=2", "tensor.layout=d_ff:a"],  # heads cannot be split
-    [QUICK, "tensor=layout", "tensor.axes.a=2", "tensor.layout=d_ff:a"],
-    [QUICK, "tensor=layout", "tensor.axes.a=2", "tensor.layout={stream: {}, parameters: {d_ff: a}}", "parallel.data=1"],
-    [QUICK, "branch=dsp", "branch.axes.g=2", "tensor=serial"],
-    [QUICK, "pipeline=1f1b", "pipeline.stages=2", "cluster=processes"],
-    [QUICK, "tensor=heads_only", "tensor.axes.h=2"],
-    [QUICK, "cluster=inline", "tensor=serial", "parallel.data=1", "checkpoint.resume=must", "checkpoint.url=x y"],
-    ["+experiment=two_layer"],
-    ["+experiment=cube_bert"],
-    ["+experiment=gpt175b", "checkpoint.url=s3://bucket/x"],
-]
+NEXT = {  # what a run has -> programs that are of use for it
+    ("data=text", "data.path=."): ["generate", "weights", "report", "launch"],
+    ("data=synthetic",): ["weights", "report", "launch"],  # no tokenizer
+    ("checkpoint.last=false",): ["report"],
+    ("checkpoint.last=false", "train.stop_at=2"): ["generate", "weights", "report", "launch"],
+    ("model.kind=encoder", "monitor.sample=0"): ["report", "launch"],
+    ("model.experts=2", "model.capacity_factor=1.5"): ["generate", "report", "launch"],  # of no family
+    ("checkpoint.url=s3://me:hunter2@bucket/x",): ["report", "launch"],  # who reads it needs the secret again
+}
 
 
-@pytest.mark.parametrize("typed", TYPED, ids=" ".join)
-def test_next_is_legal_for_the_model_at_hand(folder, monkeypatch, typed):
-    from platform.launch import build_command
+@pytest.mark.parametrize("typed", NEXT, ids=" ".join)
+def test_next_is_what_such_a_run_has_a_use_for(typed, monkeypatch):
+    command, vocabulary = (
+        Command([QUICK, *typed]),
+        None if "data=synthetic" in typed else SimpleNamespace(has_chat=True),
+    )
+    lines = list_next_commands(compose_config(command.arguments), command, vocabulary)
+    assert [line.split()[2].removeprefix("platform.") for line in lines] == NEXT[typed]
+    if "launch" in NEXT[typed]:
+        config = compose_config(printed(lines[-1]))
+        assert config.train.stop_at or config.train.steps == (300 if "train.stop_at=2" in typed else 600)
 
-    monkeypatch.chdir(folder)
-    config = compose_config(typed, "my conf")
-    plan = make_plan(config)
-    words = printed(build_command(typed, "my conf").suggest_other_layout(config, plan.mesh.world_size))
-    assert words[:2] == ["--config-dir", "my conf"]
-    other = compose_config(words[2:], words[1])
-    assert make_plan(other).mesh.world_size == plan.mesh.world_size, "there are as many workers as there were"
-    assert other.tensor.scheme != config.tensor.scheme and other.model == config.model
-    assert other.run.dir != config.run.dir
-    assert not config.checkpoint.url or other.checkpoint.url not in ("", config.checkpoint.url)
-    assert other.checkpoint.resume != "must", "there is nothing in the new place"
+
+def test_what_comes_next_from_python_is_python():
+    [*_, line] = list_next_commands(compose_config([QUICK, "run.dir=r"]), _FromPython([f"{os.getcwd()}/r"]), None)
+    assert line.startswith(f"from platform.api import resume; resume('{os.getcwd()}/r', 'train.steps=600', ")
 
 
 def test_a_secret_is_not_printed_and_the_line_says_so(monkeypatch):
-    from platform.launch import build_command
-
     monkeypatch.setenv("A_PASSWORD", "kept-very-secret")
     typed = [QUICK, "parallel.data=1", "checkpoint.url=s3://me:hun/ter@2@bucket/x", "data.cache=/tmp/kept-very-secret"]
     typed += ["checkpoint.resume=s3://me:${oc.env:A_PASSWORD}@bucket/x/step-00000004-000001-be2e22"]
-    config = compose_config(typed)
-    for line in (build_command(typed).suggest_other_layout(config, 2), build_command(typed).resume_line()):
+    compose_config(typed)  # registers them
+    for line in (Command(typed).line_with_values(["train.steps=2"]), Command(typed).resume_line()):
         assert "hun" not in line and "ter@2" not in line and "kept-very" not in line
         assert "checkpoint.url=***" in line or "'checkpoint.url=***'" in line
         assert "me:${oc.env:A_PASSWORD}@bucket" in line, "a reference is no secret"
@@ -138,11 +146,3 @@ def test_the_resume_command_is_run_as_printed(folder, monkeypatch):
     again = in_this_process(*printed(done.stdout), cwd=folder)
     assert again.returncode == 0 and "continues after step" in again.stdout, again.stdout + again.stderr
     assert losses(folder / "my run").keys() == {1, 2, 3, 4}
-
-
-def test_a_job_of_a_sweep_prints_its_own_command(folder, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
-    typed = [QUICK, "data=synthetic", *INLINE, *SIZES, *SHORT]
-    assert main(["-m", *typed, "seed=1,2"]) == 0
-    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("next: "))
-    assert "seed=1" in first and "seed=2" in second and "-m" not in first.split()[3:]

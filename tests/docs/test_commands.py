@@ -199,7 +199,8 @@ def asked(command: Callable[..., int], typed: Typed, arguments: str, bench: Benc
     tokens."""
     exported(bench)
     [kept] = (ROOT / "tests").glob("commands/kept_runs/*/run")
-    shutil.copytree(kept, "mine/run")
+    for name in ("mine/run", "runs/gpt_quick"):
+        shutil.copytree(kept, name)
     own_words("words.json")
     Path("chat.jinja").write_text("{{ messages[0].content[:3] }}")  # what fits the kept run
     more = ["data.tokenizer=words.json"] if command is write_answers else []

@@ -124,6 +124,13 @@ class Checkpoints:
         """Note the validation losses in a run's rows of metrics, by which its best checkpoint is saved and kept."""
         self._saver.losses = validation_losses(rows)
 
+    def describe_newest(self, done: int) -> str:
+        """Return a line for the user that names the checkpoint of `done`, the run's last step, if there is one."""
+        if self.step != done:
+            return "no weights are saved, as checkpoint.last=false says"
+        url = f"{self._storage.url}/{max(self._own)}" if self._own else self._origin.url if self._origin else ""
+        return f"saved: step {done}: {url}"
+
     def describe_best(self) -> str:
         """Return a line for the user that names the checkpoint with the lowest validation loss; "" if there is none, or
         storage does not answer."""
