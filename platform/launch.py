@@ -230,9 +230,10 @@ def _run_jobs(args: Namespace, phases: Phases) -> int:
         if statuses[-1] == STOPPED:  # the stop is meant for the whole command, not for one job
             break
     if args.multirun:
-        from platform.predict.measured_runs import TrainedRun, write_sweep_table
+        from platform.predict.measured_runs import TrainedRun, format_sweep, write_sweep_table
 
         runs = [TrainedRun(job.arguments, job.config, job.plan.mesh.world_size) for job in jobs]
+        print_line(format_sweep(runs, statuses))
         again = partial(compose_config, config_dir=args.config_dir)
         print_line(write_sweep_table(find_experiment_name(jobs[0].arguments) or "config", runs, again))
     return max(statuses, key=SEVERITY.index)

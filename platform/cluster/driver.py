@@ -233,7 +233,7 @@ def _files_to_carry(config: Config, selection: Selection | None, corpus: Corpus,
 
 
 def _print_next_steps(state: DriverState, config: Config, vocabulary: Vocabulary | None) -> None:
-    """Print where the files of a finished run are, what was saved, and the commands that a user may want next.
+    """Print the directory of a finished run, what was saved, and commands that a user may want next.
     `vocabulary`: the tokenizer of its text, None if it has none."""
     state.say(f"run directory: {state.directory.path}")
     if state.steps_done == state.steps < config.train.steps:

@@ -16,7 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from math import floor, log
+from itertools import zip_longest
+from math import floor, inf, isfinite, log, nan
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -24,6 +26,7 @@ from typing import Any, NamedTuple
 from platform.boundary import refusals
 from platform.boundary.documents import parse_yaml, read_bytes
 from platform.boundary.local_files import replace_text
+from platform.boundary.redaction import redact_secrets
 from platform.boundary.refusals import ConfigError, closest_values, format_violation, refuse_all, refuse_failures
 from platform.boundary.schema import Malformed, parse_value
 from platform.config.arguments import quote_value
@@ -37,6 +40,7 @@ from platform.plan.plan import Plan
 from platform.predict.calibration import fit_constants, kendall_tau
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import make_plan
+from platform.predict.plan_report import align_rows
 from platform.predict.price import StepPrice, price_work
 from platform.predict.step_price import build_step_work, find_gpu_hardware, read_hardware
 from platform.predict.work import EVEN, StepWork, System
@@ -384,6 +388,7 @@ def format_prediction_errors(c: Comparison) -> Sequence[str]:
 # Keys that a scheme's file gives, by how they begin.
 GIVEN = ("tensor.axes", "tensor.order", "tensor.regions", "tensor.parameters", "tensor.scheme", "pipeline.kind")
 WARM_UP = 3  # first steps of a generation, which are slower
+_STATES = {refusals.DONE: "", refusals.STOPPED: "stopped", None: "not run"}  # exit status -> state of a run of a sweep
 
 
 class TrainedRun(NamedTuple):
@@ -469,11 +474,36 @@ def _format_value(value: Any) -> str:
     return quote_value(value) if isinstance(value, str) else json.dumps(value).replace('"', "'")
 
 
+def _list_swept_arguments(runs: Sequence[TrainedRun]) -> list[list[str]]:
+    """Return the arguments of each run of a sweep that some other run of it lacks."""
+    common = set[str].intersection(*(set(run.arguments) for run in runs))
+    return [[a for a in run.arguments if a not in common] for run in runs]
+
+
+def format_sweep(runs: Sequence[TrainedRun], statuses: Sequence[int]) -> str:
+    """Format a table of a sweep's runs for the user: what differs, last training loss, lowest validation loss, and run
+    directory; the best first, unfinished ones last. `statuses`: exit statuses of the runs that started."""
+    ranked = []
+    for run, names, status in zip_longest(runs, _list_swept_arguments(runs), statuses):
+        rows: list[dict[str, Any]] = []
+        with suppress(OSError, Malformed):
+            rows = MetricsLog.read_rows(Path(run.config.run.dir) / METRICS)
+        validated = [loss for row in rows if isfinite(loss := row.get("val_loss") or inf)]
+        losses = (rows or [{}])[-1].get("loss") or nan, min(validated, default=nan)
+        cells = [f"{loss:.4f}" if isfinite(loss) else "-" for loss in losses]
+        state = _STATES.get(status, f"failed ({status})")
+        directory = os.path.relpath(run.config.run.dir)
+        order = bool(state), *(loss if isfinite(loss) else inf for loss in losses[::-1])
+        ranked.append((order, [redact_secrets(" ".join(names)), *cells, directory, state]))
+    head = ["", "last loss", "lowest val loss", "run directory", ""]
+    ordered = [row for _, row in sorted(ranked, key=itemgetter(0))]
+    return "\n".join(["jobs, the best first", *align_rows([head, *ordered])])
+
+
 def write_sweep_table(name: str, runs: Sequence[TrainedRun], compose: Compose) -> str:
     """Write the table of a sweep's runs beside their directories; return a line for the user, that it cannot be written
     too, as the runs are trained: their table must not fail the command."""
-    common = set[str].intersection(*(set(run.arguments) for run in runs))
-    named = [run._replace(arguments=[a for a in run.arguments if a not in common]) for run in runs]
+    named = [run._replace(arguments=names) for run, names in zip(runs, _list_swept_arguments(runs), strict=True)]
     path = Path(os.path.commonpath([os.path.dirname(run.config.run.dir) for run in runs])) / f"{name}.csv"
     try:
         if not write_run_table(path, named, compose):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ from platform.launch import compose_config
 from platform.plan.__main__ import main
 from platform.plan.plan_data import plan_digest
 from platform.predict.make_plan import make_plan
-from platform.predict.measured_runs import TrainedRun, build_table_row, iterate_overrides, write_run_table
-from tests.harness.commands import command
+from platform.predict.measured_runs import TrainedRun, build_table_row, format_sweep, iterate_overrides, write_run_table
+from tests.harness.commands import command, in_this_process
 
 PAPERS = sorted(path.stem for path in (CONF / "experiment" / "paper").glob("*.yaml") if path.stem != "base")
 RUNS = {
@@ -122,3 +123,40 @@ def test_sweeps_of_the_papers_are_legal(name, workers, monkeypatch):
     assert len(jobs) > 1
     sizes = {job.plan.mesh.world_size for job in jobs}
     assert sizes == {4 if name.endswith("18") else 2} if workers == 2 else sizes <= {4, 8}
+
+
+def test_a_sweep_has_a_result(tmp_path, monkeypatch):
+    """The best first, what failed or never began last; it used to be left to the user to look for."""
+    monkeypatch.chdir(tmp_path)
+    config, swept = compose_config(["+experiment=gpt_quick"]), ["1e-3", "2e-3", "9", "3e-3", "4e-3"]
+    runs = [TrainedRun(["x=1", f"lr={lr}"], replace(config, run=replace(config.run, dir=lr)), 1) for lr in swept]
+    rows = [[5.0, 4.5], [4.75, 4.25], [9.0, None], [5.0], []]  # losses, validation losses
+    for run, losses in zip(runs, rows, strict=True):
+        Path(run.config.run.dir).mkdir()
+        lines = [{"step": n, "loss": loss, "val_loss": loss and loss + 0.5} for n, loss in enumerate(losses, 1)]
+        Path(run.config.run.dir, "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert format_sweep(runs, [0, 0, 1, 75]).splitlines() == [
+        "jobs, the best first",
+        "           last loss  lowest val loss  run directory",
+        "  lr=2e-3  4.2500     4.7500           2e-3",
+        "  lr=1e-3  4.5000     5.0000           1e-3",
+        "  lr=3e-3  5.0000     5.5000           3e-3           stopped",
+        "  lr=9     -          9.5000           9              failed (1)",
+        "  lr=4e-3  -          -                4e-3           not run",
+    ]
+
+
+def test_a_sweep_by_command_ends_with_its_result(tmp_path):
+    small = "model.layers=1 model.d_model=8 model.heads=2 model.length=8 train.steps=2 data=synthetic".split()
+    one = (
+        "train.global_batch=2 train.microbatch=2 cluster=inline tensor=serial parallel.data=1 monitor.sample=0".split()
+    )
+    lr = "optimizer.lr=1e-3,1e-1 optimizer.warmup_steps=0 eval.every=1 eval.batches=1".split()
+    done = in_this_process("-m", "+experiment=gpt_quick", *small, *one, *lr, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    *_, title, head, first, second, last = done.stdout.splitlines()
+    assert title == "jobs, the best first" and "platform.plan compare" in last
+    assert {first.split()[0], second.split()[0]} == {"optimizer.lr=0.001", "optimizer.lr=0.1"}
+    best = [float(line.split()[2]) for line in (first, second)]
+    assert best == sorted(best) and (tmp_path / first.split()[3] / "metrics.jsonl").exists()
+    assert "next:" not in done.stdout, "the commands of each run are not repeated"
