@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
@@ -82,6 +83,9 @@ def _write_job(arguments: argparse.Namespace) -> int:
         job_file.write(content)
     if claim:
         print_line(f"{arguments.output.parent / claim[0]}: the claim; kubectl apply -f it once, before the job")
+    nodes = re.search(r"(: [^:]*)\. Written by$", text, re.MULTILINE)
+    submit = f"{'kubectl apply -f' if kubernetes else 'sbatch'} {shlex.quote(str(arguments.output))}"
+    print_line(f"wrote {arguments.output}{nodes[1] if nodes else ''}; submit it: {submit}")
     return DONE
 
 

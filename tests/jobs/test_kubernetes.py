@@ -80,7 +80,10 @@ def test_no_file_that_is_deleted_with_a_job_has_its_claim(tmp_path, capsys):
     assert main(command) == 2
     assert "job.storage=2Ti: the claim is written to a file of its own" in capsys.readouterr().err
     assert main([*command, "--output", str(tmp_path / "job.yaml")]) == 0
-    assert "claim-c.yaml" in capsys.readouterr().out
+    claimed, wrote = capsys.readouterr().out.splitlines()
+    assert "claim-c.yaml" in claimed and re.fullmatch(
+        rf"wrote ({tmp_path}/job.yaml): .*\d nodes? of .*; submit it: kubectl apply -f \1", wrote
+    )
     kinds = [document["kind"] for document in documents((tmp_path / "job.yaml").read_text())]
     assert "PersistentVolumeClaim" not in kinds
     [claim] = documents((tmp_path / "claim-c.yaml").read_text())

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from platform.boundary.refusals import ConfigError
+from platform.jobs.__main__ import main
 from platform.jobs.slurm import render_slurm_job
 from platform.launch import compose_config
 from tests.jobs.examples import EXAMPLES, JOBS, written
@@ -374,3 +375,11 @@ def test_a_time_too_short_for_start_and_end_is_refused(typed, seconds):
         return
     with pytest.raises(ConfigError, match="start take 300 s; nearest legal: 0:05:00"):
         render_slurm_job([*small, f"job.time={typed}"])
+
+
+def test_a_script_that_is_written_says_how_it_is_submitted(tmp_path, capsys):
+    small = ["+experiment=cluster_check", "job.nodes=2", "job.workers=1", "checkpoint.url=/data/a"]
+    assert main(["slurm", *small, "--output", str(tmp_path / "my job.sbatch")]) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    file = tmp_path / "my job.sbatch"
+    assert line == f"wrote {file}: 2 nodes of 1 CPU worker; submit it: sbatch '{file}'"
