@@ -331,7 +331,8 @@ def _violations_of_text(where: str, legal: Key, text: str) -> Iterator[str]:
     or does not match the pattern that its key declares (`legal`); `where` is the key with the text's place in its
     value."""
     if illegal_character := next((c for c in text if category(c) in ("Cc", "Cs", "Zl", "Zp")), None):
-        constraint = f"has the character U+{ord(illegal_character):04X}, which no text may have; leave it out"
+        cure = "leave it out, or set LANG=C.UTF-8" if "\udc80" <= illegal_character <= "\udcff" else "leave it out"
+        constraint = f"has the character U+{ord(illegal_character):04X}, which no text may have; {cure}"
         yield format_violation(where, text, constraint)
     elif len(text) > LONGEST:
         yield format_violation(where, text, f"must have at most {LONGEST:,} characters")

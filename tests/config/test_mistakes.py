@@ -96,6 +96,14 @@ WRONG = [
 ]  # fmt: skip
 
 
+def test_a_byte_that_the_locale_does_not_read_is_refused_with_the_locale_s_cure():
+    """As Python hands it on under LC_ALL=C, or one that is no UTF-8."""
+    [line] = mistakes("run.dir=h\udcc3\udca9", "data=synthetic")
+    assert line.startswith("run.dir=") and line.endswith(
+        "U+DCC3, which no text may have; leave it out, or set LANG=C.UTF-8"
+    )
+
+
 @pytest.mark.parametrize(("argument", "line"), WRONG, ids=[argument for argument, _ in WRONG])
 def test_one_mistake_is_one_line(argument, line):
     found = mistakes(argument)
