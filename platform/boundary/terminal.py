@@ -1,8 +1,8 @@
 """Output to a person who may have gone away: a closed terminal or a broken pipe does not end a run.
 
 A `show_phase` that takes longer than a second is shown on standard error, with the amount that is done: on a terminal
-as one line with a bar, redrawn in place and gone at the end; in a log as a line after a second, and then at intervals
-that double. With NO_PROGRESS set neither is shown.
+as one line with a bar, redrawn in place and gone at the end; in a log as a line after ten seconds, and then at
+intervals that double. With NO_PROGRESS set neither is shown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import TextIO, TypeVar
 
 from platform.boundary.interrupts import run_interruptible
 
-SILENCE = 1.0  # seconds without a word
+SILENCE = 1.0  # seconds without a word on a terminal
+LOG_SILENCE = 10.0  # in a log, of a job or a test that nobody watches
 _LONGEST = 600.0  # seconds between two lines in a log
 _REDRAWN = 0.1  # seconds between two looks
 _BAR = 24  # cells of a bar
@@ -157,7 +158,7 @@ class LongPhase:
     done: float = 0.0
     began: float = field(default_factory=monotonic)
     look: Look | None = None  # if nobody counts it
-    _next: float = SILENCE  # seconds of it after which a log has its next line
+    _next: float = field(default_factory=lambda: LOG_SILENCE)  # seconds of it after which a log has its next line
 
     def count_done(self, count: float = 1.0) -> None:
         """Count more of what this phase does as done."""
@@ -189,7 +190,7 @@ class LongPhase:
     @property
     def has_log_line(self) -> bool:
         """Return True if a log has a line on this phase."""
-        return self._next > SILENCE
+        return self._next > LOG_SILENCE
 
 
 @contextmanager

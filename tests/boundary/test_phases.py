@@ -13,8 +13,10 @@ from platform.boundary import terminal
 from platform.boundary.terminal import LongPhase, show_phase
 
 LONG = """
-import sys, time
+import os, sys, time
+from platform.boundary import terminal
 from platform.boundary.terminal import print_line, show_phase
+terminal.LOG_SILENCE = float(os.environ.get("LOG_SILENCE", terminal.LOG_SILENCE))
 with show_phase("counting", 8, "sheep") as shown:
     for sheep in shown.iterate_parts(range(8)):
         time.sleep(0.3)
@@ -52,7 +54,8 @@ def on_a_terminal(environment: dict[str, str]) -> str:
 
 def test_a_long_phase_is_shown_on_a_terminal_and_in_a_log():
     """And, as a negative control, nothing of it where the user wants none: what takes long is silent then."""
-    log, environment = begun()
+    log, environment = begun(LOG_SILENCE="1")
+    seldom, _ = begun()
     silent, _ = begun(NO_PROGRESS="1")
     seen = on_a_terminal(environment)
     out, err = log.communicate(timeout=60)
@@ -60,6 +63,7 @@ def test_a_long_phase_is_shown_on_a_terminal_and_in_a_log():
     lines = err.splitlines()
     assert re.fullmatch(r"counting: [1-7] of 8 sheep, \d+ s left", lines[0]) and len(lines) <= 5
     assert re.fullmatch(r"counting: took \d+ s", lines[-1]) and "\x1b" not in err
+    assert seldom.communicate(timeout=60) == ("said meanwhile\nresult\n", ""), "a log has no line on three seconds"
     assert silent.communicate(timeout=60) == ("said meanwhile\nresult\n", "")
 
     shown = [re.sub(r"\x1b\[[\d;]*m", "", part) for part in seen.split("\r\x1b[2K")]
@@ -72,7 +76,7 @@ def test_a_long_phase_is_shown_on_a_terminal_and_in_a_log():
 def test_a_log_gets_lines_at_intervals_that_double():
     one = LongPhase("counting", began=0.0)
     due = [second / 10 for second in range(20_000) if one.claim_log_line(second / 10)]
-    assert due == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1624]
+    assert due == [10, 20, 40, 80, 160, 320, 640, 1240, 1840]
 
 
 def test_how_far_a_phase_is():
