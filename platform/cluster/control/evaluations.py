@@ -150,7 +150,8 @@ class Forecast:
         self._run.monitor.say("\n".join(parts_table(self.parts, measured, self._hardware.name, count)))
 
 
-PROMPT = "def "  # that the sample at the end of a run continues
+PROMPT = "def "  # that the sample at the end of a run continues, without validation documents
+OPENING = 4  # tokens of one that it continues
 TEMPERATURE = 0.8  # of the texts that a run shows, which `platform.generate` gives too, with the run's seed
 
 
@@ -189,9 +190,18 @@ class Evaluations:
     def show_sample(self, crew: Crew, plan: Plan, step: int) -> None:
         """Print and record a text of monitor.sample tokens that the crew's model writes at a step; none if it is 0."""
         if tokens := self._config.monitor.sample:
-            [text] = self._continue_prompts(crew, plan, [PROMPT], tokens)
-            self._journal.write(events.Sampled(step=step, prompt=PROMPT, text=text))
+            [text] = self._continue_prompts(crew, plan, [prompt := self._choose_prompt()], tokens)
+            self._journal.write(events.Sampled(step=step, prompt=prompt, text=text))
             self._monitor.say(f"a sample of {format_count(tokens, 'token')}:\n{text}")
+
+    def _choose_prompt(self) -> str:
+        """Return the beginning of the first validation document of the run's text; PROMPT where there is none."""
+        splits = [split for split, _ in self._corpus.validation_splits.values()] if self._corpus.vocabulary else []
+        for split in splits[:1]:
+            tensors, special = self._corpus.batch(split, 0, 1), self._corpus.special.front
+            ids = [i for i in tensors["source" if "source" in tensors else "tokens"][0].tolist() if i not in special]
+            return self._corpus.decode(ids[:OPENING]).rstrip("\ufffd") or PROMPT
+        return PROMPT
 
     def _continue_prompts(
         self, crew: Crew, plan: Plan, prompts: Sequence[str], tokens: int, within: float = inf
