@@ -44,8 +44,9 @@ from platform.optimizer.learning_rate import warning_of_warmup
 from platform.plan.layout import format_count
 from platform.plan.plan import Plan
 from platform.plan.plan_data import plan_summary
-from platform.plan.plan_summary import describe
+from platform.plan.plan_summary import format_number, head_lines
 from platform.predict.choose_schedule import violations_of_kernel, violations_of_requests
+from platform.predict.memory_budget import predict_peak_bytes
 
 if TYPE_CHECKING:
     from platform.checkpoint.catalogue import Selection
@@ -233,7 +234,7 @@ def _files_to_carry(config: Config, selection: Selection | None, corpus: Corpus,
 
 
 def _print_next_steps(state: DriverState, config: Config, vocabulary: Vocabulary | None) -> None:
-    """Print the directory of a finished run, what was saved, and commands that a user may want next.
+    """Print the directory of a finished run, the newest checkpoint, and commands that may come next.
     `vocabulary`: the tokenizer of its text, None if it has none."""
     state.say(f"run directory: {state.directory.path}")
     if state.steps_done == state.steps < config.train.steps:
@@ -313,7 +314,8 @@ def _drive_crew(run: RunContext, state: DriverState, orphan: int | None) -> None
     last step was to be saved and is not."""
     job, say = run.job, run.monitor.say
     run.checkpoints.check_corpus(run.corpus.digest)
-    say(describe(run.plan))
+    for line in list_start_lines(run.config, run.plan, job.device):
+        say(line)
     if settings := flatten_own_settings(run.config):
         say("settings  " + ", ".join(f"{key}={value}" for key, value in settings.items()))
     if line := warning_of_warmup(run.config.optimizer, run.config.train.steps):
@@ -321,7 +323,9 @@ def _drive_crew(run: RunContext, state: DriverState, orphan: int | None) -> None
     kind = resources.crew_kind(run.config.cluster)
     spare_count = run.places.members - job.world_size  # spares; negative if the run starts with fewer workers
     spares = f" and {format_count(spare_count, 'spare')}" if spare_count > 0 else ""
-    say(f"starting {format_count(job.world_size + min(0, spare_count), 'worker')}{spares} ({kind}, {job.device})")
+    learns = f"{format_count(run.steps, 'step')} of {run.plan.tokens_per_step:,} tokens of {run.config.data.kind}"
+    count = format_count(job.world_size + min(0, spare_count), "worker")
+    say(f"starting {count}{spares} ({kind}, {job.device}): {learns}, written to {run.config.run.dir}")
     from platform.cluster.origin import report_code_changes
     from platform.train.environment_proof import describe_git_state, identify_code
 
@@ -349,6 +353,15 @@ def _drive_crew(run: RunContext, state: DriverState, orphan: int | None) -> None
     if run.checkpoints.lacks_last_step(controller.done):
         raise Unsaved
     run.signals.note_end_status(DONE)
+
+
+def list_start_lines(config: Config, plan: Plan, device: str) -> list[str]:
+    """List the lines with which a run on this kind of device begins: its plan in short, with parameters and memory, and
+    the plan's warnings. `python -m platform.plan` prints the rest."""
+    placed_config = replace(config, cluster=replace(config.cluster, device=device))
+    title, memory = head_lines(plan, 0)[0], format_number(predict_peak_bytes(placed_config, plan))
+    size = f"{plan.parameter_count:,} parameters, {memory}B of memory for a worker"
+    return [f"{title}; {size}", *(f"warning: {warning}" for warning in plan.warnings)]
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from platform.plan.plan_summary import BUBBLE, COMPUTING, DATA, OPTIMIZER, REST,
 Parts = Mapping[str, float]  # name of a part (`platform.plan.plan_summary`) -> seconds
 
 NEAR = 0.05  # share of a prediction up to which a step takes as long as predicted
+MATTERS = 2.0  # factor between prediction and measurement from which on a user is told
+BUSY = 1.5  # load average over cores from which on others use the machine too
 LEAST = 0.01  # share of a step below which a part is among the rest
 CAUSES = {
     COMPUTING: "computing, in which devices are {speed} than described",
@@ -65,7 +67,28 @@ def describe_main_cause(predicted: Parts, measured: Parts) -> str:
     why = CAUSES.get(name, WAITS).format(name=name, speed=speed, even=even)
     share = (measured.get(name, 0.0) - predicted.get(name, 0.0)) / behind
     most = "all" if share >= 1 else f"{share:.0%}"
-    return f"a step takes {taken / expected:.2g} times as long as predicted; {most} of the difference is {why}"
+    factor = taken / expected
+    times = f"{factor:,.0f}" if factor >= 10 else f"{factor:.2g}"
+    return f"a step takes {times} times as long as predicted; {most} of the difference is {why}"
+
+
+def is_worth_telling(predicted: Parts, measured: Parts) -> bool:
+    """Return True if a step takes so much longer or shorter than predicted that a user wants to know why."""
+    factor = sum(measured.values()) / sum(predicted.values())
+    return factor >= MATTERS or factor <= 1 / MATTERS
+
+
+def describe_likely_cause(load: float, cores: int, workers: int, threads: int) -> str:
+    """Return the line that says why steps on this machine's CPU may be slow, by its load average, `cores` and the
+    workers with so many `threads` each; "" if none of these explains it."""
+    if workers * threads > cores:
+        count = format_count(workers * threads, "thread")
+        return f"likely cause: {count} of the workers share {format_count(cores, 'core')}"
+    if load <= BUSY * cores:
+        return ""
+    waits = "; threads of a worker wait for each other then: try cluster.threads=1" if threads > 1 else ""
+    busy = f"this machine is busy, with a load average of {load:.0f} on {format_count(cores, 'core')}"
+    return f"likely cause: {busy}{waits}"
 
 
 def describe_busy_processors(workers: Any) -> str:

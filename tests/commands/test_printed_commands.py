@@ -61,6 +61,9 @@ def test_what_comes_next_is_run_as_printed(folder, monkeypatch, capsys):
     run = folder / "runs" / "my run"
     done = in_this_process(QUICK, *own, *text, *INLINE, *SIZES, *SHORT, "run.dir=runs/my run", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
+    head = done.stdout.partition("   step      loss")[0].splitlines()
+    assert len(head) <= 4, "what to know before the first loss; it used to be a table of layouts and collectives"
+    assert head[-1].endswith(f": 2 steps of 16 tokens of text, written to {run}")
     [saved] = run.glob("checkpoints/step-00000002*")
     assert done.stdout.partition(f"run directory: {run}\n")[2].startswith(f"saved: step 2: {saved}\nnext:\n")
     words = {name: printed(done.stdout, name) for name in PROGRAMS}

@@ -31,7 +31,6 @@ from platform.generate import main as write_answers
 from platform.jobs.__main__ import main as write_job
 from platform.monitor.sinks.__main__ import main as send_run
 from platform.plan.__main__ import main as explain_plan
-from platform.plan.plan_summary import describe
 from platform.plan.schedule import table
 from platform.plan.simulate import simulate
 from platform.predict.choose_schedule import build_schedule
@@ -83,7 +82,7 @@ def start(config, plan, *, command, phases) -> int:
         if device:
             refuse_lack_of_memory(config, plan, device, command)
         resources.reserve_workers(cluster, size, lambda line: None if line.startswith("warning:") else print(line))
-    print(f"{describe(plan)}\nstarting {size} workers ({cluster.kind}, cpu)")
+    print(*driver.list_start_lines(config, plan, "cpu"), f"starting {size} workers ({cluster.kind}, cpu)", sep="\n")
     if 1 < plan.num_stages <= 4:  # simulating hundreds of microbatches on many stages takes seconds
         s = build_schedule(config, plan.num_replicas)
         title = f"schedule  {s.name}: {s.stages} stages x {s.chunks} chunks, {s.microbatches} microbatches"

@@ -2,7 +2,13 @@
 
 import pytest
 
-from platform.monitor.step_parts import average_parts, describe_main_cause, parts_table
+from platform.monitor.step_parts import (
+    average_parts,
+    describe_likely_cause,
+    describe_main_cause,
+    is_worth_telling,
+    parts_table,
+)
 from platform.plan.plan_summary import fold_into_measured_parts
 
 PREDICTED = {"computing": 1.0, "waiting for t": 0.2, "bubble": 0.0, "optimizer": 0.1}
@@ -52,3 +58,28 @@ def test_the_table_adds_up():
 )
 def test_the_largest_cause_is_named(changes, said):
     assert said in describe_main_cause(PREDICTED, PREDICTED | changes)
+
+
+def test_large_factors_are_numbers_that_people_read():
+    """They used to be 1.5e+02 times."""
+    assert "a step takes 1,500 times as long" in describe_main_cause({"computing": 1.0}, {"computing": 1500.0})
+    assert "a step takes 15 times as long" in describe_main_cause({"computing": 1.0}, {"computing": 15.2})
+
+
+@pytest.mark.parametrize("seconds, told", [(1.0, False), (1.9, False), (0.6, False), (2.1, True), (0.4, True)])
+def test_what_is_near_its_prediction_is_not_told(seconds, told):
+    assert is_worth_telling({"computing": 1.0}, {"computing": seconds}) is told
+
+
+@pytest.mark.parametrize(
+    ("load", "workers", "threads", "said"),
+    [
+        (2.5, 1, 2, ""),
+        (11.2, 1, 1, "likely cause: this machine is busy, with a load average of 11 on 2 cores"),
+        (11.2, 1, 2, "wait for each other then: try cluster.threads=1"),
+        (11.2, 4, 1, "likely cause: 4 threads of the workers share 2 cores"),
+    ],
+)
+def test_a_likely_cause_is_named(load, workers, threads, said):
+    line = describe_likely_cause(load, 2, workers, threads)
+    assert line.endswith(said) and bool(line) == bool(said)

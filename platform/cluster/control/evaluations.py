@@ -7,6 +7,7 @@ report (docs/run-directory.md).
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,10 +21,19 @@ from platform.cluster.asked_model import Ask, AskedModel, add_boundary_token
 from platform.cluster.control.recruiter import Recruiter, ReformProposal
 from platform.cluster.control.run_context import Generation, RunContext
 from platform.cluster.crew.crew import Crew, T, Worker
+from platform.cluster.crew.job import count_threads, usable_cores
+from platform.cluster.resources import crew_kind
 from platform.config.fields import Config
 from platform.config.ramps import find_step_length
 from platform.monitor import MetricsRow, events
-from platform.monitor.step_parts import average_parts, describe_busy_processors, parts_table, replanning_line
+from platform.monitor.step_parts import (
+    average_parts,
+    describe_busy_processors,
+    describe_likely_cause,
+    is_worth_telling,
+    parts_table,
+    replanning_line,
+)
 from platform.monitor.timeline import StepForecast
 from platform.plan.generation_passes import batch_rows
 from platform.plan.layout import format_count
@@ -147,7 +157,15 @@ class Forecast:
         measured, count = average_parts(self._steps), len(self._steps)
         event = events.MeasuredStep(steps=count, seconds=sum(measured.values()), parts=measured)
         self._run.journal.write(event)
-        self._run.monitor.say("\n".join(parts_table(self.parts, measured, self._hardware.name, count)))
+        run, lines = self._run, [*parts_table(self.parts, measured, self._hardware.name, count)]
+        if not (is_worth_telling(self.parts, measured) or run.config.monitor.timeline):
+            return
+        slow = sum(measured.values()) > sum(self.parts.values())
+        if slow and not busy and run.job.device == "cpu" and crew_kind(run.config.cluster) in ("inline", "local", "processes"):
+            workers, cores = run.job.world_size, usable_cores()
+            threads = count_threads(run.config, workers, cores)
+            lines += filter(None, [describe_likely_cause(os.getloadavg()[0], cores, workers, threads)])
+        run.monitor.say("\n".join(lines))
 
 
 PROMPT = "def "  # that the sample at the end of a run continues, without validation documents

@@ -118,8 +118,7 @@ def assign_worker(
 
     Its environment has torchrun's variables, as far as they stay the same in all generations.
     """
-    variable = os.environ.get("OMP_NUM_THREADS", "")
-    threads = job.config.cluster.threads or share_cores(cores or usable_cores(), inf, local_world_size, variable)
+    threads = count_threads(job.config, local_world_size, cores or usable_cores())
     return Assignment(
         worker=job.worker,
         config=job.config,
@@ -137,6 +136,11 @@ def assign_worker(
         defaults=worker_environment(job.config, job.device),
         secrets=dict(job.secrets),
     )
+
+
+def count_threads(config: Config, workers: int, cores: int) -> int:
+    """Return the threads of each of a machine's workers, which share its `cores` unless cluster.threads is set."""
+    return config.cluster.threads or share_cores(cores, inf, workers, os.environ.get("OMP_NUM_THREADS", ""))
 
 
 def worker_environment(config: Config, device: str) -> dict[str, str]:
