@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -26,7 +27,21 @@ _KINDS = {  # launcher -> how a job's title names its kind, and its templates
     "ray": ("A RayJob for KubeRay 1.6 or newer, and Kubernetes 1.29", ("rayjob.yaml", "protection.yaml")),
     "torchrun": ("An Indexed Job for Kubernetes 1.27 or newer", ("indexed_job.yaml",)),
 }
+# texts that Kubernetes' parser takes for a truth or a number, or that end within a list or a map on one line
+_OTHERWISE = re.compile(r"[yYnN]|[-+]?\.?\d[\d_]*(\.[\d_]*)?([eE][-+]?\d+)?|0[oOxXbB]\w+|.*[][{},].*", re.DOTALL)
+_PARTS = ("workers", "head", "submitter")  # of a job's pods, each with a budget of disruptions that is named by it
 _OF_RAY = ("head_select", "head_tolerate", "wait")  # options that an Indexed Job, which has no head, does not read
+
+
+class _Writer(yaml.SafeDumper):
+    """Writer of a manifest's YAML: a text that Kubernetes' parser reads otherwise, alone or in a list, is quoted."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """Represent a text of a manifest in YAML."""
+        return self.represent_scalar("tag:yaml.org,2002:str", text, "'" if _OTHERWISE.fullmatch(text) else None)
+
+
+_Writer.add_representer(str, _Writer.represent_text)
 
 
 def render_kubernetes_job(typed: Sequence[str], config_dir: str | None = None) -> str:
@@ -102,6 +117,7 @@ def _template_values(run: PlannedRun) -> dict[str, str | None]:
         "interface": o.interface if gpu else None,
         "head": {**_HEAD[size.device], "ephemeral-storage": _DISK[size.device]},
         "worker": _worker_resources(size),
+        **{f"name_{part}": f"{o.name}-{part}" for part in _PARTS},
         "least": size.least,
         "most": size.total_nodes,
         "elastic": size.least < size.total_nodes,
@@ -199,6 +215,6 @@ def _format_list(values: Sequence[Any]) -> str:
 
 
 def _format_value(value: Any) -> str:
-    """Format a plain value in a Kubernetes manifest as YAML on one line."""
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)
+    """Format a plain value in a Kubernetes manifest as YAML on one line, which may be within a map or a list."""
+    text: str = yaml.dump(value, Dumper=_Writer, default_flow_style=True, width=10**6, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...")

@@ -33,7 +33,7 @@ def _template_values(run: PlannedRun) -> dict[str, str | None]:
     count = f"{o.gpu_type}:{size.workers}" if o.gpu_type else f"{size.workers}"
     typed = dict(word.partition("=")[::2] for word in run.arguments)  # as the job's own folder resolves them
     srun, prefix = _container_commands(run)
-    interface = [f"--interface={o.interface}"] if o.interface else []
+    interface = [shlex.quote(f"--interface={o.interface}")] if o.interface else []
     ip = [f"--ip={o.ip}"] if o.ip != 4 else []
     return {
         **{name: str(value) or None for name, value in vars(o).items()},

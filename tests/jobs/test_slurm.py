@@ -355,6 +355,34 @@ def test_a_job_at_its_limit_is_requeued_though_slurm_ends_it(job):
     assert process.wait(60) == 75 and ["scontrol", "requeue", "4711"] in calls(job)
 
 
+@pytest.mark.parametrize("sent, asked", [(signal.SIGUSR1, "scontrol requeue"), (signal.SIGUSR2, "scancel")])
+def test_whose_first_node_dies_as_it_saves_is_requeued_only_if_it_is_to_go_on(job, sent, asked):
+    """A job that was told to save and end leaves the word where the other nodes look: its script is gone."""
+    folder, shared = Path(job["FOLDER"]), Path(job["FOLDER"], "runs/one-gpu.job-4711")
+    [listen] = re.findall(r"^  listen='$(.*?)^    done'$", script(), re.M | re.S)
+    process = start(
+        job | {"RUN": f'touch "$FOLDER/ready"; while [[ ! -e {shared}/end ]]; do /bin/sleep 0.1; done'}, script()
+    )
+    for wanted, number in ((folder / "ready", sent), (shared / "stop", signal.SIGKILL)):
+        deadline = time.monotonic() + 60
+        while not wanted.exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(number)
+    process.wait(60)
+    for name in ("scancel", "sleep"):  # all that passes is time
+        stub = (
+            STANDINS["srun"].partition("echo")[0] + f'touch "{shared}/end"\n' if name == "scancel" else "#!/bin/bash\n"
+        )
+        (folder / "bin" / name).write_text(stub)
+        (folder / "bin" / name).chmod(0o755)
+    (folder / "bin/scontrol").write_text(STANDINS["scontrol"] + f'[[ $1 != requeue ]] || touch "{shared}/end"\n')
+    living = job | {"HOSTS": "node08 node09", "SLURMD_NODENAME": "node08"}
+    subprocess.run(["bash", "-c", f"{listen}done", shared, "node07"], env=living, cwd=folder, timeout=60, check=True)
+    last = [call for call in calls(job) if call[0] == "scancel" or call[:2] == ["scontrol", "requeue"]]
+    assert last == [[*asked.split(), "4711"]]
+
+
 @pytest.mark.parametrize("kill_wait, warned", [(30, True), (600, False), ("", False)])
 def test_who_is_killed_before_it_can_save_is_told(job, kill_wait, warned):
     """By scancel, after Slurm's KillWait; what a save takes follows from the plan."""
