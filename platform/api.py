@@ -56,6 +56,7 @@ from platform.plan.schedule import Action, Kind, Rows, ScheduleError, table
 from platform.plan.simulate import simulate
 from platform.plan.step_collectives import communication, counts_at, process_groups
 from platform.predict.choose_schedule import register_pipeline
+from platform.predict.legal_hints import complete_violations
 from platform.predict.make_plan import make_plan
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ def plan(config: Config, workers: int | None = None) -> Plan:
     if workers is not None and not (type(workers) is int and 1 <= workers <= WORKERS):
         constraint = f"must be an integer from 1 to {WORKERS}"
         lines.append(format_violation("workers", describe_value(workers), constraint, [1]))
-    refuse_all(lines)
+    refuse_all(complete_violations(config, lines) if lines else [])
     if config.plan.search:
         from platform.predict.search import choose_plan
 

@@ -90,15 +90,15 @@ def compose_config(
     Raises ConfigError with one line for each argument that Hydra refuses and each illegal value.
     """
     with open_composer(config_dir, stored) as composer:
-        config, lines = _compose_job(composer, overrides)
+        config, lines = _compose_job(composer, overrides, with_plan=True)
     refuse_all(lines)
     return config
 
 
 @refuse_exits()
-def _compose_job(composer: Composer, arguments: Sequence[str]) -> tuple[Config, list[str]]:
+def _compose_job(composer: Composer, arguments: Sequence[str], with_plan: bool = False) -> tuple[Config, list[str]]:
     """Compose and complete the configuration of one launched job's arguments; return it, and one line per mistake in
-    it."""
+    it; of one that has some, also the mistakes that its plan would show later, if `with_plan` is set."""
     modules = parse_typed_values(arguments).get("extend")  # first: other arguments may name what they register
     load_extensions([name for name in modules if isinstance(name, str)] if isinstance(modules, list) else [])
     config, accepted, refused = composer.compose_arguments(arguments)
@@ -108,6 +108,10 @@ def _compose_job(composer: Composer, arguments: Sequence[str]) -> tuple[Config, 
         lines += list_value_violations(config)  # relations between keys depend on the missing file: not checked
     else:
         lines += violations_of_configuration(config)
+        if lines := list(dict.fromkeys(lines)):
+            from platform.predict.legal_hints import complete_violations  # which plans
+
+            lines = complete_violations(config, lines, with_plan)
     return config, list(dict.fromkeys(lines))
 
 

@@ -12,6 +12,7 @@ import argparse
 import io
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -93,6 +94,11 @@ def rephrase_refusals(change: Callable[[str], str]) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError([*map(change, error.violations)]) from None
+
+
+def find_refused_key(line: str) -> str:
+    """Return the key of the configuration that a refusal line is about, or the word with which it begins."""
+    return re.split("[=: ]", line, maxsplit=1)[0]
 
 
 def format_value(value: Any) -> str:

@@ -251,7 +251,9 @@ def translate_error(argument: str, error: Exception) -> str:
     if single or re.search(r"' not in '|is not in struct|unknown key|Could not override", text):
         return format_violation(key, value, f"{key_prefix}unknown key", _similar_keys(refused_key))
     if "incompatible with type hint 'Union[int, str]'" in text:
-        legal = suggest_rhythms(value) if refused_key == "checkpoint.every" else [*_suggest_default(refused_key), AUTO]
+        above = [str(int(value.partition(".")[0]) + 1)] if re.fullmatch(r"[0-9]{1,5}\.[0-9]*", value) else []
+        legal = [*above, *_suggest_default(refused_key), AUTO]
+        legal = suggest_rhythms(value) if refused_key == "checkpoint.every" else [*dict.fromkeys(legal)]
         return format_violation(key, value, key_prefix + KEYS[refused_key].constraint, legal)
     if "is not a valid bool" in text:
         return format_violation(key, value, f"{key_prefix}must be true or false", ["true", "false"])

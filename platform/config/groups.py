@@ -336,7 +336,7 @@ class Parallel:
         "auto",
         "MiB of gradients that are summed over replicas at once, of whole blocks; 0 = each block by itself; auto = by"
         " the links, if cluster.hardware or cluster.gpu names them, else 25, and with zero=3 0", ">= 0", most=2**20,
-        constraint="must be a number of MiB >= 0, or auto",
+        constraint="must be a whole number of MiB >= 0, or auto",
     )  # fmt: skip
     overlap: bool = key(
         True, "reduce gradients under backward passes, gather shards a block and weights a matrix ahead"

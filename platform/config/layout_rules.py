@@ -350,7 +350,7 @@ def _violations_of_context(config: Config) -> Iterator[str]:
     elif kind in NESTED and (inner < 2 or inner >= ranks or ranks % inner):
         legal = closest_values(inner, [n for n in find_divisors(ranks) if 1 < n < ranks])
         constraint = f"must divide parallel.context={ranks}, and be neither 1 nor all of it"
-        yield violation_of_key(config, "parallel.context_heads", constraint, legal or ["context_kind=auto"])
+        yield violation_of_key(config, "parallel.context_heads", constraint, legal or ["parallel.context_kind=auto"])
 
 
 def sequence_lengths_by_key(config: Config) -> dict[str, list[int]]:

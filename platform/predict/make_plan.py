@@ -9,7 +9,7 @@ from itertools import islice
 from math import inf, prod
 from typing import Any
 
-from platform.boundary.refusals import ConfigError, closest_values, format_violation, refuse_all
+from platform.boundary.refusals import ConfigError, closest_values, find_refused_key, format_violation, refuse_all
 from platform.config.extensions import refuse_exits
 from platform.config.fields import WEIGHTED, Config, training_loss_name, training_objective_name
 from platform.config.layout_rules import expert_axis_sizes, has_uneven_experts, list_tensor_axes
@@ -86,17 +86,25 @@ def _find_stated_memory(config: Config) -> float:
     return (config.cluster.device_memory * 1e9 or nominal_memory(config.cluster.gpu) or inf) if known else inf
 
 
-@refuse_exits()
 def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int] | None = None) -> Plan:
     """Build the plan of a run from its configuration. `workers`: number of workers, from which parallel.data=-1 is
     settled (None: one replica). `stage_of`: the pipeline stage of every model chunk, in order; from the schedule if
     None.
 
-    Raises ConfigError with one line per violation.
+    Raises ConfigError with one line per violation, and such hints as are legal.
     """
-    inner = prod(n for _, n in compose_scheme(asdict(config.tensor), asdict(config.branch), 1).axes)
-    inner *= config.pipeline.stages * config.parallel.context
-    data = _count_replicas(config, inner, workers or inner)
+    try:
+        return _make_plan(config, workers, stage_of)
+    except ConfigError as error:
+        from platform.predict.legal_hints import keep_legal_hints
+
+        raise ConfigError(keep_legal_hints(config, error.violations, workers)) from error
+
+
+@refuse_exits()
+def _make_plan(config: Config, workers: int | None, stage_of: Sequence[int] | None) -> Plan:
+    """Build the plan of a run as `make_plan` does, with the hints of its refusals as they come."""
+    data = count_replicas(config, workers)
     first, *others = choose_context_kinds(config, data)
     plan, memory = _build_kind_plan(config, data, first, stage_of), _find_stated_memory(config)
     if not others or memory == inf:
@@ -119,7 +127,7 @@ def _build_kind_plan(config: Config, data: int, kind: str, stage_of: Sequence[in
     try:
         model = build_model(config.model)
         if few := _violation_of_units(config, len(getattr(model, "units", ("the model",)))):
-            raise ConfigError(few)
+            raise ConfigError(_add_other_violations([few], config, data, kind))
         if config.model.layers > DEEP:  # all layers are alike
             shallow = build_model(replace(config.model, layers=2))
             build_plan(shallow, scheme, data=data, microbatch=config.train.microbatch, microbatches=1)
@@ -132,9 +140,10 @@ def _build_kind_plan(config: Config, data: int, kind: str, stage_of: Sequence[in
         raise ConfigError("model.kind", config.model.kind, f"{error.name}: {error.reason}", legal) from None
     except IllegalPlan as error:
         *lines, last = error.violations
+        others = _add_other_violations(error.violations, config, data, kind)[len(error.violations) :]
         meshes = [str(m).replace("'", "") for m in islice(_iterate_legal_meshes(config, data), MESHES_SHOWN)]
         also = f"; tensor.axes of as many workers that do: {' or '.join(meshes)}" if meshes else ""
-        raise ConfigError([*lines, last + also]) from None
+        raise ConfigError([*lines, last + also, *others]) from None
     warnings = (*plan.warnings, *_warnings_of_ring(plan, config.model.dropout))
     plan = _mark_special_updates(config, replace(plan, warnings=warnings))
     from platform.predict.step_price import choose_bucket_size  # with numpy
@@ -143,7 +152,7 @@ def _build_kind_plan(config: Config, data: int, kind: str, stage_of: Sequence[in
     of_optimizer = optimizers.violations_of_patterns, optimizers.violations_of_splits
     checks = *of_optimizer, choose_schedule.violations_of_kernel, violations_of_loss, _violations_of_documents
     if refused := [line for check in checks for line in check(config, plan)]:
-        raise ConfigError(refused)
+        raise ConfigError(_add_other_violations(refused, config, data, kind))
     return _add_shorter_plans(config, plan, data, kind)
 
 
@@ -206,12 +215,7 @@ def _add_shorter_plans(config: Config, plan: Plan, data: int, kind: str) -> Plan
         try:
             short_plan = _build_unchecked_plan(short, build_model(short.model), plan.scheme, data, stage_of, parts)
         except IllegalPlan as error:
-            start = entry.partition(":")[0]
-            every = find_divisors(config.model.length)
-            others = (n for n in every if _plan_of_one_layer(fix_sequence_length(config, n), data, kind))
-            legal = [f"{start}:{n}" for n in closest_values(phase.length, others)]
-            reasons = [line.partition(";")[0] for line in error.violations]
-            lines += [format_violation("train.length_ramp", entry, reason, legal) for reason in reasons]
+            lines += _violations_of_shorter_plan(config, entry, error, data, kind)
             continue
         if _places_of_weights(short_plan) != _places_of_weights(plan):
             constraint = f"model.kind={config.model.kind} has other parameters at this length"
@@ -223,6 +227,16 @@ def _add_shorter_plans(config: Config, plan: Plan, data: int, kind: str) -> Plan
     return replace(plan, shorter=shorter_plans)
 
 
+def _violations_of_shorter_plan(config: Config, entry: str, error: IllegalPlan, data: int, kind: str) -> Iterator[str]:
+    """Yield a refusal line for each reason in the `error` of the plan that an entry of train.length_ramp asks for."""
+    start, _, length = entry.partition(":")
+    every = find_divisors(config.model.length)
+    others = (n for n in every if _plan_of_one_layer(fix_sequence_length(config, n), data, kind))
+    legal = [f"{start}:{n}" for n in closest_values(int(length), others)] or [[]]
+    for reason in error.violations:
+        yield format_violation("train.length_ramp", entry, reason.partition(";")[0], legal)
+
+
 def _places_of_weights(plan: Plan) -> list[tuple[Any, ...]]:
     """Return what of each parameter of a plan decides where its blocks lie, and where its gradients are summed."""
     reduced = plan.reductions
@@ -230,11 +244,14 @@ def _places_of_weights(plan: Plan) -> list[tuple[Any, ...]]:
             for p in (*plan.parameters, *plan.states)]  # fmt: skip
 
 
-def _count_replicas(config: Config, inner: int, workers: int) -> int:
-    """Return the number of data replicas to plan for: parallel.data or, where it is -1, `workers` divided by `inner`,
-    the product of all other axes. Raises ConfigError if that leaves a rest."""
+def count_replicas(config: Config, workers: int | None) -> int:
+    """Return the number of data replicas to plan for: parallel.data or, where it is -1, `workers` (None: one replica's)
+    divided by the product of all other axes. Raises ConfigError if that leaves a rest."""
     if config.parallel.data != -1:
         return config.parallel.data
+    inner = prod(n for _, n in compose_scheme(asdict(config.tensor), asdict(config.branch), 1).axes)
+    inner *= config.pipeline.stages * config.parallel.context
+    workers = workers or inner
     if workers < inner or workers % inner:
         worker_count = format_count(workers, "worker")
         raise ConfigError(f"parallel.data=-1: {worker_count}, no multiple of {inner}, the other axes' product")
@@ -300,7 +317,7 @@ def plan_quickly(config: Config) -> Plan | None:
     pipeline = config.pipeline
     loop = tuple(range(pipeline.stages)) * pipeline.chunks  # where the shipped schedules place chunks
     try:
-        return make_plan(config, stage_of=loop if pipeline.kind in ("none", *SHIPPED) else None)
+        return _make_plan(config, None, loop if pipeline.kind in ("none", *SHIPPED) else None)
     except ConfigError:
         return None
 
@@ -331,9 +348,31 @@ def _plans_of_one_layer(config: Config, data: int, kind: str) -> list[Plan | Non
 
 def _plan_of_one_layer(config: Config, data: int, kind: str) -> Plan | None:
     """Return the plan of one layer of the model over `data` replicas, contexts of a `kind`; None if it is illegal."""
-    model, microbatch = build_model(replace(config.model, layers=1)), config.train.microbatch
     try:
-        scheme = compose_config_scheme(config, data, kind)
-        return build_plan(model, scheme, data=data, microbatch=microbatch, microbatches=1)
+        return _build_layer_plan(config, data, kind)
     except IllegalPlan:
         return None
+
+
+def _build_layer_plan(config: Config, data: int, kind: str) -> Plan:
+    """Build the plan of one layer of the model over `data` replicas, contexts of a `kind`. Raises IllegalPlan."""
+    model, scheme = build_model(replace(config.model, layers=1)), compose_config_scheme(config, data, kind)
+    return build_plan(model, scheme, data=data, microbatch=config.train.microbatch, microbatches=1)
+
+
+def violations_of_layers(config: Config, data: int, kind: str) -> Iterator[str]:
+    """Yield the refusal lines of a configuration's plan over `data` replicas, contexts of a `kind`, that its number of
+    stages and one layer of its model show, at all lengths."""
+    if few := _violation_of_units(config, len(getattr(build_model(config.model), "units", ("the model",)))):
+        yield few
+    for entry, phase in zip([*config.train.length_ramp[:-1], ""], length_phases(config), strict=False):
+        try:
+            _build_layer_plan(fix_sequence_length(config, phase.length), data, kind)
+        except IllegalPlan as error:
+            yield from _violations_of_shorter_plan(config, entry, error, data, kind) if entry else error.violations
+
+
+def _add_other_violations(lines: Sequence[str], config: Config, data: int, kind: str) -> list[str]:
+    """Return the refusal lines of a plan, and those of `violations_of_layers` that are about other keys."""
+    known = {*map(find_refused_key, lines)}
+    return [*lines, *(new for new in violations_of_layers(config, data, kind) if find_refused_key(new) not in known)]

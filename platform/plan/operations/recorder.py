@@ -230,7 +230,7 @@ def _division_message(planner: Planner, d: str, size: int, axes: Sequence[str], 
     has_own_length = d in ("length", "memory_length") and size != planner.sizes[d]
     key = "model.source_length" if has_own_length else KEYS.get(d, f"model.{d}")
     axis_extents = " x ".join(f"{planner.scheme.key_of_axis(a)}={planner.mesh.axes[a]}" for a in axes)
-    sizes = " or ".join(str(k) for k in _legal_sizes(planner, d, size, n) if k)
+    sizes = " or ".join(str(k) for k in _legal_sizes(planner, d, size, n) if k and d != "rows")  # which no key sets
     either = f"{key}={sizes}, or " if sizes else ""
     either += "tensor.uneven=true, or " if d in UNEVEN and size >= n and not planner.scheme.uneven else ""
     return (
@@ -241,14 +241,16 @@ def _division_message(planner: Planner, d: str, size: int, axes: Sequence[str], 
 
 def _legal_extents(planner: Planner, size: int, axes: Sequence[str]) -> list[str]:
     """Return hints on `axes`, whose product does not divide `size`: per axis the extents next below and next above that
-    divide it beside the others, or the product's extents if a change of one axis cannot."""
+    divide it beside the others, or extents of all of them, of which one is not 1, if a change of one axis cannot."""
     n, hints = planner.mesh.count_ranks(axes), []
     for a in axes:
         extent = planner.mesh.axes[a]
         if size % (n // extent) == 0:
             hints.append(f"{planner.scheme.key_of_axis(a)}={_nearest_divisors(size // (n // extent), extent)}")
-    product = " x ".join(planner.scheme.key_of_axis(a) for a in axes)
-    return hints or [f"{product}={_nearest_divisors(size, n)}"]
+    *others, last = map(planner.scheme.key_of_axis, axes)
+    return hints or [
+        " ".join([*(f"{key}=1" for key in others if key != last), f"{last}={_nearest_divisors(size, n).split()[0]}"])
+    ]
 
 
 def _nearest_divisors(size: int, n: int) -> str:
@@ -259,8 +261,8 @@ def _nearest_divisors(size: int, n: int) -> str:
 
 def _legal_sizes(planner: Planner, d: str, size: int, n: int) -> list[int]:
     """Return the sizes of dim `d` next below and next above `size` that n ranks divide, 0 for none: multiples of n; for
-    heads, which share d_model, only divisors of it."""
-    if d == "heads":
+    heads that share d_model, only divisors of it."""
+    if d == "heads" and planner.sizes["d_model"] == size * planner.sizes["d_kv"]:
         legal = [k for k in find_divisors(planner.sizes["d_model"]) if k % n == 0 and k <= 2 * max(size, n)]
         return [max((k for k in legal if k < size), default=0), min((k for k in legal if k > size), default=0)]
     return [size // n * n, size // n * n + n]  # `size` itself is no multiple
