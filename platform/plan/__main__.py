@@ -35,7 +35,7 @@ from platform.boundary.schema import Malformed
 from platform.boundary.terminal import escape_terminal_text, print_line, print_refusals
 from platform.cluster.shown_commands import replace_values
 from platform.config.fields import Config
-from platform.launch import compose_config
+from platform.launch import build_command, compose_config
 from platform.plan.layout import format_count
 from platform.plan.plan import Plan
 from platform.plan.plan_builder import pause_garbage_collection
@@ -44,7 +44,7 @@ from platform.plan.step_collectives import communication
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import make_plan
 from platform.predict.plan_report import render_explanation
-from platform.predict.plan_screen import closing_blocks, explain_config, format_screen
+from platform.predict.plan_screen import closing_blocks, explain_config, find_fitting_change, format_screen
 from platform.predict.step_price import choose_pricing_hardware, draw_step, read_hardware
 from platform.predict.tier_traffic import Tiers
 
@@ -269,6 +269,8 @@ def _print_requested_view(arguments: argparse.Namespace) -> int:
         return 0
     blocks = [render_explanation(plan, explanation), *closing_blocks(plan, explanation)] if arguments.all else []
     print(escape_terminal_text("\n\n".join(blocks) or format_screen(plan, explanation)))
+    if fitting := find_fitting_change(explanation):
+        print_line(build_command(arguments.overrides, arguments.config_dir).line_with_values(fitting))
     return 0
 
 

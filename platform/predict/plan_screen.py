@@ -131,8 +131,18 @@ def _change_block(explanation: Mapping[str, Any]) -> list[str]:
     fits = not device or explanation["memory"]["total"] <= device["memory"]
     if not changes:
         return ["no change of one key is known to gain" if fits else "no change of one key makes it fit"]
+    if not fits and (lacking := (changes[0]["memory"] or 0) - device["memory"]) > 0:
+        least = f"{' '.join(changes[0]['typed']) or 'the plan as it is'} lacks least, {format_number(lacking)}B"
+        return [f"neither another microbatch nor recomputing nor ZeRO makes it fit: {least}"]
     rows = [[" ".join(c["typed"]), *_gain_cells(c, time["seconds"])] for c in changes]
     return ["what would gain most" if fits else "what would make it fit", *align_rows(rows)]
+
+
+def find_fitting_change(explanation: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of the best change that makes a plan fit; [] if it fits already, or none is known."""
+    memory = (explanation.get("device") or {"memory": inf})["memory"]
+    changes = explanation.get("changes") if explanation["memory"]["total"] > memory else []
+    return next((list(c["typed"]) for c in changes or [] if (c["memory"] or 0) <= memory), [])
 
 
 def _gain_cells(change: Mapping[str, Any], seconds: float) -> Sequence[str]:

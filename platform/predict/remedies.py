@@ -7,10 +7,10 @@ changes that make it fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, product
 from math import gcd, inf
 from typing import Any
 
@@ -31,13 +31,14 @@ from platform.predict.memory_budget import (
     predict_host_bytes,
     predict_peak_bytes,
 )
-from platform.predict.search import Field
+from platform.predict.search import Field, Rated
 from platform.predict.step_price import step_price
 
 SHOWN = 3  # changes
 DEEP = 32  # layers, beyond which no more plans than are shown are priced: each takes milliseconds for a layer
 CLEAR = 0.6  # of the memory: what is estimated to need less fits, and is not measured
 LEAST = 0.005  # of a step's seconds: what is worth a change
+CHEAP = ("microbatch", "recompute", "zero")  # parts of a plan that neither its workers nor its layout depend on
 ALIKE = ("1d", "1d_sp")  # schemes of one axis, which change places
 
 
@@ -55,8 +56,9 @@ def find_best_changes(
     config: Config, composed: Compose, seconds: float, needed: float, memory: float, hardware: Hardware
 ) -> list[Change]:
     """Return the changes of a configuration by which its plan would gain most, the best first: to fit `memory` bytes of
-    a worker, if it needs more, else to take less than its `seconds` of a step on a hardware. `composed`: gives the
-    configuration with a change."""
+    a worker, if it needs more, else to take less than its `seconds` of a step on a hardware. Where no change of one
+    part makes it fit, those of several CHEAP ones are tried; if none of them does, that which needs least is returned.
+    `composed`: gives the configuration with a change."""
     if config.pipeline.kind not in SCHEDULES or config.plan.search:
         return []
     space = Space(_open_keys(config))
@@ -68,11 +70,24 @@ def find_best_changes(
     promising = sorted(one for one in rated if one and one.memory <= memory and one.seconds < least)
     most = SHOWN if config.model.layers > DEEP else 2 * SHOWN
     sure = CLEAR * memory if needed <= memory else 0.0
-    changes = ((_list_overrides(current, one.choice, space), one.memory > sure) for one in promising[:most])
-    tried = (_price_change(composed, config, typed, hardware, measured) for typed, measured in changes)
+
+    def price_best(promising: Sequence[Rated]) -> list[Change]:
+        """Plan and price the first contenders; return the changes that lead to them, without those that are refused."""
+        changes = [(_list_overrides(current, one.choice, space), one.memory > sure) for one in promising[:most]]
+        tried = [_price_change(composed, config, typed, hardware, measured) for typed, measured in changes]
+        return sorted(filter(None, tried), key=lambda change: change.seconds)
+
     least = (1 - LEAST) * seconds if needed <= memory else inf
-    gains = [c for c in tried if c and (c.memory or 0) <= memory and c.seconds < least]
-    return sorted(gains, key=lambda c: c.seconds)[:SHOWN]
+    gains = [c for c in price_best(promising) if (c.memory or 0) <= memory and c.seconds < least]
+    if gains or needed <= memory:
+        return gains[:SHOWN]
+    cheap = filter(None, field.estimate_choices([*_iterate_cheap_changes(current, space)]))
+    by_memory = sorted(cheap, key=lambda one: one.memory)
+    fewest = sorted(
+        by_memory, key=lambda one: (one.memory > memory, len(_list_overrides(current, one.choice, space)), one)
+    )
+    tried = price_best(fewest)
+    return [c for c in tried if (c.memory or 0) <= memory][:SHOWN] or price_best(by_memory[:1])
 
 
 def _price_change(
@@ -105,6 +120,14 @@ def _iterate_neighbours(current: Contender, space: Space) -> Iterator[Contender]
         yield replace(current, scheme=next(scheme for scheme in ALIKE if scheme != current.scheme))
     yield from _other_schedules(current, space.config.model.layers)
     yield from _iterate_shifts(current, space.config)
+
+
+def _iterate_cheap_changes(current: Contender, space: Space) -> Iterator[Contender]:
+    """Yield the contenders that differ in CHEAP parts, one or several of them."""
+    near = {part: [getattr(current, part), *CHOOSABLE[part].list_near(space, current)] for part in CHEAP}
+    near["microbatch"] = [n for n in (current.microbatch, current.microbatch // 2, 1) if n]
+    for values in product(*(dict.fromkeys(choices) for choices in near.values())):
+        yield replace(current, **dict(zip(near, values, strict=True)))
 
 
 def _other_schedules(current: Contender, layers: int) -> Iterator[Contender]:
@@ -259,7 +282,10 @@ def _iterate_changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
             False,
         )
     if c.parallel.data > 1 and c.parallel.zero != 3 and not c.branch.only:
-        yield "parallel.zero=3", _replace_group(c, "parallel", zero=3), True
+        yield "parallel.zero=3", (sharded := _replace_group(c, "parallel", zero=3)), True
+        if c.pipeline.kind != "file":
+            least = replace(_replace_group(sharded, "train", microbatch=1), recompute="full")
+            yield "parallel.zero=3 train.microbatch=1 recompute=full", least, True
     yield from _iterate_expert_changes(c)
     for axis, n in c.tensor.axes.items():
         yield f"tensor.axes.{axis}={2 * n}", _replace_group(c, "tensor", axes={**c.tensor.axes, axis: 2 * n}), True

@@ -7,11 +7,13 @@ import sys
 
 import pytest
 
+from platform.boundary.refusals import ConfigError
 from platform.launch import compose_config
 from platform.plan.__main__ import main
 from platform.predict.make_plan import make_plan
 from platform.predict.memory_budget import predict_peak_bytes
 from platform.predict.plan_screen import LINES
+from platform.predict.remedies import Device, violation_of_memory
 from platform.predict.step_price import choose_pricing_hardware, step_price
 
 SMALL = "+experiment=gpt_quick model.layers=2 model.d_model=64 model.length=64 train.global_batch=8 train.microbatch=2"
@@ -126,3 +128,47 @@ def test_a_screen_needs_no_torch():
     run = f"from platform.plan.__main__ import main; main({shlex.split(SMALL)})"
     code = f"import sys; {run}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+EIGHT_BILLION = (
+    "+experiment=fine_tune model=llama_8b parallel.data=8 cluster.gpu=H100-80GB cluster.device=cuda precision=bf16"
+    " data=text data.path=corpus"
+)
+
+
+def test_the_recipe_for_fine_tuning_fits_eight_billion_parameters_on_a_node(capsys):
+    found = json.loads(shown(capsys, f"{EIGHT_BILLION} --json"))
+    assert found["memory"]["total"] < found["device"]["memory"] == 80e9
+
+
+def test_several_cheap_keys_are_changed_where_one_is_not_enough_and_the_last_line_is_a_command(capsys):
+    too_large = f"{EIGHT_BILLION} train.microbatch=4 recompute=none"
+    text = shown(capsys, too_large)
+    rows = text.partition("what would make it fit\n")[2].partition("\n\n")[0].splitlines()
+    assert rows and all(len(row.strip().partition("  ")[0].split()) > 1 for row in rows)
+    command = text.splitlines()[-1]
+    assert command.startswith("python -m platform.launch ")
+    config = compose_config(shlex.split(command.partition("launch ")[2]))
+    assert predict_peak_bytes(config, make_plan(config)) <= 80e9
+    with pytest.raises(ConfigError):  # negative control: without the command's changes
+        raise ConfigError(violation_of_memory(*planned(too_large), Device(80e9, "a GPU")))
+
+
+def planned(typed: str):
+    config = compose_config(shlex.split(typed))
+    return config, make_plan(config)
+
+
+def test_where_nothing_cheap_makes_it_fit_the_screen_says_how_much_is_lacking(capsys):
+    text = shown(capsys, f"{EIGHT_BILLION} parallel.data=1 train.microbatch=4 recompute=none")
+    [line] = [line for line in text.splitlines() if line.startswith("neither another microbatch nor ")]
+    typed, lacking = line.partition(": ")[2].split(" lacks least, ")
+    config, plan = planned(f"{EIGHT_BILLION} parallel.data=1 train.microbatch=4 recompute=none {typed}")
+    assert f"{(predict_peak_bytes(config, plan) - 80e9) / 1e9:.3g} GB" == lacking
+    assert "platform.launch" not in text
+
+
+def test_a_run_that_is_refused_for_its_memory_is_told_of_three_keys_too():
+    config, plan = planned(f"{EIGHT_BILLION} train.microbatch=4 recompute=none parallel.zero=0")
+    line = violation_of_memory(config, plan, Device(42e9, "a GPU"))
+    assert "nearest legal: parallel.zero=3 train.microbatch=1 recompute=full (" in line
