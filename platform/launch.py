@@ -29,7 +29,7 @@ from platform.cluster.shown_commands import Command, Phases, monotonic_command_s
 from platform.config import run_rules
 from platform.config.arguments import expand_sweep_jobs, find_experiment_name, parse_typed_values, translate_error
 from platform.config.composition import CONF, Composer, open_composer
-from platform.config.extensions import complete_settings, load_extensions, refuse_exits
+from platform.config.extensions import CHOSEN, complete_settings, load_extensions, refuse_exits
 from platform.config.fields import KEYS, Config, flatten_config, list_value_violations, set_value, violations_of_values
 from platform.config.groups import RESUME
 from platform.config.identity import find_default_directory
@@ -112,6 +112,8 @@ def _compose_job(composer: Composer, arguments: Sequence[str], with_plan: bool =
             from platform.predict.legal_hints import complete_violations  # which plans
 
             lines = complete_violations(config, lines, with_plan)
+    if any(line.startswith("extend=") for line in lines):  # what a module would have registered is not known
+        lines = [line for line in lines if refusals.find_refused_key(line) not in CHOSEN]
     return config, list(dict.fromkeys(lines))
 
 

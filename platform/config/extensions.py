@@ -12,6 +12,7 @@ alone is checked otherwise.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
@@ -209,7 +210,7 @@ def load_extensions(modules: Sequence[str]) -> list[str]:
     """Import the user's modules that `extend` names, which register models, sources and the like; return one refusal
     line for each that cannot be imported. It names the new import where a module uses a path of before."""
     lines = []
-    for name in modules:
+    for name in (name for name in modules if re.fullmatch(KEYS["extend"].pattern, name)):  # others are refused by it
         try:
             with guard_own_code(f"extend={name}"):
                 importlib.import_module(name)

@@ -56,7 +56,7 @@ class Config:
         [],
         "your own modules, imported by the driver and by every worker",
         pattern=r"[^\W\d]\w*(\.[^\W\d]\w*)*",
-        constraint="must be the name of a module, such as my_package.my_module",
+        constraint="must be the name of a module, such as my_module for my_module.py in a folder of PYTHONPATH",
     )
     seed: int = key(0, "seed of all that is random: weights, data order, dropout, samples", ">= 0", most=2**63 - 1)
     precision: str = key("fp32", "type to compute in; fp16 scales the loss", ("fp64", "fp32", "bf16", "fp16"))

@@ -110,7 +110,7 @@ def _apply_argument(config: Config, line: str, argument: str) -> bool:
         if re.search(" has no (such axis|axes)", line):  # the hint stands for the whole argument
             del axes[find_refused_key(line).rpartition(".")[2]]
         return True
-    if key not in KEYS or isinstance(old := attrgetter(key)(config), dict):
+    if key not in KEYS or isinstance(old := attrgetter(key)(config), dict) or re.match(r"[^[]\S* ", text):  # words
         return False
     if isinstance(old, list) and text[:1] != "[":
         refused = line.removeprefix(f"{key}=").partition(": ")[0]

@@ -35,3 +35,13 @@ def test_found(argument, start):
         given = Namespace(config_dir=None, overrides=["+experiment=gpt_quick", argument], multirun=False)
         launch._plan_jobs(given, Phases())
     assert any(line.startswith(start) for line in error.value.violations)
+
+
+@pytest.mark.parametrize("name", ["path/to/my_module.py", "/path/my_module.py", "my_module.py", "no_such_module_here"])
+def test_a_module_that_is_not_loaded_is_one_line_and_what_it_would_register_is_not_judged(name):
+    typed = ["+experiment=gpt_quick", f"extend=[{name}]", "model.kind=mine", "optimizer.kind=own", "data.kind=rhymes"]
+    with pytest.raises(ConfigError) as refused:
+        launch.compose_config(typed)
+    [line] = refused.value.violations
+    ways = ("such as my_module for my_module.py in a folder of PYTHONPATH", "cannot be imported (ModuleNotFoundError")
+    assert line.startswith(f"extend={name}: ") and any(way in line for way in ways)
