@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -29,7 +30,8 @@ _KINDS = {  # launcher -> how a job's title names its kind, and its templates
 }
 # texts that Kubernetes' parser takes for a truth or a number, or that end within a list or a map on one line
 _OTHERWISE = re.compile(r"[yYnN]|[-+]?\.?\d[\d_]*(\.[\d_]*)?([eE][-+]?\d+)?|0[oOxXbB]\w+|.*[][{},].*", re.DOTALL)
-_PARTS = ("workers", "head", "submitter")  # of a job's pods, each with a budget of disruptions that is named by it
+_OWN = "/etc/elastic-platform"  # where pods see the user's own files
+_PARTS = ("workers", "head", "submitter", "own")  # what has a name of its own beside the job's
 _OF_RAY = ("head_select", "head_tolerate", "wait")  # options that an Indexed Job, which has no head, does not read
 
 
@@ -47,10 +49,14 @@ _Writer.add_representer(str, _Writer.represent_text)
 def render_kubernetes_job(typed: Sequence[str], config_dir: str | None = None) -> str:
     """Write the manifest of a run from arguments and options job.KEY=VALUE (KubernetesOptions). Raises ConfigError."""
     run = plan_job(KubernetesOptions, typed, config_dir, lambda o: f"{o.mount}/runs/{o.name}")
-    planned_run.refuse_outside_paths(run.config, run.options.mount)
+    planned_run.refuse_outside_paths(run, run.options.mount)
     _check_launcher(run)
-    values = _template_values(run)
-    parts = [fill_template((TEMPLATES / name).read_text(), values) for name in _KINDS[run.options.launcher][1]]
+    files = planned_run.read_own_files(run, config_dir)
+    if config_dir:
+        run = replace(run, arguments=["--config-dir", f"{_OWN}/conf", *run.arguments[2:]])
+    values = _template_values(run) | _own_file_values(files)
+    names = [*_KINDS[run.options.launcher][1], *(["own_files.yaml"] if files else [])]
+    parts = [fill_template((TEMPLATES / name).read_text(), values) for name in names]
     return fill_template((TEMPLATES / "title.txt").read_text(), values) + "---\n".join(parts)
 
 
@@ -145,6 +151,17 @@ def _template_values(run: PlannedRun) -> dict[str, str | None]:
         "secrets_of_run": _format_list([*variables, *sink_variables]) if variables or sink_variables else None,
         "arguments": _format_list(_list_pod_arguments(run, limit)),
     }
+
+
+def _own_file_values(files: Mapping[str, str]) -> dict[str, str | None]:
+    """Return template place -> YAML for what pods of a Kubernetes job see of the user's own files, by their places."""
+    texts = yaml.dump({str(number): text for number, text in enumerate(files.values())}, default_style="|")
+    values = {
+        "own_files": [{"key": str(number), "path": place} for number, place in enumerate(files)],
+        "own_path": _OWN if files else None,
+        "own_modules": f"{_OWN}/modules" if any(place.startswith("modules/") for place in files) else None,
+    }
+    return {**_format_values(values), "own_texts": texts.removesuffix("\n")}
 
 
 def _list_pod_arguments(run: PlannedRun, limit: list[str]) -> list[str]:

@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from platform.boundary.redaction import REDACTED, redact_secrets, register_url_secrets
-from platform.boundary.refusals import ConfigError, format_violation, refuse_all
+from platform.boundary.refusals import ConfigError, format_violation, refuse_all, refuse_failures
 from platform.cluster.shown_commands import replace_values
 from platform.config.arguments import find_experiment_name, parse_typed_values
 from platform.config.composition import CONF, open_composer
-from platform.config.fields import Config
+from platform.config.fields import KEYS, Config, flatten_config
 from platform.config.key import format_hms, parse_job_limit
 from platform.data.mixture import paths_by_key
 from platform.jobs.job_options import JobOptions, refuse_missing_options, take_options
@@ -116,6 +119,7 @@ def _ceil_divide(count: int, by: int) -> int:
 TEMPLATES = CONF.parent / "jobs" / "templates"
 _PLACE = re.compile(r"@\{(\w+)\}")  # `${...}` is bash's
 _START = 240  # seconds of a job beside its margin: 2 minutes of those before it, by Slurm's clock; its start
+_CARRIED = 900_000  # bytes of a ConfigMap, which may have a mebibyte with all around it
 _WAIT = 600  # seconds of cluster.wait: nodes come one by one
 
 
@@ -213,13 +217,34 @@ def _list_needed_keys(config: Config, options: JobOptions, typed_keys: Mapping[s
     return needed
 
 
-def refuse_outside_paths(config: Config, mount: str) -> None:
-    """Raise ConfigError unless a job's data and checkpoints lie below `mount`, the volume that its pods share."""
+def refuse_outside_paths(run: PlannedRun, mount: str) -> None:
+    """Raise ConfigError unless all that a job reads and writes by a path lies below `mount`, the volume that its pods
+    share: data, checkpoints, models, tables, tasks, and the directories of the run."""
+    typed = {key: text.strip("'\"") for key, _, text in (word.partition("=") for word in run.arguments)}
+    values = flatten_config(run.config) | {key: typed[key] for key in ("run.dir", "data.cache")}
+    paths = {k: values[k] for k, legal in KEYS.items() if legal.path is not None and values[k] not in legal.path}
     refuse_all(
         format_violation(key, path, f"must lie below job.mount={mount}, where the claim is", [f"{mount}/..."])
-        for key, path in {**paths_by_key(config.data), "checkpoint.url": config.checkpoint.url}.items()
+        for key, path in (paths_by_key(run.config.data) | paths).items()
         if path and "://" not in path and not path.startswith(f"{mount}/")
     )
+
+
+def read_own_files(run: PlannedRun, config_dir: str | None) -> dict[str, str]:
+    """Read what a job's arguments name on this machine, by its place below one folder: the YAML files of `config_dir`
+    in conf/, and in modules/ those of `extend`, but for installed ones, which an image has. Raises ConfigError."""
+    files = {f"conf/{path.relative_to(config_dir)}": path for path in Path(config_dir or os.devnull).rglob("*.yaml")}
+    tops = {name.partition(".")[0] for name in run.config.extend} - sys.stdlib_module_names
+    for path in (Path(getattr(sys.modules[top], "__file__", None) or "/site-packages/a") for top in tops):
+        parts = path.parent.rglob("*.py") if path.stem == "__init__" else [path]
+        folder = path.parents[path.stem == "__init__"]
+        files |= {f"modules/{part.relative_to(folder)}": part for part in parts if "site-packages" not in path.parts}
+    with refuse_failures("--config-dir", config_dir, OSError, UnicodeError, why="cannot be read ({})"):
+        texts = {place: files[place].read_text() for place in sorted(files)}
+    if (size := sum(len(text.encode()) for text in texts.values())) > _CARRIED:
+        constraint = f"has {size} bytes with the modules of extend; a manifest carries {_CARRIED}"
+        raise ConfigError("--config-dir", config_dir, constraint, [f"extend={run.config.extend} in the image"])
+    return texts
 
 
 def fill_template(template: str, values: Mapping[str, str | None]) -> str:

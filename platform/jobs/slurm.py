@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Sequence
 
 from platform.boundary.refusals import ConfigError
 from platform.jobs.job_options import SlurmOptions, refuse_missing_options
-from platform.jobs.planned_run import GIB, TEMPLATES, PlannedRun, fill_template, fold_words, plan_job
+from platform.jobs.planned_run import GIB, TEMPLATES, PlannedRun, fill_template, fold_words, plan_job, read_own_files
 from platform.monitor.sinks.sink_process import secrets_of_sinks
 from platform.plan.layout import format_count
 
@@ -22,7 +23,21 @@ def render_slurm_job(typed: Sequence[str], config_dir: str | None = None) -> str
     elif run.options.image:
         legal = ["job.runtime=pyxis", "job.runtime=apptainer"]
         raise ConfigError("job.image", run.options.image, "needs job.runtime", legal)
-    return fill_template((TEMPLATES / "train.sbatch").read_text(), _template_values(run))
+    return fill_template((TEMPLATES / "train.sbatch").read_text(), _template_values(run) | _own_values(run, config_dir))
+
+
+def _own_values(run: PlannedRun, config_dir: str | None) -> dict[str, str | None]:
+    """Return template place -> text for what writes the files of `config_dir` for a Slurm job, as they are now, and
+    names them to the run. Modules of `extend` are found from the folder where the job is submitted."""
+    if not config_dir:
+        return {"own_files": None, "flags": ""}
+    lines = []
+    files = read_own_files(run, config_dir)
+    for place, text in ((place, text) for place, text in files.items() if place.startswith("conf/")):
+        folder, name, words = (shlex.quote(part) for part in (os.path.dirname(place), place, text))
+        lines.append(f'mkdir -p "$shared"/{folder}\nprintf %s {words} >"$shared"/{name}')
+    arguments = fold_words(run.arguments[2:], " \\\n")
+    return {"own_files": "\n".join(lines), "flags": '--config-dir "$shared/conf" ', "arguments": arguments}
 
 
 def _template_values(run: PlannedRun) -> dict[str, str | None]:
