@@ -56,8 +56,7 @@ from platform.plan.schedule import Action, Kind, Rows, ScheduleError, table
 from platform.plan.simulate import simulate
 from platform.plan.step_collectives import communication, counts_at, process_groups
 from platform.predict.choose_schedule import register_pipeline
-from platform.predict.legal_hints import complete_violations
-from platform.predict.make_plan import make_plan
+from platform.predict.make_plan import complete_violations, make_plan
 
 if TYPE_CHECKING:
     from platform.runtime.communicator import Communicator, SingleRank

@@ -109,7 +109,7 @@ def _compose_job(composer: Composer, arguments: Sequence[str], with_plan: bool =
     else:
         lines += violations_of_configuration(config)
         if lines := list(dict.fromkeys(lines)):
-            from platform.predict.legal_hints import complete_violations  # which plans
+            from platform.predict.make_plan import complete_violations  # which plans
 
             lines = complete_violations(config, lines, with_plan)
     if any(line.startswith("extend=") for line in lines):  # what a module would have registered is not known

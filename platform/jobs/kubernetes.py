@@ -39,7 +39,7 @@ class _Writer(yaml.SafeDumper):
     """Writer of a manifest's YAML: a text that Kubernetes' parser reads otherwise, alone or in a list, is quoted."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        """Represent a text of a manifest in YAML."""
+        """Return a text of a manifest as a node of YAML."""
         return self.represent_scalar("tag:yaml.org,2002:str", text, "'" if _OTHERWISE.fullmatch(text) else None)
 
 

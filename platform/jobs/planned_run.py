@@ -231,9 +231,12 @@ def refuse_outside_paths(run: PlannedRun, mount: str) -> None:
 
 
 def read_own_files(run: PlannedRun, config_dir: str | None) -> dict[str, str]:
-    """Read what a job's arguments name on this machine, by its place below one folder: the YAML files of `config_dir`
-    in conf/, and in modules/ those of `extend`, but for installed ones, which an image has. Raises ConfigError."""
-    files = {f"conf/{path.relative_to(config_dir)}": path for path in Path(config_dir or os.devnull).rglob("*.yaml")}
+    """Read the files that a job's arguments name on this machine: return path below one folder -> text, of the YAML
+    files of `config_dir` in conf/, and of the modules of `extend` that are not installed in modules/. Raises
+    ConfigError."""
+    files = {
+        f"conf/{path.relative_to(config_dir or '')}": path for path in Path(config_dir or os.devnull).rglob("*.yaml")
+    }
     tops = {name.partition(".")[0] for name in run.config.extend} - sys.stdlib_module_names
     for path in (Path(getattr(sys.modules[top], "__file__", None) or "/site-packages/a") for top in tops):
         parts = path.parent.rglob("*.py") if path.stem == "__init__" else [path]

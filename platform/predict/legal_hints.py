@@ -1,68 +1,42 @@
-"""Hints of refusals, tried: a value that a line names as nearest legal is one with which the whole configuration is
-legal, but for the user's other mistakes. What is legal is said nowhere twice: `list_refusals` asks the rules, and
-one layer of the plan.
+"""Trial of hints: a value that a refusal line names as nearest legal is one with which the whole configuration is
+legal, but for the user's other mistakes. No formula says a second time which values are legal: the code that refuses a
+configuration judges it with the hint, too.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from operator import attrgetter
+from typing import Any
 
 import yaml
 
-from platform.boundary.refusals import NEAREST, ConfigError, find_refused_key
-from platform.config import fields, layout_rules
+from platform.boundary.refusals import NEAREST, find_refused_key
+from platform.config import fields
 from platform.config.fields import KEYS, Config
-from platform.config.validation import violations_of_configuration
-from platform.predict.make_plan import choose_context_kinds, count_replicas, violations_of_layers
 
 BESIDE = "legal beside other values of"  # the words before keys, where no hint alone is legal
 _BETWEEN = re.compile(r", (?:or )?(?![^\[{]*[\]}])")  # hints
 _ARGUMENT = re.compile(r"[a-z_]+(\.\w+)*=\S*( [a-z_]+(\.\w+)*=\S*)*")
-_BROKEN = "planner"  # what a line is about that no user sees
+ListRefusals = Callable[[Config], list[str]]  # of a configuration: the lines that refuse it
 
 
-def list_refusals(config: Config, workers: int | None = None) -> list[str]:
-    """Return the refusal lines of a configuration's values, and of one layer of its plan where it can have one."""
-    lines = violations_of_configuration(config)
-    if fields.violations_of_types(config) or config.plan.search or [*layout_rules.violations_of_worker_count(config)]:
-        return lines
-    if any(KEYS[key].planned for key in fields.violations_of_values(config)):
-        return lines
-    try:
-        data = count_replicas(config, workers)
-        return [*lines, *violations_of_layers(config, data, choose_context_kinds(config, data)[0])]
-    except ConfigError as error:
-        return [*lines, *error.violations]
-    except Exception as error:  # of a planner that an illegal value breaks
-        return [*lines, f"{_BROKEN}: {error}"]
-
-
-def complete_violations(config: Config, lines: Sequence[str], with_plan: bool = True) -> list[str]:
-    """Return the refusal lines of a configuration with legal hints; `with_plan`: and what its plan is refused for."""
-    known = {_BROKEN, *map(find_refused_key, lines)}
-    follows = not with_plan or any(key.startswith(("tensor.", "branch.")) for key in known)  # from an unsound scheme
-    more = [line for line in ([] if follows else list_refusals(config)) if find_refused_key(line) not in known]
-    return keep_legal_hints(config, [*lines, *more])
-
-
-def keep_legal_hints(config: Config, lines: Sequence[str], workers: int | None = None) -> list[str]:
-    """Return the refusal lines of a configuration, which has so many workers, each with those of its hints that are
-    legal alone; where none is, with the keys that must change too."""
+def keep_legal_hints(config: Config, lines: Sequence[str], list_refusals: ListRefusals) -> list[str]:
+    """Return the refusal lines of a configuration, each with those of its hints that `list_refusals` lets pass."""
     if fields.violations_of_types(config) or not any(NEAREST in line for line in lines):
         return [*lines]
-    mistakes = Counter(map(_refused_part, lines)) | Counter(map(_refused_part, list_refusals(config, workers)))
-    return [_rewrite_line(config, workers, mistakes, line) for line in lines]
+    mistakes = Counter(map(_refused_part, lines)) | Counter(map(_refused_part, list_refusals(config)))
+    return [_rewrite_line(config, list_refusals, mistakes, line) for line in lines]
 
 
-def _rewrite_line(config: Config, workers: int | None, mistakes: Counter[str], line: str) -> str:
-    """Return a refusal line with its legal hints; a hint that is a name misspelt is kept."""
+def _rewrite_line(config: Config, list_refusals: ListRefusals, mistakes: Counter[str], line: str) -> str:
+    """Return a refusal line with its legal hints or, without any, the keys that must change too; names are kept."""
     reason, _, hints = line.partition(NEAREST)
     typed_hints = [] if ": no such " in line else [*_typed_hints(line)]
-    new_keys = {typed: _find_new_keys(config, workers, mistakes, line, typed) for typed in typed_hints}
+    new_keys = {typed: _find_new_keys(config, list_refusals, mistakes, line, typed) for typed in typed_hints}
     if not any(new_keys.values()):
         return line
     comma, prefix = (", or ", "") if " or " in hints else (", ", f"{find_refused_key(line)}=")
@@ -72,7 +46,9 @@ def _rewrite_line(config: Config, workers: int | None, mistakes: Counter[str], l
     return f"{reason}; {BESIDE} {', '.join(keys)}: {hints}"
 
 
-def _find_new_keys(config: Config, workers: int | None, mistakes: Counter[str], line: str, typed: str) -> list[str]:
+def _find_new_keys(
+    config: Config, list_refusals: ListRefusals, mistakes: Counter[str], line: str, typed: str
+) -> list[str]:
     """Return the keys for which a configuration is refused, beyond the user's other `mistakes`, with the arguments
     `typed`, a hint of `line`; [] for arguments that only a command line can read."""
     changed, own = deepcopy(config), _refused_part(line)
@@ -80,7 +56,7 @@ def _find_new_keys(config: Config, workers: int | None, mistakes: Counter[str], 
         return []
     cured = mistakes[own] if find_refused_key(typed) == find_refused_key(line) else 1
     allowed = Counter(map(find_refused_key, (mistakes - Counter({own: cured})).elements()))
-    return [*(Counter(map(find_refused_key, list_refusals(changed, workers))) - allowed)]
+    return [*(Counter(map(find_refused_key, list_refusals(changed))) - allowed)]
 
 
 def _refused_part(line: str) -> str:
@@ -114,7 +90,7 @@ def _apply_argument(config: Config, line: str, argument: str) -> bool:
         return False
     if isinstance(old, list) and text[:1] != "[":
         refused = line.removeprefix(f"{key}=").partition(": ")[0]
-        value = [*dict.fromkeys(text if entry == refused else entry for entry in old)]
+        value: Any = [*dict.fromkeys(text if entry == refused else entry for entry in old)]
     else:
         value = text.removeprefix("''") if fields.find_declared_type(key) is str else yaml.safe_load(text)
     fields.set_value(config, key, value)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
 from math import inf, prod
 from typing import Any
 
 from platform.boundary.refusals import ConfigError, closest_values, find_refused_key, format_violation, refuse_all
+from platform.config import fields, layout_rules
 from platform.config.extensions import refuse_exits
 from platform.config.fields import WEIGHTED, Config, training_loss_name, training_objective_name
 from platform.config.layout_rules import expert_axis_sizes, has_uneven_experts, list_tensor_axes
 from platform.config.ramps import fix_sequence_length, length_phases, parse_length_ramp
+from platform.config.validation import violations_of_configuration
 from platform.model import build_model
 from platform.model.losses import violations_of_loss
 from platform.optimizer import optimizers
@@ -31,9 +34,11 @@ from platform.plan.scheme import NESTED, RINGS, ModelMistake, Scheme, compose_sc
 from platform.plan.step_collectives import communication
 from platform.predict import choose_schedule
 from platform.predict.choose_schedule import count_microbatches, find_dealing_rounds, find_even_rounds, place_chunks
+from platform.predict.legal_hints import keep_legal_hints
 from platform.predict.memory_budget import MemoryForecast
 
 CHOICES = {"auto": ("gather", "heads", "ring"), "nested": NESTED}  # kinds of context among which a context_kind chooses
+BROKEN = "planner"  # what a line is about that no user sees
 MESHES_SHOWN = 4
 MESHES_TRIED = 60  # nearest meshes that are planned to find legal ones; each takes milliseconds
 FACTORIZATIONS = 10_000
@@ -96,9 +101,8 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
     try:
         return _make_plan(config, workers, stage_of)
     except ConfigError as error:
-        from platform.predict.legal_hints import keep_legal_hints
-
-        raise ConfigError(keep_legal_hints(config, error.violations, workers)) from error
+        refusals = partial(list_refusals, workers=workers)
+        raise ConfigError(keep_legal_hints(config, error.violations, refusals)) from error
 
 
 @refuse_exits()
@@ -208,7 +212,8 @@ def _build_unchecked_plan(
 def _add_shorter_plans(config: Config, plan: Plan, data: int, kind: str) -> Plan:
     """Return the plan with a plan for each shorter length of its sequences (train.length_ramp), of the same parameters
     on the same ranks. Raises ConfigError with a line per length without such a plan. `kind`: the contexts'."""
-    shorter_plans, lines = {}, []
+    shorter_plans: dict[int, Plan] = {}
+    lines: list[str] = []
     stage_of, parts = [c.stage for c in plan.chunks], [c.units for c in plan.chunks]
     for entry, phase in zip(config.train.length_ramp[:-1], parse_length_ramp(config.train), strict=False):
         short = fix_sequence_length(config, phase.length)
@@ -232,7 +237,7 @@ def _violations_of_shorter_plan(config: Config, entry: str, error: IllegalPlan, 
     start, _, length = entry.partition(":")
     every = find_divisors(config.model.length)
     others = (n for n in every if _plan_of_one_layer(fix_sequence_length(config, n), data, kind))
-    legal = [f"{start}:{n}" for n in closest_values(int(length), others)] or [[]]
+    legal = [f"{start}:{n}" for n in closest_values(int(length), others)] or ["[]"]
     for reason in error.violations:
         yield format_violation("train.length_ramp", entry, reason.partition(";")[0], legal)
 
@@ -354,6 +359,30 @@ def _plan_of_one_layer(config: Config, data: int, kind: str) -> Plan | None:
         return None
 
 
+def list_refusals(config: Config, workers: int | None = None) -> list[str]:
+    """Return the refusal lines of a configuration's values, and of one layer of its plan where it can have one."""
+    lines = violations_of_configuration(config)
+    if fields.violations_of_types(config) or config.plan.search or [*layout_rules.violations_of_worker_count(config)]:
+        return lines
+    if any(fields.KEYS[key].planned for key in fields.violations_of_values(config)):
+        return lines
+    try:
+        data = count_replicas(config, workers)
+        return [*lines, *violations_of_layers(config, data, choose_context_kinds(config, data)[0])]
+    except ConfigError as error:
+        return [*lines, *error.violations]
+    except Exception as error:  # of a planner that an illegal value breaks
+        return [*lines, f"{BROKEN}: {error}"]
+
+
+def complete_violations(config: Config, lines: Sequence[str], with_plan: bool = True) -> list[str]:
+    """Return the refusal lines of a configuration with legal hints; `with_plan`: and what its plan is refused for."""
+    known = {BROKEN, *map(find_refused_key, lines)}
+    follows = not with_plan or any(key.startswith(("tensor.", "branch.")) for key in known)  # from an unsound scheme
+    more = [line for line in ([] if follows else list_refusals(config)) if find_refused_key(line) not in known]
+    return keep_legal_hints(config, [*lines, *more], list_refusals)
+
+
 def _build_layer_plan(config: Config, data: int, kind: str) -> Plan:
     """Build the plan of one layer of the model over `data` replicas, contexts of a `kind`. Raises IllegalPlan."""
     model, scheme = build_model(replace(config.model, layers=1)), compose_config_scheme(config, data, kind)
@@ -373,6 +402,6 @@ def violations_of_layers(config: Config, data: int, kind: str) -> Iterator[str]:
 
 
 def _add_other_violations(lines: Sequence[str], config: Config, data: int, kind: str) -> list[str]:
-    """Return the refusal lines of a plan, and those of `violations_of_layers` that are about other keys."""
+    """Return the refusal lines of a plan, and the lines of `violations_of_layers` that are about other keys."""
     known = {*map(find_refused_key, lines)}
     return [*lines, *(new for new in violations_of_layers(config, data, kind) if find_refused_key(new) not in known)]

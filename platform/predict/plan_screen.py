@@ -131,7 +131,7 @@ def _change_block(explanation: Mapping[str, Any]) -> list[str]:
     fits = not device or explanation["memory"]["total"] <= device["memory"]
     if not changes:
         return ["no change of one key is known to gain" if fits else "no change of one key makes it fit"]
-    if not fits and (lacking := (changes[0]["memory"] or 0) - device["memory"]) > 0:
+    if device and not fits and (lacking := (changes[0]["memory"] or 0) - device["memory"]) > 0:
         least = f"{' '.join(changes[0]['typed']) or 'the plan as it is'} lacks least, {format_number(lacking)}B"
         return [f"neither another microbatch nor recomputing nor ZeRO makes it fit: {least}"]
     rows = [[" ".join(c["typed"]), *_gain_cells(c, time["seconds"])] for c in changes]

@@ -56,9 +56,9 @@ def find_best_changes(
     config: Config, composed: Compose, seconds: float, needed: float, memory: float, hardware: Hardware
 ) -> list[Change]:
     """Return the changes of a configuration by which its plan would gain most, the best first: to fit `memory` bytes of
-    a worker, if it needs more, else to take less than its `seconds` of a step on a hardware. Where no change of one
-    part makes it fit, those of several CHEAP ones are tried; if none of them does, that which needs least is returned.
-    `composed`: gives the configuration with a change."""
+    a worker, if it needs more, else to take less than its `seconds` of a step on a hardware. If no change of one
+    part makes it fit, changes of several CHEAP parts are tried, and the one with the least memory is returned if all
+    fail. `composed`: gives the configuration with a change."""
     if config.pipeline.kind not in SCHEDULES or config.plan.search:
         return []
     space = Space(_open_keys(config))
@@ -72,7 +72,7 @@ def find_best_changes(
     sure = CLEAR * memory if needed <= memory else 0.0
 
     def price_best(promising: Sequence[Rated]) -> list[Change]:
-        """Plan and price the first contenders; return the changes that lead to them, without those that are refused."""
+        """Plan and price the first contenders; return the changes that lead to them and have a legal plan."""
         changes = [(_list_overrides(current, one.choice, space), one.memory > sure) for one in promising[:most]]
         tried = [_price_change(composed, config, typed, hardware, measured) for typed, measured in changes]
         return sorted(filter(None, tried), key=lambda change: change.seconds)

@@ -23,5 +23,5 @@ def test_ten_thousand():
 
 def test_hints_that_nobody_tried_are_found(monkeypatch):
     """The negative control: as they were before, they lead to other refusals."""
-    monkeypatch.setattr(legal_hints, "_rewrite_line", lambda config, workers, mistakes, line: line)
+    monkeypatch.setattr(legal_hints, "_rewrite_line", lambda config, list_refusals, mistakes, line: line)
     assert run(hints, seed=229, count=1, keep_going=True).failures
