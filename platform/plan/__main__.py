@@ -33,9 +33,9 @@ from platform.boundary.refusals import (
 )
 from platform.boundary.schema import Malformed
 from platform.boundary.terminal import escape_terminal_text, print_line, print_refusals
-from platform.cluster.shown_commands import replace_values
+from platform.cluster.shown_commands import Command, replace_values
 from platform.config.fields import Config
-from platform.launch import build_command, compose_config
+from platform.launch import compose_config
 from platform.plan.layout import format_count
 from platform.plan.plan import Plan
 from platform.plan.plan_builder import pause_garbage_collection
@@ -270,7 +270,7 @@ def _print_requested_view(arguments: argparse.Namespace) -> int:
     blocks = [render_explanation(plan, explanation), *closing_blocks(plan, explanation)] if arguments.all else []
     print(escape_terminal_text("\n\n".join(blocks) or format_screen(plan, explanation)))
     if fitting := find_fitting_change(explanation):
-        print_line(build_command(arguments.overrides, arguments.config_dir).line_with_values(fitting))
+        print_line(Command(arguments.overrides, arguments.config_dir).line_with_values(fitting))
     return 0
 
 

@@ -161,7 +161,12 @@ class Forecast:
         if not (is_worth_telling(self.parts, measured) or run.config.monitor.timeline):
             return
         slow = sum(measured.values()) > sum(self.parts.values())
-        if slow and not busy and run.job.device == "cpu" and crew_kind(run.config.cluster) in ("inline", "local", "processes"):
+        if (
+            slow
+            and not busy
+            and run.job.device == "cpu"
+            and crew_kind(run.config.cluster) in ("inline", "local", "processes")
+        ):
             workers, cores = run.job.world_size, usable_cores()
             threads = count_threads(run.config, workers, cores)
             lines += filter(None, [describe_likely_cause(os.getloadavg()[0], cores, workers, threads)])

@@ -2,5 +2,6 @@
 `launchers.py` chooses the launcher. Nothing here knows about steps, plans or checkpoints.
 
 Its files in reading order: crew, failures, signals, remote_crew, heartbeats, job, launchers, worker_host,
-fork_server, forked_workers, ray_process, ray_actors, ray_session, torchrun, inline_crew, leftovers, channel, switchboard.
+fork_server, forked_workers, ray_process, ray_actors, ray_session, torchrun, inline_crew, leftovers, channel,
+switchboard.
 """
